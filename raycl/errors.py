@@ -1,0 +1,61 @@
+"""Every error a user can meet, as one tree.
+
+    RayclError
+    ├── ConfigError        an unknown key, a wrong value, settings that contradict each other
+    ├── DataError          a file, a row or a label that cannot be used (names file and row)
+    │   └── MissingTasksError   tasks of a named benchmark that are not on disk, all listed at once
+    ├── BackboneError      a model or tokenizer that cannot be loaded or does not fit the task
+    ├── StorageError       a path or URI that cannot be read or written
+    │   └── AlreadyExistsError  exclusive creation lost: somebody else wrote it first
+    ├── LaunchError        the cluster cannot ever give what the run asks for
+    └── RunError           a run that cannot start, go on or be trusted
+        ├── ResumeError         the run directory and the config do not belong together
+        └── StaleAttemptError   a newer attempt owns the run; this one must stop
+
+Each message says, in one sentence: what was wrong, the value, what was expected, what to do.
+Broken promises among ourselves are `assert` with a message, not these classes.
+"""
+
+
+class RayclError(Exception):
+    """Base of all errors meant for users; jobs print its text and exit with status 1."""
+
+
+class ConfigError(RayclError):
+    """A configuration key or value is wrong; the message names its dotted path."""
+
+
+class DataError(RayclError):
+    """Input data cannot be used; the message names the file and, where there is one, the row."""
+
+
+class MissingTasksError(DataError):
+    """Tasks of a stream are missing on disk; the message lists all of them."""
+
+
+class BackboneError(RayclError):
+    """A backbone cannot be loaded, or cannot do what the task asks of it."""
+
+
+class StorageError(RayclError):
+    """A path or URI cannot be reached, read or written."""
+
+
+class AlreadyExistsError(StorageError):
+    """Exclusive creation failed because the file exists: another writer was first."""
+
+
+class LaunchError(RayclError):
+    """The cluster cannot give the resources that the run asks for."""
+
+
+class RunError(RayclError):
+    """A run cannot start or go on."""
+
+
+class ResumeError(RunError):
+    """A run directory cannot be continued with this config; the message names the keys that differ."""
+
+
+class StaleAttemptError(RunError):
+    """A newer attempt has claimed the run, so this one must not write any more."""

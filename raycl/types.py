@@ -1,0 +1,120 @@
+"""The nouns that every package shares, and the legend of shapes.
+
+Shapes: B examples in a batch, L source tokens, T target tokens, V vocabulary, C labels, D hidden width.
+Suffixes on tensor names follow the legend where a function handles several (`source_BL`).
+What it does not know: how any of these are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+"""Target positions with this id carry no loss (the convention of torch's cross_entropy)."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a stream.
+
+    Attributes:
+        name: unique in its stream, safe as a file name.
+        labels: the closed label set in a fixed order, or None for free text.
+        metric: name of its score in `raycl.eval.metrics`.
+    """
+
+    name: str
+    labels: tuple[str, ...] | None
+    metric: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is trained at once: one task of a sequence, or all tasks together for `joint`."""
+
+    index: int
+    name: str
+    tasks: tuple[Task, ...]
+
+
+@dataclass
+class Batch:
+    """One micro-batch, right-padded.
+
+    Attributes:
+        source_ids: `[B, L]` int64, tokens of the prompt.
+        source_mask: `[B, L]` int64, 1 on real tokens.
+        target_ids: `[B, T]` int64 with IGNORE on padding; T may be 0 (encoder-only backbones).
+        label_ids: `[B]` int64 row of the label head, IGNORE where the task has no closed label set.
+        weight: `[B]` float32, 0 for examples that only fill the batch up, else 1.
+        rows: `[B]` int64 position of each example in its split, -1 for fill-ups.
+    """
+
+    source_ids: Tensor
+    source_mask: Tensor
+    target_ids: Tensor
+    label_ids: Tensor
+    weight: Tensor
+    rows: Tensor
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on `device`."""
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in self.tensors()))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors in field order."""
+        return (
+            self.source_ids,
+            self.source_mask,
+            self.target_ids,
+            self.label_ids,
+            self.weight,
+            self.rows,
+        )
+
+    def __len__(self) -> int:
+        return int(self.source_ids.shape[0])
+
+
+class TextCodec(Protocol):
+    """Text to token ids and back, as the backbone wants it. Data code knows the tokenizer only as this."""
+
+    pad_id: int
+    max_source_tokens: int
+    max_target_tokens: int
+    fingerprint: str
+    """Changes whenever the same text could give other ids; part of the cache key of tokenised data."""
+    needs_labels: bool
+    """True for encoder-only backbones: every task must have a closed label set, targets stay empty."""
+
+    def encode_source(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of whole prompts with the model's special tokens, **not** truncated."""
+        ...
+
+    def encode_target(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of answers, ending in the end-of-sequence id, not truncated; empty lists if `needs_labels`."""
+        ...
+
+    def clip(self, text: str, tokens: int) -> str:
+        """The longest prefix of `text` that has at most `tokens` tokens (no special tokens counted)."""
+        ...
+
+
+@dataclass
+class Score:
+    """One cell of the accuracy matrix with what is needed to trust it.
+
+    Attributes:
+        value: 0 to 100.
+        count: number of test examples behind it.
+        extra: further named numbers of the same evaluation (`off_task`, `empty`, `precision`, ...).
+    """
+
+    value: float
+    count: int
+    extra: dict[str, float] = field(default_factory=dict)
