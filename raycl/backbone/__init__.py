@@ -1,0 +1,11 @@
+"""The frozen or full language model that a method trains: the only place that calls `from_pretrained`.
+
+Why it exists: methods, engines and the evaluator see one face (`Backbone`) for encoder-only,
+encoder-decoder and decoder-only models.
+What it does not know: tasks, streams, methods, and how gradients are applied.
+"""
+
+from raycl.backbone.base import Backbone, Output
+from raycl.backbone.load import BackboneConfig, load_backbone, load_codec
+
+__all__ = ["Backbone", "BackboneConfig", "Output", "load_backbone", "load_codec"]

@@ -1,0 +1,87 @@
+"""The face of a backbone: a loss over a batch, answers for a batch, and which linears it has.
+
+What it does not know: how the model was loaded, and which of its parameters a method trains.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raycl.backbone.codec import HFCodec
+from raycl.backbone.head import LabelHead
+from raycl.types import IGNORE, Batch
+
+
+@dataclass
+class Output:
+    """What one forward pass gives.
+
+    Attributes:
+        loss_sum: scalar float32, cross-entropy **summed** over the batch's loss positions (see `loss_count`).
+        logits: `[B, C]` (encoder-only) or `[B, T, V]`, as the model computed them.
+    """
+
+    loss_sum: Tensor
+    logits: Tensor
+
+
+def loss_count(batch: Batch) -> int:
+    """Number of positions that carry loss: target tokens, or examples for encoder-only backbones."""
+    labels = batch.target_ids if batch.target_ids.shape[1] else batch.label_ids
+    return int((labels != IGNORE).sum())
+
+
+class Backbone(nn.Module, ABC):
+    """A language model of one of three kinds.
+
+    Attributes:
+        model: the Hugging Face model.
+        codec: text to ids and back.
+        head: label head of encoder-only backbones, else None.
+    """
+
+    head: LabelHead | None
+
+    def __init__(self, model: nn.Module, codec: HFCodec) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.codec = codec
+        self.head = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.parameters()).device
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> Output:
+        """Teacher-forced pass over `batch`; only examples with weight 1 carry loss."""
+
+    @abstractmethod
+    def predict(self, batch: Batch, max_new_tokens: int, synced: bool = False) -> list[str]:
+        """One answer text per example, greedy, without any task id.
+
+        Args:
+            max_new_tokens: limit of a generated answer; unused by encoder-only backbones.
+            synced: every worker must keep generating until all are done (ZeRO-3).
+        """
+
+    def learn_labels(self, labels: Sequence[str]) -> None:  # noqa: B027  text backbones have no head to grow
+        """Make sure the label head has a row for each of `labels`; nothing to do where there is no head."""
+
+    def label_ids(self) -> dict[str, int]:
+        """Label text -> row of the head; empty where there is no head."""
+        return {} if self.head is None else {label: row for row, label in enumerate(self.head.labels)}
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy in float32 summed over positions whose label is not IGNORE; logits `[..., V]`, labels `[...]`."""
+    return nn.functional.cross_entropy(
+        logits.float().reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORE, reduction="sum"
+    )

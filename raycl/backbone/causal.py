@@ -1,0 +1,61 @@
+"""Decoder-only backbones (LLaMA and the other causal language models).
+
+Training packs prompt and answer into one right-padded row, loss on the answer only. Generation shifts the
+padding to the left, so that every row continues at the same column.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raycl.backbone.base import Backbone, Output, summed_cross_entropy
+from raycl.types import IGNORE, Batch
+
+
+class CausalBackbone(Backbone):
+    """Prompt, then answer, in one sequence."""
+
+    def forward(self, batch: Batch) -> Output:
+        """Cross-entropy summed over answer tokens (end-of-sequence included)."""
+        ids_BS, mask_BS, labels_BS = join(batch, self.codec.pad_id)
+        logits_BSV = self.model(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False).logits
+        return Output(summed_cross_entropy(logits_BSV[:, :-1], labels_BS[:, 1:]), logits_BSV)
+
+    @torch.no_grad()
+    def predict(self, batch: Batch, max_new_tokens: int, synced: bool = False) -> list[str]:
+        """Greedy answers of at most `max_new_tokens` tokens, the prompt left out."""
+        ids_BL, mask_BL = pad_left(batch.source_ids, batch.source_mask)
+        ids_BS = self.model.generate(
+            input_ids=ids_BL,
+            attention_mask=mask_BL,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=self.codec.pad_id,
+            eos_token_id=self.codec.eos_id,
+            synced_gpus=synced,
+        )
+        return self.codec.decode(ids_BS[:, ids_BL.shape[1] :])
+
+
+def join(batch: Batch, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows `source + target` without holes.
+
+    Returns:
+        ids, mask and labels, each `[B, S]` with S = longest source + target of the batch; labels are IGNORE
+        on the source and on padding.
+    """
+    real_BT = batch.target_ids != IGNORE
+    ids_BS = torch.cat([batch.source_ids, batch.target_ids.masked_fill(~real_BT, pad_id)], dim=1)
+    mask_BS = torch.cat([batch.source_mask, real_BT.to(batch.source_mask.dtype)], dim=1)
+    labels_BS = torch.cat([torch.full_like(batch.source_ids, IGNORE), batch.target_ids], dim=1)
+    order_BS = torch.argsort(1 - mask_BS, dim=1, stable=True)  # real tokens first, their order kept
+    longest = int(mask_BS.sum(1).max())
+    return tuple(tensor.gather(1, order_BS)[:, :longest] for tensor in (ids_BS, mask_BS, labels_BS))  # type: ignore[return-value]
+
+
+def pad_left(ids_BL: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Move the padding of right-padded rows to the left."""
+    order_BL = torch.argsort(mask_BL, dim=1, stable=True)  # padding first, the order of real tokens kept
+    return ids_BL.gather(1, order_BL), mask_BL.gather(1, order_BL)

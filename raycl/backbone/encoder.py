@@ -1,0 +1,47 @@
+"""Encoder-only backbones (BERT, RoBERTa, MiniLM): pooled states into a growing label head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from raycl.backbone.base import Backbone, Output, summed_cross_entropy
+from raycl.backbone.codec import HFCodec
+from raycl.backbone.head import LabelHead
+from raycl.types import Batch
+
+
+class EncoderBackbone(Backbone):
+    """Mean or first-token pooling of the last hidden states, then `LabelHead`."""
+
+    def __init__(self, model: nn.Module, codec: HFCodec, pooling: str) -> None:
+        super().__init__(model, codec)
+        self.pooling = pooling
+        self.head: LabelHead = LabelHead(self.model.config.hidden_size)
+
+    def learn_labels(self, labels: Sequence[str]) -> None:
+        """Add head rows for labels not seen before."""
+        self.head.grow(labels)
+
+    def pooled(self, batch: Batch) -> Tensor:
+        """Sentence states `[B, D]`; padding never takes part."""
+        states_BLD = self.model(input_ids=batch.source_ids, attention_mask=batch.source_mask).last_hidden_state
+        if self.pooling == "cls":
+            first: Tensor = states_BLD[:, 0]
+            return first
+        mask_BL1 = batch.source_mask.unsqueeze(-1).to(states_BLD.dtype)
+        mean: Tensor = (states_BLD * mask_BL1).sum(1) / mask_BL1.sum(1).clamp(min=1)
+        return mean
+
+    def forward(self, batch: Batch) -> Output:
+        """Cross-entropy over all labels seen so far, summed over examples."""
+        logits_BC = self.head(self.pooled(batch))
+        return Output(summed_cross_entropy(logits_BC, batch.label_ids), logits_BC)
+
+    @torch.no_grad()
+    def predict(self, batch: Batch, max_new_tokens: int, synced: bool = False) -> list[str]:
+        """The label text with the largest logit among all labels seen so far."""
+        best_B = self.head(self.pooled(batch)).argmax(-1).tolist()
+        return [self.head.labels[row] for row in best_B]

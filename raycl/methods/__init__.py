@@ -1,0 +1,1 @@
+"""Continual-learning methods: one file each, found by name in `registry.METHODS`."""

@@ -1,0 +1,106 @@
+"""The hooks of a continual-learning method.
+
+A method never steps: it shapes the model, prepares batches, adds a penalty and remembers. Only
+`raycl.train.step` calls backward and step, which is what lets every method compose with everything else.
+What it does not know: engines, workers, files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from raycl.backbone import Backbone, Output
+from raycl.config import Section
+from raycl.types import Batch, Stage
+
+
+class MethodConfig(Section):
+    """Base of every method's settings; `name` picks the method."""
+
+    name: str
+
+
+@dataclass
+class Learned:
+    """What a stage leaves behind for use outside the run.
+
+    Attributes:
+        kind: "adapter" (a PEFT folder) or "model" (a Hugging Face folder).
+        tensors: name in the exported file -> tensor on the CPU.
+        config: JSON-able content of `adapter_config.json`, empty for a model.
+        labels: rows of the label head, empty for text backbones.
+    """
+
+    kind: str
+    tensors: dict[str, Tensor]
+    config: dict[str, Any] = field(default_factory=dict)
+    labels: list[str] = field(default_factory=list)
+
+
+class Method:
+    """One way to learn tasks in sequence. Subclasses override the hooks they need.
+
+    Class attributes:
+        Config: its settings class.
+        joint: all tasks are one stage.
+        one_model_per_task: each stage starts from the pretrained model, and a task is answered by its own model.
+    """
+
+    Config: ClassVar[type[MethodConfig]] = MethodConfig
+    joint: ClassVar[bool] = False
+    one_model_per_task: ClassVar[bool] = False
+
+    def __init__(self, config: Any, backbone: Backbone, seed: int) -> None:
+        self.config = config
+        self.backbone = backbone
+        self.seed = seed
+
+    def begin_task(self, stage: Stage, resumed: bool) -> None:
+        """Before the first batch: which parameters exist, which are live, which are frozen?
+
+        Args:
+            resumed: values were restored from a checkpoint of this very stage; set what is live, reset nothing.
+        """
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """Per micro-batch: is anything mixed into the data?"""
+        return batch
+
+    def penalty(self, batch: Batch, output: Output) -> Tensor | None:
+        """Per micro-batch, after forward: what is added to the mean task loss? Scalar, or None for nothing.
+
+        Micro-batches count by their share of the step's loss positions, so a penalty that does not depend on
+        the batch is added exactly once a step, whatever the accumulation and the number of workers.
+        """
+        return None
+
+    def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned | None:
+        """After the last step: what is remembered, what is exported?
+
+        Args:
+            tensors: the learned parameters by name, whole and on the CPU (see `learned_names`).
+        """
+        return None
+
+    def learned_names(self) -> list[str]:
+        """Names of the backbone's parameters whose values may differ from the pretrained ones."""
+        return [name for name, parameter in self.backbone.named_parameters() if parameter.requires_grad]
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able state that shapes the model (label rows, slots); tensors travel by `learned_names`."""
+        return {"labels": [] if self.backbone.head is None else list(self.backbone.head.labels)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the model the shape of `state`; values are filled in afterwards."""
+        if self.backbone.head is not None:
+            self.backbone.head.clear()
+            self.backbone.learn_labels(state["labels"])
+
+
+def stage_labels(stage: Stage) -> list[str]:
+    """All labels of a stage's tasks in order, without repeats."""
+    return list(dict.fromkeys(label for task in stage.tasks for label in task.labels or ()))

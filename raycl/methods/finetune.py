@@ -1,0 +1,34 @@
+"""Sequential fine-tuning of all weights (SeqFT, "FT" in MIGU, "Finetune" in SLM): the lower reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
+from raycl.types import Stage
+
+
+class FinetuneConfig(MethodConfig):
+    """No settings of its own."""
+
+    name: Literal["finetune"] = "finetune"
+
+
+class Finetune(Method):
+    """Every weight is trained on every task in turn; nothing protects earlier tasks."""
+
+    Config = FinetuneConfig
+
+    def begin_task(self, stage: Stage, resumed: bool) -> None:
+        """All parameters are live; the head gains the stage's labels."""
+        self.backbone.learn_labels(stage_labels(stage))
+        self.backbone.requires_grad_(True)
+
+    def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned:
+        """The whole model under its Hugging Face names, the label head beside it."""
+        exported = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        head = self.backbone.head
+        return Learned("model", exported, labels=[] if head is None else list(head.labels))

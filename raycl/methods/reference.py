@@ -1,0 +1,112 @@
+"""Upper references: one model per task, and all tasks at once.
+
+Both wrap another method (`learner`), so that "trained alone" and "trained jointly" mean *by the same method*
+(FWT's single-task scores must come from there: SAPT's scorer hard-codes them instead).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import field_validator
+from torch import Tensor
+
+from raycl.backbone import Backbone, Output
+from raycl.methods.base import Learned, Method, MethodConfig
+from raycl.methods.lora import LoraConfig
+from raycl.methods.registry import LearnerChoice, method_class
+from raycl.types import Batch, Stage
+
+
+class ReferenceConfig(MethodConfig):
+    """Which method learns."""
+
+    learner: LearnerChoice = LoraConfig()
+
+    @field_validator("learner", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class SeparateConfig(ReferenceConfig):
+    """PerTaskFT of MIGU, "separate fine-tune" of SLM."""
+
+    name: Literal["separate"] = "separate"
+
+
+class JointConfig(ReferenceConfig):
+    """Multi-task learning (MTL): the data of all tasks shuffled together."""
+
+    name: Literal["joint"] = "joint"
+
+
+class Reference(Method):
+    """Passes every hook on to the learner."""
+
+    def __init__(self, config: ReferenceConfig, backbone: Backbone, seed: int) -> None:
+        super().__init__(config, backbone, seed)
+        self.learner = method_class(config.learner.name)(config.learner, backbone, seed)
+
+    def begin_task(self, stage: Stage, resumed: bool) -> None:
+        """As the learner does."""
+        self.learner.begin_task(stage, resumed)
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """As the learner does."""
+        return self.learner.prepare_batch(batch)
+
+    def penalty(self, batch: Batch, output: Output) -> Tensor | None:
+        """As the learner does."""
+        return self.learner.penalty(batch, output)
+
+    def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned | None:
+        """As the learner does."""
+        return self.learner.end_task(stage, tensors)
+
+    def learned_names(self) -> list[str]:
+        """As the learner says."""
+        return self.learner.learned_names()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the learner says."""
+        return self.learner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As the learner does."""
+        self.learner.load_state_dict(state)
+
+
+class Joint(Reference):
+    """All tasks in one stage."""
+
+    Config = JointConfig
+    joint: ClassVar[bool] = True
+
+
+class Separate(Reference):
+    """A fresh start for every task: parameters and label head go back to their first values."""
+
+    Config = SeparateConfig
+    one_model_per_task: ClassVar[bool] = True
+
+    def __init__(self, config: SeparateConfig, backbone: Backbone, seed: int) -> None:
+        super().__init__(config, backbone, seed)
+        self._first = {
+            name: parameter.detach().clone()
+            for name, parameter in backbone.named_parameters()
+            if parameter.requires_grad and not name.startswith("head.")
+        }
+
+    def begin_task(self, stage: Stage, resumed: bool) -> None:
+        """Forget the former task's model, then as the learner does."""
+        if not resumed:
+            if self.backbone.head is not None:
+                self.backbone.head.clear()
+            parameters = dict(self.backbone.named_parameters())
+            with torch.no_grad():
+                for name, first in self._first.items():
+                    parameters[name].copy_(first)
+        self.learner.begin_task(stage, resumed)

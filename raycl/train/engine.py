@@ -1,0 +1,185 @@
+"""Engines: who owns gradients, the optimizer and the learning rate. Protocol, and plain PyTorch behind it.
+
+The loss of a step is the token-summed cross-entropy over all micro-batches of all workers, divided by the number
+of all those tokens: not a mean of means. So N workers, or any accumulation, equal one worker on the joined batch.
+What it does not know: methods, tasks, data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from transformers import get_scheduler
+
+from raycl.backbone import Backbone, Output
+from raycl.train.settings import TrainConfig
+from raycl.train.world import World
+from raycl.types import Batch
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's state tensors, by torch's names; DeepSpeed uses the same."""
+
+
+class Engine(Protocol):
+    """One task's optimizer around a backbone. Built when a stage begins, closed when it ends."""
+
+    synced: bool
+    """Every worker must run equally many forward passes, in generation too (ZeRO-3)."""
+
+    def forward(self, batch: Batch) -> Output:
+        """Teacher-forced pass."""
+        ...
+
+    def backward(self, loss_sum: Tensor, total: float) -> None:
+        """Add the gradient of `loss_sum / total`; `total` is the step's count over all workers."""
+        ...
+
+    def step(self) -> float:
+        """Clip, update, advance the schedule, clear gradients; returns the gradient norm before clipping."""
+        ...
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate that the next step will use."""
+        ...
+
+    def parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Whole parameters on the CPU, in full precision where they are trained. Collective: call on every worker."""
+        ...
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """`<parameter>/exp_avg`, `<parameter>/exp_avg_sq` whole on the CPU. Collective."""
+        ...
+
+    def restore(self, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], steps: int) -> None:
+        """Go on after `steps` optimizer steps, with those parameters and that optimizer state. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Free everything that belongs to this stage and leave whole parameters in the backbone."""
+        ...
+
+
+def adamw(parameters: Iterable[nn.Parameter], train: TrainConfig) -> AdamW:
+    """Torch's AdamW with the run's settings."""
+    return AdamW(
+        list(parameters),
+        lr=train.learning_rate,
+        betas=train.betas,
+        eps=train.epsilon,
+        weight_decay=train.weight_decay,
+    )
+
+
+def schedule(optimizer: AdamW, train: TrainConfig, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """The Hugging Face schedule of that name over `steps` optimizer steps."""
+    return get_scheduler(
+        train.lr_scheduler, optimizer, num_warmup_steps=train.warmup(steps), num_training_steps=steps
+    )
+
+
+class TorchEngine:
+    """Plain PyTorch; with several workers, one flat sum of gradients at the step boundary.
+
+    Trained parameters are kept in float32; a bfloat16 backbone computes under autocast.
+    """
+
+    synced = False
+
+    def __init__(self, backbone: Backbone, train: TrainConfig, steps: int, world: World) -> None:
+        self.backbone = backbone
+        self.world = world
+        self.max_grad_norm = train.max_grad_norm
+        self.dtype = next(backbone.model.parameters()).dtype
+        self.trained = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
+        assert self.trained, "the method left no parameter to train"
+        for parameter in self.trained.values():
+            parameter.data = parameter.data.float()
+        self.optimizer = adamw(self.trained.values(), train)
+        self.schedule = schedule(self.optimizer, train, steps)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.world.device.type, self.dtype)
+
+    def forward(self, batch: Batch) -> Output:
+        """Teacher-forced pass, under autocast for bfloat16 backbones."""
+        with self._precision():
+            output: Output = self.backbone(batch)
+        return output
+
+    def backward(self, loss_sum: Tensor, total: float) -> None:
+        """Add the gradient of `loss_sum / total`."""
+        (loss_sum / total).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> float:
+        """Sum gradients over workers, clip, update."""
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.trained.values()]
+        if self.world.size > 1:
+            gradients = self._summed(gradients)
+        for parameter, gradient in zip(self.trained.values(), gradients, strict=True):
+            parameter.grad = gradient
+        norm = nn.utils.clip_grad_norm_(self.trained.values(), self.max_grad_norm or float("inf"))
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def _summed(self, gradients: list[Tensor]) -> list[Tensor]:
+        flat = self.world.sum(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        sizes = [gradient.numel() for gradient in gradients]
+        return [part.view_as(old) for part, old in zip(flat.split(sizes), gradients, strict=True)]
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate that the next step will use."""
+        return float(self.schedule.get_last_lr()[0])
+
+    def parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Copies on the CPU."""
+        own = dict(self.backbone.named_parameters())
+        return {name: own[name].detach().cpu().clone() for name in names}
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Adam's moments on the CPU; zeros before the first step."""
+        return {
+            f"{name}/{moment}": self.optimizer.state[p].get(moment, torch.zeros_like(p)).detach().cpu().clone()
+            for name, p in self.trained.items()
+            for moment in MOMENTS
+        }
+
+    def restore(self, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], steps: int) -> None:
+        """Fill parameters and Adam's state, and move the schedule on."""
+        load_parameters(self.backbone, parameters)
+        for name, parameter in self.trained.items():
+            moments = {moment: optimizer[f"{name}/{moment}"].to(parameter.device) for moment in MOMENTS}
+            self.optimizer.state[parameter] = {"step": torch.tensor(float(steps)), **moments}
+        advance(self.schedule, steps)
+
+    def close(self) -> None:
+        """Drop the optimizer."""
+        self.optimizer.state.clear()
+        self.optimizer.zero_grad()
+
+
+def advance(scheduler: torch.optim.lr_scheduler.LambdaLR, steps: int) -> None:
+    """Put a fresh schedule where it would be after `steps` steps."""
+    state = scheduler.state_dict()
+    rates = [base * rate(steps) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    scheduler.load_state_dict({**state, "last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates})
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def load_parameters(backbone: Backbone, parameters: dict[str, Tensor]) -> None:
+    """Copy values into the backbone's parameters of those names."""
+    own = dict(backbone.named_parameters())
+    with torch.no_grad():
+        for name, value in parameters.items():
+            own[name].copy_(value)

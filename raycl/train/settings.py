@@ -1,0 +1,92 @@
+"""Settings of training, engines and checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+from transformers import SchedulerType
+
+from raycl.config import Section
+
+SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
+"""Learning-rate schedules by their Hugging Face names (those that need no further arguments)."""
+
+
+class TrainConfig(Section):
+    """One task's training. Optimizer, schedule and counters start anew at every task, as in all three papers' code."""
+
+    epochs: int = Field(3, ge=1)
+    epochs_by_task: dict[str, int] = Field(default_factory=dict, description="task name -> epochs, where it differs")
+    max_steps: int | None = Field(None, ge=1, description="optimizer steps per task at most")
+    batch_size: int = Field(16, ge=1, description="examples per optimizer step, over all workers")
+    micro_batch_size: int | None = Field(
+        None, ge=1, description="examples per worker per forward pass; none: no accumulation"
+    )
+    learning_rate: float = Field(1e-3, gt=0)
+    lr_scheduler: str = Field("constant", description=f"one of {', '.join(SCHEDULERS)}")
+    warmup_steps: int = Field(0, ge=0)
+    warmup_ratio: float = Field(0.0, ge=0, lt=1, description="share of the task's steps; used if warmup_steps is 0")
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
+    log_every_s: float = Field(5.0, gt=0, description="seconds between progress lines")
+
+    @field_validator("lr_scheduler")
+    @classmethod
+    def _known_scheduler(cls, value: str) -> str:
+        if value not in SCHEDULERS:
+            raise ValueError(f"train.lr_scheduler is '{value}': expected one of {', '.join(SCHEDULERS)}")
+        return SchedulerType(value).value
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> TrainConfig:
+        if self.lr_scheduler == "constant" and (self.warmup_steps or self.warmup_ratio):
+            raise ValueError(
+                "train.lr_scheduler 'constant' ignores warm-up: use constant_with_warmup, or drop warmup_steps and warmup_ratio"
+            )
+        return self
+
+    def epochs_of(self, task: str) -> int:
+        """Epochs of a stage by its name."""
+        return self.epochs_by_task.get(task, self.epochs)
+
+    def warmup(self, steps: int) -> int:
+        """Warm-up steps of a task of `steps` steps."""
+        return self.warmup_steps or int(steps * self.warmup_ratio)
+
+
+class EngineConfig(Section):
+    """Base of the engines' settings; `name` picks the engine."""
+
+    name: str
+
+
+class TorchConfig(EngineConfig):
+    """Plain PyTorch: gradients summed over workers at the step boundary."""
+
+    name: Literal["torch"] = "torch"
+
+
+class DeepSpeedConfig(EngineConfig):
+    """DeepSpeed ZeRO."""
+
+    name: Literal["deepspeed"] = "deepspeed"
+    zero_stage: int = Field(2, ge=0, le=3)
+    offload_optimizer: bool = Field(False, description="keep optimizer state in CPU memory (ZeRO 1-3)")
+    extra: dict[str, Any] = Field(default_factory=dict, description="merged into DeepSpeed's own config, last word")
+
+    @model_validator(mode="after")
+    def _offload_fits(self) -> DeepSpeedConfig:
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ValueError("engine.offload_optimizer needs engine.zero_stage 1, 2 or 3, not 0")
+        return self
+
+
+class CheckpointConfig(Section):
+    """When a run can be continued from."""
+
+    every_steps: int | None = Field(200, ge=1, description="optimizer steps; null: at task ends only")
+    keep: int = Field(2, ge=1, description="how many checkpoints stay on storage")
+    export: Literal["last", "each", "none"] = Field("last", description="which stages leave a PEFT or model folder")
