@@ -6,15 +6,19 @@ What it does not know: which sections exist (`raycl.run.RunConfig` puts the tree
 
 Named nodes: `method=lora method.rank=8` is short for `method: {name: lora, rank: 8}`, and
 `modifiers=[migu] modifiers.migu.threshold=0.7` for `modifiers: {migu: {threshold: 0.7}}`. Naming another
-choice drops the keys of the former one, since they belong to it.
+choice drops the keys of the former one, since they belong to it; naming the same one keeps them.
+Interpolations (`${data.path}`) are resolved last: they see the overrides, and only what is written, never a
+default; `\\${` is a literal `${`.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -44,10 +48,10 @@ def load(model: type[SectionT], path: str | None, overrides: Sequence[str] = ())
     Raises:
         ConfigError: unreadable file, malformed override, unknown key, wrong value.
     """
-    tree = read_yaml(path) if path is not None else {}
+    tree = _parse(path) if path is not None else {}
     for override in overrides:
         apply_override(tree, override)
-    return validate(model, tree)
+    return validate(model, _resolve(tree, f"config file '{path}'" if path is not None else "the overrides"))
 
 
 def read_yaml(path: str) -> Tree:
@@ -56,19 +60,50 @@ def read_yaml(path: str) -> Tree:
     Raises:
         ConfigError: the file is missing, is not YAML, or is not a mapping.
     """
+    return _resolve(_parse(path), f"config file '{path}'")
+
+
+def from_yaml(text: str, source: str) -> Tree:
+    """The same from YAML text, for example from what `to_yaml` wrote; `source` names it in errors.
+
+    Raises:
+        ConfigError: it is not YAML, or is not a mapping.
+    """
+    return _resolve(_mapping(text, f"'{source}'"), f"'{source}'")
+
+
+def _parse(path: str) -> Tree:
+    """The tree as written, interpolations still in it."""
     if not Path(path).is_file():
         raise ConfigError(f"config file '{path}' does not exist: give the path of a YAML file")
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file '{path}' is not valid YAML: {_one_line(error)}") from error
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file '{path}' cannot be read: {error}") from error
+    return _mapping(text, f"config file '{path}'")
+
+
+def _mapping(text: str, source: str) -> Tree:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
+        raise ConfigError(f"{source} is not valid YAML: {_one_line(error)}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"config file '{path}' holds a {type(tree).__name__}: expected a mapping of sections")
+        raise ConfigError(f"{source} holds a {type(tree).__name__}: expected a mapping of sections")
     return {str(key): value for key, value in tree.items()}
 
 
+def _resolve(tree: Tree, source: str) -> Tree:
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{source} cannot be resolved: {_one_line(error)}") from error
+    assert isinstance(resolved, dict), "a mapping resolves to a mapping"
+    return {str(key): value for key, value in resolved.items()}
+
+
 def apply_override(tree: Tree, override: str) -> None:
-    """Set one `key.path=value` in `tree`, in place.
+    """Set one `key.path=value` in `tree`, in place; interpolations in the value stay as they are.
 
     Raises:
         ConfigError: no `=`, an empty key, or a value that is not YAML.
@@ -78,7 +113,7 @@ def apply_override(tree: Tree, override: str) -> None:
     if not sign or not all(parts):
         raise ConfigError(f"override '{override}' is not of the form key.path=value, for example method.rank=8")
     try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=True)["value"]  # type: ignore[call-overload, index]
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[call-overload, index]
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"override '{override}': the value is not valid YAML: {_one_line(error)}") from error
     node = tree
@@ -97,17 +132,24 @@ def _as_mapping(node: Any) -> Tree | None:
     if node is None:
         return {}
     if isinstance(node, str):
-        return {"name": node}
+        return {"name": node} if "${" not in node else None
     if isinstance(node, list) and all(isinstance(item, str) for item in node):
         return {item: {} for item in node}
     return node if isinstance(node, dict) else None
 
 
 def _assign(node: Tree, key: str, value: Any) -> None:
+    """Set a value; where it names what is there already, or nothing was named yet, the keys below stay."""
     old = node.get(key)
-    if isinstance(value, str) and isinstance(old, dict) and old.get("name") == value:
-        return
+    if isinstance(old, dict) and isinstance(value, str) and old.get("name", value) == value:
+        value = {"name": value, **old}
+    elif isinstance(old, dict) and isinstance(value, list) and any(_is_key(item, old) for item in value):
+        value = {item: old.get(item, {}) for item in value}
     node[key] = value
+
+
+def _is_key(item: Any, node: Tree) -> bool:
+    return isinstance(item, str) and item in node
 
 
 def validate(model: type[SectionT], tree: Tree) -> SectionT:
@@ -119,51 +161,83 @@ def validate(model: type[SectionT], tree: Tree) -> SectionT:
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        problems = [_explain(model, detail) for detail in error.errors()]
+        problems = [_explain(model, tree, detail) for detail in error.errors()]
         raise ConfigError("; ".join(dict.fromkeys(problems))) from error
 
 
-def _explain(model: type[BaseModel], detail: ErrorDetails) -> str:
-    path = ".".join(str(part) for part in detail["loc"])
+def _explain(model: type[BaseModel], tree: Tree, detail: ErrorDetails) -> str:
+    parts, owners = _place(model, tree, detail["loc"])
+    path = ".".join(parts)
     if detail["type"] == "extra_forbidden":
-        owner, keys = _known_keys(model, detail["loc"][:-1], detail)
-        near = difflib.get_close_matches(str(detail["loc"][-1]), keys, n=1, cutoff=0.5)
-        hint = f": did you mean '{'.'.join([*owner, near[0]])}'?" if near else f": expected one of {', '.join(keys)}"
+        keys = sorted({key for owner in owners for key in owner.model_fields})
+        near = difflib.get_close_matches(parts[-1], keys, n=1, cutoff=0.5)
+        hint = (
+            f": did you mean '{'.'.join([*parts[:-1], near[0]])}'?" if near else f": expected one of {', '.join(keys)}"
+        )
         return f"unknown config key '{path}'{hint}"
+    if detail["type"] == "missing":
+        return f"config key '{path}' is missing: it has no default, give it a value"
     if detail["type"] in ("value_error", "assertion_error"):
         text = str(detail.get("ctx", {}).get("error", detail["msg"]))
-        return f"{path}: {text}" if path and not text.startswith(f"{path}") else text
+        return f"{path}: {text}" if path and not text.startswith(path) else text
     message = detail["msg"][0].lower() + detail["msg"][1:]
     return f"config key '{path}' is {detail['input']!r}: {message}"
 
 
-def _known_keys(model: type[BaseModel], loc: Sequence[Any], detail: ErrorDetails) -> tuple[list[str], list[str]]:
-    """Dotted owner and the keys that are valid below `loc`."""
-    current: type[BaseModel] = model
+def _place(model: type[BaseModel], tree: Any, loc: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
+    """Dotted parts of a pydantic location as the user wrote them, and the sections its last part belongs to.
+
+    pydantic puts the chosen member of a union into the location (`method.lora.rank`, `steps.int`); nobody wrote that.
+    """
+    parts: list[str] = []
+    owners: list[type[BaseModel]] = []
+    here, node = [model], tree
     for part in loc:
-        info = current.model_fields.get(str(part))
-        nested = [kind for kind in _classes(info.annotation) if issubclass(kind, BaseModel)] if info else []
-        if not nested:
-            break
-        current = nested[0]
-    return [str(part) for part in loc], sorted(current.model_fields)
+        field = next((kind.model_fields[part] for kind in here if part in kind.model_fields), None)
+        chosen = [kind for kind in here if _names(kind, part)]
+        written = part in node if isinstance(node, dict) else isinstance(node, list) and isinstance(part, int)
+        if field is None and len(here) > 1 and chosen:
+            here = chosen
+            continue
+        if field is None and not here and not written:
+            continue
+        parts.append(str(part))
+        owners = here
+        node = node[part] if written else None
+        here = _sections(field.annotation) if field is not None else here
+    return parts, owners
 
 
-def _classes(annotation: Any) -> Iterator[type]:
-    if isinstance(annotation, type):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _classes(argument)
+def _names(kind: type[BaseModel], part: int | str) -> bool:
+    """Whether `part` is how pydantic calls this member of a union: its class name or the value of its tag."""
+    tag = kind.model_fields.get("name")
+    return part == kind.__name__ or (tag is not None and part in get_args(tag.annotation))
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes anywhere in a type annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [kind for argument in get_args(annotation) for kind in _sections(argument)]
 
 
 def as_tree(config: BaseModel) -> Tree:
     """The resolved config as plain JSON-able values."""
-    return config.model_dump(mode="json")
+    return config.model_dump(mode="json", serialize_as_any=True)
 
 
 def to_yaml(config: BaseModel) -> str:
     """The resolved tree as YAML, ready to be loaded again."""
-    return yaml.safe_dump(as_tree(config), sort_keys=False, allow_unicode=True)
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(as_tree(config))))
+
+
+def _escape(value: Any) -> Any:
+    """Protect every literal `${` from interpolation."""
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def flatten(tree: Tree, prefix: str = "") -> Tree:
@@ -194,4 +268,5 @@ def differences(old: Tree, new: Tree, without: Iterable[str] = ()) -> dict[str, 
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    """The message of a library on one line; OmegaConf's `full_key: x object_type=dict` becomes `at 'x'`."""
+    return re.sub(r" full_key: (\S+) object_type=\S+$", r", at '\1'", " ".join(str(error).split()))

@@ -3,7 +3,7 @@
 Why it exists: readers, the run's ledger and the adapter bank all need "read", "write so that it is whole or
 absent" and "create, and lose cleanly if somebody was first". pyarrow.fs has no conditional put: two writers
 would overwrite each other in silence, so exclusive creation is done by the operating system on local disk and
-by S3's `If-None-Match` through boto3.
+by S3's `If-None-Match` through boto3. Every failure leaves here as a StorageError that names the URI.
 What it does not know: what the files mean.
 """
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +25,15 @@ from pyarrow import ArrowException
 from pyarrow import fs as pafs
 
 from raycl.errors import AlreadyExistsError, StorageError
+
+_UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.tmp$")
+"""Names of files that are being written, or whose writer died; no folder ever lists them."""
+
+_READ_ATTEMPTS = 10
+"""Reads of an object that is being replaced all the time before `read` gives up."""
+
+_S3_ATTEMPTS = 4
+"""Tries of a conditional put that S3 answers with 409, 'another operation is under way, ask again'."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +55,14 @@ class Storage:
         """Open a folder by path or URI (nothing is created).
 
         Raises:
-            StorageError: an unknown scheme, or a file system that cannot be reached.
+            StorageError: an unknown scheme, secrets in the URI, or a file system that cannot be reached.
         """
         text = str(uri)
         if "://" not in text:
-            text = str(Path(text).expanduser().absolute())
+            path = str(Path(text).expanduser().absolute())
+            return Storage(path, pafs.LocalFileSystem(), path.rstrip("/"))
+        if urlsplit(text).password:
+            raise StorageError("the URI holds a secret, which would end up in logs: give it by AWS_* variables instead")
         try:
             filesystem, root = pafs.FileSystem.from_uri(text)
         except (ArrowException, OSError, ValueError) as error:
@@ -56,6 +70,14 @@ class Storage:
                 f"cannot open '{text}': {error}; expected a path or an s3://, gs:// or hdfs:// URI"
             ) from error
         return Storage(text.partition("?")[0].rstrip("/"), filesystem, root.rstrip("/"), _endpoint(text))
+
+    @property
+    def address(self) -> str:
+        """What `Storage.at` needs to open this folder again, elsewhere."""
+        if self.endpoint is None:
+            return self.uri
+        scheme, _, host = self.endpoint.partition("://")
+        return f"{self.uri}?scheme={scheme}&endpoint_override={host}"
 
     @property
     def is_local(self) -> bool:
@@ -72,57 +94,76 @@ class Storage:
 
     def exists(self, name: str = "") -> bool:
         """Whether a file or folder is there."""
-        return bool(self.filesystem.get_file_info(self.path(name)).type != pafs.FileType.NotFound)
+        return bool(self._kind(name) != pafs.FileType.NotFound)
+
+    def _kind(self, name: str) -> pafs.FileType:
+        with self._naming("reach", name):
+            return self.filesystem.get_file_info(self.path(name)).type
 
     def list(self, name: str = "") -> list[str]:
-        """Names directly below a folder, sorted; empty if it does not exist."""
-        selector = pafs.FileSelector(self.path(name), allow_not_found=True)
-        return sorted(info.base_name for info in self.filesystem.get_file_info(selector))
+        """Names directly below a folder, sorted; empty if it does not exist.
+
+        Raises:
+            StorageError: it is a file, or cannot be reached.
+        """
+        if self._kind(name) == pafs.FileType.File:
+            raise StorageError(f"cannot list '{self._full(name)}': it is a file, give the folder that holds it")
+        with self._naming("list", name):
+            found = self.filesystem.get_file_info(pafs.FileSelector(self.path(name), allow_not_found=True))
+        return sorted(info.base_name for info in found if not _UNFINISHED.search(info.base_name))
 
     def read(self, name: str) -> bytes:
-        """The whole file.
+        """The whole file, as one writer wrote it.
+
+        pyarrow asks an object store for the length first and for the bytes later, and if the object is replaced in
+        between hands out a cut or zero-filled mixture; so the object's version is compared before and after.
 
         Raises:
             StorageError: it cannot be read.
         """
-        with self.open(name) as stream:
-            return bytes(stream.read())
+        for _ in range(_READ_ATTEMPTS):
+            with self._naming("read", name):
+                with self.filesystem.open_input_file(self.path(name)) as stream:
+                    version, data = stream.metadata(), bytes(stream.read())
+                if self.is_local:  # an open local file stays the one that was opened
+                    return data
+                with self.filesystem.open_input_file(self.path(name)) as stream:
+                    if stream.metadata() == version:
+                        return data
+        raise StorageError(f"cannot read '{self._full(name)}': somebody replaces it all the time, try again later")
 
     @contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
-        """A seekable binary stream of a file.
+        """A seekable binary stream of a file that nobody replaces meanwhile (see `read`).
 
         Raises:
             StorageError: it cannot be opened.
         """
-        try:
+        with self._naming("read", name):
             stream = self.filesystem.open_input_file(self.path(name))
-        except (FileNotFoundError, OSError) as error:
-            raise StorageError(f"cannot read '{self.uri}/{name}': {error}") from error
         with stream:
             yield stream
 
     def write(self, name: str, data: bytes) -> None:
-        """Write so that readers see the old file or the whole new one, never a part."""
-        path = self.path(name)
-        self.filesystem.create_dir(os.path.dirname(path), recursive=True)
-        if not self.is_local:  # an object store shows an object only when it is complete
-            with self.filesystem.open_output_stream(path) as stream:
+        """Write so that readers see the old file or the whole new one, never a part (HDFS: they may see a part).
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        with self._naming("write", name):
+            if self.is_local:
+                with _finished_beside(Path(self.path(name)), data) as temporary:
+                    os.replace(temporary, self.path(name))
+                return
+            with self.filesystem.open_output_stream(self.path(name)) as stream:  # an object appears when closed
                 stream.write(data)
-            return
-        temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
 
     def create(self, name: str, data: bytes) -> None:
         """Write a file that must not exist yet; of several racing writers exactly one wins.
 
         Raises:
             AlreadyExistsError: somebody was first.
-            StorageError: this file system offers no exclusive creation.
+            StorageError: it cannot be written, or this file system offers no exclusive creation.
         """
         if self.is_local:
             self._create_local(name, data)
@@ -135,36 +176,54 @@ class Storage:
 
     def _create_local(self, name: str, data: bytes) -> None:
         path = Path(self.path(name))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-        temporary.write_bytes(data)
-        try:
-            os.link(temporary, path)  # fails if the name is taken, and shows the file only when it is whole
-        except FileExistsError as error:
-            raise AlreadyExistsError(f"'{self.uri}/{name}' exists already: another writer was first") from error
-        finally:
-            temporary.unlink()
+        with self._naming("create", name), _finished_beside(path, data) as temporary:
+            try:
+                os.link(temporary, path)  # fails if the name is taken, and shows the file only when it is whole
+            except FileExistsError as error:
+                raise self._taken(name) from error
 
     def _create_s3(self, name: str, data: bytes) -> None:
-        import boto3  # the only door to S3's conditional put; an extra for those who need it
-        from botocore.exceptions import ClientError
+        try:
+            import boto3  # the only door to S3's conditional put; an extra for those who need it
+            from botocore.exceptions import BotoCoreError, ClientError
+        except ImportError as error:
+            raise StorageError(
+                f"cannot create '{self._full(name)}': S3's conditional put needs boto3, pip install 'raycl[s3]'"
+            ) from error
 
         bucket, _, key = self.path(name).partition("/")
-        client = boto3.client("s3", endpoint_url=self.endpoint)
+        writer = uuid.uuid4().hex
         try:
-            client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
-        except ClientError as error:
-            if error.response.get("Error", {}).get("Code") in ("PreconditionFailed", "ConditionalRequestConflict"):
-                raise AlreadyExistsError(f"'{self.uri}/{name}' exists already: another writer was first") from error
-            raise StorageError(f"cannot create '{self.uri}/{name}': {error}") from error
+            client = boto3.client("s3", endpoint_url=self.endpoint)
+            for attempt in range(1, _S3_ATTEMPTS + 1):
+                try:
+                    client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*", Metadata={"writer": writer})
+                    return
+                except ClientError as error:
+                    code = error.response.get("Error", {}).get("Code")
+                    if code == "PreconditionFailed":
+                        break
+                    if code != "ConditionalRequestConflict" or attempt == _S3_ATTEMPTS:
+                        raise
+                    time.sleep(0.2 * attempt)
+            # boto3 repeats a put whose answer was lost; then the file that is in the way is our own
+            if client.head_object(Bucket=bucket, Key=key)["Metadata"].get("writer") != writer:
+                raise self._taken(name)
+        except (BotoCoreError, ClientError) as error:
+            raise StorageError(f"cannot create '{self._full(name)}': {error}") from error
 
     def delete(self, name: str) -> None:
-        """Remove a file or a folder with all it holds; nothing happens if it is absent."""
-        info = self.filesystem.get_file_info(self.path(name))
-        if info.type == pafs.FileType.Directory:
-            self.filesystem.delete_dir(self.path(name))
-        elif info.type == pafs.FileType.File:
-            self.filesystem.delete_file(self.path(name))
+        """Remove a file or a folder with all it holds; nothing happens if it is absent.
+
+        Raises:
+            StorageError: it cannot be removed.
+        """
+        kind = self._kind(name)
+        with self._naming("delete", name):
+            if kind == pafs.FileType.Directory:
+                self.filesystem.delete_dir(self.path(name))
+            elif kind == pafs.FileType.File:
+                self.filesystem.delete_file(self.path(name))
 
     def read_json(self, name: str) -> Any:
         """Parse a JSON file.
@@ -175,11 +234,40 @@ class Storage:
         try:
             return json.loads(self.read(name))
         except ValueError as error:
-            raise StorageError(f"'{self.uri}/{name}' is not valid JSON: {error}") from error
+            raise StorageError(f"'{self._full(name)}' is not valid JSON: {error}") from error
 
     def write_json(self, name: str, value: Any) -> None:
         """Write `value` as indented JSON, whole or not at all."""
         self.write(name, (json.dumps(value, indent=2) + "\n").encode())
+
+    def _full(self, name: str) -> str:
+        return f"{self.uri}/{name}" if name else self.uri
+
+    def _taken(self, name: str) -> AlreadyExistsError:
+        return AlreadyExistsError(f"'{self._full(name)}' exists already: another writer was first")
+
+    @contextmanager
+    def _naming(self, verb: str, name: str) -> Iterator[None]:
+        """Turn what the file system raises into a StorageError that names the file."""
+        try:
+            yield
+        except (OSError, ArrowException) as error:
+            raise StorageError(f"cannot {verb} '{self._full(name)}': {error}") from error
+
+
+@contextmanager
+def _finished_beside(path: Path, data: bytes) -> Iterator[Path]:
+    """A complete file next to `path`, on disk before it is yielded and gone afterwards unless it was moved."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _endpoint(uri: str) -> str | None:

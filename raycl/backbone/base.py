@@ -5,9 +5,12 @@ What it does not know: how the model was loaded, and which of its parameters a m
 
 from __future__ import annotations
 
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +47,7 @@ class Backbone(nn.Module, ABC):
         model: the Hugging Face model.
         codec: text to ids and back.
         head: label head of encoder-only backbones, else None.
+        dtype: what the model computes in, whatever an engine keeps trained parameters in.
     """
 
     head: LabelHead | None
@@ -53,27 +57,40 @@ class Backbone(nn.Module, ABC):
         self.model: Any = model
         self.codec = codec
         self.head = None
+        self.dtype: torch.dtype = next(model.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return next(self.parameters()).device
 
+    def precision(self) -> AbstractContextManager[object]:
+        """Autocast for bfloat16 models, since an engine may keep trained parameters in float32."""
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
     @abstractmethod
     def forward(self, batch: Batch) -> Output:
         """Teacher-forced pass over `batch`; only examples with weight 1 carry loss."""
 
     @abstractmethod
-    def predict(self, batch: Batch, max_new_tokens: int, synced: bool = False) -> list[str]:
+    def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
         """One answer text per example, greedy, without any task id.
 
         Args:
             max_new_tokens: limit of a generated answer; unused by encoder-only backbones.
-            synced: every worker must keep generating until all are done (ZeRO-3).
         """
 
     def learn_labels(self, labels: Sequence[str]) -> None:  # noqa: B027  text backbones have no head to grow
         """Make sure the label head has a row for each of `labels`; nothing to do where there is no head."""
+
+    def model_files(self) -> dict[str, bytes]:
+        """Config and tokenizer as the files of a Hugging Face model folder (weights left out)."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.model.config.save_pretrained(folder)
+            self.codec.tokenizer.save_pretrained(folder)
+            return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
     def label_ids(self) -> dict[str, int]:
         """Label text -> row of the head; empty where there is no head."""

@@ -19,23 +19,24 @@ class CausalBackbone(Backbone):
     def forward(self, batch: Batch) -> Output:
         """Cross-entropy summed over answer tokens (end-of-sequence included)."""
         ids_BS, mask_BS, labels_BS = join(batch, self.codec.pad_id)
-        logits_BSV = self.model(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False).logits
+        with self.precision():
+            logits_BSV = self.model(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False).logits
         return Output(summed_cross_entropy(logits_BSV[:, :-1], labels_BS[:, 1:]), logits_BSV)
 
     @torch.no_grad()
-    def predict(self, batch: Batch, max_new_tokens: int, synced: bool = False) -> list[str]:
+    def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
         """Greedy answers of at most `max_new_tokens` tokens, the prompt left out."""
         ids_BL, mask_BL = pad_left(batch.source_ids, batch.source_mask)
-        ids_BS = self.model.generate(
-            input_ids=ids_BL,
-            attention_mask=mask_BL,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            num_beams=1,
-            pad_token_id=self.codec.pad_id,
-            eos_token_id=self.codec.eos_id,
-            synced_gpus=synced,
-        )
+        with self.precision():
+            ids_BS = self.model.generate(
+                input_ids=ids_BL,
+                attention_mask=mask_BL,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                num_beams=1,
+                pad_token_id=self.codec.pad_id,
+                eos_token_id=self.codec.eos_id,
+            )
         return self.codec.decode(ids_BS[:, ids_BL.shape[1] :])
 
 

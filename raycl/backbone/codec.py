@@ -30,7 +30,9 @@ class HFCodec:
         self.max_target_tokens = max_target_tokens
         self.pad_id = _pad_id(tokenizer)
         if not self.needs_labels and tokenizer.eos_token_id is None:
-            raise BackboneError(f"the tokenizer of this {kind} backbone has no end-of-sequence token, so answers never end")
+            raise BackboneError(
+                f"the tokenizer of this {kind} backbone has no end-of-sequence token, so answers never end"
+            )
         self.eos_id: int = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self.fingerprint = hashlib.sha256(
             f"{kind}|{self.pad_id}|{self.eos_id}|{tokenizer.backend_tokenizer.to_str()}".encode()
@@ -69,4 +71,6 @@ def _pad_id(tokenizer: Any) -> int:
         value = getattr(tokenizer, name, None)
         if value is not None:
             return int(value)
-    raise BackboneError(f"{type(tokenizer).__name__} has neither pad, unknown nor end token: nothing can fill a batch up")
+    raise BackboneError(
+        f"{type(tokenizer).__name__} has neither pad, unknown nor end token: nothing can fill a batch up"
+    )

@@ -37,11 +37,13 @@ class EncoderBackbone(Backbone):
 
     def forward(self, batch: Batch) -> Output:
         """Cross-entropy over all labels seen so far, summed over examples."""
-        logits_BC = self.head(self.pooled(batch))
+        with self.precision():
+            logits_BC = self.head(self.pooled(batch))
         return Output(summed_cross_entropy(logits_BC, batch.label_ids), logits_BC)
 
     @torch.no_grad()
-    def predict(self, batch: Batch, max_new_tokens: int, synced: bool = False) -> list[str]:
+    def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
         """The label text with the largest logit among all labels seen so far."""
-        best_B = self.head(self.pooled(batch)).argmax(-1).tolist()
+        with self.precision():
+            best_B = self.head(self.pooled(batch)).argmax(-1).tolist()
         return [self.head.labels[row] for row in best_B]

@@ -80,7 +80,9 @@ def resolve(name: str) -> str:
     if name in PACKAGED:
         spec = importlib.util.find_spec(PACKAGED[name])
         if spec is None or spec.origin is None:
-            raise BackboneError(f"backbone '{name}' needs the package {PACKAGED[name].replace('_', '-')}: pip install it")
+            raise BackboneError(
+                f"backbone '{name}' needs the package {PACKAGED[name].replace('_', '-')}: pip install it"
+            )
         return str(Path(spec.origin).parent / "model")
     if Path(name).expanduser().is_dir():
         return str(Path(name).expanduser().absolute())
@@ -116,7 +118,9 @@ def load_backbone(config: BackboneConfig, codec: HFCodec, device: torch.device, 
     """
     where = resolve(config.name)
     kind = codec.kind
-    loader: Any = {"encoder": AutoModel, "encoder-decoder": AutoModelForSeq2SeqLM, "decoder": AutoModelForCausalLM}[kind]
+    loader: Any = {"encoder": AutoModel, "encoder-decoder": AutoModelForSeq2SeqLM, "decoder": AutoModelForCausalLM}[
+        kind
+    ]
     with _explained(config.name):
         settings = AutoConfig.from_pretrained(
             where, revision=config.revision, trust_remote_code=config.trust_remote_code

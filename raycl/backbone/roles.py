@@ -36,7 +36,7 @@ def linear_names(model: nn.Module, targets: Sequence[str]) -> list[str]:
     linears = [name for name, module in model.named_modules() if _is_linear(module)]
     chosen: set[str] = set()
     for target in targets:
-        found = {name for name in linears if any(re.search(rf"(^|\.){p}$", name) for p in _patterns(target))}
+        found = {name for name in linears if any(re.search(f"{pattern}$", name) for pattern in _patterns(target))}
         if not found:
             kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in linears})
             raise BackboneError(
@@ -50,7 +50,7 @@ def linear_names(model: nn.Module, targets: Sequence[str]) -> list[str]:
 def _patterns(target: str) -> list[str]:
     if target == "attention":
         return [pattern for role, pattern in ROLES.items() if role.startswith("attention.")]
-    return [ROLES.get(target, target)]
+    return [ROLES.get(target, rf"(^|\.){target}")]
 
 
 def _is_linear(module: nn.Module) -> bool:

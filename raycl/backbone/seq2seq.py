@@ -16,20 +16,21 @@ class Seq2SeqBackbone(Backbone):
         labels_BT = batch.target_ids
         if labels_BT.shape[1] == 0:  # a batch of fill-ups only: the decoder still needs one position
             labels_BT = labels_BT.new_full((len(batch), 1), IGNORE)
-        logits_BTV = self.model(
-            input_ids=batch.source_ids, attention_mask=batch.source_mask, labels=labels_BT, use_cache=False
-        ).logits
+        with self.precision():
+            logits_BTV = self.model(
+                input_ids=batch.source_ids, attention_mask=batch.source_mask, labels=labels_BT, use_cache=False
+            ).logits
         return Output(summed_cross_entropy(logits_BTV, labels_BT), logits_BTV)
 
     @torch.no_grad()
-    def predict(self, batch: Batch, max_new_tokens: int, synced: bool = False) -> list[str]:
+    def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
         """Greedy answers of at most `max_new_tokens` tokens."""
-        ids_BT = self.model.generate(
-            input_ids=batch.source_ids,
-            attention_mask=batch.source_mask,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            num_beams=1,
-            synced_gpus=synced,
-        )
+        with self.precision():
+            ids_BT = self.model.generate(
+                input_ids=batch.source_ids,
+                attention_mask=batch.source_mask,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                num_beams=1,
+            )
         return self.codec.decode(ids_BT)

@@ -61,13 +61,12 @@ class DeepSpeedEngine:
         self.backbone = backbone
         self.world = world
         self.stage = config.zero_stage
-        self.synced = config.zero_stage == 3
         self.accumulation = accumulation
         self.library = _library(world)
         self.trained = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
         assert self.trained, "the method left no parameter to train"
         self.optimizer = adamw(self.trained.values(), train)
-        bf16 = next(backbone.model.parameters()).dtype == torch.bfloat16
+        bf16 = backbone.dtype == torch.bfloat16
         self._hooks = _module_hooks(backbone)
         self.engine, *_ = self.library.initialize(
             model=backbone,

@@ -8,7 +8,6 @@ What it does not know: methods, tasks, data.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -27,9 +26,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class Engine(Protocol):
     """One task's optimizer around a backbone. Built when a stage begins, closed when it ends."""
-
-    synced: bool
-    """Every worker must run equally many forward passes, in generation too (ZeRO-3)."""
 
     def forward(self, batch: Batch) -> Output:
         """Teacher-forced pass."""
@@ -78,9 +74,7 @@ def adamw(parameters: Iterable[nn.Parameter], train: TrainConfig) -> AdamW:
 
 def schedule(optimizer: AdamW, train: TrainConfig, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
     """The Hugging Face schedule of that name over `steps` optimizer steps."""
-    return get_scheduler(
-        train.lr_scheduler, optimizer, num_warmup_steps=train.warmup(steps), num_training_steps=steps
-    )
+    return get_scheduler(train.lr_scheduler, optimizer, num_warmup_steps=train.warmup(steps), num_training_steps=steps)
 
 
 class TorchEngine:
@@ -89,13 +83,10 @@ class TorchEngine:
     Trained parameters are kept in float32; a bfloat16 backbone computes under autocast.
     """
 
-    synced = False
-
     def __init__(self, backbone: Backbone, train: TrainConfig, steps: int, world: World) -> None:
         self.backbone = backbone
         self.world = world
         self.max_grad_norm = train.max_grad_norm
-        self.dtype = next(backbone.model.parameters()).dtype
         self.trained = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
         assert self.trained, "the method left no parameter to train"
         for parameter in self.trained.values():
@@ -103,15 +94,9 @@ class TorchEngine:
         self.optimizer = adamw(self.trained.values(), train)
         self.schedule = schedule(self.optimizer, train, steps)
 
-    def _precision(self) -> AbstractContextManager[object]:
-        if self.dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.world.device.type, self.dtype)
-
     def forward(self, batch: Batch) -> Output:
-        """Teacher-forced pass, under autocast for bfloat16 backbones."""
-        with self._precision():
-            output: Output = self.backbone(batch)
+        """Teacher-forced pass."""
+        output: Output = self.backbone(batch)
         return output
 
     def backward(self, loss_sum: Tensor, total: float) -> None:

@@ -1,0 +1,52 @@
+# The commands to remember: make demo, make check, make test. `make` alone lists them all.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+LOG := $(VENV)/install.log
+TORCH := $(shell grep '^torch==' constraints.txt)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off -c constraints.txt
+OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+venv: $(STAMP)  ## create .venv with everything, pinned by constraints.txt (about 3 minutes, 2.5 GB; again: nothing)
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "make: '$(PYTHON)' was not found: install Python 3.11 or newer, or name one: make venv PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make: $(PYTHON) is $$($(PYTHON) -V 2>&1), raycl needs 3.11 or newer: make venv PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+		echo "make: cannot create $(VENV): does this Python have its venv module (on Debian: apt install python3-venv)?"; exit 1; }
+	@echo "[1/2] $(VENV): installing $(TORCH) (a CPU build where your package index offers one; about 1 minute)"
+	@$(PIP) $(TORCH) >$(LOG) 2>&1 || { tail -n 20 $(LOG); echo "make: installing torch failed, see $(LOG)"; exit 1; }
+	@echo "[2/2] $(VENV): installing raycl and its tools, pinned by constraints.txt (about 2 minutes)"
+	@$(PIP) -e '.[dev]' >>$(LOG) 2>&1 || { tail -n 20 $(LOG); echo "make: installing raycl failed, see $(LOG)"; exit 1; }
+	@touch $@
+	@echo "ready: $(VENV)"
+
+demo: venv  ## learn a short stream of tasks on this machine and write a report
+	@$(OFFLINE) $(BIN)/python jobs/train_stream.py --config jobs/configs/demo.yaml
+
+test: venv  ## all tests, one torch thread
+	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider tests
+
+check: venv  ## format, lint, types, architecture
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -p no:cacheprovider --durations=0 tests/test_architecture.py
+
+format: venv  ## rewrite the files in the house style
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+clean:  ## remove caches and build leftovers; the environment and runs/ stay
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

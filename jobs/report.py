@@ -1,0 +1,57 @@
+"""Print the accuracy matrices and a comparison of finished runs; draw them and write them as CSV on request.
+
+    python jobs/report.py runs/sapt runs/lora
+    python jobs/report.py runs --png matrices.png --csv comparison.csv
+
+Why it exists: the command-line door to `raycl.report`.
+What it does not know: how tables and pictures are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from raycl.errors import RayclError
+from raycl.report.compare import to_csv
+from raycl.report.plots import heatmaps
+from raycl.report.results import find_results
+from raycl.report.tables import comparison_table, matrix_table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Report on the runs named on the command line; the exit status."""
+    options = _parse(arguments)
+    try:
+        results = [result for root in options.runs for result in find_results(root)]
+        for result in results:
+            print(matrix_table(result), end="\n\n")
+        print(comparison_table(results))
+        if options.png:
+            print(f"wrote {heatmaps(results, options.png)}")
+        if options.csv:
+            _write(options.csv, to_csv(results))
+    except RayclError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Tables and pictures of finished runs.")
+    parser.add_argument("runs", nargs="+", help="run folder, folder of runs, or results.json (path or URI)")
+    parser.add_argument("--png", type=Path, help="write the matrices as heat maps side by side")
+    parser.add_argument("--csv", type=Path, help="write the comparison with full precision")
+    return parser.parse_args(arguments)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Train one model on a stream of tasks, and say what it kept and what it forgot.
+
+    python jobs/train_stream.py                                     the built-in stream, LoRA, this machine
+    python jobs/train_stream.py --config FILE key.path=value ...    a YAML file, then overrides
+    python jobs/train_stream.py --resume RUN_DIR                    go on where a run stopped
+    ray job submit --working-dir . -- python jobs/train_stream.py   the same on a cluster
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from raycl import config as configs
+from raycl import launch, run
+from raycl.errors import RayclError
+from raycl.report.plots import heatmap
+from raycl.report.tables import matrix_table
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for example method=lora method.rank=8")
+    parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
+    parser.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
+    parser.add_argument("--print-config", action="store_true", help="show the resolved tree and stop")
+    parser.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
+    return parser.parse_intermixed_args()
+
+
+def main() -> int:
+    """Parse, prepare, train, report."""
+    options = arguments()
+    launch.log_to_stderr()
+    launch.exit_on_sigterm()
+    try:
+        if options.print_config:
+            print(configs.to_yaml(run.load_config(options.config, options.overrides)), end="")
+            return 0
+        if options.resume:
+            prepared = launch.reopen(options.resume, overrides=tuple(options.overrides))
+        else:
+            prepared = launch.prepare(run.load_config(options.config, options.overrides))
+        print(f"run {prepared.storage.uri}", flush=True)
+        results = launch.train(prepared)
+    except RayclError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(matrix_table(results))
+    print(f"results {prepared.storage.uri}/results.json")
+    if options.png or prepared.storage.is_local:
+        print(f"picture {heatmap(results, options.png or f'{prepared.storage.uri}/matrix.png')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

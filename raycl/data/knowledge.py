@@ -1,0 +1,163 @@
+"""What is known about the public tasks: label sets, metrics, folder names, prompt habits.
+
+Why it exists: files do not say which answers are allowed or how a paper scores them. Sources: SAPT's and O-LoRA's
+data releases and papers; metrics as each paper reports them.
+What it does not know: the order of tasks (`benchmarks`), where files lie (`layout`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from raycl.data.prompts import PromptName
+
+_GRADES = ("very negative", "negative", "neutral", "positive", "very positive")
+_TRUTH = ("True", "False")
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """One public task.
+
+    Attributes:
+        labels: its closed label set, None for free text, "auto" where the release fixes none.
+        metric: name of its score.
+        folders: further names of its folder on disk (case, `-` and `_` never matter).
+        group: O-LoRA's task group, which chooses the instruction; empty outside that benchmark.
+        prompt: what `prompt: auto` means for text backbones (O-LoRA's file layout means `olora`).
+        unlabelled: label texts that mark a row without a label.
+    """
+
+    labels: tuple[str, ...] | Literal["auto"] | None
+    metric: str = "exact_match"
+    folders: tuple[str, ...] = ()
+    group: str = ""
+    prompt: PromptName = "long"
+    unlabelled: tuple[str, ...] = ()
+
+
+OLORA_GROUPS = ("SC", "TC", "NLI", "QQP", "BoolQA", "COPA", "MultiRC", "WiC")
+
+OLORA_INSTRUCTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "SC": "What is the sentiment of the following paragraph? Choose one from the option.",
+        "TC": "What is the topic of the following paragraph? Choose one from the option.",
+        "NLI": 'What is the logical relationship between the "sentence 1" and the "sentence 2"? '
+        "Choose one from the option.",
+        "QQP": 'Whether the "first sentence" and the "second sentence" have the same meaning? '
+        "Choose one from the option.",
+        "BoolQA": "According to the following passage, is the question true or false? Choose one from the option.",
+        "MultiRC": "According to the following passage and question, is the candidate answer true or false? "
+        "Choose one from the option.",
+        "WiC": "Given a word and two sentences, whether the word is used with the same sense in both sentence? "
+        "Choose one from the option.",
+    }
+)
+"""O-LoRA paper, appendix table of instructions, word for word; COPA has none."""
+
+_LONG: Mapping[str, TaskInfo] = {
+    "yelp": TaskInfo(_GRADES, group="SC"),
+    "amazon": TaskInfo(_GRADES, group="SC"),
+    "sst2": TaskInfo(("Good", "Bad"), group="SC"),
+    "imdb": TaskInfo(("Good", "Bad"), group="SC"),
+    "agnews": TaskInfo(("World", "Sports", "Business", "Science or Technology"), folders=("ag",), group="TC"),
+    "dbpedia": TaskInfo(
+        (
+            *("Company", "Educational Institution", "Artist", "Athlete", "Office Holder"),
+            *("Mean of Transportation", "Building", "Natural Place", "Village", "Animal"),
+            *("Plant", "Album", "Film", "Written Work"),
+        ),
+        folders=("db", "dbpedia14"),
+        group="TC",
+    ),
+    "yahoo": TaskInfo(
+        (
+            *("Society & Culture", "Science & Mathematics", "Health", "Education & Reference"),
+            *("Computers & Internet", "Sports", "Business & Finance", "Entertainment & Music"),
+            *("Family & Relationships", "Politics & Government"),
+        ),
+        group="TC",
+    ),
+    "mnli": TaskInfo(("contradiction", "entailment", "neutral"), group="NLI", unlabelled=("-",)),
+    "cb": TaskInfo(("contradiction", "entailment", "neutral"), group="NLI"),
+    "rte": TaskInfo(("contradiction", "entailment"), group="NLI"),
+    "qqp": TaskInfo(("yes", "no"), group="QQP"),
+    "boolq": TaskInfo(_TRUTH, folders=("boolqa",), group="BoolQA"),
+    "multirc": TaskInfo(_TRUTH, group="MultiRC"),
+    "wic": TaskInfo(_TRUTH, group="WiC"),
+    "copa": TaskInfo(("A", "B"), group="COPA"),
+}
+
+_SUPERNI_TEXT = (
+    *("task1572_samsum_summary", "task1290_xsum_summarization", "task181_outcome_extraction"),
+    *("task002_quoref_answer_generation", "task1510_evalution_relation_extraction"),
+    *("task639_multi_woz_user_utterance_generation", "task1729_personachat_generate_next"),
+    *("task073_commonsenseqa_answer_generation", "task1590_diplomacy_text_generation"),
+    *("task748_glucose_reverse_cause_event_detection", "task511_reddit_tifu_long_text_summarization"),
+    "task591_sciq_answer_generation",
+)
+_UNSEEN_TEXT = (
+    *("task360_spolin_yesand_response_generation", "task574_air_dialogue_sentence_generation"),
+    *("task1714_convai3_sentence_generation", "task180_intervention_extraction"),
+    *("task678_ollie_actual_relationship_answer_generation", "task1410_dart_relationship_extraction"),
+    *("task339_record_answer_generation", "task670_ambigqa_question_generation"),
+    *("task1327_qa_zre_answer_generation_from_question", "task522_news_editorial_summary"),
+    *("task1356_xlsum_title_generation", "task1499_dstc3_summarization"),
+)
+
+_SUPERNI: Mapping[str, TaskInfo] = {
+    **{name: TaskInfo(None, "rouge_l", prompt="superni") for name in _SUPERNI_TEXT + _UNSEEN_TEXT},
+    "task363_sst2_polarity_classification": TaskInfo(("POS", "NEG"), prompt="superni"),
+    "task875_emotion_classification": TaskInfo(
+        ("sadness", "joy", "love", "anger", "fear", "surprise"), prompt="superni"
+    ),
+    "task1687_sentiment140_classification": TaskInfo("auto", prompt="superni"),
+    "task421_persent_sentence_sentiment_classification": TaskInfo("auto", prompt="superni"),
+    "task833_poem_sentiment_classification": TaskInfo("auto", prompt="superni"),
+    "task929_products_reviews_classification": TaskInfo("auto", prompt="superni"),
+}
+
+_LLAMA: Mapping[str, TaskInfo] = {
+    "medical": TaskInfo(None, "bertscore", ("chatdoctor", "chatdoctor200k"), prompt="llama2_chat"),
+    "mmlu": TaskInfo(("A", "B", "C", "D"), folders=("history",), prompt="llama2_chat"),
+    "finance": TaskInfo("auto", prompt="llama2_chat"),
+}
+
+_DAS: Mapping[str, TaskInfo] = {
+    **{name: TaskInfo("auto", "macro_f1") for name in ("restaurant", "acl", "ai", "phone", "camera")},
+    "pubmed": TaskInfo("auto", "micro_f1"),
+}
+"""ChemProt (pubmed) is reported as micro-F1 in the macro column."""
+
+
+TASKS: Mapping[str, TaskInfo] = MappingProxyType({**_LONG, **_SUPERNI, **_LLAMA, **_DAS})
+"""Every known task under its canonical name."""
+
+
+def fold(name: str) -> str:
+    """A name without what writers disagree about: case, `-`, `_` and spaces."""
+    return re.sub(r"[-_ ]", "", name.lower())
+
+
+def canonical(name: str) -> str:
+    """The canonical name of a task given under any of its names; unknown names come back unchanged.
+
+    SuperNI tasks may be called by their number alone (`task1572`).
+    """
+    return _CANONICAL.get(fold(name), name)
+
+
+def folder_names(name: str) -> frozenset[str]:
+    """Folded names that the task's folder may have on disk."""
+    info = TASKS.get(name)
+    return frozenset({fold(name), *(fold(other) for other in (info.folders if info else ()))})
+
+
+_CANONICAL: Mapping[str, str] = MappingProxyType(
+    {folded: name for name in TASKS for folded in folder_names(name)}
+    | {fold(name.partition("_")[0]): name for name in _SUPERNI}
+)

@@ -1,0 +1,199 @@
+"""Batches: which rows make an optimizer step, and which part of them a worker sees.
+
+Why it exists: the rows of step k are a pure function of (seed, k), so a run can stop and go on at any step, and
+they do not depend on how many workers share them, so N workers equal one. Every worker gets equally many
+micro-batches, filled up with examples of weight 0, because collective operations need equal counts.
+What it does not know: files, models, Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raycl.data.selection import Indices
+from raycl.data.tokens import TokenTable
+from raycl.errors import ConfigError
+from raycl.types import IGNORE, Batch
+
+
+def check_batch(batch_size: int, micro_batch_size: int, world_size: int) -> int:
+    """Micro-batches that each worker accumulates in a step.
+
+    Raises:
+        ConfigError: the batch cannot be dealt evenly; the message names the nearest sizes that can.
+    """
+    unit = micro_batch_size * world_size
+    if batch_size % unit:
+        below, above = batch_size // unit * unit, -(-batch_size // unit) * unit
+        raise ConfigError(
+            f"batch_size {batch_size} is not a multiple of micro_batch_size {micro_batch_size} x {world_size} workers "
+            f"= {unit}: set batch_size to {f'{below} or {above}' if below else above}"
+        )
+    return batch_size // unit
+
+
+@dataclass(frozen=True)
+class GlobalOrder:
+    """The order of `count` rows over a whole stage; a new permutation each epoch.
+
+    Attributes:
+        max_steps: stop after this many steps even inside an epoch; None: after all epochs.
+    """
+
+    count: int
+    batch_size: int
+    epochs: int
+    seed: int
+    max_steps: int | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in one pass; the last may have fewer rows."""
+        return -(-self.count // self.batch_size)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in all."""
+        steps = self.steps_per_epoch * self.epochs
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def rows(self, step: int) -> Indices:
+        """Rows of optimizer step `step` (from 0), at most `batch_size`, without repetition."""
+        assert 0 <= step < self.steps, f"step {step} is outside 0..{self.steps - 1}"
+        epoch, place = divmod(step, self.steps_per_epoch)
+        order = _permutation(self.count, self.seed, epoch)
+        return order[place * self.batch_size : (place + 1) * self.batch_size].copy()
+
+
+@lru_cache(maxsize=2)
+def _permutation(count: int, seed: int, epoch: int) -> Indices:
+    """The order of one epoch; kept, since its steps ask for it one after another."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(count).astype(np.int64)
+
+
+class Loader:
+    """One worker's micro-batches of each optimizer step over the concatenation of several tables."""
+
+    def __init__(
+        self,
+        tables: Sequence[TokenTable],
+        label_ids: Mapping[str, int] | None,
+        order: GlobalOrder,
+        rank: int,
+        world_size: int,
+        micro_batch_size: int,
+        batch_size: int,
+        pad_id: int,
+    ) -> None:
+        """Take a worker's seat.
+
+        Args:
+            label_ids: label text -> row of the label head; None where there is no head.
+
+        Raises:
+            ConfigError: see `check_batch`.
+        """
+        self.accumulation = check_batch(batch_size, micro_batch_size, world_size)
+        self._collate = Collate(tables, label_ids, pad_id)
+        assert order.batch_size == batch_size, "order and loader must agree on the batch size"
+        assert order.count == self._collate.count, "the order must cover exactly the rows of the tables"
+        self._order = order
+        self._rank, self._world, self._micro = rank, world_size, micro_batch_size
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This worker's share of optimizer step `step`: always `accumulation` micro-batches.
+
+        `Batch.rows` counts through the concatenated tables.
+        """
+        mine = self._collate.by_length(self._order.rows(step))[self._rank :: self._world]
+        starts = range(0, self.accumulation * self._micro, self._micro)
+        return [self._collate(mine[start : start + self._micro], self._micro) for start in starts]
+
+
+def eval_batches(
+    table: TokenTable, label_ids: Mapping[str, int] | None, rank: int, world_size: int, batch_size: int, pad_id: int
+) -> Iterator[Batch]:
+    """One worker's share of a split, sorted by length; every worker yields equally many batches.
+
+    The real rows of all workers together are each row of the table once.
+    """
+    collate = Collate([table], label_ids, pad_id)
+    mine = collate.by_length(np.arange(len(table)))[rank::world_size]
+    most = -(-len(table) // world_size)
+    for start in range(0, most, batch_size):
+        yield collate(mine[start : start + batch_size], min(batch_size, most - start))
+
+
+class Collate:
+    """Rows of concatenated tables become one right-padded batch."""
+
+    def __init__(self, tables: Sequence[TokenTable], label_ids: Mapping[str, int] | None, pad_id: int) -> None:
+        self._tables = tables
+        self._label_ids = label_ids
+        self._pad_id = pad_id
+        self._starts = np.concatenate([[0], np.cumsum([len(table) for table in tables], dtype=np.int64)])
+        self._lengths = np.concatenate([table.source_lengths for table in tables])
+        self._has_targets = any(table.has_targets for table in tables)
+
+    @property
+    def count(self) -> int:
+        """Rows in all tables together."""
+        return int(self._starts[-1])
+
+    def by_length(self, rows: Indices) -> Indices:
+        """`rows` with the shortest prompt first; rows of one length stay in ascending order of row."""
+        return rows[np.lexsort((rows, self._lengths[rows]))]
+
+    def __call__(self, rows: Indices, size: int) -> Batch:
+        """A batch of `size` examples: `rows`, then fill-ups of weight 0.
+
+        A fill-up's source is one visible padding token, so that no attention row is empty.
+        """
+        blanks = size - len(rows)
+        sources: list[NDArray[np.int32]] = []
+        targets: list[NDArray[np.int32]] = []
+        labels: list[int] = []
+        for row in rows.tolist():
+            source, target, label = self._example(row)
+            sources.append(source)
+            targets.append(target)
+            labels.append(label)
+        sources += [np.array([self._pad_id], dtype=np.int32)] * blanks
+        targets += [np.zeros(0, dtype=np.int32)] * blanks
+        return Batch(
+            source_ids=_pad(sources, self._pad_id, 1),
+            source_mask=_pad([np.ones(len(source), dtype=np.int32) for source in sources], 0, 1),
+            target_ids=_pad(targets, IGNORE, 1 if self._has_targets else 0),
+            label_ids=torch.tensor(labels + [IGNORE] * blanks, dtype=torch.int64),
+            weight=torch.tensor([1.0] * len(rows) + [0.0] * blanks, dtype=torch.float32),
+            rows=torch.tensor([*rows.tolist(), *[-1] * blanks], dtype=torch.int64),
+        )
+
+    def _example(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        table = self._tables[number]
+        columns = table.columns([row - int(self._starts[number])])
+        return columns.source_ids[0], columns.target_ids[0], self._label_id(table, int(columns.labels[0]))
+
+    def _label_id(self, table: TokenTable, code: int) -> int:
+        if self._label_ids is None or table.task.labels is None or code < 0:
+            return IGNORE
+        label = table.task.labels[code]
+        assert label in self._label_ids, f"the label head has no row for '{label}' of task '{table.task.name}'"
+        return self._label_ids[label]
+
+
+def _pad(rows: Sequence[NDArray[np.int32]], value: int, least: int) -> Tensor:
+    """`[len(rows), longest]` int64, at least `least` wide, padded on the right with `value`."""
+    width = max([least, *(len(row) for row in rows)])
+    padded = np.full((len(rows), width), value, dtype=np.int64)
+    for place, row in enumerate(rows):
+        padded[place, : len(row)] = row
+    return torch.from_numpy(padded)

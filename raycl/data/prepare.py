@@ -1,0 +1,182 @@
+"""Tokenisation: chosen rows of a split become a memory-mapped table of ids, once per node.
+
+Why it exists: a prompt that is too long must lose the end of its *input*, never its instruction or its answer cue,
+and how often that happened must be known. What it does not know: files, batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from raycl.data.cache import Facts, entry, key_of
+from raycl.data.chunks import ChunkedRows
+from raycl.data.ingest import RawRows
+from raycl.data.prompts import Prompt
+from raycl.data.selection import Indices
+from raycl.data.tokens import Split, TokenTable
+from raycl.errors import ConfigError, DataError
+from raycl.types import Task, TextCodec
+
+log = logging.getLogger(__name__)
+
+MIN_TEXT_TOKENS = 4
+"""A prompt must leave at least this many tokens for the input text."""
+
+_VERSION = 1
+_BATCH = 512
+_IDS = pa.list_(pa.int32())
+_SCHEMA = pa.schema(
+    [
+        ("source_ids", _IDS),
+        ("target_ids", _IDS),
+        ("label", pa.int32()),
+        ("references", pa.list_(pa.string())),
+        ("row", pa.int64()),
+        ("text", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Token limits, special tokens included."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Rows of a split that are used.
+
+    Attributes:
+        rows: ascending positions in `raw`.
+        picks: for each row the one reference to keep, or None to keep all.
+    """
+
+    raw: RawRows
+    rows: Indices
+    picks: Indices | None = None
+
+
+def check_codec(task: Task, prompt: Prompt, codec: TextCodec, lengths: Lengths) -> None:
+    """Refuse what could not be tokenised sensibly.
+
+    Raises:
+        DataError: a free-text task for an encoder-only backbone.
+        ConfigError: the prompt alone fills the source.
+    """
+    if codec.needs_labels and task.labels is None:
+        raise DataError(
+            f"task '{task.name}' has free-text answers: an encoder-only backbone needs a closed label set, "
+            "choose a text-to-text backbone or give the task labels"
+        )
+    template = len(codec.encode_source([prompt.around("")])[0])
+    if template + MIN_TEXT_TOKENS > lengths.source:
+        raise ConfigError(
+            f"the prompt of task '{task.name}' takes {template} tokens before any input text, but sources hold "
+            f"{lengths.source}: set max_source_tokens to at least {template + MIN_TEXT_TOKENS} (and better to twice "
+            "that), or prompt: plain"
+        )
+
+
+def prepare(
+    task: Task, split: Split, chosen: Chosen, prompt: Prompt, codec: TextCodec, lengths: Lengths, cache: Path
+) -> TokenTable:
+    """The token table of `chosen`; another process of this node that asks for the same gets the same file.
+
+    Raises:
+        DataError, ConfigError: see `check_codec`.
+    """
+    check_codec(task, prompt, codec, lengths)
+    picks = None if chosen.picks is None else chosen.picks.tolist()
+    key = key_of(
+        *(_VERSION, chosen.raw.key, task.name, task.labels, split, chosen.rows.tolist(), picks),
+        *(asdict(prompt), codec.fingerprint, codec.needs_labels, asdict(lengths)),
+    )
+
+    def build(writer: pa.RecordBatchFileWriter) -> Facts:
+        facts = _tokenise(task, chosen, prompt, codec, lengths, writer)
+        _report(task, split, facts, lengths)
+        return facts
+
+    return TokenTable(task, split, entry(cache / "tokens", key, _SCHEMA, build))
+
+
+def _report(task: Task, split: Split, facts: Facts, lengths: Lengths) -> None:
+    for side, limit in (("sources", lengths.source), ("targets", lengths.target)):
+        cut = facts[f"truncated_{side}"]
+        if cut:
+            log.warning("%s %s: cut %d of %d %s to %d tokens", task.name, split, cut, facts["count"], side, limit)
+
+
+def _tokenise(
+    task: Task, chosen: Chosen, prompt: Prompt, codec: TextCodec, lengths: Lengths, writer: pa.RecordBatchFileWriter
+) -> Facts:
+    raw = chosen.raw.open()
+    cut_sources = cut_targets = 0
+    for start in range(0, len(chosen.rows), _BATCH):
+        part = slice(start, start + _BATCH)
+        rows = chosen.rows[part]
+        texts = raw.values("text", rows)
+        references = _references(raw, rows, None if chosen.picks is None else chosen.picks[part])
+        sources, cut = fit_sources(texts, prompt, codec, lengths.source)
+        cut_sources += cut
+        targets, cut = fit_targets([names[0] for names in references], codec, lengths.target)
+        cut_targets += cut
+        labels = _codes(task, references)
+        columns = [sources, targets, labels, references, raw.values("row", rows), texts]
+        writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))
+    return {
+        "count": len(chosen.rows),
+        "truncated_sources": cut_sources,
+        "truncated_targets": cut_targets,
+        "has_targets": not codec.needs_labels,
+    }
+
+
+def _references(raw: ChunkedRows, rows: Indices, picks: Indices | None) -> list[list[str]]:
+    references: list[list[str]] = raw.values("references", rows)
+    if picks is None:
+        return references
+    return [[names[pick]] for names, pick in zip(references, picks.tolist(), strict=True)]
+
+
+def _codes(task: Task, references: Sequence[Sequence[str]]) -> list[int]:
+    codes = {label: code for code, label in enumerate(task.labels or ())}
+    return [codes.get(names[0], -1) for names in references]
+
+
+def fit_sources(texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int) -> tuple[list[list[int]], int]:
+    """Prompt ids of `texts`, at most `limit` each, and how many texts were cut.
+
+    Only the input text is shortened. A tokenizer may split the joint of text and suffix otherwise than it split the
+    parts, so what still does not fit is shortened again by what it exceeds.
+    """
+    ids = codec.encode_source([prompt.around(text) for text in texts])
+    template = len(codec.encode_source([prompt.around("")])[0])
+    room = dict.fromkeys((row for row, found in enumerate(ids) if len(found) > limit), limit - template)
+    cut = len(room)
+    while room:
+        rows = list(room)
+        shorter = codec.encode_source([prompt.around(codec.clip(texts[row], room[row])) for row in rows])
+        for row, found in zip(rows, shorter, strict=True):
+            if len(found) <= limit:
+                ids[row] = found
+                del room[row]
+            else:
+                assert room[row] > 0, "check_codec leaves room for text"
+                room[row] = max(0, room[row] - (len(found) - limit))
+    return ids, cut
+
+
+def fit_targets(answers: Sequence[str], codec: TextCodec, limit: int) -> tuple[list[list[int]], int]:
+    """Answer ids, at most `limit` each with the final end-of-sequence id kept, and how many were cut."""
+    ids = codec.encode_target(answers)
+    cut = sum(len(found) > limit for found in ids)
+    return [found if len(found) <= limit else [*found[: limit - 1], found[-1]] for found in ids], cut

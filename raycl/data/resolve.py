@@ -1,0 +1,195 @@
+"""From a stream's config to plans: which files make each task and how they are read.
+
+Why it exists: named benchmarks, folders of tasks, custom tasks and the builtin stream all end in one list.
+What it does not know: the rows in the files (`ingest`), what is done with them (`stream`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raycl.data import builtin
+from raycl.data.benchmarks import Benchmark, find, require
+from raycl.data.formats import LABEL_NAMES, TEXT_NAMES, Columns, detect
+from raycl.data.ingest import Labels, Reading
+from raycl.data.knowledge import OLORA_INSTRUCTIONS, TASKS, TaskInfo, canonical
+from raycl.data.layout import SPLITS, TaskFolder, check_name, locate, task_folder
+from raycl.data.prompts import PromptName
+from raycl.data.settings import ColumnNames, StreamConfig, TaskSpec
+from raycl.data.source import SourceFile
+from raycl.errors import ConfigError
+from raycl.storage import Storage
+
+_UNKNOWN = TaskInfo(labels="auto")
+_LABELS_FILE = "labels.json"
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """One task before its rows are read.
+
+    Attributes:
+        files: split -> file; empty for a task of the builtin stream.
+        metric: name of its score; None: exact_match with labels, else rouge_l.
+        definition: instruction; None: what the file says.
+        group, dataset: what `prompt_names` writes.
+        prompt: what `prompt: auto` means for a text backbone.
+    """
+
+    name: str
+    files: Mapping[str, SourceFile]
+    reading: Reading
+    metric: str | None = None
+    definition: str | None = None
+    group: str = ""
+    dataset: str = ""
+    prompt: PromptName = "long"
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """A stream before its rows are read; `notes` say what differs from what was asked for."""
+
+    name: str
+    tasks: tuple[TaskPlan, ...]
+    notes: tuple[str, ...]
+
+
+def resolve(config: StreamConfig) -> StreamPlan:
+    """Find every task of `config`.
+
+    Raises:
+        ConfigError: an unknown stream or task, a missing root, a task twice.
+        DataError, MissingTasksError: names or files that cannot be used.
+    """
+    benchmark = find(config.name)
+    wanted = _wanted(config, benchmark)
+    names = [task for task in wanted if isinstance(task, str)]
+    _refuse_twice([*names, *(task.name for task in wanted if isinstance(task, TaskSpec))])
+    if config.root is None:
+        named = {name: _builtin(name, config) for name in names}
+    else:
+        folders = locate(Storage.at(config.root), names, _needed(config, benchmark), config.allow_missing)
+        named = {name: _known(name, folder, config) for name, folder in folders.items()}
+    plans = [_custom(task, config) if isinstance(task, TaskSpec) else named.get(task) for task in wanted]
+    dropped = [name for name in names if name not in named]
+    notes = (f"tasks left out because they are missing on disk: {', '.join(dropped)}",) if dropped else ()
+    kept = tuple(plan for plan in plans if plan is not None)
+    return StreamPlan(benchmark.name if benchmark else _free_name(config, kept), kept, notes)
+
+
+def _free_name(config: StreamConfig, plans: Sequence[TaskPlan]) -> str:
+    """The configured name; "custom" where nobody named a stream of files."""
+    return "custom" if config.name == "builtin" and any(plan.files for plan in plans) else config.name
+
+
+def _wanted(config: StreamConfig, benchmark: Benchmark | None) -> list[str | TaskSpec]:
+    if config.tasks is not None:
+        return [canonical(task) if isinstance(task, str) else task for task in config.tasks]
+    if config.name != "builtin":
+        return list((benchmark or require(config.name)).tasks)
+    if config.root is not None:
+        raise ConfigError(
+            f"data.root is '{config.root}' but data.name is builtin, which has no files: "
+            "set data.name to a benchmark (for example long-A) or list data.tasks"
+        )
+    return list(builtin.TASKS)
+
+
+def _refuse_twice(names: Sequence[str]) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"data.tasks names {', '.join(twice)} more than once: a task comes once in a stream, rename it"
+        )
+
+
+def _needed(config: StreamConfig, benchmark: Benchmark | None) -> tuple[str, ...]:
+    if benchmark is not None and benchmark.test_only:
+        return ("test",)
+    return SPLITS if config.dev == "file" else ("train", "test")
+
+
+def _builtin(name: str, config: StreamConfig) -> TaskPlan:
+    if name in builtin.TASKS:
+        return TaskPlan(name, {}, Reading(labels=builtin.labels(name)))
+    if name in TASKS or config.tasks is None:
+        raise ConfigError(
+            f"task '{name}' of stream '{config.name}' comes from files: set data.root to the folder of the benchmark"
+        )
+    raise ConfigError(
+        f"unknown task '{name}': expected one of the builtin tasks {', '.join(builtin.TASKS)}, or set data.root to the "
+        "folder that holds it, or describe it with name and path"
+    )
+
+
+def _known(name: str, place: TaskFolder, config: StreamConfig) -> TaskPlan:
+    """A task found by name below the root."""
+    info = TASKS.get(name, _UNKNOWN)
+    files = _without_unused_dev(place.files, config)
+    labels, prompt, definition = info.labels, info.prompt, None
+    if _is_olora(files):
+        labels, prompt = _labels_file(place.folder) or labels, "olora"
+        definition = OLORA_INSTRUCTIONS.get(info.group, "")
+    reading = Reading("auto", Columns(), labels, info.unlabelled, config.unlabelled == "keep")
+    metric = info.metric if name in TASKS else None
+    return TaskPlan(name, files, reading, metric, definition, info.group, place.folder.uri.rpartition("/")[2], prompt)
+
+
+def _custom(spec: TaskSpec, config: StreamConfig) -> TaskPlan:
+    check_name(spec.name)
+    folder = None if spec.path is None else Storage.at(spec.path)
+    files = dict(_without_unused_dev(task_folder(folder).files, config)) if folder else {}
+    given = {"train": spec.train, "dev": spec.dev, "test": spec.test}
+    files |= {split: SourceFile.at(uri) for split, uri in given.items() if uri is not None}
+    for split in ("train", "test", *(("dev",) if config.dev == "file" else ())):
+        if split not in files:
+            raise ConfigError(
+                f"task '{spec.name}' has no {split} file: expected {split}.json, .jsonl, .csv, .tsv or .parquet in "
+                f"'{spec.path}', or set its '{split}' to a file"
+            )
+    labels: Labels = spec.labels
+    if labels == "auto" and folder is not None:
+        labels = _labels_file(folder) or labels
+    reading = Reading(spec.format, _columns(spec.columns), labels, first_label=spec.first_label)
+    return TaskPlan(spec.name, files, reading, spec.metric, spec.definition, dataset=spec.name)
+
+
+def _columns(names: ColumnNames) -> Columns:
+    return Columns(
+        TEXT_NAMES if names.text is None else (names.text,),
+        LABEL_NAMES if names.label is None else (names.label,),
+        names.header,
+    )
+
+
+def _without_unused_dev(files: Mapping[str, SourceFile], config: StreamConfig) -> Mapping[str, SourceFile]:
+    return {split: file for split, file in files.items() if split != "dev" or config.dev == "file"}
+
+
+def _is_olora(files: Mapping[str, SourceFile]) -> bool:
+    first = next(iter(files.values()))
+    return first.name.endswith(".json") and detect(first) == "olora"
+
+
+def _labels_file(folder: Storage) -> tuple[str, ...] | None:
+    """The label set in `labels.json` beside the split files, if there is one.
+
+    Raises:
+        DataError: it is not a list of different strings.
+    """
+    file = SourceFile(folder, _LABELS_FILE)
+    if not folder.exists(_LABELS_FILE):
+        return None
+    with file.open() as stream:
+        content = stream.read()
+    try:
+        labels = json.loads(content)
+    except ValueError as error:
+        file.refuse(f"malformed JSON ({error}): expected a list of label strings")
+    if not isinstance(labels, list) or not labels or not all(isinstance(label, str) for label in labels):
+        file.refuse("found something else than a list of strings: expected the label set as a JSON list")
+    return tuple(dict.fromkeys(labels))

@@ -1,0 +1,112 @@
+"""The `data` section of a run's config.
+
+What it does not know: how any of this is carried out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from raycl.config import Section
+from raycl.data.formats import Format
+from raycl.data.prompts import PromptName
+
+
+def _absolute(place: str | None) -> str | None:
+    if place is None or "://" in place:
+        return place
+    return str(Path(place).expanduser().absolute())
+
+
+Place = Annotated[str | None, AfterValidator(_absolute)]
+"""A path or URI; local paths become absolute when the config is read, because workers run elsewhere."""
+
+Names = Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class ColumnNames(Section):
+    """Column (or key) names of a custom task's files."""
+
+    text: str | None = Field(None, description="column of the input; None: the first of text, input, sentence")
+    label: str | None = Field(None, description="column of the answer; None: the first of label, output")
+    header: Names | None = Field(None, description="column names of a CSV file that has no header line")
+
+
+class TaskSpec(Section):
+    """A task of your own, in `data.tasks`."""
+
+    name: str = Field(description="unique in its stream; no path in it")
+    path: Place = Field(None, description="folder (path or URI) with train.*, test.* and maybe dev.*")
+    train: Place = Field(None, description="train file, instead of the one in path")
+    test: Place = Field(None, description="test file, instead of the one in path")
+    dev: Place = Field(None, description="dev file; None: dev is carved from train")
+    format: Format = Field("auto", description="auto goes by suffix, and for .json by how the file begins")
+    columns: ColumnNames = Field(default_factory=ColumnNames, description="where text and label are found")
+    labels: Names | Literal["auto"] | None = Field(
+        "auto",
+        description="closed label set; auto: the distinct answers of the train file if at most 64; None: free text",
+    )
+    first_label: Literal[0, 1] | None = Field(
+        None, description="number of the first of `labels` in files that hold class numbers instead of names"
+    )
+    metric: str | None = Field(None, description="name of the score; None: exact_match with labels, else rouge_l")
+    definition: str | None = Field(None, description="instruction of the prompt; None: what the file says, if it does")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.path is None and (self.train is None or self.test is None):
+            raise ValueError(f"task '{self.name}' has no data: give 'path', or both 'train' and 'test'")
+        if self.first_label is not None and not isinstance(self.labels, tuple):
+            raise ValueError(f"task '{self.name}' sets first_label without a list of labels: name the labels in order")
+        return self
+
+
+class StreamConfig(Section):
+    """Which tasks, in which order, with how many rows, in which words."""
+
+    name: str = Field(
+        "builtin", description="builtin, a benchmark order (long-A, superni-1, sapt-3, ...), or free if `tasks` is set"
+    )
+    root: Place = Field(
+        None, description="folder (path or URI) that holds the task folders, or CL_Benchmark around them"
+    )
+    tasks: tuple[str | TaskSpec, ...] | None = Field(
+        None, min_length=1, description="explicit order: names below root and custom tasks; None: the named order"
+    )
+    allow_missing: bool = Field(False, description="drop tasks that are not on disk, with a warning")
+    train_rows: int | None = Field(
+        None, ge=1, description="rows of a task to train on, sampled; None: all (builtin: 320)"
+    )
+    test_rows: int | None = Field(
+        None, ge=1, description="rows of a task to test on, sampled; None: all (builtin: 150)"
+    )
+    dev_rows: int | None = Field(200, ge=1, description="upper limit of dev rows; None: no limit")
+    dev_fraction: float = Field(0.1, ge=0, lt=1, description="share of the train rows that is set aside as dev")
+    dev: Literal["carve", "file"] = Field(
+        "carve", description="file: use dev files, which equal the test files in the public benchmark release"
+    )
+    per_class: int | None = Field(None, ge=1, description="few-shot: train rows for each label, for example 16")
+    unlabelled: Literal["drop", "keep"] = Field("drop", description="rows whose label says there is none (mnli: '-')")
+    prompt: PromptName = Field(
+        "auto", description="template around the text; auto: the benchmark's, plain for encoders"
+    )
+    prompt_names: bool = Field(False, description="olora template: name group and dataset in the prompt (also at test)")
+    references: Literal["first", "random"] = Field(
+        "first",
+        description="several references: first trains on the first and scores the best of all; random keeps one, "
+        "drawn by seed, as the official loaders do",
+    )
+    max_source_tokens: int = Field(128, ge=8, description="longer prompts lose the end of their input text")
+    max_target_tokens: int = Field(32, ge=2, description="longer answers are cut, keeping the end-of-sequence token")
+    cache_dir: Place = Field(None, description="node-local cache; None: $RAYCL_CACHE, else ~/.cache/raycl")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.per_class is not None and self.train_rows is not None:
+            raise ValueError(
+                f"per_class is {self.per_class} and train_rows is {self.train_rows}: both limit the train rows, set one"
+            )
+        return self

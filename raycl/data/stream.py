@@ -1,0 +1,223 @@
+"""A stream: the ordered tasks of a run, checked, cached, and given out as token tables.
+
+Why it exists: everything that can be wrong with data is found here, in the driver, before any worker starts; and
+workers that open the same config again find the same rows in the node's cache.
+What it does not know: models, how batches are dealt (`loader`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from raycl.data import builtin, prompts
+from raycl.data.cache import cache_folder, key_of
+from raycl.data.ingest import RawRows, ingest, ingest_pairs
+from raycl.data.prepare import Chosen, Lengths, check_codec, prepare
+from raycl.data.prompts import Prompt
+from raycl.data.resolve import StreamPlan, TaskPlan, resolve
+from raycl.data.selection import Indices, carve_dev, per_class, pick_reference, sample
+from raycl.data.settings import ColumnNames, StreamConfig, TaskSpec
+from raycl.data.tokens import Split, TokenTable
+from raycl.errors import ConfigError, DataError
+from raycl.types import Stage, Task, TextCodec
+
+__all__ = ["ColumnNames", "Stream", "StreamConfig", "TaskSpec", "open_stream"]
+
+log = logging.getLogger(__name__)
+
+BUILTIN_TRAIN_ROWS = 320
+BUILTIN_TEST_ROWS = 150
+"""Rows of a builtin task unless the config says otherwise."""
+
+
+@dataclass(frozen=True)
+class OpenTask:
+    """A task whose rows are in the cache."""
+
+    task: Task
+    plan: TaskPlan
+    raws: Mapping[str, RawRows]
+
+    @property
+    def definition(self) -> str:
+        """Instruction of the prompt, maybe empty."""
+        if self.plan.definition is not None:
+            return self.plan.definition
+        return next(iter(self.raws.values())).definition
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An ordered list of tasks with their rows.
+
+    Attributes:
+        name: of the benchmark, or as configured.
+        tasks: in the order in which they arrive.
+        notes: what differs from what was asked for, and row counts; for people.
+    """
+
+    name: str
+    tasks: tuple[Task, ...]
+    notes: list[str]
+    _config: StreamConfig = field(repr=False)
+    _seed: int = field(repr=False)
+    _open: Mapping[str, OpenTask] = field(repr=False)
+    _cache: Path = field(repr=False)
+
+    def stages(self, joint: bool = False) -> tuple[Stage, ...]:
+        """What is trained one after another: the tasks, or all of them at once."""
+        if joint:
+            return (Stage(0, "joint", self.tasks),)
+        return tuple(Stage(index, task.name, (task,)) for index, task in enumerate(self.tasks))
+
+    def table(self, task: Task, split: Split, codec: TextCodec) -> TokenTable:
+        """The tokenised rows of one split, from the node's cache if they are there.
+
+        Raises:
+            DataError: the split has no rows, or the codec cannot take the task.
+            ConfigError: the prompt leaves no room for text.
+        """
+        chosen = self._chosen(task, split)
+        return prepare(task, split, chosen, self.prompt(task, codec), codec, self._lengths(codec), self._cache)
+
+    def check(self, codec: TextCodec) -> None:
+        """Raise what `table` would raise because of the codec, for all tasks, without reading rows.
+
+        Raises:
+            DataError, ConfigError: see `table`.
+        """
+        for task in self.tasks:
+            check_codec(task, self.prompt(task, codec), codec, self._lengths(codec))
+
+    def prompt(self, task: Task, codec: TextCodec) -> Prompt:
+        """The template around the inputs of `task`."""
+        found = self._open[task.name]
+        name = self._config.prompt
+        if name == "auto":
+            name = "plain" if codec.needs_labels else found.plan.prompt
+        if name == "superni":
+            return prompts.superni(found.definition)
+        if name == "long":
+            return prompts.long(found.definition)
+        if name == "llama2_chat":
+            return prompts.llama2_chat(found.definition)
+        if name == "olora":
+            plan = found.plan
+            return prompts.olora(found.definition, task.labels, plan.group, plan.dataset, self._config.prompt_names)
+        return Prompt()
+
+    def rows(self, task: Task, split: Split) -> Indices:
+        """Which rows of the split's source are used, ascending (0-based); the same on every machine."""
+        raws, config, seed = self._open[task.name].raws, self._config, self._seed
+        if split == "test":
+            return sample(seed, task.name, split, np.arange(raws["test"].count), config.test_rows)
+        if "train" not in raws:
+            return np.arange(0)
+        if split == "dev" and "dev" in raws:
+            return sample(seed, task.name, split, np.arange(raws["dev"].count), config.dev_rows)
+        count = raws["train"].count
+        limit = 0 if "dev" in raws else count if config.dev_rows is None else config.dev_rows
+        train, dev = carve_dev(seed, task.name, count, config.dev_fraction, limit)
+        return dev if split == "dev" else self._limited(task, train)
+
+    def _limited(self, task: Task, train: Indices) -> Indices:
+        config = self._config
+        if config.per_class is not None:
+            codes = self._open[task.name].raws["train"].label_codes(train)
+            return per_class(self._seed, task.name, train, codes, config.per_class)
+        limit = config.train_rows
+        if limit is None and not self._open[task.name].plan.files:
+            limit = BUILTIN_TRAIN_ROWS
+        return sample(self._seed, task.name, "train", train, limit)
+
+    def _chosen(self, task: Task, split: Split) -> Chosen:
+        raws, rows = self._open[task.name].raws, self.rows(task, split)
+        if not len(rows):
+            raise DataError(
+                f"task '{task.name}' has no {split} rows: dev_fraction {self._config.dev_fraction} of its train rows "
+                "is none, or it comes without train rows; raise dev_fraction or give more rows"
+            )
+        raw = raws[split] if split in raws else raws["train"]
+        if self._config.references == "first":
+            return Chosen(raw, rows)
+        counts = np.array([len(names) for names in raw.open().values("references", rows)], dtype=np.int64)
+        return Chosen(raw, rows, pick_reference(self._seed, task.name, split, counts))
+
+    def _lengths(self, codec: TextCodec) -> Lengths:
+        config = self._config
+        return Lengths(
+            min(config.max_source_tokens, codec.max_source_tokens),
+            min(config.max_target_tokens, codec.max_target_tokens),
+        )
+
+
+def open_stream(config: StreamConfig, seed: int) -> Stream:
+    """Read and check every row of every split once; later calls on the same node find them in its cache.
+
+    Args:
+        seed: of dev split, sampling and generated rows.
+
+    Raises:
+        ConfigError: settings that name no stream or contradict each other.
+        DataError: a file, row or label that cannot be used; MissingTasksError: tasks that are not on disk.
+    """
+    cache = cache_folder(config.cache_dir)
+    plan = resolve(config)
+    tasks = {task.name: _open_task(task, config, seed, cache) for task in plan.tasks}
+    for found in tasks.values():
+        if config.per_class is not None and found.task.labels is None:
+            raise ConfigError(
+                f"per_class is {config.per_class}, but the answers of task '{found.task.name}' are free text: "
+                "use train_rows"
+            )
+    ordered = tuple(found.task for found in tasks.values())
+    stream = Stream(plan.name, ordered, [], config, seed, tasks, cache)
+    stream.notes.extend(_notes(stream, plan, config))
+    return stream
+
+
+def _open_task(plan: TaskPlan, config: StreamConfig, seed: int, cache: Path) -> OpenTask:
+    raws: dict[str, RawRows] = {}
+    reading = plan.reading
+    for split in ("train", "dev", "test"):
+        if plan.files and split in plan.files:
+            raws[split] = ingest(plan.files[split], reading, cache)
+            reading = replace(reading, labels=raws[split].labels)
+        elif not plan.files and split != "dev":
+            raws[split] = _generate(plan, split, config, seed, cache)
+    labels = next(iter(raws.values())).labels
+    metric = plan.metric or ("rouge_l" if labels is None else "exact_match")
+    return OpenTask(Task(plan.name, labels, metric), plan, raws)
+
+
+def _generate(plan: TaskPlan, split: str, config: StreamConfig, seed: int, cache: Path) -> RawRows:
+    """Rows of a builtin task: enough for the train rows and the dev rows that will be carved from them."""
+    if split == "test":
+        count = config.test_rows or BUILTIN_TEST_ROWS
+    else:
+        count = math.ceil((config.train_rows or BUILTIN_TRAIN_ROWS) / (1 - config.dev_fraction))
+    labels = builtin.labels(plan.name)
+    version = key_of(Path(builtin.__file__).read_text())
+    key = key_of("builtin", version, plan.name, split, count, seed, labels)
+    pairs = builtin.rows(plan.name, split, count, seed)
+    return ingest_pairs(pairs, f"builtin task {plan.name}", key, labels, cache)
+
+
+def _notes(stream: Stream, plan: StreamPlan, config: StreamConfig) -> list[str]:
+    notes = list(plan.notes)
+    if config.dev == "file":
+        notes.append("dev comes from files; where they equal the test files, results chosen by dev are test-selected")
+    for found in stream._open.values():
+        dropped = {split: raw.dropped for split, raw in found.raws.items() if raw.dropped}
+        if dropped:
+            listing = ", ".join(f"{count} {split}" for split, count in dropped.items())
+            notes.append(f"{found.task.name}: rows without a label dropped: {listing}")
+    for note in notes:
+        log.info("%s: %s", stream.name, note)
+    return notes

@@ -1,0 +1,243 @@
+"""Ray Train: one worker group runs the whole stream, and is started again where it died.
+
+Why it exists: the driver validates everything it can, writes the config, asks the cluster for workers, and reads
+the outcome from the run's own ledger, which it trusts more than Ray's record of reported checkpoints.
+What it does not know: how training works (`raycl.train`), what the parts are (`raycl.run`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import ray
+import torch
+from ray.train import FailureConfig, ScalingConfig
+from ray.train import RunConfig as RayRunConfig
+from ray.train.torch import TorchTrainer
+
+from raycl import config as configs
+from raycl import run as runs
+from raycl.errors import LaunchError, ResumeError, RunError
+from raycl.run import EXEMPT, RunConfig
+from raycl.storage import Storage
+from raycl.tracking import open_tracker
+from raycl.train.ledger import read_state
+from raycl.train.loop import StreamLoop
+from raycl.train.results import build_results
+from raycl.train.parts import RunInfo
+from raycl.train.world import World, default_device
+
+log = logging.getLogger("raycl")
+CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A validated run with its folder, ready to start or to go on."""
+
+    config: RunConfig
+    storage: Storage
+    name: str
+    singles: dict[str, float] | None
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Validate a new run and claim its folder.
+
+    Raises:
+        RayclError: bad input, or the folder holds a run already.
+    """
+    storage, name = runs.run_folder(config)
+    if storage.exists(CONFIG):
+        if config.output.exists == "resume":
+            return reopen(storage.address, config)
+        raise RunError(
+            f"'{storage.uri}' holds a run already: go on with --resume {storage.uri}, or choose another output.name"
+        )
+    runs.check(config)
+    singles = runs.read_singles(config)
+    storage.write(CONFIG, configs.to_yaml(config).encode())
+    return Prepared(config, storage, name, singles)
+
+
+def reopen(folder: str, wanted: RunConfig | None = None, overrides: tuple[str, ...] = ()) -> Prepared:
+    """Go on with the run in `folder`.
+
+    Args:
+        wanted: the config that the caller has; None: the run's own, with `overrides`.
+
+    Raises:
+        ResumeError: there is no run, or a setting that changes what is learned differs.
+    """
+    storage = Storage.at(folder)
+    if not storage.exists(CONFIG):
+        raise ResumeError(f"'{folder}' holds no run (no {CONFIG}): give the run directory that an earlier run printed")
+    old = _config_of(storage)
+    new = wanted or _config_of(storage, overrides)
+    changed = configs.differences(configs.as_tree(old), configs.as_tree(new), without=EXEMPT)
+    if changed:
+        listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
+        raise ResumeError(f"'{folder}' cannot go on with a changed config: {listed}; start a new run instead")
+    runs.check(new)
+    return Prepared(new, storage, storage.uri.rsplit("/", 1)[-1], runs.read_singles(new))
+
+
+def _config_of(storage: Storage, overrides: tuple[str, ...] = ()) -> RunConfig:
+    tree: dict[str, Any] = configs.from_yaml(storage.read(CONFIG).decode(), f"{storage.uri}/{CONFIG}")
+    for override in overrides:
+        configs.apply_override(tree, override)
+    return configs.validate(RunConfig, tree)
+
+
+def train(prepared: Prepared) -> dict[str, Any]:
+    """Run the stream on Ray to its end and return the results.
+
+    Raises:
+        LaunchError: the cluster cannot ever give the workers.
+        RunError: the workers failed more often than `launch.max_failures`.
+    """
+    stages = _stage_count(prepared)
+    if len(read_state(prepared.storage).stages) < stages:
+        with cluster(prepared.config):
+            scaling = scaling_of(prepared.config)
+            while (done := len(read_state(prepared.storage).stages)) < stages:
+                _fit(prepared, scaling, done)
+    return finish(prepared)
+
+
+def _stage_count(prepared: Prepared) -> int:
+    stream = runs.open_stream(prepared.config.stream, prepared.config.seed)
+    return len(stream.stages(runs.method_class(prepared.config.method.name).joint))
+
+
+def finish(prepared: Prepared) -> dict[str, Any]:
+    """Results from the ledger, written to `results.json`."""
+    config = prepared.config
+    stream = runs.open_stream(config.stream, config.seed)
+    stages = stream.stages(runs.method_class(config.method.name).joint)
+    info = RunInfo(config.seed, configs.as_tree(config), runs.fingerprint(config), prepared.singles)
+    results = build_results(info, stream.name, stream.notes, stream.tasks, stages, read_state(prepared.storage))
+    prepared.storage.write_json("results.json", results)
+    return results
+
+
+@contextmanager
+def cluster(config: RunConfig) -> Iterator[None]:
+    """Join the cluster, or start one on this machine; a cluster that we started is stopped again."""
+    if ray.is_initialized():
+        yield
+        return
+    address = config.launch.address or os.environ.get("RAY_ADDRESS")
+    began = time.monotonic()
+    ray.init(address=address, include_dashboard=None if address else False, log_to_driver=True, logging_level="warning")
+    log.info("Ray %s in %.0f s", "joined" if address else "started on this machine", time.monotonic() - began)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def scaling_of(config: RunConfig) -> ScalingConfig:
+    """What to ask of the cluster.
+
+    Raises:
+        LaunchError: it can never give that.
+    """
+    launch, have = config.launch, ray.cluster_resources()
+    cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
+    gpu = launch.gpus_per_worker if launch.gpus_per_worker is not None else float(gpus >= launch.workers)
+    cpu = launch.cpus_per_worker or max(1.0, cpus // launch.workers if not gpu else 1.0)
+    if not launch.wait_for_nodes and (cpu * launch.workers > cpus or gpu * launch.workers > gpus):
+        raise LaunchError(
+            f"launch.workers={launch.workers} needs {cpu * launch.workers:g} CPUs and {gpu * launch.workers:g} GPUs, but the "
+            f"cluster has {cpus:g} CPUs and {gpus:g} GPUs: ask for fewer workers, set launch.cpus_per_worker or "
+            "launch.gpus_per_worker, or set launch.wait_for_nodes=true if the cluster grows"
+        )
+    resources = {"CPU": cpu, **({"GPU": gpu} if gpu else {})}
+    return ScalingConfig(num_workers=launch.workers, use_gpu=bool(gpu), resources_per_worker=resources)
+
+
+def _fit(prepared: Prepared, scaling: ScalingConfig, done: int) -> None:
+    """One Ray Train run: the whole stream, or one stage of it with fresh workers."""
+    config = prepared.config
+    attempts = len(read_state(prepared.storage).attempts)
+    trainer = TorchTrainer(
+        worker_main,
+        train_loop_config={
+            "config": configs.as_tree(config),
+            "folder": prepared.storage.address,
+            "name": prepared.name,
+            "singles": prepared.singles,
+            "stop_after": 1 if config.launch.fresh_workers_per_task else None,
+            "threads": int(scaling.num_cpus_per_worker),
+        },
+        scaling_config=scaling,
+        run_config=RayRunConfig(
+            name=f"{prepared.name}-{attempts + 1:04d}",
+            storage_path=prepared.storage.sub("ray").address,
+            failure_config=FailureConfig(max_failures=config.launch.max_failures),
+        ),
+    )
+    try:
+        trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        raise RunError(f"the workers failed: {_cause(error)}; go on with --resume {prepared.storage.uri}") from error
+    if len(read_state(prepared.storage).stages) == done:
+        raise RunError(f"the workers ended without finishing a stage: see the logs above; run '{prepared.storage.uri}'")
+
+
+def _cause(error: BaseException) -> str:
+    text = str(error.__cause__ or error).strip()
+    return text.splitlines()[-1] if text else type(error).__name__
+
+
+def worker_main(job: dict[str, Any]) -> None:
+    """What every Ray Train worker runs."""
+    log_to_stderr()
+    torch.set_num_threads(job["threads"])
+    context = ray.train.get_context()
+    world = World(
+        context.get_world_rank(), context.get_world_size(), context.get_local_rank(), default_device(context.get_local_rank())
+    )
+    config = configs.validate(RunConfig, job["config"])
+    parts, open_engine = runs.build(config, world, job["singles"])
+    storage = Storage.at(job["folder"])
+    tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
+    loop = StreamLoop(parts, open_engine, storage, world, tracker, _report)
+    loop.run(job["stop_after"])
+    if tracker is not None:
+        tracker.close()
+
+
+def _report(record: dict[str, Any]) -> None:
+    """Tell Ray Train about a finished stage (all workers, equally often)."""
+    scores = {f"score/{task}": cell["value"] for task, cell in record["row"].items()}
+    ray.train.report({"stage": record["stage"], **scores, **record["times"]})
+
+
+def log_to_stderr() -> None:
+    """Progress lines without decoration; warnings of libraries stay as they are."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("raycl")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def exit_on_sigterm() -> None:
+    """`ray job stop` sends SIGTERM: leave in order, so that Ray ends the workers; the ledger keeps what is done."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)

@@ -1,0 +1,114 @@
+"""Runs that belong together: the same settings under several seeds become one line with mean and spread.
+
+Why it exists: a comparison that averages runs with different settings, or hides that they differ, is worthless.
+Runs are put together only if their configs are equal apart from the seed and `NOT_COMPARED`; lines that share method,
+stream and backbone are told apart by the keys in which they differ.
+What it does not know: how a comparison is shown.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raycl.config import Tree, flatten
+from raycl.report.results import backbone_of, method_of, metric_of, stream_of
+
+NOT_COMPARED = frozenset({"seed", "name", "directory", "output", "run", "tracking", "launch", "scaling", "checkpoint"})
+"""Top-level config keys that may differ among runs of one line: they do not change what is learned."""
+
+METRICS = {"ap": "AP", "f_ra": "F.Ra", "fwt": "FWT", "bwt": "BWT"}
+"""Headline number -> column title."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation (None below two values) of the same number over seeds."""
+
+    mean: float
+    std: float | None
+
+    @staticmethod
+    def over(numbers: Sequence[float | None]) -> Spread | None:
+        """None unless every run has the number: a mean over some seeds only would mislead."""
+        known = [number for number in numbers if number is not None]
+        if not known or len(known) < len(numbers):
+            return None
+        return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a comparison.
+
+    Attributes:
+        method: with its modifiers.
+        settings: `key=value` where it differs from other lines of the same method, stream and backbone.
+        runs: how many runs the numbers are means of, one a seed.
+        numbers: `ap`, `f_ra`, `fwt`, `bwt` (points), `wall_s` (seconds), `tokens_per_s`.
+    """
+
+    method: str
+    settings: str
+    stream: str
+    backbone: str
+    runs: int
+    numbers: dict[str, Spread | None]
+
+
+def compare(results: Sequence[Tree]) -> list[Line]:
+    """One line per setting, by stream and backbone, in order of first appearance within them."""
+    groups: dict[str, list[Tree]] = {}
+    for result in results:
+        groups.setdefault(_settings_key(result), []).append(result)
+    members = list(groups.values())
+    lines = [_line(group, _differing(group[0], [other[0] for other in members])) for group in members]
+    return sorted(lines, key=lambda line: (line.stream, line.backbone))
+
+
+def to_csv(results: Sequence[Tree]) -> str:
+    """The comparison as CSV with means and standard deviations in full precision; empty cells where undefined."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = [*METRICS, "wall_s", "tokens_per_s"]
+    spreads = [title for name in names for title in (name, f"{name}_std")]
+    writer.writerow(["method", "settings", "stream", "backbone", "runs", *spreads])
+    for line in compare(results):
+        cells = [cell for name in names for cell in _cells(line.numbers[name])]
+        writer.writerow([line.method, line.settings, line.stream, line.backbone, line.runs, *cells])
+    return text.getvalue()
+
+
+def _cells(spread: Spread | None) -> list[float | None]:
+    return [None, None] if spread is None else [spread.mean, spread.std]
+
+
+def _line(group: Sequence[Tree], settings: str) -> Line:
+    first = group[0]
+    numbers = {name: Spread.over([metric_of(result, name) for result in group]) for name in METRICS}
+    numbers |= {name: Spread.over([result.get(name) for result in group]) for name in ("wall_s", "tokens_per_s")}
+    return Line(method_of(first), settings, stream_of(first), backbone_of(first), len(group), numbers)
+
+
+def _compared(result: Tree) -> Tree:
+    return flatten({key: value for key, value in result["config"].items() if key not in NOT_COMPARED})
+
+
+def _settings_key(result: Tree) -> str:
+    return json.dumps([_title(result), _compared(result)], sort_keys=True)
+
+
+def _title(result: Tree) -> tuple[str, str, str]:
+    return method_of(result), stream_of(result), backbone_of(result)
+
+
+def _differing(result: Tree, others: Sequence[Tree]) -> str:
+    """The keys, with this result's values, in which results of the same title differ."""
+    own = _compared(result)
+    alike = [_compared(other) for other in others if _title(other) == _title(result)]
+    keys = sorted({key for other in alike for key in own.keys() | other.keys() if own.get(key) != other.get(key)})
+    return " ".join(f"{key}={own.get(key)}" for key in keys)

@@ -1,0 +1,154 @@
+"""Result files: where they are, what is read from them, how a run is called.
+
+Why it exists: tables, plots and comparisons share one reading of a result tree, and one way to name a run.
+What it does not know: who wrote the file, how a number was computed.
+
+A result tree is the parsed `results.json` of a run; the keys used here are `config` (with `seed`, `stream`,
+`backbone`, `method`, perhaps `modifiers`), `stream` (with `tasks`), `stages`, `matrix` and `metrics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyarrow import fs
+
+from raycl.config import Tree
+from raycl.errors import RunError
+from raycl.storage import Storage
+
+RESULT_FILE = "results.json"
+
+
+def read_results(path: str | Path) -> Tree:
+    """The result tree of a run folder (path or URI), or of a result file itself.
+
+    Raises:
+        RunError: there is no result, or the file is something else.
+        StorageError: the file cannot be read.
+    """
+    folder, name = _split(str(path))
+    storage = Storage.at(folder)
+    if not storage.exists(name):
+        raise RunError(f"there is no {name} in '{folder}': give the folder of a finished run")
+    return _read(storage, name)
+
+
+def _read(storage: Storage, name: str) -> Tree:
+    tree = storage.read_json(name)
+    problem = _problem(tree)
+    if problem:
+        raise RunError(f"'{storage.uri}/{name}' is not the result of a run: {problem}")
+    return dict(tree)
+
+
+def find_results(root: str | Path) -> list[Tree]:
+    """The result trees of all runs at or below `root`, by path; nothing is searched inside a run's own folder.
+
+    Raises:
+        RunError: there is none, or one of the files is something else.
+    """
+    if str(root).endswith(".json"):
+        return [read_results(root)]
+    found = [_read(folder, RESULT_FILE) for folder in _run_folders(Storage.at(root))]
+    if not found:
+        raise RunError(f"no {RESULT_FILE} at or below '{root}': give the folder of a run, or one that holds runs")
+    return found
+
+
+def _split(path: str) -> tuple[str, str]:
+    if not path.endswith(".json"):
+        return path, RESULT_FILE
+    folder, _, name = path.rpartition("/")
+    return folder or ".", name
+
+
+def _run_folders(storage: Storage) -> Iterator[Storage]:
+    if storage.exists(RESULT_FILE):
+        yield storage
+        return
+    selector = fs.FileSelector(storage.path(), allow_not_found=True)
+    infos = storage.filesystem.get_file_info(selector)
+    for name in sorted(info.base_name for info in infos if info.type == fs.FileType.Directory):
+        yield from _run_folders(storage.sub(name))
+
+
+def _problem(tree: Any) -> str:
+    """What keeps a parsed file from being a result, in words; empty if nothing does."""
+    if not isinstance(tree, dict):
+        return f"it holds a {type(tree).__name__}, expected a mapping"
+    missing = [key for key in ("config", "stream", "stages", "matrix", "metrics") if key not in tree]
+    if missing:
+        return f"the keys {', '.join(missing)} are missing"
+    if not isinstance(tree["stream"], dict) or "tasks" not in tree["stream"]:
+        return "its stream has no tasks"
+    shape = (len(tree["stages"]), len(tree["stream"]["tasks"]))
+    if len(tree["matrix"]) != shape[0] or any(len(row) != shape[1] for row in tree["matrix"]):
+        return f"its matrix does not have one row per stage and one column per task ({shape[0]} x {shape[1]})"
+    return ""
+
+
+def tasks_of(result: Tree) -> list[str]:
+    """Column names of the matrix."""
+    return [str(task) for task in result["stream"]["tasks"]]
+
+
+def values_of(result: Tree) -> list[list[float | None]]:
+    """Scores 0-100, rows of stages, columns of tasks, None where nothing was measured."""
+    return [[cell["value"] if cell else None for cell in row] for row in result["matrix"]]
+
+
+def metric_of(result: Tree, name: str) -> float | None:
+    """A headline number, None where undefined or absent."""
+    value = result["metrics"].get(name)
+    return None if value is None else float(value)
+
+
+def method_of(result: Tree) -> str:
+    """The method with its gradient modifiers: `lora+migu`."""
+    modifiers = result["config"].get("modifiers") or {}
+    used = [name for name in modifiers if not isinstance(modifiers, dict) or modifiers[name] is not None]
+    return "+".join([_name(result, "method"), *used])
+
+
+def stream_of(result: Tree) -> str:
+    """Name of the stream."""
+    return str(result["stream"].get("name") or _name(result, "stream"))
+
+
+def backbone_of(result: Tree) -> str:
+    """Name of the backbone; of a path only its last part."""
+    return _name(result, "backbone").rstrip("/").rpartition("/")[2]
+
+
+def title_of(result: Tree) -> str:
+    """One line that says which run this is."""
+    seed = result["config"].get("seed")
+    run = f"{method_of(result)} on {stream_of(result)}, {backbone_of(result)}"
+    return run if seed is None else f"{run}, seed {seed}"
+
+
+def short_names(names: Sequence[str], limit: int = 14) -> list[str]:
+    """Names of at most `limit` characters: whole, else up to the first `_`, else cut with `…`; all different.
+
+    Names that would become equal carry their number, `3:longna…`.
+    """
+    cut = [_shortened(name, limit) for name in names]
+    return [
+        short if cut.count(short) == 1 else f"{number}:{_shortened(name, limit - 3)}"
+        for number, (short, name) in enumerate(zip(cut, names, strict=True), 1)
+    ]
+
+
+def _shortened(name: str, limit: int) -> str:
+    if len(name) <= limit:
+        return name
+    head = name.partition("_")[0]
+    return head if 0 < len(head) <= limit and head != name else f"{name[: limit - 1]}…"
+
+
+def _name(result: Tree, section: str) -> str:
+    node = result["config"].get(section) or {}
+    return str(node.get("name", "?") if isinstance(node, dict) else node)

@@ -1,0 +1,126 @@
+"""Text tables of runs: the accuracy matrix of one, the comparison of several.
+
+Why it exists: the first look at a run is in a terminal or a log.
+What it does not know: how numbers were computed, where results lie.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich import box
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from raycl.config import Tree
+from raycl.report.compare import METRICS, Spread, compare
+from raycl.report.results import metric_of, short_names, tasks_of, title_of, values_of
+
+NOTHING = "–"
+"""Stands where a number is undefined."""
+
+GAP = " " * 4
+"""Between matrices that stand side by side."""
+
+
+def matrix_table(result: Tree) -> str:
+    """The matrix with one decimal, `after <task>` by task, the headline numbers and the stream's notes below."""
+    return _render(_matrix(result))
+
+
+def side_by_side(results: Sequence[Tree], width: int = 160) -> str:
+    """Several matrices next to each other, as many in a row as fit into `width` characters."""
+    blocks = [matrix_table(result).splitlines() for result in results]
+    bands: list[list[list[str]]] = []
+    for block in blocks:
+        if bands and _width([*bands[-1], block]) <= width:
+            bands[-1].append(block)
+        else:
+            bands.append([block])
+    return "\n\n".join(_beside(band) for band in bands)
+
+
+def comparison_table(results: Sequence[Tree]) -> str:
+    """One line per setting: AP, F.Ra, FWT, BWT, time, tokens/s; mean ± standard deviation over seeds."""
+    lines = compare(results)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    for column in ("method", "stream", "backbone"):
+        table.add_column(column)
+    for column in ("runs", *METRICS.values(), "time", "tokens/s"):
+        table.add_column(column, justify="right")
+    for line in lines:
+        method = f"{line.method} ({line.settings})" if line.settings else line.method
+        points = [_points(line.numbers[name]) for name in METRICS]
+        cost = [_duration(line.numbers["wall_s"]), _rate(line.numbers["tokens_per_s"])]
+        table.add_row(method, line.stream, line.backbone, str(line.runs), *points, *cost)
+    return _render(table)
+
+
+def metrics_line(result: Tree) -> str:
+    """`AP 81.7  F.Ra 12.5  FWT +1.0  BWT -12.5 (over M: -8.3)  weighted AP 80.9`."""
+    signed = [f"{METRICS[name]} {_number(metric_of(result, name), '+.1f')}" for name in ("fwt", "bwt")]
+    plain = [f"{METRICS[name]} {_number(metric_of(result, name))}" for name in ("ap", "f_ra")]
+    over_m = f"(over M: {_number(metric_of(result, 'bwt_m'), '+.1f')})"
+    return f"{'  '.join([*plain, *signed])} {over_m}  weighted AP {_number(metric_of(result, 'average_accuracy'))}"
+
+
+def _matrix(result: Tree) -> RenderableType:
+    tasks = tasks_of(result)
+    names = short_names(tasks, 14 if len(tasks) <= 6 else 8)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right")
+    for stage, row in zip(result["stages"], values_of(result), strict=True):
+        table.add_row(f"after {stage}", *("" if value is None else f"{value:.1f}" for value in row))
+    notes = [Text(f"note: {note}") for note in result["stream"].get("notes") or ()]
+    return Group(Text(title_of(result)), table, Text(metrics_line(result)), *notes)
+
+
+def _width(blocks: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(cell_len, block)) for block in blocks) + len(GAP) * (len(blocks) - 1)
+
+
+def _beside(blocks: Sequence[Sequence[str]]) -> str:
+    """Blocks of lines next to each other, tops aligned."""
+    padded = [[set_cell_size(line, _width([block])) for line in block] for block in blocks]
+    blanks = [" " * _width([block]) for block in blocks]
+    rows = range(max(map(len, padded)))
+    picked = (
+        (part[row] if row < len(part) else blank for part, blank in zip(padded, blanks, strict=True)) for row in rows
+    )
+    return "\n".join(GAP.join(parts).rstrip() for parts in picked)
+
+
+def _points(spread: Spread | None) -> str:
+    if spread is None:
+        return NOTHING
+    return f"{spread.mean:.1f}" if spread.std is None else f"{spread.mean:.1f} ± {spread.std:.1f}"
+
+
+def _number(value: float | None, form: str = ".1f") -> str:
+    return NOTHING if value is None else format(value, form)
+
+
+def _rate(spread: Spread | None) -> str:
+    return NOTHING if spread is None else f"{spread.mean:,.0f}"
+
+
+def _duration(spread: Spread | None) -> str:
+    """Seconds below two minutes, then `h:mm:ss`."""
+    if spread is None:
+        return NOTHING
+    if spread.mean < 120:
+        return f"{spread.mean:.1f} s"
+    minutes, seconds = divmod(round(spread.mean), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def _render(content: RenderableType) -> str:
+    """Plain text without empty ends, on a page so wide that no table is squeezed."""
+    text = io.StringIO()
+    Console(file=text, width=10_000, markup=False, highlight=False, emoji=False, color_system=None).print(content)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")

@@ -1,0 +1,200 @@
+"""The whole config tree, and `build`: the one place that knows every concrete class.
+
+What it does not know: Ray (`raycl.launch` starts workers that call `build`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, field_validator
+
+from raycl import config as configs
+from raycl.backbone import BackboneConfig, load_backbone, load_codec
+from raycl.config import Section, Tree
+from raycl.data.loader import check_batch
+from raycl.data.stream import Stream, StreamConfig, open_stream
+from raycl.errors import ConfigError
+from raycl.eval.metrics import check_metric
+from raycl.eval.settings import EvalConfig
+from raycl.methods.lora import LoraConfig
+from raycl.methods.registry import REFERENCES, MethodChoice, method_class
+from raycl.report.results import read_results
+from raycl.storage import Storage
+from raycl.tracking import TrackingConfig
+from raycl.train.engine import Engine, TorchEngine
+from raycl.train.loop import OpenEngine, micro_batch_size
+from raycl.train.parts import Parts, RunInfo
+from raycl.train.settings import CheckpointConfig, DeepSpeedConfig, EngineConfig, TorchConfig, TrainConfig
+from raycl.train.world import World
+
+EXEMPT = ("launch", "tracking", "output")
+"""Sections that cannot change what a run learns: they may differ on resume and stay out of the fingerprint."""
+
+if TYPE_CHECKING:
+    EngineChoice = EngineConfig
+else:
+    EngineChoice = Annotated[TorchConfig | DeepSpeedConfig, Field(discriminator="name")]
+
+
+class LaunchConfig(Section):
+    """Where the workers run."""
+
+    workers: int = Field(1, ge=1)
+    cpus_per_worker: float | None = Field(None, gt=0, description="null: the cluster's CPUs shared evenly")
+    gpus_per_worker: float | None = Field(None, ge=0, description="null: 1 where the cluster has one for each worker")
+    address: str | None = Field(None, description="Ray cluster; null: $RAY_ADDRESS, else one is started here")
+    max_failures: int = Field(3, ge=-1, description="restarts of the worker group after crashes; -1: no limit")
+    wait_for_nodes: bool = Field(False, description="the cluster grows: wait for workers it cannot hold today")
+    fresh_workers_per_task: bool = Field(False, description="new worker processes for every stage")
+
+
+class OutputConfig(Section):
+    """Where the run writes."""
+
+    dir: str = Field("runs", description="folder or s3:// URI; every worker must reach it")
+    name: str | None = Field(None, description="folder of this run; null: made from stream, backbone, method, seed")
+    exists: str = Field("error", pattern="^(error|resume)$", description="resume: go on if the run is there already")
+
+
+class RunConfig(Section):
+    """One continual-learning run."""
+
+    seed: int = Field(42, ge=0)
+    stream: StreamConfig = StreamConfig()
+    backbone: BackboneConfig = BackboneConfig()
+    method: MethodChoice = LoraConfig()
+    modifiers: dict[str, Any] = Field(default_factory=dict, description="gradient modifiers by name")
+    train: TrainConfig = TrainConfig()
+    engine: EngineChoice = TorchConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    launch: LaunchConfig = LaunchConfig()
+    output: OutputConfig = OutputConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @field_validator("method", "engine", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("modifiers", mode="before")
+    @classmethod
+    def _known_modifiers(cls, value: Any) -> Any:
+        named = {name: {} for name in value} if isinstance(value, list | tuple) else value
+        for name in named or {}:
+            raise ValueError(f"unknown modifier '{name}': this version has none, leave modifiers=[]")
+        return named
+
+
+def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
+    """The validated tree from a file and overrides.
+
+    Raises:
+        ConfigError: see `raycl.config.load`.
+    """
+    return configs.load(RunConfig, path, overrides)
+
+
+def fingerprint(config: RunConfig) -> str:
+    """Of everything that can change what a run learns."""
+    return configs.fingerprint(config, without=EXEMPT)
+
+
+def check(config: RunConfig) -> Stream:
+    """Everything that can be known before any worker starts; returns the stream, read and validated.
+
+    Raises:
+        RayclError: the first thing that is wrong.
+    """
+    codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
+    check_engine(config)
+    workers = config.launch.workers
+    check_batch(config.train.batch_size, micro_batch_size(config.train.batch_size, config.train.micro_batch_size, workers), workers)
+    stream = open_stream(config.stream, config.seed)
+    stream.check(codec)
+    for task in stream.tasks:
+        check_metric(task.metric)
+    unknown = set(config.train.epochs_by_task) - {task.name for task in stream.tasks}
+    if unknown:
+        names = ", ".join(task.name for task in stream.tasks)
+        raise ConfigError(f"train.epochs_by_task names {sorted(unknown)}, which the stream lacks: expected some of {names}")
+    return stream
+
+
+def check_engine(config: RunConfig) -> None:
+    """ZeRO 0 in bfloat16 trains without float32 masters (observed: other losses, resume not exact), so it is refused.
+
+    Raises:
+        ConfigError: that combination.
+    """
+    engine = config.engine
+    if isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 0 and config.backbone.dtype == "bfloat16":
+        raise ConfigError(
+            "engine.zero_stage=0 with backbone.dtype=bfloat16 keeps no float32 copy of trained weights: "
+            "use zero_stage 1, 2 or 3, or engine=torch"
+        )
+
+
+def build(config: RunConfig, world: World, singles: dict[str, float] | None = None) -> tuple[Parts, OpenEngine]:
+    """One worker's parts of the run, and what opens an engine for a stage."""
+    codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
+    stream = open_stream(config.stream, config.seed)
+    backbone = load_backbone(config.backbone, codec, world.device, config.seed)
+    method = method_class(config.method.name)(config.method, backbone, config.seed)
+    info = RunInfo(config.seed, configs.as_tree(config), fingerprint(config), singles)
+    parts = Parts(info, stream, backbone, method, config.train, config.engine, config.eval, config.checkpoint)
+    return parts, partial(open_engine, parts, world)
+
+
+def open_engine(parts: Parts, world: World, accumulation: int, steps: int) -> Engine:
+    """The configured engine around the backbone for one stage."""
+    if isinstance(parts.engine, DeepSpeedConfig):
+        from raycl.train.deepspeed import DeepSpeedEngine  # heavy, and needed by those who ask for it only
+
+        return DeepSpeedEngine(parts.backbone, parts.train, parts.engine, accumulation, steps, world)
+    return TorchEngine(parts.backbone, parts.train, steps, world)
+
+
+def read_singles(config: RunConfig) -> dict[str, float] | None:
+    """Task -> score when trained alone, from `eval.singles`.
+
+    Raises:
+        ConfigError: that run was not the same method on the same data, backbone, training and seed.
+    """
+    if config.eval.singles is None:
+        return None
+    results = read_results(config.eval.singles)
+    mine, theirs = configs.as_tree(config), results["config"]
+    if theirs["method"]["name"] != "separate":
+        raise ConfigError(f"eval.singles '{config.eval.singles}' is a run of '{theirs['method']['name']}': expected separate")
+    learner = mine["method"].get("learner", mine["method"]) if config.method.name in REFERENCES else mine["method"]
+    expected = {"method": learner, **{key: mine[key] for key in ("seed", "stream", "backbone", "train")}}
+    found = {"method": theirs["method"]["learner"], **{key: theirs[key] for key in ("seed", "stream", "backbone", "train")}}
+    differing = _single_differences(expected, found)
+    if differing:
+        raise ConfigError(
+            f"eval.singles '{config.eval.singles}' is another setting; it differs in {', '.join(differing)}: "
+            "repeat the separate run with this run's settings"
+        )
+    last = [row for row in results["matrix"] if any(row)][-1]
+    return {task: cell["value"] for task, cell in zip(results["stream"]["tasks"], last, strict=True) if cell}
+
+
+def _single_differences(expected: Tree, found: Tree) -> list[str]:
+    """Dotted keys that matter for a task trained alone: the order of tasks does not."""
+    return [key for key in configs.differences(found, expected) if key not in ("stream.name", "stream.tasks")]
+
+
+def run_folder(config: RunConfig) -> tuple[Storage, str]:
+    """Where a new run writes: the configured name, or a telling one that is not taken yet."""
+    root = Storage.at(config.output.dir)
+    if config.output.name:
+        return root.sub(config.output.name), config.output.name
+    backbone = config.backbone.name.rstrip("/").split("/")[-1]
+    base = f"{config.stream.name}-{backbone}-{config.method.name}-s{config.seed}"
+    taken = set(root.list()) if root.exists() else set()
+    name = next(name for number in range(1, len(taken) + 2) if (name := base if number == 1 else f"{base}-{number}") not in taken)
+    return root.sub(name), name

@@ -1,0 +1,206 @@
+"""Weights & Biases or TensorBoard behind one small face.
+
+Why it exists: the training loop logs numbers without knowing where they go, and a resumed run continues the curves of
+the one before. The only place that imports `wandb` or TensorBoard, and only when they are asked for.
+What it does not know: what the numbers mean, which process may log (one should: the caller decides).
+
+Resuming: the wandb run id is derived from project and run name, so the same name is the same wandb run. Steps are
+logged as a number of their own and made the x-axis, because wandb drops points whose own step counter goes back.
+TensorBoard hides points of an earlier attempt from the first step logged again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import netrc
+import os
+from pathlib import Path
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
+
+from raycl.config import Section, Tree
+from raycl.errors import ConfigError
+
+
+class TrackingConfig(Section):
+    """Where metrics are logged besides the run's own files.
+
+    Attributes:
+        backend: `auto` takes wandb if it is installed and has a key, else TensorBoard if installed, else nothing.
+        project: wandb project.
+        group: wandb group, for runs of one comparison.
+        directory: where the backend keeps its files; below the run folder if None.
+    """
+
+    backend: Literal["none", "wandb", "tensorboard", "auto"] = "none"
+    project: str = "raycl"
+    group: str | None = None
+    directory: str | None = None
+
+
+class Tracker(Protocol):
+    """Takes numbers until closed."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record numbers of one step; steps may repeat after a resume."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is pending; nothing may be logged afterwards."""
+        ...
+
+
+def open_tracker(config: TrackingConfig, run_name: str, tree: Tree, directory: str | Path) -> Tracker:
+    """Start or continue tracking of a run.
+
+    Args:
+        run_name: the same for all attempts of a run.
+        tree: the resolved config, stored with the run.
+        directory: the run's folder, a local path if `config.directory` is None.
+
+    Raises:
+        ConfigError: the library is not installed, cannot start, or has no local folder to write to.
+    """
+    backend = _choose() if config.backend == "auto" else config.backend
+    if backend == "none":
+        return NoTracker()
+    folder = _folder(config, directory, backend)
+    if backend == "wandb":
+        return WandbTracker(config, run_name, tree, folder)
+    return TensorBoardTracker(tree, folder)
+
+
+class NoTracker:
+    """Logs nothing."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class WandbTracker:
+    """One wandb run, offline when there is no key (`wandb sync` uploads it later)."""
+
+    def __init__(self, config: TrackingConfig, run_name: str, tree: Tree, folder: Path) -> None:
+        wandb = _import_wandb()
+        try:
+            self._run = wandb.init(
+                project=config.project,
+                group=config.group,
+                name=run_name,
+                id=wandb_run_id(config.project, run_name),
+                dir=str(folder),
+                config=tree,
+                mode=_wandb_mode(wandb.setup().settings),
+                resume="allow",
+                allow_val_change=True,
+                settings=wandb.Settings(console="off"),
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(f"tracking.backend 'wandb' cannot start: {error}; or set WANDB_MODE=offline") from error
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record numbers of one step."""
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class TensorBoardTracker:
+    """One TensorBoard event file per attempt; the file is opened at the first number, whose step purges later ones."""
+
+    def __init__(self, tree: Tree, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError("tracking.backend 'tensorboard' needs: pip install 'raycl[tensorboard]'") from error
+        self._open = SummaryWriter
+        self._folder = folder
+        self._tree = tree
+        self._writer: SummaryWriter | None = None
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record numbers of one step."""
+        if self._writer is None:
+            self._writer = self._open(str(self._folder), purge_step=step)
+            self._writer.add_text("config", f"```\n{self._tree}\n```", step)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def wandb_run_id(project: str, run_name: str) -> str:
+    """The wandb id of a run: the same name in the same project is the same run, on every attempt."""
+    return hashlib.sha256(f"{project}/{run_name}".encode()).hexdigest()[:16]
+
+
+def _choose() -> Literal["none", "wandb", "tensorboard"]:
+    if _installed("wandb") and _has_key(_import_wandb().setup().settings):
+        return "wandb"
+    return "tensorboard" if _installed("tensorboard") else "none"
+
+
+def _installed(package: str) -> bool:
+    """Whether a package is installed; a mere folder of that name (wandb makes one) does not count."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def _import_wandb() -> Any:
+    if not _installed("wandb"):
+        raise ConfigError("tracking.backend 'wandb' needs: pip install 'raycl[wandb]'")
+    import wandb
+
+    return wandb
+
+
+def _wandb_mode(settings: Any) -> str:
+    """The mode that environment and wandb's settings files ask for; `offline` if it would need a key we lack.
+
+    Decided before `wandb.init`, which would wait for an answer and then fail.
+
+    Raises:
+        ConfigError: WANDB_MODE asks for a connection without a key.
+    """
+    if settings.mode in ("offline", "disabled", "dryrun") or _has_key(settings):
+        return str(settings.mode)
+    wanted = os.environ.get("WANDB_MODE")
+    if wanted:
+        raise ConfigError(f"WANDB_MODE is '{wanted}' but there is no key: run 'wandb login' or set WANDB_MODE=offline")
+    return "offline"
+
+
+def _has_key(settings: Any) -> bool:
+    return bool(settings.api_key or settings.identity_token_file or _in_netrc(str(settings.base_url)))
+
+
+def _in_netrc(base_url: str) -> bool:
+    """Whether the netrc file that `wandb login` writes has an entry for the server."""
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        entries = netrc.netrc(str(path))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    hosts = {urlsplit(base_url).netloc, *(("api.wandb.ai",) if "WANDB_BASE_URL" not in os.environ else ())}
+    return any(entries.authenticators(host) for host in hosts)
+
+
+def _folder(config: TrackingConfig, directory: str | Path, backend: str) -> Path:
+    text = config.directory or f"{directory}/{backend}"
+    if "://" in text:
+        raise ConfigError(f"tracking needs a local folder but the run writes to '{text}': set tracking.directory")
+    folder = Path(text).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,119 @@
+"""Checkpoints: safetensors first, manifest last, hash checked on read, whole or absent.
+
+Everything is stored as whole tensors by parameter name, so a checkpoint of N workers at one ZeRO stage continues
+on any other number and stage. The data position and all randomness follow from the seed and the step, so they
+need no file.
+What it does not know: which tensors a method learns, and which checkpoint counts (the ledger says).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from raycl.errors import RunError, StorageError
+from raycl.methods.base import Learned
+from raycl.storage import Storage
+
+FOLDER = "checkpoints"
+PARAMETERS, OPTIMIZER, MANIFEST = "parameters.safetensors", "optimizer.safetensors", "manifest.json"
+
+
+@dataclass
+class Checkpoint:
+    """A place to go on from.
+
+    Attributes:
+        stage: index of the stage.
+        step: optimizer steps done in it; `steps` means that the stage's training is over.
+        method: the method's `state_dict`.
+        parameters: whole learned parameters by name.
+        optimizer: `<parameter>/<moment>` -> tensor; empty when the stage is over.
+        spent: seconds and tokens of the stage so far, added up over attempts.
+    """
+
+    stage: int
+    step: int
+    steps: int
+    method: dict[str, Any]
+    parameters: dict[str, Tensor]
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
+    spent: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_stage_end(self) -> bool:
+        """Whether the stage's training is over."""
+        return self.step == self.steps
+
+    def name(self, attempt: int) -> str:
+        """Folder name, unique over attempts."""
+        return f"stage{self.stage:03d}-step{self.step:07d}-attempt{attempt:04d}"
+
+
+def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint) -> None:
+    """Write the folder `checkpoints/<name>`."""
+    folder = storage.sub(f"{FOLDER}/{name}")
+    files = {PARAMETERS: save(checkpoint.parameters), OPTIMIZER: save(checkpoint.optimizer)}
+    for file, data in files.items():
+        folder.write(file, data)
+    manifest = {
+        "stage": checkpoint.stage,
+        "step": checkpoint.step,
+        "steps": checkpoint.steps,
+        "method": checkpoint.method,
+        "spent": checkpoint.spent,
+        "sha256": {file: hashlib.sha256(data).hexdigest() for file, data in files.items()},
+    }
+    folder.write(MANIFEST, json.dumps(manifest, indent=1).encode())
+
+
+def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
+    """Read `checkpoints/<name>`.
+
+    Raises:
+        RunError: a file is missing or its hash is not the manifest's.
+    """
+    folder = storage.sub(f"{FOLDER}/{name}")
+    try:
+        manifest = folder.read_json(MANIFEST)
+        files = {file: folder.read(file) for file in (PARAMETERS, OPTIMIZER)}
+    except StorageError as error:
+        raise RunError(f"checkpoint '{folder.uri}' is incomplete: {error}") from error
+    for file, data in files.items():
+        found = hashlib.sha256(data).hexdigest()
+        if found != manifest["sha256"][file]:
+            raise RunError(
+                f"'{folder.uri}/{file}' is damaged: its SHA-256 is {found[:12]}, expected "
+                f"{manifest['sha256'][file][:12]}; remove the folder's last ledger record to use an older one"
+            )
+    return Checkpoint(
+        manifest["stage"],
+        manifest["step"],
+        manifest["steps"],
+        manifest["method"],
+        load(files[PARAMETERS]),
+        load(files[OPTIMIZER]),
+        manifest["spent"],
+    )
+
+
+def write_learned(storage: Storage, name: str, learned: Learned, model_files: dict[str, bytes]) -> None:
+    """Export `learned/<name>`: a PEFT adapter folder, or a Hugging Face model folder with `model_files` beside."""
+    folder = storage.sub(f"learned/{name}")
+    head = {key: value for key, value in learned.tensors.items() if key.startswith("head.")}
+    body = {key: value.contiguous() for key, value in learned.tensors.items() if key not in head}
+    if head:
+        folder.write("label_head.safetensors", save(head))
+        folder.write_json("labels.json", learned.labels)
+    if learned.kind == "adapter":
+        folder.write("adapter_model.safetensors", save(body))
+        folder.write_json("adapter_config.json", learned.config)
+        return
+    for file, data in model_files.items():
+        folder.write(file, data)
+    folder.write("model.safetensors", save(body, metadata={"format": "pt"}))

@@ -1,0 +1,120 @@
+"""The run's own record of how far it got, fenced by attempt numbers.
+
+Why it exists: Ray Train can forget a checkpoint reported within two seconds of a crash, and after a restart a
+worker of the former attempt may still be writing. So the run trusts only this ledger:
+
+    ledger/attempt-0001/000000.json     claim: created exclusively, carries the state that this attempt starts from
+    ledger/attempt-0001/000001.json     one record per event, created exclusively, never rewritten
+    ledger/attempt-0002/000000.json     a later claim; whatever attempt 1 writes from now on is read by nobody
+
+A claim *copies* the state it inherits, so a late writer cannot change what a newer attempt believes: the fence
+needs no clock and no lock. What a record names (a checkpoint folder) was written before the record.
+What it does not know: what a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from raycl.errors import AlreadyExistsError, StaleAttemptError
+from raycl.storage import Storage
+
+FOLDER = "ledger"
+
+
+@dataclass
+class RunState:
+    """How far a run got.
+
+    Attributes:
+        checkpoints: names of usable checkpoints, oldest first; the last one is where to go on.
+        stages: one record per stage that is trained **and** evaluated, in order.
+        attempts: workers and start time of every attempt so far.
+    """
+
+    checkpoints: list[str] = field(default_factory=list)
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Ledger:
+    """The ledger of one attempt, which alone may write to it.
+
+    Attributes:
+        attempt: number of this attempt, from 1.
+        state: the state as of the last record.
+    """
+
+    def __init__(self, storage: Storage, attempt: int, state: RunState) -> None:
+        self.storage = storage
+        self.attempt = attempt
+        self.state = state
+        self._records = 1
+
+    @staticmethod
+    def claim(storage: Storage, workers: int) -> Ledger:
+        """Start the next attempt on what the last one left; of two racing claims each gets its own number."""
+        while True:
+            last = last_attempt(storage)
+            state = read_state(storage)
+            number = last + 1
+            state.attempts.append({"attempt": number, "workers": workers, "started": time.time()})
+            try:
+                storage.create(_record(number, 0), json.dumps(asdict(state), indent=1).encode())
+            except AlreadyExistsError:
+                continue
+            return Ledger(storage, number, state)
+
+    def checkpoint(self, name: str, keep: int) -> list[str]:
+        """Record a checkpoint whose files are all written; returns the names that are no longer needed."""
+        names = [*self.state.checkpoints, name]
+        self._append({"checkpoints": names[-keep:]})
+        return names[:-keep]
+
+    def stage_done(self, record: dict[str, Any]) -> None:
+        """Record a stage that is trained and evaluated."""
+        self._append({"stages": [*self.state.stages, record]})
+
+    def ensure_current(self) -> None:
+        """Check that no newer attempt has claimed the run.
+
+        Raises:
+            StaleAttemptError: one has.
+        """
+        newest = last_attempt(self.storage)
+        if newest != self.attempt:
+            raise StaleAttemptError(
+                f"attempt {self.attempt} of '{self.storage.uri}' was replaced by attempt {newest}: it stops here"
+            )
+
+    def _append(self, change: dict[str, Any]) -> None:
+        self.ensure_current()
+        self.storage.create(_record(self.attempt, self._records), json.dumps(change, indent=1).encode())
+        self._records += 1
+        self.state = RunState(**{**asdict(self.state), **change})
+
+
+def last_attempt(storage: Storage) -> int:
+    """Number of the newest claimed attempt, 0 if there is none."""
+    numbers = [int(name.removeprefix("attempt-")) for name in storage.list(FOLDER) if name.startswith("attempt-")]
+    claimed = [number for number in numbers if storage.exists(_record(number, 0))]
+    return max(claimed, default=0)
+
+
+def read_state(storage: Storage) -> RunState:
+    """The state that the newest attempt recorded; an empty one if the run never started."""
+    attempt = last_attempt(storage)
+    if attempt == 0:
+        return RunState()
+    names = [name for name in storage.list(f"{FOLDER}/attempt-{attempt:04d}") if name.endswith(".json")]
+    tree: dict[str, Any] = {}
+    for name in names:
+        tree.update(storage.read_json(f"{FOLDER}/attempt-{attempt:04d}/{name}"))
+    return RunState(**tree)
+
+
+def _record(attempt: int, number: int) -> str:
+    return f"{FOLDER}/attempt-{attempt:04d}/{number:06d}.json"

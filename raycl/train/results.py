@@ -1,0 +1,68 @@
+"""`results.json`: the matrix, the metrics, and what is needed to trust and repeat them.
+
+What it does not know: how to draw or print them (`raycl.report`).
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from raycl import __version__
+from raycl.eval.matrix import AccuracyMatrix, summary
+from raycl.eval.variants import compute_variants
+from raycl.train.ledger import RunState
+from raycl.train.parts import RunInfo
+from raycl.types import Score, Stage, Task
+
+PACKAGES = ("ray", "torch", "transformers", "peft", "deepspeed", "numpy", "pyarrow")
+
+
+def build_results(
+    info: RunInfo, name: str, notes: Sequence[str], tasks: Sequence[Task], stages: Sequence[Stage], state: RunState
+) -> dict[str, Any]:
+    """The result tree of a run, finished or not, from its ledger.
+
+    Args:
+        name: of the stream. notes: what the stream left out.
+    """
+    matrix = AccuracyMatrix(tuple(task.name for task in tasks), tuple(stage.name for stage in stages))
+    for i, record in enumerate(state.stages):
+        for j, task in enumerate(tasks):
+            if task.name in record["row"]:
+                matrix.set(i, j, Score(**record["row"][task.name]))
+    times = [record["times"] for record in state.stages]
+    seconds = sum(entry["train_s"] for entry in times)
+    return {
+        "raycl": __version__,
+        "fingerprint": info.fingerprint,
+        "finished": len(state.stages) == len(stages),
+        "config": info.tree,
+        "stream": {"name": name, "tasks": list(matrix.tasks), "notes": list(notes)},
+        "stages": list(matrix.stages),
+        "matrix": matrix.to_json()["cells"],
+        "singles": info.singles,
+        "metrics": summary(matrix, info.singles),
+        "variants": compute_variants(matrix, info.singles),
+        "stage_times": times,
+        "tokens_per_s": sum(entry["tokens"] for entry in times) / seconds if seconds else None,
+        "peak_memory_mb": max((entry["peak_memory_mb"] for entry in times), default=None),
+        "versions": _versions(),
+        "seeds": {"run": info.seed},
+        "attempts": len(state.attempts),
+        "workers": state.attempts[-1]["workers"] if state.attempts else None,
+        "wall_s": time.time() - state.attempts[0]["started"] if state.attempts else None,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,277 @@
+"""The rules of the house, checked on the syntax trees: who may import whom, which libraries enter where, and sizes.
+
+Nothing of raycl is imported here, so the rules hold for code that cannot even start. Every rule is a function from
+one module to findings; `test_architecture.py` applies them and gives each one code that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+LAYERS = (
+    ("errors", "types"),
+    ("config", "storage"),
+    ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking"),
+    ("methods",),
+    ("train", "serve", "report"),
+    ("run",),
+    ("launch",),
+    ("tune", "bench"),
+    ("jobs",),
+)
+"""A unit (a module or package right below raycl/, or jobs/) imports units of rows above its own, no others."""
+
+APART = {
+    "serve": ("methods",),
+}
+"""Pairs that the order alone would allow: serving knows snapshots, never the method that made them."""
+
+DOORS = {
+    "ray": ("raycl/launch.py", "raycl/tune.py", "raycl/bank/shelf.py", "raycl/serve/", "raycl/bench/"),
+    "deepspeed": ("raycl/train/deepspeed.py",),
+    "omegaconf": ("raycl/config.py",),
+    "boto3": ("raycl/storage.py",),
+    "botocore": ("raycl/storage.py",),
+    "faiss": ("raycl/retrieval/index.py",),
+    "sentence_transformers": ("raycl/retrieval/encoder.py",),
+    "triton": ("raycl/kernels/",),
+    "matplotlib": ("raycl/report/",),
+    "wandb": ("raycl/tracking.py",),
+    "tensorboard": ("raycl/tracking.py",),
+    "tensorboardX": ("raycl/tracking.py",),
+    "pickle": (),
+    "cloudpickle": (),
+    "dill": (),
+}
+"""Library -> the only files or folders that import it. No door at all: tensors and JSON are never pickled."""
+
+CLOSED = {"raycl/report/": ("torch", "transformers")}
+"""Folder -> libraries it does without: reports are made from result files on any laptop."""
+
+PRETRAINED = "raycl/backbone"
+"""Where `from_pretrained` is called, a module or a package."""
+
+FILE_LINES, FUNCTION_LINES, JOB_LINES = 400, 80, 80
+KNOTS = {"utils", "util", "common", "misc", "helpers", "helper"}
+MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter"}
+MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "clear", "discard"}
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file: its path in the repository, its text and its tree."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    @staticmethod
+    def of(path: str, text: str) -> Module:
+        return Module(path, text, ast.parse(text, path))
+
+    @property
+    def ours(self) -> bool:
+        return self.path.startswith(("raycl/", "jobs/"))
+
+    @property
+    def unit(self) -> str | None:
+        """`config` for raycl/config.py, `bank` for raycl/bank/shelf.py, `jobs`; None for raycl itself and tests."""
+        return _unit(_dotted(self.path)) if self.ours else None
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """Line and dotted name of everything imported, at any depth, for type checking and by name too."""
+        package = _dotted(self.path) if self.path.endswith("__init__.py") else _dotted(self.path).rpartition(".")[0]
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            elif isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__"):
+                yield from ((node.lineno, text) for text in _strings(node.args[:1]))
+
+
+def _dotted(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _unit(dotted: str) -> str | None:
+    parts = dotted.split(".")
+    if parts[0] == "jobs":
+        return "jobs"
+    return parts[1] if parts[0] == "raycl" and len(parts) > 1 and parts[1] != "__version__" else None
+
+
+def _name(node: ast.expr | None) -> str:
+    """The last word of `x`, `a.x` or `x[...]`."""
+    if isinstance(node, ast.Subscript):
+        return _name(node.value)
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _strings(nodes: list[ast.expr]) -> list[str]:
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+# ---- the rules: each takes a module and yields `line, what is wrong and what to do` -------------------------------
+
+Finding = tuple[int, str]
+RULES: dict[str, Callable[[Module], Iterator[Finding]]] = {}
+
+
+def rule(check: Callable[[Module], Iterator[Finding]]) -> Callable[[Module], Iterator[Finding]]:
+    RULES[check.__name__] = check
+    return check
+
+
+@rule
+def direction(module: Module) -> Iterator[Finding]:
+    rows = {unit: row for row, units in enumerate(LAYERS) for unit in units}
+    if not module.ours:
+        return
+    if module.unit is not None and module.unit not in rows:
+        yield 1, f"raycl/{module.unit} has no row in LAYERS: say there what it may import"
+        return
+    for line, name in module.imports():
+        target = _unit(name)
+        if target is None or target == module.unit:
+            continue
+        if target not in rows:
+            yield line, f"imports {name}, which has no row in LAYERS"
+        elif module.unit is None:
+            yield line, f"raycl/__init__.py imports {name}: it must stay empty, so that `import raycl` is instant"
+        elif rows[target] >= rows[module.unit] or target in APART.get(module.unit, ()):
+            yield line, f"{module.unit} imports {target}, which is not below it: see LAYERS and APART"
+
+
+@rule
+def doors(module: Module) -> Iterator[Finding]:
+    if not module.ours:
+        return
+    for line, name in module.imports():
+        library = name.partition(".")[0]
+        if library in DOORS and not module.path.startswith(DOORS[library] or "-"):
+            yield line, f"imports {library}, which may enter only at {', '.join(DOORS[library]) or 'no place'}"
+        for folder, libraries in CLOSED.items():
+            if module.path.startswith(folder) and library in libraries:
+                yield line, f"imports {library}, but {folder} does without it"
+
+
+@rule
+def pretrained(module: Module) -> Iterator[Finding]:
+    for node in ast.walk(module.tree):
+        inside = module.path.startswith((f"{PRETRAINED}.py", f"{PRETRAINED}/"))
+        if module.ours and not inside and isinstance(node, ast.Attribute) and node.attr == "from_pretrained":
+            yield node.lineno, f"from_pretrained outside {PRETRAINED}: ask the backbone for the model or tokenizer"
+
+
+@rule
+def sizes(module: Module) -> Iterator[Finding]:
+    lines = module.text.count("\n")
+    limit = JOB_LINES if re.fullmatch(r"jobs/\w+\.py", module.path) else FILE_LINES
+    if lines > limit:
+        yield 1, f"{lines} lines, at most {limit}: split it along its nouns"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES:
+                yield node.lineno, f"function {node.name} has {length} lines, at most {FUNCTION_LINES}"
+
+
+@rule
+def prints(module: Module) -> Iterator[Finding]:
+    for node in ast.walk(module.tree):
+        if module.path.startswith("raycl/") and isinstance(node, ast.Name) and node.id == "print":
+            yield node.lineno, "print outside jobs/: log it, or return it to the job"
+
+
+@rule
+def excepts(module: Module) -> Iterator[Finding]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ExceptHandler):
+            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        elif isinstance(node, ast.Call) and _name(node.func) == "suppress":
+            caught = list(node.args)
+        else:
+            continue
+        if module.ours and any(kind is None or _name(kind) in ("Exception", "BaseException") for kind in caught):
+            yield node.lineno, "catches everything: name the errors that can be handled here"
+
+
+@rule
+def stars(module: Module) -> Iterator[Finding]:
+    for line, name in module.imports():
+        if name.endswith(".*"):
+            yield line, f"imports {name}: name what you take"
+
+
+@rule
+def names(module: Module) -> Iterator[Finding]:
+    for part in _dotted(module.path).split("."):
+        if module.ours and part in KNOTS:
+            yield 1, f"'{part}' says nothing: name the module after the noun it is about"
+
+
+@rule
+def docstrings(module: Module) -> Iterator[Finding]:
+    if not ast.get_docstring(module.tree):
+        yield 1, "has no docstring: open with why it exists and what it does not know"
+
+
+def _containers(module: Module) -> Iterator[tuple[int, str, bool]]:
+    """Line and name of every mutable container at module level, and whether it is a table written out in full."""
+    for node in module.tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        value = node.value
+        made = isinstance(value, ast.Call) and _name(value.func) in MUTABLE_CALLS
+        shown = isinstance(value, ast.List | ast.Set | ast.Dict | ast.ListComp | ast.SetComp | ast.DictComp)
+        empty = not (value.keys if isinstance(value, ast.Dict) else getattr(value, "elts", True))
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for name in map(_name, targets):
+            if (made or shown) and name != "__all__":
+                yield node.lineno, name, shown and not empty and name.isupper()
+
+
+@rule
+def mutable_globals(module: Module) -> Iterator[Finding]:
+    if not module.ours:
+        return
+    for line, name, is_table in _containers(module):
+        if not is_table:
+            yield line, f"{name} is a mutable global: only UPPER_CASE tables written out in full may be"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Global):
+            yield node.lineno, f"global {', '.join(node.names)}: keep the state in an object that is passed on"
+
+
+@rule
+def changed_tables(module: Module) -> Iterator[Finding]:
+    tables = {name for _, name, _ in _containers(module)} if module.ours else set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            changed = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            changed = node.func.value
+        else:
+            continue
+        if isinstance(changed, ast.Name) and changed.id in tables:
+            yield node.lineno, f"changes the global table {changed.id}"
+
+
+def problems_of_map(readme: str, files: list[str]) -> list[str]:
+    """Files that no code span of `## The map` names, and spans that name nothing; `raycl/bank/` is its __init__.py."""
+    section = re.search(r"^## The map$(.*?)(?=^## |\Z)", readme, flags=re.MULTILINE | re.DOTALL)
+    if section is None:
+        return ["README.md has no section `## The map`"]
+    spans = set(re.findall(r"`((?:raycl|jobs|sweeps|cluster)/[^`\s]*)`", section.group(1)))
+    folders = {f"{parent}/" for path in files for parent in map(str, PurePosixPath(path).parents) if parent != "."}
+    missing = [path for path in files if path not in spans and path.removesuffix("__init__.py") not in spans]
+    unknown = sorted(spans - set(files) - folders)
+    gaps = [f"the map does not name `{path}`" for path in missing]
+    return gaps + [f"the map names `{path}`, which does not exist" for path in unknown]

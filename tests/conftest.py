@@ -1,0 +1,76 @@
+"""What every test needs: few threads, no network, caches in temporary folders, and one small Ray cluster.
+
+The environment is set while pytest imports this file, that is before any test imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "DS_ACCELERATOR": "cpu",
+}
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+"""Token authentication as in real clusters, but without a token file in the home folder."""
+
+for key, value in {**THREADS, **QUIET, **TOKEN}.items():
+    os.environ.setdefault(key, value)
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """RAYCL_CACHE for this session: what is computed here stays out of the user's own cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYCL_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of models and data sets: RAYCL_SHARED, or `shared` beside the repository."""
+    folder = Path(os.environ.get("RAYCL_SHARED", REPO.parent / "shared"))
+    if not folder.is_dir():
+        pytest.skip(f"no models and data sets at '{folder}': set RAYCL_SHARED to the folder that holds them")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[dict[str, str]]:
+    """A Ray cluster of 2 CPUs on this machine, gone without a trace after the module; yields its address info.
+
+    With the dashboard: without it Train's cleaner of placement groups cannot work and warns every second.
+    """
+    import ray
+
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # short: paths of UNIX sockets end at 107 bytes
+    try:
+        context = ray.init(
+            num_cpus=2,
+            num_gpus=0,
+            object_store_memory=200 * 1024**2,
+            namespace="raycl-tests",
+            include_dashboard=True,
+            log_to_driver=False,
+            runtime_env={"env_vars": {**THREADS, **QUIET, "RAYCL_CACHE": os.environ["RAYCL_CACHE"]}},
+            _temp_dir=folder,
+        )
+        yield dict(context.address_info)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,149 @@
+"""The house keeps the rules of `architecture.py`, and every rule can fail: each is given code that breaks it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from architecture import APART, LAYERS, RULES, Module, problems_of_map
+
+REPO = Path(__file__).resolve().parent.parent
+
+# ---- the house -----------------------------------------------------------------------------------------------------
+
+
+def _files(*folders: str) -> list[str]:
+    """Files that git knows or would take, by path in the repository."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *folders]
+    listed = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout.split("\0")
+    return sorted({path for path in listed if path and (REPO / path).is_file()})
+
+
+@pytest.fixture(scope="module")
+def modules() -> list[Module]:
+    paths = [path for path in _files("raycl", "jobs", "tests", "cluster") if path.endswith(".py")]
+    return [Module.of(path, (REPO / path).read_text(encoding="utf-8")) for path in paths]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_house_keeps_its_rules(modules: list[Module], name: str) -> None:
+    found = [f"{module.path}:{line}: {words}" for module in modules for line, words in RULES[name](module)]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_the_tables_name_what_exists(modules: list[Module]) -> None:
+    assert len(modules) > 5, "found no sources: is this the repository?"
+    units = [unit for row in LAYERS for unit in row]
+    assert len(units) == len(set(units)), "a unit stands in two rows of LAYERS"
+    assert set(APART) | {unit for row in APART.values() for unit in row} <= set(units)
+
+
+def test_no_test_folder_hides_a_library() -> None:
+    hidden = [path for path in _files("tests") if re.fullmatch(r"tests/\w+/__init__\.py", path)]
+    assert not hidden, f"{hidden}: tests/ is on sys.path, so a package tests/ray would be imported instead of ray"
+
+
+def test_the_map_in_the_readme_is_complete() -> None:
+    readme = REPO / "README.md"
+    assert readme.is_file(), "README.md is missing; it must hold a section `## The map`"
+    found = problems_of_map(readme.read_text(encoding="utf-8"), _files("raycl", "jobs", "sweeps", "cluster"))
+    assert not found, "\n" + "\n".join(found)
+
+
+# ---- the checker itself --------------------------------------------------------------------------------------------
+
+DOC = '"""Why."""\n'
+BROKEN = [
+    ("direction", "raycl/data/x.py", "from raycl.methods.lora import Lora", "data imports methods"),
+    ("direction", "raycl/data/x.py", "from raycl.bank import Bank", "data imports bank"),
+    ("direction", "raycl/data/x.py", "from raycl import eval", "data imports eval"),
+    ("direction", "raycl/data/x.py", "from .. import eval", "data imports eval"),
+    ("direction", "raycl/data/__init__.py", "from ..train.step import step", "data imports train"),
+    ("direction", "raycl/data/x.py", "def f():\n    import raycl.launch", "data imports launch"),
+    ("direction", "raycl/data/x.py", "if TYPE_CHECKING:\n    from raycl.run import RunConfig", "data imports run"),
+    ("direction", "raycl/data/x.py", "importlib.import_module('raycl.tune')", "data imports tune"),
+    ("direction", "raycl/train/x.py", "import raycl.report.tables", "train imports report"),
+    ("direction", "raycl/train/x.py", "import jobs.sweep", "train imports jobs"),
+    ("direction", "raycl/types.py", "from raycl.errors import RayclError", "types imports errors"),
+    ("direction", "raycl/serve/x.py", "from raycl.methods import METHODS", "serve imports methods"),
+    ("direction", "raycl/extra.py", "import os", "no row in LAYERS"),
+    ("direction", "raycl/data/x.py", "import raycl.extra", "no row in LAYERS"),
+    ("direction", "raycl/__init__.py", "from raycl.config import load", "must stay empty"),
+    ("doors", "raycl/train/step.py", "import deepspeed.ops", "imports deepspeed"),
+    ("doors", "raycl/train/engine.py", "def f():\n    from ray import train", "imports ray"),
+    ("doors", "jobs/serve.py", "import ray", "imports ray"),
+    ("doors", "raycl/launch.py", "import wandb", "imports wandb"),
+    ("doors", "raycl/bank/store.py", "import pickle", "only at no place"),
+    ("doors", "raycl/report/plots.py", "import torch", "does without it"),
+    ("pretrained", "raycl/retrieval/x.py", "AutoModel.from_pretrained('x')", "ask the backbone"),
+    ("pretrained", "raycl/backbones.py", "AutoModel.from_pretrained('x')", "ask the backbone"),
+    ("sizes", "raycl/data/x.py", "x = 1\n" * 401, "at most 400"),
+    ("sizes", "jobs/sweep.py", "x = 1\n" * 80, "at most 80"),
+    ("sizes", "tests/test_x.py", "def f():\n" + "    x = 1\n" * 80, "function f has 81 lines"),
+    ("prints", "raycl/data/x.py", "print('x')", "print outside jobs/"),
+    ("excepts", "raycl/data/x.py", "try:\n    f()\nexcept:\n    g()", "catches everything"),
+    ("excepts", "raycl/data/x.py", "try:\n    f()\nexcept (OSError, Exception):\n    g()", "catches everything"),
+    ("excepts", "jobs/x.py", "with contextlib.suppress(BaseException):\n    f()", "catches everything"),
+    ("stars", "tests/test_x.py", "from os import *", "name what you take"),
+    ("names", "raycl/train/utils.py", "x = 1", "'utils' says nothing"),
+    ("names", "raycl/common/x.py", "x = 1", "'common' says nothing"),
+    ("docstrings", "raycl/data/__init__.py", None, "has no docstring"),
+    ("mutable_globals", "raycl/data/x.py", "cache = {'a': 1}", "cache is a mutable global"),
+    ("mutable_globals", "raycl/data/x.py", "CACHE: dict[str, int] = {}", "CACHE is a mutable global"),
+    ("mutable_globals", "raycl/data/x.py", "SEEN = set()", "SEEN is a mutable global"),
+    ("mutable_globals", "raycl/data/x.py", "SEEN = collections.defaultdict(list)", "SEEN is a mutable global"),
+    ("changed_tables", "raycl/data/x.py", "T = {'a': 1}\ndef f():\n    T['b'] = 2", "changes the global table T"),
+    ("changed_tables", "raycl/data/x.py", "T = ['a']\ndef f():\n    T.append('b')", "changes the global table T"),
+    ("mutable_globals", "raycl/data/x.py", "x = 1\ndef f():\n    global x\n    x = 2", "global x"),
+]
+SOUND = [
+    (
+        "raycl/data/x.py",
+        "from raycl.data.y import z\nfrom . import y\nfrom raycl import __version__\nfrom raycl.types import Task",
+    ),
+    ("raycl/launch.py", "import ray.train\nfrom raycl.run import build"),
+    ("raycl/backbone/load.py", "AutoModel.from_pretrained('x')"),
+    ("raycl/backbone.py", "AutoModel.from_pretrained('x')"),
+    ("raycl/methods/__init__.py", "METHODS = {'lora': 'raycl.methods.lora:Lora'}\n__all__ = ['METHODS']"),
+    (
+        "raycl/data/x.py",
+        "Tree = dict[str, int]\nlog = logging.getLogger(__name__)\ndef f():\n    seen = {}\n    seen['a'] = 1",
+    ),
+    ("raycl/data/x.py", "try:\n    f()\nexcept (OSError, ValueError):\n    raise"),
+    ("jobs/train_stream.py", "from raycl.launch import launch\nprint('done')"),
+    ("tests/test_x.py", "import pickle\nimport ray\nfrom raycl import data, launch"),
+]
+
+
+@pytest.mark.parametrize(("name", "path", "code", "words"), BROKEN)
+def test_every_rule_finds_what_breaks_it(name: str, path: str, code: str | None, words: str) -> None:
+    found = [text for _, text in RULES[name](Module.of(path, "" if code is None else DOC + code + "\n"))]
+    assert any(words in text for text in found), f"expected '{words}' in {found}"
+
+
+@pytest.mark.parametrize(("path", "code"), SOUND)
+def test_sound_code_breaks_no_rule(path: str, code: str) -> None:
+    module = Module.of(path, DOC + code + "\n")
+    assert [(name, text) for name, check in RULES.items() for _, text in check(module)] == []
+
+
+def test_every_rule_is_tried() -> None:
+    assert {name for name, *_ in BROKEN} == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("readme", "problems"),
+    [
+        ("# x\n", ["README.md has no section `## The map`"]),
+        ("## The map\n- `raycl/a.py` a\n- `raycl/b/` b\n- `raycl/b/c.py`\n## More\n", []),
+        ("## The map\n- `raycl/a.py`\n- `raycl/b/`\n## More\n`raycl/b/c.py`", ["the map does not name `raycl/b/c.py`"]),
+        (
+            "## The map\n`raycl/a.py` `raycl/b/__init__.py` `raycl/b/c.py` `raycl/gone.py`",
+            ["the map names `raycl/gone.py`, which does not exist"],
+        ),
+    ],
+)
+def test_the_map_check_finds_gaps_and_ghosts(readme: str, problems: list[str]) -> None:
+    assert problems_of_map(readme, ["raycl/a.py", "raycl/b/__init__.py", "raycl/b/c.py"]) == problems

@@ -1,0 +1,81 @@
+"""The node's cache: built once, whole or absent, and rows read from it by place."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from raycl.data.cache import Facts, cache_folder, entry, key_of
+from raycl.data.chunks import ChunkedRows
+
+SCHEMA = pa.schema([("ids", pa.list_(pa.int32())), ("n", pa.int64())])
+
+
+def build(writer: pa.RecordBatchFileWriter) -> Facts:
+    for start in (0, 3):
+        ids = [list(range(n)) for n in range(start, start + 3)]
+        writer.write_batch(pa.record_batch([ids, list(range(start, start + 3))], schema=SCHEMA))
+    return {"count": 6}
+
+
+def slow_build(folder: str, done: str) -> None:
+    def marked(writer: pa.RecordBatchFileWriter) -> Facts:
+        time.sleep(0.3)
+        with open(done, "a") as file:
+            file.write("built\n")
+        return build(writer)
+
+    assert len(ChunkedRows(entry(Path(folder), "key", SCHEMA, marked).table())) == 6
+
+
+def test_several_processes_build_an_entry_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=slow_build, args=(str(tmp_path), str(tmp_path / "done"))) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert (tmp_path / "done").read_text() == "built\n"
+
+
+def test_a_failed_build_leaves_nothing_and_can_be_tried_again(tmp_path: Path) -> None:
+    def fail(writer: pa.RecordBatchFileWriter) -> Facts:
+        build(writer)
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        entry(tmp_path, "key", SCHEMA, fail)
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == []
+    assert entry(tmp_path, "key", SCHEMA, build).facts == {"count": 6}
+
+
+def test_rows_are_read_in_any_order_across_chunks(tmp_path: Path) -> None:
+    rows = ChunkedRows(entry(tmp_path, "key", SCHEMA, build).table())
+    assert [ids.tolist() for ids in rows.lists("ids", [4, 0, 3, 2])] == [[0, 1, 2, 3], [], [0, 1, 2], [0, 1]]
+    assert rows.values("ids", np.array([3])) == [[0, 1, 2]]
+    assert rows.numbers("n", [5, 0]).tolist() == [5, 0]
+    assert rows.list_lengths("ids").tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(AssertionError, match="outside"):
+        rows.values("n", [6])
+
+
+def test_an_entry_is_mapped_not_loaded(tmp_path: Path) -> None:
+    table = entry(tmp_path, "key", SCHEMA, build).table()
+    before = pa.total_allocated_bytes()
+    ChunkedRows(table).lists("ids", [5])
+    assert pa.total_allocated_bytes() == before
+
+
+def test_the_folder_comes_from_config_then_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYCL_CACHE", "/from/environment")
+    assert cache_folder("/configured") == Path("/configured")
+    assert cache_folder(None) == Path("/from/environment")
+    monkeypatch.delenv("RAYCL_CACHE")
+    assert cache_folder(None) == Path.home() / ".cache" / "raycl"
+    assert key_of(1, "a") != key_of("1", "a")

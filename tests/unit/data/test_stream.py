@@ -1,0 +1,261 @@
+"""Opening streams: what is found, what is refused, what is remembered; on files of every kind and the real data."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_samples import MiniLMCodec, WriteTask, news, open_agnews
+
+from raycl.config import load, validate
+from raycl.data import ingest, source
+from raycl.data.stream import StreamConfig, TaskSpec, open_stream
+from raycl.errors import ConfigError, DataError, MissingTasksError
+from raycl.types import Task
+
+
+def lines(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def test_a_named_benchmark_below_its_usual_folder(write_task: WriteTask) -> None:
+    for name in ("dbpedia", "amazon", "yahoo"):
+        labels = {"dbpedia": "Film", "amazon": "neutral", "yahoo": "Health"}
+        root = write_task(name, [("a", labels[name])] * 20, [("b", labels[name])], below="CL_Benchmark/Long_Sequence")
+    write_task("ag", news(20), news(4, 20), below="CL_Benchmark/Long_Sequence")
+    stream = open_stream(StreamConfig(name="slm-1", root=str(root)), seed=0)
+    assert stream.name == "std-1"
+    assert [task.name for task in stream.tasks] == ["dbpedia", "amazon", "yahoo", "agnews"]
+    assert [(stage.index, stage.name, len(stage.tasks)) for stage in stream.stages()][3] == (3, "agnews", 1)
+    assert [(stage.name, stage.tasks) for stage in stream.stages(joint=True)] == [("joint", stream.tasks)]
+    assert stream.tasks[3].labels == ("World", "Sports", "Business", "Science or Technology")
+
+
+def test_missing_tasks_are_listed_or_dropped_with_a_note(write_task: WriteTask) -> None:
+    root = str(write_task("agnews", news(20), news(4)))
+    with pytest.raises(MissingTasksError, match=r"dbpedia \(no folder\), amazon .*, yahoo"):
+        open_stream(StreamConfig(name="std-1", root=root), seed=0)
+    stream = open_stream(StreamConfig(name="std-1", root=root, allow_missing=True), seed=0)
+    assert [task.name for task in stream.tasks] == ["agnews"]
+    assert "dbpedia, amazon, yahoo" in stream.notes[0]
+
+
+def test_dev_is_carved_from_train_and_test_stays_whole(agnews: Any, codec: MiniLMCodec) -> None:
+    task = agnews.tasks[0]
+    train, dev, test = (agnews.table(task, split, codec) for split in ("train", "dev", "test"))
+    assert (len(train), len(dev), len(test)) == (90, 10, 10)
+    assert not set(train.texts(range(90))) & set(dev.texts(range(10)))
+    assert test.texts([0]) == [news(1, 100)[0][0]]
+    assert test.row_numbers([0, 9]).tolist() == [1, 10]
+
+
+def test_limits_and_few_shot(write_task: WriteTask) -> None:
+    root = write_task("agnews", news(400), news(40, 400))
+    task = open_agnews(root).tasks[0]
+    limited = open_agnews(root, train_rows=30, test_rows=7, dev_rows=5)
+    assert [len(limited.rows(task, split)) for split in ("train", "dev", "test")] == [30, 5, 7]
+    few = open_agnews(root, per_class=16)
+    codes = few._open["agnews"].raws["train"].label_codes(few.rows(task, "train"))
+    assert np.bincount(codes).tolist() == [16] * 4
+    assert not set(few.rows(task, "train")) & set(few.rows(task, "dev"))
+    assert len(open_agnews(root, dev_rows=None, dev_fraction=0.5).rows(task, "dev")) == 200
+
+
+def test_the_seed_moves_the_choice_and_nothing_else_does(write_task: WriteTask, tmp_path: Path) -> None:
+    root = write_task("agnews", news(200), news(10))
+    task = open_agnews(root).tasks[0]
+    here = open_agnews(root, seed=1, train_rows=20)
+    elsewhere = open_agnews(root, seed=1, train_rows=20, cache_dir=str(tmp_path / "other_node"))
+    assert np.array_equal(here.rows(task, "train"), elsewhere.rows(task, "train"))
+    assert not np.array_equal(here.rows(task, "train"), open_agnews(root, seed=2, train_rows=20).rows(task, "train"))
+
+
+def test_dev_files_are_used_on_request_only(write_task: WriteTask, codec: MiniLMCodec) -> None:
+    root = write_task("agnews", news(20), news(4, 20), dev=news(4, 20))
+    task = open_agnews(root).tasks[0]
+    assert len(open_agnews(root).rows(task, "dev")) == 2
+    official = open_agnews(root, dev="file")
+    assert len(official.rows(task, "train")) == 20
+    assert official.table(task, "dev", codec).texts([0]) == [news(1, 20)[0][0]]
+    assert "test-selected" in official.notes[0]
+
+
+def test_a_second_opening_reads_nothing(
+    write_task: WriteTask, codec: MiniLMCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_task("agnews", news(50), news(5))
+    monkeypatch.setattr(source, "_SETTLED_NS", -1)
+    stream = open_agnews(root)
+    first = stream.table(stream.tasks[0], "train", codec)
+    monkeypatch.setattr(ingest, "read_rows", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(source, "_CHUNK", None)  # hashing the file again would need it
+    calls = codec.calls
+    again = open_agnews(root)
+    second = again.table(again.tasks[0], "train", codec)
+    assert codec.calls == calls + 1  # the length of the prompt, no rows
+    assert second.texts(range(45)) == first.texts(range(45))
+    copied = pickle.loads(pickle.dumps(second))
+    assert copied.texts([3]) == first.texts([3])
+
+
+def test_changed_content_is_noticed(write_task: WriteTask) -> None:
+    root = write_task("agnews", news(50), news(5))
+    task = open_agnews(root).tasks[0]
+    path = root / "agnews" / "test.json"
+    path.write_text(path.read_text().replace("Sports", "Worlds").replace("Worlds", "World ").replace("World ", "World"))
+    time.sleep(0.01)
+    changed = open_agnews(root)
+    codes = changed._open["agnews"].raws["test"].label_codes(changed.rows(task, "test"))
+    assert 1 not in codes
+
+
+def test_rows_without_a_label_are_dropped_and_noted(write_task: WriteTask) -> None:
+    root = str(write_task("mnli", [("a", "neutral")] * 10, [("b", "neutral"), ("c", "-")]))
+    stream = open_stream(StreamConfig(name="x", root=root, tasks=("MNLI",)), seed=0)
+    assert len(stream.rows(stream.tasks[0], "test")) == 1
+    assert "mnli: rows without a label dropped: 1 test" in stream.notes
+    kept = open_stream(StreamConfig(name="x", root=root, tasks=("mnli",), unlabelled="keep"), seed=0)
+    assert len(kept.rows(kept.tasks[0], "test")) == 2
+
+
+def test_a_label_outside_the_set_names_its_row(write_task: WriteTask) -> None:
+    root = write_task("agnews", [*news(20), ("text", "Weather")], news(4))
+    with pytest.raises(DataError, match=r"train\.json, row 21: label 'Weather' is outside .* World, Sports"):
+        open_agnews(root)
+
+
+def test_an_empty_split_is_refused(write_task: WriteTask) -> None:
+    root = write_task("agnews", news(20), [])
+    with pytest.raises(DataError, match=r"agnews/test\.json: the split is empty"):
+        open_agnews(root)
+
+
+def test_olora_layout_brings_its_labels_and_instruction(tmp_path: Path, codec: MiniLMCodec) -> None:
+    folder = tmp_path / "CL_Benchmark" / "QQP" / "QQP"
+    folder.mkdir(parents=True)
+    for split in ("train", "test"):
+        (folder / f"{split}.json").write_text(json.dumps([{"label": "True", "sentence": f"{split} it"}] * 20))
+    (folder / "labels.json").write_text('["False", "True"]')
+    config = StreamConfig(name="x", root=str(tmp_path), tasks=("qqp",))
+    stream = open_stream(config, seed=0)
+    assert stream.tasks == (Task("qqp", ("False", "True"), "exact_match"),)
+    prompt = stream.prompt(stream.tasks[0], codec)
+    assert prompt.prefix.startswith('Whether the "first sentence"') and prompt.prefix.endswith("Option: False, True \n")
+    named = open_stream(config.model_copy(update={"prompt_names": True}), seed=0).prompt(stream.tasks[0], codec)
+    assert named.prefix.startswith("Task:QQP\nDataset:QQP\nWhether")
+    (folder / "labels.json").write_text("{}")
+    with pytest.raises(DataError, match=r"labels\.json: .*expected the label set as a JSON list"):
+        open_stream(config, seed=0)
+
+
+def test_custom_tasks_gather_their_labels(tmp_path: Path) -> None:
+    rows = [{"body": f"t{i}", "class": i % 3} for i in range(30)]
+    train, test = lines(tmp_path / "a.jsonl", rows), lines(tmp_path / "b.jsonl", rows[:3])
+    tree = {"name": "mine", "train": train, "test": test, "columns": {"text": "body", "label": "class"}}
+    stream = open_stream(validate(StreamConfig, {"tasks": [tree]}), seed=0)
+    assert stream.name == "custom"
+    assert stream.tasks == (Task("mine", ("0", "1", "2"), "exact_match"),)
+    named = open_stream(validate(StreamConfig, {"tasks": [{**tree, "labels": ["x", "y", "z"], "first_label": 0}]}), 0)
+    assert named.tasks[0].labels == ("x", "y", "z")
+    raws = named._open["mine"].raws
+    assert raws["test"].label_codes(np.arange(3)).tolist() == [0, 1, 2]
+    assert raws["test"].open().values("references", [2]) == [["z"]]
+    lines(tmp_path / "b.jsonl", [{"body": "t", "class": 7}])
+    with pytest.raises(DataError, match=r"b\.jsonl, row 1: label '7' is outside the label set: .*labels: null"):
+        open_stream(validate(StreamConfig, {"tasks": [tree]}), seed=0)
+
+
+def test_many_or_several_answers_are_free_text(tmp_path: Path) -> None:
+    many = lines(tmp_path / "many.jsonl", [{"text": "t", "label": f"answer {i}"} for i in range(65)])
+    several = lines(tmp_path / "several.jsonl", [{"text": "t", "label": ["a", "b"]}] * 20)
+    tasks = tuple(TaskSpec(name=name, train=path, test=path) for name, path in (("m", many), ("s", several)))
+    stream = open_stream(StreamConfig(tasks=tasks), seed=0)
+    assert [(task.labels, task.metric) for task in stream.tasks] == [(None, "rouge_l")] * 2
+    with pytest.raises(ConfigError, match="per_class is 4, but the answers of task 'm' are free text"):
+        open_stream(StreamConfig(tasks=tasks, per_class=4), seed=0)
+
+
+def test_references_first_or_one_at_random(write_task: WriteTask, codec: MiniLMCodec) -> None:
+    rows = [(f"t{i}", [f"a{i}", f"b{i}", f"c{i}"]) for i in range(60)]
+    root = str(write_task("task591_sciq_answer_generation", rows, rows))
+    config = StreamConfig(name="x", root=root, tasks=("task591",))
+    stream = open_stream(config, seed=0)
+    table = stream.table(stream.tasks[0], "test", codec)
+    assert table.references([3]) == [("a3", "b3", "c3")]
+    random = open_stream(config.model_copy(update={"references": "random"}), seed=0)
+    one = random.table(stream.tasks[0], "test", codec)
+    kept = one.references(range(60))
+    assert {len(names) for names in kept} == {1} and {names[0][0] for names in kept} == {"a", "b", "c"}
+    target = one.columns([3]).target_ids[0]
+    assert codec.text(target.tolist()) == kept[3][0]
+
+
+def test_the_builtin_stream(codec: MiniLMCodec) -> None:
+    stream = open_stream(StreamConfig(train_rows=20, test_rows=10), seed=0)
+    assert stream.name == "builtin" and len(stream.tasks) > 1
+    task = stream.tasks[0]
+    assert [len(stream.rows(task, split)) for split in ("train", "test")] == [20, 10]
+    assert len(stream.rows(task, "dev")) > 0
+    assert len(stream.table(task, "train", codec)) == 20
+    assert stream.table(task, "train", codec).labels(range(20)).min() >= 0
+    part = open_stream(StreamConfig(tasks=(stream.tasks[1].name,), train_rows=20), seed=0)
+    assert [task.name for task in part.tasks] == [stream.tasks[1].name]
+
+
+def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"name": "long-A"}, "task 'mnli' of stream 'long-A' comes from files: set data.root"),
+        ({"name": "lung-A"}, "did you mean 'long-A'"),
+        ({"root": str(tmp_path)}, "data.name is builtin"),
+        ({"tasks": ("nonsense",)}, "unknown task 'nonsense': expected one of the builtin tasks"),
+        ({"tasks": ("agnews", "ag"), "root": str(tmp_path)}, "names agnews more than once"),
+        ({"tasks": (TaskSpec(name="a", path=str(tmp_path)),)}, "task 'a' has no train file"),
+        ({"tasks": (TaskSpec(name="a/b", path=str(tmp_path)),)}, "task name 'a/b' cannot be used"),
+    ]
+    for settings, message in cases:
+        with pytest.raises((ConfigError, DataError), match=message):
+            open_stream(StreamConfig(**settings), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["per_class=4", "train_rows=5"], "both limit the train rows"),
+        (["tasks=[{name: a}]"], "task 'a' has no data"),
+        (["tasks=[{name: a, path: x, first_label: 0}]"], "first_label without a list of labels"),
+        (["dev_fraction=1.5"], "dev_fraction"),
+        (["tran_rows=5"], "did you mean 'train_rows'"),
+    ],
+)
+def test_config_errors_name_the_key(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(StreamConfig, None, overrides)
+
+
+def test_local_paths_become_absolute_and_uris_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert StreamConfig(root="data").root == str(tmp_path / "data")
+    assert StreamConfig(root="s3://bucket/data?scheme=http").root == "s3://bucket/data?scheme=http"
+
+
+def test_the_real_data(shared: Path, codec: MiniLMCodec) -> None:
+    streams = [open_stream(StreamConfig(name=name, root=str(shared / "data"), allow_missing=True), 0) for name in REAL]
+    assert sum(len(stream.tasks) for stream in streams) == 20
+    counts = {task.name: stream._open[task.name].raws["train"].count for stream in streams for task in stream.tasks}
+    assert (counts["agnews"], counts["copa"], counts["task181_outcome_extraction"]) == (4000, 400, 338)
+    copa = next(task for task in streams[0].tasks if task.name == "copa")
+    assert streams[0].prompt(copa, codec).prefix == ""
+    table = streams[0].table(copa, "test", codec)
+    assert (len(table), table.truncated_sources) == (100, 0)
+    sciq = next(task for task in streams[1].tasks if "sciq" in task.name)
+    prefix = streams[1].prompt(sciq, codec).prefix
+    assert prefix.startswith("Definition: Given a scientific question, generate a correct answer to it.\n\nNow")
+
+
+REAL = ("long-A", "superni-1")

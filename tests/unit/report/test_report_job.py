@@ -1,0 +1,48 @@
+"""`jobs/report.py` as a user runs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+JOB = Path(__file__).parents[3] / "jobs" / "report.py"
+
+
+@pytest.fixture
+def report() -> Callable[[list[str]], int]:
+    spec = importlib.util.spec_from_file_location("report_job", JOB)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    main: Callable[[list[str]], int] = module.main
+    return main
+
+
+def test_prints_matrices_and_comparison_and_writes_files(
+    tmp_path: Path,
+    make_result: Callable[..., dict[str, Any]],
+    report: Callable[[list[str]], int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("sapt", "lora"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "results.json").write_text(json.dumps(make_result(name)))
+    png, csv = tmp_path / "out" / "m.png", tmp_path / "out" / "c.csv"
+    assert report([str(tmp_path / "runs"), "--png", str(png), "--csv", str(csv)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("after yahoo") == 2 and "tokens/s" in text
+    assert png.is_file() and csv.read_text().startswith("method,settings,stream,backbone,runs,ap,ap_std")
+
+
+def test_errors_are_one_line_and_status_one(
+    tmp_path: Path, report: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report([str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("report: no results.json") and captured.err.count("\n") == 1

@@ -1,0 +1,94 @@
+"""Tables say what the result files say."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from raycl.report.compare import Spread, compare, to_csv
+from raycl.report.tables import comparison_table, matrix_table, side_by_side
+
+Make = Callable[..., dict[str, Any]]
+
+
+def cells(line: str) -> list[str]:
+    return line.split()
+
+
+def test_matrix_table_shows_every_cell_once(make_result: Make) -> None:
+    lines = matrix_table(make_result()).splitlines()
+    assert lines[0] == "sapt on long-a, mini-t5, seed 0"
+    assert cells(lines[2]) == ["agnews", "dbpedia", "yahoo"]
+    assert [cells(line) for line in lines[4:7]] == [
+        ["after", "agnews", "90.0"],
+        ["after", "dbpedia", "80.0", "85.0"],
+        ["after", "yahoo", "70.0", "80.0", "95.0"],
+    ]
+    assert lines[-2:] == [
+        "AP 81.7  F.Ra 12.5  FWT –  BWT -12.5 (over M: -8.3)  weighted AP 81.7",
+        "note: dev equals test",
+    ]
+
+
+def test_names_with_brackets_are_not_markup(make_result: Make) -> None:
+    result = make_result()
+    result["stream"]["tasks"][0] = "[red]x"
+    assert "[red]x" in matrix_table(result)
+
+
+def test_joint_and_unfinished_matrices_are_shown(make_result: Make) -> None:
+    result = make_result() | {"stages": ["joint"], "metrics": {"ap": None}}
+    result["matrix"] = [[None, *result["matrix"][-1][1:]]]
+    assert "after joint             80.0   95.0" in matrix_table(result)
+    assert "AP –" in matrix_table(result)
+
+
+def test_seeds_become_mean_and_spread(make_result: Make) -> None:
+    results = [make_result(seed=seed, ap=80.0 + seed) for seed in range(3)]
+    (line,) = compare(results)
+    assert (line.runs, line.settings, line.numbers["ap"], line.numbers["fwt"]) == (3, "", Spread(81.0, 1.0), None)
+    row = comparison_table(results).splitlines()[-1]
+    assert " ".join(cells(row)) == "sapt long-a mini-t5 3 81.0 ± 1.0 12.5 ± 0.0 – -12.5 ± 0.0 75.0 s 1,234"
+
+
+def test_runs_with_other_settings_are_told_apart_not_averaged(make_result: Make) -> None:
+    wide = make_result("lora", seed=1)
+    wide["config"]["method"]["rank"] = 16
+    wide["config"]["tracking"] = {"backend": "wandb"}
+    lines = compare([make_result("lora"), wide, make_result("sapt")])
+    assert [(line.method, line.settings) for line in lines] == [
+        ("lora", "method.rank=8"),
+        ("lora", "method.rank=16"),
+        ("sapt", ""),
+    ]
+
+
+def test_a_number_some_seed_lacks_has_no_mean(make_result: Make) -> None:
+    lacking = make_result(seed=1)
+    lacking["metrics"]["f_ra"] = None
+    assert compare([make_result(), lacking])[0].numbers["f_ra"] is None
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(3.14, "3.1 s"), (3725.4, "1:02:05")])
+def test_durations(make_result: Make, seconds: float, text: str) -> None:
+    assert text in comparison_table([make_result() | {"wall_s": seconds}])
+
+
+def test_matrices_stand_side_by_side_as_wide_as_allowed(make_result: Make) -> None:
+    results = [make_result(), make_result("lora"), make_result("replay")]
+    wide = side_by_side(results, width=400)
+    assert cells(wide.splitlines()[2]) == ["agnews", "dbpedia", "yahoo"] * 3
+    narrow = side_by_side(results, width=150)
+    assert max(map(len, narrow.splitlines())) <= 150
+    assert [narrow.count(f"{name} on") for name in ("sapt", "lora", "replay")] == [1, 1, 1]
+    assert side_by_side(results[:1], width=10) == matrix_table(results[0])
+
+
+def test_csv_keeps_full_precision(make_result: Make) -> None:
+    (row,) = csv.DictReader(io.StringIO(to_csv([make_result(ap=81.23456789)])))
+    assert row["ap"] == "81.23456789"
+    assert (row["ap_std"], row["fwt"], row["runs"]) == ("", "", "1")

@@ -1,0 +1,334 @@
+"""Storage on local disk and on a real S3-compatible server: whole or absent, first or lost, errors by name."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from raycl import storage
+from raycl.errors import AlreadyExistsError, StorageError
+from raycl.storage import Storage
+
+BUCKET = "bucket"
+WRITERS = 8
+
+
+@pytest.fixture(scope="module")
+def s3_uri() -> Iterator[Callable[[str], str]]:
+    """`name -> URI` of a folder in a bucket of an S3-compatible server on a free loopback port."""
+    with pytest.MonkeyPatch.context() as patch:
+        for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(key, "testing")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+        host, port = server.get_host_and_port()
+        boto3.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket=BUCKET)
+        yield lambda name: f"s3://{BUCKET}/{name}?endpoint_override={host}:{port}&scheme=http"
+        server.stop()
+
+
+@pytest.fixture(params=["local", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    """An empty folder on either side."""
+    if request.param == "local":
+        return Storage.at(tmp_path / "deep" / "store")
+    return Storage.at(request.getfixturevalue("s3_uri")(f"{tmp_path.name}/store"))
+
+
+def test_what_is_written_is_read_listed_and_replaced(store: Storage) -> None:
+    assert not store.exists()
+    assert store.list() == []
+    store.write("b/two", b"22")
+    store.write("b/one", b"1")
+    store.write("a", b"")
+    assert store.list() == ["a", "b"]
+    assert store.list("b") == ["one", "two"]
+    assert store.list("nothing") == []
+    assert store.exists("b/one")
+    assert store.exists("b")
+    assert not store.exists("b/three")
+    assert (store.read("a"), store.read("b/two")) == (b"", b"22")
+    store.write("b/two", b"2")
+    assert store.read("b/two") == b"2"
+
+
+def test_streams_are_seekable(store: Storage) -> None:
+    store.write("data", bytes(range(256)))
+    with store.open("data") as stream:
+        stream.seek(250)
+        assert stream.read(3) == bytes([250, 251, 252])
+
+
+def test_a_sub_folder_is_the_same_place(store: Storage) -> None:
+    sub = store.sub("runs").sub("one")
+    sub.write_json("manifest.json", {"läuft": [1, 2.5, None]})
+    assert store.read_json("runs/one/manifest.json") == {"läuft": [1, 2.5, None]}
+    assert sub.uri == f"{store.uri}/runs/one"
+    sub.create("claim", b"mine")
+    with pytest.raises(AlreadyExistsError):
+        store.create("runs/one/claim", b"too late")
+
+
+def test_a_storage_travels_to_other_processes(store: Storage) -> None:
+    store.write("data", b"here")
+    again: Storage = pickle.loads(pickle.dumps(store))
+    assert again.read("data") == b"here"
+    assert again == store
+    assert Storage.at(store.address) == store
+    assert Storage.at(store.sub("folder").address) == store.sub("folder")
+
+
+def test_delete_takes_files_and_folders_and_ignores_the_absent(store: Storage) -> None:
+    store.write("folder/deep/file", b"1")
+    store.write("file", b"1")
+    store.write("other", b"1")
+    store.delete("file")
+    store.delete("folder")
+    store.delete("folder")
+    store.delete("never")
+    assert not store.exists("folder")
+    assert store.list() == ["other"]
+
+
+def test_create_is_exclusive_and_leaves_the_first_content(store: Storage) -> None:
+    store.create("folder/commit", b"first")
+    with pytest.raises(AlreadyExistsError, match=r"store/folder/commit' exists already: another writer was first"):
+        store.create("folder/commit", b"second")
+    assert store.read("folder/commit") == b"first"
+    assert store.list("folder") == ["commit"]
+    store.delete("folder/commit")
+    store.create("folder/commit", b"third")
+    assert store.read("folder/commit") == b"third"
+
+
+def test_of_racing_threads_exactly_one_wins(store: Storage) -> None:
+    for round_ in range(5):
+        start = threading.Barrier(WRITERS)
+
+        def claim(writer: int, name: str = f"commit-{round_}", start: threading.Barrier = start) -> int | None:
+            start.wait()
+            return _claim(store, name, writer)
+
+        with ThreadPoolExecutor(WRITERS) as pool:
+            winners = [writer for writer in pool.map(claim, range(WRITERS)) if writer is not None]
+        assert len(winners) == 1
+        assert store.read(f"commit-{round_}") == b"%d" % winners[0]
+
+
+def test_of_racing_processes_exactly_one_wins(store: Storage) -> None:
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        claims = pool.starmap(_claim, [(store, f"commit-{name}", writer) for name in range(10) for writer in range(3)])
+    for name in range(10):
+        winners = [writer for writer in claims[3 * name : 3 * name + 3] if writer is not None]
+        assert len(winners) == 1
+        assert store.read(f"commit-{name}") == b"%d" % winners[0]
+    assert len(store.list()) == 10
+
+
+def _claim(store: Storage, name: str, writer: int) -> int | None:
+    try:
+        store.create(name, b"%d" % writer)
+    except AlreadyExistsError:
+        return None
+    return writer
+
+
+def test_readers_never_see_a_part_while_a_file_is_replaced(store: Storage) -> None:
+    contents = [b"%d" % turn * size for turn, size in enumerate((200_000, 300_000, 100_000, 250_000, 1_000))]
+    store.write("file", contents[0])
+    stop = threading.Event()
+
+    def rewrite() -> None:
+        for turn in range(200 if store.is_local else 9):  # fewer than the tries of a read
+            store.write("file", contents[turn % len(contents)])
+        stop.set()
+
+    writer = threading.Thread(target=rewrite)
+    writer.start()
+    while not stop.is_set():
+        assert store.read("file") in contents
+    writer.join()
+
+
+def test_an_object_replaced_between_its_length_and_its_bytes_is_read_again(
+    s3_uri: Callable[[str], str],
+) -> None:
+    store = Storage.at(s3_uri("replaced"))
+    versions = iter([b"longer", b"s", b"longest of all", b"", b"x"])
+    store.write("file", b"first")
+    opened = store.filesystem.open_input_file
+
+    class Replaced:
+        """The real file system, with a writer that strikes right after a file was opened."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store.filesystem, name)
+
+        def open_input_file(self, path: str) -> object:
+            stream = opened(path)
+            fresh = next(versions, None)
+            if fresh is not None:
+                store.write("file", fresh)
+            return stream
+
+    spied = Storage(store.uri, Replaced(), store.root, store.endpoint)
+    assert spied.read("file") == b"x"
+    versions = iter([b"%d" % turn for turn in range(100)])
+    with pytest.raises(StorageError, match="somebody replaces it all the time"):
+        spied.read("file")
+
+
+def test_reading_what_is_not_there_names_the_file(store: Storage) -> None:
+    with pytest.raises(StorageError, match=r"cannot read '.*store/nothing'"):
+        store.read("nothing")
+    with pytest.raises(StorageError, match="cannot read"), store.open("nothing"):
+        pass
+
+
+def test_listing_a_file_is_an_error(store: Storage) -> None:
+    store.write("file", b"1")
+    with pytest.raises(StorageError, match="it is a file, give the folder that holds it"):
+        store.list("file")
+
+
+def test_broken_json_names_the_file(store: Storage) -> None:
+    store.write("bad.json", b'{"a": ')
+    with pytest.raises(StorageError, match=r"store/bad\.json' is not valid JSON"):
+        store.read_json("bad.json")
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Storage.at(tmp_path)
+    store.write("file", b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for attempt in (store.write, store.create):
+        with pytest.raises(StorageError, match="No space left on device"):
+            attempt("file", b"new")
+    assert store.read("file") == b"old"
+    assert [left.name for left in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_a_killed_writer_left_is_not_listed(tmp_path: Path) -> None:
+    store = Storage.at(tmp_path)
+    store.write("whole.tmp", b"1")
+    (tmp_path / f"manifest.json.{'0a' * 16}.tmp").write_bytes(b"half")
+    assert store.list() == ["whole.tmp"]
+
+
+def test_a_file_in_the_way_of_a_folder_is_a_storage_error(tmp_path: Path) -> None:
+    store = Storage.at(tmp_path)
+    store.write("file", b"1")
+    for attempt in (store.write, store.create):
+        with pytest.raises(StorageError, match=r"cannot (write|create) '.*/file/below'"):
+            attempt("file/below", b"1")
+
+
+@pytest.mark.parametrize("name", ["a b", "50%", "what?", "a#b", "ä"])
+def test_local_paths_are_paths_whatever_they_hold(tmp_path: Path, name: str) -> None:
+    store = Storage.at(tmp_path / name)
+    store.write("file", b"1")
+    assert (tmp_path / name / "file").read_bytes() == b"1"
+    assert store.uri == str(tmp_path / name)
+    assert store.endpoint is None
+
+
+def test_relative_home_and_file_uris_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for place in ("runs/one", "~/runs/one", f"file://{tmp_path}/runs/one", f"{tmp_path}/runs/one/"):
+        assert Storage.at(place).path("x") == f"{tmp_path}/runs/one/x"
+        assert Storage.at(place).is_local
+
+
+@pytest.mark.parametrize("uri", ["nope://x/y", "s3://key:secret@bucket/x"])
+def test_places_that_cannot_be_opened(uri: str) -> None:
+    with pytest.raises(StorageError) as caught:
+        Storage.at(uri)
+    assert "secret@" not in str(caught.value)
+
+
+def test_the_query_of_a_uri_stays_out_of_names(s3_uri: Callable[[str], str]) -> None:
+    store = Storage.at(s3_uri("somewhere"))
+    assert store.uri == f"s3://{BUCKET}/somewhere"
+    assert store.endpoint == "http://" + s3_uri("").split("endpoint_override=")[1].split("&")[0]
+
+
+def test_a_missing_bucket_and_a_dead_server_are_storage_errors(
+    s3_uri: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = Storage.at(s3_uri("x").replace(f"s3://{BUCKET}", "s3://no-such-bucket"))
+    for attempt in (missing.write, missing.create):
+        with pytest.raises(StorageError, match=r"cannot (write|create) 's3://no-such-bucket/x/file'"):
+            attempt("file", b"1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    dead = Storage.at(f"s3://{BUCKET}/x?endpoint_override=127.0.0.1:1&scheme=http")
+    with pytest.raises(StorageError, match="cannot create"):
+        dead.create("file", b"1")
+
+
+def test_a_put_whose_answer_was_lost_is_still_ours(
+    s3_uri: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """boto3 sends a put again when the connection breaks; S3 then refuses it because of our own first one."""
+    store = Storage.at(s3_uri("lost-answer"))
+    monkeypatch.setattr(boto3, "client", _twice(boto3.client))
+    store.create("commit", b"ours")
+    assert store.read("commit") == b"ours"
+    with pytest.raises(AlreadyExistsError):
+        store.create("commit", b"theirs")
+
+
+def _twice(client: Callable[..., object]) -> Callable[..., object]:
+    def make(*args: object, **kwargs: object) -> object:
+        made = client(*args, **kwargs)
+        put = made.put_object  # type: ignore[attr-defined]
+
+        def put_twice(**parts: object) -> object:
+            put(**parts)
+            return put(**parts)
+
+        made.put_object = put_twice  # type: ignore[attr-defined]
+        return made
+
+    return make
+
+
+def test_other_file_systems_refuse_to_commit(tmp_path: Path) -> None:
+    from pyarrow import fs
+
+    store = Storage("mock://here", fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "")
+    with pytest.raises(StorageError, match="offers no exclusive creation"):
+        store.create("file", b"1")
+
+
+def test_without_boto3_the_message_says_what_to_install(
+    s3_uri: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(StorageError, match=r"pip install 'raycl\[s3\]'"):
+        Storage.at(s3_uri("x")).create("file", b"1")
+
+
+def test_every_temporary_name_is_one_that_lists_skip(tmp_path: Path) -> None:
+    with storage._finished_beside(tmp_path / "file", b"1") as temporary:
+        assert temporary.read_bytes() == b"1"
+        assert Storage.at(tmp_path).list() == []
+    assert not temporary.exists()
