@@ -226,6 +226,13 @@ def as_tree(config: BaseModel) -> Tree:
     return config.model_dump(mode="json", serialize_as_any=True)
 
 
+def named(value: Any, default: str) -> Any:
+    """A named node as a mapping with its `name`: a bare name, or keys of the default choice, are completed."""
+    if isinstance(value, str):
+        return {"name": value}
+    return {"name": default, **value} if isinstance(value, dict) else value
+
+
 def to_yaml(config: BaseModel) -> str:
     """The resolved tree as YAML, ready to be loaded again."""
     return OmegaConf.to_yaml(OmegaConf.create(_escape(as_tree(config))))

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ from raycl.train.world import World, default_device
 
 log = logging.getLogger("raycl")
 CONFIG = "config.yaml"
+LOGS = "log"
+FOLLOW_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,9 @@ def cluster(config: RunConfig) -> Iterator[None]:
         return
     address = config.launch.address or os.environ.get("RAY_ADDRESS")
     began = time.monotonic()
-    ray.init(address=address, include_dashboard=None if address else False, log_to_driver=True, logging_level="warning")
+    # Progress comes through the run's own log (`follow`): Ray's forwarding would mix in its helpers' chatter. Without
+    # the dashboard a local start takes a third of the time; what it would clean up ends with the cluster anyway.
+    ray.init(address=address, include_dashboard=None if address else False, log_to_driver=False, logging_level="error")
     log.info("Ray %s in %.0f s", "joined" if address else "started on this machine", time.monotonic() - began)
     try:
         yield
@@ -188,7 +193,8 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int) -> None:
         ),
     )
     try:
-        trainer.fit()
+        with follow(prepared.storage):
+            trainer.fit()
     except ray.train.TrainingFailedError as error:
         raise RunError(f"the workers failed: {_cause(error)}; go on with --resume {prepared.storage.uri}") from error
     if len(read_state(prepared.storage).stages) == done:
@@ -202,7 +208,6 @@ def _cause(error: BaseException) -> str:
 
 def worker_main(job: dict[str, Any]) -> None:
     """What every Ray Train worker runs."""
-    log_to_stderr()
     torch.set_num_threads(job["threads"])
     context = ray.train.get_context()
     world = World(
@@ -213,6 +218,8 @@ def worker_main(job: dict[str, Any]) -> None:
     storage = Storage.at(job["folder"])
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
     loop = StreamLoop(parts, open_engine, storage, world, tracker, _report)
+    if loop.ledger is not None:
+        log_to(RunLog(storage, loop.ledger.attempt))
     loop.run(job["stop_after"])
     if tracker is not None:
         tracker.close()
@@ -224,14 +231,61 @@ def _report(record: dict[str, Any]) -> None:
     ray.train.report({"stage": record["stage"], **scores, **record["times"]})
 
 
+class RunLog(logging.Handler):
+    """Progress lines of rank 0 as a file of the run, `log/attempt-0001.txt`, which the driver reads aloud."""
+
+    def __init__(self, storage: Storage, attempt: int) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(message)s"))
+        self.storage = storage
+        self.name_on_storage = f"{LOGS}/attempt-{attempt:04d}.txt"
+        self._text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add a line."""
+        self._text += self.format(record) + "\n"
+        self.storage.write(self.name_on_storage, self._text.encode())
+
+
+@contextmanager
+def follow(storage: Storage) -> Iterator[None]:
+    """Say the workers' progress lines here, as they come; only what is written from now on."""
+    seen = {name: len(storage.read(f"{LOGS}/{name}")) for name in storage.list(LOGS)}
+    over = threading.Event()
+
+    def say_new() -> None:
+        for name in storage.list(LOGS):
+            data = storage.read(f"{LOGS}/{name}")
+            fresh, seen[name] = data[seen.get(name, 0) :], len(data)
+            for line in fresh.decode().splitlines():
+                log.info("%s", line)
+
+    def watch() -> None:
+        while not over.wait(FOLLOW_S):
+            say_new()
+
+    thread = threading.Thread(target=watch, name="follow", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        say_new()
+
+
 def log_to_stderr() -> None:
-    """Progress lines without decoration; warnings of libraries stay as they are."""
+    """Progress lines of this process without decoration."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
-    logger = logging.getLogger("raycl")
-    logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+    log_to(handler)
+
+
+def log_to(handler: logging.Handler) -> None:
+    """Send raycl's own lines, from INFO on, to one place only."""
+    log.handlers = [handler]
+    log.setLevel(logging.INFO)
+    log.propagate = False
 
 
 def exit_on_sigterm() -> None:

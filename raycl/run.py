@@ -75,10 +75,15 @@ class RunConfig(Section):
     output: OutputConfig = OutputConfig()
     tracking: TrackingConfig = TrackingConfig()
 
-    @field_validator("method", "engine", mode="before")
+    @field_validator("method", mode="before")
     @classmethod
-    def _by_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+    def _method_by_name(cls, value: Any) -> Any:
+        return configs.named(value, "lora")
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _engine_by_name(cls, value: Any) -> Any:
+        return configs.named(value, "torch")
 
     @field_validator("modifiers", mode="before")
     @classmethod

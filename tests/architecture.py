@@ -20,7 +20,7 @@ LAYERS = (
     ("train", "serve", "report"),
     ("run",),
     ("launch",),
-    ("tune", "bench"),
+    ("tune", "comparison", "bench"),
     ("jobs",),
 )
 """A unit (a module or package right below raycl/, or jobs/) imports units of rows above its own, no others."""

@@ -210,7 +210,7 @@ def _require_columns(file: SourceFile, names: Sequence[str], columns: Columns) -
 
 
 def _row(file: SourceFile, number: int, item: Any, columns: Columns) -> Row:
-    if not isinstance(item, Mapping):
+    if not isinstance(item, dict):
         file.refuse(f"found a {_kind(item)}: expected an object with {columns.text[0]} and {columns.label[0]}", number)
     text = _field(item, columns.text)
     if not isinstance(text, str):

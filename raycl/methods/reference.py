@@ -14,6 +14,7 @@ from pydantic import field_validator
 from torch import Tensor
 
 from raycl.backbone import Backbone, Output
+from raycl.config import named
 from raycl.methods.base import Learned, Method, MethodConfig
 from raycl.methods.lora import LoraConfig
 from raycl.methods.registry import LearnerChoice, method_class
@@ -28,7 +29,7 @@ class ReferenceConfig(MethodConfig):
     @field_validator("learner", mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+        return named(value, "lora")
 
 
 class SeparateConfig(ReferenceConfig):

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from raycl.config import Tree, flatten
 from raycl.report.results import backbone_of, method_of, metric_of, stream_of
 
-NOT_COMPARED = frozenset({"seed", "name", "directory", "output", "run", "tracking", "launch", "scaling", "checkpoint"})
-"""Top-level config keys that may differ among runs of one line: they do not change what is learned."""
+NOT_COMPARED = frozenset(
+    {"seed", "launch", "tracking", "output", "checkpoint", "eval.singles", "eval.save_predictions"}
+)
+"""Config sections and keys that may differ among runs of one line: they do not change what is learned."""
 
 METRICS = {"ap": "AP", "f_ra": "F.Ra", "fwt": "FWT", "bwt": "BWT"}
 """Headline number -> column title."""
@@ -95,7 +97,8 @@ def _line(group: Sequence[Tree], settings: str) -> Line:
 
 
 def _compared(result: Tree) -> Tree:
-    return flatten({key: value for key, value in result["config"].items() if key not in NOT_COMPARED})
+    leaves = flatten(result["config"])
+    return {key: leaf for key, leaf in leaves.items() if not {key, key.partition(".")[0]} & NOT_COMPARED}
 
 
 def _settings_key(result: Tree) -> str:

@@ -76,8 +76,15 @@ def _matrix(result: Tree) -> RenderableType:
         table.add_column(name, justify="right")
     for stage, row in zip(result["stages"], values_of(result), strict=True):
         table.add_row(f"after {stage}", *("" if value is None else f"{value:.1f}" for value in row))
-    notes = [Text(f"note: {note}") for note in result["stream"].get("notes") or ()]
-    return Group(Text(title_of(result)), table, Text(metrics_line(result)), *notes)
+    return Group(Text(title_of(result)), table, Text(metrics_line(result)), *_notes(result))
+
+
+def _notes(result: Tree) -> list[Text]:
+    notes = [f"note: {note}" for note in result["stream"].get("notes") or ()]
+    if result.get("finished") is False:
+        done = sum(any(row) for row in result["matrix"])
+        notes.append(f"note: unfinished, {done} of {len(result['stages'])} stages evaluated")
+    return [Text(note) for note in notes]
 
 
 def _width(blocks: Sequence[Sequence[str]]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,4 +117,7 @@ def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
     (run_file,) = (tmp_path / "wandb").rglob("*.wandb")
     assert wandb_run_id("raycl", "run") in run_file.name
     assert run_file.parent.name.startswith("offline-run")
+    deadline = time.monotonic() + 30  # wandb's own process writes the file, perhaps a moment after `close`
+    while b"loss" not in run_file.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert b"loss" in run_file.read_bytes()

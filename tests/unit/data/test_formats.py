@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from moto.server import ThreadedMotoServer
 
 from raycl.data.formats import Columns, Format, Row, detect, read_definition, read_rows
 from raycl.data.source import SourceFile
@@ -135,19 +132,6 @@ def test_parquet_without_a_label_column_and_with_missing_values(tmp_path: Path) 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.jsonl: the file does not exist"):
         list(read_rows(SourceFile.at(tmp_path / "gone.jsonl")))
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, str]]:
-    """A boto3 client of an S3-compatible server on a free loopback port, and the query that finds it."""
-    for key, value in (("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "x"), ("DEFAULT_REGION", "us-east-1")):
-        monkeypatch.setenv(f"AWS_{key}", value)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield boto3.client("s3", endpoint_url=f"http://{host}:{port}"), f"?endpoint_override={host}:{port}&scheme=http"
-    server.stop()
 
 
 def test_files_are_read_from_an_s3_compatible_server(s3: tuple[Any, str], tmp_path: Path) -> None:

@@ -17,12 +17,13 @@ PROMPT = long("Say which of the topics this is about.")
 
 @pytest.mark.parametrize("limit", [16, 17, 18, 25, 40])
 def test_only_the_input_text_is_cut(codec: MiniLMCodec, limit: int) -> None:
-    texts = ["short", "one two three " * 40, "antidisestablishmentarianism" * 9, "x" * 300, "", "ende\u0301" * 50]
+    texts = ["short", "one two three " * 40, "antidisestablishmentarianism " * 9, "a.b,c!" * 30, "", "ende\u0301 " * 50]
     ids, cut = fit_sources(texts, PROMPT, codec, limit)
     assert cut == 4 and all(len(found) <= limit for found in ids)
     template = codec.encode_source([PROMPT.around("")])[0]
+    cue = len(codec.encode_source([PROMPT.suffix])[0]) - 1
     for text, found in zip(texts, ids, strict=True):
-        head, tail = template[: len(template) - 4], template[-4:]
+        head, tail = template[:-cue], template[-cue:]
         assert found[: len(head)] == head and found[-len(tail) :] == tail, text
     assert len(ids[1]) == limit
     assert ids[0] == codec.encode_source([PROMPT.around("short")])[0]

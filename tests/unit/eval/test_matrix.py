@@ -110,7 +110,7 @@ def test_joint_training_has_one_row_and_only_averages() -> None:
     joint.set(0, 1, Score(80, 3))
     result = summary(joint, {"t0": 50.0, "t1": 50.0})
     assert (result["ap"], result["average_accuracy"]) == (70, 75)
-    assert all(result[name] is None for name in ("f_ra", "fwt", "bwt", "bwt_m"))  # type: ignore[literal-required]
+    assert all(result[name] is None for name in ("f_ra", "fwt", "bwt", "bwt_m"))
 
 
 def test_a_square_matrix_with_only_its_last_row_averages_too() -> None:

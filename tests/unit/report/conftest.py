@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-WORKED = [[90.0, None, None], [80.0, 85.0, None], [70.0, 80.0, 95.0]]
+WORKED: list[list[float | None]] = [[90.0, None, None], [80.0, 85.0, None], [70.0, 80.0, 95.0]]
 
 
 def _result(method: str = "sapt", seed: int = 0, ap: float = 81.667) -> dict[str, Any]:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from raycl.errors import RunError
@@ -17,12 +19,12 @@ Make = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[plots.Figure]:
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures behind the files written in a test."""
-    figures: list[plots.Figure] = []
+    figures: list[Figure] = []
     save = plots._save
 
-    def keep(figure: plots.Figure, path: str | Path) -> Path:
+    def keep(figure: Figure, path: str | Path) -> Path:
         figures.append(figure)
         return save(figure, path)
 
@@ -31,7 +33,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[plots.Figure]:
 
 
 def test_heatmap_writes_scores_and_leaves_the_rest_blank(
-    tmp_path: Path, make_result: Make, drawn: list[plots.Figure]
+    tmp_path: Path, make_result: Make, drawn: list[Figure]
 ) -> None:
     path = heatmap(make_result(), tmp_path / "new" / "matrix.png")
     assert path.is_file() and imread(path).shape[0] > 200
@@ -40,7 +42,7 @@ def test_heatmap_writes_scores_and_leaves_the_rest_blank(
     assert axes.get_title(loc="left") == "sapt on long-a, mini-t5, seed 0\nAP 81.7   F.Ra 12.5"
 
 
-def test_heatmaps_share_one_picture(tmp_path: Path, make_result: Make, drawn: list[plots.Figure]) -> None:
+def test_heatmaps_share_one_picture(tmp_path: Path, make_result: Make, drawn: list[Figure]) -> None:
     joint = make_result("joint") | {"stages": ["joint"], "metrics": {"ap": 81.7}}
     joint["matrix"] = joint["matrix"][-1:]
     heatmaps([make_result(), joint], tmp_path / "both.png")
@@ -55,13 +57,11 @@ def test_pictures_nobody_could_read_are_refused(tmp_path: Path, make_result: Mak
         heatmaps([make_result()] * runs, tmp_path / "no.png")
 
 
-def test_forgetting_curves_start_at_the_tasks_own_stage(
-    tmp_path: Path, make_result: Make, drawn: list[plots.Figure]
-) -> None:
+def test_forgetting_curves_start_at_the_tasks_own_stage(tmp_path: Path, make_result: Make, drawn: list[Figure]) -> None:
     result = make_result()
     result["matrix"][0][1] = {"value": 33.0, "count": 1, "extra": {}}  # a zero-shot score is no forgetting
     assert forgetting_curves(result, tmp_path / "curves.png").is_file()
-    curves = {str(line.get_label()): [float(y) for y in line.get_ydata()] for line in drawn[0].axes[0].lines}
+    curves = {str(line.get_label()): np.asarray(line.get_ydata()).tolist() for line in drawn[0].axes[0].lines}
     assert curves["agnews"] == [90, 80, 70]
     assert curves["dbpedia"] == pytest.approx([float("nan"), 85, 80], nan_ok=True)
 

@@ -45,6 +45,9 @@ def test_joint_and_unfinished_matrices_are_shown(make_result: Make) -> None:
     result["matrix"] = [[None, *result["matrix"][-1][1:]]]
     assert "after joint             80.0   95.0" in matrix_table(result)
     assert "AP –" in matrix_table(result)
+    unfinished = make_result() | {"finished": False}
+    unfinished["matrix"][2] = [None, None, None]
+    assert matrix_table(unfinished).endswith("note: unfinished, 2 of 3 stages evaluated")
 
 
 def test_seeds_become_mean_and_spread(make_result: Make) -> None:
@@ -58,7 +61,7 @@ def test_seeds_become_mean_and_spread(make_result: Make) -> None:
 def test_runs_with_other_settings_are_told_apart_not_averaged(make_result: Make) -> None:
     wide = make_result("lora", seed=1)
     wide["config"]["method"]["rank"] = 16
-    wide["config"]["tracking"] = {"backend": "wandb"}
+    wide["config"] |= {"tracking": {"backend": "wandb"}, "eval": {"singles": "runs/single-1"}}
     lines = compare([make_result("lora"), wide, make_result("sapt")])
     assert [(line.method, line.settings) for line in lines] == [
         ("lora", "method.rank=8"),

@@ -1,0 +1,96 @@
+"""A whole table with one command: several runs on the same stream, one after another, resumable run by run.
+
+Why it exists: a comparison is honest only if every row shares data, backbone and training; so they share one base
+config here, and each run adds overrides in the language of the command line. Finished runs are read, not repeated.
+What it does not know: how a run is launched or drawn.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from raycl import config as configs
+from raycl import launch
+from raycl.config import Section
+from raycl.errors import RayclError
+from raycl.run import RunConfig
+from raycl.storage import Storage
+
+log = logging.getLogger("raycl")
+
+
+class Entry(Section):
+    """One row of the table."""
+
+    set: tuple[str, ...] = Field((), description="overrides, as on the command line")
+    singles: str | None = Field(None, description="the entry (a `separate` run) that FWT compares with")
+
+
+class ComparisonConfig(Section):
+    """Runs that differ only in what is named."""
+
+    name: str
+    base: dict[str, Any] = Field(default_factory=dict, description="config tree that all runs share")
+    runs: dict[str, Entry]
+    seeds: tuple[int, ...] = Field((42,), min_length=1)
+
+    @model_validator(mode="after")
+    def _singles_come_first(self) -> ComparisonConfig:
+        names = list(self.runs)
+        for position, (name, entry) in enumerate(self.runs.items()):
+            if entry.singles is not None and entry.singles not in names[:position]:
+                raise ValueError(f"runs.{name}.singles is '{entry.singles}': expected a run that stands above it")
+        return self
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the runs: result trees by run name, and the error of each that failed."""
+
+    results: dict[str, dict[str, Any]]
+    failed: dict[str, str]
+
+
+def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] = ()) -> Outcome:
+    """Run every row (or those named in `only`) for every seed on one cluster; a failed run does not stop the others.
+
+    Raises:
+        ConfigError: any row's config is wrong; all are checked before the first one starts.
+    """
+    planned = {
+        name: config for name, config in plan(comparison, directory).items() if not only or name.rsplit("-s", 1)[0] in only
+    }
+    outcome = Outcome({}, {})
+    if not planned:
+        return outcome
+    with launch.cluster(next(iter(planned.values()))):
+        for number, (name, config) in enumerate(planned.items(), 1):
+            log.info("== %s (%d of %d)", name, number, len(planned))
+            try:
+                outcome.results[name] = launch.train(launch.prepare(config))
+            except RayclError as error:
+                log.error("== %s failed: %s", name, error)
+                outcome.failed[name] = str(error)
+    return outcome
+
+
+def plan(comparison: ComparisonConfig, directory: str) -> dict[str, RunConfig]:
+    """Run name -> validated config, in the order in which they run."""
+    folder = Storage.at(directory).sub(comparison.name)
+    planned = {}
+    for seed in comparison.seeds:
+        for name, entry in comparison.runs.items():
+            tree = copy.deepcopy(comparison.base)
+            for override in entry.set:
+                configs.apply_override(tree, override)
+            tree["seed"] = seed
+            tree["output"] = {"dir": folder.address, "name": f"{name}-s{seed}", "exists": "resume"}
+            if entry.singles is not None:
+                tree.setdefault("eval", {})["singles"] = folder.sub(f"{entry.singles}-s{seed}").address
+            planned[f"{name}-s{seed}"] = configs.validate(RunConfig, tree)
+    return planned
