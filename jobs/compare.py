@@ -1,7 +1,7 @@
 """Run a whole comparison (several methods, several seeds) and print its table; repeat the command to go on.
 
-    python jobs/compare.py jobs/configs/compare/builtin.yaml
-    python jobs/compare.py jobs/configs/compare/builtin.yaml --only lora joint --png matrices.png
+python jobs/compare.py jobs/configs/compare/builtin.yaml
+python jobs/compare.py jobs/configs/compare/builtin.yaml --only lora joint --png matrices.png
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Train one model on a stream of tasks, and say what it kept and what it forgot.
 
-    python jobs/train_stream.py                                     the built-in stream, LoRA, this machine
-    python jobs/train_stream.py --config FILE key.path=value ...    a YAML file, then overrides
-    python jobs/train_stream.py --resume RUN_DIR                    go on where a run stopped
-    ray job submit --working-dir . -- python jobs/train_stream.py   the same on a cluster
+python jobs/train_stream.py                                     the built-in stream, LoRA, this machine
+python jobs/train_stream.py --config FILE key.path=value ...    a YAML file, then overrides
+python jobs/train_stream.py --resume RUN_DIR                    go on where a run stopped
+ray job submit --working-dir . -- python jobs/train_stream.py   the same on a cluster
 """
 
 from __future__ import annotations

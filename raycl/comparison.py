@@ -63,7 +63,9 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
         ConfigError: any row's config is wrong; all are checked before the first one starts.
     """
     planned = {
-        name: config for name, config in plan(comparison, directory).items() if not only or name.rsplit("-s", 1)[0] in only
+        name: config
+        for name, config in plan(comparison, directory).items()
+        if not only or name.rsplit("-s", 1)[0] in only
     }
     outcome = Outcome({}, {})
     if not planned:

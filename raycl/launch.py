@@ -27,15 +27,17 @@ from ray.train.torch import TorchTrainer
 
 from raycl import config as configs
 from raycl import run as runs
+from raycl.data.stream import Stream
 from raycl.errors import LaunchError, ResumeError, RunError
 from raycl.run import EXEMPT, RunConfig
 from raycl.storage import Storage
 from raycl.tracking import open_tracker
 from raycl.train.ledger import read_state
 from raycl.train.loop import StreamLoop
-from raycl.train.results import build_results
 from raycl.train.parts import RunInfo
+from raycl.train.results import build_results
 from raycl.train.world import World, default_device
+from raycl.types import Stage
 
 log = logging.getLogger("raycl")
 CONFIG = "config.yaml"
@@ -48,9 +50,20 @@ class Prepared:
     """A validated run with its folder, ready to start or to go on."""
 
     config: RunConfig
+    stream: Stream
     storage: Storage
     name: str
     singles: dict[str, float] | None
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """What is trained one after another."""
+        return runs.stages(self.config, self.stream)
+
+    @property
+    def done(self) -> int:
+        """Stages that are trained and evaluated."""
+        return len(read_state(self.storage).stages)
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -66,10 +79,10 @@ def prepare(config: RunConfig) -> Prepared:
         raise RunError(
             f"'{storage.uri}' holds a run already: go on with --resume {storage.uri}, or choose another output.name"
         )
-    runs.check(config)
+    stream = runs.check(config)
     singles = runs.read_singles(config)
     storage.write(CONFIG, configs.to_yaml(config).encode())
-    return Prepared(config, storage, name, singles)
+    return Prepared(config, stream, storage, name, singles)
 
 
 def reopen(folder: str, wanted: RunConfig | None = None, overrides: tuple[str, ...] = ()) -> Prepared:
@@ -90,8 +103,7 @@ def reopen(folder: str, wanted: RunConfig | None = None, overrides: tuple[str, .
     if changed:
         listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
         raise ResumeError(f"'{folder}' cannot go on with a changed config: {listed}; start a new run instead")
-    runs.check(new)
-    return Prepared(new, storage, storage.uri.rsplit("/", 1)[-1], runs.read_singles(new))
+    return Prepared(new, runs.check(new), storage, storage.uri.rsplit("/", 1)[-1], runs.read_singles(new))
 
 
 def _config_of(storage: Storage, overrides: tuple[str, ...] = ()) -> RunConfig:
@@ -108,27 +120,21 @@ def train(prepared: Prepared) -> dict[str, Any]:
         LaunchError: the cluster cannot ever give the workers.
         RunError: the workers failed more often than `launch.max_failures`.
     """
-    stages = _stage_count(prepared)
-    if len(read_state(prepared.storage).stages) < stages:
+    stages = len(prepared.stages)
+    if prepared.done < stages:
         with cluster(prepared.config):
             scaling = scaling_of(prepared.config)
-            while (done := len(read_state(prepared.storage).stages)) < stages:
+            while (done := prepared.done) < stages:
                 _fit(prepared, scaling, done)
     return finish(prepared)
 
 
-def _stage_count(prepared: Prepared) -> int:
-    stream = runs.open_stream(prepared.config.stream, prepared.config.seed)
-    return len(stream.stages(runs.method_class(prepared.config.method.name).joint))
-
-
 def finish(prepared: Prepared) -> dict[str, Any]:
     """Results from the ledger, written to `results.json`."""
-    config = prepared.config
-    stream = runs.open_stream(config.stream, config.seed)
-    stages = stream.stages(runs.method_class(config.method.name).joint)
+    config, stream = prepared.config, prepared.stream
     info = RunInfo(config.seed, configs.as_tree(config), runs.fingerprint(config), prepared.singles)
-    results = build_results(info, stream.name, stream.notes, stream.tasks, stages, read_state(prepared.storage))
+    state = read_state(prepared.storage)
+    results = build_results(info, stream.name, stream.notes, stream.tasks, prepared.stages, state)
     prepared.storage.write_json("results.json", results)
     return results
 
@@ -161,10 +167,11 @@ def scaling_of(config: RunConfig) -> ScalingConfig:
     cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
     gpu = launch.gpus_per_worker if launch.gpus_per_worker is not None else float(gpus >= launch.workers)
     cpu = launch.cpus_per_worker or max(1.0, cpus // launch.workers if not gpu else 1.0)
-    if not launch.wait_for_nodes and (cpu * launch.workers > cpus or gpu * launch.workers > gpus):
+    wanted = (cpu * launch.workers, gpu * launch.workers)
+    if not launch.wait_for_nodes and (wanted[0] > cpus or wanted[1] > gpus):
         raise LaunchError(
-            f"launch.workers={launch.workers} needs {cpu * launch.workers:g} CPUs and {gpu * launch.workers:g} GPUs, but the "
-            f"cluster has {cpus:g} CPUs and {gpus:g} GPUs: ask for fewer workers, set launch.cpus_per_worker or "
+            f"launch.workers={launch.workers} needs {wanted[0]:g} CPUs and {wanted[1]:g} GPUs, but the cluster has "
+            f"{cpus:g} CPUs and {gpus:g} GPUs: ask for fewer workers, set launch.cpus_per_worker or "
             "launch.gpus_per_worker, or set launch.wait_for_nodes=true if the cluster grows"
         )
     resources = {"CPU": cpu, **({"GPU": gpu} if gpu else {})}
@@ -197,7 +204,7 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int) -> None:
             trainer.fit()
     except ray.train.TrainingFailedError as error:
         raise RunError(f"the workers failed: {_cause(error)}; go on with --resume {prepared.storage.uri}") from error
-    if len(read_state(prepared.storage).stages) == done:
+    if prepared.done == done:
         raise RunError(f"the workers ended without finishing a stage: see the logs above; run '{prepared.storage.uri}'")
 
 
@@ -211,7 +218,10 @@ def worker_main(job: dict[str, Any]) -> None:
     torch.set_num_threads(job["threads"])
     context = ray.train.get_context()
     world = World(
-        context.get_world_rank(), context.get_world_size(), context.get_local_rank(), default_device(context.get_local_rank())
+        context.get_world_rank(),
+        context.get_world_size(),
+        context.get_local_rank(),
+        default_device(context.get_local_rank()),
     )
     config = configs.validate(RunConfig, job["config"])
     parts, open_engine = runs.build(config, world, job["singles"])

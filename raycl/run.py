@@ -29,6 +29,7 @@ from raycl.train.loop import OpenEngine, micro_batch_size
 from raycl.train.parts import Parts, RunInfo
 from raycl.train.settings import CheckpointConfig, DeepSpeedConfig, EngineConfig, TorchConfig, TrainConfig
 from raycl.train.world import World
+from raycl.types import Stage
 
 EXEMPT = ("launch", "tracking", "output")
 """Sections that cannot change what a run learns: they may differ on resume and stay out of the fingerprint."""
@@ -108,6 +109,11 @@ def fingerprint(config: RunConfig) -> str:
     return configs.fingerprint(config, without=EXEMPT)
 
 
+def stages(config: RunConfig, stream: Stream) -> tuple[Stage, ...]:
+    """What the configured method trains one after another."""
+    return stream.stages(method_class(config.method.name).joint)
+
+
 def check(config: RunConfig) -> Stream:
     """Everything that can be known before any worker starts; returns the stream, read and validated.
 
@@ -117,7 +123,11 @@ def check(config: RunConfig) -> Stream:
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     check_engine(config)
     workers = config.launch.workers
-    check_batch(config.train.batch_size, micro_batch_size(config.train.batch_size, config.train.micro_batch_size, workers), workers)
+    check_batch(
+        config.train.batch_size,
+        micro_batch_size(config.train.batch_size, config.train.micro_batch_size, workers),
+        workers,
+    )
     stream = open_stream(config.stream, config.seed)
     stream.check(codec)
     for task in stream.tasks:
@@ -125,7 +135,9 @@ def check(config: RunConfig) -> Stream:
     unknown = set(config.train.epochs_by_task) - {task.name for task in stream.tasks}
     if unknown:
         names = ", ".join(task.name for task in stream.tasks)
-        raise ConfigError(f"train.epochs_by_task names {sorted(unknown)}, which the stream lacks: expected some of {names}")
+        raise ConfigError(
+            f"train.epochs_by_task names {sorted(unknown)}, which the stream lacks: expected some of {names}"
+        )
     return stream
 
 
@@ -174,10 +186,15 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
     results = read_results(config.eval.singles)
     mine, theirs = configs.as_tree(config), results["config"]
     if theirs["method"]["name"] != "separate":
-        raise ConfigError(f"eval.singles '{config.eval.singles}' is a run of '{theirs['method']['name']}': expected separate")
+        raise ConfigError(
+            f"eval.singles '{config.eval.singles}' is a run of '{theirs['method']['name']}': expected separate"
+        )
     learner = mine["method"].get("learner", mine["method"]) if config.method.name in REFERENCES else mine["method"]
     expected = {"method": learner, **{key: mine[key] for key in ("seed", "stream", "backbone", "train")}}
-    found = {"method": theirs["method"]["learner"], **{key: theirs[key] for key in ("seed", "stream", "backbone", "train")}}
+    found = {
+        "method": theirs["method"]["learner"],
+        **{key: theirs[key] for key in ("seed", "stream", "backbone", "train")},
+    }
     differing = _single_differences(expected, found)
     if differing:
         raise ConfigError(
@@ -201,5 +218,9 @@ def run_folder(config: RunConfig) -> tuple[Storage, str]:
     backbone = config.backbone.name.rstrip("/").split("/")[-1]
     base = f"{config.stream.name}-{backbone}-{config.method.name}-s{config.seed}"
     taken = set(root.list()) if root.exists() else set()
-    name = next(name for number in range(1, len(taken) + 2) if (name := base if number == 1 else f"{base}-{number}") not in taken)
+    name = next(
+        name
+        for number in range(1, len(taken) + 2)
+        if (name := base if number == 1 else f"{base}-{number}") not in taken
+    )
     return root.sub(name), name

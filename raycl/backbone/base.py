@@ -82,7 +82,7 @@ class Backbone(nn.Module, ABC):
             max_new_tokens: limit of a generated answer; unused by encoder-only backbones.
         """
 
-    def learn_labels(self, labels: Sequence[str]) -> None:  # noqa: B027  text backbones have no head to grow
+    def learn_labels(self, labels: Sequence[str]) -> None:
         """Make sure the label head has a row for each of `labels`; nothing to do where there is no head."""
 
     def model_files(self) -> dict[str, bytes]:

@@ -12,15 +12,21 @@ from torch import nn
 
 from raycl.errors import BackboneError
 
-ROLES: dict[str, str] = {
-    "attention.query": r"(attention\.self\.query|attention\.q_lin|Attention\.q|attn\.q_proj|attention\.query)",
-    "attention.key": r"(attention\.self\.key|attention\.k_lin|Attention\.k|attn\.k_proj|attention\.key)",
-    "attention.value": r"(attention\.self\.value|attention\.v_lin|Attention\.v|attn\.v_proj|attention\.value)",
-    "attention.qkv": r"(attn\.c_attn|attn\.qkv_proj|attention\.query_key_value|attn\.Wqkv|self_attention\.query_key_value)",
-    "attention.out": r"(attention\.output\.dense|attention\.out_lin|Attention\.o|attn\.o_proj|attn\.out_proj|attn\.c_proj|attention\.dense|self_attention\.dense)",
-    "ffn": r"(intermediate\.dense|(?<!attention\.)output\.dense|DenseReluDense\.\w+|mlp\.\w+|ffn\.lin[12]|fc[12])",
+ROLES: dict[str, tuple[str, ...]] = {
+    "attention.query": (r"attention\.(self\.)?query", r"attention\.q_lin", r"Attention\.q", r"attn\.q_proj"),
+    "attention.key": (r"attention\.(self\.)?key", r"attention\.k_lin", r"Attention\.k", r"attn\.k_proj"),
+    "attention.value": (r"attention\.(self\.)?value", r"attention\.v_lin", r"Attention\.v", r"attn\.v_proj"),
+    "attention.qkv": (r"attn\.c_attn", r"attn\.qkv_proj", r"attn\.Wqkv", r"attention\.query_key_value"),
+    "attention.out": (r"attention\.(output\.)?dense", r"attention\.out_lin", r"Attention\.o", r"attn\.(o|out|c)_proj"),
+    "ffn": (
+        r"(intermediate|(?<!attention\.)output)\.dense",
+        r"DenseReluDense\.\w+",
+        r"mlp\.\w+",
+        r"ffn\.lin\d",
+        r"fc\d",
+    ),
 }
-"""Role -> regular expression for the end of a module's path (BERT, RoBERTa, DistilBERT, T5, LLaMA, GPT-2, NeoX, Phi)."""
+"""Role -> how a module's path ends (BERT, RoBERTa, DistilBERT, T5, LLaMA, GPT-2, NeoX, Phi and their kin)."""
 
 
 def linear_names(model: nn.Module, targets: Sequence[str]) -> list[str]:
@@ -47,10 +53,10 @@ def linear_names(model: nn.Module, targets: Sequence[str]) -> list[str]:
     return [name for name in linears if name in chosen]
 
 
-def _patterns(target: str) -> list[str]:
+def _patterns(target: str) -> tuple[str, ...]:
     if target == "attention":
-        return [pattern for role, pattern in ROLES.items() if role.startswith("attention.")]
-    return [ROLES.get(target, rf"(^|\.){target}")]
+        return tuple(pattern for role, ends in ROLES.items() if role.startswith("attention.") for pattern in ends)
+    return ROLES.get(target, (rf"(^|\.){target}",))
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 from raycl.backbone import Backbone, Output
 from raycl.train.engine import MOMENTS, adamw, advance, schedule
@@ -39,7 +40,7 @@ def _library(world: World) -> Any:
     if not dist.is_initialized():
         assert world.size == 1, "several workers, but no process group"
         backend = "nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     for name, value in (("RANK", world.rank), ("LOCAL_RANK", world.local_rank), ("WORLD_SIZE", world.size)):
         os.environ.setdefault(name, str(value))
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
@@ -189,9 +190,9 @@ class DeepSpeedEngine:
             fresh[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         self.engine.destroy()
         for module in self.backbone.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = fresh[id(parameter)]
+            for name, old in module._parameters.items():
+                if old is not None:
+                    module._parameters[name] = fresh[id(old)]
         _drop_new_hooks(self.backbone, self._hooks)
         self.engine = self.optimizer = self.schedule = None  # type: ignore[assignment]
         self.trained.clear()

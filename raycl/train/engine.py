@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from raycl.backbone import Backbone, Output
@@ -72,9 +73,11 @@ def adamw(parameters: Iterable[nn.Parameter], train: TrainConfig) -> AdamW:
     )
 
 
-def schedule(optimizer: AdamW, train: TrainConfig, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+def schedule(optimizer: AdamW, train: TrainConfig, steps: int) -> LambdaLR:
     """The Hugging Face schedule of that name over `steps` optimizer steps."""
-    return get_scheduler(train.lr_scheduler, optimizer, num_warmup_steps=train.warmup(steps), num_training_steps=steps)
+    made = get_scheduler(train.lr_scheduler, optimizer, num_warmup_steps=train.warmup(steps), num_training_steps=steps)
+    assert isinstance(made, LambdaLR), f"{train.lr_scheduler} is no function of the step, so it cannot be resumed"
+    return made
 
 
 class TorchEngine:
@@ -119,7 +122,7 @@ class TorchEngine:
     def _summed(self, gradients: list[Tensor]) -> list[Tensor]:
         flat = self.world.sum(torch.cat([gradient.reshape(-1) for gradient in gradients]))
         sizes = [gradient.numel() for gradient in gradients]
-        return [part.view_as(old) for part, old in zip(flat.split(sizes), gradients, strict=True)]
+        return [part.view_as(old) for part, old in zip(torch.split(flat, sizes), gradients, strict=True)]
 
     @property
     def learning_rate(self) -> float:
@@ -153,7 +156,7 @@ class TorchEngine:
         self.optimizer.zero_grad()
 
 
-def advance(scheduler: torch.optim.lr_scheduler.LambdaLR, steps: int) -> None:
+def advance(scheduler: LambdaLR, steps: int) -> None:
     """Put a fresh schedule where it would be after `steps` steps."""
     state = scheduler.state_dict()
     rates = [base * rate(steps) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
-from transformers import SchedulerType
 
 from raycl.config import Section
 
@@ -38,13 +37,14 @@ class TrainConfig(Section):
     def _known_scheduler(cls, value: str) -> str:
         if value not in SCHEDULERS:
             raise ValueError(f"train.lr_scheduler is '{value}': expected one of {', '.join(SCHEDULERS)}")
-        return SchedulerType(value).value
+        return value
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainConfig:
         if self.lr_scheduler == "constant" and (self.warmup_steps or self.warmup_ratio):
             raise ValueError(
-                "train.lr_scheduler 'constant' ignores warm-up: use constant_with_warmup, or drop warmup_steps and warmup_ratio"
+                "train.lr_scheduler 'constant' ignores warm-up: "
+                "use constant_with_warmup, or drop warmup_steps and warmup_ratio"
             )
         return self
 

@@ -1,0 +1,59 @@
+"""One row of the accuracy matrix: after a stage, every task that counts, its examples spread over the workers.
+
+What it does not know: what was trained, and where the row is recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+
+from raycl.data.loader import eval_batches
+from raycl.eval.evaluator import merge, predict_share, score_task
+from raycl.storage import Storage
+from raycl.train.parts import Parts
+from raycl.train.world import World
+from raycl.types import Score, Stage, Task
+
+log = logging.getLogger("raycl")
+
+
+def evaluate_row(parts: Parts, stage: Stage, world: World, storage: Storage) -> dict[str, Score]:
+    """Task name -> score after `stage`. Collective; rank 0 says each score and keeps the answers."""
+    parts.backbone.eval()
+    return {task.name: _score(parts, stage, task, world, storage) for task in _tasks(parts, stage)}
+
+
+def _tasks(parts: Parts, stage: Stage) -> list[Task]:
+    """The stage's own tasks (one model per task), every task seen, or all."""
+    if parts.method.one_model_per_task:
+        return list(stage.tasks)
+    if parts.evaluation.tasks == "all":
+        return list(parts.stream.tasks)
+    return [task for seen in parts.stages[: stage.index + 1] for task in seen.tasks]
+
+
+def _score(parts: Parts, stage: Stage, task: Task, world: World, storage: Storage) -> Score:
+    backbone, settings, codec = parts.backbone, parts.evaluation, parts.backbone.codec
+    table = parts.stream.table(task, settings.split, codec)
+    limit = settings.max_new_tokens or codec.max_target_tokens
+    batches = eval_batches(table, None, world.rank, world.size, settings.batch_size, codec.pad_id)
+    share = predict_share(batches, lambda batch: backbone.predict(batch.to(world.device), limit))
+    answers = merge(world.gather(share), len(table))
+    references = table.references(range(len(table)))
+    others = {label for other in parts.stream.tasks if other is not task for label in other.labels or ()}
+    cell = score_task(task, answers, references, others)
+    if world.is_first:
+        off = f", {cell.extra['off_task']:g} off task" if cell.extra.get("off_task") else ""
+        log.info("    %-36s %5.1f  (%d examples%s)", task.name, cell.value, cell.count, off)
+        if settings.save_predictions:
+            name = f"predictions/{stage.index:03d}-{stage.name}/{task.name}.jsonl"
+            storage.write(name, _jsonl(table.texts(range(len(table))), references, answers))
+    return cell
+
+
+def _jsonl(texts: Sequence[str], references: Sequence[Sequence[str]], answers: Sequence[str]) -> bytes:
+    rows = zip(texts, references, answers, strict=True)
+    lines = [json.dumps({"text": text, "references": list(refs), "answer": answer}) for text, refs, answer in rows]
+    return ("\n".join(lines) + "\n").encode()

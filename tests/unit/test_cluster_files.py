@@ -1,0 +1,135 @@
+"""The files of cluster/ parse, agree with pyproject.toml on versions, and name jobs and settings that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+REPO = Path(__file__).resolve().parents[2]
+CLUSTER = REPO / "cluster"
+FILES = sorted(path for path in CLUSTER.iterdir() if path.is_file())
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+RAY = next(line.partition("==")[2] for line in PROJECT["dependencies"] if line.startswith("ray["))
+PYTHON = PROJECT["requires-python"].removeprefix(">=").replace(".", "")
+VERSION = re.findall(r'__version__ = "(.+)"', (REPO / "raycl" / "__init__.py").read_text())[0]
+IMAGE = f"REGISTRY/raycl:{VERSION}"
+
+
+def tree(name: str) -> Any:
+    return yaml.safe_load((CLUSTER / name).read_text())
+
+
+def commands(text: str) -> list[list[str]]:
+    """The arguments of every `jobs/*.py` in a text, up to the end of the line (joined lines count as one)."""
+    joined = re.sub(r"\\\n", " ", text)
+    joined = re.sub(r"(?<=\S)\n(?=\s+[a-z_]+\.[a-z_]+=)", " ", joined)  # folded YAML goes on with overrides
+    return [shlex.split(found, comments=True) for found in re.findall(r"jobs/\w+\.py[^\n`]*", joined)]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".yaml"], ids=lambda path: path.name)
+def test_yaml_parses(path: Path) -> None:
+    assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_named_files_exist(path: Path) -> None:
+    named = set(re.findall(r"\b((?:jobs|cluster|sweeps)/[\w./-]+\.\w+)", path.read_text()))
+    missing = sorted(name for name in named if not (REPO / name).is_file())
+    assert not missing, f"cluster/{path.name} names {missing}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_settings_on_command_lines_exist(path: Path) -> None:
+    from raycl import config
+    from raycl.run import RunConfig
+
+    for words in commands(path.read_text()):
+        if words[0] != "jobs/train_stream.py":
+            continue
+        built: dict[str, Any] = {}
+        for word in words:
+            if re.match(r"[a-z_.]+=", word):
+                config.apply_override(built, word)
+        config.validate(RunConfig, built)
+
+
+def test_the_command_finder_joins_lines() -> None:
+    text = "python jobs/a.py \\\n    x.y=1\n  entry: >-\n    python /home/jobs/b.py --config c\n    x.y=2 x.z=3\n    x.w=4\n  z: 1"
+    assert commands(text) == [["jobs/a.py", "x.y=1"], ["jobs/b.py", "--config", "c", "x.y=2", "x.z=3", "x.w=4"]]
+
+
+@pytest.mark.parametrize("name", ["aws.yaml", "gcp.yaml"])
+def test_launcher_files_fit_rays_schema(name: str) -> None:
+    import jsonschema
+    import ray
+
+    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+    jsonschema.validate(tree(name), schema)
+    assert tree(name)["head_node_type"] in tree(name)["available_node_types"]
+    assert tree(name)["max_workers"] >= sum(
+        kind.get("min_workers", 0) for kind in tree(name)["available_node_types"].values()
+    )
+    assert "~/.ray/auth_token" in tree(name)["file_mounts"]
+
+
+def test_one_image_everywhere() -> None:
+    images = {path.name: re.findall(r"\S+/raycl:\S+", path.read_text()) for path in FILES}
+    assert {image for found in images.values() for image in found} == {IMAGE}
+    users = {"aws.yaml", "gcp.yaml", "kuberay-raycluster.yaml", "kuberay-rayjob.yaml", "Dockerfile"}
+    assert users == {name for name, found in images.items() if found}
+
+
+def test_the_image_has_the_projects_python_and_ray() -> None:
+    bases = re.findall(r"rayproject/ray:(\S+?)-(py\d+)\b", (CLUSTER / "Dockerfile").read_text())
+    assert set(bases) == {(RAY, f"py{PYTHON}")}
+    pinned = (REPO / "constraints.txt").read_text().splitlines()
+    assert f"ray=={RAY}" in pinned
+    assert re.findall(r"torch==\S+", (CLUSTER / "Dockerfile").read_text())[0] in pinned
+
+
+def test_what_the_image_copies_exists() -> None:
+    copied = re.findall(r"^COPY (?:--\S+ )?(.+) \S+$", (CLUSTER / "Dockerfile").read_text(), flags=re.MULTILINE)
+    assert [name for line in copied for name in line.split() if not (REPO / name).exists()] == []
+
+
+@pytest.mark.parametrize("name", ["kuberay-raycluster.yaml", "kuberay-rayjob.yaml"])
+def test_kubernetes_files(name: str) -> None:
+    found = tree(name)
+    assert found["apiVersion"] == "ray.io/v1"
+    cluster = found["spec"] if found["kind"] == "RayCluster" else found["spec"]["rayClusterSpec"]
+    assert cluster["rayVersion"] == RAY
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        pod = group["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            assert container["image"] == IMAGE
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+            assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".sh"], ids=lambda path: path.name)
+def test_scripts_are_bash_and_strict(path: Path) -> None:
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    assert path.stat().st_mode & 0o111, f"{path.name} is not executable"
+    assert "set -euo pipefail" in path.read_text()
+
+
+def test_nothing_switches_token_authentication_off() -> None:
+    for path in FILES:
+        assert not re.search(r"RAY_AUTH_MODE\W+disabled", path.read_text()), path.name
+
+
+def test_the_readme_names_every_file() -> None:
+    text = (CLUSTER / "README.md").read_text()
+    assert [path.name for path in FILES if path.name != "README.md" and f"`{path.name}`" not in text] == []
