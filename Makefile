@@ -41,12 +41,12 @@ check: venv  ## format, lint, types, architecture
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -p no:cacheprovider --durations=0 tests/test_architecture.py
+	@$(BIN)/python -m pytest -p no:cacheprovider -o addopts=-q tests/test_architecture.py
 
 format: venv  ## rewrite the files in the house style
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
 clean:  ## remove caches and build leftovers; the environment and runs/ stay
-	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -48,7 +48,7 @@ for _ in $(seq 2 "$NODES"); do
 done
 
 export RAY_ADDRESS=$address
-timeout 120 python - "$NODES" <<'PY' || { cat "$folder/start.log" >&2; exit 1; }
+timeout --foreground 120 python - "$NODES" <<'PY' || { cat "$folder/start.log" >&2; exit 1; }
 import sys, time
 import ray
 

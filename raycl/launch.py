@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from ray.train.torch import TorchTrainer
 from raycl import config as configs
 from raycl import run as runs
 from raycl.data.stream import Stream
-from raycl.errors import LaunchError, ResumeError, RunError
+from raycl.errors import LaunchError, RayclError, ResumeError, RunError
 from raycl.run import EXEMPT, RunConfig
 from raycl.storage import Storage
 from raycl.tracking import open_tracker
@@ -180,32 +182,32 @@ def scaling_of(config: RunConfig) -> ScalingConfig:
 
 def _fit(prepared: Prepared, scaling: ScalingConfig, done: int) -> None:
     """One Ray Train run: the whole stream, or one stage of it with fresh workers."""
-    config = prepared.config
-    attempts = len(read_state(prepared.storage).attempts)
-    trainer = TorchTrainer(
-        worker_main,
-        train_loop_config={
-            "config": configs.as_tree(config),
-            "folder": prepared.storage.address,
-            "name": prepared.name,
-            "singles": prepared.singles,
-            "stop_after": 1 if config.launch.fresh_workers_per_task else None,
-            "threads": int(scaling.num_cpus_per_worker),
-        },
-        scaling_config=scaling,
-        run_config=RayRunConfig(
-            name=f"{prepared.name}-{attempts + 1:04d}",
-            storage_path=prepared.storage.sub("ray").address,
-            failure_config=FailureConfig(max_failures=config.launch.max_failures),
-        ),
+    config, storage = prepared.config, prepared.storage
+    driver = uuid.uuid4().hex[:12]
+    job = {
+        "driver": driver,
+        "config": configs.as_tree(config),
+        "folder": storage.address,
+        "name": prepared.name,
+        "singles": prepared.singles,
+        "stop_after": 1 if config.launch.fresh_workers_per_task else None,
+        "threads": int(scaling.num_cpus_per_worker),
+    }
+    ray_run = RayRunConfig(
+        name=f"{prepared.name}-{driver}",
+        storage_path=storage.sub("ray").address,
+        failure_config=FailureConfig(max_failures=config.launch.max_failures),
     )
+    trainer = TorchTrainer(worker_main, train_loop_config=job, scaling_config=scaling, run_config=ray_run)
     try:
-        with follow(prepared.storage):
+        with follow(storage):
             trainer.fit()
     except ray.train.TrainingFailedError as error:
-        raise RunError(f"the workers failed: {_cause(error)}; go on with --resume {prepared.storage.uri}") from error
+        raise RunError(f"the workers failed: {_cause(error)}; go on with --resume {storage.uri}") from error
+    if storage.exists(_error_file(driver)):
+        raise RunError(f"{storage.read_json(_error_file(driver))['message']} (run {storage.uri})")
     if prepared.done == done:
-        raise RunError(f"the workers ended without finishing a stage: see the logs above; run '{prepared.storage.uri}'")
+        raise RunError(f"the workers ended without finishing a stage: see '{storage.uri}/{LOGS}'")
 
 
 def _cause(error: BaseException) -> str:
@@ -213,21 +215,40 @@ def _cause(error: BaseException) -> str:
     return text.splitlines()[-1] if text else type(error).__name__
 
 
+def _error_file(driver: str) -> str:
+    return f"errors/{driver}.json"
+
+
 def worker_main(job: dict[str, Any]) -> None:
-    """What every Ray Train worker runs."""
+    """What every Ray Train worker runs.
+
+    Ray starts a failed worker group again. That helps after a crash, not after an error of ours, which would only
+    come back: it is left on storage, and the new group ends at once, so that the driver can say it.
+    """
+    storage = Storage.at(job["folder"])
+    if not storage.exists(CONFIG):
+        raise RunError(
+            f"the worker on {socket.gethostname()} does not see '{storage.uri}': "
+            "set output.dir to a file system that all nodes share, or to s3://"
+        )
+    if storage.exists(_error_file(job["driver"])):
+        return
+    try:
+        _run_worker(job, storage)
+    except RayclError as error:
+        storage.write_json(_error_file(job["driver"]), {"type": type(error).__name__, "message": str(error)})
+        raise
+
+
+def _run_worker(job: dict[str, Any], storage: Storage) -> None:
     torch.set_num_threads(job["threads"])
     context = ray.train.get_context()
-    world = World(
-        context.get_world_rank(),
-        context.get_world_size(),
-        context.get_local_rank(),
-        default_device(context.get_local_rank()),
-    )
+    local = context.get_local_rank()
+    world = World(context.get_world_rank(), context.get_world_size(), local, default_device(local))
     config = configs.validate(RunConfig, job["config"])
     parts, open_engine = runs.build(config, world, job["singles"])
-    storage = Storage.at(job["folder"])
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
-    loop = StreamLoop(parts, open_engine, storage, world, tracker, _report)
+    loop = StreamLoop(parts, open_engine, storage, world, tracker, _report, job["driver"])
     if loop.ledger is not None:
         log_to(RunLog(storage, loop.ledger.attempt))
     loop.run(job["stop_after"])

@@ -5,6 +5,7 @@ What it does not know: Ray (`raycl.launch` starts workers that call `build`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,7 +56,11 @@ class LaunchConfig(Section):
 class OutputConfig(Section):
     """Where the run writes."""
 
-    dir: str = Field("runs", description="folder or s3:// URI; every worker must reach it")
+    dir: str | None = Field(
+        None,
+        description="folder or s3:// URI that every worker reaches; null: $RAYCL_RUNS, else ~/raycl-runs in a "
+        "submitted job (whose own folder is temporary), else ./runs",
+    )
     name: str | None = Field(None, description="folder of this run; null: made from stream, backbone, method, seed")
     exists: str = Field("error", pattern="^(error|resume)$", description="resume: go on if the run is there already")
 
@@ -210,9 +215,15 @@ def _single_differences(expected: Tree, found: Tree) -> list[str]:
     return [key for key in configs.differences(found, expected) if key not in ("stream.name", "stream.tasks")]
 
 
+def default_directory() -> str:
+    """Where runs go when the config does not say."""
+    in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    return os.environ.get("RAYCL_RUNS") or ("~/raycl-runs" if in_job else "runs")
+
+
 def run_folder(config: RunConfig) -> tuple[Storage, str]:
     """Where a new run writes: the configured name, or a telling one that is not taken yet."""
-    root = Storage.at(config.output.dir)
+    root = Storage.at(config.output.dir or default_directory())
     if config.output.name:
         return root.sub(config.output.name), config.output.name
     backbone = config.backbone.name.rstrip("/").split("/")[-1]

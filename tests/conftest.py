@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 QUIET = {
@@ -28,6 +29,9 @@ TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 for key, value in {**THREADS, **QUIET, **TOKEN}.items():
     os.environ.setdefault(key, value)
+
+settings.register_profile("raycl", derandomize=True, database=None, deadline=None)
+settings.load_profile("raycl")
 
 REPO = Path(__file__).resolve().parent.parent
 

@@ -12,10 +12,10 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -57,10 +57,18 @@ DROPOUTS = (
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
 
 
+def resolve_path(name: str) -> str:
+    """Absolute form of a local folder (workers run in another directory); other names as they are."""
+    folder = Path(name).expanduser()
+    return str(folder.absolute()) if name not in PACKAGED and folder.is_dir() else name
+
+
 class BackboneConfig(Section):
     """Which pretrained model, and how it is loaded."""
 
-    name: str = Field("minilm", description="'minilm' (packaged), a hub id, or the path of a local folder")
+    name: Annotated[str, AfterValidator(resolve_path)] = Field(
+        "minilm", description="'minilm' (packaged), a hub id, or the path of a local folder"
+    )
     revision: str | None = Field(None, description="commit or tag of a hub id")
     kind: Literal["auto", "encoder", "encoder-decoder", "decoder"] = Field("auto", description="auto: from its config")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on GPUs that have it")
@@ -84,8 +92,8 @@ def resolve(name: str) -> str:
                 f"backbone '{name}' needs the package {PACKAGED[name].replace('_', '-')}: pip install it"
             )
         return str(Path(spec.origin).parent / "model")
-    if Path(name).expanduser().is_dir():
-        return str(Path(name).expanduser().absolute())
+    if Path(name).is_dir():
+        return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise BackboneError(f"backbone folder '{name}' does not exist: expected a folder, a hub id or 'minilm'")
     return name

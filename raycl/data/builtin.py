@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -94,6 +95,12 @@ def _new_text(
         if text not in seen and split_of(text) == split:
             return text
     return None
+
+
+def fingerprint() -> str:
+    """Return a digest of everything the rows depend on, so that caches notice an edited word list."""
+    sources = (Path(__file__), Path(builtin_words.__file__))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def split_of(text: str) -> str:

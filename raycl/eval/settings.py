@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from raycl.config import Section
+
+
+def _absolute(place: str | None) -> str | None:
+    """Local paths become absolute, because a resumed run may start elsewhere."""
+    return place if place is None or "://" in place else str(Path(place).expanduser().absolute())
 
 
 class EvalConfig(Section):
@@ -17,6 +23,6 @@ class EvalConfig(Section):
     batch_size: int = Field(64, ge=1, description="examples per worker per forward pass")
     max_new_tokens: int | None = Field(None, ge=1, description="limit of an answer; null: stream.max_target_tokens")
     save_predictions: bool = Field(True, description="keep every answer beside the results")
-    singles: str | None = Field(
+    singles: Annotated[str | None, AfterValidator(_absolute)] = Field(
         None, description="run directory (or results.json) of `method=separate`, whose scores FWT compares with"
     )

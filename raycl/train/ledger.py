@@ -15,6 +15,8 @@ What it does not know: what a checkpoint holds.
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -32,7 +34,7 @@ class RunState:
     Attributes:
         checkpoints: names of usable checkpoints, oldest first; the last one is where to go on.
         stages: one record per stage that is trained **and** evaluated, in order.
-        attempts: workers and start time of every attempt so far.
+        attempts: number, start time, host and process of rank 0, and further facts of every attempt so far.
     """
 
     checkpoints: list[str] = field(default_factory=list)
@@ -55,13 +57,18 @@ class Ledger:
         self._records = 1
 
     @staticmethod
-    def claim(storage: Storage, workers: int) -> Ledger:
-        """Start the next attempt on what the last one left; of two racing claims each gets its own number."""
+    def claim(storage: Storage, **facts: Any) -> Ledger:
+        """Start the next attempt on what the last one left; of two racing claims each gets its own number.
+
+        Args:
+            facts: kept in `RunState.attempts` (workers, driver, ...).
+        """
         while True:
             last = last_attempt(storage)
             state = read_state(storage)
             number = last + 1
-            state.attempts.append({"attempt": number, "workers": workers, "started": time.time()})
+            me = {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+            state.attempts.append({"attempt": number, **me, **facts})
             try:
                 storage.create(_record(number, 0), json.dumps(asdict(state), indent=1).encode())
             except AlreadyExistsError:

@@ -62,17 +62,19 @@ class StreamLoop:
         world: World,
         sink: MetricsSink | None = None,
         on_stage: Callable[[dict[str, Any]], None] | None = None,
+        driver: str = "",
     ) -> None:
         """Claim the run.
 
         Args:
             sink: rank 0's tracker, if any.
             on_stage: called on every worker after each stage with its record (Ray Train's report).
+            driver: who started the workers, for the ledger.
         """
         self.parts, self.open_engine = parts, open_engine
         self.storage, self.world = storage, world
         self.sink, self.on_stage = sink, on_stage
-        self.ledger = Ledger.claim(storage, world.size) if world.is_first else None
+        self.ledger = Ledger.claim(storage, workers=world.size, driver=driver) if world.is_first else None
         self.state: RunState = world.broadcast(self.ledger.state if self.ledger else RunState())
         self.trace = Trace(storage, self.ledger.attempt) if self.ledger else None
         self.progress = Progress(parts.train.log_every_s, len(parts.stages))

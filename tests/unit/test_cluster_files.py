@@ -62,8 +62,12 @@ def test_settings_on_command_lines_exist(path: Path) -> None:
 
 
 def test_the_command_finder_joins_lines() -> None:
-    text = "python jobs/a.py \\\n    x.y=1\n  entry: >-\n    python /home/jobs/b.py --config c\n    x.y=2 x.z=3\n    x.w=4\n  z: 1"
-    assert commands(text) == [["jobs/a.py", "x.y=1"], ["jobs/b.py", "--config", "c", "x.y=2", "x.z=3", "x.w=4"]]
+    text = (
+        "python jobs/a.py \\\n    x.y=1\n  entry: >-\n"
+        "    python /home/jobs/b.py --config c\n    x.y=2 x.z=3\n    x.w=4\n  z: 1"
+    )
+    found = [["jobs/a.py", "x.y=1"], ["jobs/b.py", "--config", "c", "x.y=2", "x.z=3", "x.w=4"]]
+    assert commands(text) == found
 
 
 @pytest.mark.parametrize("name", ["aws.yaml", "gcp.yaml"])

@@ -1,0 +1,203 @@
+"""Tiny models, tasks and runs for the suites that train: a few thousand weights, a dozen words, no network.
+
+The models are drawn from a fixed seed and saved as Hugging Face folders, so that raycl's real loading is exercised.
+What it does not know: which method or engine a test wants.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from raycl import config as configs
+from raycl.run import RunConfig, build
+from raycl.storage import Storage
+from raycl.train.engine import Engine
+from raycl.train.loop import OpenEngine, StreamLoop
+from raycl.train.progress import read_trace
+from raycl.train.world import World
+
+WORDS = "red blue cat dog the a is sky sea fire purrs barks runs sleeps warm cold Output : very much".split()
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+KINDS = ("bert", "t5", "llama")
+"""One model of each kind of backbone: encoder, encoder-decoder, decoder."""
+
+TASKS = {
+    "colour": (("red", "fire is warm very"), ("blue", "the sea is cold")),
+    "animal": (("cat", "it purrs a sleeps"), ("dog", "the barks runs much")),
+}
+"""Task -> (label, words of its texts)."""
+
+TRAIN_ROWS, TEST_ROWS = 14, 6
+"""14 rows in batches of 4 leave a last batch of 2."""
+
+
+def tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """Whole words, with the special tokens that each kind of model is used to (the decoder has no padding token)."""
+    special = {
+        "bert": {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"},
+        "t5": {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"},
+        "llama": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+        "gpt2": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    }[kind]
+    shape = {"bert": "[CLS] $A [SEP]", "t5": "$A </s>", "llama": "<s> $A", "gpt2": "$A"}[kind]
+    ids = {word: number for number, word in enumerate([*special.values(), *WORDS])}
+    made = Tokenizer(models.WordLevel(ids, unk_token=special["unk_token"]))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    used = [(word, ids[word]) for word in special.values() if word in shape]
+    made.post_processor = processors.TemplateProcessing(single=shape, special_tokens=used)
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def model(kind: str, vocabulary: int, seed: int = 0) -> Any:
+    """A randomly initialised model of two layers, the same for the same seed."""
+    torch.manual_seed(seed)
+    if kind == "bert":
+        return BertModel(BertConfig(vocab_size=vocabulary, max_position_embeddings=64, **SIZES))
+    if kind == "t5":
+        sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+        return T5ForConditionalGeneration(
+            T5Config(vocab_size=vocabulary, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **sizes)
+        )
+    if kind == "llama":
+        special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, max_position_embeddings=128, **special, **SIZES))
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, bos_token_id=1, eos_token_id=2, **sizes))
+
+
+def save_model(kind: str, folder: Path) -> Path:
+    """A Hugging Face folder with config, tokenizer and safetensors weights."""
+    words = tokenizer(kind)
+    words.save_pretrained(folder)
+    model(kind, len(words)).save_pretrained(folder)
+    return folder
+
+
+def save_tasks(root: Path) -> list[dict[str, Any]]:
+    """JSONL files of two tasks of two labels, and their entries for `stream.tasks`."""
+    for name, classes in TASKS.items():
+        (root / name).mkdir(parents=True)
+        for split, rows in (("train", TRAIN_ROWS), ("test", TEST_ROWS)):
+            lines = [_row(classes, number) for number in range(rows)]
+            (root / name / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return [{"name": name, "path": str(root / name)} for name in TASKS]
+
+
+def _row(classes: tuple[tuple[str, str], ...], number: int) -> dict[str, str]:
+    """Texts of different lengths: the label's words, turned by `number`, and one that says nothing."""
+    label, words = classes[number % len(classes)]
+    pool = [*words.split(), "a"]
+    turned = [pool[(number // 2 + place) % len(pool)] for place in range(2 + number % 4)]
+    return {"text": " ".join(turned), "label": label}
+
+
+class Lab:
+    """A folder with the models and tasks, and runs on them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.tasks = save_tasks(root / "tasks")
+
+    def model_folder(self, kind: str) -> Path:
+        """The saved model of that kind, made when first asked for."""
+        folder = self.root / "models" / kind
+        return folder if folder.is_dir() else save_model(kind, folder)
+
+    def tree(self, kind: str, method: Any = "lora", engine: Any = "torch", **sections: Any) -> dict[str, Any]:
+        """A config tree: 4 steps of 4 rows a task, a checkpoint after the second; `sections` are merged in."""
+        tree: dict[str, Any] = {
+            "stream": {"tasks": self.tasks, "dev_fraction": 0, "max_source_tokens": 24, "max_target_tokens": 4},
+            "backbone": {"name": str(self.model_folder(kind)), "dtype": "float32"},
+            "method": method,
+            "engine": engine,
+            "train": {"epochs": 1, "batch_size": 4, "learning_rate": 0.01, "log_every_s": 1000},
+            "checkpoint": {"every_steps": 2, "export": "each"},
+            "eval": {"batch_size": 4},
+        }
+        for name, values in sections.items():
+            tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
+        return tree
+
+    def config(self, kind: str, method: Any = "lora", engine: Any = "torch", **sections: Any) -> RunConfig:
+        """The same, validated."""
+        return configs.validate(RunConfig, self.tree(kind, method, engine, **sections))
+
+
+class Stop(Exception):
+    """What stands for a crash."""
+
+
+class StoppingEngine:
+    """An engine whose `step` number `after + 1`, counted over all stages, never happens."""
+
+    def __init__(self, engine: Engine, left: list[int]) -> None:
+        self.engine, self.left = engine, left
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def step(self) -> float:
+        if self.left[0] == 0:
+            raise Stop
+        self.left[0] -= 1
+        return self.engine.step()
+
+
+def stopping(open_engine: OpenEngine, after: int) -> OpenEngine:
+    """Engines that together do `after` steps and then raise."""
+    left = [after]
+    return lambda accumulation, steps: StoppingEngine(open_engine(accumulation, steps), left)  # type: ignore[return-value]
+
+
+def run(
+    config: RunConfig,
+    storage: Storage,
+    after: int | None = None,
+    on_stage: Callable[[dict[str, Any]], None] | None = None,
+    world: World | None = None,
+) -> StreamLoop:
+    """Build and run the stream as a worker does, without Ray; `after` steps of this attempt raise Stop."""
+    world = world or World.alone(torch.device("cpu"))
+    parts, open_engine = build(config, world)
+    loop = StreamLoop(
+        parts, open_engine if after is None else stopping(open_engine, after), storage, world, on_stage=on_stage
+    )
+    loop.run()
+    return loop
+
+
+def trace(storage: Storage) -> list[tuple[Any, ...]]:
+    """What must repeat bit for bit: stage, step, loss, gradient norm, rate and tokens of every step."""
+    keys = ("stage", "step", "loss", "grad_norm", "learning_rate", "tokens")
+    return [tuple(record[key] for key in keys) for record in read_trace(storage)]
+
+
+def matrix(storage: Storage) -> Any:
+    """Cells of the accuracy matrix."""
+    return storage.read_json("results.json")["matrix"]
+
+
+@contextmanager
+def unchanged(tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+    """These tensors hold the same bits afterwards."""
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    yield
+    assert [name for name, tensor in tensors.items() if not torch.equal(tensor, before[name])] == []
