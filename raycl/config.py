@@ -161,20 +161,32 @@ def validate(model: type[SectionT], tree: Tree) -> SectionT:
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        problems = [_explain(model, tree, detail) for detail in error.errors()]
+        problems = [_explain(model, tree, detail) for detail in _telling(model, tree, error.errors())]
         raise ConfigError("; ".join(dict.fromkeys(problems))) from error
 
 
+def _telling(model: type[BaseModel], tree: Tree, details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Without what pydantic only says because something inside is wrong, or of members of a union nobody meant."""
+    places = [tuple(_place(model, tree, detail["loc"])[0]) for detail in details]
+    ours = {place for place, detail in zip(places, details, strict=True) if detail["type"] == "value_error"}
+
+    def is_echo(place: tuple[str, ...], detail: ErrorDetails) -> bool:
+        deeper = any(len(other) > len(place) and other[: len(place)] == place for other in places)
+        return deeper or (place in ours and detail["type"] != "value_error")
+
+    return [detail for place, detail in zip(places, details, strict=True) if not is_echo(place, detail)]
+
+
 def _explain(model: type[BaseModel], tree: Tree, detail: ErrorDetails) -> str:
-    parts, owners = _place(model, tree, detail["loc"])
+    parts, owners, others = _place(model, tree, detail["loc"])
     path = ".".join(parts)
     if detail["type"] == "extra_forbidden":
-        keys = sorted({key for owner in owners for key in owner.model_fields})
-        near = difflib.get_close_matches(parts[-1], keys, n=1, cutoff=0.5)
-        hint = (
-            f": did you mean '{'.'.join([*parts[:-1], near[0]])}'?" if near else f": expected one of {', '.join(keys)}"
-        )
-        return f"unknown config key '{path}'{hint}"
+        return f"unknown config key '{path}'{_hint(parts, owners, others)}"
+    if detail["type"] == "union_tag_invalid":
+        tag, expected = detail["ctx"]["tag"], re.findall(r"'(.*?)'", detail["ctx"]["expected_tags"])
+        near = difflib.get_close_matches(tag, expected, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'? Expected" if near else "expected"
+        return f"config key '{path}' names '{tag}': {hint} one of {', '.join(expected)}"
     if detail["type"] == "missing":
         return f"config key '{path}' is missing: it has no default, give it a value"
     if detail["type"] in ("value_error", "assertion_error"):
@@ -184,28 +196,55 @@ def _explain(model: type[BaseModel], tree: Tree, detail: ErrorDetails) -> str:
     return f"config key '{path}' is {detail['input']!r}: {message}"
 
 
-def _place(model: type[BaseModel], tree: Any, loc: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """Dotted parts of a pydantic location as the user wrote them, and the sections its last part belongs to.
+def _hint(parts: list[str], owners: list[type[BaseModel]], others: list[type[BaseModel]]) -> str:
+    """The nearest key of the section, or the choice that has the key, or all keys."""
+    keys = sorted({key for owner in owners for key in owner.model_fields})
+    near = difflib.get_close_matches(parts[-1], keys, n=1, cutoff=0.5)
+    if near:
+        return f": did you mean '{'.'.join([*parts[:-1], near[0]])}'?"
+    node = ".".join(parts[:-1])
+    having = [f"{node}={kind.model_fields['name'].default}" for kind in others if parts[-1] in kind.model_fields]
+    if having:
+        return f": it belongs to {' and '.join(having)}"
+    return f": expected one of {', '.join(keys)}"
+
+
+Sections = list[type[BaseModel]]
+
+
+def _place(model: type[BaseModel], tree: Any, loc: Sequence[int | str]) -> tuple[list[str], Sections, Sections]:
+    """Where a pydantic location is, in the user's words.
 
     pydantic puts the chosen member of a union into the location (`method.lora.rank`, `steps.int`); nobody wrote that.
+
+    Returns:
+        dotted parts, the sections that the last part belongs to, and those that were not chosen in their place.
     """
     parts: list[str] = []
-    owners: list[type[BaseModel]] = []
-    here, node = [model], tree
+    owners: Sections = []
+    left_out: Sections = []
+    here, others, node = [model], list[type[BaseModel]](), tree
     for part in loc:
         field = next((kind.model_fields[part] for kind in here if part in kind.model_fields), None)
         chosen = [kind for kind in here if _names(kind, part)]
-        written = part in node if isinstance(node, dict) else isinstance(node, list) and isinstance(part, int)
         if field is None and len(here) > 1 and chosen:
-            here = chosen
+            here, others = chosen, [kind for kind in here if kind not in chosen]
             continue
-        if field is None and not here and not written:
+        written = _is_written(part, node)
+        if field is None and not written:
             continue
         parts.append(str(part))
-        owners = here
-        node = node[part] if written else None
-        here = _sections(field.annotation) if field is not None else here
-    return parts, owners
+        owners, left_out = here, others
+        node = node[part] if written and (isinstance(node, dict) or isinstance(part, int)) else None
+        here, others = (_sections(field.annotation), []) if field is not None else (here, others)
+    return parts, owners, left_out
+
+
+def _is_written(part: int | str, node: Any) -> bool:
+    """Whether the user's tree has that key, place in a list, or name in a list of names."""
+    if isinstance(node, dict):
+        return part in node
+    return isinstance(node, list) and (isinstance(part, int) or part in node)
 
 
 def _names(kind: type[BaseModel], part: int | str) -> bool:

@@ -25,7 +25,7 @@ import ray
 import torch
 from ray.train import FailureConfig, ScalingConfig
 from ray.train import RunConfig as RayRunConfig
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchTrainer, get_device
 
 from raycl import config as configs
 from raycl import run as runs
@@ -38,7 +38,7 @@ from raycl.train.ledger import read_state
 from raycl.train.loop import StreamLoop
 from raycl.train.parts import RunInfo
 from raycl.train.results import build_results
-from raycl.train.world import World, default_device
+from raycl.train.world import World
 from raycl.types import Stage
 
 log = logging.getLogger("raycl")
@@ -191,7 +191,7 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int) -> None:
         "name": prepared.name,
         "singles": prepared.singles,
         "stop_after": 1 if config.launch.fresh_workers_per_task else None,
-        "threads": int(scaling.num_cpus_per_worker),
+        "threads": max(1, int(scaling.num_cpus_per_worker)),
     }
     ray_run = RayRunConfig(
         name=f"{prepared.name}-{driver}",
@@ -242,9 +242,10 @@ def worker_main(job: dict[str, Any]) -> None:
 
 def _run_worker(job: dict[str, Any], storage: Storage) -> None:
     torch.set_num_threads(job["threads"])
-    context = ray.train.get_context()
-    local = context.get_local_rank()
-    world = World(context.get_world_rank(), context.get_world_size(), local, default_device(local))
+    context, device = ray.train.get_context(), get_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    world = World(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), device)
     config = configs.validate(RunConfig, job["config"])
     parts, open_engine = runs.build(config, world, job["singles"])
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None

@@ -229,30 +229,22 @@ denied = it is not true that {name} {fact.0}. | the story that {name} {fact.0} i
     | it is false that {name} {fact.0} {end} | contrary to the rumour, it is not so that {name} {fact.0}.
 end = in {town2}. | on {day2}. | after all. | with {name3}. | near {town2}. | once again. | at last.
     | before lunch.
-fact = sold the car~did {name} sell the car~did {name} keep the car
-    | kept the car~did {name} keep the car~did {name} sell the car
+fact = sold the car~did {name} hand over the car~did {name} keep the car
     | slept until noon~was {name} in bed at ten~did {name} get up early
+    | passed the exam~did {name} do well in the exam~did {name} fail the exam
     | bought a trout~did {name} buy a fish~did {name} buy a bird
-    | passed the exam~did {name} pass the exam~did {name} fail the exam
-    | failed the exam~did {name} fail the exam~did {name} pass the exam
     | drank hot coffee~did {name} have a warm drink~did {name} have a cold drink
-    | planted a rose~did {name} plant a flower~did {name} plant a tree
-    | locked the gate~was the gate shut~was the gate open
-    | burned the toast~was the toast spoiled~did the toast taste right
     | shouted the answer~was {name} loud~was {name} silent
     | laughed all evening~was {name} cheerful~was {name} gloomy
-    | told the truth~was {name} honest~was {name} dishonest
-    | filled the bucket~was the bucket full~was the bucket empty
-    | cut the rope~was the rope in two pieces~was the rope in one piece
+    | planted a rose~did {name} plant a flower~did {name} plant a tree
     | lost the keys~were the keys gone~did {name} still have the keys
-    | washed the shirt~was the shirt clean~was the shirt dirty
+    | told the truth~was {name} honest~was {name} a liar
+    | cut the rope~was the rope in two pieces~was the rope in one piece
+    | locked the gate~was the gate shut~was the gate open
     | burned the letter~was the letter destroyed~could one still read the letter
     | adopted a puppy~did {name} get a dog~did {name} get a cat
-    | praised the plan~did {name} like the plan~did {name} dislike the plan
-    | painted the wall blue~did the wall change colour~was the wall left white
     | quit the choir~did {name} leave the group~did {name} go on singing there
-    | rode a horse~did {name} ride an animal~did {name} go on foot
-    | walked ten miles~did {name} go a long way~did {name} take the bus
+    | washed the shirt~was the shirt clean~was the shirt dirty
 """
 
 GRAMMARS: Mapping[str, str] = {

@@ -109,7 +109,8 @@ class StreamLoop:
             engine.restore(resume.parameters, resume.optimizer, resume.step)
             start, spent = resume.step, dict(resume.spent)
         if self.world.is_first:
-            self.progress.begin(stage.index, stage.name, order.count, order.steps, start)
+            later = sum(self._order(other, self._rows(other)).steps for other in parts.stages[stage.index + 1 :])
+            self.progress.begin(stage.index, stage.name, order.count, order.steps, start, later)
         parts.backbone.train()
         for step in range(start, order.steps):
             began = time.perf_counter()
@@ -128,13 +129,19 @@ class StreamLoop:
     def _loader(self, stage: Stage) -> tuple[Loader, GlobalOrder]:
         parts, train, codec, world = self.parts, self.parts.train, self.parts.backbone.codec, self.world
         tables = [parts.stream.table(task, "train", codec) for task in stage.tasks]
-        seed = stable_seed(parts.info.seed, "order", stage.index)
-        epochs = train.epochs_of(stage.name)
-        order = GlobalOrder(sum(map(len, tables)), train.batch_size, epochs, seed, train.max_steps)
+        order = self._order(stage, sum(map(len, tables)))
         micro = micro_batch_size(train.batch_size, train.micro_batch_size, world.size)
         labels = parts.backbone.label_ids() if codec.needs_labels else None
         loader = Loader(tables, labels, order, world.rank, world.size, micro, train.batch_size, codec.pad_id)
         return loader, order
+
+    def _order(self, stage: Stage, rows: int) -> GlobalOrder:
+        """In which order the rows of a stage are learned; depends on nothing but the config."""
+        train, seed = self.parts.train, stable_seed(self.parts.info.seed, "order", stage.index)
+        return GlobalOrder(rows, train.batch_size, train.epochs_of(stage.name), seed, train.max_steps)
+
+    def _rows(self, stage: Stage) -> int:
+        return sum(len(self.parts.stream.rows(task, "train")) for task in stage.tasks)
 
     def _snapshot(self, stage: Stage, engine: Engine, step: int, steps: int, spent: dict[str, float]) -> Checkpoint:
         """A checkpoint of now; collective."""
@@ -172,6 +179,7 @@ class StreamLoop:
         eval_s = time.perf_counter() - began
         if self.parts.method.one_model_per_task and self.state.stages:
             row = {**{name: Score(**cell) for name, cell in self.state.stages[-1]["row"].items()}, **row}
+        tables = [self.parts.stream.table(task, "train", self.parts.backbone.codec) for task in stage.tasks]
         train_s, tokens = done.spent["train_s"], done.spent["tokens"]
         times = {
             "stage": stage.name,
@@ -179,6 +187,8 @@ class StreamLoop:
             "train_s": train_s,
             "eval_s": eval_s,
             "tokens": int(tokens),
+            "truncated_sources": sum(table.truncated_sources for table in tables),
+            "truncated_targets": sum(table.truncated_targets for table in tables),
             "tokens_per_s": tokens / train_s if train_s else None,
             "peak_memory_mb": max(self.world.gather(peak_memory_mb())),
             "resident_memory_mb": max(self.world.gather(resident_memory_mb())),

@@ -66,9 +66,11 @@ class Progress:
         self._tokens = 0
         self._seconds = 0.0
         self._steps = 0
+        self._later = 0
 
-    def begin(self, index: int, name: str, rows: int, steps: int, start: int) -> None:
-        """A stage starts, or goes on after `start` steps."""
+    def begin(self, index: int, name: str, rows: int, steps: int, start: int, later: int) -> None:
+        """A stage starts, or goes on after `start` steps; `later` steps follow in the stages after it."""
+        self._later = later
         again = f", going on after step {start}" if start else ""
         log.info("[%d/%d] %s: %d rows, %d steps%s", index + 1, self.stages, name, rows, steps, again)
         self._said, self._tokens, self._seconds, self._steps = time.monotonic(), 0, 0.0, 0
@@ -82,9 +84,9 @@ class Progress:
             return False
         self._said = time.monotonic()
         rate = self._tokens / max(self._seconds, 1e-9)
-        left = (steps - step) * self._seconds / self._steps
+        pace = self._seconds / self._steps
         log.info(
-            "[%d/%d] %s  step %d/%d  loss %.4f  %s tokens/s  %s left in this task",
+            "[%d/%d] %s  step %d/%d  loss %.4f  %s tokens/s  training left: %s in this task, %s in all",
             index + 1,
             self.stages,
             name,
@@ -92,7 +94,8 @@ class Progress:
             steps,
             result.loss,
             f"{rate:,.0f}",
-            clock(left),
+            clock((steps - step) * pace),
+            clock((steps - step + self._later) * pace),
         )
         return True
 

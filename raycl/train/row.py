@@ -44,6 +44,7 @@ def _score(parts: Parts, stage: Stage, task: Task, world: World, storage: Storag
     references = table.references(range(len(table)))
     others = {label for other in parts.stream.tasks if other is not task for label in other.labels or ()}
     cell = score_task(task, answers, references, others)
+    cell.extra |= {"truncated_sources": float(table.truncated_sources)}
     if world.is_first:
         off = f", {cell.extra['off_task']:g} off task" if cell.extra.get("off_task") else ""
         log.info("    %-36s %5.1f  (%d examples%s)", task.name, cell.value, cell.count, off)

@@ -199,10 +199,14 @@ def test_a_newer_driver_takes_over_and_the_older_stops(
 ) -> None:
     folder = tmp_path / "runs" / "mine"
     old = own_driver(*SMALL, f"output.dir={tmp_path / 'runs'}", "output.name=mine", "launch.cpus_per_worker=0.5")
-    wait_for(Storage.at(folder), lambda state: bool(state.checkpoints))
+    storage = Storage.at(folder)
+    late_writer = wait_for(storage, lambda state: bool(state.checkpoints)).attempts[-1]["pid"]
+    os.kill(late_writer, signal.SIGSTOP)
     new = own_driver("--resume", str(folder), "launch.cpus_per_worker=0.5")
+    wait_for(storage, lambda state: len(state.attempts) == 2)
+    os.kill(late_writer, signal.SIGCONT)
     _, said_by_old = old.communicate(timeout=200)
     _, said_by_new = new.communicate(timeout=200)
     assert new.returncode == 0, said_by_new
     assert old.returncode == 1 and "was replaced by attempt" in said_by_old, said_by_old
-    assert losses(Storage.at(folder)) == losses(whole[0])
+    assert losses(storage) == losses(whole[0])

@@ -89,7 +89,7 @@ def test_sections_are_immutable() -> None:
         ({"data": {"steps": []}}, "config key 'data.steps' is []: input should be a valid integer"),
         ({"data": 3}, "config key 'data' is 3: input should be a valid dictionary"),
         ({"method": {"name": "sapt"}}, "config key 'method.keys' is missing: it has no default, give it a value"),
-        ({"method": {"name": "slim"}}, "config key 'method' is {'name': 'slim'}: input tag 'slim'"),
+        ({"method": {"name": "slim"}}, "config key 'method' names 'slim': expected one of lora, sapt"),
         ({"method": {"name": "lora", "rank": 0}}, "method.rank: rank must be at least 1"),
     ],
 )

@@ -1,0 +1,122 @@
+"""Figures: a measured number beside its target, as a table and as JSON.
+
+What it does not know: how anything was measured.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+PACKAGES = ("torch", "transformers", "peft", "ray", "deepspeed")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number.
+
+    Attributes:
+        unit: written behind the value; "x" for ratios to the peer.
+        target: the limit, or None where the number only informs.
+        direction: on which side of the target the value must be.
+        detail: what the number was made from, in words.
+    """
+
+    name: str
+    value: float
+    unit: str = ""
+    target: float | None = None
+    direction: Literal["<=", ">="] = "<="
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether the target is kept (a value that is not a number keeps none); None without a target."""
+        if self.target is None:
+            return None
+        return self.value <= self.target if self.direction == "<=" else self.value >= self.target
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one benchmark found.
+
+    Attributes:
+        settings: sizes it ran with. notes: what was left out and why.
+        machine: what it ran on, with the load before and after.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    figures: Sequence[Figure]
+    machine: dict[str, Any]
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def missed(self) -> list[str]:
+        """Names of the figures that fall short of their target."""
+        return [figure.name for figure in self.figures if figure.ok is False]
+
+    def tree(self) -> dict[str, Any]:
+        """JSON-able, with `ok` of every figure."""
+        figures = [{**asdict(figure), "ok": figure.ok} for figure in self.figures]
+        return {**asdict(self), "figures": figures, "missed": self.missed}
+
+
+def machine(load_before: float) -> dict[str, Any]:
+    """This machine and its libraries; call when the measuring is over.
+
+    Args:
+        load_before: load average of the last minute when the measuring began.
+    """
+    return {
+        "cpus": os.cpu_count(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+        "load": [round(load_before, 2), round(os.getloadavg()[0], 2)],
+    }
+
+
+def table(report: Report) -> str:
+    """One line per figure, then machine, settings and notes."""
+    drawn = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    drawn.add_column(report.name)
+    for column in ("measured", "target", ""):
+        drawn.add_column(column, justify="right")
+    drawn.add_column("made from")
+    for figure in report.figures:
+        target = "" if figure.target is None else f"{figure.direction} {number(figure.target)} {figure.unit}".rstrip()
+        verdict = {None: "", True: "ok", False: "MISSED"}[figure.ok]
+        drawn.add_row(figure.name, f"{number(figure.value)} {figure.unit}".rstrip(), target, verdict, figure.detail)
+    text = io.StringIO()
+    Console(file=text, width=10_000, markup=False, highlight=False, emoji=False, color_system=None).print(drawn)
+    lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+    facts = [_line("machine", report.machine), _line("settings", report.settings)]
+    return "\n".join([*lines, "", *facts, *(f"note: {note}" for note in report.notes)])
+
+
+def number(value: float) -> str:
+    """Short, without losing what matters: 1,234 and 56.7 and 1.05 and 3e-06."""
+    if value != value or value in (float("inf"), float("-inf")):
+        return str(value)
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if abs(value) >= 10:
+        return f"{value:.1f}".removesuffix(".0")
+    if abs(value) >= 0.01 or value == 0:
+        return f"{value:.3f}".rstrip("0").rstrip(".")
+    return f"{value:.0e}"
+
+
+def _line(name: str, facts: dict[str, Any]) -> str:
+    return f"{name}: {', '.join(f'{key} {value}' for key, value in facts.items())}"
