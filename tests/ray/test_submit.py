@@ -1,0 +1,87 @@
+"""README's cluster lines on ports of their own: a head node, a submitted run, a submitted failure.
+
+The head is started with `--block`, so that ending that one process ends exactly its own cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def answers(url: str) -> bool:
+    """Whether an HTTP server is there (a refusal for want of a token is an answer)."""
+    try:
+        urllib.request.urlopen(url, timeout=2)
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[str]:
+    """`ray start --head`; yields the dashboard's address."""
+    folder, dashboard = tempfile.mkdtemp(prefix="r", dir="/tmp"), free_port()
+    command = [RAY, "start", "--head", "--block", f"--port={free_port()}", "--num-cpus=2", f"--temp-dir={folder}"]
+    command += ["--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
+    command += ["--dashboard-agent-listen-port=0", "--include-dashboard=true", "--disable-usage-stats"]
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    with open(Path(folder) / "head.log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        try:
+            url, end = f"http://127.0.0.1:{dashboard}", monotonic() + 90
+            while not answers(f"{url}/api/version"):
+                assert process.poll() is None and monotonic() < end, (Path(folder) / "head.log").read_text()
+                sleep(0.2)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(60)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def submit(head: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """The third line of README, with overrides."""
+    command = [RAY, "job", "submit", "--address", head, "--working-dir", "."]
+    command += ["--", "python", "jobs/train_stream.py", *overrides]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)
+
+
+def test_a_submitted_run_ends_with_results(head: str, tmp_path: Path) -> None:
+    small = ["stream.tasks=[topic,sentiment]", "stream.train_rows=16", "stream.test_rows=10", "train.epochs=1"]
+    done = submit(head, *small, f"output.dir={tmp_path}", "output.name=submitted")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "after sentiment" in done.stdout and "AP" in done.stdout
+    results = json.loads((tmp_path / "submitted" / "results.json").read_text())
+    assert results["finished"] and results["stream"]["tasks"] == ["topic", "sentiment"]
+
+
+def test_a_submitted_run_that_fails_says_why_and_exits_with_an_error(head: str, tmp_path: Path) -> None:
+    failed = submit(head, "stream.tasks=[topic,weather]", f"output.dir={tmp_path}")
+    assert failed.returncode != 0
+    assert "weather" in failed.stdout + failed.stderr
+    assert not list(tmp_path.iterdir())
