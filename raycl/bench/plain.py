@@ -56,7 +56,7 @@ class Model:
     def rows(self, pairs: Sequence[tuple[str, str]]) -> list[Row]:
         """Tokenise prompts and answers."""
         sources = self.tokenizer([text for text, _ in pairs])["input_ids"]
-        targets = [[] for _ in pairs]
+        targets: list[list[int]] = [[] for _ in pairs]
         if self.generates:
             answers = self.tokenizer([answer for _, answer in pairs], add_special_tokens=False)["input_ids"]
             targets = [[*ids, self.tokenizer.eos_token_id] for ids in answers]
@@ -82,8 +82,8 @@ class Model:
         mask = [[1] * len(source) for source in ids]
         return {"input_ids": self.padded(ids, self.pad), "attention_mask": self.padded(mask, 0)}
 
-    def loss_sum(self, rows: Sequence[Row]) -> tuple[Tensor, int]:
-        """Cross-entropy summed over the positions that carry loss, and their number."""
+    def loss_sum(self, rows: Sequence[Row]) -> Tensor:
+        """Cross-entropy summed over the positions that carry loss."""
         raise NotImplementedError
 
     def answers(self, rows: Sequence[Row], max_new_tokens: int) -> list[str]:
@@ -125,10 +125,10 @@ class Encoder(Model):
         scores: Tensor = self.head((states * mask).sum(1) / mask.sum(1))
         return scores
 
-    def loss_sum(self, rows: Sequence[Row]) -> tuple[Tensor, int]:
+    def loss_sum(self, rows: Sequence[Row]) -> Tensor:
         """One position per row."""
         labels = torch.tensor([row.label for row in rows], device=self.device)
-        return cross_entropy(self.logits(rows).float(), labels, reduction="sum"), len(rows)
+        return cross_entropy(self.logits(rows).float(), labels, reduction="sum")
 
     def answers(self, rows: Sequence[Row], max_new_tokens: int) -> list[str]:
         """The label with the largest logit."""
@@ -138,11 +138,11 @@ class Encoder(Model):
 class Seq2Seq(Model):
     """T5 and its family: the model's own mean loss times the number of target tokens."""
 
-    def loss_sum(self, rows: Sequence[Row]) -> tuple[Tensor, int]:
+    def loss_sum(self, rows: Sequence[Row]) -> Tensor:
         """All target tokens."""
         labels = self.padded([row.target for row in rows], -100)
-        count = sum(len(row.target) for row in rows)
-        return self.model(**self.sources(rows), labels=labels, use_cache=False).loss * count, count
+        mean: Tensor = self.model(**self.sources(rows), labels=labels, use_cache=False).loss
+        return mean * sum(len(row.target) for row in rows)
 
     def answers(self, rows: Sequence[Row], max_new_tokens: int) -> list[str]:
         """Greedy generation."""
@@ -153,16 +153,14 @@ class Seq2Seq(Model):
 class Causal(Model):
     """LLaMA and the like: prompt and answer in one sequence, loss on the answer, padding on the left to generate."""
 
-    def loss_sum(self, rows: Sequence[Row]) -> tuple[Tensor, int]:
+    def loss_sum(self, rows: Sequence[Row]) -> Tensor:
         """All answer tokens."""
         ids = [row.source + row.target for row in rows]
         labels = self.padded([[-100] * len(row.source) + row.target for row in rows], -100)
         mask = self.padded([[1] * len(row) for row in ids], 0)
-        output = self.model(
-            input_ids=self.padded(ids, self.pad), attention_mask=mask, labels=labels, use_cache=False
-        )
-        count = sum(len(row.target) for row in rows)
-        return output.loss * count, count
+        inputs = {"input_ids": self.padded(ids, self.pad), "attention_mask": mask}
+        mean: Tensor = self.model(**inputs, labels=labels, use_cache=False).loss
+        return mean * sum(len(row.target) for row in rows)
 
     def answers(self, rows: Sequence[Row], max_new_tokens: int) -> list[str]:
         """Greedy generation; only what follows the prompt."""
@@ -194,8 +192,8 @@ def work(sheet: dict[str, Any]) -> dict[str, Any]:
     for task in sheet["tasks"]:
         model.learn_labels(task["labels"] or ())
         report["steps"] += train(model, model.rows(task["train"]), task["steps"], sheet)
-        tested.append((task, model.rows(task["test"])))
         began = time.perf_counter()
+        tested.append((task, model.rows(task["test"])))
         report["answers"].append({seen["name"]: evaluate(model, rows, seen, sheet) for seen, rows in tested})
         report["eval_s"].append(time.perf_counter() - began)
     return report
@@ -207,8 +205,8 @@ def load(sheet: dict[str, Any]) -> Model:
     config = BackboneConfig(**sheet["backbone"])
     codec = load_codec(config, *sheet["limits"])
     model = load_backbone(config, codec, device, sheet["seed"]).model
-    kind = {"encoder": Encoder, "encoder-decoder": Seq2Seq, "decoder": Causal}[sheet["kind"]]
-    return kind(model, codec.tokenizer, sheet["lora"], sheet["kind"], sheet["seed"])
+    kinds: dict[str, type[Model]] = {"encoder": Encoder, "encoder-decoder": Seq2Seq, "decoder": Causal}
+    return kinds[sheet["kind"]](model, codec.tokenizer, sheet["lora"], sheet["kind"], sheet["seed"])
 
 
 def train(model: Model, rows: Sequence[Row], steps: Sequence[Any], sheet: dict[str, Any]) -> list[dict[str, float]]:
@@ -232,10 +230,10 @@ def train_step(
     loss = 0.0
     for batch in batches:
         with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
-            loss_sum, _ = model.loss_sum(batch)
-        (loss_sum / total).backward()
+            loss_sum = model.loss_sum(batch)
+        (loss_sum / total).backward()  # type: ignore[no-untyped-call]
         loss += loss_sum.item()
-    nn.utils.clip_grad_norm_(model.trained(), max_grad_norm)
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
     return loss / total, sum(len(row.source) + len(row.target) for batch in batches for row in batch)

@@ -220,15 +220,16 @@ order goods:need = we are out of soap | my headphones broke and I need others
 """
 
 _ENTAILMENT = """
-yes = {told} Question: {fact.1}? | {told} So, {fact.1}?
-no = {told} Question: {fact.2}? | {denied} Question: {fact.1}? | {denied} So, {fact.1}? | {told} So, {fact.2}?
+yes = {told} {ask} {fact.1}?
+no = {denied} {ask} {fact.1}? | {refuted} {ask} {fact.1}? | {told} {ask} {fact.2}?
+ask = Question: | So, | Well, | Tell me,
 told = {name} {fact.0} {end} | in {town}, {name} {fact.0}. | as {name2} wrote, {name} {fact.0}.
-    | {name2} is certain: {name} {fact.0}. | on {day}, {name} {fact.0} {end} | {name} {fact.0}, and {name2} knew it.
-denied = it is not true that {name} {fact.0}. | the story that {name} {fact.0} is wrong.
-    | {name2} was mistaken to think that {name} {fact.0}. | nobody should believe that {name} {fact.0}.
-    | it is false that {name} {fact.0} {end} | contrary to the rumour, it is not so that {name} {fact.0}.
-end = in {town2}. | on {day2}. | after all. | with {name3}. | near {town2}. | once again. | at last.
-    | before lunch.
+    | we all saw that {name} {fact.0}. | on {day}, {name} {fact.0} {end} | {name} {fact.0}, and {name2} knew it.
+end = in {town2}. | on {day2}. | after all. | with {name3}. | near {town2}. | once again. | at last. | before lunch.
+denied = it is not true that {name} {fact.0}. | it is false that {name} {fact.0} {end}
+    | nobody should believe that {name} {fact.0}. | it is a myth that {name} {fact.0} {end}
+refuted = the story that {name} {fact.0} is wrong. | {name2} was mistaken to think that {name} {fact.0}.
+    | {name2} wrongly claims that {name} {fact.0}. | {name2} only dreamed that {name} {fact.0}.
 fact = sold the car~did {name} hand over the car~did {name} keep the car
     | slept until noon~was {name} in bed at ten~did {name} get up early
     | passed the exam~did {name} do well in the exam~did {name} fail the exam

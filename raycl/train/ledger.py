@@ -73,7 +73,15 @@ class Ledger:
                 storage.create(_record(number, 0), json.dumps(asdict(state), indent=1).encode())
             except AlreadyExistsError:
                 continue
-            return Ledger(storage, number, state)
+            ledger = Ledger(storage, number, state)
+            ledger._catch_up(last)
+            return ledger
+
+    def _catch_up(self, former: int) -> None:
+        """Take over what the former attempt recorded while this one was claiming; from now on it records in vain."""
+        found = _state_of(self.storage, former)
+        if (found.checkpoints, found.stages) != (self.state.checkpoints, self.state.stages):
+            self._append({"checkpoints": found.checkpoints, "stages": found.stages})
 
     def checkpoint(self, name: str, keep: int) -> list[str]:
         """Record a checkpoint whose files are all written; returns the names that are no longer needed."""
@@ -113,7 +121,10 @@ def last_attempt(storage: Storage) -> int:
 
 def read_state(storage: Storage) -> RunState:
     """The state that the newest attempt recorded; an empty one if the run never started."""
-    attempt = last_attempt(storage)
+    return _state_of(storage, last_attempt(storage))
+
+
+def _state_of(storage: Storage, attempt: int) -> RunState:
     if attempt == 0:
         return RunState()
     names = [name for name in storage.list(f"{FOLDER}/attempt-{attempt:04d}") if name.endswith(".json")]

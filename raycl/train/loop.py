@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import psutil
@@ -151,15 +151,16 @@ class StreamLoop:
         return Checkpoint(stage.index, step, steps, method.state_dict(), parameters, optimizer, spent)
 
     def _finish(self, stage: Stage, done: Checkpoint) -> None:
-        """End of training: what the method remembers, then the checkpoint that carries it, then the export."""
+        """End of training: what the method remembers, its export, then the checkpoint: with it, training is over."""
         learned = self.parts.method.end_task(stage, done.parameters)
         done.method = self.parts.method.state_dict()
-        self._save(done)
         wanted = self.parts.checkpoint.export
         is_last = stage.index == len(self.parts.stages) - 1
         if learned and self.ledger and (wanted == "each" or (wanted == "last" and is_last)):
             files = self.parts.backbone.model_files() if learned.kind == "model" else {}
+            self.ledger.ensure_current()
             checkpoints.write_learned(self.storage, f"{stage.index:03d}-{stage.name}", learned, files)
+        self._save(done)
 
     def _save(self, checkpoint: Checkpoint) -> None:
         """Files first, then the ledger's record, then what is no longer needed goes."""
@@ -169,7 +170,9 @@ class StreamLoop:
         self.ledger.ensure_current()
         name = checkpoint.name(self.ledger.attempt)
         checkpoints.write_checkpoint(self.storage, name, checkpoint)
-        for old in self.ledger.checkpoint(name, self.parts.checkpoint.keep):
+        unneeded = self.ledger.checkpoint(name, self.parts.checkpoint.keep)
+        self.ledger.ensure_current()  # a newer attempt may have started on one of them just now
+        for old in unneeded:
             self.storage.delete(f"{checkpoints.FOLDER}/{old}")
 
     def _evaluate(self, stage: Stage, done: Checkpoint) -> dict[str, Any]:
@@ -196,7 +199,7 @@ class StreamLoop:
         return {"stage": stage.index, "row": {name: asdict(cell) for name, cell in row.items()}, "times": times}
 
     def _record(self, stage: Stage, record: dict[str, Any]) -> None:
-        self.state.stages = [*self.state.stages, record]
+        self.state = replace(self.state, stages=[*self.state.stages, record])  # the ledger's own state stays its own
         if self.ledger is not None:
             self.ledger.stage_done(record)
             self.storage.write_json("results.json", self.results())

@@ -7,8 +7,7 @@ What it does not know: which method or engine a test wants.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,12 @@ TASKS = {
     "animal": (("cat", "it purrs a sleeps"), ("dog", "the barks runs much")),
 }
 """Task -> (label, words of its texts)."""
+
+ENGINES: dict[str, Any] = {
+    "torch": "torch",
+    **{f"zero{stage}": {"name": "deepspeed", "zero_stage": stage} for stage in range(4)},
+}
+"""Short name -> config node."""
 
 TRAIN_ROWS, TEST_ROWS = 14, 6
 """14 rows in batches of 4 leave a last batch of 2."""
@@ -156,7 +161,7 @@ class StoppingEngine:
 
     def step(self) -> float:
         if self.left[0] == 0:
-            raise Stop
+            raise Stop("before a step")
         self.left[0] -= 1
         return self.engine.step()
 
@@ -190,14 +195,13 @@ def trace(storage: Storage) -> list[tuple[Any, ...]]:
     return [tuple(record[key] for key in keys) for record in read_trace(storage)]
 
 
-def matrix(storage: Storage) -> Any:
-    """Cells of the accuracy matrix."""
-    return storage.read_json("results.json")["matrix"]
+def matrix(storage: Storage) -> list[list[Any]]:
+    """Values of the accuracy matrix, None where it is empty."""
+    cells = storage.read_json("results.json")["matrix"]
+    return [[cell and cell["value"] for cell in row] for row in cells]
 
 
-@contextmanager
-def unchanged(tensors: dict[str, torch.Tensor]) -> Iterator[None]:
-    """These tensors hold the same bits afterwards."""
-    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    yield
-    assert [name for name, tensor in tensors.items() if not torch.equal(tensor, before[name])] == []
+def exported(storage: Storage) -> dict[str, bytes]:
+    """Every exported file with its bytes."""
+    folders = [f"learned/{name}" for name in storage.list("learned")]
+    return {f"{folder}/{name}": storage.read(f"{folder}/{name}") for folder in folders for name in storage.list(folder)}

@@ -1,0 +1,58 @@
+"""Measure against a peer and print every figure beside its target.
+
+python jobs/benchmark.py stream                        raycl against a plain PyTorch loop, about five minutes
+python jobs/benchmark.py stream --backbones minilm     just the packaged backbone
+python jobs/benchmark.py stream --json figures.json --check
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import sys
+from pathlib import Path
+
+from raycl.bench.figures import table
+from raycl.errors import RayclError
+
+BENCHMARKS = {
+    "stream": "raycl.bench.stream",
+}
+"""Name -> module with `add_flags(parser)` and `measure(options) -> Report`."""
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; only the named benchmark is imported, since it brings its heavy libraries."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = parser.add_subparsers(dest="name", required=True, metavar="NAME", help=", ".join(BENCHMARKS))
+    for name, module in BENCHMARKS.items():
+        flags = names.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        flags.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
+        flags.add_argument("--check", action="store_true", help="exit with 1 if a figure misses its target")
+        if name in sys.argv[1:2]:
+            importlib.import_module(module).add_flags(flags)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Parse, measure, print."""
+    options = arguments()
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("raycl.bench").setLevel(logging.INFO)
+    try:
+        report = importlib.import_module(BENCHMARKS[options.name]).measure(options)
+    except RayclError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(table(report))
+    if options.json:
+        options.json.write_text(json.dumps(report.tree(), indent=1) + "\n")
+    for name in report.missed:
+        print(f"misses its target: {name}", file=sys.stderr)
+    return 1 if options.check and report.missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The laboratory of tiny models, and complete runs that several tests look at."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tiny import ENGINES, Lab, run
+
+from raycl.run import RunConfig
+from raycl.storage import Storage
+from raycl.train.parts import Parts
+
+
+@dataclass(frozen=True)
+class Done:
+    """A run that nobody interrupted."""
+
+    config: RunConfig
+    storage: Storage
+    parts: Parts
+
+    def copy(self, folder: Path) -> Storage:
+        """A copy of the run directory, to be damaged or continued."""
+        return Storage.at(shutil.copytree(self.storage.root, folder / "copy"))
+
+
+Complete = Callable[[str, str, str], Done]
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("lab"))
+
+
+@pytest.fixture(scope="session")
+def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Complete:
+    """(backbone kind, method, engine) -> its complete run, made when first asked for."""
+    done: dict[tuple[str, str, str], Done] = {}
+
+    def get(kind: str, method: str, engine: str) -> Done:
+        key = (kind, method, engine)
+        if key not in done:
+            config = lab.config(kind, method, ENGINES[engine])
+            storage = Storage.at(tmp_path_factory.mktemp("-".join(key)))
+            done[key] = Done(config, storage, run(config, storage).parts)
+        return done[key]
+
+    return get

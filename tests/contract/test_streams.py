@@ -1,0 +1,167 @@
+"""What every method promises on every engine and kind of backbone: streams run, stop, go on, and freeze what is frozen.
+
+All methods meet all kinds on plain torch and all ZeRO stages on the encoder; the two that differ in what they train
+also meet the text backbones on the ZeRO stages that partition.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Complete, Done
+from tiny import ENGINES, KINDS, TASKS, Lab, Stop, exported, matrix, run, trace
+
+from raycl.methods.registry import METHODS
+from raycl.run import build
+from raycl.storage import Storage
+from raycl.train import loop as loops
+from raycl.train.world import World
+
+CASES = [
+    *((kind, method, "torch") for kind in KINDS for method in METHODS),
+    *(("bert", method, engine) for engine in ENGINES if engine != "torch" for method in METHODS),
+    *((kind, method, engine) for kind in KINDS[1:] for method in ("lora", "finetune") for engine in ("zero2", "zero3")),
+]
+STEPS = 4
+"""Optimizer steps of one task."""
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def case(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def done(case: tuple[str, str, str], complete: Complete) -> Done:
+    return complete(*case)
+
+
+def stop(*args: Any) -> None:
+    """In the place of any function: it is never reached alive."""
+    raise Stop
+
+
+def same_run(found: Storage, expected: Storage) -> None:
+    """Every number of every step, every score and every exported byte."""
+    assert trace(found) == trace(expected)
+    assert matrix(found) == matrix(expected)
+    assert exported(found) == exported(expected)
+
+
+def test_a_stream_runs_and_fills_its_matrix(done: Done) -> None:
+    results = done.storage.read_json("results.json")
+    scores, method = matrix(done.storage), done.parts.method
+    assert results["finished"]
+    assert results["stages"] == (["joint"] if method.joint else list(TASKS))
+    filled = [[score is not None for score in row] for row in scores]
+    assert filled == ([[True, True]] if method.joint else [[True, False], [True, True]])
+    if method.one_model_per_task:
+        assert scores[1][0] == scores[0][0], "a task's own model is evaluated once, and its score stands"
+    steps = trace(done.storage)
+    assert len(steps) == sum(entry["steps"] for entry in results["stage_times"])
+    assert all(entry["resident_memory_mb"] > 0 for entry in results["stage_times"])
+    joint_steps = {1: 7, 2: STEPS + STEPS}
+    assert len(steps) == joint_steps[len(results["stages"])]
+
+
+def test_all_engines_give_the_losses_of_plain_torch(case: tuple[str, str, str], complete: Complete, done: Done) -> None:
+    kind, method, engine = case
+    if engine == "torch":
+        pytest.skip("it is plain torch")
+    plain = trace(complete(kind, method, "torch").storage)
+    for mine, other in zip(trace(done.storage), plain, strict=True):
+        assert mine == pytest.approx(other, abs=1e-4, rel=1e-3)
+
+
+def test_stopped_in_the_last_task_it_goes_on_bit_for_bit(done: Done, tmp_path: Path) -> None:
+    storage, steps = Storage.at(tmp_path), len(trace(done.storage))
+    with pytest.raises(Stop):
+        run(done.config, storage, after=steps - 1)
+    run(done.config, storage)
+    same_run(storage, done.storage)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+@pytest.mark.parametrize("engine", ["torch", "zero2"])
+@pytest.mark.parametrize("method", METHODS)
+def test_stopped_anywhere_in_the_first_task(
+    complete: Complete, tmp_path: Path, method: str, engine: str, after: int
+) -> None:
+    if engine == "zero2" and after != 3:
+        pytest.skip("one place is enough for the engines that share the code")
+    done, storage = complete("bert", method, engine), Storage.at(tmp_path)
+    with pytest.raises(Stop):
+        run(done.config, storage, after=after)
+    run(done.config, storage)
+    same_run(storage, done.storage)
+
+
+@pytest.mark.parametrize("engine", ["torch", "zero3"])
+@pytest.mark.parametrize("method", METHODS)
+def test_stopped_between_training_and_evaluation(
+    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, engine: str
+) -> None:
+    done, storage = complete("bert", method, engine), Storage.at(tmp_path)
+    stages = len(done.parts.stages)
+    for stage in range(stages):
+        with monkeypatch.context() as patch, pytest.raises(Stop):
+            patch.setattr(loops, "evaluate_row", stop)
+            run(done.config, storage)
+        steps = done.storage.read_json("results.json")["stage_times"][stage]["steps"]
+        assert storage.list("checkpoints")[-1].startswith(f"stage{stage:03d}-step{steps:07d}")
+        with pytest.raises(Stop):
+            run(done.config, storage, after=0, on_stage=stop)
+    same_run(storage, done.storage)
+    assert len(storage.list("trace")) == stages, "what was trained is not trained again"
+
+
+@pytest.mark.parametrize("place", ["write_learned", "write_checkpoint"])
+def test_stopped_around_the_export(
+    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    done, storage = complete("bert", "lora", "torch"), Storage.at(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(loops.checkpoints, place, stop)
+        run(done.config, storage)
+    run(done.config, storage)
+    same_run(storage, done.storage)
+
+
+def test_stopped_at_the_end_of_a_task(done: Done, case: tuple[str, str, str], tmp_path: Path) -> None:
+    if case[0] != "bert" or case[2] not in ("torch", "zero1"):
+        pytest.skip("evaluation and ledger do not know the engine")
+    storage = Storage.at(tmp_path)
+    with pytest.raises(Stop):
+        run(done.config, storage, on_stage=stop)
+    run(done.config, storage)
+    run(done.config, storage)  # finished: nothing is left to do
+    same_run(storage, done.storage)
+
+
+def test_what_a_method_does_not_learn_keeps_every_bit(done: Done, case: tuple[str, str, str]) -> None:
+    fresh = build(done.config, World.alone(torch.device("cpu")))[0].backbone
+    learned = set(done.parts.method.learned_names())
+    first, last = dict(fresh.named_parameters()), dict(done.parts.backbone.named_parameters())
+    assert first.keys() == last.keys()
+    frozen = [name for name in first if name not in learned]
+    assert [name for name in frozen if not torch.equal(first[name], last[name])] == []
+    body = [name for name in learned if not name.startswith("head.")]
+    assert any(not torch.equal(first[name], last[name]) for name in body), "nothing was learned at all"
+    assert bool(frozen) is (case[1] != "finetune")
+
+
+def test_no_run_writes_pickles_or_moving_names(done: Done) -> None:
+    names = [path.name for path in Path(done.storage.root).rglob("*") if path.is_file()]
+    assert {name.rpartition(".")[2] for name in names} <= {"safetensors", "json", "jsonl"}
+    assert not any("latest" in name for name in names)
+
+
+@pytest.mark.parametrize("method", ["lora", "finetune", "separate"])
+def test_scores_of_tasks_not_yet_learned_when_asked_for(lab: Lab, tmp_path: Path, method: str) -> None:
+    storage = Storage.at(tmp_path)
+    run(lab.config("bert", method, eval={"tasks": "all"}), storage)
+    filled = [[score is not None for score in row] for row in matrix(storage)]
+    assert filled == [[True, method != "separate"], [True, True]]
