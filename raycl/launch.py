@@ -34,7 +34,7 @@ from raycl.errors import LaunchError, RayclError, ResumeError, RunError
 from raycl.run import EXEMPT, RunConfig
 from raycl.storage import Storage
 from raycl.tracking import open_tracker
-from raycl.train.ledger import read_state
+from raycl.train.ledger import last_attempt, read_state
 from raycl.train.loop import StreamLoop
 from raycl.train.parts import RunInfo
 from raycl.train.results import build_results
@@ -75,7 +75,7 @@ def prepare(config: RunConfig) -> Prepared:
         RayclError: bad input, or the folder holds a run already.
     """
     storage, name = runs.run_folder(config)
-    if storage.exists(CONFIG):
+    if storage.exists(CONFIG) and last_attempt(storage):  # a run that never started holds nothing to lose
         if config.output.exists == "resume":
             return reopen(storage.address, config)
         raise RunError(

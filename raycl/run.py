@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, field_validator
 
 from raycl import config as configs
-from raycl.backbone import BackboneConfig, load_backbone, load_codec
+from raycl.backbone import BackboneConfig, load_backbone, load_codec, load_skeleton
 from raycl.config import Section, Tree
 from raycl.data.loader import check_batch
 from raycl.data.stream import Stream, StreamConfig, open_stream
@@ -133,6 +133,7 @@ def check(config: RunConfig) -> Stream:
         micro_batch_size(config.train.batch_size, config.train.micro_batch_size, workers),
         workers,
     )
+    method_class(config.method.name)(config.method, load_skeleton(config.backbone, codec), config.seed)
     stream = open_stream(config.stream, config.seed)
     stream.check(codec)
     for task in stream.tasks:

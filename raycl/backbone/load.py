@@ -126,9 +126,6 @@ def load_backbone(config: BackboneConfig, codec: HFCodec, device: torch.device, 
     """
     where = resolve(config.name)
     kind = codec.kind
-    loader: Any = {"encoder": AutoModel, "encoder-decoder": AutoModelForSeq2SeqLM, "decoder": AutoModelForCausalLM}[
-        kind
-    ]
     with _explained(config.name):
         settings = AutoConfig.from_pretrained(
             where, revision=config.revision, trust_remote_code=config.trust_remote_code
@@ -137,7 +134,7 @@ def load_backbone(config: BackboneConfig, codec: HFCodec, device: torch.device, 
             if isinstance(getattr(settings, field, None), float):
                 setattr(settings, field, config.dropout)
         torch.manual_seed(seed)
-        model = loader.from_pretrained(
+        model = _loader(kind).from_pretrained(
             where,
             config=settings,
             revision=config.revision,
@@ -148,6 +145,24 @@ def load_backbone(config: BackboneConfig, codec: HFCodec, device: torch.device, 
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return _wrap(kind, model, codec, config).to(device)
+
+
+def load_skeleton(config: BackboneConfig, codec: HFCodec) -> Backbone:
+    """The architecture without weights (on torch's meta device), to check in a moment what a method wants of it.
+
+    Raises:
+        BackboneError: the config cannot be loaded.
+    """
+    remote = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    with _explained(config.name), torch.device("meta"):
+        settings = AutoConfig.from_pretrained(resolve(config.name), **remote)
+        model = _loader(codec.kind).from_config(settings, trust_remote_code=config.trust_remote_code)
+        return _wrap(codec.kind, model, codec, config)
+
+
+def _loader(kind: str) -> Any:
+    """The Hugging Face class that loads this kind."""
+    return {"encoder": AutoModel, "encoder-decoder": AutoModelForSeq2SeqLM, "decoder": AutoModelForCausalLM}[kind]
 
 
 def _wrap(kind: str, model: nn.Module, codec: HFCodec, config: BackboneConfig) -> Backbone:

@@ -97,13 +97,17 @@ class Encoder(Model):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.labels: list[str] = []
-        self.head = nn.Linear(self.model.config.hidden_size, 0, device=self.device)
+        self.head = self._linear(self.model.config.hidden_size, 0)
+
+    def _linear(self, width: int, labels: int) -> nn.Linear:
+        layer: nn.Linear = nn.utils.skip_init(nn.Linear, width, labels, device=self.device)  # type: ignore[no-untyped-call]
+        return layer
 
     def learn_labels(self, labels: Sequence[str]) -> None:
         """New rows start at zero, old ones keep their values."""
         new = [label for label in labels if label not in self.labels]
         old, self.labels = self.head, [*self.labels, *new]
-        self.head = nn.Linear(old.in_features, len(self.labels), device=self.device)
+        self.head = self._linear(old.in_features, len(self.labels))
         with torch.no_grad():
             for fresh, kept in ((self.head.weight, old.weight), (self.head.bias, old.bias)):
                 fresh.zero_()

@@ -224,8 +224,8 @@ yes = {told} {ask} {fact.1}?
 no = {denied} {ask} {fact.1}? | {refuted} {ask} {fact.1}? | {told} {ask} {fact.2}?
 ask = Question: | So, | Well, | Tell me,
 told = {name} {fact.0} {end} | in {town}, {name} {fact.0}. | as {name2} wrote, {name} {fact.0}.
-    | we all saw that {name} {fact.0}. | on {day}, {name} {fact.0} {end} | {name} {fact.0}, and {name2} knew it.
-end = in {town2}. | on {day2}. | after all. | with {name3}. | near {town2}. | once again. | at last. | before lunch.
+    | we all saw that {name} {fact.0}. | on {day}, {name} {fact.0}. | {name} {fact.0}, and {name2} knew it.
+end = in {town}. | on {day}. | after all. | with {name3}. | near {town}. | once again. | at last. | before lunch.
 denied = it is not true that {name} {fact.0}. | it is false that {name} {fact.0} {end}
     | nobody should believe that {name} {fact.0}. | it is a myth that {name} {fact.0} {end}
 refuted = the story that {name} {fact.0} is wrong. | {name2} was mistaken to think that {name} {fact.0}.

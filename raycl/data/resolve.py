@@ -93,8 +93,8 @@ def _wanted(config: StreamConfig, benchmark: Benchmark | None) -> list[str | Tas
         return list((benchmark or require(config.name)).tasks)
     if config.root is not None:
         raise ConfigError(
-            f"data.root is '{config.root}' but data.name is builtin, which has no files: "
-            "set data.name to a benchmark (for example long-A) or list data.tasks"
+            f"stream.root is '{config.root}' but stream.name is builtin, which has no files: "
+            "set stream.name to a benchmark (for example long-A) or list stream.tasks"
         )
     return list(builtin.TASKS)
 
@@ -103,7 +103,7 @@ def _refuse_twice(names: Sequence[str]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ConfigError(
-            f"data.tasks names {', '.join(twice)} more than once: a task comes once in a stream, rename it"
+            f"stream.tasks names {', '.join(twice)} more than once: a task comes once in a stream, rename it"
         )
 
 
@@ -118,10 +118,10 @@ def _builtin(name: str, config: StreamConfig) -> TaskPlan:
         return TaskPlan(name, {}, Reading(labels=builtin.labels(name)))
     if name in TASKS or config.tasks is None:
         raise ConfigError(
-            f"task '{name}' of stream '{config.name}' comes from files: set data.root to the folder of the benchmark"
+            f"task '{name}' of stream '{config.name}' comes from files: set stream.root to the folder of the benchmark"
         )
     raise ConfigError(
-        f"unknown task '{name}': expected one of the builtin tasks {', '.join(builtin.TASKS)}, or set data.root to the "
+        f"unknown task '{name}': expected one of the builtin tasks {', '.join(builtin.TASKS)}, or set stream.root to the "
         "folder that holds it, or describe it with name and path"
     )
 

@@ -1,4 +1,4 @@
-"""The `data` section of a run's config.
+"""The `stream` section of a run's config.
 
 What it does not know: how any of this is carried out.
 """
@@ -36,7 +36,7 @@ class ColumnNames(Section):
 
 
 class TaskSpec(Section):
-    """A task of your own, in `data.tasks`."""
+    """A task of your own, in `stream.tasks`."""
 
     name: str = Field(description="unique in its stream; no path in it")
     path: Place = Field(None, description="folder (path or URI) with train.*, test.* and maybe dev.*")

@@ -3,17 +3,20 @@
 import hashlib
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
-from raycl.data import builtin
+from raycl.data import builtin, builtin_words
 from raycl.data.builtin import TASKS, labels, rows
 from raycl.errors import DataError
 
 TRAIN, TEST = 2000, 500
+GOLDEN = "2fe6c84fda6e02b4f6355112578e60b5ffbb5f251f7fc4d50bf2aa99b6aca142"
+"""SHA-256 of the first rows of every task; changes only when the grammars or the walk are changed on purpose."""
 
 
 def test_at_least_five_tasks_with_labels_of_their_own() -> None:
@@ -37,7 +40,7 @@ def test_rows_stay_the_same_across_machines_and_releases() -> None:
     for task in TASKS:
         for split in ("train", "test"):
             digest.update(repr(list(rows(task, split, 40, seed=0))).encode())
-    assert digest.hexdigest() == "GOLDEN", "built-in rows changed: published demo figures change with them"
+    assert digest.hexdigest() == GOLDEN, "built-in rows changed: published demo figures change with them"
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -115,6 +118,15 @@ def test_unknown_names_list_the_valid_ones() -> None:
         rows("topic", "dev", 1, 0)
     with pytest.raises(DataError, match="-1"):
         rows("topic", "train", -1, 0)
+
+
+def test_fingerprint_changes_with_the_word_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = builtin.fingerprint()
+    assert before == builtin.fingerprint()
+    edited = tmp_path / "words.py"
+    edited.write_bytes(Path(builtin_words.__file__).read_bytes() + b"#")
+    monkeypatch.setattr(builtin_words, "__file__", str(edited))
+    assert builtin.fingerprint() != before
 
 
 def test_zero_rows_is_an_empty_stream() -> None:

@@ -210,9 +210,9 @@ def test_the_builtin_stream(codec: MiniLMCodec) -> None:
 
 def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"name": "long-A"}, "task 'mnli' of stream 'long-A' comes from files: set data.root"),
+        ({"name": "long-A"}, "task 'mnli' of stream 'long-A' comes from files: set stream.root"),
         ({"name": "lung-A"}, "did you mean 'long-A'"),
-        ({"root": str(tmp_path)}, "data.name is builtin"),
+        ({"root": str(tmp_path)}, "stream.name is builtin"),
         ({"tasks": ("nonsense",)}, "unknown task 'nonsense': expected one of the builtin tasks"),
         ({"tasks": ("agnews", "ag"), "root": str(tmp_path)}, "names agnews more than once"),
         ({"tasks": (TaskSpec(name="a", path=str(tmp_path)),)}, "task 'a' has no train file"),
