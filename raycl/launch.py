@@ -195,7 +195,8 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int) -> None:
     }
     ray_run = RayRunConfig(
         name=f"{prepared.name}-{driver}",
-        storage_path=storage.sub("ray").address,
+        storage_path=storage.path("ray"),
+        storage_filesystem=None if storage.is_local else storage.filesystem,
         failure_config=FailureConfig(max_failures=config.launch.max_failures),
     )
     trainer = TorchTrainer(worker_main, train_loop_config=job, scaling_config=scaling, run_config=ray_run)

@@ -121,8 +121,8 @@ def _builtin(name: str, config: StreamConfig) -> TaskPlan:
             f"task '{name}' of stream '{config.name}' comes from files: set stream.root to the folder of the benchmark"
         )
     raise ConfigError(
-        f"unknown task '{name}': expected one of the builtin tasks {', '.join(builtin.TASKS)}, or set stream.root to the "
-        "folder that holds it, or describe it with name and path"
+        f"unknown task '{name}': expected one of the builtin tasks {', '.join(builtin.TASKS)}, or set stream.root to "
+        "the folder that holds it, or describe it with name and path"
     )
 
 
