@@ -143,7 +143,7 @@ def load_backbone(config: BackboneConfig, codec: HFCodec, device: torch.device, 
             trust_remote_code=config.trust_remote_code,
         )
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     return _wrap(kind, model, codec, config).to(device)
 
 

@@ -10,6 +10,7 @@ What it does not know: raycl's steps, Ray, several workers, stopping and going o
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
@@ -267,6 +268,7 @@ def main() -> None:
     """Read the worksheet, do the work, write the report."""
     sheet = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(sheet["threads"])
+    os.nice(max(0, sheet["niceness"] - os.nice(0)))
     report = {**work(sheet), "peak_memory_mb": peak_memory_mb()}
     Path(sys.argv[2]).write_text(json.dumps(report))
 

@@ -1,7 +1,7 @@
 """raycl through Ray Train against a plain PyTorch loop: the same backbone, rows, batches, steps and evaluations.
 
 Trials alternate (plain, raycl, plain, raycl, ...), so that a machine that slows down slows both, and every trial is
-a fresh process with a cold cache and the same number of torch threads. The largest difference of the loss traces
+a fresh process with a cold cache, the same number of torch threads and the same priority. The largest difference of the loss traces
 and the share of different answers say whether both did the same work.
 What it does not know: how the work is done (`plain`, `raycl.launch`).
 """
@@ -90,8 +90,9 @@ def measure(options: argparse.Namespace) -> Report:
             figures += sharing(options.token_rows, folder)
         else:
             notes.append("no /proc/self/smaps here: shared memory of token files not measured")
-        for name, where in found.items():
-            figures += figures_of(compare(name, where, options, folder))
+        for number, (name, where) in enumerate(found.items()):
+            engines = options.engines if number == 0 else [engine for engine in options.engines if engine == "torch"]
+            figures += figures_of(compare(name, where, engines, options, folder))
     settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
     return Report("stream", settings, figures, machine(before), notes)
 
@@ -114,7 +115,7 @@ def backbones(names: list[str], models: Path) -> tuple[dict[str, str], list[str]
     return {name: place for name, place in places.items() if name not in absent}, notes
 
 
-def compare(name: str, where: str, options: argparse.Namespace, folder: Path) -> Comparison:
+def compare(name: str, where: str, engines: list[str], options: argparse.Namespace, folder: Path) -> Comparison:
     """Alternating trials with one worker, then one trial of each further worker count."""
     comparison = Comparison(name)
     numbers = count(1)
@@ -126,7 +127,7 @@ def compare(name: str, where: str, options: argparse.Namespace, folder: Path) ->
     for repeat in range(options.repeats):
         log.info("%s: plain loop, trial %d of %d", name, repeat + 1, options.repeats)
         comparison.add(PLAIN, 1, run_plain(sheet, folder))
-        for engine in options.engines:
+        for engine in engines:
             log.info("%s: raycl on engine %s, trial %d of %d", name, engine, repeat + 1, options.repeats)
             comparison.add(engine, 1, run_raycl(fresh(engine, 1)))
     for workers in options.workers:

@@ -75,13 +75,13 @@ class Typical:
 
 
 def run_plain(sheet: Sheet, folder: Path) -> Trial:
-    """The plain loop in a process of its own, with as many threads as a worker has.
+    """The plain loop in a process of its own, with the threads and the priority of a worker.
 
     Raises:
         RunError: it failed; the message ends in its last words.
     """
     work, report = folder / "worksheet.json", folder / "report.json"
-    work.write_text(json.dumps(sheet))
+    work.write_text(json.dumps({**sheet, "niceness": worker_niceness()}))
     threads = str(sheet["threads"])
     command = [sys.executable, "-m", "raycl.bench.plain", str(work), str(report)]
     began = time.perf_counter()
@@ -103,6 +103,11 @@ def run_plain(sheet: Sheet, folder: Path) -> Trial:
         start_s=0.0,
         wall_s=wall,
     )
+
+
+def worker_niceness() -> int:
+    """What Ray gives its workers (2.60, observed): at another priority a busy machine would slow one side only."""
+    return int(os.environ.get("RAY_worker_niceness", "15"))
 
 
 def run_raycl(config: RunConfig) -> Trial:

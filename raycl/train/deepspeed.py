@@ -66,7 +66,7 @@ class DeepSpeedEngine:
         self.library = _library(world)
         self.trained = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
         assert self.trained, "the method left no parameter to train"
-        self.optimizer = adamw(self.trained.values(), train)
+        self.optimizer = adamw(self.trained, train)
         bf16 = backbone.dtype == torch.bfloat16
         self._hooks = _module_hooks(backbone)
         self.engine, *_ = self.library.initialize(

@@ -7,8 +7,8 @@ What it does not know: methods, tasks, data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,10 +62,15 @@ class Engine(Protocol):
         ...
 
 
-def adamw(parameters: Iterable[nn.Parameter], train: TrainConfig) -> AdamW:
-    """Torch's AdamW with the run's settings."""
+def adamw(trained: Mapping[str, nn.Parameter], train: TrainConfig) -> AdamW:
+    """Torch's AdamW with the run's settings; the label head is a group of its own where it has its own rate."""
+    groups: list[dict[str, Any]] = [{"params": list(trained.values())}]
+    if train.head_learning_rate is not None:
+        head = [parameter for name, parameter in trained.items() if name.startswith("head.")]
+        body = [parameter for name, parameter in trained.items() if not name.startswith("head.")]
+        groups = [{"params": body}, {"params": head, "lr": train.head_learning_rate}]
     return AdamW(
-        list(parameters),
+        [group for group in groups if group["params"]],
         lr=train.learning_rate,
         betas=train.betas,
         eps=train.epsilon,
@@ -94,7 +99,7 @@ class TorchEngine:
         assert self.trained, "the method left no parameter to train"
         for parameter in self.trained.values():
             parameter.data = parameter.data.float()
-        self.optimizer = adamw(self.trained.values(), train)
+        self.optimizer = adamw(self.trained, train)
         self.schedule = schedule(self.optimizer, train, steps)
 
     def forward(self, batch: Batch) -> Output:

@@ -23,6 +23,9 @@ class TrainConfig(Section):
         None, ge=1, description="examples per worker per forward pass; none: no accumulation"
     )
     learning_rate: float = Field(1e-3, gt=0)
+    head_learning_rate: float | None = Field(
+        None, gt=0, description="label head of encoder-only backbones, which starts at zero; null: learning_rate"
+    )
     lr_scheduler: str = Field("constant", description=f"one of {', '.join(SCHEDULERS)}")
     warmup_steps: int = Field(0, ge=0)
     warmup_ratio: float = Field(0.0, ge=0, lt=1, description="share of the task's steps; used if warmup_steps is 0")

@@ -1,4 +1,4 @@
-"""What a run leaves behind: checkpoints that notice damage, adapters and models that other libraries load as they are."""
+"""What a run leaves behind: checkpoints that notice damage, adapters and models that other libraries load."""
 
 from __future__ import annotations
 

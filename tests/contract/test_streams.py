@@ -67,12 +67,10 @@ def test_a_stream_runs_and_fills_its_matrix(done: Done) -> None:
     assert len(steps) == joint_steps[len(results["stages"])]
 
 
-def test_all_engines_give_the_losses_of_plain_torch(case: tuple[str, str, str], complete: Complete, done: Done) -> None:
-    kind, method, engine = case
-    if engine == "torch":
-        pytest.skip("it is plain torch")
-    plain = trace(complete(kind, method, "torch").storage)
-    for mine, other in zip(trace(done.storage), plain, strict=True):
+@pytest.mark.parametrize(("kind", "method", "engine"), [case for case in CASES if case[2] != "torch"])
+def test_all_engines_give_the_losses_of_plain_torch(complete: Complete, kind: str, method: str, engine: str) -> None:
+    plain, found = (trace(complete(kind, method, name).storage) for name in ("torch", engine))
+    for mine, other in zip(found, plain, strict=True):
         assert mine == pytest.approx(other, abs=1e-4, rel=1e-3)
 
 
@@ -84,14 +82,11 @@ def test_stopped_in_the_last_task_it_goes_on_bit_for_bit(done: Done, tmp_path: P
     same_run(storage, done.storage)
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 3])
-@pytest.mark.parametrize("engine", ["torch", "zero2"])
+@pytest.mark.parametrize(("engine", "after"), [*(("torch", after) for after in range(STEPS)), ("zero2", 3)])
 @pytest.mark.parametrize("method", METHODS)
 def test_stopped_anywhere_in_the_first_task(
     complete: Complete, tmp_path: Path, method: str, engine: str, after: int
 ) -> None:
-    if engine == "zero2" and after != 3:
-        pytest.skip("one place is enough for the engines that share the code")
     done, storage = complete("bert", method, engine), Storage.at(tmp_path)
     with pytest.raises(Stop):
         run(done.config, storage, after=after)
@@ -99,8 +94,7 @@ def test_stopped_anywhere_in_the_first_task(
     same_run(storage, done.storage)
 
 
-@pytest.mark.parametrize("engine", ["torch", "zero3"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "engine"), [*((method, "torch") for method in METHODS), ("lora", "zero3")])
 def test_stopped_between_training_and_evaluation(
     complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, engine: str
 ) -> None:
@@ -130,10 +124,10 @@ def test_stopped_around_the_export(
     same_run(storage, done.storage)
 
 
-def test_stopped_at_the_end_of_a_task(done: Done, case: tuple[str, str, str], tmp_path: Path) -> None:
-    if case[0] != "bert" or case[2] not in ("torch", "zero1"):
-        pytest.skip("evaluation and ledger do not know the engine")
-    storage = Storage.at(tmp_path)
+@pytest.mark.parametrize("engine", ["torch", "zero1"])
+@pytest.mark.parametrize("method", METHODS)
+def test_stopped_at_the_end_of_a_task(complete: Complete, tmp_path: Path, method: str, engine: str) -> None:
+    done, storage = complete("bert", method, engine), Storage.at(tmp_path)
     with pytest.raises(Stop):
         run(done.config, storage, on_stage=stop)
     run(done.config, storage)

@@ -33,7 +33,10 @@ from raycl.train.loop import OpenEngine, StreamLoop
 from raycl.train.progress import read_trace
 from raycl.train.world import World
 
-WORDS = "red blue cat dog the a is sky sea fire purrs barks runs sleeps warm cold Output : very much".split()
+WORDS = (
+    *("red", "blue", "cat", "dog", "the", "a", "is", "sky", "sea", "fire"),
+    *("purrs", "barks", "runs", "sleeps", "warm", "cold", "Output", ":", "very", "much"),
+)
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 KINDS = ("bert", "t5", "llama")
 """One model of each kind of backbone: encoder, encoder-decoder, decoder."""

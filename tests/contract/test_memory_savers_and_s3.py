@@ -1,0 +1,68 @@
+"""Settings that must not change what is learned: gradient checkpointing, bfloat16 with resume, a run folder on S3."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+from tiny import ENGINES, KINDS, Lab, Stop, matrix, run, trace
+
+from raycl.storage import Storage
+
+
+@pytest.mark.parametrize("method", ["lora", "finetune"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_checkpointing_gives_the_same_losses(lab: Lab, tmp_path: Path, kind: str, method: str) -> None:
+    plain, saving = Storage.at(tmp_path / "plain"), Storage.at(tmp_path / "saving")
+    run(lab.config(kind, method), plain)
+    run(lab.config(kind, method, backbone={"gradient_checkpointing": True}), saving)
+    losses = [[step[2] for step in trace(storage)] for storage in (plain, saving)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"), [(kind, "torch") for kind in KINDS] + [("bert", f"zero{stage}") for stage in (1, 2, 3)]
+)
+def test_bfloat16_is_near_float32_and_resumes_exactly(lab: Lab, tmp_path: Path, kind: str, engine: str) -> None:
+    sections: dict[str, Any] = {"engine": ENGINES[engine], "backbone": {"dtype": "bfloat16"}}
+    whole, stopped, exact = (Storage.at(tmp_path / name) for name in ("whole", "stopped", "exact"))
+    config = lab.config(kind, "lora", **sections)
+    run(config, whole)
+    run(lab.config(kind, "lora"), exact)
+    with pytest.raises(Stop):
+        run(config, stopped, after=3)
+    run(config, stopped)
+    assert trace(stopped) == trace(whole) and matrix(stopped) == matrix(whole)
+    near = pytest.approx([step[2] for step in trace(exact)], abs=0.1)
+    assert [step[2] for step in trace(whole)] == near
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A bucket on a real S3-compatible server on loopback; yields a URI below it."""
+    for name, value in (("ACCESS_KEY_ID", "test"), ("SECRET_ACCESS_KEY", "test"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    server.start()
+    boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}").create_bucket(Bucket="runs")
+    yield f"s3://runs/mine?scheme=http&endpoint_override=127.0.0.1:{port}"
+    server.stop()
+
+
+def test_a_run_folder_on_s3_is_stopped_and_resumed_as_on_disk(lab: Lab, tmp_path: Path, bucket: str) -> None:
+    config = lab.config("bert")
+    here, there = Storage.at(tmp_path / "here"), Storage.at(bucket)
+    run(config, here)
+    with pytest.raises(Stop):
+        run(config, there, after=3)
+    run(config, Storage.at(there.address))
+    assert trace(there) == trace(here) and matrix(there) == matrix(here)
+    assert len(there.list("checkpoints")) == config.checkpoint.keep

@@ -1,0 +1,132 @@
+"""Two workers equal one, and any accumulation equals none: the loss of a step is a sum over all its tokens.
+
+9 rows in batches of 4 leave a last batch of one row, so the second worker then has nothing but fill-ups.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import ENGINES, Lab, matrix, run, trace
+
+from raycl.storage import Storage
+
+ROWS = 9
+LEFT_AT = 5
+"""Steps after which a run leaves its two workers: at the first checkpoint of the second task."""
+
+CASES = [
+    *((kind, "lora", engine, None) for kind in ("bert", "t5") for engine in ENGINES),
+    *(("bert", "finetune", engine, None) for engine in ("torch", "zero3")),
+    ("llama", "lora", "torch", None),
+    ("bert", "separate", "torch", None),
+    *((kind, "lora", engine, 1) for kind in ("bert", "t5") for engine in ("torch", "zero2")),
+    ("bert", "lora", "zero3", 1),
+]
+"""Kind, method, engine, micro-batch size."""
+
+LEFT = [("bert", "lora", "torch"), ("bert", "lora", "zero3"), ("t5", "finetune", "zero2")]
+"""Runs that two workers leave unfinished."""
+
+Alone = Callable[[str, str], Storage]
+
+
+def tree(lab: Lab, kind: str, method: str, engine: str, micro: int | None = None) -> dict[str, Any]:
+    sections = {"stream": {"train_rows": ROWS}, "train": {"micro_batch_size": micro}}
+    return lab.tree(kind, method, ENGINES[engine], **sections)
+
+
+@pytest.fixture(scope="module")
+def alone(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """(kind, method) -> the run of one worker on plain torch without accumulation."""
+    done: dict[tuple[str, str], Storage] = {}
+
+    def get(kind: str, method: str) -> Storage:
+        if (kind, method) not in done:
+            sections = {"stream": {"train_rows": ROWS}}
+            done[kind, method] = Storage.at(tmp_path_factory.mktemp(f"alone-{kind}-{method}"))
+            run(lab.config(kind, method, **sections), done[kind, method])
+        return done[kind, method]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def together(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run of every case by two workers."""
+    root = tmp_path_factory.mktemp("together")
+    jobs = [{"tree": tree(lab, *case), "folder": str(root / name(case)), "after": None} for case in CASES]
+    jobs += [{"tree": tree(lab, *case), "folder": str(root / f"left-{name(case)}"), "after": LEFT_AT} for case in LEFT]
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, str(Path(__file__).with_name("two_workers.py"))]
+    logs = [(root / f"worker{rank}.log").open("w+") for rank in range(2)]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(root / "rendezvous"), str(root / "jobs.json")],
+            stdout=logs[rank],
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        codes = [worker.wait(timeout=280) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for log in logs:
+        log.seek(0)
+    assert codes == [0, 0], "\n".join(log.read()[-3000:] for log in logs)
+    return root
+
+
+def name(case: tuple[Any, ...]) -> str:
+    return "-".join(map(str, case))
+
+
+def same(found: Storage, expected: Storage, tolerance: float) -> None:
+    """Losses within `tolerance`, the same tokens at the same rates, the same matrix."""
+    for mine, other in zip(trace(found), trace(expected), strict=True):
+        assert mine[:2] == other[:2]
+        assert mine[2:] == pytest.approx(other[2:], abs=tolerance, rel=tolerance)
+    assert matrix(found) == matrix(expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_two_workers_equal_one(together: Path, alone: Alone, case: tuple[str, str, str, int | None]) -> None:
+    found = Storage.at(together / name(case))
+    same(found, alone(case[0], case[1]), 1e-4)
+    assert found.read_json("results.json")["workers"] == 2
+
+
+@pytest.mark.parametrize("case", LEFT, ids=name)
+def test_what_two_workers_left_one_worker_ends_on_another_engine(
+    lab: Lab, together: Path, alone: Alone, case: tuple[str, str, str]
+) -> None:
+    kind, method, engine = case
+    storage = Storage.at(together / f"left-{name(case)}")
+    other = "zero1" if engine == "torch" else "torch"
+    run(lab.config(kind, method, ENGINES[other], stream={"train_rows": ROWS}), storage)
+    same(storage, alone(kind, method), 1e-4)
+
+
+ACCUMULATED = [
+    *((kind, "torch", micro) for kind in ("bert", "t5", "llama") for micro in (1, 2)),
+    *((kind, engine, 1) for kind in ("bert", "t5") for engine in ("zero0", "zero2")),
+]
+
+
+@pytest.mark.parametrize(("kind", "engine", "micro"), ACCUMULATED)
+def test_accumulation_changes_nothing(
+    lab: Lab, alone: Alone, tmp_path: Path, kind: str, engine: str, micro: int
+) -> None:
+    sections = {"stream": {"train_rows": ROWS}, "train": {"micro_batch_size": micro}}
+    run(lab.config(kind, "lora", ENGINES[engine], **sections), Storage.at(tmp_path))
+    same(Storage.at(tmp_path), alone(kind, "lora"), 1e-5)

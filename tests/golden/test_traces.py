@@ -1,0 +1,70 @@
+"""Loss trace and accuracy matrix of a two-task toy stream per method, kept in `traces.json`.
+
+The encoder's weights, the rows and their order follow from fixed seeds, so these numbers change only when the
+meaning of training changes. When that is intended, write them anew and look at the difference before you commit it:
+
+    RAYCL_REGENERATE=1 python -m pytest tests/golden
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import Lab, matrix, run, trace
+
+from raycl.methods.registry import METHODS
+from raycl.storage import Storage
+
+TRACES = Path(__file__).with_name("traces.json")
+TOLERANCE = 1e-5
+"""Builds of torch for other processors sum in another order."""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("lab"))
+
+
+def measured(lab: Lab, method: str, folder: Path) -> dict[str, Any]:
+    """Losses and gradient norms of all steps, and the matrix."""
+    storage = Storage.at(folder)
+    sections = {
+        "train": {
+            "epochs": 2,
+            "learning_rate": 0.003,
+            "lr_scheduler": "linear",
+            "weight_decay": 0.01,
+            "micro_batch_size": 2,
+        }
+    }
+    run(lab.config("bert", method, seed=7, **sections), storage)
+    steps = trace(storage)
+    return {
+        "loss": [round(step[2], 8) for step in steps],
+        "grad_norm": [round(step[3], 8) for step in steps],
+        "matrix": [[None if cell is None else round(cell, 8) for cell in row] for row in matrix(storage)],
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_means_what_it_meant(lab: Lab, tmp_path: Path, method: str) -> None:
+    found = measured(lab, method, tmp_path)
+    kept = json.loads(TRACES.read_text()) if TRACES.exists() else {}
+    if os.environ.get("RAYCL_REGENERATE"):
+        TRACES.write_text(json.dumps({**kept, method: found}, indent=1) + "\n")
+        pytest.skip(f"wrote {TRACES.name}")
+    assert method in kept, "a new method: write its trace as the first lines of this file say"
+    expected = kept[method]
+    assert found["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], abs=TOLERANCE * 10)
+    assert found["matrix"] == expected["matrix"]
+
+
+def test_there_is_a_trace_of_every_method_and_of_nothing_else() -> None:
+    if os.environ.get("RAYCL_REGENERATE"):
+        pytest.skip("they are being written")
+    assert set(json.loads(TRACES.read_text())) == set(METHODS)

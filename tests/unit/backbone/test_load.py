@@ -1,0 +1,110 @@
+"""Loading: what is refused, with which words, and that nothing runs that nobody asked to run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import KINDS, Lab, model
+
+from raycl.backbone import BackboneConfig, load_backbone, load_codec
+from raycl.backbone.load import pick_dtype
+from raycl.errors import BackboneError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(lab: Lab, tmp_path: Path) -> Path:
+    """A copy of the tiny encoder, to be spoiled."""
+    return shutil.copytree(lab.model_folder("bert"), tmp_path / "bert")
+
+
+def load(config: BackboneConfig, source: int = 24, target: int = 4) -> object:
+    return load_backbone(config, load_codec(config, source, target), CPU, 0)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c"])
+def test_a_missing_folder(name: str) -> None:
+    with pytest.raises(BackboneError, match=r"backbone folder '.*' does not exist: expected a folder"):
+        load(BackboneConfig(name=name))
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_folder_that_lacks_a_file(folder: Path, file: str) -> None:
+    (folder / file).unlink()
+    with pytest.raises(BackboneError) as caught:
+        load(BackboneConfig(name=str(folder)))
+    assert str(caught.value).startswith(f"backbone '{folder}' cannot be loaded: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_pickled_weights_only_when_asked_for(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    trained = model("bert", 24, seed=3)
+    torch.save(trained.state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(BackboneError, match="safetensors"):
+        load(BackboneConfig(name=str(folder)))
+    backbone = load(BackboneConfig(name=str(folder), allow_pickle=True, dtype="float32"))
+    assert torch.equal(backbone.model.embeddings.word_embeddings.weight, trained.embeddings.word_embeddings.weight)  # type: ignore[attr-defined]
+
+
+def test_code_beside_the_weights_does_not_run(folder: Path) -> None:
+    witness = folder / "ran"
+    (folder / "evil.py").write_text(
+        f"open({str(witness)!r}, 'w')\nfrom transformers import BertConfig, BertModel\n"
+        "class Config(BertConfig):\n    model_type = 'evil'\nclass Model(BertModel): pass\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": classes, "model_type": "evil"}))
+    with pytest.raises(BackboneError, match="cannot be loaded"):
+        load(BackboneConfig(name=str(folder)))
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "target", "words"),
+    [
+        ("bert", 65, 4, "stream.max_source_tokens 65 is more than the 64 positions"),
+        ("llama", 125, 4, r"stream.max_source_tokens 125 \+ max_target_tokens 4 is more than the 128 positions"),
+        ("bert", 64, 400, None),
+        ("llama", 124, 4, None),
+        ("t5", 5000, 4, None),
+    ],
+)
+def test_prompts_must_fit_the_positions(lab: Lab, kind: str, source: int, target: int, words: str | None) -> None:
+    config = BackboneConfig(name=str(lab.model_folder(kind)))
+    if words is None:
+        assert load_codec(config, source, target).max_source_tokens == source
+        return
+    with pytest.raises(BackboneError, match=words):
+        load_codec(config, source, target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found", "eos"), [("bert", "encoder", -1), ("t5", "encoder-decoder", 1), ("llama", "decoder", 2)]
+)
+def test_the_kind_is_read_from_the_config(lab: Lab, kind: str, found: str, eos: int) -> None:
+    codec = load_codec(BackboneConfig(name=str(lab.model_folder(kind))), 24, 4)
+    assert (codec.kind, codec.eos_id, codec.needs_labels) == (found, eos, kind == "bert")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loading_twice_gives_the_same_bits_and_no_dropout(lab: Lab, kind: str) -> None:
+    config = BackboneConfig(name=str(lab.model_folder(kind)), dtype="float32")
+    first, second = load(config), load(config)
+    for mine, other in zip(first.parameters(), second.parameters(), strict=True):  # type: ignore[attr-defined]
+        assert torch.equal(mine, other)
+    assert not [module for module in first.modules() if isinstance(module, torch.nn.Dropout) and module.p]  # type: ignore[attr-defined]
+
+
+def test_dropout_reaches_the_model_and_dtype_is_what_was_asked_for(lab: Lab) -> None:
+    name = str(lab.model_folder("bert"))
+    backbone = load(BackboneConfig(name=name, dropout=0.25, dtype="bfloat16"))
+    assert {module.p for module in backbone.modules() if isinstance(module, torch.nn.Dropout)} == {0.25}  # type: ignore[attr-defined]
+    assert backbone.dtype == torch.bfloat16  # type: ignore[attr-defined]
+    assert pick_dtype("auto", CPU) == torch.float32

@@ -1,0 +1,78 @@
+"""A row alone equals the row in a batch, in loss and in answer, for every kind of backbone."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from tiny import KINDS, TASKS, Lab
+
+from raycl.backbone import Backbone
+from raycl.backbone.base import loss_count
+from raycl.data.loader import Collate
+from raycl.run import build
+from raycl.train.world import World
+from raycl.types import IGNORE, Batch
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def parts(request: pytest.FixtureRequest, lab: Lab) -> tuple[Backbone, Collate]:
+    """A backbone with trained-looking weights and what makes its batches."""
+    built = build(lab.config(request.param, "finetune"), World.alone(torch.device("cpu")))[0]
+    backbone = built.backbone.eval()
+    backbone.learn_labels([label for classes in TASKS.values() for label, _ in classes])
+    torch.manual_seed(1)
+    if backbone.head is not None:
+        torch.nn.init.normal_(backbone.head.weight)
+    tables = [built.stream.table(task, "train", backbone.codec) for task in built.stream.tasks]
+    labels = backbone.label_ids() if backbone.codec.needs_labels else None
+    return backbone, Collate(tables, labels, backbone.codec.pad_id)
+
+
+def rows_of(batch: Batch, *rows: int) -> Batch:
+    return Batch(**{field.name: getattr(batch, field.name)[list(rows)] for field in fields(Batch)})
+
+
+def test_the_loss_of_a_batch_is_the_sum_of_its_rows_alone(parts: tuple[Backbone, Collate]) -> None:
+    backbone, collate = parts
+    chosen = torch.arange(collate.count).numpy()[::3]
+    whole = collate(chosen, len(chosen) + 3)  # three fill-ups
+    alone = [collate(chosen[place : place + 1], 1) for place in range(len(chosen))]
+    assert len({batch.source_ids.shape[1] for batch in alone}) > 2, "rows of one length prove nothing"
+    with torch.no_grad():
+        losses = [backbone(batch).loss_sum for batch in alone]
+        found = backbone(whole).loss_sum
+        in_batch = [backbone(rows_of(whole, place)).loss_sum for place in range(len(chosen))]
+    torch.testing.assert_close(found, torch.stack(losses).sum(), atol=1e-5, rtol=1e-6)
+    for mine, lonely in zip(in_batch, losses, strict=True):
+        torch.testing.assert_close(mine, lonely, atol=1e-6, rtol=1e-6)
+    assert loss_count(whole) == sum(map(loss_count, alone))
+
+
+def test_padded_positions_hold_anything(parts: tuple[Backbone, Collate]) -> None:
+    backbone, collate = parts
+    batch = collate(torch.arange(collate.count).numpy()[::3], 10)
+    other = rows_of(batch, *range(len(batch)))
+    other.source_ids[other.source_mask == 0] = 5
+    with torch.no_grad():
+        torch.testing.assert_close(backbone(other).loss_sum, backbone(batch).loss_sum, atol=1e-6, rtol=1e-6)
+        assert backbone.predict(other, 3) == backbone.predict(batch, 3)
+
+
+def test_answers_do_not_depend_on_neighbours(parts: tuple[Backbone, Collate]) -> None:
+    backbone, collate = parts
+    chosen = torch.arange(collate.count).numpy()[::4]
+    together = backbone.predict(collate(chosen, len(chosen)), 4)
+    assert together == [backbone.predict(collate(chosen[place : place + 1], 1), 4)[0] for place in range(len(chosen))]
+
+
+def test_a_batch_of_fill_ups_costs_nothing_and_gives_no_gradient(parts: tuple[Backbone, Collate]) -> None:
+    backbone, collate = parts
+    batch = collate(torch.arange(0).numpy(), 2)
+    backbone.zero_grad()
+    output = backbone(batch)
+    output.loss_sum.backward()
+    assert loss_count(batch) == 0 and output.loss_sum.item() == 0.0
+    assert all(not p.grad.any() for p in backbone.parameters() if p.grad is not None)
+    assert batch.label_ids.tolist() == [IGNORE, IGNORE]

@@ -1,0 +1,98 @@
+"""`attention.query` means the same in every family, and a wrong target is answered with what there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny import model
+
+from raycl.backbone.roles import ROLES, linear_names
+from raycl.errors import BackboneError
+
+BERT = "encoder.layer.{}."
+EXPECTED = {
+    "bert": {
+        "attention.query": [BERT + "attention.self.query"],
+        "attention.key": [BERT + "attention.self.key"],
+        "attention.value": [BERT + "attention.self.value"],
+        "attention.out": [BERT + "attention.output.dense"],
+        "ffn": [BERT + "intermediate.dense", BERT + "output.dense"],
+    },
+    "llama": {
+        "attention.query": ["model.layers.{}.self_attn.q_proj"],
+        "attention.key": ["model.layers.{}.self_attn.k_proj"],
+        "attention.value": ["model.layers.{}.self_attn.v_proj"],
+        "attention.out": ["model.layers.{}.self_attn.o_proj"],
+        "ffn": [f"model.layers.{{}}.mlp.{name}_proj" for name in ("gate", "up", "down")],
+    },
+    "gpt2": {
+        "attention.qkv": ["transformer.h.{}.attn.c_attn"],
+        "attention.out": ["transformer.h.{}.attn.c_proj"],
+        "ffn": ["transformer.h.{}.mlp.c_fc", "transformer.h.{}.mlp.c_proj"],
+    },
+}
+T5 = [
+    *(f"encoder.block.{layer}.layer.0.SelfAttention" for layer in range(2)),
+    *(
+        f"decoder.block.{layer}.layer.{place}"
+        for layer in range(2)
+        for place in ("0.SelfAttention", "1.EncDecAttention")
+    ),
+]
+CASES = [
+    *(
+        (kind, role, [name.format(i) for i in range(2) for name in names])
+        for kind in EXPECTED
+        for role, names in EXPECTED[kind].items()
+    ),
+    *(("t5", f"attention.{role}", [f"{path}.{role[0]}" for path in T5]) for role in ("query", "key", "value", "out")),
+    (
+        "t5",
+        "ffn",
+        [
+            f"{side}.block.{i}.layer.{place}.DenseReluDense.{name}"
+            for side, place in (("encoder", 1), ("decoder", 2))
+            for i in range(2)
+            for name in ("wi", "wo")
+        ],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    return {kind: model(kind, 20) for kind in ("bert", "t5", "llama", "gpt2")}
+
+
+@pytest.mark.parametrize(("kind", "role", "names"), CASES)
+def test_a_role_is_exactly_these_layers(models: dict[str, Any], kind: str, role: str, names: list[str]) -> None:
+    assert sorted(linear_names(models[kind], [role])) == sorted(names)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5", "llama", "gpt2"])
+def test_attention_is_all_roles_of_attention_and_no_layer_has_two_roles(models: dict[str, Any], kind: str) -> None:
+    found = {}
+    for role in ROLES:
+        try:
+            found[role] = set(linear_names(models[kind], [role]))
+        except BackboneError:
+            continue
+    assert sum(map(len, found.values())) == len(set().union(*found.values()))
+    attention = set().union(*(names for role, names in found.items() if role != "ffn"))
+    assert set(linear_names(models[kind], ["attention"])) == attention
+
+
+def test_regular_expressions_choose_by_the_end_of_the_path(models: dict[str, Any]) -> None:
+    assert linear_names(models["bert"], [r"layer\.1\..*query"]) == ["encoder.layer.1.attention.self.query"]
+    assert linear_names(models["bert"], ["dense", "query"])[0] == "encoder.layer.0.attention.self.query"
+    with pytest.raises(BackboneError):
+        linear_names(models["bert"], ["uery"])
+
+
+def test_an_unknown_target_is_answered_with_roles_and_layers(models: dict[str, Any]) -> None:
+    with pytest.raises(BackboneError) as caught:
+        linear_names(models["llama"], ["attention.qery"])
+    text = str(caught.value)
+    assert text.startswith("target 'attention.qery' matches no linear layer: expected a role (attention.query, ")
+    assert "model.layers.*.self_attn.q_proj" in text and "lm_head" in text
