@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
 
@@ -98,21 +98,17 @@ class Encoder(Model):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.labels: list[str] = []
-        self.head = self._linear(self.model.config.hidden_size, 0)
-
-    def _linear(self, width: int, labels: int) -> nn.Linear:
-        layer: nn.Linear = nn.utils.skip_init(nn.Linear, width, labels, device=self.device)  # type: ignore[no-untyped-call]
-        return layer
+        width = self.model.config.hidden_size
+        self.weight = nn.Parameter(torch.zeros(0, width, device=self.device))
+        self.bias = nn.Parameter(torch.zeros(0, device=self.device))
 
     def learn_labels(self, labels: Sequence[str]) -> None:
         """New rows start at zero, old ones keep their values."""
         new = [label for label in labels if label not in self.labels]
-        old, self.labels = self.head, [*self.labels, *new]
-        self.head = self._linear(old.in_features, len(self.labels))
+        self.labels += new
         with torch.no_grad():
-            for fresh, kept in ((self.head.weight, old.weight), (self.head.bias, old.bias)):
-                fresh.zero_()
-                fresh[: len(kept)] = kept
+            self.weight = nn.Parameter(torch.cat([self.weight, self.weight.new_zeros(len(new), self.weight.shape[1])]))
+            self.bias = nn.Parameter(torch.cat([self.bias, self.bias.new_zeros(len(new))]))
 
     def label(self, answer: str) -> int:
         """Row of the head; of a label that no task has brought yet: -1."""
@@ -120,15 +116,14 @@ class Encoder(Model):
 
     def trained(self) -> list[nn.Parameter]:
         """LoRA and the head."""
-        return [*super().trained(), *self.head.parameters()]
+        return [*super().trained(), self.weight, self.bias]
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """`[B, labels]`."""
         inputs = self.sources(rows)
         mask = inputs["attention_mask"].unsqueeze(-1)
         states = self.model(**inputs).last_hidden_state
-        scores: Tensor = self.head((states * mask).sum(1) / mask.sum(1))
-        return scores
+        return linear((states * mask).sum(1) / mask.sum(1), self.weight, self.bias)
 
     def loss_sum(self, rows: Sequence[Row]) -> Tensor:
         """One position per row."""

@@ -1,8 +1,8 @@
 """raycl through Ray Train against a plain PyTorch loop: the same backbone, rows, batches, steps and evaluations.
 
 Trials alternate (plain, raycl, plain, raycl, ...), so that a machine that slows down slows both, and every trial is
-a fresh process with a cold cache, the same number of torch threads and the same priority. The largest difference of the loss traces
-and the share of different answers say whether both did the same work.
+a fresh process with a cold cache, the same number of torch threads and the same priority. The largest difference of
+the loss traces and the share of different answers say whether both did the same work.
 What it does not know: how the work is done (`plain`, `raycl.launch`).
 """
 
@@ -21,7 +21,8 @@ from typing import Any
 
 from raycl import config as configs
 from raycl.bench.figures import Figure, Report, machine
-from raycl.bench.sharing import SMAPS, sharing
+from raycl.bench.reader import SMAPS
+from raycl.bench.sharing import sharing
 from raycl.bench.trials import Trial, Typical, run_plain, run_raycl
 from raycl.bench.worksheet import write_down
 from raycl.run import RunConfig
@@ -31,6 +32,12 @@ log = logging.getLogger("raycl.bench")
 ENGINES: dict[str, dict[str, Any]] = {"torch": {"name": "torch"}, "deepspeed": {"name": "deepspeed", "zero_stage": 2}}
 FOLDERS = ("mini-t5", "mini-llama")
 """Backbones besides the packaged MiniLM, by the name of their folder."""
+
+PLAIN = "plain"
+"""Stands for the plain loop where the name of an engine is expected."""
+
+SETTINGS = ("repeats", "threads", "tasks", "rows", "test_rows", "batch_size", "micro_batch_size", "dtype")
+"""Flags that a reader of the figures needs."""
 
 STEP_LIMIT, START_LIMIT_S, LOSS_LIMIT, ANSWER_LIMIT = 1.10, 20.0, 1e-4, 0.01
 REPO = Path(__file__).resolve().parents[2]
@@ -42,20 +49,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--models",
         metavar="FOLDER",
         type=Path,
-        help=f"folder with {', '.join(FOLDERS)} (default: "
-        "$RAYCL_SHARED/models, else shared/models beside the repository)",
+        help=f"folder that holds {', '.join(FOLDERS)}; None: $RAYCL_SHARED/models, else shared/models beside the "
+        "repository",
     )
-    parser.add_argument("--backbones", nargs="+", default=["minilm", *FOLDERS], metavar="NAME")
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES, help="with one worker")
-    parser.add_argument("--workers", nargs="+", type=int, default=[2], help="further worker counts, engine torch")
+    parser.add_argument(
+        "--backbones", nargs="+", default=["minilm", *FOLDERS], metavar="NAME", help="minilm, or folders in --models"
+    )
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        default=list(ENGINES),
+        choices=ENGINES,
+        help="with one worker; others than torch on the first backbone only",
+    )
+    parser.add_argument("--workers", nargs="*", type=int, default=[2], help="further worker counts, engine torch")
     parser.add_argument("--repeats", type=int, default=2, help="trials of each kind with one worker")
     parser.add_argument("--threads", type=int, default=1, help="torch threads, and CPUs, of each worker")
     parser.add_argument("--tasks", nargs="+", default=["topic", "sentiment"], help="of the builtin stream")
     parser.add_argument("--rows", type=int, default=192, help="train rows per task")
     parser.add_argument("--test-rows", type=int, default=64, help="test rows per task")
     parser.add_argument("--batch-size", type=int, default=16, help="rows per optimizer step")
-    parser.add_argument("--micro-batch-size", type=int, default=8)
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--micro-batch-size", type=int, default=8, help="rows per worker per forward pass")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of the backbone")
     parser.add_argument("--token-rows", type=int, default=20_000, help="rows of the table read by two processes")
 
 
@@ -73,9 +88,6 @@ class Comparison:
     def typical(self, engine: str, workers: int = 1) -> Typical:
         """The trials of one kind."""
         return Typical(self.trials[engine, workers])
-
-
-PLAIN = "plain"
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -97,10 +109,6 @@ def measure(options: argparse.Namespace) -> Report:
     return Report("stream", settings, figures, machine(before), notes)
 
 
-SETTINGS = ("repeats", "threads", "tasks", "rows", "test_rows", "batch_size", "micro_batch_size", "dtype")
-"""Flags that a reader of the figures needs."""
-
-
 def default_models() -> Path:
     """Where the larger backbones are looked for."""
     shared = os.environ.get("RAYCL_SHARED")
@@ -111,7 +119,7 @@ def backbones(names: list[str], models: Path) -> tuple[dict[str, str], list[str]
     """Name -> what `backbone.name` takes, of those that are there; notes about the others."""
     places = {name: name if name == "minilm" else str(models / name) for name in names}
     absent = [name for name, place in places.items() if name != "minilm" and not Path(place).is_dir()]
-    notes = [f"{name} left out: no such folder in {models.name}/ (see --models)" for name in absent]
+    notes = [f"{name} left out: there is no folder {models / name} (see --models)" for name in absent]
     return {name: place for name, place in places.items() if name not in absent}, notes
 
 

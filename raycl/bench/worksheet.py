@@ -7,6 +7,7 @@ What it does not know: who carries the work out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from raycl.backbone import load_codec
@@ -17,7 +18,7 @@ from raycl.errors import ConfigError
 from raycl.methods.lora import LoraConfig
 from raycl.run import RunConfig, stages
 from raycl.train.loop import micro_batch_size, stable_seed
-from raycl.types import Stage, TextCodec
+from raycl.types import Batch, Stage, TextCodec
 
 Sheet = dict[str, Any]
 
@@ -26,7 +27,7 @@ def write_down(config: RunConfig, threads: int) -> Sheet:
     """What one worker with `config` does, as a JSON-able tree.
 
     Raises:
-        ConfigError: a text or answer would be cut, or the config asks for what the plain loop does not do.
+        ConfigError: a text or answer would be cut.
     """
     assert isinstance(config.method, LoraConfig), "the plain loop knows LoRA only"
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
@@ -67,8 +68,8 @@ def _task(config: RunConfig, stream: Stream, stage: Stage, codec: TextCodec) -> 
         "labels": task.labels,
         "train": _pairs(tables["train"], prompt.prefix, prompt.suffix),
         "test": _pairs(tables["test"], prompt.prefix, prompt.suffix),
-        "steps": [[_real(batch.rows.tolist()) for batch in loader.micro_batches(step)] for step in range(order.steps)],
-        "test_batches": [_real(batch.rows.tolist()) for batch in batches],
+        "steps": [_real(loader.micro_batches(step)) for step in range(order.steps)],
+        "test_batches": _real(batches),
     }
 
 
@@ -85,6 +86,7 @@ def _pairs(table: TokenTable, prefix: str, suffix: str) -> list[tuple[str, str]]
     return [(f"{prefix}{text}{suffix}", names[0]) for text, names in zip(texts, references, strict=True)]
 
 
-def _real(rows: list[int]) -> list[int]:
-    """Without the fill-ups."""
-    return [row for row in rows if row >= 0]
+def _real(batches: Iterable[Batch]) -> list[list[int]]:
+    """Rows of each batch without the fill-ups; batches of fill-ups alone are left out."""
+    rows = [[row for row in batch.rows.tolist() if row >= 0] for batch in batches]
+    return [batch for batch in rows if batch]

@@ -203,7 +203,7 @@ def _generate(plan: TaskPlan, split: str, config: StreamConfig, seed: int, cache
     else:
         count = math.ceil((config.train_rows or BUILTIN_TRAIN_ROWS) / (1 - config.dev_fraction))
     labels = builtin.labels(plan.name)
-    version = key_of(Path(builtin.__file__).read_text())
+    version = builtin.fingerprint()
     key = key_of("builtin", version, plan.name, split, count, seed, labels)
     pairs = builtin.rows(plan.name, split, count, seed)
     return ingest_pairs(pairs, f"builtin task {plan.name}", key, labels, cache)

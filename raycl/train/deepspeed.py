@@ -4,12 +4,13 @@ Library facts this file leans on (DeepSpeed 0.19.8, observed): clipping is 1.0 w
 always set; a shared-memory helper is compiled at the first `initialize` unless marked incompatible, and then no
 compiler is needed; its own "AdamW" compiles for minutes, so torch's is passed in; gradients are averaged over
 workers, hence the factor `world size` on the loss; `destroy()` leaves module hooks and, at ZeRO-3, partitioned
-parameters behind, so `close` removes the former and puts plain parameters in the place of the latter.
+parameters and attributes that hold the whole engine behind, so `close` removes those and puts plain parameters back.
 What it does not know: methods, tasks, data.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import warnings
@@ -190,13 +191,24 @@ class DeepSpeedEngine:
             fresh[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         self.engine.destroy()
         for module in self.backbone.modules():
-            for name, old in module._parameters.items():
-                if old is not None:
-                    module._parameters[name] = fresh[id(old)]
+            own = module._parameters.items()
+            module._parameters = {name: None if old is None else fresh[id(old)] for name, old in own}
+            for attribute in ATTRIBUTES & vars(module).keys():
+                delattr(module, attribute)
         _drop_new_hooks(self.backbone, self._hooks)
         self.engine = self.optimizer = self.schedule = None  # type: ignore[assignment]
         self.trained.clear()
+        gc.collect()  # the library's objects refer to each other, and some of them hold GPU memory
 
+
+ATTRIBUTES = frozenset(
+    (
+        *("_external_params", "_original_parameters", "all_parameters", "applied_pre_backward_ref_cnt"),
+        *("ds_external_parameters", "ds_grads_remaining", "ds_id", "ds_inflight_param_registry"),
+        *("ds_recompute_parameters", "post_bwd_fn", "pre_bwd_fn"),
+    )
+)
+"""What ZeRO-3 sets on modules and never takes away; some of it refers to the engine."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

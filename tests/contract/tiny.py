@@ -6,6 +6,7 @@ What it does not know: which method or engine a test wants.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,7 @@ class Lab:
     """A folder with the models and tasks, and runs on them."""
 
     def __init__(self, root: Path) -> None:
+        gc.freeze()  # closed engines collect garbage; what the libraries made on import need not be looked through
         self.root = root
         self.tasks = save_tasks(root / "tasks")
 

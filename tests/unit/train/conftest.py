@@ -9,7 +9,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "contract"))
 
-from tiny import Lab  # noqa: E402  the line above finds it
+from tiny import Lab
 
 
 @pytest.fixture(scope="session")

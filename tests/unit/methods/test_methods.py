@@ -1,0 +1,127 @@
+"""What each method makes live, what it forgets at a new task, and what it exports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import ENGINES, TASKS, Lab
+
+from raycl.methods.base import Method, stage_labels
+from raycl.methods.registry import METHODS
+from raycl.run import build
+from raycl.train.parts import Parts
+from raycl.train.world import World
+from raycl.types import Stage, Task
+
+LABELS = {task: sorted(label for label, _ in classes) for task, classes in TASKS.items()}
+
+
+def made(lab: Lab, method: Any, kind: str = "bert") -> Parts:
+    return build(lab.config(kind, method, ENGINES["torch"]), World.alone(torch.device("cpu")))[0]
+
+
+def begin(parts: Parts, stage: int, resumed: bool = False) -> Method:
+    parts.method.begin_task(parts.stages[stage], resumed)
+    return parts.method
+
+
+def test_stage_labels_are_in_order_and_once() -> None:
+    tasks = (
+        Task("a", ("yes", "no"), "exact_match"),
+        Task("b", None, "rouge_l"),
+        Task("c", ("no", "so"), "exact_match"),
+    )
+    assert stage_labels(Stage(0, "joint", tasks)) == ["yes", "no", "so"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_state_gives_a_fresh_model_the_same_shape(lab: Lab, name: str) -> None:
+    first, second = made(lab, name), made(lab, name)
+    begin(first, 0)
+    second.method.load_state_dict(first.method.state_dict())
+    begin(second, 0, resumed=True)
+    shapes = [
+        {n: (p.shape, p.requires_grad) for n, p in parts.backbone.named_parameters()} for parts in (first, second)
+    ]
+    assert shapes[0] == shapes[1]
+    assert first.method.learned_names() == second.method.learned_names()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_task_resumed_keeps_its_values(lab: Lab, name: str) -> None:
+    parts = made(lab, name)
+    begin(parts, 0)
+    with torch.no_grad():
+        for parameter in parts.backbone.parameters():
+            parameter += 1
+    before = {name: p.detach().clone() for name, p in parts.backbone.named_parameters()}
+    begin(parts, 0, resumed=True)
+    assert all(torch.equal(p, before[name]) for name, p in parts.backbone.named_parameters())
+
+
+def test_lora_trains_its_adapter_and_the_head_only(lab: Lab) -> None:
+    parts = made(lab, {"name": "lora", "rank": 3, "targets": ["attention.key", "ffn"]})
+    method = begin(parts, 0)
+    assert all(".lora_" in name or name.startswith("head.") for name in method.learned_names())
+    live = {name: p for name, p in parts.backbone.named_parameters() if "lora_A" in name}
+    assert len(live) == 6 and all(p.shape[0] == 3 for p in live.values())
+    assert not any(p.any() for name, p in parts.backbone.named_parameters() if "lora_B" in name), "it starts at zero"
+
+
+def test_the_seed_decides_how_lora_starts(lab: Lab) -> None:
+    def start(seed: int) -> torch.Tensor:
+        parts = build(lab.config("bert", "lora", seed=seed), World.alone(torch.device("cpu")))[0]
+        return next(p.detach() for name, p in parts.backbone.named_parameters() if "lora_A" in name)
+
+    assert torch.equal(start(1), start(1))
+    assert not torch.equal(start(1), start(2))
+
+
+@pytest.mark.parametrize("learner", ["lora", "finetune"])
+def test_separate_starts_every_task_where_the_first_one_started(lab: Lab, learner: str) -> None:
+    parts = made(lab, {"name": "separate", "learner": learner})
+    first = {name: p.detach().clone() for name, p in parts.backbone.named_parameters() if not name.startswith("head.")}
+    begin(parts, 0)
+    with torch.no_grad():
+        for parameter in parts.backbone.parameters():
+            if parameter.requires_grad:
+                parameter += 1
+    begin(parts, 1)
+    now = {name: p for name, p in parts.backbone.named_parameters() if not name.startswith("head.")}
+    assert [name for name in first if not torch.equal(first[name], now[name])] == []
+    head = parts.backbone.head
+    assert head is not None and head.labels == LABELS["animal"] and not head.weight.any()
+
+
+def test_sequential_methods_keep_the_rows_of_former_tasks(lab: Lab) -> None:
+    for name in ("lora", "finetune"):
+        parts = made(lab, name)
+        begin(parts, 0)
+        head = parts.backbone.head
+        assert head is not None
+        torch.nn.init.ones_(head.weight)
+        begin(parts, 1)
+        assert head.labels == LABELS["colour"] + LABELS["animal"]
+        assert head.weight[:2].all() and not head.weight[2:].any()
+
+
+def test_exported_names_are_those_of_peft_and_of_hugging_face(lab: Lab) -> None:
+    names = {}
+    for name in ("lora", "finetune"):
+        parts = made(lab, name, "llama")
+        method = begin(parts, 0)
+        tensors = {key: p.detach() for key, p in parts.backbone.named_parameters() if p.requires_grad}
+        learned = method.end_task(parts.stages[0], tensors)
+        assert learned is not None and learned.labels == []
+        names[learned.kind] = set(learned.tensors)
+    query = "model.layers.0.self_attn.q_proj"
+    assert f"base_model.model.{query}.lora_A.weight" in names["adapter"]
+    assert f"{query}.weight" in names["model"]
+
+
+def test_a_method_without_hooks_of_its_own_adds_nothing(lab: Lab) -> None:
+    parts = made(lab, "lora")
+    assert Method(None, parts.backbone, 0).penalty(None, None) is None  # type: ignore[arg-type]
+    assert Method(None, parts.backbone, 0).end_task(parts.stages[0], {}) is None

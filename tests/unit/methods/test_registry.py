@@ -1,0 +1,71 @@
+"""The table of methods, and how a run's config names one."""
+
+from __future__ import annotations
+
+import pytest
+
+from raycl.errors import ConfigError
+from raycl.methods.finetune import FinetuneConfig
+from raycl.methods.lora import LoraConfig
+from raycl.methods.reference import SeparateConfig
+from raycl.methods.registry import METHODS, REFERENCES, method_class
+from raycl.run import load_config
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_name_finds_its_class_and_its_config_carries_the_name(name: str) -> None:
+    found = method_class(name)
+    assert found.Config().name == name
+    assert load_config(None, [f"method={name}"]).method == found.Config()
+    assert (found.joint or found.one_model_per_task) is (name in REFERENCES)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["method=lroa"], "config key 'method' names 'lroa': did you mean 'lora'? Expected one of finetune, lora, "),
+        (["method=ewc"], "config key 'method' names 'ewc': expected one of finetune, lora, separate, joint"),
+        (["method=lora", "method.rnak=8"], "unknown config key 'method.rnak': did you mean 'method.rank'?"),
+        (["method.rnak=8"], "unknown config key 'method.rnak': did you mean 'method.rank'?"),
+        (["method=lora", "method.rank=0"], "config key 'method.rank' is 0: input should be greater than or equal to 1"),
+        (["method=finetune", "method.rank=8"], "unknown config key 'method.rank': it belongs to method=lora"),
+        (
+            ["method=separate", "method.learner.rnak=8"],
+            "unknown config key 'method.learner.rnak': did you mean 'method.learner.rank'?",
+        ),
+        (
+            ["method=separate", "method.learner=joint"],
+            "config key 'method.learner' names 'joint': expected one of finetune, lora",
+        ),
+        (
+            ["engine=deepsped"],
+            "config key 'engine' names 'deepsped': did you mean 'deepspeed'? Expected one of torch, ",
+        ),
+        (["engine.zero_stage=2"], "unknown config key 'engine.zero_stage': it belongs to engine=deepspeed"),
+        (
+            ["engine=deepspeed", "engine.zero_stage=5"],
+            "config key 'engine.zero_stage' is 5: input should be less than or equal to 3",
+        ),
+        (
+            ["engine=deepspeed", "engine.zero_stage=0", "engine.offload_optimizer=true"],
+            "engine.offload_optimizer needs engine.zero_stage 1, 2 or 3, not 0",
+        ),
+        (["modifiers=[migu]"], "modifiers: unknown modifier 'migu': this version has none, leave modifiers=[]"),
+        (["stream.tasks=[{name: a, pth: x}]"], "unknown config key 'stream.tasks.0.pth': did you mean "),
+        (["stream.tasks=[{name: a}]"], "stream.tasks.0: task 'a' has no data: give 'path', or both "),
+    ],
+)
+def test_wrong_choices_are_answered_in_the_users_words(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert str(caught.value).startswith(words)
+    assert ";" not in str(caught.value), "one mistake is one sentence"
+
+
+def test_a_reference_takes_its_learners_settings() -> None:
+    assert load_config(None, ["method=separate", "method.learner.rank=4"]).method == SeparateConfig(
+        learner=LoraConfig(rank=4)
+    )
+    assert load_config(None, ["method=separate", "method.learner=finetune"]).method == SeparateConfig(
+        learner=FinetuneConfig()
+    )

@@ -1,0 +1,118 @@
+"""Schedules moved on, optimizer state put back, and nothing left behind by engines that were closed."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tiny import ENGINES, Lab, run, trace
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from raycl.backbone import Backbone
+from raycl.data.loader import Collate
+from raycl.run import build
+from raycl.storage import Storage
+from raycl.train.engine import adamw, advance, schedule
+from raycl.train.settings import SCHEDULERS, TrainConfig
+from raycl.train.world import World
+
+WORLD = World.alone(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("done", [0, 1, 4, 9])
+def test_advance_equals_stepping(name: str, done: int) -> None:
+    train = TrainConfig(lr_scheduler=name, warmup_steps=0 if name == "constant" else 3, head_learning_rate=0.5)
+
+    def fresh() -> tuple[AdamW, Any]:
+        optimizer = adamw({"body": nn.Parameter(torch.zeros(2)), "head.bias": nn.Parameter(torch.zeros(2))}, train)
+        return optimizer, schedule(optimizer, train, 10)
+
+    (slow, stepped), (fast, jumped) = fresh(), fresh()
+    for _ in range(done):
+        slow.step()
+        stepped.step()
+    advance(jumped, done)
+    for _ in range(10 - done):
+        assert [group["lr"] for group in fast.param_groups] == [group["lr"] for group in slow.param_groups]
+        assert jumped.get_last_lr() == stepped.get_last_lr()
+        for part in (slow, stepped, fast, jumped):
+            part.step()
+
+
+def test_every_task_starts_with_a_fresh_optimizer_and_schedule(lab: Lab, tmp_path: Any) -> None:
+    storage = Storage.at(tmp_path)
+    run(lab.config("bert", train={"lr_scheduler": "linear"}), storage)
+    rates = [step[4] for step in trace(storage)]
+    assert rates == [0.01, 0.0075, 0.005, 0.0025] * 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("method", ["lora", "finetune"])
+def test_state_comes_back_as_it_was(lab: Lab, engine: str, method: str) -> None:
+    parts, open_engine = build(lab.config("bert", method, ENGINES[engine]), WORLD)
+    parts.method.begin_task(parts.stages[0], resumed=False)
+    opened = open_engine(1, 4)
+    names = parts.method.learned_names()
+    torch.manual_seed(3)
+    parameters = {name: torch.randn_like(value) for name, value in opened.parameters(names).items()}
+    live = [name for name, parameter in parts.backbone.named_parameters() if parameter.requires_grad]
+    optimizer = {
+        f"{name}/{moment}": torch.rand_like(parameters[name]) for name in live for moment in ("exp_avg", "exp_avg_sq")
+    }
+    opened.restore(parameters, optimizer, 2)
+    for found, expected in ((opened.parameters(names), parameters), (opened.optimizer_state(), optimizer)):
+        assert found.keys() == expected.keys()
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    opened.close()
+    left = dict(parts.backbone.named_parameters())
+    assert [name for name in parameters if not torch.equal(left[name], parameters[name])] == []
+
+
+KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def outside(backbone: Backbone) -> dict[str, Any]:
+    """What libraries could leave on the modules: hooks, attributes, the kind of dict that holds the parameters."""
+    found = {}
+    for name, module in backbone.named_modules():
+        hooks = {kind: len(getattr(module, kind)) for kind in KINDS}
+        found[name] = (hooks, set(vars(module)), type(module._parameters), set(module._parameters))
+    return found
+
+
+def living() -> dict[str, int]:
+    """How many engines, optimizers, modules and tensors there are in this process."""
+    gc.collect()
+    types = Counter(map(type, gc.get_objects()))
+    ours = {
+        kind: sum(types[other] for other in types if issubclass(other, kind)) for kind in (AdamW, nn.Module, Tensor)
+    }
+    libraries = {kind: count for kind, count in types.items() if str(kind.__module__).startswith("deepspeed.")}
+    return {kind.__name__: count for kind, count in (ours | libraries).items()}
+
+
+@pytest.mark.parametrize("engine", ["zero0", "zero2", "zero3"])
+def test_ten_tasks_leave_nothing_behind(lab: Lab, engine: str) -> None:
+    parts, open_engine = build(lab.config("bert", "lora", ENGINES[engine]), WORLD)
+    stage = parts.stages[0]
+    parts.method.begin_task(stage, resumed=False)
+    table = parts.stream.table(stage.tasks[0], "train", parts.backbone.codec)
+    batch = Collate([table], parts.backbone.label_ids(), 0)(torch.arange(4).numpy(), 4)
+    before, counts = outside(parts.backbone), {}
+    for task in range(1, 11):
+        parts.method.begin_task(stage, resumed=False)
+        opened = open_engine(1, 1)
+        opened.backward(opened.forward(batch).loss_sum, 1.0)
+        opened.step()
+        opened.close()
+        del opened
+        assert outside(parts.backbone) == before
+        assert all(type(p) is nn.Parameter and p.numel() and p.grad is None for p in parts.backbone.parameters())
+        if task in (2, 6, 10):
+            counts[task] = living()
+    assert counts[2] == counts[6] == counts[10]

@@ -1,0 +1,78 @@
+"""Lines for people and records for machines."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from raycl.errors import StorageError
+from raycl.storage import Storage
+from raycl.train.progress import Progress, Trace, clock, read_trace
+from raycl.train.step import StepResult
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0:00"),
+        (0.6, "0:01"),
+        (59.4, "0:59"),
+        (59.6, "1:00"),
+        (3599, "59:59"),
+        (3600, "1:00:00"),
+        (36061, "10:01:01"),
+    ],
+)
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def result(loss: float) -> StepResult:
+    return StepResult(loss, 1.0, 0.1, 100)
+
+
+def test_where_attempts_overlap_the_later_one_stands(tmp_path: Path) -> None:
+    storage = Storage.at(tmp_path)
+    assert read_trace(storage) == []
+    for attempt, steps in ((1, {(0, 1): 1.0, (0, 2): 2.0, (0, 3): 3.0}), (2, {(0, 3): 30.0, (1, 1): 40.0})):
+        trace = Trace(storage, attempt)
+        for (stage, step), loss in steps.items():
+            trace.add(stage, "task", step, result(loss), 0.5)
+            trace.flush()
+    assert [(r["stage"], r["step"], r["loss"]) for r in read_trace(storage)] == [
+        (0, 1, 1.0),
+        (0, 2, 2.0),
+        (0, 3, 30.0),
+        (1, 1, 40.0),
+    ]
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    storage = Storage.at(tmp_path)
+    storage.write("trace/attempt-0001.jsonl", b'{"stage": 0, "step": 1}\n{"sta\n')
+    with pytest.raises(StorageError, match=r"attempt-0001.jsonl' line 2 is not JSON"):
+        read_trace(storage)
+
+
+def test_a_line_is_said_when_it_is_time_and_at_the_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("raycl.train.progress.time.monotonic", lambda: now[0])
+    logger = logging.getLogger("raycl")
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level(logging.INFO, logger="raycl")
+    progress = Progress(5.0, stages=3)
+    progress.begin(1, "animal", 40, 10, 2, 30)
+    said = []
+    for step in range(3, 11):
+        now[0] += 2
+        said.append(progress.step(1, "animal", step, 10, result(0.25), 2.0))
+    assert said == [False, False, True, False, False, True, False, True]
+    assert caplog.messages[0] == "[2/3] animal: 40 rows, 10 steps, going on after step 2"
+    assert (
+        caplog.messages[1]
+        == "[2/3] animal  step 5/10  loss 0.2500  50 tokens/s  training left: 0:10 in this task, 1:10 in all"
+    )

@@ -1,0 +1,154 @@
+"""One optimizer step: what counts once, what is refused, and what plain PyTorch would do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny import Lab
+from torch import Tensor, nn
+
+from raycl.backbone import Output
+from raycl.backbone.base import loss_count
+from raycl.data.loader import GlobalOrder, Loader
+from raycl.errors import RunError
+from raycl.methods.base import Method
+from raycl.run import build
+from raycl.train.engine import Engine, TorchEngine
+from raycl.train.loop import micro_batch_size
+from raycl.train.parts import Parts
+from raycl.train.step import token_count, train_step
+from raycl.train.world import World
+from raycl.types import Batch
+
+WORLD = World.alone(torch.device("cpu"))
+STEPS = 4
+
+
+def started(lab: Lab, kind: str = "bert", method: str = "lora", **train: Any) -> tuple[Parts, Engine, Loader]:
+    """A run at the beginning of its first task."""
+    parts, open_engine = build(lab.config(kind, method, train=train), WORLD)
+    parts.method.begin_task(parts.stages[0], resumed=False)
+    size = parts.train.batch_size
+    table = parts.stream.table(parts.stream.tasks[0], "train", parts.backbone.codec)
+    labels = parts.backbone.label_ids() if parts.backbone.codec.needs_labels else None
+    micro = micro_batch_size(size, parts.train.micro_batch_size, 1)
+    order = GlobalOrder(len(table), size, 1, seed=0)
+    loader = Loader([table], labels, order, 0, 1, micro, size, parts.backbone.codec.pad_id)
+    return parts, open_engine(loader.accumulation, STEPS), loader
+
+
+class Constant(Method):
+    """A penalty that knows no batch: the sum of all trained weights."""
+
+    def penalty(self, batch: Batch, output: Output) -> Tensor:
+        return torch.stack([p.sum() for p in self.backbone.parameters() if p.requires_grad]).sum()
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+@pytest.mark.parametrize("micro", [None, 1, 2])
+def test_a_penalty_counts_once_a_step_whatever_the_accumulation(lab: Lab, kind: str, micro: int | None) -> None:
+    parts, engine, loader = started(lab, kind, micro_batch_size=micro, max_grad_norm=0)
+    seen: dict[str, Tensor] = {}
+    own_step = engine.step
+
+    def step() -> float:
+        seen.update({name: p.grad.clone() for name, p in parts.backbone.named_parameters() if p.grad is not None})
+        return own_step()
+
+    engine.step = step  # type: ignore[method-assign]
+    batches = loader.micro_batches(STEPS - 1)
+    train_step(engine, Constant(None, parts.backbone, 0), batches, WORLD, 0)
+    penalised = dict(seen)
+    parts, engine, loader = started(lab, kind, micro_batch_size=micro, max_grad_norm=0)
+    own_step, engine.step = engine.step, step  # type: ignore[method-assign]
+    seen.clear()
+    train_step(engine, parts.method, loader.micro_batches(STEPS - 1), WORLD, 0)
+    assert seen.keys() == penalised.keys()
+    for name, gradient in penalised.items():
+        torch.testing.assert_close(gradient, seen[name] + 1.0, atol=1e-5, rtol=1e-5)
+
+
+def test_the_reported_loss_leaves_penalties_out(lab: Lab) -> None:
+    losses = []
+    for penalised in (False, True):
+        parts, engine, loader = started(lab)
+        method = Constant(None, parts.backbone, 0) if penalised else parts.method
+        losses.append(train_step(engine, method, loader.micro_batches(0), WORLD, 0).loss)
+    assert losses[0] == losses[1]
+
+
+class Broken(Method):
+    """A penalty that is not a number."""
+
+    def penalty(self, batch: Batch, output: Output) -> Tensor:
+        return output.loss_sum * float("nan")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(lab: Lab) -> None:
+    parts, engine, loader = started(lab)
+    with pytest.raises(RunError, match=r"gradient norm nan: lower train.learning_rate \(now 0.01\)"):
+        train_step(engine, Broken(None, parts.backbone, 0), loader.micro_batches(0), WORLD, 0)
+    with torch.no_grad():
+        next(parts.backbone.parameters()).fill_(float("inf"))
+    with pytest.raises(RunError, match="the loss is nan"):
+        train_step(engine, parts.method, loader.micro_batches(0), WORLD, 0)
+
+
+def by_hand(parts: Parts, steps: Sequence[list[Batch]]) -> list[float]:
+    """The plainest training loop: mean loss over the targets of the whole step."""
+    live = [p for p in parts.backbone.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(live, lr=0.01, weight_decay=0.1)
+    losses = []
+    for batches in steps:
+        count, losses_sum = sum(map(loss_count, batches)), 0.0
+        for batch in batches:
+            loss = parts.backbone(batch).loss_sum
+            (loss / count).backward()
+            losses_sum += loss.item()
+        nn.utils.clip_grad_norm_(live, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(losses_sum / count)
+    return losses
+
+
+@pytest.mark.parametrize("method", ["lora", "finetune"])
+@pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
+def test_the_torch_engine_equals_a_loop_by_hand_bit_for_bit(lab: Lab, kind: str, method: str) -> None:
+    parts, engine, loader = started(lab, kind, method, micro_batch_size=2, weight_decay=0.1)
+    steps = [loader.micro_batches(step) for step in range(STEPS)]
+    found = [train_step(engine, parts.method, batches, WORLD, 0).loss for batches in steps]
+    other, _, _ = started(lab, kind, method, micro_batch_size=2, weight_decay=0.1)
+    assert found == by_hand(other, steps)
+    mine, theirs = (dict(p.backbone.named_parameters()) for p in (parts, other))
+    used = [name for name in mine if "pooler" not in name]  # it has no gradient; the engine decays it all the same
+    assert [name for name in used if not torch.equal(mine[name], theirs[name])] == []
+
+
+def test_dropout_is_drawn_from_the_steps_seed_alone(lab: Lab) -> None:
+    def losses(noise: int) -> list[float]:
+        config = lab.config("bert", {"name": "lora", "dropout": 0.5}, backbone={"dropout": 0.3})
+        parts = build(config, WORLD)[0]
+        parts.method.begin_task(parts.stages[0], resumed=False)
+        parts.backbone.train()
+        nn.init.normal_(parts.backbone.head.weight, generator=torch.Generator().manual_seed(1))  # type: ignore[union-attr]
+        engine = TorchEngine(parts.backbone, parts.train, STEPS, WORLD)
+        table = parts.stream.table(parts.stream.tasks[0], "train", parts.backbone.codec)
+        order = GlobalOrder(len(table), 4, 1, seed=0)
+        loader = Loader([table], parts.backbone.label_ids(), order, 0, 1, 4, 4, 0)
+        torch.manual_seed(noise)
+        return [train_step(engine, parts.method, loader.micro_batches(s), WORLD, 5 + s).loss for s in range(2)]
+
+    assert losses(1) == losses(2)
+
+
+def test_tokens_are_counted_without_padding_and_fill_ups(lab: Lab) -> None:
+    parts, _, loader = started(lab, "t5")
+    batch = loader.micro_batches(STEPS - 1)[0]
+    assert batch.weight.tolist() == [1, 1, 0, 0]
+    table = parts.stream.table(parts.stream.tasks[0], "train", parts.backbone.codec)
+    columns = table.columns(batch.rows[:2].tolist())
+    assert token_count(batch) == sum(map(len, [*columns.source_ids, *columns.target_ids]))
