@@ -7,7 +7,7 @@ padding to the left, so that every row continues at the same column.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raycl.backbone.base import Backbone, Output, summed_cross_entropy
 from raycl.types import IGNORE, Batch
@@ -21,7 +21,8 @@ class CausalBackbone(Backbone):
         ids_BS, mask_BS, labels_BS = join(batch, self.codec.pad_id)
         with self.precision():
             logits_BSV = self.model(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False).logits
-        return Output(summed_cross_entropy(logits_BSV[:, :-1], labels_BS[:, 1:]), logits_BSV)
+        next_BS = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)  # cheaper than cutting the logits
+        return Output(summed_cross_entropy(logits_BSV, next_BS), logits_BSV)
 
     @torch.no_grad()
     def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:

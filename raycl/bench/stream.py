@@ -40,6 +40,9 @@ SETTINGS = ("repeats", "threads", "tasks", "rows", "test_rows", "batch_size", "m
 """Flags that a reader of the figures needs."""
 
 STEP_LIMIT, START_LIMIT_S, LOSS_LIMIT, ANSWER_LIMIT = 1.10, 20.0, 1e-4, 0.01
+BUSY = 0.5
+"""Load average before the start from which on a note is made."""
+
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -105,6 +108,8 @@ def measure(options: argparse.Namespace) -> Report:
         for number, (name, where) in enumerate(found.items()):
             engines = options.engines if number == 0 else [engine for engine in options.engines if engine == "torch"]
             figures += figures_of(compare(name, where, engines, options, folder))
+    if before > BUSY:
+        notes.append(f"the load was {before:.1f} when this began: on a busy machine times and their ratios say little")
     settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
     return Report("stream", settings, figures, machine(before), notes)
 
@@ -170,23 +175,28 @@ def figures_of(comparison: Comparison) -> Iterator[Figure]:
         if engine != PLAIN:
             typical = comparison.typical(engine, workers)
             title = f"{comparison.backbone}, {engine}, {workers} worker{'s' if workers > 1 else ''}"
-            yield from _same_work(title, typical, plain)
+            yield from _same_work(title, typical, plain, strict=workers == 1)
             if workers == 1:
                 yield from _ratios(title, typical, plain)
             yield from _cost(title, typical)
     yield from _cost(f"{comparison.backbone}, plain loop", plain)
 
 
-def _same_work(title: str, mine: Typical, plain: Typical) -> Iterator[Figure]:
-    """Whether both did the same: worst over all trials."""
+def _same_work(title: str, mine: Typical, plain: Typical, strict: bool) -> Iterator[Figure]:
+    """Whether both did the same: worst over all trials.
+
+    Args:
+        strict: one worker sums in the plain loop's order; several do not, and training lets rounding grow, so there
+            the difference has no target.
+    """
     theirs = plain.trials[0]
     losses = max(abs(a - b) for trial in mine.trials for a, b in zip(trial.losses, theirs.losses, strict=True))
     differing = max(sum(a != b for a, b in zip(trial.answers, theirs.answers, strict=True)) for trial in mine.trials)
     steps, rows = len(theirs.losses), len(theirs.answers)
-    yield Figure(f"{title}: largest difference of the loss traces", losses, "", LOSS_LIMIT, detail=f"{steps} steps")
-    yield Figure(
-        f"{title}: answers that differ", differing / rows, "", ANSWER_LIMIT, detail=f"{differing} of {rows} answers"
-    )
+    limits = (LOSS_LIMIT, ANSWER_LIMIT) if strict else (None, None)
+    yield Figure(f"{title}: largest difference of the loss traces", losses, "", limits[0], detail=f"{steps} steps")
+    share = differing / rows
+    yield Figure(f"{title}: answers that differ", share, "", limits[1], detail=f"{differing} of {rows} answers")
 
 
 def _ratios(title: str, mine: Typical, plain: Typical) -> Iterator[Figure]:

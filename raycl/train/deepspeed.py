@@ -183,12 +183,22 @@ class DeepSpeedEngine:
             parameter.copy_(value)
 
     def close(self) -> None:
-        """Leave plain whole parameters in the backbone, free the engine, and remove the hooks it left."""
+        """Leave plain whole parameters in the backbone, free the engine, and remove what it left on the modules."""
+        self._put_plain_parameters(self._plain_parameters())
+        self.engine = self.optimizer = self.schedule = None  # type: ignore[assignment]
+        self.trained.clear()
+        gc.collect()  # the library's objects refer to each other, and they hold most of the memory
+
+    def _plain_parameters(self) -> dict[int, nn.Parameter]:
+        """Id of each parameter -> a whole one to take its place."""
         fresh: dict[int, nn.Parameter] = {}
         for parameter in self.backbone.parameters():
             with self._gathered([parameter]):
                 value = parameter.detach().clone()
             fresh[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        return fresh
+
+    def _put_plain_parameters(self, fresh: dict[int, nn.Parameter]) -> None:
         self.engine.destroy()
         for module in self.backbone.modules():
             own = module._parameters.items()
@@ -196,9 +206,6 @@ class DeepSpeedEngine:
             for attribute in ATTRIBUTES & vars(module).keys():
                 delattr(module, attribute)
         _drop_new_hooks(self.backbone, self._hooks)
-        self.engine = self.optimizer = self.schedule = None  # type: ignore[assignment]
-        self.trained.clear()
-        gc.collect()  # the library's objects refer to each other, and some of them hold GPU memory
 
 
 ATTRIBUTES = frozenset(

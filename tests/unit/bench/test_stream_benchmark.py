@@ -101,6 +101,12 @@ def test_each_shortfall_is_seen(bad: Trial, missed: set[str]) -> None:
     assert {name for name, ok in verdicts(comparison(torch=bad)).items() if ok is False} == missed
 
 
+def test_with_several_workers_rounding_is_told_but_not_judged() -> None:
+    made = comparison(torch=trial(1.0, 1.0))
+    made.add("torch", 2, trial(9.0, 9.0, loss=1.001))
+    assert all(figure.ok is None for figure in stream.figures_of(made) if "2 workers" in figure.name)
+
+
 def test_absent_backbones_are_said(tmp_path: Path) -> None:
     (tmp_path / "mini-t5").mkdir()
     found, notes = stream.backbones(["minilm", "mini-t5", "mini-llama"], tmp_path)
