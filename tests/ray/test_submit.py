@@ -50,6 +50,7 @@ def head() -> Iterator[str]:
     command += ["--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
     command += ["--dashboard-agent-listen-port=0", "--include-dashboard=true", "--disable-usage-stats"]
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    environment["PATH"] = f"{Path(RAY).parent}{os.pathsep}{environment['PATH']}"  # as `source .venv/bin/activate` does
     with open(Path(folder) / "head.log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
