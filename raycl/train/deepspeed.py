@@ -187,6 +187,8 @@ class DeepSpeedEngine:
         self._put_plain_parameters(self._plain_parameters())
         self.engine = self.optimizer = self.schedule = None  # type: ignore[assignment]
         self.trained.clear()
+        if self.stage == 3:
+            _clear_class_caches()
         gc.collect()  # the library's objects refer to each other, and they hold most of the memory
 
     def _plain_parameters(self) -> dict[int, nn.Parameter]:
@@ -206,6 +208,16 @@ class DeepSpeedEngine:
             for attribute in ATTRIBUTES & vars(module).keys():
                 delattr(module, attribute)
         _drop_new_hooks(self.backbone, self._hooks)
+
+
+def _clear_class_caches() -> None:
+    """ZeRO-3 keeps every coordinator that ever saw a second step in an `lru_cache` of the class, behind a wrapper."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    for method in vars(PartitionedParameterCoordinator).values():
+        for cell in getattr(method, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
 
 
 ATTRIBUTES = frozenset(
