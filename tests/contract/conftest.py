@@ -2,33 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
-from tiny import ENGINES, Lab, run
+from tiny import ENGINES, Complete, Done, Lab, run
 
-from raycl.run import RunConfig
 from raycl.storage import Storage
-from raycl.train.parts import Parts
-
-
-@dataclass(frozen=True)
-class Done:
-    """A run that nobody interrupted."""
-
-    config: RunConfig
-    storage: Storage
-    parts: Parts
-
-    def copy(self, folder: Path) -> Storage:
-        """A copy of the run directory, to be damaged or continued."""
-        return Storage.at(shutil.copytree(self.storage.root, folder / "copy"))
-
-
-Complete = Callable[[str, str, str], Done]
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Complete, Done
 from peft import PeftModel
 from safetensors.torch import load_file
-from tiny import KINDS, run
+from tiny import KINDS, Complete, Done, run
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from raycl.data.loader import eval_batches

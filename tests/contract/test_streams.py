@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Complete, Done
-from tiny import ENGINES, KINDS, TASKS, Lab, Stop, exported, matrix, run, trace
+from tiny import ENGINES, KINDS, TASKS, Complete, Done, Lab, Stop, exported, matrix, run, trace
 
 from raycl.methods.registry import METHODS
 from raycl.run import build

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from raycl.run import RunConfig, build
 from raycl.storage import Storage
 from raycl.train.engine import Engine
 from raycl.train.loop import OpenEngine, StreamLoop
+from raycl.train.parts import Parts
 from raycl.train.progress import read_trace
 from raycl.train.world import World
 
@@ -210,3 +213,20 @@ def exported(storage: Storage) -> dict[str, bytes]:
     """Every exported file with its bytes."""
     folders = [f"learned/{name}" for name in storage.list("learned")]
     return {f"{folder}/{name}": storage.read(f"{folder}/{name}") for folder in folders for name in storage.list(folder)}
+
+
+@dataclass(frozen=True)
+class Done:
+    """A run that nobody interrupted."""
+
+    config: RunConfig
+    storage: Storage
+    parts: Parts
+
+    def copy(self, folder: Path) -> Storage:
+        """A copy of the run directory, to be damaged or continued."""
+        return Storage.at(shutil.copytree(self.storage.root, folder / "copy"))
+
+
+Complete = Callable[[str, str, str], Done]
+"""(backbone kind, method, engine) -> its complete run."""
