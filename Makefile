@@ -34,8 +34,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv  ## learn a short stream of tasks on this machine and write a report
 	@$(OFFLINE) $(BIN)/python jobs/train_stream.py --config jobs/configs/demo.yaml
 
-test: venv  ## all tests, one torch thread
-	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider tests
+test: venv  ## all tests, two files at a time, one torch thread each
+	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -n 2 --dist loadfile \
+		--no-loadscope-reorder tests
 
 check: venv  ## format, lint, types, architecture
 	@$(BIN)/ruff format --check .

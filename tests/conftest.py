@@ -23,6 +23,7 @@ QUIET = {
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
     "DS_ACCELERATOR": "cpu",
+    "RAY_worker_niceness": "0",  # Ray's workers would wait for the tests that run beside them
 }
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 """Token authentication as in real clusters, but without a token file in the home folder."""
@@ -34,6 +35,11 @@ settings.register_profile("raycl", derandomize=True, database=None, deadline=Non
 settings.load_profile("raycl")
 
 REPO = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start clusters come first: they take longest, mostly waiting, so other files run beside them."""
+    items.sort(key=lambda item: "tests/ray/" not in item.path.as_posix())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,9 +15,11 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 
+import psutil
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
@@ -42,6 +44,19 @@ def answers(url: str) -> bool:
     return True
 
 
+def end_with_children(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to the head and to what it started; by itself it waits half a minute for them."""
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.terminate()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    for member in alive:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait(10)
+
+
 @pytest.fixture(scope="module")
 def head() -> Iterator[str]:
     """`ray start --head`; yields the dashboard's address."""
@@ -60,8 +75,7 @@ def head() -> Iterator[str]:
                 sleep(0.2)
             yield url
         finally:
-            process.terminate()
-            process.wait(60)
+            end_with_children(process)
             shutil.rmtree(folder, ignore_errors=True)
 
 
