@@ -5,8 +5,10 @@
     ├── DataError          a file, a row or a label that cannot be used (names file and row)
     │   └── MissingTasksError   tasks of a named benchmark that are not on disk, all listed at once
     ├── BackboneError      a model or tokenizer that cannot be loaded or does not fit the task
+    ├── AdapterError       an adapter that does not fit the model, or a mixture that cannot be spoken
     ├── StorageError       a path or URI that cannot be read or written
     │   └── AlreadyExistsError  exclusive creation lost: somebody else wrote it first
+    ├── BankError          an adapter or snapshot that is absent, damaged or not allowed
     ├── LaunchError        the cluster cannot ever give what the run asks for
     └── RunError           a run that cannot start, go on or be trusted
         ├── ResumeError         the run directory and the config do not belong together
@@ -37,12 +39,20 @@ class BackboneError(RayclError):
     """A backbone cannot be loaded, or cannot do what the task asks of it."""
 
 
+class AdapterError(RayclError):
+    """An adapter does not fit the model it is meant for, or a mixture asks for what is not there."""
+
+
 class StorageError(RayclError):
     """A path or URI cannot be reached, read or written."""
 
 
 class AlreadyExistsError(StorageError):
     """Exclusive creation failed because the file exists: another writer was first."""
+
+
+class BankError(RayclError):
+    """What the bank holds is absent, damaged, or would be put at risk by what was asked."""
 
 
 class LaunchError(RayclError):

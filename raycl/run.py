@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, field_validator
 
 from raycl import config as configs
-from raycl.backbone import BackboneConfig, load_backbone, load_codec, load_skeleton
+from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
 from raycl.config import Section, Tree
 from raycl.data.loader import check_batch
 from raycl.data.stream import Stream, StreamConfig, open_stream
@@ -28,11 +28,18 @@ from raycl.tracking import TrackingConfig
 from raycl.train.engine import Engine, TorchEngine
 from raycl.train.loop import OpenEngine, micro_batch_size
 from raycl.train.parts import Parts, RunInfo
-from raycl.train.settings import CheckpointConfig, DeepSpeedConfig, EngineConfig, TorchConfig, TrainConfig
+from raycl.train.settings import (
+    BankConfig,
+    CheckpointConfig,
+    DeepSpeedConfig,
+    EngineConfig,
+    TorchConfig,
+    TrainConfig,
+)
 from raycl.train.world import World
 from raycl.types import Stage
 
-EXEMPT = ("launch", "tracking", "output")
+EXEMPT = ("launch", "tracking", "output", "bank")
 """Sections that cannot change what a run learns: they may differ on resume and stay out of the fingerprint."""
 
 if TYPE_CHECKING:
@@ -77,6 +84,7 @@ class RunConfig(Section):
     engine: EngineChoice = TorchConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    bank: BankConfig = BankConfig()
     launch: LaunchConfig = LaunchConfig()
     output: OutputConfig = OutputConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -168,7 +176,18 @@ def build(config: RunConfig, world: World, singles: dict[str, float] | None = No
     backbone = load_backbone(config.backbone, codec, world.device, config.seed)
     method = method_class(config.method.name)(config.method, backbone, config.seed)
     info = RunInfo(config.seed, configs.as_tree(config), fingerprint(config), singles)
-    parts = Parts(info, stream, backbone, method, config.train, config.engine, config.eval, config.checkpoint)
+    parts = Parts(
+        info=info,
+        stream=stream,
+        backbone=backbone,
+        method=method,
+        train=config.train,
+        engine=config.engine,
+        evaluation=config.eval,
+        checkpoint=config.checkpoint,
+        bank=config.bank,
+        identity=identity(config.backbone) if world.is_first else "",
+    )
     return parts, partial(open_engine, parts, world)
 
 

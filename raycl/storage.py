@@ -37,6 +37,20 @@ _S3_ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
+class FileFacts:
+    """What a listing says of one file.
+
+    Attributes:
+        size: in bytes. age: seconds since it was last written.
+        unfinished: its writer has not finished, or died.
+    """
+
+    size: int
+    age: float
+    unfinished: bool
+
+
+@dataclass(frozen=True)
 class Storage:
     """A folder on some file system; every name below is relative to it, with forward slashes.
 
@@ -111,6 +125,20 @@ class Storage:
         with self._naming("list", name):
             found = self.filesystem.get_file_info(pafs.FileSelector(self.path(name), allow_not_found=True))
         return sorted(info.base_name for info in found if not _UNFINISHED.search(info.base_name))
+
+    def files(self, name: str = "") -> dict[str, FileFacts]:
+        """Every file below a folder, unfinished ones too: name relative to this storage -> size and age."""
+        with self._naming("list", name):
+            selector = pafs.FileSelector(self.path(name), allow_not_found=True, recursive=True)
+            found = self.filesystem.get_file_info(selector)
+        start, now = len(self.root) + 1, time.time()
+        return {
+            info.path[start:]: FileFacts(
+                info.size, now - (info.mtime_ns or 0) / 1e9, bool(_UNFINISHED.search(info.path))
+            )
+            for info in found
+            if info.type == pafs.FileType.File
+        }
 
     def read(self, name: str) -> bytes:
         """The whole file, as one writer wrote it.

@@ -1,13 +1,14 @@
 """The nouns that every package shares, and the legend of shapes.
 
-Shapes: B examples in a batch, L source tokens, T target tokens, V vocabulary, C labels, D hidden width.
+Shapes: B examples in a batch, L source tokens, T target tokens, V vocabulary, C labels, D hidden width (or a
+linear's inputs), O a linear's outputs, N adapters, r the rank of one, R the ranks of several together.
 Suffixes on tensor names follow the legend where a function handles several (`source_BL`).
 What it does not know: how any of these are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -118,3 +119,52 @@ class Score:
     value: float
     count: int
     extra: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Which adapters speak for each example, and how loudly.
+
+    Attributes:
+        names: the N adapters.
+        weights: `[B, N]`; a row of zeros is the bare backbone. May carry gradients.
+    """
+
+    names: tuple[str, ...]
+    weights: Tensor
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.weights.shape)
+        assert len(shape) == 2 and shape[1] == len(self.names), f"weights are {shape} for {len(self.names)} adapters"
+        assert len(set(self.names)) == len(self.names), f"an adapter stands twice in {self.names}"
+
+    @staticmethod
+    def same(weights: Mapping[str, float], examples: int) -> Mixture:
+        """The same mixture for each of `examples` examples."""
+        row = torch.tensor([list(weights.values())], dtype=torch.float32).reshape(1, len(weights))
+        return Mixture(tuple(weights), row.expand(examples, -1))
+
+
+@dataclass(frozen=True)
+class AdapterState:
+    """What one adapter holds, on the CPU.
+
+    Attributes:
+        linears: path of a linear inside the backbone's model -> A `[r, D]` and B `[O, r]`; ranks may differ.
+        scale: the update of a linear is `scale * B A`.
+        prompt: `[P, D]` soft prompt, or None.
+        labels: label texts of the head's rows; empty where there is no head.
+        head_weight: `[C, D]`. head_bias: `[C]`.
+    """
+
+    linears: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    scale: float = 1.0
+    prompt: Tensor | None = None
+    labels: tuple[str, ...] = ()
+    head_weight: Tensor | None = None
+    head_bias: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of its linears; 0 if it has none."""
+        return max((int(a.shape[0]) for a, _ in self.linears.values()), default=0)

@@ -17,10 +17,10 @@ LAYERS = (
     ("config", "storage"),
     ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking"),
     ("methods",),
-    ("train", "serve", "report"),
+    ("train", "serve", "report", "exchange"),
     ("run",),
     ("launch",),
-    ("tune", "comparison", "bench"),
+    ("tune", "comparison", "bench", "bank_commands"),
     ("jobs",),
 )
 """A unit (a module or package right below raycl/, or jobs/) imports units of rows above its own, no others."""

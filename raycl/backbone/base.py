@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from raycl.backbone.codec import HFCodec
-from raycl.backbone.head import LabelHead
 from raycl.types import IGNORE, Batch
 
 
@@ -40,6 +39,32 @@ def loss_count(batch: Batch) -> int:
     return int((labels != IGNORE).sum())
 
 
+class Head(Protocol):
+    """Scores over label texts: `raycl.backbone.head.LabelHead`, or heads that belong to adapters."""
+
+    labels: list[str]
+
+    def grow(self, labels: Sequence[str]) -> None:
+        """Know these labels from now on."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every label."""
+        ...
+
+    def __call__(self, pooled_BD: Tensor) -> Tensor:
+        """`[B, D]` to scores `[B, C]`; -inf where nothing is known of a label."""
+        ...
+
+
+class Prefix(Protocol):
+    """Learned positions in front of the text (soft prompts)."""
+
+    def __call__(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Embeddings `[rows, P, D]` and mask `[rows, P]`, or None for nothing."""
+        ...
+
+
 class Backbone(nn.Module, ABC):
     """A language model of one of three kinds.
 
@@ -47,16 +72,19 @@ class Backbone(nn.Module, ABC):
         model: the Hugging Face model.
         codec: text to ids and back.
         head: label head of encoder-only backbones, else None.
+        prefix: what stands in front of every text, or None.
         dtype: what the model computes in, whatever an engine keeps trained parameters in.
     """
 
-    head: LabelHead | None
+    head: Head | None
+    prefix: Prefix | None
 
     def __init__(self, model: nn.Module, codec: HFCodec) -> None:
         super().__init__()
         self.model: Any = model
         self.codec = codec
         self.head = None
+        self.prefix = None
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
     @property
@@ -84,6 +112,17 @@ class Backbone(nn.Module, ABC):
 
     def learn_labels(self, labels: Sequence[str]) -> None:
         """Make sure the label head has a row for each of `labels`; nothing to do where there is no head."""
+
+    def prefixed(self, ids_BL: Tensor, mask_BL: Tensor) -> tuple[dict[str, Tensor], int]:
+        """Arguments of the model for a text with its prefix, and the prefix's length P (0: plain ids)."""
+        found = None if self.prefix is None else self.prefix(len(ids_BL), ids_BL.device)
+        if found is None:
+            return {"input_ids": ids_BL, "attention_mask": mask_BL}, 0
+        prefix_BPD, prefix_mask_BP = found
+        text_BLD = self.model.get_input_embeddings()(ids_BL)
+        embeds = torch.cat([prefix_BPD.to(text_BLD.dtype), text_BLD], dim=1)
+        mask = torch.cat([prefix_mask_BP.to(mask_BL.dtype), mask_BL], dim=1)
+        return {"inputs_embeds": embeds, "attention_mask": mask}, prefix_BPD.shape[1]
 
     def model_files(self) -> dict[str, bytes]:
         """Config and tokenizer as the files of a Hugging Face model folder (weights left out)."""

@@ -20,25 +20,27 @@ class CausalBackbone(Backbone):
         """Cross-entropy summed over answer tokens (end-of-sequence included)."""
         ids_BS, mask_BS, labels_BS = join(batch, self.codec.pad_id)
         with self.precision():
-            logits_BSV = self.model(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False).logits
+            inputs, prefix = self.prefixed(ids_BS, mask_BS)
+            logits_BSV = self.model(**inputs, use_cache=False).logits[:, prefix:]
         next_BS = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)  # cheaper than cutting the logits
         return Output(summed_cross_entropy(logits_BSV, next_BS), logits_BSV)
 
     @torch.no_grad()
     def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
         """Greedy answers of at most `max_new_tokens` tokens, the prompt left out."""
-        ids_BL, mask_BL = pad_left(batch.source_ids, batch.source_mask)
         with self.precision():
+            inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)
+            padded = pad_left(*inputs.values())
             ids_BS = self.model.generate(
-                input_ids=ids_BL,
-                attention_mask=mask_BL,
+                **dict(zip(inputs, padded, strict=True)),
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
                 num_beams=1,
                 pad_token_id=self.codec.pad_id,
                 eos_token_id=self.codec.eos_id,
             )
-        return self.codec.decode(ids_BS[:, ids_BL.shape[1] :])
+        prompt = 0 if "inputs_embeds" in inputs else batch.source_ids.shape[1]  # embeddings are not given back
+        return self.codec.decode(ids_BS[:, prompt:])
 
 
 def join(batch: Batch, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,7 +59,8 @@ def join(batch: Batch, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(tensor.gather(1, order_BS)[:, :longest] for tensor in (ids_BS, mask_BS, labels_BS))  # type: ignore[return-value]
 
 
-def pad_left(ids_BL: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Move the padding of right-padded rows to the left."""
+def pad_left(rows: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Move the padding of right-padded ids `[B, L]` or embeddings `[B, L, D]` to the left."""
     order_BL = torch.argsort(mask_BL, dim=1, stable=True)  # padding first, the order of real tokens kept
-    return ids_BL.gather(1, order_BL), mask_BL.gather(1, order_BL)
+    index = order_BL if rows.dim() == 2 else order_BL.unsqueeze(-1).expand_as(rows)
+    return rows.gather(1, index), mask_BL.gather(1, order_BL)

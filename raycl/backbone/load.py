@@ -7,6 +7,7 @@ What it does not know: what the model will be trained on.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import logging
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+from huggingface_hub import snapshot_download
 from pydantic import AfterValidator, Field
 from torch import nn
 from transformers import (
@@ -53,6 +55,10 @@ DROPOUTS = (
     "attn_pdrop",
 )
 """Names under which Hugging Face configs keep dropout rates."""
+
+WEIGHTS = (".safetensors", ".bin")
+FACTS = ("config.json", "tokenizer.json")
+"""Files that make a backbone what it is; others (cards, training state) may differ."""
 
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
 
@@ -158,6 +164,23 @@ def load_skeleton(config: BackboneConfig, codec: HFCodec) -> Backbone:
         settings = AutoConfig.from_pretrained(resolve(config.name), **remote)
         model = _loader(codec.kind).from_config(settings, trust_remote_code=config.trust_remote_code)
         return _wrap(codec.kind, model, codec, config)
+
+
+def identity(config: BackboneConfig) -> str:
+    """SHA-256 over what a backbone is: its config, tokenizer and weight files, wherever they lie.
+
+    Raises:
+        BackboneError: it cannot be found.
+    """
+    where = resolve(config.name)
+    with _explained(config.name):
+        folder = Path(where if Path(where).is_dir() else snapshot_download(where, revision=config.revision))
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in WEIGHTS or file.name in FACTS]
+    digest = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as stream:
+            digest.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def _loader(kind: str) -> Any:

@@ -53,6 +53,18 @@ def linear_names(model: nn.Module, targets: Sequence[str]) -> list[str]:
     return [name for name in linears if name in chosen]
 
 
+def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Path of every linear layer -> inputs and outputs."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            found[name] = (module.in_features, module.out_features)
+        elif _is_linear(module):
+            inputs, outputs = module.weight.shape
+            found[name] = (int(inputs), int(outputs))
+    return found
+
+
 def _patterns(target: str) -> tuple[str, ...]:
     if target == "attention":
         return tuple(pattern for role, ends in ROLES.items() if role.startswith("attention.") for pattern in ends)

@@ -17,18 +17,17 @@ class Seq2SeqBackbone(Backbone):
         if labels_BT.shape[1] == 0:  # a batch of fill-ups only: the decoder still needs one position
             labels_BT = labels_BT.new_full((len(batch), 1), IGNORE)
         with self.precision():
-            logits_BTV = self.model(
-                input_ids=batch.source_ids, attention_mask=batch.source_mask, labels=labels_BT, use_cache=False
-            ).logits
+            inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)
+            logits_BTV = self.model(**inputs, labels=labels_BT, use_cache=False).logits
         return Output(summed_cross_entropy(logits_BTV, labels_BT), logits_BTV)
 
     @torch.no_grad()
     def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
         """Greedy answers of at most `max_new_tokens` tokens."""
         with self.precision():
+            inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)
             ids_BT = self.model.generate(
-                input_ids=batch.source_ids,
-                attention_mask=batch.source_mask,
+                **inputs,
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
                 num_beams=1,

@@ -65,8 +65,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=ENGINES,
         help="with one worker; others than torch on the first backbone only",
     )
-    parser.add_argument("--workers", nargs="*", type=int, default=[2], help="further worker counts, engine torch")
-    parser.add_argument("--repeats", type=int, default=2, help="trials of each kind with one worker")
+    parser.add_argument(
+        "--workers", nargs="*", type=int, default=[2], help="further worker counts, engine torch, first backbone"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="trials of each kind with one worker, first backbone (others: one)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch threads, and CPUs, of each worker")
     parser.add_argument("--tasks", nargs="+", default=["topic", "sentiment"], help="of the builtin stream")
     parser.add_argument("--rows", type=int, default=192, help="train rows per task")
@@ -107,7 +111,8 @@ def measure(options: argparse.Namespace) -> Report:
             notes.append("no /proc/self/smaps here: shared memory of token files not measured")
         for number, (name, where) in enumerate(found.items()):
             engines = options.engines if number == 0 else [engine for engine in options.engines if engine == "torch"]
-            figures += figures_of(compare(name, where, engines, options, folder))
+            repeats, workers = (options.repeats, options.workers) if number == 0 else (1, [])
+            figures += figures_of(compare(name, where, engines, repeats, workers, options, folder))
     if before > BUSY:
         notes.append(f"the load was {before:.1f} when this began: on a busy machine times and their ratios say little")
     settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
@@ -128,7 +133,15 @@ def backbones(names: list[str], models: Path) -> tuple[dict[str, str], list[str]
     return {name: place for name, place in places.items() if name not in absent}, notes
 
 
-def compare(name: str, where: str, engines: list[str], options: argparse.Namespace, folder: Path) -> Comparison:
+def compare(
+    name: str,
+    where: str,
+    engines: list[str],
+    repeats: int,
+    workers: list[int],
+    options: argparse.Namespace,
+    folder: Path,
+) -> Comparison:
     """Alternating trials with one worker, then one trial of each further worker count."""
     comparison = Comparison(name)
     numbers = count(1)
@@ -137,15 +150,15 @@ def compare(name: str, where: str, engines: list[str], options: argparse.Namespa
         return config_of(where, engine, workers, options, folder / f"{name}-{next(numbers)}")
 
     sheet = write_down(fresh("torch", 1), options.threads)
-    for repeat in range(options.repeats):
-        log.info("%s: plain loop, trial %d of %d", name, repeat + 1, options.repeats)
+    for repeat in range(repeats):
+        log.info("%s: plain loop, trial %d of %d", name, repeat + 1, repeats)
         comparison.add(PLAIN, 1, run_plain(sheet, folder))
         for engine in engines:
-            log.info("%s: raycl on engine %s, trial %d of %d", name, engine, repeat + 1, options.repeats)
+            log.info("%s: raycl on engine %s, trial %d of %d", name, engine, repeat + 1, repeats)
             comparison.add(engine, 1, run_raycl(fresh(engine, 1)))
-    for workers in options.workers:
-        log.info("%s: raycl with %d workers", name, workers)
-        comparison.add("torch", workers, run_raycl(fresh("torch", workers)))
+    for count_of_workers in workers:
+        log.info("%s: raycl with %d workers", name, count_of_workers)
+        comparison.add("torch", count_of_workers, run_raycl(fresh("torch", count_of_workers)))
     return comparison
 
 

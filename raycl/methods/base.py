@@ -8,14 +8,16 @@ What it does not know: engines, workers, files.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone, Output
 from raycl.config import Section
-from raycl.types import Batch, Stage
+from raycl.types import AdapterState, Batch, Mixture, Stage
 
 
 class MethodConfig(Section):
@@ -26,18 +28,16 @@ class MethodConfig(Section):
 
 @dataclass
 class Learned:
-    """What a stage leaves behind for use outside the run.
+    """What a stage leaves behind for use outside the run: adapters, or a whole model.
 
     Attributes:
-        kind: "adapter" (a PEFT folder) or "model" (a Hugging Face folder).
-        tensors: name in the exported file -> tensor on the CPU.
-        config: JSON-able content of `adapter_config.json`, empty for a model.
-        labels: rows of the label head, empty for text backbones.
+        adapters: name -> what it holds; they go to the bank.
+        model: tensors of a Hugging Face model folder by name, for methods that change all weights.
+        labels: rows of the model's label head (`head.weight`, `head.bias` among its tensors).
     """
 
-    kind: str
-    tensors: dict[str, Tensor]
-    config: dict[str, Any] = field(default_factory=dict)
+    adapters: dict[str, AdapterState] = field(default_factory=dict)
+    model: dict[str, Tensor] = field(default_factory=dict)
     labels: list[str] = field(default_factory=list)
 
 
@@ -47,17 +47,20 @@ class Method:
     Class attributes:
         Config: its settings class.
         joint: all tasks are one stage.
+        router: how the adapters that it leaves are chosen later (`raycl.bank`): "single" or "task".
         one_model_per_task: each stage starts from the pretrained model, and a task is answered by its own model.
     """
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     joint: ClassVar[bool] = False
+    router: ClassVar[str] = "single"
     one_model_per_task: ClassVar[bool] = False
 
     def __init__(self, config: Any, backbone: Backbone, seed: int) -> None:
         self.config = config
         self.backbone = backbone
         self.seed = seed
+        self.stack: AdapterStack | None = None
 
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """Before the first batch: which parameters exist, which are live, which are frozen?
@@ -69,6 +72,20 @@ class Method:
     def prepare_batch(self, batch: Batch) -> Batch:
         """Per micro-batch: is anything mixed into the data?"""
         return batch
+
+    def route(self, batch: Batch) -> Mixture | None:
+        """Per micro-batch, in training and in evaluation: which adapters speak for each example, how loudly?"""
+        return None
+
+    def speaking(self, batch: Batch) -> AbstractContextManager[None]:
+        """The batch's mixture, open for all that runs inside: forward, backward with its recomputation, generation."""
+        return nullcontext() if self.stack is None else self.stack.mixing(self.route(batch))
+
+    def all_live(self, examples: int) -> AbstractContextManager[None]:
+        """Every adapter in training speaks fully, for passes that are about parameters and not about data."""
+        if self.stack is None:
+            return nullcontext()
+        return self.stack.mixing(Mixture.same(dict.fromkeys(self.stack.live, 1.0), examples))
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """Per micro-batch, after forward: what is added to the mean task loss? Scalar, or None for nothing.

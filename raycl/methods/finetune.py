@@ -31,4 +31,4 @@ class Finetune(Method):
         """The whole model under its Hugging Face names, the label head beside it."""
         exported = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         head = self.backbone.head
-        return Learned("model", exported, labels=[] if head is None else list(head.labels))
+        return Learned(model=exported, labels=[] if head is None else list(head.labels))

@@ -7,22 +7,23 @@ one. The label head of encoder-only backbones is trained with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 import torch
-from peft import LoraConfig as PeftLoraConfig
-from peft import inject_adapter_in_model
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
+from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
 from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
-from raycl.types import Stage
+from raycl.types import Batch, Mixture, Stage
 
-ADAPTER = "default"
-"""PEFT's name of the one adapter; it stands in parameter names and is left out on disk."""
+ADAPTER = "lora"
+"""Name of the one adapter."""
 
 
 class LoraConfig(MethodConfig):
@@ -44,12 +45,9 @@ class Lora(Method):
 
     def __init__(self, config: LoraConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
-        self.names = linear_names(backbone.model, config.targets)
-        self.peft = PeftLoraConfig(
-            r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=self.names
-        )
+        self.stack: AdapterStack = AdapterStack(backbone.model, linear_names(backbone.model, config.targets))
         torch.manual_seed(seed)
-        inject_adapter_in_model(self.peft, backbone.model, adapter_name=ADAPTER)
+        self.stack.begin_live({ADAPTER: config.rank}, config.alpha / config.rank, _as_peft_draws, config.dropout)
 
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """LoRA and label head are live, the backbone is frozen."""
@@ -57,28 +55,23 @@ class Lora(Method):
         for name, parameter in self.backbone.named_parameters():
             parameter.requires_grad_(".lora_" in name or name.startswith("head."))
 
+    def route(self, batch: Batch) -> Mixture:
+        """The one adapter, fully, for every example."""
+        return Mixture.same({ADAPTER: 1.0}, len(batch))
+
     def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned:
-        """The adapter under PEFT's names on disk, the label head beside it."""
-        exported = {_peft_name(name): tensor for name, tensor in tensors.items()}
+        """The adapter with the label head."""
+        state = self.stack.live_states(tensors)[ADAPTER]
         head = self.backbone.head
-        return Learned("adapter", exported, self._adapter_config(), [] if head is None else list(head.labels))
-
-    def _adapter_config(self) -> dict[str, Any]:
-        """What `adapter_config.json` needs for PEFT to rebuild the adapter."""
-        return {
-            "peft_type": "LORA",
-            "r": self.config.rank,
-            "lora_alpha": self.config.alpha,
-            "lora_dropout": self.config.dropout,
-            "target_modules": self.names,
-            "bias": "none",
-            "inference_mode": True,
-            "base_model_name_or_path": getattr(self.backbone.model.config, "_name_or_path", ""),
-        }
+        if head is not None:
+            labels = tuple(head.labels)
+            state = replace(state, labels=labels, head_weight=tensors["head.weight"], head_bias=tensors["head.bias"])
+        return Learned({ADAPTER: state})
 
 
-def _peft_name(name: str) -> str:
-    """`model.x.lora_A.default.weight` -> `base_model.model.x.lora_A.weight`; head rows keep their name."""
-    if name.startswith("head."):
-        return name
-    return f"base_model.{name}".replace(f".{ADAPTER}.", ".")
+def _as_peft_draws(low: Tensor, outputs: int) -> None:
+    """Kaiming-uniform for A. PEFT first draws values for A and B that it throws away: so do we, to start as it does."""
+    rank, inputs = low.shape
+    nn.Linear(inputs, rank, bias=False)
+    nn.Linear(rank, outputs, bias=False)
+    nn.init.kaiming_uniform_(low, a=math.sqrt(5))

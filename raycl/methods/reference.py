@@ -18,7 +18,7 @@ from raycl.config import named
 from raycl.methods.base import Learned, Method, MethodConfig
 from raycl.methods.lora import LoraConfig
 from raycl.methods.registry import LearnerChoice, method_class
-from raycl.types import Batch, Stage
+from raycl.types import Batch, Mixture, Stage
 
 
 class ReferenceConfig(MethodConfig):
@@ -50,6 +50,7 @@ class Reference(Method):
     def __init__(self, config: ReferenceConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
         self.learner = method_class(config.learner.name)(config.learner, backbone, seed)
+        self.stack = self.learner.stack
 
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """As the learner does."""
@@ -58,6 +59,10 @@ class Reference(Method):
     def prepare_batch(self, batch: Batch) -> Batch:
         """As the learner does."""
         return self.learner.prepare_batch(batch)
+
+    def route(self, batch: Batch) -> Mixture | None:
+        """As the learner does."""
+        return self.learner.route(batch)
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """As the learner does."""
@@ -92,6 +97,7 @@ class Separate(Reference):
 
     Config = SeparateConfig
     one_model_per_task: ClassVar[bool] = True
+    router: ClassVar[str] = "task"
 
     def __init__(self, config: SeparateConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
@@ -111,3 +117,14 @@ class Separate(Reference):
                 for name, first in self._first.items():
                     parameters[name].copy_(first)
         self.learner.begin_task(stage, resumed)
+
+    def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned | None:
+        """The learner's, each adapter under its task's name."""
+        learned = self.learner.end_task(stage, tensors)
+        if learned is not None:
+            several = len(learned.adapters) > 1
+            learned.adapters = {
+                f"{stage.name}.{name}" if several else str(stage.name): state
+                for name, state in learned.adapters.items()
+            }
+        return learned

@@ -35,6 +35,7 @@ class Checkpoint:
         parameters: whole learned parameters by name.
         optimizer: `<parameter>/<moment>` -> tensor; empty when the stage is over.
         spent: seconds and tokens of the stage so far, added up over attempts.
+        published: what went to the bank at the end of the stage (`raycl.train.publish`).
     """
 
     stage: int
@@ -44,6 +45,7 @@ class Checkpoint:
     parameters: dict[str, Tensor]
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
+    published: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_stage_end(self) -> bool:
@@ -67,6 +69,7 @@ def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint) -> Non
         "steps": checkpoint.steps,
         "method": checkpoint.method,
         "spent": checkpoint.spent,
+        "published": checkpoint.published,
         "sha256": {file: hashlib.sha256(data).hexdigest() for file, data in files.items()},
     }
     folder.write(MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -99,21 +102,18 @@ def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
         load(files[PARAMETERS]),
         load(files[OPTIMIZER]),
         manifest["spent"],
+        manifest.get("published", {}),
     )
 
 
-def write_learned(storage: Storage, name: str, learned: Learned, model_files: dict[str, bytes]) -> None:
-    """Export `learned/<name>`: a PEFT adapter folder, or a Hugging Face model folder with `model_files` beside."""
+def write_model(storage: Storage, name: str, learned: Learned, model_files: dict[str, bytes]) -> None:
+    """Export `learned/<name>`: a Hugging Face model folder, its label head beside the weights."""
     folder = storage.sub(f"learned/{name}")
-    head = {key: value for key, value in learned.tensors.items() if key.startswith("head.")}
-    body = {key: value.contiguous() for key, value in learned.tensors.items() if key not in head}
+    head = {key: value for key, value in learned.model.items() if key.startswith("head.")}
+    body = {key: value.contiguous() for key, value in learned.model.items() if key not in head}
     if head:
         folder.write("label_head.safetensors", save(head))
         folder.write_json("labels.json", learned.labels)
-    if learned.kind == "adapter":
-        folder.write("adapter_model.safetensors", save(body))
-        folder.write_json("adapter_config.json", learned.config)
-        return
     for file, data in model_files.items():
         folder.write(file, data)
     folder.write("model.safetensors", save(body, metadata={"format": "pt"}))

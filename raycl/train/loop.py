@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from raycl.data.loader import GlobalOrder, Loader
+from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.train import checkpoint as checkpoints
 from raycl.train.checkpoint import Checkpoint
@@ -27,6 +28,7 @@ from raycl.train.engine import Engine, load_parameters
 from raycl.train.ledger import Ledger, RunState, read_state
 from raycl.train.parts import Parts
 from raycl.train.progress import Progress, Trace, clock
+from raycl.train.publish import publish
 from raycl.train.results import build_results
 from raycl.train.row import evaluate_row
 from raycl.train.step import StepResult, train_step
@@ -106,7 +108,8 @@ class StreamLoop:
         engine = self.open_engine(loader.accumulation, order.steps)
         start, spent = 0, {"train_s": 0.0, "tokens": 0.0}
         if resume is not None:
-            engine.restore(resume.parameters, resume.optimizer, resume.step)
+            with parts.method.all_live(1):
+                engine.restore(resume.parameters, resume.optimizer, resume.step)
             start, spent = resume.step, dict(resume.spent)
         if self.world.is_first:
             later = sum(self._order(other, self._rows(other)).steps for other in parts.stages[stage.index + 1 :])
@@ -154,13 +157,22 @@ class StreamLoop:
         """End of training: what the method remembers, its export, then the checkpoint: with it, training is over."""
         learned = self.parts.method.end_task(stage, done.parameters)
         done.method = self.parts.method.state_dict()
-        wanted = self.parts.checkpoint.export
-        is_last = stage.index == len(self.parts.stages) - 1
-        if learned and self.ledger and (wanted == "each" or (wanted == "last" and is_last)):
-            files = self.parts.backbone.model_files() if learned.kind == "model" else {}
+        if learned and self.ledger:
             self.ledger.ensure_current()
-            checkpoints.write_learned(self.storage, f"{stage.index:03d}-{stage.name}", learned, files)
+            self._leave(stage, learned, done)
         self._save(done)
+
+    def _leave(self, stage: Stage, learned: Learned, done: Checkpoint) -> None:
+        """Adapters to the bank, whole models to a folder of the run."""
+        parts = self.parts
+        is_last = stage.index == len(parts.stages) - 1
+        wanted = parts.checkpoint.export
+        if learned.model and (wanted == "each" or (wanted == "last" and is_last)):
+            name = f"{stage.index:03d}-{stage.name}"
+            checkpoints.write_model(self.storage, name, learned, parts.backbone.model_files())
+        if learned.adapters and parts.bank.publish:
+            before = self.state.stages[-1].get("bank") if self.state.stages else None
+            done.published = publish(parts, stage, learned, self.storage, before)
 
     def _save(self, checkpoint: Checkpoint) -> None:
         """Files first, then the ledger's record, then what is no longer needed goes."""
@@ -196,7 +208,8 @@ class StreamLoop:
             "peak_memory_mb": max(self.world.gather(peak_memory_mb())),
             "resident_memory_mb": max(self.world.gather(resident_memory_mb())),
         }
-        return {"stage": stage.index, "row": {name: asdict(cell) for name, cell in row.items()}, "times": times}
+        cells = {name: asdict(cell) for name, cell in row.items()}
+        return {"stage": stage.index, "row": cells, "times": times, "bank": done.published}
 
     def _record(self, stage: Stage, record: dict[str, Any]) -> None:
         self.state = replace(self.state, stages=[*self.state.stages, record])  # the ledger's own state stays its own

@@ -12,7 +12,7 @@ from raycl.backbone import Backbone
 from raycl.data.stream import Stream
 from raycl.eval.settings import EvalConfig
 from raycl.methods.base import Method
-from raycl.train.settings import CheckpointConfig, EngineConfig, TrainConfig
+from raycl.train.settings import BankConfig, CheckpointConfig, EngineConfig, TrainConfig
 from raycl.types import Stage
 
 
@@ -33,7 +33,11 @@ class RunInfo:
 
 @dataclass
 class Parts:
-    """One worker's share of a run."""
+    """One worker's share of a run.
+
+    Attributes:
+        identity: hash of the pretrained backbone (`raycl.backbone.identity`).
+    """
 
     info: RunInfo
     stream: Stream
@@ -43,6 +47,8 @@ class Parts:
     engine: EngineConfig
     evaluation: EvalConfig
     checkpoint: CheckpointConfig
+    bank: BankConfig
+    identity: str
     stages: tuple[Stage, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from raycl.eval.evaluator import merge, predict_share, score_task
 from raycl.storage import Storage
 from raycl.train.parts import Parts
 from raycl.train.world import World
-from raycl.types import Score, Stage, Task
+from raycl.types import Batch, Score, Stage, Task
 
 log = logging.getLogger("raycl")
 
@@ -35,11 +35,11 @@ def _tasks(parts: Parts, stage: Stage) -> list[Task]:
 
 
 def _score(parts: Parts, stage: Stage, task: Task, world: World, storage: Storage) -> Score:
-    backbone, settings, codec = parts.backbone, parts.evaluation, parts.backbone.codec
+    settings, codec = parts.evaluation, parts.backbone.codec
     table = parts.stream.table(task, settings.split, codec)
     limit = settings.max_new_tokens or codec.max_target_tokens
     batches = eval_batches(table, None, world.rank, world.size, settings.batch_size, codec.pad_id)
-    share = predict_share(batches, lambda batch: backbone.predict(batch.to(world.device), limit))
+    share = predict_share(batches, lambda batch: _answers(parts, batch.to(world.device), limit))
     answers = merge(world.gather(share), len(table))
     references = table.references(range(len(table)))
     others = {label for other in parts.stream.tasks if other is not task for label in other.labels or ()}
@@ -52,6 +52,11 @@ def _score(parts: Parts, stage: Stage, task: Task, world: World, storage: Storag
             name = f"predictions/{stage.index:03d}-{stage.name}/{task.name}.jsonl"
             storage.write(name, _jsonl(table.texts(range(len(table))), references, answers))
     return cell
+
+
+def _answers(parts: Parts, batch: Batch, limit: int) -> list[str]:
+    with parts.method.speaking(batch):
+        return parts.backbone.predict(batch, limit)
 
 
 def _jsonl(texts: Sequence[str], references: Sequence[Sequence[str]], answers: Sequence[str]) -> bytes:

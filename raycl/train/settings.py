@@ -92,4 +92,13 @@ class CheckpointConfig(Section):
 
     every_steps: int | None = Field(200, ge=1, description="optimizer steps; null: at task ends only")
     keep: int = Field(2, ge=1, description="how many checkpoints stay on storage")
-    export: Literal["last", "each", "none"] = Field("last", description="which stages leave a PEFT or model folder")
+    export: Literal["last", "each", "none"] = Field(
+        "last", description="which stages leave a model folder, for methods that change all weights"
+    )
+
+
+class BankConfig(Section):
+    """Where adapters and snapshots go at the end of every task."""
+
+    dir: str | None = Field(None, description="folder or URI of a bank; null: bank/ in the run's folder")
+    publish: bool = True

@@ -49,11 +49,12 @@ def train_step(engine: Engine, method: Method, batches: Sequence[Batch], world: 
     count, tokens = world.total(sum(map(loss_count, batches)), sum(map(token_count, batches)))
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
-        output = engine.forward(batch)
-        loss_sum += output.loss_sum.detach()
-        penalty = method.penalty(batch, output)
-        objective = output.loss_sum if penalty is None else output.loss_sum + penalty * loss_count(batch)
-        engine.backward(objective, max(count, 1.0))
+        with method.speaking(batch):  # until backward has ended: recomputation reads the mixture again
+            output = engine.forward(batch)
+            loss_sum += output.loss_sum.detach()
+            penalty = method.penalty(batch, output)
+            objective = output.loss_sum if penalty is None else output.loss_sum + penalty * loss_count(batch)
+            engine.backward(objective, max(count, 1.0))
     loss = float(world.sum(loss_sum)) / max(count, 1.0)
     rate = engine.learning_rate
     norm = engine.step()

@@ -13,6 +13,8 @@ import pytest
 import torch
 from tiny import ENGINES, KINDS, TASKS, Complete, Done, Lab, Stop, exported, matrix, run, trace
 
+from raycl.bank import Bank
+from raycl.bank.upkeep import verify
 from raycl.methods.registry import METHODS
 from raycl.run import build
 from raycl.storage import Storage
@@ -38,7 +40,7 @@ def done(case: tuple[str, str, str], complete: Complete) -> Done:
     return complete(*case)
 
 
-def stop(*args: Any) -> None:
+def stop(*args: Any, **named: Any) -> None:
     """In the place of any function: it is never reached alive."""
     raise Stop
 
@@ -111,16 +113,28 @@ def test_stopped_between_training_and_evaluation(
     assert len(storage.list("trace")) == stages, "what was trained is not trained again"
 
 
-@pytest.mark.parametrize("place", ["write_learned", "write_checkpoint"])
+@pytest.mark.parametrize(
+    ("method", "module", "place"),
+    [
+        ("finetune", loops.checkpoints, "write_model"),
+        ("finetune", loops.checkpoints, "write_checkpoint"),
+        ("separate", loops.checkpoints, "write_checkpoint"),
+        ("separate", Bank, "_publish"),
+        ("separate", Bank, "snapshot"),
+    ],
+)
 def test_stopped_around_the_export(
-    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, module: Any, place: str
 ) -> None:
-    done, storage = complete("bert", "lora", "torch"), Storage.at(tmp_path)
+    done, storage = complete("bert", method, "torch"), Storage.at(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(loops.checkpoints, place, stop)
+        patch.setattr(module, place, stop)
         run(done.config, storage)
+    found = verify(Bank(storage.sub("bank")))
+    assert found.problems == [] and found.snapshots <= 1, "a half-written publish is invisible"
     run(done.config, storage)
     same_run(storage, done.storage)
+    assert verify(Bank(storage.sub("bank"))).leftovers == []
 
 
 @pytest.mark.parametrize("engine", ["torch", "zero1"])

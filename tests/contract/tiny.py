@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from raycl import config as configs
+from raycl.bank import Bank
 from raycl.run import RunConfig, build
 from raycl.storage import Storage
 from raycl.train.engine import Engine
@@ -210,9 +211,14 @@ def matrix(storage: Storage) -> list[list[Any]]:
 
 
 def exported(storage: Storage) -> dict[str, bytes]:
-    """Every exported file with its bytes."""
+    """Every exported file with its bytes, and the hashes that the bank's newest snapshot names."""
     folders = [f"learned/{name}" for name in storage.list("learned")]
-    return {f"{folder}/{name}": storage.read(f"{folder}/{name}") for folder in folders for name in storage.list(folder)}
+    files = {
+        f"{folder}/{name}": storage.read(f"{folder}/{name}") for folder in folders for name in storage.list(folder)
+    }
+    newest = Bank(storage.sub("bank")).newest()
+    named = {entry.name: entry.tensors.sha256.encode() for entry in newest.adapters} if newest else {}
+    return files | named
 
 
 @dataclass(frozen=True)

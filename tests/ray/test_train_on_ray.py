@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from raycl import launch, run
+from raycl.bank import Bank
 from raycl.errors import LaunchError, ResumeError, RunError
 from raycl.storage import Storage
 from raycl.train.ledger import RunState, read_state
@@ -86,7 +87,8 @@ def test_the_run_is_whole(whole: tuple[Storage, dict[str, Any]]) -> None:
     assert matrix[0][1] is None and None not in matrix[1]
     assert results["fingerprint"] == run.fingerprint(run.load_config(None, SMALL))
     assert all(entry["tokens_per_s"] > 0 and entry["peak_memory_mb"] > 100 for entry in results["stage_times"])
-    assert storage.exists("learned/001-sentiment/adapter_model.safetensors")
+    newest = Bank(storage.sub("bank")).newest()
+    assert newest is not None and [str(entry) for entry in newest.adapters] == ["lora@2"]
     assert len(storage.list("checkpoints")) <= 2
 
 

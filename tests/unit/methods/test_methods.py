@@ -107,18 +107,20 @@ def test_sequential_methods_keep_the_rows_of_former_tasks(lab: Lab) -> None:
         assert head.weight[:2].all() and not head.weight[2:].any()
 
 
-def test_exported_names_are_those_of_peft_and_of_hugging_face(lab: Lab) -> None:
-    names = {}
-    for name in ("lora", "finetune"):
+def test_a_stage_leaves_an_adapter_or_a_whole_model(lab: Lab) -> None:
+    query = "model.layers.0.self_attn.q_proj"
+    for name in ("lora", "separate", "finetune"):
         parts = made(lab, name, "llama")
         method = begin(parts, 0)
         tensors = {key: p.detach() for key, p in parts.backbone.named_parameters() if p.requires_grad}
         learned = method.end_task(parts.stages[0], tensors)
         assert learned is not None and learned.labels == []
-        names[learned.kind] = set(learned.tensors)
-    query = "model.layers.0.self_attn.q_proj"
-    assert f"base_model.model.{query}.lora_A.weight" in names["adapter"]
-    assert f"{query}.weight" in names["model"]
+        if name == "finetune":
+            assert f"{query}.weight" in learned.model and learned.adapters == {}
+        else:
+            assert list(learned.adapters) == ["lora" if name == "lora" else parts.stages[0].name]
+            state = next(iter(learned.adapters.values()))
+            assert state.rank == 8 and state.scale == 4 and query in state.linears and learned.model == {}
 
 
 def test_a_method_without_hooks_of_its_own_adds_nothing(lab: Lab) -> None:

@@ -1,0 +1,66 @@
+"""Look into a bank of adapters, check it, move adapters in and out, clean up.
+
+    python jobs/bank.py --bank runs/mine/bank list
+    python jobs/bank.py --bank runs/mine/bank export --adapters agnews=0.7,yelp=0.3 --to folder [--merged]
+
+Why it exists: the command-line door to `raycl.bank` and `raycl.exchange`.
+What it does not know: how anything is stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from raycl.bank import Bank
+from raycl.bank_commands import COMMANDS, Answer
+from raycl.errors import RayclError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status: 1 if it failed or found something wrong."""
+    options = _parse(arguments)
+    try:
+        answer: Answer = COMMANDS[options.command](Bank.at(options.bank), options)
+    except RayclError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(answer.tree, indent=1) if options.json else answer.text)
+    return 0 if answer.ok else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bank", required=True, metavar="PATH", help="folder or URI of the bank")
+    parser.add_argument("--json", action="store_true", help="for scripts")
+    names = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    names.add_parser("list", help="snapshots and adapters")
+    show = names.add_parser("show", help="one adapter (name or name@version) or snapshot (number)")
+    show.add_argument("what")
+    names.add_parser("verify", help="read everything and check every hash")
+    export = names.add_parser("export", help="a mixture as a PEFT folder, or merged into the backbone")
+    export.add_argument("--snapshot", type=int, help="default: the newest")
+    export.add_argument("--adapters", required=True, help="name, or name=weight,name=weight")
+    export.add_argument("--to", required=True, metavar="FOLDER")
+    export.add_argument("--merged", action="store_true", help="a plain model folder instead of an adapter")
+    export.add_argument("--without-head", action="store_true", help="leave label heads out")
+    export.add_argument("--backbone", help="where the backbone is now, if not where it was")
+    importing = names.add_parser("import", help="publish a PEFT LoRA made elsewhere")
+    importing.add_argument("folder")
+    importing.add_argument("--name", required=True)
+    importing.add_argument("--backbone", required=True, help="the model that it was made for")
+    importing.add_argument("--tasks", nargs="*", default=[])
+    pruning = names.add_parser("prune", help="remove what no snapshot names")
+    pruning.add_argument("--keep-snapshots", type=int, help="how many of the newest stay; default: all")
+    pruning.add_argument("--grace-s", type=float, default=3600.0, help="touch nothing younger")
+    pruning.add_argument("--dry-run", action="store_true")
+    diff = names.add_parser("diff", help="what changed between two snapshots")
+    diff.add_argument("old", type=int)
+    diff.add_argument("new", type=int)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

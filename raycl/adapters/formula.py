@@ -1,0 +1,47 @@
+"""The one formula: `y += gate * (x A^T) B`, in the two shapes that are worth computing.
+
+Shared: all rows of all adapters in use, each example closes the gates it does not want (two GEMMs; design 5).
+Own: every example brings the few rows it wants (two batched GEMMs; SLM's form, methods.md 1.5), cheaper when an
+example uses a small part of what the batch uses. Both give the exact sum of weighted block outputs: A and B are
+never averaged.
+What it does not know: where rows are kept, which example wants which.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+OWN_GAIN = 3
+"""An example's own rows must be this many times fewer than the shared ones: batched GEMMs of few rows run slower."""
+
+OWN_TOKENS = 8
+"""Positions per example from which on copying its own rows pays."""
+
+
+def add_shared(y: Tensor, x: Tensor, a_RD: Tensor, b_RO: Tensor, gate_BR: Tensor) -> Tensor:
+    """`y + (gate * (x A^T)) B`.
+
+    Args:
+        y: `[B, ..., O]`, changed in place where autograd allows it.
+        x: `[B, ..., D]`.
+        gate_BR: weight times scale of each row for each example.
+    """
+    h = linear(x, a_RD)
+    gate = gate_BR.to(h.dtype).view(gate_BR.shape[0], *(1,) * (x.dim() - 2), -1)
+    if torch.is_grad_enabled():
+        return y + linear(h * gate, b_RO.T)
+    h.mul_(gate)
+    if y.dtype == h.dtype == b_RO.dtype and y.is_contiguous():
+        y.view(-1, y.shape[-1]).addmm_(h.view(-1, h.shape[-1]), b_RO)
+        return y
+    return y + linear(h, b_RO.T)
+
+
+def add_own(y: Tensor, x: Tensor, a_BKD: Tensor, b_BKO: Tensor, gate_BK: Tensor) -> Tensor:
+    """The same with rows of each example's own: `a_BKD` and `b_BKO` are its K rows; x is `[B, T, D]`."""
+    h = torch.bmm(x, a_BKD.transpose(1, 2)) * gate_BK.to(x.dtype)[:, None, :]
+    if torch.is_grad_enabled():
+        return y + torch.bmm(h, b_BKO)
+    return y.baddbmm_(h, b_BKO) if y.dtype == h.dtype else y + torch.bmm(h, b_BKO)

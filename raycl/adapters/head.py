@@ -1,0 +1,133 @@
+"""Label heads as part of adapters: an encoder-only model answers without a task id, its heads mixed like its weights.
+
+Every adapter brings rows for its own labels. Default rule `probability`: each head's own softmax, weighted by the
+mixture and added up per label text, so that labels of different tasks compete only as far as their adapters speak
+(methods.md 1.9, and trap S9: the released SLM code picks the head by the true number of labels). Rule `logit`:
+weighted logits added up per label.
+What it does not know: who chose the mixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+if TYPE_CHECKING:
+    from raycl.adapters.stack import AdapterStack
+
+Rule = Literal["probability", "logit"]
+
+
+@dataclass
+class _Rows:
+    """Head rows of one adapter: weight `[C, D]`, bias `[C]`, index of each row's label."""
+
+    weight: Tensor
+    bias: Tensor
+    labels: Tensor
+
+
+class MixedHead(nn.Module):
+    """Scores over all labels that any loaded adapter knows.
+
+    Attributes:
+        labels: order of first appearance.
+        weight: `[M C, D]` rows in training: C labels for each of the M adapters in training. bias: `[M C]`.
+    """
+
+    def __init__(self, stack: AdapterStack, width: int, rule: Rule = "probability") -> None:
+        super().__init__()
+        self.rule = rule
+        self.labels: list[str] = []
+        self.live_labels: tuple[str, ...] = ()
+        self.weight = nn.Parameter(torch.zeros(0, width, device=stack.device))
+        self.bias = nn.Parameter(torch.zeros(0, device=stack.device))
+        self._stack = stack
+        self._rows: dict[str, tuple[object, _Rows]] = {}
+
+    def grow(self, labels: Sequence[str]) -> None:
+        """Know more labels; no row is added (`begin_live` does that)."""
+        self.labels.extend(label for label in dict.fromkeys(labels) if label not in self.labels)
+
+    def clear(self) -> None:
+        """Forget every label and all rows in training."""
+        self.labels, self.live_labels = [], ()
+        self._rows.clear()
+        self._set_live(0)
+
+    def begin_live(self, labels: Sequence[str]) -> None:
+        """Zero rows for `labels` in each adapter in training."""
+        self.grow(labels)
+        self.live_labels = tuple(labels)
+        self._set_live(len(labels) * len(self._stack.live))
+
+    def _set_live(self, rows: int) -> None:
+        live = self.weight.requires_grad
+        self.weight = nn.Parameter(self.weight.detach().new_zeros(rows, self.weight.shape[1]), requires_grad=live)
+        self.bias = nn.Parameter(self.bias.detach().new_zeros(rows), requires_grad=live)
+
+    def forward(self, pooled_BD: Tensor) -> Tensor:
+        """`[B, C]` scores over all known labels, -inf for labels of which no speaking adapter knows anything."""
+        plan = self._stack.plan
+        blocks = [] if plan is None else self._blocks(plan.mixture.names)
+        if plan is None or not blocks:
+            return pooled_BD.new_full((len(pooled_BD), len(self.labels)), -torch.inf)
+        weights_BN = plan.weights(len(pooled_BD)).to(pooled_BD.dtype)
+        logits = linear(
+            pooled_BD,
+            torch.cat([rows.weight.to(pooled_BD.dtype) for _, rows in blocks]),
+            torch.cat([rows.bias.to(pooled_BD.dtype) for _, rows in blocks]),
+        ).float()
+        device = pooled_BD.device
+        owner = torch.cat([torch.full_like(rows.labels, number) for number, (_, rows) in enumerate(blocks)])
+        label = torch.cat([rows.labels for _, rows in blocks])
+        speaks = weights_BN[:, torch.tensor([column for column, _ in blocks], device=device)[owner]].float()
+        if self.rule == "logit":
+            known = torch.full((len(self.labels),), -torch.inf, device=device)
+            known[label[(speaks != 0).any(0)]] = 0.0
+            return known + torch.zeros_like(known).repeat(len(logits), 1).index_add(1, label, logits * speaks)
+        chances = logits - logsumexp_by(logits, owner, len(blocks))[:, owner]
+        loud = torch.where(speaks > 0, speaks.clamp_min(1e-30).log(), -torch.inf)
+        return logsumexp_by(chances + loud, label, len(self.labels))
+
+    def _blocks(self, names: Sequence[str]) -> list[tuple[int, _Rows]]:
+        """(column of the mixture, head rows) of every adapter of the mixture that brings labels."""
+        found = []
+        live = list(self._stack.live)
+        size = len(self.live_labels)
+        for column, name in enumerate(names):
+            if name in self._stack.states and self._stack.states[name].labels:
+                found.append((column, self._resident(name)))
+            elif name in live and size:
+                rows = slice(live.index(name) * size, (live.index(name) + 1) * size)
+                found.append((column, _Rows(self.weight[rows], self.bias[rows], self._index(self.live_labels))))
+        return found
+
+    def _resident(self, name: str) -> _Rows:
+        state = self._stack.states[name]
+        if name not in self._rows or self._rows[name][0] is not state:
+            assert state.head_weight is not None and state.head_bias is not None
+            self.grow(state.labels)
+            device = self.weight.device
+            rows = _Rows(state.head_weight.to(device), state.head_bias.to(device), self._index(state.labels))
+            self._rows = {key: kept for key, kept in self._rows.items() if key in self._stack.states}
+            self._rows[name] = (state, rows)
+        return self._rows[name][1]
+
+    def _index(self, labels: Sequence[str]) -> Tensor:
+        return torch.tensor([self.labels.index(label) for label in labels], device=self.weight.device)
+
+
+def logsumexp_by(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """Log-sum-exp of each group's columns, `[B, K]` to `[B, groups]`; -inf where a group has none, or only -inf."""
+    index = group.expand_as(values)
+    empty = values.new_full((len(values), groups), -torch.inf)
+    top = empty.scatter_reduce(1, index, values.detach(), "amax")
+    top = torch.where(torch.isfinite(top), top, 0.0)
+    total = torch.zeros_like(top).index_add(1, group, (values - top.gather(1, index)).exp())
+    return torch.where(total > 0, total.clamp_min(1e-38).log() + top, -torch.inf)

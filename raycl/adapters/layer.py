@@ -1,0 +1,89 @@
+"""A linear layer that adds, for each example, its own mixture of low-rank updates.
+
+What it does not know: which mixture is open (its stack says), which adapters exist.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, linear
+
+from raycl.adapters.formula import OWN_TOKENS, add_own, add_shared
+
+if TYPE_CHECKING:
+    from raycl.adapters.stack import AdapterStack
+
+
+class StackedLora(nn.Module):
+    """`base(x)` plus the open mixture (design 5).
+
+    Attributes:
+        base: the linear it stands for (`nn.Linear`, or Hugging Face's `Conv1D`), untouched.
+        lora_A: `[R, D]` rows of the adapters in training; None between tasks.
+        lora_B: `[O, R]` their outputs, in PEFT's layout.
+    """
+
+    def __init__(self, base: nn.Module, stack: AdapterStack, path: str) -> None:
+        super().__init__()
+        self.base = base
+        self.path = path
+        self.inputs, self.outputs = linear_shape(base)
+        self.register_parameter("lora_A", None)
+        self.register_parameter("lora_B", None)
+        self.lora_A: nn.Parameter | None
+        self.lora_B: nn.Parameter | None
+        self._stack = stack
+
+    @property
+    def weight(self) -> Tensor:
+        """The base's own weight: some models look at a linear's dtype or device."""
+        return self.base.weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The base's own bias."""
+        return self.base.bias  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., D]` to `[..., O]`; the first axis of x is the example (times beams or samples)."""
+        y: Tensor = self.base(x)
+        stack = self._stack
+        if stack.static is not None:
+            a_RD, b_RO = stack.static.layer(self.path)
+            return add_shared(y, x, a_RD, b_RO, stack.static.gate)
+        plan = stack.plan
+        if plan is None:
+            return y
+        rows = x.shape[0]
+        if plan.own is not None and x.dim() == 3 and x.shape[1] >= OWN_TOKENS:
+            a_BKD, b_BKO = plan.own_rows(self.path, rows)
+            y = add_own(y, x, a_BKD, b_BKO, plan.own_gate(rows))
+        elif plan.has_resident:
+            a_RD, b_RO = plan.shared_rows(self.path)
+            y = add_shared(y, x, a_RD, b_RO, plan.shared_gate(rows))
+        if plan.live_gate is not None and self.lora_A is not None:
+            y = self._add_live(y, x, plan.gate_of_live(rows))
+        return y
+
+    def _add_live(self, y: Tensor, x: Tensor, gate_BR: Tensor) -> Tensor:
+        """The part in training: exact gradients to A, B, the gate and x."""
+        assert self.lora_A is not None and self.lora_B is not None
+        h = linear(dropout(x, self._stack.dropout, self.training), self.lora_A)
+        gate = gate_BR.to(h.dtype).view(gate_BR.shape[0], *(1,) * (x.dim() - 2), -1)
+        return y + linear(h * gate, self.lora_B)
+
+
+def linear_shape(base: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs of a linear; Conv1D keeps its weight the other way round."""
+    if isinstance(base, nn.Linear):
+        return base.in_features, base.out_features
+    inputs, outputs = base.weight.shape  # type: ignore[misc]
+    return int(inputs), int(outputs)
+
+
+def base_dtype(base: nn.Module) -> torch.dtype:
+    """What the linear computes in."""
+    return base.weight.dtype  # type: ignore[return-value]

@@ -1,0 +1,104 @@
+"""An adapter under PEFT's names on disk, both ways, for `peft.PeftModel.from_pretrained` and those who serve LoRA.
+
+PEFT only warns about keys it does not know; here they are errors.
+What it does not know: folders and files.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from raycl.errors import AdapterError
+from raycl.types import AdapterState
+
+PREFIX = "base_model.model."
+KEY = re.compile(rf"{re.escape(PREFIX)}(?P<path>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
+REFUSED = ("use_dora", "modules_to_save", "layer_replication", "lora_bias", "trainable_token_indices")
+"""Settings of `adapter_config.json` that add more than `scale * B A` to a linear."""
+
+
+def to_peft(state: AdapterState, base: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by PEFT's names and the content of `adapter_config.json`.
+
+    Args:
+        base: name of the backbone, for the record.
+
+    Raises:
+        AdapterError: it has no LoRA, or a soft prompt.
+    """
+    if not state.linears or state.prompt is not None:
+        raise AdapterError("a soft prompt has no LoRA to export: PEFT's LoRA folder holds updates of linears only")
+    tensors = {}
+    for path, (a, b) in state.linears.items():
+        tensors[f"{PREFIX}{path}.lora_A.weight"] = a.contiguous()
+        tensors[f"{PREFIX}{path}.lora_B.weight"] = b.contiguous()
+    ranks = {path: int(a.shape[0]) for path, (a, _) in state.linears.items()}
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    odd = {path: other for path, other in ranks.items() if other != rank}
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": state.scale * rank,
+        "lora_dropout": 0.0,
+        "target_modules": list(ranks),
+        "bias": "none",
+        "inference_mode": True,
+        "base_model_name_or_path": base,
+    }
+    if odd:
+        config["rank_pattern"] = odd
+        config["alpha_pattern"] = {path: state.scale * other for path, other in odd.items()}
+    return tensors, config
+
+
+def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears: Collection[str]) -> AdapterState:
+    """An adapter that PEFT wrote.
+
+    Args:
+        linears: paths of the model's linears. A path that a task head put in front (`bert.`) is dropped.
+
+    Raises:
+        AdapterError: not a plain LoRA, unknown or missing tensors, or a linear that the model does not have.
+    """
+    if config.get("peft_type") != "LORA":
+        raise AdapterError(f"peft_type is '{config.get('peft_type')}': only plain LoRA adapters can be imported")
+    for key in REFUSED:
+        if config.get(key):
+            raise AdapterError(f"adapter_config.json sets {key}={config[key]!r}: only plain LoRA can be imported")
+    if config.get("bias", "none") != "none":
+        raise AdapterError(f"adapter_config.json sets bias='{config['bias']}': only bias='none' can be imported")
+    sides: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = KEY.fullmatch(key)
+        if match is None:
+            raise AdapterError(f"tensor '{key}' is no part of a plain LoRA: expected {PREFIX}<linear>.lora_A|B.weight")
+        sides.setdefault(match["path"], {})[match["side"]] = tensor
+    found = {}
+    for path, pair in sides.items():
+        if set(pair) != {"A", "B"}:
+            raise AdapterError(f"'{path}' has lora_{next(iter(pair))} but not its counterpart: the file is incomplete")
+        found[_known(path, linears)] = (pair["A"].float(), pair["B"].float() * _scale(path, pair["A"], config))
+    if not found:
+        raise AdapterError("the adapter holds no tensors: expected lora_A and lora_B of at least one linear")
+    return AdapterState(found)
+
+
+def _known(path: str, linears: Collection[str]) -> str:
+    for candidate in (path, path.partition(".")[2]):
+        if candidate in linears:
+            return candidate
+    raise AdapterError(f"the backbone has no linear '{path}': the adapter was made for another model")
+
+
+def _scale(path: str, a: Tensor, config: Mapping[str, Any]) -> float:
+    """`alpha / r`, or `alpha / sqrt(r)` with rank-stabilised LoRA, with this linear's own alpha where it has one."""
+    rank = int(a.shape[0])
+    own = [value for key, value in (config.get("alpha_pattern") or {}).items() if re.match(rf"(.*\.)?({key})$", path)]
+    alpha = float(own[0] if own else config.get("lora_alpha", rank))
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank

@@ -1,0 +1,138 @@
+"""An opened mixture, worked out for the layers: which rows, which gates, in which of the two forms.
+
+Everything is worked out once when the mixture is opened, not once per layer or decoding step.
+What it does not know: where the mixture came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from raycl.adapters.formula import OWN_GAIN
+from raycl.adapters.pool import RowPool
+from raycl.types import Mixture
+
+
+@dataclass
+class Plan:
+    """What layers need while a mixture is open.
+
+    Attributes:
+        mixture: as it was opened.
+        copies: sequences per example in generation (beams x samples).
+        pool: rows that `index` points into. index: `[R]` rows in use, or a slice of neighbours.
+        gate: `[B, R]` weight times scale per row; None if no resident adapter speaks.
+        own: `[B, K]` rows of each example and their gates, where that form is cheaper.
+        live_gate: `[B, R_live]` for adapters in training.
+    """
+
+    mixture: Mixture
+    copies: int
+    pool: RowPool
+    index: slice | Tensor | None = None
+    gate: Tensor | None = None
+    own: tuple[Tensor, Tensor] | None = None
+    live_gate: Tensor | None = None
+    _picked: RowPool | None = None
+    _expanded: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+    @property
+    def has_resident(self) -> bool:
+        """Whether any resident adapter speaks."""
+        return self.gate is not None
+
+    def shared_rows(self, path: str) -> tuple[Tensor, Tensor]:
+        """A `[R, D]` and B `[R, O]` of one linear: neighbours as views, others copied once for all linears."""
+        if isinstance(self.index, slice):
+            a_RD, b_RO = self.pool.layer(path)
+            return a_RD[self.index], b_RO[self.index]
+        assert self.index is not None, "no resident adapter speaks"
+        if self._picked is None:
+            self._picked = self.pool.picked(self.index)
+        return self._picked.layer(path)
+
+    def shared_gate(self, rows: int) -> Tensor:
+        """`[rows, R]`."""
+        assert self.gate is not None
+        return self._for_rows("shared", self.gate, rows)
+
+    def own_rows(self, path: str, rows: int) -> tuple[Tensor, Tensor]:
+        """A `[rows, K, D]` and B `[rows, K, O]` of one linear."""
+        assert self.own is not None
+        index = self._for_rows("own", self.own[0], rows)
+        a_RD, b_RO = self.pool.layer(path)
+        flat = index.reshape(-1)
+        return a_RD[flat].view(*index.shape, -1), b_RO[flat].view(*index.shape, -1)
+
+    def own_gate(self, rows: int) -> Tensor:
+        """`[rows, K]`."""
+        assert self.own is not None
+        return self._for_rows("own gate", self.own[1], rows)
+
+    def gate_of_live(self, rows: int) -> Tensor:
+        """`[rows, R_live]`."""
+        assert self.live_gate is not None
+        return self._for_rows("live", self.live_gate, rows)
+
+    def weights(self, rows: int) -> Tensor:
+        """The mixture's `[rows, N]`."""
+        return self._for_rows("weights", self.mixture.weights, rows)
+
+    def _for_rows(self, what: str, tensor: Tensor, rows: int) -> Tensor:
+        """Generation gives every example `copies` neighbouring rows."""
+        examples = tensor.shape[0]
+        if rows == examples:
+            return tensor
+        assert rows == examples * self.copies, (
+            f"a layer saw {rows} rows while the open mixture is for {examples} examples x {self.copies} sequences"
+        )
+        if (what, rows) not in self._expanded:
+            self._expanded[what, rows] = tensor.repeat_interleave(self.copies, dim=0)
+        return self._expanded[what, rows]
+
+
+def gate_of(weights_BN: Tensor, owners: Sequence[tuple[int, int, float]]) -> Tensor:
+    """`[B, R]`: weight times scale of each row.
+
+    Args:
+        owners: per adapter: its column of `weights_BN`, how many rows, its scale.
+    """
+    columns = [column for column, count, _ in owners for _ in range(count)]
+    scales = torch.tensor([scale for _, count, scale in owners for _ in range(count)])
+    index = torch.tensor(columns, dtype=torch.long)
+    return weights_BN[:, index.to(weights_BN.device)] * scales.to(weights_BN)
+
+
+def neighbours(rows: Tensor) -> slice | Tensor:
+    """Ascending rows without gaps as a slice, which costs no copy; others as they are."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
+
+
+def own_form(
+    weights_BN: Tensor, owners: Sequence[tuple[int, int, float]], rows: Mapping[int, Sequence[int]]
+) -> tuple[Tensor, Tensor] | None:
+    """Each example's own rows `[B, K]` and gates `[B, K]`, or None where the shared form is cheaper.
+
+    Args:
+        rows: column -> rows of the pool.
+    """
+    total = sum(count for _, count, _ in owners)
+    spoken = weights_BN[:, [column for column, _, _ in owners]] != 0
+    counts = torch.tensor([count for _, count, _ in owners])
+    most = int((spoken.cpu() * counts).sum(1).max())
+    if most == 0 or most * OWN_GAIN > total:
+        return None
+    index, gate = [], []
+    for weights, speaks in zip(weights_BN.tolist(), spoken.tolist(), strict=True):
+        mine = [owner for owner, yes in zip(owners, speaks, strict=True) if yes]
+        own = [row for column, _, _ in mine for row in rows[column]]
+        gates = [weights[column] * scale for column, count, scale in mine for _ in range(count)]
+        index.append(own + [0] * (most - len(own)))
+        gate.append(gates + [0.0] * (most - len(own)))
+    device = weights_BN.device
+    return torch.tensor(index, device=device), torch.tensor(gate, device=device)

@@ -1,0 +1,93 @@
+"""Soft prompts as adapters: a few learned positions in front of the text, mixed per example.
+
+`sum`: P(x) = sum_i w_i P_i, the length stays (SAPT-Prompt; methods.md 2.2). `concat`: the prompts of all adapters
+that speak for an example, one after another, unweighted (progressive prompts, L2P).
+An example for which nobody speaks has its prompt positions masked.
+What it does not know: which model reads the positions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from raycl.errors import AdapterError
+
+if TYPE_CHECKING:
+    from raycl.adapters.stack import AdapterStack
+
+How = Literal["sum", "concat"]
+
+
+class MixedPrompts(nn.Module):
+    """Prompt positions of the open mixture.
+
+    Attributes:
+        live: `[M, P, D]` prompts in training, one for each of the stack's adapters in training; None without.
+    """
+
+    def __init__(self, stack: AdapterStack, width: int, how: How = "sum") -> None:
+        super().__init__()
+        self.width, self.how = width, how
+        self.register_parameter("live", None)
+        self.live: nn.Parameter | None
+        self._stack = stack
+
+    def begin_live(self, start_MPD: Tensor) -> None:
+        """Train these prompts, one per adapter in training."""
+        assert len(start_MPD) == len(self._stack.live), "one prompt for each adapter in training"
+        self.live = nn.Parameter(start_MPD.clone())
+
+    def end_live(self) -> None:
+        """Drop the prompts in training."""
+        self.live = None
+
+    def forward(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Prompt positions `[rows, P, D]` and their mask `[rows, P]`; None if nobody in the batch has a prompt."""
+        plan = self._stack.plan
+        if plan is None:
+            return None
+        prompts = self._prompts(plan.mixture.names, device)
+        if not prompts:
+            return None
+        weights = plan.weights(rows)[:, list(prompts)]
+        return self._summed(prompts, weights) if self.how == "sum" else self._joined(prompts, weights)
+
+    def _prompts(self, names: tuple[str, ...], device: torch.device) -> dict[int, Tensor]:
+        """Column of the mixture -> prompt `[P, D]`."""
+        live = list(self._stack.live)
+        found: dict[int, Tensor] = {}
+        for column, name in enumerate(names):
+            if name in live and self.live is not None:
+                found[column] = self.live[live.index(name)]
+            elif name in self._stack.states and self._stack.states[name].prompt is not None:
+                prompt = self._stack.states[name].prompt
+                assert prompt is not None
+                if prompt.shape[1] != self.width:
+                    raise AdapterError(
+                        f"adapter '{name}' has a prompt of width {prompt.shape[1]}, the model's is {self.width}"
+                    )
+                found[column] = prompt.to(device)
+        return found
+
+    def _summed(self, prompts: dict[int, Tensor], weights_BN: Tensor) -> tuple[Tensor, Tensor]:
+        lengths = {len(prompt) for prompt in prompts.values()}
+        if len(lengths) > 1:
+            raise AdapterError(f"prompts of lengths {sorted(lengths)} have no weighted sum: use how=concat")
+        stacked_NPD = torch.stack(list(prompts.values()))
+        summed_BPD = torch.einsum("bn,npd->bpd", weights_BN.to(stacked_NPD.dtype), stacked_NPD)
+        speaks_B1 = (weights_BN.detach() != 0).any(1, keepdim=True)
+        return summed_BPD, speaks_B1.long().expand(-1, summed_BPD.shape[1])
+
+    def _joined(self, prompts: dict[int, Tensor], weights_BN: Tensor) -> tuple[Tensor, Tensor]:
+        rows = []
+        for speaks in (weights_BN.detach() != 0).tolist():
+            mine = [prompt for prompt, yes in zip(prompts.values(), speaks, strict=True) if yes]
+            rows.append(torch.cat(mine) if mine else next(iter(prompts.values()))[:0])
+        longest = max(map(len, rows))
+        # padded on the left: what a text sees must stand right before it, where positions are relative
+        padded = torch.stack([torch.cat([row.new_zeros(longest - len(row), self.width), row]) for row in rows])
+        gaps = torch.tensor([longest - len(row) for row in rows], device=padded.device)
+        return padded, (torch.arange(longest, device=padded.device) >= gaps[:, None]).long()

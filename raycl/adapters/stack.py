@@ -1,0 +1,235 @@
+"""All adapters of one model: attached to its linears, resident on its device or in training, and the open mixture.
+
+    with stack.mixing(mixture):     # stays open until backward has ended: recomputation reads it again
+        loss = model(...)
+        loss.backward()
+
+What it does not know: who chose the mixture, where adapters are stored (a `source` is asked for missing ones).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from raycl.adapters.layer import StackedLora, base_dtype
+from raycl.adapters.plan import Plan, gate_of, neighbours, own_form
+from raycl.adapters.pool import RowPool
+from raycl.adapters.rows import RowTable
+from raycl.adapters.state import check_fits
+from raycl.adapters.static import StaticRows
+from raycl.errors import AdapterError
+from raycl.types import AdapterState, Mixture
+
+Source = Callable[[str], AdapterState]
+"""Name of an adapter -> what it holds; asked when a mixture names one that is not resident."""
+
+Init = Callable[[Tensor, int], None]
+"""Fills A `[r, D]` of a linear with so many outputs."""
+
+
+class AdapterStack:
+    """Adapters over the linears of `model`.
+
+    Attributes:
+        layers: path of a linear in the model -> the layer that took its place.
+        plan: the open mixture, worked out; None for the bare backbone.
+        table: who owns which resident rows.
+        static: preallocated rows for compiled models, else None.
+        dropout: on the input of adapters in training.
+    """
+
+    def __init__(
+        self, model: nn.Module, paths: Sequence[str], rows: int | None = None, source: Source | None = None
+    ) -> None:
+        """Put a `StackedLora` in the place of each linear.
+
+        Args:
+            paths: of linears (`raycl.backbone.roles.linear_names`).
+            rows: resident rows (ranks added up); None: as many as are asked for.
+        """
+        self.model = model
+        self.layers: dict[str, StackedLora] = {}
+        for path in paths:
+            parent, _, name = path.rpartition(".")
+            base = model.get_submodule(path)
+            assert not isinstance(base, StackedLora), f"'{path}' has a stack already"
+            self.layers[path] = StackedLora(base, self, path)
+            setattr(model.get_submodule(parent), name, self.layers[path])
+        self.grows = rows is None
+        self.pool = RowPool({path: _shape(layer) for path, layer in self.layers.items()}, rows or 0)
+        self.table = RowTable(rows or 0)
+        self.source = source
+        self.states: dict[str, AdapterState] = {}
+        self.live: dict[str, int] = {}
+        self.live_scale = 1.0
+        self.dropout = 0.0
+        self.plan: Plan | None = None
+        self.static: StaticRows | None = None
+        self._open = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    # ---- resident adapters: frozen, on the device ------------------------------------------------------------
+
+    def load(self, name: str, state: AdapterState, keep: Sequence[str] = ()) -> None:
+        """Make an adapter resident, evicting others if rows are short.
+
+        Raises:
+            AdapterError: it does not fit the model, its name is taken, or there is no room.
+        """
+        if name in self.states or name in self.live:
+            raise AdapterError(f"adapter '{name}' is on the device already: drop it before loading another version")
+        check_fits(name, state, {path: (layer.inputs, layer.outputs) for path, layer in self.layers.items()})
+        if self.grows and self.table.free < state.rank:
+            more = max(2 * self.table.capacity, self.table.capacity + state.rank - self.table.free)
+            self.table.grow(more)
+            self.pool.grow(more)
+        rows = self.table.place(name, state.rank, keep)
+        for gone in self.states.keys() - self.table.rows.keys():
+            del self.states[gone]
+        self.pool.write(rows, state.linears)
+        self.states[name] = state
+
+    def drop(self, name: str) -> None:
+        """Forget a resident adapter and free its rows."""
+        del self.states[name]
+        self.table.remove(name)
+
+    def _make_resident(self, names: Sequence[str]) -> None:
+        """All of `names` on the device; none of them evicts another."""
+        for name in names:
+            if name not in self.states:
+                if self.source is None:
+                    known = ", ".join([*self.live, *self.states]) or "none"
+                    raise AdapterError(f"adapter '{name}' is not loaded: expected some of {known}")
+                self.load(name, self.source(name), keep=names)
+            self.table.touch(name)
+
+    # ---- adapters in training --------------------------------------------------------------------------------
+
+    def begin_live(self, ranks: Mapping[str, int], scale: float, init: Init, dropout: float = 0.0) -> None:
+        """Allocate trainable adapters: A drawn by `init`, B zero, so they say nothing yet.
+
+        Args:
+            ranks: adapter -> rank. scale: of every one.
+            init: fills A, a `[r, D]` tensor, in place; also told the number of outputs.
+        """
+        self.live, self.live_scale, self.dropout = dict(ranks), scale, dropout
+        for layer in self.layers.values():
+            dtype, device = base_dtype(layer.base), layer.weight.device
+            blocks = []
+            for rank in ranks.values():
+                low = torch.empty(rank, layer.inputs, dtype=dtype, device=device)
+                init(low, layer.outputs)
+                blocks.append(low)
+            layer.lora_A = nn.Parameter(torch.cat(blocks))
+            high = torch.zeros(layer.outputs, sum(ranks.values()), dtype=dtype, device=device)
+            layer.lora_B = nn.Parameter(high)
+
+    def end_live(self) -> None:
+        """Drop the trainable adapters (load their states to keep them resident)."""
+        for layer in self.layers.values():
+            layer.lora_A = layer.lora_B = None
+        self.live = {}
+
+    def live_states(self, values: Mapping[str, Tensor], prefix: str = "model.") -> dict[str, AdapterState]:
+        """Adapter in training -> what it holds.
+
+        Args:
+            values: whole parameters by name, as the engine gives them; names start with `prefix`.
+        """
+        found: dict[str, AdapterState] = {}
+        first = 0
+        for name, rank in self.live.items():
+            rows = slice(first, first + rank)
+            pairs = {p: (values[f"{prefix}{p}.lora_A"], values[f"{prefix}{p}.lora_B"]) for p in self.layers}
+            linears = {path: (a[rows].clone(), b[:, rows].clone()) for path, (a, b) in pairs.items()}
+            found[name] = AdapterState(linears, self.live_scale)
+            first += rank
+        return found
+
+    # ---- mixtures --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def mixing(self, mixture: Mixture | None, copies: int = 1) -> Iterator[None]:
+        """Open a mixture for everything that runs inside, backward and recomputation included.
+
+        Args:
+            mixture: None for the bare backbone.
+            copies: sequences per example in generation (beams x samples).
+
+        Raises:
+            AdapterError: an adapter that is unknown or does not fit, or weights that are not finite.
+        """
+        assert not self._open, "a mixture is open already: close it first, or its backward would read another one"
+        self._open = True
+        try:
+            self._speak(mixture, copies)
+            yield
+        finally:
+            self.plan, self._open = None, False
+            if self.static is not None:
+                self.static.clear()
+
+    def _speak(self, mixture: Mixture | None, copies: int) -> None:
+        if mixture is None or not mixture.names:
+            return
+        weights = mixture.weights.to(self.device)
+        if not bool(torch.isfinite(weights).all()):
+            raise AdapterError(f"the mixture of {', '.join(mixture.names)} has weights that are not finite")
+        spoken = torch.ones(len(mixture.names), dtype=torch.bool) if weights.requires_grad else (weights != 0).any(0)
+        used = [name for name, yes in zip(mixture.names, spoken.tolist(), strict=True) if yes]
+        plan = Plan(Mixture(mixture.names, weights), copies, self.pool)
+        column = {name: number for number, name in enumerate(mixture.names)}
+        live = [(column.get(name, -1), rank, self.live_scale) for name, rank in self.live.items()]
+        if any(name in self.live for name in used):
+            plan.live_gate = gate_of(torch.cat([weights, weights.new_zeros(len(weights), 1)], dim=1), live)
+        self._plan_resident(plan, column, [name for name in used if name not in self.live])
+        self.plan = plan
+
+    def _plan_resident(self, plan: Plan, column: Mapping[str, int], names: Sequence[str]) -> None:
+        self._make_resident(names)
+        plan.pool = self.pool  # loading may have replaced a pool that grows
+        names = sorted((name for name in names if self.states[name].rank), key=lambda name: self.table.rows[name][0])
+        if not names:
+            return
+        rows = {column[name]: self.table.rows[name] for name in names}
+        owners = [(column[name], len(self.table.rows[name]), self.states[name].scale) for name in names]
+        flat = torch.tensor([row for own in rows.values() for row in own])
+        order = flat.argsort()
+        weights = plan.mixture.weights
+        plan.gate = gate_of(weights, owners)[:, order.to(weights.device)]
+        if self.static is not None:
+            gate = plan.gate if plan.copies == 1 else plan.gate.repeat_interleave(plan.copies, dim=0)
+            self.static.fill(self.pool, flat[order], gate)
+            return
+        plan.index = neighbours(flat[order])
+        if not weights.requires_grad:
+            plan.own = own_form(weights, owners, rows)
+
+    def preallocate(self, rows: int, sequences: int) -> None:
+        """Inference at fixed shapes from now on, for torch.compile and CUDA graphs.
+
+        Args:
+            rows: ranks added up of all adapters that one batch may use.
+            sequences: rows of a batch, beams and samples included.
+        """
+        assert not self.live, "adapters in training change shape: preallocate for inference only"
+        self.static = StaticRows(self.pool, rows, sequences)
+
+    def detach(self) -> None:
+        """Put the model's own linears back."""
+        for path, layer in self.layers.items():
+            parent, _, name = path.rpartition(".")
+            setattr(self.model.get_submodule(parent), name, layer.base)
+
+
+def _shape(layer: StackedLora) -> tuple[int, int, torch.dtype, torch.device]:
+    return layer.inputs, layer.outputs, base_dtype(layer.base), layer.weight.device

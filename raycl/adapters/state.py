@@ -1,0 +1,104 @@
+"""What one adapter holds: does it fit a model, mixtures as one adapter, folding into plain weights.
+
+A mixture of LoRAs is one LoRA of the ranks added up, exactly: A's rows stand below each other, B's columns beside
+each other. (Averaging A and B, or a truncated SVD, is 50-370 % off.)
+What it does not know: files, PEFT's names, who mixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from raycl.errors import AdapterError
+from raycl.types import AdapterState
+
+Shapes = Mapping[str, tuple[int, int]]
+"""Path of a linear -> inputs and outputs."""
+
+
+def check_fits(name: str, state: AdapterState, shapes: Shapes) -> None:
+    """Whether every linear of the adapter is there and has its shape.
+
+    Raises:
+        AdapterError: naming the adapter, the linear, its shapes and the model's.
+    """
+    for path, (a, b) in state.linears.items():
+        if path not in shapes:
+            raise AdapterError(
+                f"adapter '{name}' adapts '{path}', which is not among the {len(shapes)} linears with adapters here: "
+                f"attach its targets too (here: {', '.join(list(shapes)[:3])}, ...)"
+            )
+        inputs, outputs = shapes[path]
+        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+            raise AdapterError(
+                f"adapter '{name}', '{path}': A {list(a.shape)} and B {list(b.shape)} do not make a LoRA"
+            )
+        if (a.shape[1], b.shape[0]) != (inputs, outputs):
+            raise AdapterError(
+                f"adapter '{name}', '{path}' maps {a.shape[1]} to {b.shape[0]} features, but the model's linear maps "
+                f"{inputs} to {outputs}: it was made for another backbone"
+            )
+        if not (a.dtype.is_floating_point and bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())):
+            raise AdapterError(f"adapter '{name}', '{path}' holds values that are not finite numbers")
+
+
+def combine(weights: Mapping[str, float], states: Mapping[str, AdapterState]) -> AdapterState:
+    """A fixed mixture as one adapter of scale 1.
+
+    Args:
+        weights: adapter -> weight; zero leaves it out.
+
+    Raises:
+        AdapterError: parts that do not add up to one adapter: several label heads, or soft prompts.
+    """
+    used = {name: weight for name, weight in weights.items() if weight != 0}
+    with_prompt = [name for name in used if states[name].prompt is not None]
+    if with_prompt and len(used) > 1:
+        raise AdapterError(f"{', '.join(with_prompt)}: soft prompts cannot be put into one LoRA with other adapters")
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for name, weight in used.items():
+        for path, (a, b) in states[name].linears.items():
+            parts.setdefault(path, []).append((a.float(), b.float() * (weight * states[name].scale)))
+    linears = {
+        path: (torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], dim=1))
+        for path, pairs in parts.items()
+    }
+    heads = [name for name in used if states[name].labels]
+    if len(heads) > 1:
+        raise AdapterError(
+            f"{', '.join(heads)} each bring a label head, and a mixture of heads is not one linear head: "
+            "export one adapter, or leave the heads out"
+        )
+    if not heads:
+        return AdapterState(linears, prompt=states[with_prompt[0]].prompt if with_prompt else None)
+    one = states[heads[0]]
+    return AdapterState(linears, 1.0, one.prompt, one.labels, one.head_weight, one.head_bias)
+
+
+def fold(model: nn.Module, state: AdapterState) -> None:
+    """Add `scale * B A` to the model's plain weights, in float32.
+
+    Raises:
+        AdapterError: the adapter does not fit, or holds what no weight can (a prompt).
+    """
+    if state.prompt is not None:
+        raise AdapterError("a soft prompt cannot be folded into weights: export the adapter itself")
+    for path, (a, b) in state.linears.items():
+        try:
+            weight = model.get_submodule(path).weight
+        except AttributeError as error:
+            raise AdapterError(
+                f"the model has no linear '{path}': the adapter was made for another backbone"
+            ) from error
+        assert isinstance(weight, Tensor)
+        delta = state.scale * (b.float() @ a.float())
+        delta = delta if isinstance(model.get_submodule(path), nn.Linear) else delta.T
+        if delta.shape != weight.shape:
+            raise AdapterError(
+                f"'{path}' has weights {list(weight.shape)}, the adapter's update is {list(delta.shape)}"
+            )
+        with torch.no_grad():
+            weight.copy_(weight.float() + delta.to(weight.device))

@@ -1,0 +1,275 @@
+"""The bank: publish, fetch, snapshot, verify, prune, diff.
+
+Versions and snapshots are created exclusively and never rewritten, so of two racing writers exactly one wins and the
+other is told. Tensors lie under their own hash: a writer that dies before its manifest leaves nothing that counts.
+What it does not know: models, methods, Ray.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raycl.bank.manifest import (
+    AdapterManifest,
+    AdapterRef,
+    Layout,
+    ModelFacts,
+    ObjectFacts,
+    RouterFacts,
+    Snapshot,
+    SnapshotAdapter,
+    TaskFacts,
+    check_name,
+    dump,
+    manifest_file,
+    parse_manifest,
+    parse_snapshot,
+    snapshot_file,
+)
+from raycl.bank.tensors import Buffer, dtype_of, pack, unpack
+from raycl.errors import AlreadyExistsError, BankError, StorageError
+from raycl.storage import Storage
+from raycl.types import AdapterState
+
+RACES = 20
+"""Next free numbers to try before giving up: each loss means that somebody else has published."""
+
+
+class Bank:
+    """A folder of adapters and snapshots on any storage."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    @staticmethod
+    def at(uri: str | Path) -> Bank:
+        """Open a bank by path or URI; an empty one needs no creation."""
+        return Bank(Storage.at(uri))
+
+    # ---- adapters --------------------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        name: str,
+        state: AdapterState,
+        backbone: ModelFacts,
+        tasks: Sequence[str] = (),
+        made: Mapping[str, Any] | None = None,
+        version: int | None = None,
+    ) -> AdapterManifest:
+        """Store an adapter as a new version. The same tensors and maker published again are the version they were.
+
+        Args:
+            version: None takes the next one, whoever else publishes meanwhile.
+
+        Raises:
+            BankError: a name that is no plain file name, or the version is taken.
+        """
+        check_name(name)
+        data = pack(state)
+        tensors = ObjectFacts(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+        layout: Layout = {path: (int(a.shape[1]), int(b.shape[0])) for path, (a, b) in state.linears.items()}
+        prompt = None if state.prompt is None else (int(state.prompt.shape[0]), int(state.prompt.shape[1]))
+        facts = {
+            "tensors": tensors,
+            "layout": layout,
+            "rank": state.rank,
+            "scale": state.scale,
+            "dtype": dtype_of(state),
+            "prompt": prompt,
+            "labels": state.labels,
+            "backbone": backbone,
+            "tasks": tuple(tasks),
+            "made": dict(made or {}),
+        }
+        taken = self.versions(name)
+        if version is None and taken:
+            last = self.manifest(AdapterRef(name=name, version=taken[-1]))
+            if last == AdapterManifest(name=name, version=taken[-1], **facts):
+                return last
+        self._put(tensors, data)
+        if version is not None:
+            return self._publish(AdapterManifest(name=name, version=version, **facts))
+        for number in range(taken[-1] + 1 if taken else 1, (taken[-1] if taken else 0) + 1 + RACES):
+            try:
+                return self._publish(AdapterManifest(name=name, version=number, **facts))
+            except BankError as error:
+                if not isinstance(error.__cause__, AlreadyExistsError):
+                    raise
+        raise BankError(f"'{name}': {RACES} versions in a row were taken by other writers: try again later")
+
+    def _publish(self, manifest: AdapterManifest) -> AdapterManifest:
+        try:
+            self.storage.create(manifest.file, dump(manifest))
+        except AlreadyExistsError as error:
+            raise BankError(
+                f"{manifest.ref} was published by another writer; yours was not: publish again without a version to "
+                "get the next free one"
+            ) from error
+        if not self.storage.exists(manifest.tensors.file):  # pruned between its writing and the manifest's
+            raise BankError(f"the tensors of {manifest.ref} vanished while it was published: publish it again")
+        return manifest
+
+    def _put(self, facts: ObjectFacts, data: bytes) -> None:
+        if not self.storage.exists(facts.file):
+            self.storage.write(facts.file, data)
+
+    def names(self) -> list[str]:
+        """All adapters."""
+        return self.storage.list("adapters")
+
+    def versions(self, name: str) -> list[int]:
+        """Published versions of an adapter, ascending."""
+        return [int(file.removesuffix(".json")) for file in self.storage.list(f"adapters/{check_name(name)}")]
+
+    def manifest(self, ref: AdapterRef) -> AdapterManifest:
+        """What a version is.
+
+        Raises:
+            BankError: it does not exist, or its manifest is damaged.
+        """
+        file = manifest_file(ref.name, ref.version)
+        if not self.storage.exists(file):
+            have = ", ".join(map(str, self.versions(ref.name))) or "none"
+            raise BankError(f"the bank '{self.storage.uri}' has no {ref}: versions of '{ref.name}' are {have}")
+        return parse_manifest(self.storage.read(file), file)
+
+    def fetch(self, entry: AdapterManifest | SnapshotAdapter, layout: Layout | None = None) -> AdapterState:
+        """An adapter's tensors, hash and shapes checked. On local disk they are views of the mapped file.
+
+        Args:
+            layout: of a snapshot's entry (`Snapshot.layouts`).
+
+        Raises:
+            BankError: damaged, or not what its manifest says.
+        """
+        return unpack_entry(self.read_object(entry.tensors, str(_ref(entry))), entry, layout)
+
+    def read_object(self, facts: ObjectFacts, what: str) -> Buffer:
+        """The bytes of an object, whose hash is checked.
+
+        Raises:
+            BankError: missing or damaged.
+        """
+        try:
+            data = _mapped(self.storage.path(facts.file)) if self.storage.is_local else self.storage.read(facts.file)
+        except (OSError, StorageError) as error:
+            raise BankError(f"the tensors of {what} are missing: {error}; publish it again") from error
+        found = hashlib.sha256(data).hexdigest()
+        if found != facts.sha256:
+            raise BankError(
+                f"the tensors of {what} are damaged: SHA-256 is {found[:12]}, expected {facts.sha256[:12]}: remove "
+                f"'{facts.file}' and publish it again"
+            )
+        return data
+
+    # ---- snapshots -------------------------------------------------------------------------------------------
+
+    def snapshot(
+        self,
+        adapters: Iterable[AdapterManifest | tuple[SnapshotAdapter, Layout]],
+        backbone: ModelFacts,
+        router: RouterFacts,
+        tasks: Sequence[TaskFacts] = (),
+        encoder: ModelFacts | None = None,
+        parent: int | None = None,
+        made: Mapping[str, Any] | None = None,
+    ) -> Snapshot:
+        """A new immutable snapshot; if the newest one says the same by the same maker, that one.
+
+        Args:
+            adapters: manifests, or entries of an older snapshot with their layouts.
+
+        Raises:
+            BankError: an adapter of another backbone, two of one name, or missing tensors.
+        """
+        layouts: dict[str, Layout] = {}
+        entries = []
+        for given in adapters:
+            if isinstance(given, AdapterManifest) and given.backbone.sha256 != backbone.sha256:
+                raise BankError(
+                    f"{given.ref} was made for backbone '{given.backbone.name}' ({given.backbone.sha256[:12]}), the "
+                    f"snapshot is of '{backbone.name}' ({backbone.sha256[:12]}): they cannot be mixed"
+                )
+            entry, layout = given if isinstance(given, tuple) else (None, given.layout)
+            key = hashlib.sha256(repr(sorted(layout.items())).encode()).hexdigest()[:16]
+            layouts[key] = layout
+            entries.append(entry if entry is not None else _entry(given, key))  # type: ignore[arg-type]
+        names = [entry.name for entry in entries]
+        if len(set(names)) != len(names):
+            raise BankError(f"a snapshot cannot hold two versions of one adapter: {sorted(names)}")
+        for file in {entry.tensors.file for entry in entries}:
+            if not self.storage.exists(file):
+                raise BankError(f"'{file}' is missing from the bank: publish its adapter again")
+        facts = {
+            "backbone": backbone,
+            "encoder": encoder,
+            "router": router,
+            "tasks": tuple(tasks),
+            "layouts": layouts,
+            "adapters": tuple(sorted(entries, key=lambda entry: entry.name)),
+            "made": dict(made or {}),
+        }
+        last = self.newest()
+        if last is not None and last.made == facts["made"] and last.same_content(Snapshot(number=1, **facts)):
+            return last
+        first = last.number + 1 if last else 1
+        for number in range(first, first + RACES):
+            made_now = Snapshot(number=number, parent=parent, **facts)
+            try:
+                self.storage.create(made_now.file, dump(made_now))
+            except AlreadyExistsError:
+                continue
+            return made_now
+        raise BankError(f"{RACES} snapshot numbers in a row were taken by other writers: try again later")
+
+    def snapshots(self) -> list[int]:
+        """Numbers of all snapshots, ascending."""
+        return [int(file.removesuffix(".json")) for file in self.storage.list("snapshots")]
+
+    def newest(self) -> Snapshot | None:
+        """The snapshot of the highest number, or None."""
+        numbers = self.snapshots()
+        return self.open(numbers[-1]) if numbers else None
+
+    def open(self, number: int) -> Snapshot:
+        """A snapshot; no tensors are read.
+
+        Raises:
+            BankError: it does not exist or is damaged.
+        """
+        file = snapshot_file(number)
+        if not self.storage.exists(file):
+            have = ", ".join(map(str, self.snapshots()[-20:])) or "none"
+            raise BankError(f"the bank '{self.storage.uri}' has no snapshot {number}: it has {have}")
+        return parse_snapshot(self.storage.read(file), file)
+
+
+def unpack_entry(data: Buffer, entry: AdapterManifest | SnapshotAdapter, layout: Layout | None = None) -> AdapterState:
+    """The adapter in bytes whose hash was checked.
+
+    Raises:
+        BankError: it is not what its manifest says.
+    """
+    shapes = entry.layout if isinstance(entry, AdapterManifest) else layout
+    assert shapes is not None, "an entry of a snapshot needs its layout"
+    what = f"{entry.name}@{entry.version}"
+    return unpack(data, what, shapes, entry.rank, entry.scale, entry.dtype, entry.prompt, entry.labels)
+
+
+def _entry(manifest: AdapterManifest, layout: str) -> SnapshotAdapter:
+    fields = manifest.model_dump(include=set(SnapshotAdapter.model_fields) - {"layout"})
+    return SnapshotAdapter(**fields, layout=layout)
+
+
+def _ref(entry: AdapterManifest | SnapshotAdapter) -> AdapterRef:
+    return AdapterRef(name=entry.name, version=entry.version)
+
+
+def _mapped(path: str) -> Buffer:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

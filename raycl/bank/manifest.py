@@ -1,0 +1,249 @@
+"""What is written about adapters and snapshots: small JSON, strict when read.
+
+    objects/<2 hex>/<sha256>.safetensors     tensors, named by their content: written first, meaning nothing alone
+    adapters/<name>/<version>.json           a manifest, created exclusively: with it the version is published
+    snapshots/<number>.json                  names adapters, router, backbone and encoder by hash; created exclusively
+
+What it does not know: how tensors are laid out in a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from raycl.config import Section, validate
+from raycl.errors import BankError, ConfigError
+
+FORMAT = 1
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+HASH = re.compile(r"[0-9a-f]{64}")
+
+
+def check_name(name: str) -> str:
+    """An adapter's name is a plain file name, so that it cannot leave the bank's folder.
+
+    Raises:
+        BankError: it is not.
+    """
+    if not NAME.fullmatch(name) or ".." in name:
+        raise BankError(f"'{name}' cannot name an adapter: use 1 to 100 letters, digits, '.', '_', '-', no '..'")
+    return name
+
+
+def _name(value: str) -> str:
+    try:
+        return check_name(value)
+    except BankError as error:
+        raise ValueError(str(error)) from error
+
+
+def _hash(value: str) -> str:
+    if not HASH.fullmatch(value):
+        raise ValueError(f"'{value[:80]}' is no SHA-256: expected 64 hexadecimal digits")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_name)]
+Sha256 = Annotated[str, AfterValidator(_hash)]
+Layout = dict[str, tuple[int, int]]
+"""Path of a linear -> inputs and outputs."""
+
+
+class AdapterRef(Section):
+    """One version of one adapter."""
+
+    name: Name
+    version: int = Field(ge=1)
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
+class ObjectFacts(Section):
+    """A file of tensors, named by its content."""
+
+    sha256: Sha256
+    bytes: int = Field(ge=0)
+
+    @property
+    def file(self) -> str:
+        """Its place in the bank."""
+        return f"objects/{self.sha256[:2]}/{self.sha256}.safetensors"
+
+
+class ModelFacts(Section):
+    """A pretrained model by what it is, not only by what it is called."""
+
+    name: str
+    sha256: Sha256
+    kind: str = ""
+
+
+class AdapterManifest(Section):
+    """One published version."""
+
+    format: int = FORMAT
+    name: Name
+    version: int = Field(ge=1)
+    tensors: ObjectFacts
+    layout: Layout = Field(default_factory=dict)
+    rank: int = Field(0, ge=0)
+    scale: float = 1.0
+    dtype: str = "float32"
+    prompt: tuple[int, int] | None = None
+    labels: tuple[str, ...] = ()
+    backbone: ModelFacts
+    tasks: tuple[str, ...] = ()
+    extras: dict[str, ObjectFacts] = Field(default_factory=dict, description="pseudo samples and the like, by kind")
+    made: dict[str, Any] = Field(default_factory=dict, description="run, stage, time: for people")
+
+    @property
+    def ref(self) -> AdapterRef:
+        """Name and version."""
+        return AdapterRef(name=self.name, version=self.version)
+
+    @property
+    def file(self) -> str:
+        """Its place in the bank."""
+        return manifest_file(self.name, self.version)
+
+
+class SnapshotAdapter(Section):
+    """An adapter of a snapshot, with all that is needed to fetch and check it without its manifest."""
+
+    name: Name
+    version: int = Field(ge=1)
+    tensors: ObjectFacts
+    layout: str = Field(description="key of the snapshot's layouts")
+    rank: int
+    scale: float
+    dtype: str
+    prompt: tuple[int, int] | None = None
+    labels: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    extras: dict[str, ObjectFacts] = Field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
+class TaskFacts(Section):
+    """A task as it was learned."""
+
+    name: str
+    labels: tuple[str, ...] | None = None
+    metric: str = "exact_match"
+
+
+class RouterFacts(Section):
+    """How adapters are chosen: kind, its settings, and its tensors by hash."""
+
+    kind: str
+    settings: dict[str, Any] = Field(default_factory=dict)
+    tensors: ObjectFacts | None = None
+
+
+class Snapshot(Section):
+    """An immutable state of everything learned: what serving and evaluation start from."""
+
+    format: int = FORMAT
+    number: int = Field(ge=1)
+    parent: int | None = None
+    backbone: ModelFacts
+    encoder: ModelFacts | None = None
+    router: RouterFacts
+    tasks: tuple[TaskFacts, ...] = ()
+    layouts: dict[str, Layout] = Field(default_factory=dict)
+    adapters: tuple[SnapshotAdapter, ...] = ()
+    made: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def file(self) -> str:
+        """Its place in the bank."""
+        return snapshot_file(self.number)
+
+    def adapter(self, name: str) -> SnapshotAdapter:
+        """The adapter of that name.
+
+        Raises:
+            BankError: there is none.
+        """
+        for found in self.adapters:
+            if found.name == name:
+                return found
+        names = ", ".join(adapter.name for adapter in self.adapters[:20]) or "none"
+        raise BankError(f"snapshot {self.number} has no adapter '{name}': expected one of {names}")
+
+    def same_content(self, other: Snapshot) -> bool:
+        """Equal but for number, parent and who made it when."""
+        skip = {"number", "parent", "made"}
+        return self.model_dump(exclude=skip) == other.model_dump(exclude=skip)
+
+
+def manifest_file(name: str, version: int) -> str:
+    """`adapters/agnews/000001.json`."""
+    return f"adapters/{check_name(name)}/{version:06d}.json"
+
+
+def snapshot_file(number: int) -> str:
+    """`snapshots/000001.json`."""
+    return f"snapshots/{number:06d}.json"
+
+
+def dump(record: AdapterManifest | Snapshot) -> bytes:
+    """Canonical JSON that carries its own hash."""
+    tree = record.model_dump(mode="json")
+    body = json.dumps(tree, sort_keys=True, separators=(",", ":"))
+    return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "record": tree}, sort_keys=True).encode()
+
+
+def parse_manifest(data: bytes, file: str) -> AdapterManifest:
+    """Read back what `dump` wrote.
+
+    Raises:
+        BankError: not JSON, another format, changed since it was written, or not what its place says.
+    """
+    record = _validated(AdapterManifest, _record(data, file), file)
+    assert isinstance(record, AdapterManifest)
+    if record.file != file:
+        raise BankError(f"'{file}' calls itself {record.ref}: it was moved or edited; restore it from a copy")
+    return record
+
+
+def parse_snapshot(data: bytes, file: str) -> Snapshot:
+    """Read back what `dump` wrote.
+
+    Raises:
+        BankError: as `parse_manifest`.
+    """
+    record = _validated(Snapshot, _record(data, file), file)
+    assert isinstance(record, Snapshot)
+    if record.file != file:
+        raise BankError(f"'{file}' calls itself snapshot {record.number}: it was moved or edited; restore a copy")
+    return record
+
+
+def _record(data: bytes, file: str) -> dict[str, Any]:
+    try:
+        outer = json.loads(data)
+        record, written = outer["record"], outer["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BankError(f"'{file}' is damaged: not the JSON that the bank writes ({error}); restore a copy") from error
+    body = json.dumps(record, sort_keys=True, separators=(",", ":"))
+    if hashlib.sha256(body.encode()).hexdigest() != written:
+        raise BankError(f"'{file}' was changed after it was written (its hash differs): restore a copy")
+    if record.get("format") != FORMAT:
+        raise BankError(f"'{file}' has format {record.get('format')}, this version reads {FORMAT}: upgrade raycl")
+    return record  # type: ignore[no-any-return]
+
+
+def _validated(model: type[Section], record: dict[str, Any], file: str) -> Section:
+    try:
+        return validate(model, record)
+    except ConfigError as error:
+        raise BankError(f"'{file}' is no valid record: {error}") from error

@@ -1,0 +1,169 @@
+"""Looking after a bank: is it whole, what is no longer needed, what changed between two snapshots.
+
+What it does not know: what adapters are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from raycl.bank.bank import Bank
+from raycl.bank.manifest import AdapterManifest, AdapterRef, ObjectFacts, Snapshot, manifest_file, snapshot_file
+from raycl.errors import BankError
+
+GRACE_S = 3600.0
+"""Files younger than this are never pruned: their writer may be about to publish them."""
+
+
+@dataclass
+class Findings:
+    """What `verify` found.
+
+    Attributes:
+        problems: one sentence each; a whole bank has none.
+        leftovers: files that no manifest names, of writers that are at work or died; they harm nobody.
+    """
+
+    adapters: int = 0
+    snapshots: int = 0
+    objects: int = 0
+    bytes: int = 0
+    problems: list[str] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Pruned:
+    """What `prune` removed, or would remove."""
+
+    snapshots: list[int] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    bytes: int = 0
+
+
+def verify(bank: Bank) -> Findings:
+    """Read everything: records, hashes, shapes."""
+    found = Findings()
+    objects: dict[str, list[str]] = {}
+    for manifest in _manifests(bank, found):
+        found.adapters += 1
+        for facts in _objects(manifest):
+            objects.setdefault(facts.file, []).append(str(manifest.ref))
+        try:
+            bank.fetch(manifest)
+        except BankError as error:
+            found.problems.append(str(error))
+    for snapshot in _snapshots(bank, found):
+        found.snapshots += 1
+        for entry in snapshot.adapters:
+            file = manifest_file(entry.name, entry.version)
+            if not bank.storage.exists(file):
+                found.problems.append(f"snapshot {snapshot.number} names {entry}, which is not published")
+        for file in _files_of(snapshot):
+            objects.setdefault(file, []).append(f"snapshot {snapshot.number}")
+    there = bank.storage.files()
+    for file, users in objects.items():
+        if file not in there:
+            found.problems.append(f"'{file}' is missing, which {users[0]} needs")
+        else:
+            found.objects += 1
+            found.bytes += there[file].size
+    found.leftovers = sorted(
+        file for file, facts in there.items() if facts.unfinished or (_is_object(file) and file not in objects)
+    )
+    found.problems = list(dict.fromkeys(found.problems))
+    return found
+
+
+def prune(bank: Bank, keep_snapshots: int | None = None, grace_s: float = GRACE_S, dry_run: bool = False) -> Pruned:
+    """Remove what no snapshot names: older versions, forgotten adapters, leftovers of dead writers.
+
+    Args:
+        keep_snapshots: how many of the newest snapshots stay; None: all of them.
+        grace_s: nothing younger is touched.
+
+    Raises:
+        BankError: a snapshot cannot be read, so nobody knows what it needs; nothing is removed.
+    """
+    if keep_snapshots is not None and keep_snapshots < 1:
+        raise BankError(f"keep_snapshots is {keep_snapshots}: at least the newest snapshot must stay")
+    files = bank.storage.files()
+    numbers = bank.snapshots()
+    old = numbers[:-keep_snapshots] if keep_snapshots else []
+    kept = [bank.open(number) for number in numbers if number not in old]
+    named = {(entry.name, entry.version) for snapshot in kept for entry in snapshot.adapters}
+    needed = {file for snapshot in kept for file in _files_of(snapshot)}
+    pruned = Pruned(snapshots=old)
+    doomed = [snapshot_file(number) for number in old]
+    for manifest in _manifests(bank, None):
+        if (manifest.name, manifest.version) in named or files[manifest.file].age < grace_s:
+            needed |= {facts.file for facts in _objects(manifest)}
+        else:
+            pruned.adapters.append(str(manifest.ref))
+            doomed.append(manifest.file)
+    for file, facts in files.items():
+        if (facts.unfinished or (_is_object(file) and file not in needed)) and facts.age >= grace_s:
+            doomed.append(file)
+    pruned.files = doomed
+    pruned.bytes = sum(files[file].size for file in doomed)
+    if not dry_run:
+        for file in doomed:  # records go before the tensors they name
+            bank.storage.delete(file)
+    return pruned
+
+
+def diff(old: Snapshot, new: Snapshot) -> dict[str, Any]:
+    """What changed: adapters added, removed and replaced, tasks, router, backbone, encoder."""
+    before = {entry.name: entry for entry in old.adapters}
+    after = {entry.name: entry for entry in new.adapters}
+    both = before.keys() & after.keys()
+    tasks = [{task.name for task in snapshot.tasks} for snapshot in (old, new)]
+    parts = ("backbone", "encoder", "router")
+    return {
+        "from": old.number,
+        "to": new.number,
+        "added": [str(after[name]) for name in sorted(after.keys() - before.keys())],
+        "removed": [str(before[name]) for name in sorted(before.keys() - after.keys())],
+        "replaced": [
+            f"{before[name]} -> {after[name]}" for name in sorted(both) if before[name].tensors != after[name].tensors
+        ],
+        "tasks_added": sorted(tasks[1] - tasks[0]),
+        "tasks_removed": sorted(tasks[0] - tasks[1]),
+        "changed": [part for part in parts if getattr(old, part) != getattr(new, part)],
+    }
+
+
+def _manifests(bank: Bank, found: Findings | None) -> Iterator[AdapterManifest]:
+    """Every readable manifest; others become problems, or an error where nobody collects problems."""
+    for name in bank.names():
+        for version in bank.versions(name):
+            try:
+                yield bank.manifest(AdapterRef(name=name, version=version))
+            except BankError as error:
+                if found is None:
+                    raise
+                found.problems.append(str(error))
+
+
+def _snapshots(bank: Bank, found: Findings) -> Iterator[Snapshot]:
+    for number in bank.snapshots():
+        try:
+            yield bank.open(number)
+        except BankError as error:
+            found.problems.append(str(error))
+
+
+def _objects(manifest: AdapterManifest) -> list[ObjectFacts]:
+    return [manifest.tensors, *manifest.extras.values()]
+
+
+def _files_of(snapshot: Snapshot) -> set[str]:
+    files = {facts.file for entry in snapshot.adapters for facts in (entry.tensors, *entry.extras.values())}
+    return files | ({snapshot.router.tensors.file} if snapshot.router.tensors else set())
+
+
+def _is_object(file: str) -> bool:
+    return file.startswith("objects/")

@@ -1,0 +1,169 @@
+"""What `jobs/bank.py` does for each of its commands: an answer as text for people and as a tree for scripts.
+
+What it does not know: how options are written on a command line.
+"""
+
+from __future__ import annotations
+
+import io
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from raycl.backbone import BackboneConfig
+from raycl.bank import AdapterRef, Bank, Snapshot
+from raycl.bank.upkeep import diff, prune, verify
+from raycl.errors import BankError
+from raycl.exchange import backbone_of, export_merged, export_peft, import_peft, mixed
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command found; `ok` False makes the job fail."""
+
+    text: str
+    tree: Any
+    ok: bool = True
+
+
+def snapshot_of(bank: Bank, number: int | None) -> Snapshot:
+    """The snapshot of that number, or the newest.
+
+    Raises:
+        BankError: there is none.
+    """
+    if number is not None:
+        return bank.open(number)
+    newest = bank.newest()
+    if newest is None:
+        raise BankError(f"the bank '{bank.storage.uri}' has no snapshot yet: train a stream, or check the path")
+    return newest
+
+
+def _list(bank: Bank, options: Namespace) -> Answer:
+    snapshots = [bank.open(number) for number in bank.snapshots()]
+    adapters = {name: bank.versions(name) for name in bank.names()}
+    tree: dict[str, Any] = {
+        "snapshots": [
+            {
+                "number": s.number,
+                "parent": s.parent,
+                "router": s.router.kind,
+                "backbone": s.backbone.name,
+                "tasks": [task.name for task in s.tasks],
+                "adapters": [str(entry) for entry in s.adapters],
+            }
+            for s in snapshots
+        ],
+        "adapters": adapters,
+    }
+    first = _table(
+        ("snapshot", "router", "backbone", "tasks", "adapters"),
+        [
+            (s["number"], s["router"], s["backbone"], ", ".join(s["tasks"]), len(s["adapters"]))
+            for s in tree["snapshots"]
+        ],
+    )
+    second = _table(("adapter", "versions"), [(name, ", ".join(map(str, found))) for name, found in adapters.items()])
+    return Answer(f"{first}\n\n{second}", tree)
+
+
+def _show(bank: Bank, options: Namespace) -> Answer:
+    what: str = options.what
+    if what.isdigit():
+        tree = bank.open(int(what)).model_dump(mode="json")
+    else:
+        name, _, number = what.partition("@")
+        versions = bank.versions(name)
+        if not versions or (number and not number.isdigit()):
+            raise BankError(
+                f"the bank '{bank.storage.uri}' has no adapter '{what}': expected name, name@version or number"
+            )
+        tree = bank.manifest(AdapterRef(name=name, version=int(number or versions[-1]))).model_dump(mode="json")
+    rows = [(key, _short(value)) for key, value in tree.items()]
+    return Answer(_table(("", ""), rows), tree)
+
+
+def _verify(bank: Bank, options: Namespace) -> Answer:
+    found = verify(bank)
+    lines = [
+        f"{found.adapters} adapters, {found.snapshots} snapshots, "
+        f"{found.objects} files of tensors, {found.bytes:,} bytes",
+        *(f"problem: {problem}" for problem in found.problems),
+        *(f"leftover: {file}" for file in found.leftovers),
+        "clean" if not found.problems else f"{len(found.problems)} problems",
+    ]
+    return Answer("\n".join(lines), asdict(found), not found.problems)
+
+
+def _export(bank: Bank, options: Namespace) -> Answer:
+    snapshot = snapshot_of(bank, options.snapshot)
+    weights = _weights(options.adapters)
+    state = mixed(bank, snapshot, weights, head=not options.without_head)
+    if options.merged:
+        storage = export_merged(state, backbone_of(snapshot, options.backbone), options.to)
+    else:
+        storage = export_peft(state, options.backbone or snapshot.backbone.name, options.to)
+    return Answer(f"wrote {storage.uri}", {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number})
+
+
+def _weights(text: str) -> dict[str, float]:
+    """`a=0.7,b=0.3`, or a name alone for weight 1."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            weights[name.strip()] = float(value) if value else 1.0
+        except ValueError as error:
+            raise BankError(f"'{part}' is no weight: write name=number, for example agnews=0.7") from error
+    return weights
+
+
+def _import(bank: Bank, options: Namespace) -> Answer:
+    manifest = import_peft(bank, options.folder, options.name, BackboneConfig(name=options.backbone), options.tasks)
+    return Answer(f"published {manifest.ref}", manifest.model_dump(mode="json"))
+
+
+def _prune(bank: Bank, options: Namespace) -> Answer:
+    pruned = prune(bank, options.keep_snapshots, options.grace_s, options.dry_run)
+    verb = "would remove" if options.dry_run else "removed"
+    counts = f"{len(pruned.snapshots)} snapshots, {len(pruned.adapters)} adapters"
+    return Answer(f"{verb} {counts}, {len(pruned.files)} files, {pruned.bytes:,} bytes", asdict(pruned))
+
+
+def _diff(bank: Bank, options: Namespace) -> Answer:
+    tree = diff(bank.open(options.old), bank.open(options.new))
+    return Answer(_table(("", ""), [(key, _short(value) or "-") for key, value in tree.items()]), tree)
+
+
+COMMANDS: dict[str, Callable[[Bank, Namespace], Answer]] = {
+    "list": _list,
+    "show": _show,
+    "verify": _verify,
+    "export": _export,
+    "import": _import,
+    "prune": _prune,
+    "diff": _diff,
+}
+"""Command -> what it does."""
+
+
+def _short(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 200 else f"{text[:200]} ... (all of it with --json)"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    drawn = Table(box=box.SIMPLE_HEAD, collapse_padding=True, show_header=any(columns))
+    for column in columns:
+        drawn.add_column(column, overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(str, row))
+    text = io.StringIO()
+    Console(file=text, width=160, markup=False, highlight=False, emoji=False, color_system=None).print(drawn)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())

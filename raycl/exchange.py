@@ -1,0 +1,131 @@
+"""Adapters of the bank as folders that other libraries load, and back: PEFT both ways, merged Hugging Face models.
+
+What it does not know: streams, methods, Ray.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from raycl.adapters.peft import from_peft, to_peft
+from raycl.adapters.state import check_fits, combine, fold
+from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
+from raycl.backbone.roles import linear_shapes
+from raycl.bank import AdapterManifest, Bank, Snapshot
+from raycl.bank.manifest import ModelFacts
+from raycl.errors import BankError
+from raycl.storage import Storage
+from raycl.types import AdapterState
+
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+HEAD, LABELS = "label_head.safetensors", "labels.json"
+
+
+def mixed(bank: Bank, snapshot: Snapshot, weights: Mapping[str, float], head: bool = True) -> AdapterState:
+    """A fixed mixture of a snapshot's adapters as one adapter.
+
+    Args:
+        weights: adapter -> weight. head: False leaves label heads out.
+
+    Raises:
+        BankError: an adapter that the snapshot lacks. AdapterError: parts that do not add up.
+    """
+    entries = {name: snapshot.adapter(name) for name in weights}
+    states = {name: bank.fetch(entry, snapshot.layouts[entry.layout]) for name, entry in entries.items()}
+    if not head:
+        states = {name: AdapterState(held.linears, held.scale, held.prompt) for name, held in states.items()}
+    if list(weights.values()) == [1.0]:
+        return next(iter(states.values()))  # as it was learned, not its scale folded into B
+    return combine(weights, states)
+
+
+def export_peft(state: AdapterState, backbone: str, folder: str) -> Storage:
+    """Write what `peft.PeftModel.from_pretrained` loads; a label head lies beside it.
+
+    Raises:
+        AdapterError: it is no plain LoRA. StorageError: the folder cannot be written.
+    """
+    tensors, config = to_peft(state, backbone)
+    storage = _empty(folder)
+    if state.head_weight is not None and state.head_bias is not None:
+        storage.write(HEAD, save({"weight": state.head_weight.contiguous(), "bias": state.head_bias.contiguous()}))
+        storage.write_json(LABELS, list(state.labels))
+    storage.write(TENSORS, save(tensors))
+    storage.write_json(CONFIG, config)
+    return storage
+
+
+def export_merged(state: AdapterState, backbone: BackboneConfig, folder: str) -> Storage:
+    """Write a plain Hugging Face model folder with the adapter folded into the weights.
+
+    Raises:
+        AdapterError: it does not fit, or is no plain LoRA.
+    """
+    storage = _empty(folder)
+    codec = load_codec(backbone, 1, 1)
+    model = load_backbone(backbone, codec, torch.device("cpu"), 0)
+    fold(model.model, state)
+    for file, data in model.model_files().items():
+        storage.write(file, data)
+    if state.head_weight is not None and state.head_bias is not None:
+        storage.write(HEAD, save({"weight": state.head_weight.contiguous(), "bias": state.head_bias.contiguous()}))
+        storage.write_json(LABELS, list(state.labels))
+    tied = set(getattr(model.model, "all_tied_weights_keys", None) or {})
+    weights = {name: value.contiguous() for name, value in model.model.state_dict().items() if name not in tied}
+    storage.write("model.safetensors", save(weights, metadata={"format": "pt"}))
+    return storage
+
+
+def import_peft(bank: Bank, folder: str, name: str, backbone: BackboneConfig, tasks: list[str]) -> AdapterManifest:
+    """Publish a LoRA that PEFT wrote elsewhere.
+
+    Raises:
+        BankError: the folder is not one of PEFT's. AdapterError: no plain LoRA, or not of this backbone.
+    """
+    where = Path(folder)
+    try:
+        config = json.loads((where / CONFIG).read_text())
+        tensors = load_file(where / TENSORS)
+        labels = json.loads((where / LABELS).read_text()) if (where / LABELS).exists() else []
+        head = load_file(where / HEAD) if labels else {}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise BankError(f"'{folder}' is no PEFT adapter folder ({CONFIG} and {TENSORS}): {error}") from error
+    codec = load_codec(backbone, 1, 1)
+    shapes = linear_shapes(load_skeleton(backbone, codec).model)
+    state = from_peft(tensors, config, shapes)
+    check_fits(name, state, shapes)
+    if labels:
+        state = AdapterState(state.linears, state.scale, None, tuple(labels), head["weight"], head["bias"])
+    facts = ModelFacts(name=backbone.name, sha256=identity(backbone), kind=codec.kind)
+    return bank.publish(name, state, facts, tasks, {"imported": str(where.absolute())})
+
+
+def backbone_of(snapshot: Snapshot, given: str | None = None) -> BackboneConfig:
+    """How to load the snapshot's backbone: as its run did, or from `given`.
+
+    Raises:
+        BankError: what is found there is another model.
+    """
+    settings: dict[str, Any] = dict(snapshot.made.get("config", {}).get("backbone", {"name": snapshot.backbone.name}))
+    config = BackboneConfig(**{**settings, **({"name": given} if given else {})})
+    found = identity(config)
+    if found != snapshot.backbone.sha256:
+        raise BankError(
+            f"snapshot {snapshot.number} was made with backbone '{snapshot.backbone.name}' "
+            f"({snapshot.backbone.sha256[:12]}), '{config.name}' is another model ({found[:12]}): name the right one"
+        )
+    return config
+
+
+def _empty(folder: str) -> Storage:
+    storage = Storage.at(folder)
+    if storage.exists() and storage.list():
+        raise BankError(f"'{folder}' is not empty: name a new folder")
+    return storage

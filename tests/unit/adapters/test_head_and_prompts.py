@@ -1,0 +1,161 @@
+"""Label heads and soft prompts as parts of adapters, mixed like their weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import Lab
+from torch import Tensor, nn
+
+from raycl.adapters import AdapterStack
+from raycl.adapters.head import MixedHead
+from raycl.adapters.prompts import MixedPrompts
+from raycl.backbone import Backbone, load_backbone, load_codec
+from raycl.errors import AdapterError
+from raycl.types import IGNORE, AdapterState, Batch, Mixture
+
+WIDTH = 6
+
+
+def stack_with_heads() -> tuple[AdapterStack, dict[str, AdapterState]]:
+    """Two adapters: labels x, y and labels y, z."""
+    stack = AdapterStack(nn.Sequential(nn.Linear(WIDTH, WIDTH)), ["0"])
+    draw = torch.Generator().manual_seed(0)
+    states = {}
+    for name, labels in (("one", ("x", "y")), ("two", ("y", "z"))):
+        head = (torch.randn(2, WIDTH, generator=draw), torch.randn(2, generator=draw))
+        states[name] = AdapterState({}, labels=labels, head_weight=head[0], head_bias=head[1])
+        stack.load(name, states[name])
+    return stack, states
+
+
+def test_heads_are_mixed_as_probabilities() -> None:
+    stack, states = stack_with_heads()
+    head, pooled = MixedHead(stack, WIDTH), torch.randn(3, WIDTH)
+    weights = torch.tensor([[0.7, 0.3], [1.0, 0.0], [0.0, 0.0]])
+    with stack.mixing(Mixture(("one", "two"), weights)):
+        scores = head(pooled)
+    own = {
+        name: torch.softmax(pooled @ held.head_weight.T + held.head_bias, 1)  # type: ignore[union-attr]
+        for name, held in states.items()
+    }
+    assert head.labels == ["x", "y", "z"]
+    expected = torch.stack(
+        [0.7 * own["one"][0, 0], 0.7 * own["one"][0, 1] + 0.3 * own["two"][0, 0], 0.3 * own["two"][0, 1]]
+    )
+    torch.testing.assert_close(scores[0].exp(), expected)
+    torch.testing.assert_close(scores[1].exp(), torch.cat([own["one"][1], torch.zeros(1)]))
+    assert bool((scores[2] == -torch.inf).all()), "nobody speaks, so nothing is known"
+    with stack.mixing(None):
+        assert bool((head(pooled) == -torch.inf).all())
+
+
+def test_logits_are_added_up_per_label_when_asked_for() -> None:
+    stack, states = stack_with_heads()
+    head, pooled = MixedHead(stack, WIDTH, "logit"), torch.randn(1, WIDTH)
+    with stack.mixing(Mixture(("one", "two"), torch.tensor([[0.7, 0.3]]))):
+        scores = head(pooled)
+    one, two = ((pooled @ held.head_weight.T + held.head_bias)[0] for held in states.values())  # type: ignore[union-attr]
+    torch.testing.assert_close(scores[0], torch.stack([0.7 * one[0], 0.7 * one[1] + 0.3 * two[0], 0.3 * two[1]]))
+
+
+def test_rows_in_training_learn_through_the_mixture() -> None:
+    stack, _ = stack_with_heads()
+    stack.begin_live({"new": 2, "more": 2}, 1.0, lambda low, outputs: nn.init.normal_(low))
+    head = MixedHead(stack, WIDTH)
+    head.begin_live(("z", "q"))
+    assert head.weight.shape == (4, WIDTH)
+    weights = torch.tensor([[0.5, 0.25, 0.25], [0.0, 1.0, 0.0]], requires_grad=True)
+    with stack.mixing(Mixture(("one", "new", "more"), weights)):
+        scores = head(torch.randn(2, WIDTH))
+        target = torch.tensor([head.labels.index("q"), head.labels.index("z")])
+        loss = nn.functional.cross_entropy(scores, target)
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == pytest.approx(-scores[[0, 1], target].mean().item()), "the mixture is normalised already"
+    assert head.weight.grad is not None and bool(head.weight.grad.abs().sum(1).gt(0)[:2].all())
+    assert weights.grad is not None and bool(torch.isfinite(weights.grad).all()) and bool(weights.grad.any())
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("lab"))
+
+
+def prompted(lab: Lab, kind: str, how: Any) -> tuple[Backbone, AdapterStack]:
+    config = lab.config(kind).backbone
+    codec = load_codec(config, 24, 4)
+    backbone = load_backbone(config, codec, torch.device("cpu"), 0).eval()
+    stack = AdapterStack(backbone.model, [])
+    width = backbone.model.get_input_embeddings().weight.shape[1]
+    for seed, name in enumerate(("a", "b")):
+        stack.load(name, AdapterState(prompt=torch.randn(3, width, generator=torch.Generator().manual_seed(seed))))
+    backbone.prefix = MixedPrompts(stack, width, how)
+    backbone.learn_labels(["red", "blue"])
+    return backbone, stack
+
+
+def batch_of(texts: list[str], backbone: Backbone) -> Batch:
+    ids = backbone.codec.encode_source(texts)
+    longest = max(map(len, ids))
+    source = torch.tensor([row + [backbone.codec.pad_id] * (longest - len(row)) for row in ids])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids])
+    target = (
+        torch.tensor([[5, 6]] * len(texts)) if not backbone.codec.needs_labels else torch.zeros(len(texts), 0).long()
+    )
+    label = torch.zeros(len(texts)).long() if backbone.codec.needs_labels else torch.full((len(texts),), IGNORE)
+    return Batch(source, mask, target, label, torch.ones(len(texts)), torch.arange(len(texts)))
+
+
+TEXTS = ["the sea is cold", "it purrs", "a dog barks much very"]
+
+
+@pytest.mark.parametrize("how", ["sum", "concat"])
+@pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
+def test_prompts_speak_per_example(lab: Lab, kind: str, how: str) -> None:
+    """A row in a batch equals the row alone; a row for which nobody speaks is the bare backbone's."""
+    backbone, stack = prompted(lab, kind, how)
+    weights = torch.tensor([[0.6, 0.4], [0.0, 0.0], [0.0, 1.0]])
+
+    def states(texts: list[str], weights: Tensor | None) -> Tensor:
+        with torch.no_grad(), stack.mixing(None if weights is None else Mixture(("a", "b"), weights)):
+            batch = batch_of(texts, backbone)
+            return backbone.pooled(batch) if kind == "bert" else backbone(batch).logits  # type: ignore[operator]
+
+    together, bare = states(TEXTS, weights), states(TEXTS, None)
+    real = [len(row) for row in backbone.codec.encode_source(TEXTS)]
+    for row in range(3):
+        alone = states(TEXTS[row : row + 1], weights[row : row + 1])[0]
+        seen = slice(None) if kind != "llama" else slice(0, real[row])
+        torch.testing.assert_close(together[row][seen], alone[seen], atol=1e-5, rtol=1e-4)
+    where = slice(None) if kind != "llama" else slice(0, real[1])
+    torch.testing.assert_close(together[1][where], bare[1][where], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(together[0], bare[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_generation_reads_the_prompt_once_for_every_sequence(lab: Lab, kind: str) -> None:
+    backbone, stack = prompted(lab, kind, "sum")
+    weights = torch.tensor([[2.0, 0.5], [0.0, 3.0], [0.0, 0.0]])
+    with stack.mixing(Mixture(("a", "b"), weights)):
+        together = backbone.predict(batch_of(TEXTS, backbone), 4)
+    alone = []
+    for row in range(3):
+        with stack.mixing(Mixture(("a", "b"), weights[row : row + 1])):
+            alone += backbone.predict(batch_of(TEXTS[row : row + 1], backbone), 4)
+    assert together == alone
+
+
+def test_the_length_of_a_sum_stays_and_prompts_that_cannot_be_mixed_are_refused(lab: Lab) -> None:
+    backbone, stack = prompted(lab, "bert", "sum")
+    prefix = backbone.prefix
+    assert prefix is not None
+    with stack.mixing(Mixture(("a", "b"), torch.ones(2, 2))):
+        found = prefix(2, torch.device("cpu"))
+    assert found is not None and found[0].shape == (2, 3, 32)
+    stack.load("long", AdapterState(prompt=torch.ones(5, 32)))
+    stack.load("wide", AdapterState(prompt=torch.ones(3, 31)))
+    for name, said in (("long", r"lengths \[3, 5\] have no weighted sum"), ("wide", "width 31, the model's is 32")):
+        with pytest.raises(AdapterError, match=said), stack.mixing(Mixture(("a", name), torch.ones(1, 2))):
+            prefix(1, torch.device("cpu"))

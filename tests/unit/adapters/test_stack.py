@@ -1,0 +1,300 @@
+"""The one formula on real architectures: exact, per example, open until backward ends, under every way of running."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import model, tokenizer
+from torch import Tensor, nn
+
+from raycl.adapters import AdapterStack
+from raycl.adapters.state import combine, fold
+from raycl.backbone.roles import linear_names
+from raycl.errors import AdapterError
+from raycl.types import AdapterState, Mixture
+
+KINDS = ("bert", "t5", "llama", "gpt2", "gqa")
+ALL = {"gpt2": ("attention.qkv", "attention.out", "ffn"), "gqa": ("attention", "ffn")}
+RANKS = {"a": 2, "b": 3, "c": 1}
+
+
+def made(kind: str) -> Any:
+    """A model in evaluation mode; `gqa` is a LLaMA whose keys and values are narrower than its states."""
+    words = len(tokenizer("llama" if kind == "gqa" else kind))
+    if kind != "gqa":
+        return model(kind, words).eval()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=words, num_key_value_heads=2, **sizes, **special)).eval()
+
+
+def state(stack: AdapterStack, rank: int, seed: int, scale: float = 2.0) -> AdapterState:
+    """A random adapter over all linears of the stack."""
+    draw = torch.Generator().manual_seed(seed)
+    pairs = {
+        path: (
+            torch.randn(rank, layer.inputs, generator=draw) * 0.3,
+            torch.randn(layer.outputs, rank, generator=draw) * 0.3,
+        )
+        for path, layer in stack.layers.items()
+    }
+    return AdapterState(pairs, scale)
+
+
+def stacked(kind: str, rows: int | None = None) -> tuple[Any, AdapterStack, dict[str, AdapterState]]:
+    """A model with three adapters of different ranks on all its linears."""
+    backbone = made(kind)
+    stack = AdapterStack(backbone, linear_names(backbone, ALL.get(kind, ("attention", "ffn"))), rows)
+    states = {name: state(stack, rank, seed) for seed, (name, rank) in enumerate(RANKS.items())}
+    for name, held in states.items():
+        stack.load(name, held)
+    return backbone, stack, states
+
+
+IDS = torch.tensor([[4, 5, 6, 7, 8, 9], [5, 4, 9, 9, 6, 7], [8, 8, 7, 5, 4, 4], [6, 7, 4, 8, 5, 9]])
+WEIGHTS = torch.tensor([[0.5, 0.3, 0.2], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [-0.4, 0.0, 1.3]])
+
+
+def logits(backbone: Any, ids: Tensor = IDS) -> Tensor:
+    """Outputs of a forward pass: hidden states of an encoder, logits of others."""
+    if backbone.config.is_encoder_decoder:
+        return backbone(input_ids=ids, labels=ids).logits  # type: ignore[no-any-return]
+    found = backbone(input_ids=ids)
+    return found.logits if hasattr(found, "logits") else found.last_hidden_state  # type: ignore[no-any-return]
+
+
+def mixture(weights: Tensor = WEIGHTS) -> Mixture:
+    return Mixture(tuple(RANKS), weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_example_speaks_as_if_merged_alone(kind: str) -> None:
+    backbone, stack, states = stacked(kind)
+    with torch.no_grad(), stack.mixing(mixture()):
+        found = logits(backbone)
+    for row, weights in enumerate(WEIGHTS.tolist()):
+        plain = made(kind)
+        fold(plain, combine(dict(zip(RANKS, weights, strict=True)), states))
+        with torch.no_grad():
+            torch.testing.assert_close(found[row : row + 1], logits(plain, IDS[row : row + 1]), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_speaking_is_the_bare_backbone_bit_for_bit(kind: str) -> None:
+    backbone, stack, _ = stacked(kind)
+    with torch.no_grad():
+        bare = logits(made(kind))
+        assert torch.equal(logits(backbone), bare), "no mixture open"
+        with stack.mixing(None):
+            assert torch.equal(logits(backbone), bare)
+        with stack.mixing(mixture(torch.zeros(4, 3))):
+            assert torch.equal(logits(backbone), bare)
+        with stack.mixing(mixture()):
+            assert torch.equal(logits(backbone)[2], bare[2]), "a zero row beside rows that speak"
+            assert not torch.allclose(logits(backbone)[0], bare[0], atol=1e-3)
+        stack.detach()
+        assert torch.equal(logits(backbone), bare)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_alone_equals_the_row_in_a_batch(kind: str) -> None:
+    backbone, stack, _ = stacked(kind)
+    with torch.no_grad(), stack.mixing(mixture()):
+        together = logits(backbone)
+    for row in range(4):
+        with torch.no_grad(), stack.mixing(mixture(WEIGHTS[row : row + 1])):
+            torch.testing.assert_close(logits(backbone, IDS[row : row + 1])[0], together[row], atol=1e-5, rtol=1e-4)
+
+
+def test_both_forms_give_the_same() -> None:
+    """Many adapters of which each example uses one: its own rows; the dense gate must agree."""
+    backbone = made("bert")
+    stack = AdapterStack(backbone, linear_names(backbone, ["attention"]))
+    names = tuple(f"n{number}" for number in range(8))
+    for seed, name in enumerate(names):
+        stack.load(name, state(stack, 2, seed))
+    ids = IDS.repeat(1, 2)
+    sparse = torch.eye(8)[[3, 0, 7, 5]]
+    with torch.no_grad(), stack.mixing(Mixture(names, sparse)):
+        assert stack.plan is not None and stack.plan.own is not None
+        own = logits(backbone, ids)
+        stack.plan.own = None
+        torch.testing.assert_close(logits(backbone, ids), own, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_are_exact() -> None:
+    """To live adapters, to the weights and to x; none to those that are resident."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5)).double()
+    stack = AdapterStack(net, ["0"])
+    stack.load("old", AdapterState({"0": (torch.randn(2, 6), torch.randn(5, 2))}, 0.7))
+    stack.begin_live({"x": 1, "y": 2}, 1.5, lambda low, outputs: nn.init.normal_(low))
+    layer = stack.layers["0"]
+    assert layer.lora_A is not None and layer.lora_B is not None
+    nn.init.normal_(layer.lora_B)
+    x = torch.randn(3, 4, 6, dtype=torch.double, requires_grad=True)
+    weights = torch.rand(3, 3, dtype=torch.double)
+    weights[1] = 0.0
+    weights.requires_grad_()
+
+    def run(x: Tensor, weights: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        layer.lora_A.data, layer.lora_B.data = a, b  # type: ignore[union-attr]
+        with stack.mixing(Mixture(("old", "x", "y"), weights)):
+            return torch.func.functional_call(net, {"0.lora_A": a, "0.lora_B": b}, (x,))
+
+    a, b = layer.lora_A.detach().clone().requires_grad_(), layer.lora_B.detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(run, (x, weights, a, b))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
+def test_recomputation_gives_the_same_gradients(kind: str, reentrant: bool) -> None:
+    def gradients(checkpointing: bool) -> list[Tensor]:
+        backbone, stack, _ = stacked(kind)
+        backbone.requires_grad_(False)
+        torch.manual_seed(0)
+        stack.begin_live({"new": 2}, 1.0, lambda low, outputs: nn.init.normal_(low))
+        live = [p for layer in stack.layers.values() for p in (layer.lora_A, layer.lora_B) if p is not None]
+        backbone.train()
+        for module in backbone.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        if checkpointing:
+            backbone.activation_checkpointing_enable({"use_reentrant": reentrant})
+            backbone.enable_input_require_grads()
+        with stack.mixing(Mixture(("a", "new"), torch.rand(4, 2))):
+            logits(backbone).square().mean().backward()
+        return [p.grad for p in live if p.grad is not None]
+
+    torch.manual_seed(1)
+    plain = gradients(False)
+    torch.manual_seed(1)
+    again = gradients(True)
+    assert len(plain) == len(again) > 0
+    for mine, other in zip(again, plain, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("beams", "samples"), [(1, 1), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("kind", ["t5", "llama", "gpt2", "gqa"])
+def test_generation_multiplies_the_mixture_with_its_rows(kind: str, cache: bool, beams: int, samples: int) -> None:
+    """Each prompt's sequences equal those of the model into which its mixture was merged."""
+    backbone, stack, states = stacked(kind)
+    how: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "use_cache": cache, "num_beams": beams}
+    how |= {"do_sample": samples > 1 and beams == 1, "num_return_sequences": samples, "pad_token_id": 0}
+    if how["do_sample"]:
+        how["top_k"] = 1  # sampling that can give one thing only
+    copies = max(beams, samples)
+    with stack.mixing(mixture(), copies=copies):
+        found = backbone.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), **how)
+    for row, weights in enumerate(WEIGHTS.tolist()):
+        plain = made(kind)
+        fold(plain, combine(dict(zip(RANKS, weights, strict=True)), states))
+        alone = plain.generate(input_ids=IDS[row : row + 1], attention_mask=torch.ones(1, 6), **how)
+        mine = found[row * samples : (row + 1) * samples]
+        assert torch.equal(mine[:, : alone.shape[1]], alone)
+
+
+def test_the_mixture_belongs_to_the_encoder_output() -> None:
+    """Two requests encoded in turn, then decoded in turn: each under its own mixture (SAPT's trap A17)."""
+    backbone, stack, _ = stacked("t5")
+    first, second = mixture(WEIGHTS[:1]), mixture(WEIGHTS[1:2])
+    encoded = []
+    with torch.no_grad():
+        for row, mine in enumerate((first, second)):
+            with stack.mixing(mine):
+                encoded.append(backbone.encoder(input_ids=IDS[row : row + 1]))
+        for row, mine in enumerate((first, second)):
+            with stack.mixing(mine):
+                split = backbone(encoder_outputs=encoded[row], labels=IDS[row : row + 1]).logits
+                whole = backbone(input_ids=IDS[row : row + 1], labels=IDS[row : row + 1]).logits
+            torch.testing.assert_close(split, whole)
+
+
+def test_compiled_once_for_all_mixtures_and_for_adapters_learned_later() -> None:
+    backbone, stack, _states = stacked("llama")
+    stack.preallocate(rows=8, sequences=4)
+    torch.compiler.reset()
+    compiled = torch.compile(backbone, backend="aot_eager", dynamic=False)
+    with torch.no_grad():
+        with stack.mixing(mixture()):
+            first = compiled(input_ids=IDS).logits
+        with torch.compiler.set_stance("fail_on_recompile"):
+            with stack.mixing(Mixture(("b",), torch.ones(4, 1))):
+                second = compiled(input_ids=IDS).logits
+            stack.drop("a")
+            stack.load("later", state(stack, 4, 9))
+            with stack.mixing(Mixture(("later", "c"), torch.rand(4, 2))):
+                third = compiled(input_ids=IDS).logits
+            bare = compiled(input_ids=IDS).logits
+    plain, twin, _ = stacked("llama")
+    with torch.no_grad(), twin.mixing(mixture()):
+        torch.testing.assert_close(first, logits(plain), atol=1e-5, rtol=1e-4)
+    assert torch.equal(bare, logits(made("llama")))
+    assert not torch.allclose(second, third)
+    with pytest.raises(AdapterError, match="room is 8 rows for 4"):
+        stack.load("wide", state(stack, 9, 5))
+        with stack.mixing(Mixture(("wide",), torch.ones(4, 1))):
+            pass
+
+
+def test_a_bank_larger_than_the_device() -> None:
+    """Least recently used adapters make room, pinned ones and those of the batch stay, memory does not grow."""
+    backbone = made("bert")
+    asked: list[str] = []
+    stack = AdapterStack(backbone, linear_names(backbone, ["attention.query"]), rows=6)
+
+    def source(name: str) -> AdapterState:
+        asked.append(name)
+        return state(stack, 2, int(name))
+
+    stack.source = source
+    held = stack.pool.bytes
+    for number in range(50):
+        with stack.mixing(Mixture((str(number),), torch.ones(1, 1))):
+            pass
+    assert list(stack.states) == ["47", "48", "49"] and stack.pool.bytes == held and stack.table.evicted == 47
+    stack.table.pin("47")
+    with stack.mixing(Mixture(("0", "49"), torch.ones(1, 2))):
+        pass
+    assert set(stack.states) == {"47", "49", "0"}, "48 was the only one that nobody held or used"
+    assert asked.count("49") == 1
+    three = Mixture(("49", "0", "1"), torch.ones(1, 3))
+    with pytest.raises(AdapterError, match=r"needs 2 rows.*leave 0 of 6"), stack.mixing(three):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("weights", "names", "said"),
+    [
+        (torch.tensor([[float("nan")]]), ("a",), "not finite"),
+        (torch.ones(1, 1), ("who",), "adapter 'who' is not loaded: expected some of a, b, c"),
+    ],
+)
+def test_bad_mixtures_are_refused(weights: Tensor, names: tuple[str, ...], said: str) -> None:
+    _, stack, _ = stacked("bert")
+    with pytest.raises(AdapterError, match=said), stack.mixing(Mixture(names, weights)):
+        pass
+    with stack.mixing(None):
+        pass
+
+
+def test_adapters_that_do_not_fit_are_refused_by_name() -> None:
+    _, stack, states = stacked("bert")
+    path = next(iter(stack.layers))
+    a, b = states["a"].linears[path]
+    with pytest.raises(AdapterError, match=r"'wrong', .* maps 31 to 32 features"):
+        stack.load("wrong", AdapterState({path: (a[:, 1:], b)}))
+    with pytest.raises(AdapterError, match="adapts 'nowhere', which is not among"):
+        stack.load("wrong", AdapterState({"nowhere": (a, b)}))
+    with pytest.raises(AdapterError, match="not finite"):
+        stack.load("wrong", AdapterState({path: (a * float("inf"), b)}))
+    with pytest.raises(AdapterError, match="on the device already"):
+        stack.load("a", states["a"])
+    assert set(stack.states) == set(RANKS)

@@ -1,0 +1,154 @@
+"""Adapters in and out: PEFT's own folders, mixtures as one LoRA, merged models, and `jobs/bank.py` as people type it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from raycl.adapters import AdapterStack
+from raycl.backbone import BackboneConfig, identity
+from raycl.bank import AdapterRef, Bank
+from raycl.bank.manifest import ModelFacts, RouterFacts
+from raycl.errors import AdapterError, BankError
+from raycl.exchange import export_merged, export_peft, import_peft, mixed
+from raycl.types import AdapterState, Mixture
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.append(str(REPO / "tests" / "contract"))
+
+from tiny import save_model
+
+IDS = torch.tensor([[4, 5, 6, 7, 8, 9], [5, 4, 9, 9, 6, 7]])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("llama", tmp_path_factory.mktemp("model") / "llama")
+
+
+def peft_folder(llama: Path, folder: Path, seed: int = 0, **settings: Any) -> Tensor:
+    """A LoRA made by PEFT with random values; returns its logits."""
+    torch.manual_seed(seed)
+    base = AutoModelForCausalLM.from_pretrained(llama)
+    model = get_peft_model(
+        base, LoraConfig(**{"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "v_proj"], **settings})
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(str(folder))
+    return logits(model.eval())
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_rslora": True},
+        {"rank_pattern": {"v_proj": 5}, "alpha_pattern": {"v_proj": 11}},
+        {"target_modules": ["q_proj", "down_proj", "gate_proj"]},
+    ],
+    ids=["plain", "rslora", "patterns", "ffn"],
+)
+def test_a_lora_made_elsewhere_comes_in_and_goes_out_with_equal_logits(
+    llama: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    expected = peft_folder(llama, tmp_path / "theirs", **settings)
+    bank, config = Bank.at(tmp_path / "bank"), BackboneConfig(name=str(llama))
+    manifest = import_peft(bank, str(tmp_path / "theirs"), "guest", config, ["chat"])
+    state = bank.fetch(manifest)
+    model = AutoModelForCausalLM.from_pretrained(llama).eval()
+    stack = AdapterStack(model, list(state.linears))
+    stack.load("guest", state)
+    with stack.mixing(Mixture.same({"guest": 1.0}, 2)):
+        torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-4)
+    export_peft(state, str(llama), str(tmp_path / "ours"))
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), str(tmp_path / "ours"))
+    torch.testing.assert_close(logits(again.eval()), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"use_dora": True}, "use_dora=True: only plain LoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*only plain LoRA"),
+        ({"bias": "all"}, "bias='all'"),
+    ],
+)
+def test_more_than_a_plain_lora_is_refused(llama: Path, tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    peft_folder(llama, tmp_path / "theirs", **settings)
+    with pytest.raises(AdapterError, match=said):
+        import_peft(Bank.at(tmp_path / "bank"), str(tmp_path / "theirs"), "guest", BackboneConfig(name=str(llama)), [])
+    with pytest.raises(BankError, match="is no PEFT adapter folder"):
+        import_peft(Bank.at(tmp_path / "bank"), str(llama), "guest", BackboneConfig(name=str(llama)), [])
+
+
+def bank_of_two(llama: Path, tmp_path: Path) -> tuple[Bank, dict[str, AdapterState]]:
+    bank, config = Bank.at(tmp_path / "bank"), BackboneConfig(name=str(llama))
+    for seed, name in enumerate(("one", "two")):
+        peft_folder(llama, tmp_path / name, seed, r=2 + seed)
+        import_peft(bank, str(tmp_path / name), name, config, [name])
+    manifests = [bank.manifest(_ref(name)) for name in ("one", "two")]
+    facts = ModelFacts(name=str(llama), sha256=identity(config), kind="decoder")
+    bank.snapshot(manifests, facts, RouterFacts(kind="task"))
+    return bank, {manifest.name: bank.fetch(manifest) for manifest in manifests}
+
+
+def _ref(name: str) -> AdapterRef:
+    return AdapterRef(name=name, version=1)
+
+
+def test_a_mixture_is_exactly_one_lora_and_exactly_one_merged_model(llama: Path, tmp_path: Path) -> None:
+    bank, states = bank_of_two(llama, tmp_path)
+    snapshot = bank.open(1)
+    weights = {"one": 0.7, "two": -0.4}
+    model = AutoModelForCausalLM.from_pretrained(llama).eval()
+    stack = AdapterStack(model, list(states["one"].linears))
+    for name, state in states.items():
+        stack.load(name, state)
+    with stack.mixing(Mixture.same(weights, 2)):
+        expected = logits(model)
+    state = mixed(bank, snapshot, weights)
+    export_peft(state, str(llama), str(tmp_path / "peft"))
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), str(tmp_path / "peft"))
+    torch.testing.assert_close(logits(loaded.eval()), expected, atol=1e-5, rtol=1e-5)
+    export_merged(state, BackboneConfig(name=str(llama)), str(tmp_path / "merged"))
+    merged, facts = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(facts.values())
+    torch.testing.assert_close(logits(merged.eval()), expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(BankError, match="is not empty: name a new folder"):
+        export_peft(state, str(llama), str(tmp_path / "peft"))
+
+
+def test_the_job_as_people_type_it(llama: Path, tmp_path: Path) -> None:
+    bank, _ = bank_of_two(llama, tmp_path)
+
+    def job(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(REPO / "jobs" / "bank.py"), "--bank", bank.storage.uri, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    listed = job("list")
+    assert listed.returncode == 0 and "one" in listed.stdout and "task" in listed.stdout, listed.stderr
+    checked = job("--json", "verify")
+    assert checked.returncode == 0 and json.loads(checked.stdout)["problems"] == []
+    wrong = job("show", "three")
+    assert wrong.returncode == 1 and "has no adapter 'three'" in wrong.stderr and "Traceback" not in wrong.stderr
+    done = job("export", "--adapters", "one=0.5,two=0.5", "--to", str(tmp_path / "out"))
+    assert done.returncode == 0 and (tmp_path / "out" / "adapter_config.json").exists(), done.stderr
+    Path(bank.storage.path(bank.manifest(_ref("one")).tensors.file)).write_bytes(b"x")
+    broken = job("verify")
+    assert broken.returncode == 1 and "tensors of one@1 are damaged" in broken.stdout
