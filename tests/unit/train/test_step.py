@@ -40,7 +40,16 @@ def started(lab: Lab, kind: str = "bert", method: str = "lora", **train: Any) ->
     return parts, open_engine(loader.accumulation, STEPS), loader
 
 
-class Constant(Method):
+class Beside(Method):
+    """Speaks as the run's own method does."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(None, parts.backbone, 0)
+        self.stack = parts.method.stack
+        self.route = parts.method.route  # type: ignore[method-assign]
+
+
+class Constant(Beside):
     """A penalty that knows no batch: the sum of all trained weights."""
 
     def penalty(self, batch: Batch, output: Output) -> Tensor:
@@ -60,7 +69,7 @@ def test_a_penalty_counts_once_a_step_whatever_the_accumulation(lab: Lab, kind: 
 
     engine.step = step  # type: ignore[method-assign]
     batches = loader.micro_batches(STEPS - 1)
-    train_step(engine, Constant(None, parts.backbone, 0), batches, WORLD, 0)
+    train_step(engine, Constant(parts), batches, WORLD, 0)
     penalised = dict(seen)
     parts, engine, loader = started(lab, kind, micro_batch_size=micro, max_grad_norm=0)
     own_step, engine.step = engine.step, step  # type: ignore[method-assign]
@@ -75,12 +84,12 @@ def test_the_reported_loss_leaves_penalties_out(lab: Lab) -> None:
     losses = []
     for penalised in (False, True):
         parts, engine, loader = started(lab)
-        method = Constant(None, parts.backbone, 0) if penalised else parts.method
+        method = Constant(parts) if penalised else parts.method
         losses.append(train_step(engine, method, loader.micro_batches(0), WORLD, 0).loss)
     assert losses[0] == losses[1]
 
 
-class Broken(Method):
+class Broken(Beside):
     """A penalty that is not a number."""
 
     def penalty(self, batch: Batch, output: Output) -> Tensor:
@@ -90,7 +99,7 @@ class Broken(Method):
 def test_a_loss_that_is_not_finite_ends_the_run(lab: Lab) -> None:
     parts, engine, loader = started(lab)
     with pytest.raises(RunError, match=r"gradient norm nan: lower train.learning_rate \(now 0.01\)"):
-        train_step(engine, Broken(None, parts.backbone, 0), loader.micro_batches(0), WORLD, 0)
+        train_step(engine, Broken(parts), loader.micro_batches(0), WORLD, 0)
     with torch.no_grad():
         next(parts.backbone.parameters()).fill_(float("inf"))
     with pytest.raises(RunError, match="the loss is nan"):
@@ -105,8 +114,9 @@ def by_hand(parts: Parts, steps: Sequence[list[Batch]]) -> list[float]:
     for batches in steps:
         count, losses_sum = sum(map(loss_count, batches)), 0.0
         for batch in batches:
-            loss = parts.backbone(batch).loss_sum
-            (loss / count).backward()
+            with parts.method.speaking(batch):
+                loss = parts.backbone(batch).loss_sum
+                (loss / count).backward()
             losses_sum += loss.item()
         nn.utils.clip_grad_norm_(live, 1.0)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Adapters in and out: PEFT's own folders, mixtures as one LoRA, merged models, and `jobs/bank.py` as people type it."""
+"""Adapters in and out: PEFT's own folders, mixtures as one LoRA, merged models, `jobs/bank.py` as people type it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from tiny import save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -22,11 +23,7 @@ from raycl.errors import AdapterError, BankError
 from raycl.exchange import export_merged, export_peft, import_peft, mixed
 from raycl.types import AdapterState, Mixture
 
-REPO = Path(__file__).resolve().parents[2]
-sys.path.append(str(REPO / "tests" / "contract"))
-
-from tiny import save_model
-
+REPO = Path(__file__).resolve().parents[3]
 IDS = torch.tensor([[4, 5, 6, 7, 8, 9], [5, 4, 9, 9, 6, 7]])
 
 
