@@ -10,6 +10,7 @@ What it does not know: methods, tasks, data.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -190,6 +191,7 @@ class DeepSpeedEngine:
         if self.stage == 3:
             _clear_class_caches()
         gc.collect()  # the library's objects refer to each other, and they hold most of the memory
+        _return_freed_memory()
 
     def _plain_parameters(self) -> dict[int, nn.Parameter]:
         """Id of each parameter -> a whole one to take its place."""
@@ -208,6 +210,13 @@ class DeepSpeedEngine:
             for attribute in ATTRIBUTES & vars(module).keys():
                 delattr(module, attribute)
         _drop_new_hooks(self.backbone, self._hooks)
+
+
+def _return_freed_memory() -> None:
+    """glibc keeps freed pieces between those in use: at ZeRO 3, 65 MiB in ten tasks, and 5 when told to return them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _clear_class_caches() -> None:
