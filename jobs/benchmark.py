@@ -3,6 +3,7 @@
 python jobs/benchmark.py stream                        raycl against a plain PyTorch loop, about five minutes
 python jobs/benchmark.py stream --backbones minilm     just the packaged backbone
 python jobs/benchmark.py mixing                        the mixture layer against backbone, PEFT and merging
+python jobs/benchmark.py bank                          the bank against the disk, the shelf against copying
 python jobs/benchmark.py stream --json figures.json --check
 """
 
@@ -21,6 +22,7 @@ from raycl.errors import RayclError
 BENCHMARKS = {
     "stream": "raycl.bench.stream",
     "mixing": "raycl.bench.mixing",
+    "bank": "raycl.bench.bank",
 }
 """Name -> module with `add_flags(parser)` and `measure(options) -> Report`."""
 

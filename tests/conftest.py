@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -58,6 +58,25 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no models and data sets at '{folder}': set RAYCL_SHARED to the folder that holds them")
     return folder
+
+
+@pytest.fixture(scope="module")
+def s3_uri() -> Iterator[Callable[[str], str]]:
+    """`name -> URI` of a folder in the bucket "bucket" of an S3-compatible server on a free loopback port."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    with pytest.MonkeyPatch.context() as patch:
+        for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(key, "testing")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+        host, port = server.get_host_and_port()
+        boto3.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket="bucket")
+        yield lambda name: f"s3://bucket/{name}?endpoint_override={host}:{port}&scheme=http"
+        server.stop()
 
 
 @pytest.fixture(scope="module")

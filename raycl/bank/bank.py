@@ -30,9 +30,10 @@ from raycl.bank.manifest import (
     parse_snapshot,
     snapshot_file,
 )
-from raycl.bank.tensors import Buffer, dtype_of, pack, unpack
+from raycl.bank.tensors import dtype_of, pack, unpack
 from raycl.errors import AlreadyExistsError, BankError, StorageError
 from raycl.storage import Storage
+from raycl.storage.unfinished import Buffer
 from raycl.types import AdapterState
 
 RACES = 20
@@ -70,28 +71,29 @@ class Bank:
             BankError: a name that is no plain file name, or the version is taken.
         """
         check_name(name)
-        data = pack(state)
-        tensors = ObjectFacts(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
-        layout: Layout = {path: (int(a.shape[1]), int(b.shape[0])) for path, (a, b) in state.linears.items()}
-        prompt = None if state.prompt is None else (int(state.prompt.shape[0]), int(state.prompt.shape[1]))
-        facts = {
-            "tensors": tensors,
-            "layout": layout,
-            "rank": state.rank,
-            "scale": state.scale,
-            "dtype": dtype_of(state),
-            "prompt": prompt,
-            "labels": state.labels,
-            "backbone": backbone,
-            "tasks": tuple(tasks),
-            "made": dict(made or {}),
-        }
-        taken = self.versions(name)
-        if version is None and taken:
-            last = self.manifest(AdapterRef(name=name, version=taken[-1]))
-            if last == AdapterManifest(name=name, version=taken[-1], **facts):
-                return last
-        self._put(tensors, data)
+        parts = pack(state)
+        with self.storage.staging("objects", *parts) as write_as:  # goes on while the hash is worked out
+            layout: Layout = {path: (int(a.shape[1]), int(b.shape[0])) for path, (a, b) in state.linears.items()}
+            tensors = _facts(parts)
+            facts = {
+                "tensors": tensors,
+                "layout": layout,
+                "rank": state.rank,
+                "scale": state.scale,
+                "dtype": dtype_of(state),
+                "prompt": None if state.prompt is None else tuple(map(int, state.prompt.shape)),
+                "labels": state.labels,
+                "backbone": backbone,
+                "tasks": tuple(tasks),
+                "made": dict(made or {}),
+            }
+            taken = self.versions(name)
+            if version is None and taken:
+                last = self.manifest(AdapterRef(name=name, version=taken[-1]))
+                if last == AdapterManifest(name=name, version=taken[-1], **facts):
+                    return last
+            if not self.storage.exists(tensors.file):
+                write_as(tensors.file)
         if version is not None:
             return self._publish(AdapterManifest(name=name, version=version, **facts))
         for number in range(taken[-1] + 1 if taken else 1, (taken[-1] if taken else 0) + 1 + RACES):
@@ -113,10 +115,6 @@ class Bank:
         if not self.storage.exists(manifest.tensors.file):  # pruned between its writing and the manifest's
             raise BankError(f"the tensors of {manifest.ref} vanished while it was published: publish it again")
         return manifest
-
-    def _put(self, facts: ObjectFacts, data: bytes) -> None:
-        if not self.storage.exists(facts.file):
-            self.storage.write(facts.file, data)
 
     def names(self) -> list[str]:
         """All adapters."""
@@ -259,6 +257,13 @@ def unpack_entry(data: Buffer, entry: AdapterManifest | SnapshotAdapter, layout:
     assert shapes is not None, "an entry of a snapshot needs its layout"
     what = f"{entry.name}@{entry.version}"
     return unpack(data, what, shapes, entry.rank, entry.scale, entry.dtype, entry.prompt, entry.labels)
+
+
+def _facts(parts: Sequence[Buffer]) -> ObjectFacts:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return ObjectFacts(sha256=digest.hexdigest(), bytes=sum(len(part) for part in parts))
 
 
 def _entry(manifest: AdapterManifest, layout: str) -> SnapshotAdapter:

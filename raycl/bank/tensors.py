@@ -1,33 +1,35 @@
 """An adapter's tensors as one safetensors file, and back without copying a byte.
 
+The format (huggingface.co/docs/safetensors): length of the header as 8 bytes, the header as JSON, the tensors.
 What it does not know: where the bytes come from (a file map, Ray's object store, a download).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from raycl.bank.manifest import Layout
 from raycl.errors import BankError
+from raycl.storage.unfinished import Buffer
 from raycl.types import AdapterState
 
 A, B, PROMPT, HEAD_WEIGHT, HEAD_BIAS = ".lora_A", ".lora_B", "prompt", "head.weight", "head.bias"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32}
 """The dtypes that a bank holds; float64 and others have no place in an adapter."""
 
-Buffer = Any
-"""Anything that speaks the buffer protocol."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def pack(state: AdapterState) -> bytes:
-    """The safetensors file of an adapter."""
+def pack(state: AdapterState) -> list[Buffer]:
+    """The safetensors file of an adapter in parts: the header, then each tensor's own memory, nothing copied."""
     tensors: dict[str, Tensor] = {}
     for path, (a, b) in state.linears.items():
         tensors[path + A], tensors[path + B] = a, b
@@ -35,8 +37,23 @@ def pack(state: AdapterState) -> bytes:
         tensors[PROMPT] = state.prompt
     if state.head_weight is not None and state.head_bias is not None:
         tensors[HEAD_WEIGHT], tensors[HEAD_BIAS] = state.head_weight, state.head_bias
-    data: bytes = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    return data
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    largest_first = sorted(plain, key=lambda name: (-plain[name].dtype.itemsize, name))  # keeps every one aligned
+    header, end = {}, 0
+    for name in largest_first:
+        start, end = end, end + plain[name].nbytes
+        header[name] = {
+            "dtype": _NAMES[plain[name].dtype],
+            "shape": list(plain[name].shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little"), text, *(_bytes(plain[name]) for name in largest_first)]
+
+
+def _bytes(tensor: Tensor) -> Buffer:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def views(buffer: Buffer, what: str) -> dict[str, Tensor]:
@@ -50,26 +67,59 @@ def views(buffer: Buffer, what: str) -> dict[str, Tensor]:
     """
     memory = memoryview(buffer).cast("B")
     try:
-        length = int.from_bytes(memory[:8], "little")
-        header = json.loads(bytes(memory[8 : 8 + length]))
-        header.pop("__metadata__", None)
-        start = 8 + length
-        return {name: _view(memory, start, entry) for name, entry in header.items()}
+        start = 8 + int.from_bytes(memory[:8], "little")
+        blocks = _blocks(bytes(memory[8:start]))
+        if blocks and blocks[-1].last > len(memory) - start:
+            raise ValueError(f"it ends after {len(memory)} bytes of {start + blocks[-1].last}")
+        flat = _flat(memory)
+        return {name: tensor for block in blocks for name, tensor in block.views(flat, start)}
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise BankError(f"{what} is no whole safetensors file of {', '.join(DTYPES)} tensors: {error}") from error
 
 
-def _view(memory: memoryview, start: int, entry: Mapping[str, Any]) -> Tensor:
-    dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
-    first, last = entry["data_offsets"]
-    count = int(torch.Size(shape).numel())
-    if first < 0 or last > len(memory) - start or last - first != count * dtype.itemsize:
-        raise ValueError(f"{shape} values of {entry['dtype']} do not fill bytes {first} to {last}")
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
+@dataclass(frozen=True)
+class _Block:
+    """Neighbouring tensors of one dtype: cut out with three calls, however many they are."""
+
+    dtype: torch.dtype
+    first: int
+    last: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+
+    def views(self, flat: Tensor, start: int) -> Iterator[tuple[str, Tensor]]:
+        if self.first == self.last:
+            return zip(self.names, (torch.empty(shape, dtype=self.dtype) for shape in self.shapes), strict=True)
+        parts = flat[start + self.first : start + self.last].view(self.dtype).split_with_sizes(self.sizes)
+        return zip(self.names, (part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)), strict=True)
+
+
+@lru_cache(maxsize=64)
+def _blocks(header: bytes) -> tuple[_Block, ...]:
+    """Adapters of one layout share one header, so a bank of thousands parses it once."""
+    tree = json.loads(header)
+    tree.pop("__metadata__", None)
+    blocks: list[_Block] = []
+    end = 0
+    for name, entry in sorted(tree.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape, (first, last) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+        size = math.prod(shape)
+        if min(shape, default=0) < 0 or first != end or last - first != size * dtype.itemsize:
+            raise ValueError(f"{list(shape)} values of {entry['dtype']} do not fill bytes {first} to {last}")
+        end = last
+        if blocks and blocks[-1].dtype == dtype:
+            old = blocks.pop()
+            blocks.append(_Block(dtype, old.first, last, (*old.names, name), (*old.shapes, shape), (*old.sizes, size)))
+        else:
+            blocks.append(_Block(dtype, first, last, (name,), (shape,), (size,)))
+    return tuple(blocks)
+
+
+def _flat(memory: memoryview) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=start + first).view(shape)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def unpack(

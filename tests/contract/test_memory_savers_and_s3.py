@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 from tiny import ENGINES, KINDS, Lab, Stop, matrix, run, trace
 
 from raycl.storage import Storage
@@ -42,24 +39,11 @@ def test_bfloat16_is_near_float32_and_resumes_exactly(lab: Lab, tmp_path: Path, 
     assert [step[2] for step in trace(whole)] == near
 
 
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A bucket on a real S3-compatible server on loopback; yields a URI below it."""
-    for name, value in (("ACCESS_KEY_ID", "test"), ("SECRET_ACCESS_KEY", "test"), ("DEFAULT_REGION", "us-east-1")):
-        monkeypatch.setenv(f"AWS_{name}", value)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
-    server.start()
-    boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}").create_bucket(Bucket="runs")
-    yield f"s3://runs/mine?scheme=http&endpoint_override=127.0.0.1:{port}"
-    server.stop()
-
-
-def test_a_run_folder_on_s3_is_stopped_and_resumed_as_on_disk(lab: Lab, tmp_path: Path, bucket: str) -> None:
+def test_a_run_folder_on_s3_is_stopped_and_resumed_as_on_disk(
+    lab: Lab, tmp_path: Path, s3_uri: Callable[[str], str]
+) -> None:
     config = lab.config("bert")
-    here, there = Storage.at(tmp_path / "here"), Storage.at(bucket)
+    here, there = Storage.at(tmp_path / "here"), Storage.at(s3_uri("mine"))
     run(config, here)
     with pytest.raises(Stop):
         run(config, there, after=3)

@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import multiprocessing
 import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
+from urllib.parse import unquote
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
-from raycl import storage
 from raycl.errors import AlreadyExistsError, StorageError
 from raycl.storage import Storage
+from raycl.storage.unfinished import finished_beside
 
 BUCKET = "bucket"
 WRITERS = 8
-
-
-@pytest.fixture(scope="module")
-def s3_uri() -> Iterator[Callable[[str], str]]:
-    """`name -> URI` of a folder in a bucket of an S3-compatible server on a free loopback port."""
-    with pytest.MonkeyPatch.context() as patch:
-        for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(key, "testing")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        server.start()
-        host, port = server.get_host_and_port()
-        boto3.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket=BUCKET)
-        yield lambda name: f"s3://{BUCKET}/{name}?endpoint_override={host}:{port}&scheme=http"
-        server.stop()
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -328,7 +316,83 @@ def test_without_boto3_the_message_says_what_to_install(
 
 
 def test_every_temporary_name_is_one_that_lists_skip(tmp_path: Path) -> None:
-    with storage._finished_beside(tmp_path / "file", b"1") as temporary:
-        assert temporary.read_bytes() == b"1"
+    with finished_beside(tmp_path / "file", (b"1", b"2")) as temporary:
+        assert temporary.read_bytes() == b"12"
         assert Storage.at(tmp_path).list() == []
     assert not temporary.exists()
+
+
+def test_staged_files_get_their_name_later_or_none(store: Storage) -> None:
+    with store.staging("objects", b"one", memoryview(b"two")) as write_as:
+        write_as("objects/ab/name")
+    assert store.read("objects/ab/name") == b"onetwo"
+    with store.staging("objects", b"nobody wants this"):
+        pass
+    with pytest.raises(KeyError), store.staging("objects", b"nor this"):
+        raise KeyError
+    assert list(store.files()) == ["objects/ab/name"]
+
+
+def test_staging_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    store = Storage.at(tmp_path)
+    with pytest.raises(StorageError, match="No space left"), store.staging("objects", b"data") as write_as:
+        write_as("objects/name")
+    assert store.files() == {}
+
+
+# ---- Google Cloud Storage ------------------------------------------------------------------------------------------
+
+
+class _Generations(BaseHTTPRequestHandler):
+    """The two answers of Google's JSON API that creation needs (no server of theirs runs on a laptop)."""
+
+    held: ClassVar[dict[str, dict[str, object]]] = {}
+    lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        mark = self.headers["Content-Type"].split("boundary=")[1].strip('"').encode()
+        parts = [part.partition(b"\r\n\r\n")[2].removesuffix(b"\r\n") for part in body.split(b"--" + mark)[1:-1]]
+        facts = json.loads(parts[0])
+        with self.lock:
+            taken = facts["name"] in self.held and "ifGenerationMatch=0" in self.path
+            if not taken:
+                self.held[facts["name"]] = {**facts, "data": parts[1].decode()}
+        self._answer(412 if taken else 200, facts)
+
+    def do_GET(self) -> None:
+        self._answer(200, self.held[unquote(self.path.split("/o/")[1].split("?")[0])])
+
+    def _answer(self, status: int, tree: dict[str, object]) -> None:
+        data = json.dumps(tree).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+def test_creation_on_google_cloud_storage_is_by_generation() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Generations) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        uri = f"gs://anonymous@bucket/x?scheme=http&endpoint_override=127.0.0.1:{server.server_port}"
+
+        def try_one(number: int) -> bool:
+            try:
+                Storage.at(uri).create("commit", f"{number}".encode())
+            except AlreadyExistsError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(4) as pool:
+            won = list(pool.map(try_one, range(4)))
+        server.shutdown()
+    assert sum(won) == 1
+    assert _Generations.held["x/commit"]["data"] == f"{won.index(True)}"

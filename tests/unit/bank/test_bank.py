@@ -8,15 +8,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import boto3
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
+from safetensors.torch import load_file
 
 from raycl.bank import AdapterManifest, AdapterRef, Bank
 from raycl.bank.manifest import ModelFacts, RouterFacts, TaskFacts
@@ -44,22 +42,6 @@ def same(mine: AdapterState, other: AdapterState) -> bool:
     tensors = [(a, b) for left, right in pairs for a, b in zip(left, right, strict=True)]
     facts = [(one.scale, one.labels, list(one.linears)) for one in (mine, other)]
     return facts[0] == facts[1] and all(torch.equal(a, b) for a, b in tensors)
-
-
-@pytest.fixture(scope="module")
-def s3_uri() -> Iterator[Callable[[str], str]]:
-    """`name -> URI` of a folder in a bucket of an S3-compatible server on a free loopback port."""
-    with pytest.MonkeyPatch.context() as patch:
-        for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(key, "testing")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        server.start()
-        host, port = server.get_host_and_port()
-        boto3.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket="bank")
-        yield lambda name: f"s3://bank/{name}?endpoint_override={host}:{port}&scheme=http"
-        server.stop()
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -278,3 +260,15 @@ def test_manifests_are_small_json_and_nothing_is_called_latest(local: Bank) -> N
     assert {name.rpartition(".")[2] for name in files} == {"json", "safetensors"}
     assert not any("latest" in name for name in files)
     assert json.loads(local.storage.read("adapters/one/000001.json"))["record"]["scale"] == 4.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_libraries_read_the_files(local: Bank, dtype: torch.dtype) -> None:
+    state = adapter()
+    pairs = {path: (a.to(dtype), b.to(dtype)) for path, (a, b) in state.linears.items()}
+    manifest = local.publish("a", replace(state, linears=pairs), MODEL)
+    found = load_file(local.storage.path(manifest.tensors.file))
+    assert torch.equal(found.pop("q.lora_A"), pairs["q"][0]) and torch.equal(found.pop("v.lora_B"), pairs["v"][1])
+    assert state.prompt is not None and torch.equal(found.pop("prompt"), state.prompt)
+    assert sorted(found) == ["head.bias", "head.weight", "q.lora_B", "v.lora_A"]
+    assert same(local.fetch(manifest), replace(state, linears=pairs))

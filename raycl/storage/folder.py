@@ -1,9 +1,5 @@
-"""Files behind one face: local paths and URIs (`s3://`, `gs://`, `hdfs://`) through pyarrow.fs.
+"""A folder on some file system, and the files below it.
 
-Why it exists: readers, the run's ledger and the adapter bank all need "read", "write so that it is whole or
-absent" and "create, and lose cleanly if somebody was first". pyarrow.fs has no conditional put: two writers
-would overwrite each other in silence, so exclusive creation is done by the operating system on local disk and
-by S3's `If-None-Match` through boto3. Every failure leaves here as a StorageError that names the URI.
 What it does not know: what the files mean.
 """
 
@@ -11,10 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +20,11 @@ from pyarrow import ArrowException
 from pyarrow import fs as pafs
 
 from raycl.errors import AlreadyExistsError, StorageError
-
-_UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.tmp$")
-"""Names of files that are being written, or whose writer died; no folder ever lists them."""
+from raycl.storage.exclusive import create_gs, create_s3
+from raycl.storage.unfinished import UNFINISHED, Buffer, finished_beside
 
 _READ_ATTEMPTS = 10
 """Reads of an object that is being replaced all the time before `read` gives up."""
-
-_S3_ATTEMPTS = 4
-"""Tries of a conditional put that S3 answers with 409, 'another operation is under way, ask again'."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +115,7 @@ class Storage:
             raise StorageError(f"cannot list '{self._full(name)}': it is a file, give the folder that holds it")
         with self._naming("list", name):
             found = self.filesystem.get_file_info(pafs.FileSelector(self.path(name), allow_not_found=True))
-        return sorted(info.base_name for info in found if not _UNFINISHED.search(info.base_name))
+        return sorted(info.base_name for info in found if not UNFINISHED.search(info.base_name))
 
     def files(self, name: str = "") -> dict[str, FileFacts]:
         """Every file below a folder, unfinished ones too: name relative to this storage -> size and age."""
@@ -134,7 +125,7 @@ class Storage:
         start, now = len(self.root) + 1, time.time()
         return {
             info.path[start:]: FileFacts(
-                info.size, now - (info.mtime_ns or 0) / 1e9, bool(_UNFINISHED.search(info.path))
+                info.size, now - (info.mtime_ns or 0) / 1e9, bool(UNFINISHED.search(info.path))
             )
             for info in found
             if info.type == pafs.FileType.File
@@ -172,19 +163,55 @@ class Storage:
         with stream:
             yield stream
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, *parts: Buffer) -> None:
         """Write so that readers see the old file or the whole new one, never a part (HDFS: they may see a part).
+
+        Args:
+            parts: of the file, one after another.
 
         Raises:
             StorageError: it cannot be written.
         """
         with self._naming("write", name):
             if self.is_local:
-                with _finished_beside(Path(self.path(name)), data) as temporary:
+                with finished_beside(Path(self.path(name)), parts) as temporary:
                     os.replace(temporary, self.path(name))
                 return
             with self.filesystem.open_output_stream(self.path(name)) as stream:  # an object appears when closed
-                stream.write(data)
+                for part in parts:
+                    stream.write(part)
+
+    @contextmanager
+    def staging(self, folder: str, *parts: Buffer) -> Iterator[Callable[[str], None]]:
+        """Write a file whose name is found out meanwhile; yields what gives it its name, and without it no file stays.
+
+        On local disk the writing goes on beside the caller (a hash of the parts costs no time of its own).
+
+        Args:
+            folder: some folder below which the file will be.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        if not self.is_local:
+            yield lambda name: self.write(name, *parts)
+            return
+        with ThreadPoolExecutor(1) as pool:
+            beside = finished_beside(Path(self.path(f"{folder}/staged")), parts)
+            written = pool.submit(beside.__enter__)
+
+            def name_it(name: str) -> None:
+                with self._naming("write", name):
+                    path = Path(self.path(name))
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(written.result(), path)
+
+            try:
+                yield name_it
+            finally:
+                with self._naming("write", folder):
+                    written.result()
+                    beside.__exit__(None, None, None)
 
     def create(self, name: str, data: bytes) -> None:
         """Write a file that must not exist yet; of several racing writers exactly one wins.
@@ -195,50 +222,27 @@ class Storage:
         """
         if self.is_local:
             self._create_local(name, data)
-        elif isinstance(self.filesystem, pafs.S3FileSystem):
-            self._create_s3(name, data)
+            return
+        bucket, _, key = self.path(name).partition("/")
+        if isinstance(self.filesystem, pafs.S3FileSystem):
+            won = create_s3(bucket, key, data, self.endpoint, self._full(name))
+        elif isinstance(self.filesystem, pafs.GcsFileSystem):
+            won = create_gs(bucket, key, data, self.endpoint, self._full(name))
         else:
             raise StorageError(
-                f"'{self.uri}' offers no exclusive creation, which commits need: use a local or shared path, or s3://"
+                f"'{self.uri}' offers no exclusive creation, which commits need: use a local or shared path, s3:// or "
+                "gs://"
             )
+        if not won:
+            raise self._taken(name)
 
     def _create_local(self, name: str, data: bytes) -> None:
         path = Path(self.path(name))
-        with self._naming("create", name), _finished_beside(path, data) as temporary:
+        with self._naming("create", name), finished_beside(path, (data,)) as temporary:
             try:
                 os.link(temporary, path)  # fails if the name is taken, and shows the file only when it is whole
             except FileExistsError as error:
                 raise self._taken(name) from error
-
-    def _create_s3(self, name: str, data: bytes) -> None:
-        try:
-            import boto3  # the only door to S3's conditional put; an extra for those who need it
-            from botocore.exceptions import BotoCoreError, ClientError
-        except ImportError as error:
-            raise StorageError(
-                f"cannot create '{self._full(name)}': S3's conditional put needs boto3, pip install 'raycl[s3]'"
-            ) from error
-
-        bucket, _, key = self.path(name).partition("/")
-        writer = uuid.uuid4().hex
-        try:
-            client = boto3.client("s3", endpoint_url=self.endpoint)
-            for attempt in range(1, _S3_ATTEMPTS + 1):
-                try:
-                    client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*", Metadata={"writer": writer})
-                    return
-                except ClientError as error:
-                    code = error.response.get("Error", {}).get("Code")
-                    if code == "PreconditionFailed":
-                        break
-                    if code != "ConditionalRequestConflict" or attempt == _S3_ATTEMPTS:
-                        raise
-                    time.sleep(0.2 * attempt)
-            # boto3 repeats a put whose answer was lost; then the file that is in the way is our own
-            if client.head_object(Bucket=bucket, Key=key)["Metadata"].get("writer") != writer:
-                raise self._taken(name)
-        except (BotoCoreError, ClientError) as error:
-            raise StorageError(f"cannot create '{self._full(name)}': {error}") from error
 
     def delete(self, name: str) -> None:
         """Remove a file or a folder with all it holds; nothing happens if it is absent.
@@ -281,21 +285,6 @@ class Storage:
             yield
         except (OSError, ArrowException) as error:
             raise StorageError(f"cannot {verb} '{self._full(name)}': {error}") from error
-
-
-@contextmanager
-def _finished_beside(path: Path, data: bytes) -> Iterator[Path]:
-    """A complete file next to `path`, on disk before it is yielded and gone afterwards unless it was moved."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _endpoint(uri: str) -> str | None:

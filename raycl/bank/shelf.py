@@ -1,0 +1,167 @@
+"""The shelf: adapters of a bank in Ray's object store, held once per node and mapped by every reader without a copy.
+
+A named detached actor, the keeper, reads each file of tensors once, checks its hash and puts its bytes into the
+object store; readers get references and look at the shared memory itself. Objects die with their owner: when the
+keeper or a node is lost, the keeper comes back empty and fills again from the bank, and a reader whose references
+died asks once more. What was mapped before stays valid and unchanged.
+What it does not know: who mixes adapters, and how.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayTaskError
+
+from raycl.bank.bank import Bank, unpack_entry
+from raycl.bank.manifest import ObjectFacts, Snapshot
+from raycl.errors import BankError, RayclError
+from raycl.types import AdapterState
+
+NAMESPACE = "raycl"
+"""Of the keepers: detached, so that every job of the cluster finds the same one."""
+
+PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Before each time the keeper is asked: when it or its node was lost, it comes back after seconds."""
+
+
+class Keeper:
+    """What the actor does: file of tensors -> reference to its bytes, the least recently used dropped when full."""
+
+    def __init__(self, address: str, capacity: int) -> None:
+        self.bank = Bank.at(address)
+        self.capacity = capacity
+        self.refs: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+
+    def references(self, wanted: Sequence[tuple[str, ObjectFacts]], lost: Sequence[str] = ()) -> list[Any]:
+        """A reference for each (what it is, object).
+
+        Args:
+            lost: hashes whose objects the asker found gone.
+
+        Raises:
+            BankError: missing or damaged in the bank.
+        """
+        for sha256 in lost:
+            self.refs.pop(sha256, None)
+        found = [self._reference(what, facts) for what, facts in wanted]
+        while len(self.refs) > 1 and sum(size for _, size in self.refs.values()) > self.capacity:
+            self.refs.popitem(last=False)
+        return found
+
+    def _reference(self, what: str, facts: ObjectFacts) -> Any:
+        if facts.sha256 not in self.refs:
+            data = np.frombuffer(self.bank.read_object(facts, what), dtype=np.uint8)
+            self.refs[facts.sha256] = (ray.put(data), facts.bytes)
+        self.refs.move_to_end(facts.sha256)
+        return self.refs[facts.sha256][0]
+
+    def held(self) -> tuple[int, int]:
+        """Number of objects and their bytes."""
+        return len(self.refs), sum(size for _, size in self.refs.values())
+
+
+class _Mapped(Mapping[str, AdapterState]):
+    """Adapters by name, unpacked when they are looked up: thousands are mapped in a moment."""
+
+    def __init__(self, snapshot: Snapshot, held: Mapping[str, Sequence[Any]]) -> None:
+        self._snapshot, self._held = snapshot, held
+
+    def __getitem__(self, name: str) -> AdapterState:
+        entry, buffer = self._held[name]
+        return unpack_entry(buffer, entry, self._snapshot.layouts[entry.layout])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+class Shelf:
+    """A reader's view of a bank through the object store.
+
+    Attributes:
+        bank: what it holds.
+        name: of the keeper in `NAMESPACE`.
+    """
+
+    def __init__(self, bank: Bank, capacity_mb: float | None = None) -> None:
+        """Find the bank's keeper, or start it.
+
+        Args:
+            capacity_mb: of adapters kept when nobody reads them; None: half of this cluster's object store. The
+                first reader decides.
+
+        Raises:
+            BankError: this process is not connected to a Ray cluster.
+        """
+        if not ray.is_initialized():
+            raise BankError("the shelf lives in a Ray cluster: call ray.init, or fetch from the bank itself")
+        self.bank = bank
+        self.name = "shelf-" + hashlib.sha256(bank.storage.address.encode()).hexdigest()[:16]
+        capacity = capacity_mb * 2**20 if capacity_mb else ray.cluster_resources()["object_store_memory"] / 2
+        self._keeper = (
+            ray.remote(Keeper)
+            .options(
+                name=self.name,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=-1,
+                max_task_retries=len(PAUSES_S),
+                num_cpus=0,
+            )
+            .remote(bank.storage.address, int(capacity))
+        )
+
+    def fetch(self, snapshot: Snapshot, names: Sequence[str]) -> Mapping[str, AdapterState]:
+        """Adapters of a snapshot, mapped into this process; each becomes tensors when it is looked up.
+
+        The tensors look into the node's shared memory and are read-only; it stays mapped while anything refers to it.
+
+        Raises:
+            BankError: missing or damaged in the bank, or the keeper cannot be kept alive.
+        """
+        entries = [snapshot.adapter(name) for name in names]
+        buffers = self._buffers([(str(entry), entry.tensors) for entry in entries])
+        return _Mapped(snapshot, {entry.name: pair for entry, *pair in zip(entries, entries, buffers, strict=True)})
+
+    def _buffers(self, wanted: list[tuple[str, ObjectFacts]]) -> list[Any]:
+        lost: list[str] = []
+        for pause in PAUSES_S:
+            time.sleep(pause)
+            try:
+                references = ray.get(self._keeper.references.remote(wanted, lost))
+                buffers: list[Any] = ray.get(references)
+                return buffers
+            except ObjectLostError:
+                lost = [facts.sha256 for _, facts in wanted]
+            except ActorUnavailableError:
+                lost = []  # it is being restarted, and comes back empty
+            except RayTaskError as error:
+                if isinstance(error.cause, RayclError):
+                    raise type(error.cause)(*error.cause.args) from None
+                raise
+            except RayActorError as error:
+                uri = self.bank.storage.uri
+                raise BankError(f"the shelf of '{uri}' is closed: open it again ({error})") from error
+        raise BankError(
+            f"the shelf of '{self.bank.storage.uri}' was lost {len(PAUSES_S)} times in a row: look at the cluster's "
+            "nodes, or fetch from the bank itself"
+        )
+
+    def held(self) -> tuple[int, int]:
+        """Number of objects that the keeper holds, and their bytes."""
+        count, size = ray.get(self._keeper.held.remote())
+        return int(count), int(size)
+
+    def close(self) -> None:
+        """End the keeper for every reader; the bank is untouched, and what is mapped stays."""
+        ray.kill(self._keeper)

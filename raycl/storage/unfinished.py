@@ -1,0 +1,36 @@
+"""Local files that are whole before they have their name.
+
+What it does not know: what name they will get.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+Buffer = Any
+"""Bytes, or anything else that speaks the buffer protocol."""
+
+UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.tmp$")
+"""Names of files that are being written, or whose writer died; no folder ever lists them."""
+
+
+@contextmanager
+def finished_beside(path: Path, parts: Sequence[Buffer]) -> Iterator[Path]:
+    """A complete file next to `path`, on disk before it is yielded and gone afterwards unless it was moved."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,169 @@
+"""The shelf on a real cluster: one copy per node, and never wrong weights whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+from ray.exceptions import ObjectLostError
+
+from raycl.bank import Bank, Snapshot
+from raycl.bank.manifest import ModelFacts, RouterFacts
+from raycl.bank.shelf import NAMESPACE, Shelf
+from raycl.errors import BankError
+from raycl.types import AdapterState
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+COUNT, WIDTH, RANK = 24, 4096, 32
+BYTES = 2 * WIDTH * RANK * 4
+
+
+def adapter(seed: int) -> AdapterState:
+    """1 MiB of one linear."""
+    draw = torch.Generator().manual_seed(seed)
+    low = torch.randn(RANK, WIDTH, generator=draw)
+    return AdapterState({"q": (low, torch.randn(WIDTH, RANK, generator=draw))}, 2.0)
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bank, Snapshot]:
+    """A bank of COUNT adapters a0, a1, ..."""
+    bank = Bank.at(tmp_path_factory.mktemp("shelf") / "bank")
+    model = ModelFacts(name="tiny", sha256="a" * 64)
+    manifests = [bank.publish(f"a{number}", adapter(number), model) for number in range(COUNT)]
+    return bank, bank.snapshot(manifests, model, RouterFacts(kind="task"))
+
+
+@pytest.fixture
+def shelf(snapshot: tuple[Bank, Snapshot]) -> Iterator[Shelf]:
+    """Open, and closed for all afterwards."""
+    opened = Shelf(snapshot[0])
+    yield opened
+    opened.close()
+
+
+def is_right(state: AdapterState, number: int) -> bool:
+    """Bit for bit what was published."""
+    pairs = zip(state.linears["q"], adapter(number).linears["q"], strict=True)
+    return state.scale == 2.0 and all(torch.equal(mine, other) for mine, other in pairs)
+
+
+def keeper_pid(shelf: Shelf) -> int:
+    """Process of the keeper."""
+    actor = ray.get_actor(shelf.name, namespace=NAMESPACE)
+    pid: int = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+    return pid
+
+
+@ray.remote(num_cpus=0)
+class Reader:
+    """Another process of the node."""
+
+    def read(self, bank: str, number: int) -> tuple[float, float, float]:
+        """Map every adapter and touch every byte; MiB that became private, and that are shared; and the sum."""
+        found = Bank.at(bank)
+        opened, snapshot = found.open(number), [f"a{n}" for n in range(COUNT)]
+        shelf = Shelf(found)
+        shelf.fetch(opened, snapshot[:1])
+        before = psutil.Process().memory_full_info()
+        self.states = shelf.fetch(opened, snapshot)
+        total = sum(float(t.sum()) for s in self.states.values() for pair in s.linears.values() for t in pair)
+        after = psutil.Process().memory_full_info()
+        return (after.uss - before.uss) / 2**20, (after.rss - before.rss) / 2**20, total
+
+
+def test_readers_share_one_copy(snapshot: tuple[Bank, Snapshot], shelf: Shelf) -> None:
+    bank, opened = snapshot
+    mine = shelf.fetch(opened, [f"a{n}" for n in range(COUNT)])
+    assert all(is_right(mine[f"a{n}"], n) for n in range(COUNT))
+    readers = [Reader.remote() for _ in range(2)]  # type: ignore[attr-defined]
+    for reader in readers:
+        private, mapped, total = ray.get(reader.read.remote(bank.storage.address, opened.number))
+        assert mapped > 0.9 * COUNT * BYTES / 2**20, "the reader did not touch the shared memory"
+        assert private < 0.2 * COUNT * BYTES / 2**20, f"{private:.1f} MiB were copied"
+        expected = sum(float(t.sum()) for s in mine.values() for pair in s.linears.values() for t in pair)
+        assert total == expected
+    assert shelf.held()[0] == COUNT
+
+
+def test_keeper_killed(snapshot: tuple[Bank, Snapshot], shelf: Shelf) -> None:
+    _, opened = snapshot
+    held = shelf.fetch(opened, ["a0", "a1"])
+    old = keeper_pid(shelf)
+    os.kill(old, signal.SIGKILL)
+    again = shelf.fetch(opened, ["a1", "a2"])
+    assert is_right(again["a1"], 1) and is_right(again["a2"], 2)
+    assert is_right(held["a0"], 0) and is_right(held["a1"], 1), "what was mapped must stay as it was"
+    assert keeper_pid(shelf) != old
+
+
+@ray.remote(num_cpus=0)
+class Owner:
+    """Owns an object, and takes it along when it dies."""
+
+    def put(self) -> list[Any]:
+        """A reference, not its value."""
+        return [ray.put(torch.zeros(BYTES).numpy())]
+
+
+def test_dead_references_are_asked_for_again(snapshot: tuple[Bank, Snapshot], shelf: Shelf) -> None:
+    """The keeper lives, what it hands out does not: the reader says so and gets new references."""
+    _, opened = snapshot
+    facts = opened.adapter("a3").tensors
+    actor, owner = ray.get_actor(shelf.name, namespace=NAMESPACE), Owner.remote()  # type: ignore[attr-defined]
+    dead = ray.get(owner.put.remote())
+
+    def swap(keeper: Any, references: list[Any]) -> None:
+        keeper.refs[facts.sha256] = (references[0], facts.bytes)
+
+    ray.get(actor.__ray_call__.remote(swap, dead))
+    ray.kill(owner)
+    with pytest.raises(ObjectLostError):
+        for _ in range(300):
+            ray.get(dead)
+            time.sleep(0.1)
+    assert is_right(shelf.fetch(opened, ["a3"])["a3"], 3)
+
+
+def test_full_shelf_drops_what_was_used_longest_ago(snapshot: tuple[Bank, Snapshot], tmp_path: Path) -> None:
+    _, opened = snapshot
+    shelf = Shelf(snapshot[0], capacity_mb=4.5)
+    try:
+        for number in range(8):
+            assert is_right(shelf.fetch(opened, [f"a{number}"])[f"a{number}"], number)
+        assert shelf.held()[0] == 4
+        everything = shelf.fetch(opened, [f"a{n}" for n in range(COUNT)])
+        assert all(is_right(everything[f"a{n}"], n) for n in range(COUNT)), "more at once than it keeps"
+    finally:
+        shelf.close()
+
+
+def test_damaged_file_is_refused_by_name(snapshot: tuple[Bank, Snapshot], shelf: Shelf) -> None:
+    bank, opened = snapshot
+    path = Path(bank.storage.path(opened.adapter("a5").tensors.file))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4] + b"\0\0\0\0")
+    try:
+        with pytest.raises(BankError, match=r"^the tensors of a5@1 are damaged: SHA-256"):
+            shelf.fetch(opened, ["a5"])
+    finally:
+        path.write_bytes(whole)
+    assert is_right(shelf.fetch(opened, ["a5"])["a5"], 5)
+
+
+def test_closed_shelf_says_so(snapshot: tuple[Bank, Snapshot]) -> None:
+    bank, opened = snapshot
+    shelf = Shelf(bank)
+    held = shelf.fetch(opened, ["a0"])
+    shelf.close()
+    with pytest.raises(BankError, match="is closed: open it again"):
+        shelf.fetch(opened, ["a1"])
+    assert is_right(held["a0"], 0)

@@ -1,0 +1,76 @@
+"""The shelf when a node is lost: it fills again on another one, from the bank."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from ray.exceptions import ActorUnavailableError
+
+from raycl.bank import Bank
+from raycl.bank.manifest import ModelFacts, RouterFacts
+from raycl.bank.shelf import NAMESPACE, Shelf
+from raycl.types import AdapterState
+
+TRIES = 30
+"""Ray places the keeper on either node by chance; it is wanted on the one that will be lost."""
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Cluster]:
+    """A head node with this process and a second node, both on this machine."""
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
+    cluster = Cluster()
+    try:
+        memory = {"num_cpus": 1, "object_store_memory": 100 * 1024**2}
+        cluster.add_node(**memory, temp_dir=folder, include_dashboard=False)
+        ray.init(address=cluster.address, namespace="raycl-tests", log_to_driver=False)
+        cluster.add_node(**memory)
+        cluster.wait_for_nodes()
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def node_of(shelf: Shelf) -> str:
+    """Id of the keeper's node; "" while it is on none."""
+    actor = ray.get_actor(shelf.name, namespace=NAMESPACE)
+    try:
+        node: str = ray.get(actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id()))
+    except ActorUnavailableError:
+        return ""
+    return node
+
+
+def test_node_lost(two_nodes: Cluster, tmp_path: Path) -> None:
+    bank = Bank.at(tmp_path / "bank")
+    model = ModelFacts(name="tiny", sha256="a" * 64)
+    low, high = torch.randn(16, 2048), torch.randn(2048, 16)
+    state = AdapterState({"q": (low, high)}, 2.0)
+    snapshot = bank.snapshot([bank.publish("a", state, model)], model, RouterFacts(kind="single"))
+    second = two_nodes.list_all_nodes()[-1]
+    for _ in range(TRIES):
+        shelf = Shelf(bank)
+        if node_of(shelf) == second.node_id:
+            break
+        shelf.close()
+    assert node_of(shelf) == second.node_id
+    held = shelf.fetch(snapshot, ["a"])["a"]
+    two_nodes.remove_node(second, allow_graceful=False)
+    at_once = shelf.fetch(snapshot, ["a"])["a"]
+    until = time.monotonic() + 60
+    while node_of(shelf) in ("", second.node_id) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert node_of(shelf) not in ("", second.node_id)
+    for found in (held, at_once, shelf.fetch(snapshot, ["a"])["a"]):
+        assert torch.equal(found.linears["q"][0], low) and torch.equal(found.linears["q"][1], high)
+    shelf.close()
