@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +23,8 @@ from raycl.errors import RayclError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 1 if it failed or found something wrong."""
     options = _parse(arguments)
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("raycl").setLevel(logging.INFO)
     try:
         answer: Answer = COMMANDS[options.command](Bank.at(options.bank), options)
     except RayclError as error:
@@ -59,6 +62,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     diff = names.add_parser("diff", help="what changed between two snapshots")
     diff.add_argument("old", type=int)
     diff.add_argument("new", type=int)
+    forgetting = names.add_parser("forget", help="a new snapshot without a task, and what that cost the others")
+    forgetting.add_argument("task")
+    forgetting.add_argument("--snapshot", type=int, help="default: the newest")
+    forgetting.add_argument("--rows", type=int, help="test rows of each task; default: as many as the run used")
+    forgetting.add_argument("--without-scores", action="store_true", help="do not evaluate before and after")
+    forgetting.add_argument("--set", action="append", default=[], metavar="stream.KEY=VALUE", help="data has moved")
+    forgetting.add_argument("--backbone", help="where the backbone is now, if not where it was")
     return parser.parse_args(arguments)
 
 

@@ -20,6 +20,7 @@ from raycl.bank import AdapterRef, Bank, Snapshot
 from raycl.bank.upkeep import diff, prune, verify
 from raycl.errors import BankError
 from raycl.exchange import backbone_of, export_merged, export_peft, import_peft, mixed
+from raycl.forgetting import forget
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,22 @@ def _diff(bank: Bank, options: Namespace) -> Answer:
     return Answer(_table(("", ""), [(key, _short(value) or "-") for key, value in tree.items()]), tree)
 
 
+def _forget(bank: Bank, options: Namespace) -> Answer:
+    snapshot = snapshot_of(bank, options.snapshot)
+    overrides = options.set + ([f"stream.test_rows={options.rows}"] if options.rows else [])
+    done = forget(bank, snapshot, options.task, not options.without_scores, overrides, options.backbone or "")
+    pairs = {task: (before, done.after[task]) for task, before in done.before.items()}
+    rows = [
+        (task, f"{old.value:.1f}", f"{new.value:.1f}", f"{new.value - old.value:+.1f}", old.count)
+        for task, (old, new) in pairs.items()
+    ]
+    gone = ", ".join(done.removed) or "no adapter"
+    words = f"snapshot {done.new} is snapshot {done.old} without '{done.task}' (removed: {gone})"
+    table = _table(("task", "before", "after", "difference", "examples"), rows) if rows else ""
+    stays = f"snapshot {done.old} stays until it is pruned (prune --keep-snapshots)"
+    return Answer("\n".join(filter(None, [table, words, stays])), asdict(done))
+
+
 COMMANDS: dict[str, Callable[[Bank, Namespace], Answer]] = {
     "list": _list,
     "show": _show,
@@ -149,6 +166,7 @@ COMMANDS: dict[str, Callable[[Bank, Namespace], Answer]] = {
     "import": _import,
     "prune": _prune,
     "diff": _diff,
+    "forget": _forget,
 }
 """Command -> what it does."""
 

@@ -18,7 +18,7 @@ LAYERS = (
     ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking"),
     ("methods",),
     ("train", "serve", "report", "exchange"),
-    ("run",),
+    ("run", "forgetting"),
     ("launch",),
     ("tune", "comparison", "bench", "bank_commands"),
     ("jobs",),

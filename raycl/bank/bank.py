@@ -117,8 +117,10 @@ class Bank:
         return manifest
 
     def names(self) -> list[str]:
-        """All adapters."""
-        return self.storage.list("adapters")
+        """All adapters that have a version."""
+        return sorted(
+            {file.split("/")[1] for file, facts in self.storage.files("adapters").items() if not facts.unfinished}
+        )
 
     def versions(self, name: str) -> list[int]:
         """Published versions of an adapter, ascending."""

@@ -70,6 +70,11 @@ class Stream:
     _open: Mapping[str, OpenTask] = field(repr=False)
     _cache: Path = field(repr=False)
 
+    @property
+    def token_limits(self) -> tuple[int, int]:
+        """Most tokens of a source and of a target."""
+        return self._config.max_source_tokens, self._config.max_target_tokens
+
     def stages(self, joint: bool = False) -> tuple[Stage, ...]:
         """What is trained one after another: the tasks, or all of them at once."""
         if joint:

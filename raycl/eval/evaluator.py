@@ -29,8 +29,19 @@ def merge(shares: Sequence[Predictions], count: int) -> list[str]:
     return [answers[row] for row in range(count)]
 
 
-def score_task(
-    task: Task, predictions: Sequence[str], references: Sequence[Sequence[str]], other_labels: Collection[str]
-) -> Score:
-    """The task's own metric; `other_labels` are label words of other tasks, which count as off-task answers."""
-    return score(task.metric, predictions, references, task.labels, other_labels)
+def evaluate(
+    task: Task,
+    batches: Iterable[Batch],
+    predict: Callable[[Batch], list[str]],
+    references: Sequence[Sequence[str]],
+    other_labels: Collection[str],
+    gather: Callable[[Predictions], Sequence[Predictions]] = lambda share: [share],
+) -> tuple[list[str], Score]:
+    """Answers in row order and their score by the task's own metric.
+
+    Args:
+        batches: this worker's share. gather: all workers' answers from this worker's.
+        other_labels: label words of other tasks, which count as off-task answers.
+    """
+    answers = merge(gather(predict_share(batches, predict)), len(references))
+    return answers, score(task.metric, answers, references, task.labels, other_labels)

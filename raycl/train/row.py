@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from raycl.data.loader import eval_batches
-from raycl.eval.evaluator import merge, predict_share, score_task
+from raycl.eval.evaluator import evaluate
 from raycl.storage import Storage
 from raycl.train.parts import Parts
 from raycl.train.world import World
@@ -39,11 +39,11 @@ def _score(parts: Parts, stage: Stage, task: Task, world: World, storage: Storag
     table = parts.stream.table(task, settings.split, codec)
     limit = settings.max_new_tokens or codec.max_target_tokens
     batches = eval_batches(table, None, world.rank, world.size, settings.batch_size, codec.pad_id)
-    share = predict_share(batches, lambda batch: _answers(parts, batch.to(world.device), limit))
-    answers = merge(world.gather(share), len(table))
     references = table.references(range(len(table)))
     others = {label for other in parts.stream.tasks if other is not task for label in other.labels or ()}
-    cell = score_task(task, answers, references, others)
+    answers, cell = evaluate(
+        task, batches, lambda batch: _answers(parts, batch.to(world.device), limit), references, others, world.gather
+    )
     cell.extra |= {"truncated_sources": float(table.truncated_sources)}
     if world.is_first:
         off = f", {cell.extra['off_task']:g} off task" if cell.extra.get("off_task") else ""

@@ -1,0 +1,67 @@
+"""A snapshot as a model: routed, mixed and answered by the same layers as in training.
+
+What it does not know: which method learned the snapshot, where requests come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raycl.adapters import AdapterStack
+from raycl.adapters.head import MixedHead
+from raycl.adapters.prompts import MixedPrompts
+from raycl.adapters.stack import Source
+from raycl.backbone import Backbone
+from raycl.bank import Bank, Snapshot
+from raycl.retrieval.router import make_router
+from raycl.types import Batch
+
+
+class SnapshotModel:
+    """Answers texts with a snapshot's adapters.
+
+    Attributes:
+        stack: the adapters over the backbone's linears, brought to the device when a mixture names them.
+    """
+
+    def __init__(
+        self, backbone: Backbone, snapshot: Snapshot, source: Source, resident_rows: int | None = None
+    ) -> None:
+        """Put the snapshot's adapters over `backbone`, which from now on speaks through them alone.
+
+        Args:
+            source: name of an adapter -> what it holds (`adapters_of`, or a shelf).
+            resident_rows: ranks of adapters on the device at once; None: as many as are asked for.
+
+        Raises:
+            BankError: a router that this version does not know.
+        """
+        paths = sorted({path for layout in snapshot.layouts.values() for path in layout})
+        self.backbone = backbone.eval()
+        self.snapshot = snapshot
+        self.stack = AdapterStack(backbone.model, paths, resident_rows, source)
+        width = int(backbone.model.get_input_embeddings().weight.shape[1])
+        if backbone.codec.needs_labels:
+            backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size))
+        if any(entry.prompt for entry in snapshot.adapters):
+            backbone.prefix = MixedPrompts(self.stack, width)
+        self._router = make_router(snapshot.router.kind, {entry.name: entry.tasks for entry in snapshot.adapters})
+
+    def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
+        """One answer per example.
+
+        Args:
+            texts: what is routed, one per example. tasks: where they are known.
+            limit: tokens of a generated answer.
+
+        Raises:
+            BankError: the router needs what is not given, or an adapter is damaged.
+        """
+        with self.stack.mixing(self._router.route(texts, tasks)):
+            return self.backbone.predict(batch, limit)
+
+
+def adapters_of(bank: Bank, snapshot: Snapshot) -> Source:
+    """Fetches a snapshot's adapters from the bank itself."""
+    entries = {entry.name: entry for entry in snapshot.adapters}
+    return lambda name: bank.fetch(entries[name], snapshot.layouts[entries[name].layout])

@@ -1,0 +1,41 @@
+"""Scores of a snapshot on the tasks of a stream, by the metrics that training used.
+
+What it does not know: how the snapshot came to be.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from raycl.data.loader import eval_batches
+from raycl.data.stream import Stream
+from raycl.eval.evaluator import evaluate
+from raycl.eval.settings import EvalConfig
+from raycl.serve.model import SnapshotModel
+from raycl.types import Batch, Score, Task
+
+log = logging.getLogger("raycl")
+
+
+def score_snapshot(
+    model: SnapshotModel, stream: Stream, tasks: Sequence[Task], settings: EvalConfig
+) -> dict[str, Score]:
+    """Task -> score, for these tasks of the stream."""
+    return {task.name: _score(model, stream, task, settings) for task in tasks}
+
+
+def _score(model: SnapshotModel, stream: Stream, task: Task, settings: EvalConfig) -> Score:
+    codec, device = model.backbone.codec, model.backbone.device
+    table = stream.table(task, settings.split, codec)
+    limit = settings.max_new_tokens or codec.max_target_tokens
+
+    def answers(batch: Batch) -> list[str]:
+        texts = table.texts(batch.rows.tolist())
+        return model.predict(batch.to(device), texts, [task.name] * len(batch), limit)
+
+    batches = eval_batches(table, None, 0, 1, settings.batch_size, codec.pad_id)
+    others = {label for other in stream.tasks if other is not task for label in other.labels or ()}
+    _, score = evaluate(task, batches, answers, table.references(range(len(table))), others)
+    log.info("    %-36s %5.1f  (%d examples)", task.name, score.value, score.count)
+    return score

@@ -1,0 +1,122 @@
+"""What is served is what was measured: a snapshot alone answers as the run did; and tasks can be taken out of it."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import KINDS, Complete, Done, matrix
+
+from raycl.backbone import load_backbone, load_codec
+from raycl.bank import Bank, Snapshot
+from raycl.data.loader import eval_batches
+from raycl.errors import BankError
+from raycl.exchange import backbone_of
+from raycl.forgetting import evaluate, forget
+from raycl.methods.registry import METHODS
+from raycl.serve.model import SnapshotModel, adapters_of
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def newest(done: Done) -> tuple[Bank, Snapshot | None]:
+    """The run's bank and its last snapshot."""
+    bank = Bank(done.storage.sub("bank"))
+    return bank, bank.newest()
+
+
+def copied(done: Done, folder: Any) -> tuple[Bank, Snapshot]:
+    """A copy that a test may change."""
+    bank = Bank(done.copy(folder).sub("bank"))
+    snapshot = bank.newest()
+    assert snapshot is not None
+    return bank, snapshot
+
+
+def opened(bank: Bank, snapshot: Snapshot) -> SnapshotModel:
+    """The snapshot over a freshly loaded backbone."""
+    config = backbone_of(snapshot)
+    codec = load_codec(config, 24, 4)
+    backbone = load_backbone(config, codec, torch.device("cpu"), 0)
+    return SnapshotModel(backbone, snapshot, adapters_of(bank, snapshot))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_snapshot_alone_answers_as_the_run_did(complete: Complete, kind: str, method: str) -> None:
+    done = complete(kind, method, "torch")
+    bank, snapshot = newest(done)
+    if snapshot is None:
+        assert method == "finetune" or "finetune" in str(done.config.method), "only whole models leave no snapshot"
+        return
+    model = opened(bank, snapshot)
+    codec = model.backbone.codec
+    for task in done.parts.stream.tasks:
+        table = done.parts.stream.table(task, "test", codec)
+        answers: dict[int, str] = {}
+        for batch in eval_batches(table, None, 0, 1, 4, codec.pad_id):
+            rows = batch.rows.tolist()
+            found = model.predict(batch, table.texts(rows), [task.name] * len(rows), 4)
+            answers |= dict(zip(rows, found, strict=True))
+        assert [answers[row] for row in range(len(table))] == answers_of(done, task.name)
+
+
+def answers_of(done: Done, task: str) -> list[str]:
+    """What the run itself answered after its last stage that evaluated the task."""
+    for folder in reversed(done.storage.list("predictions")):
+        if f"{task}.jsonl" in done.storage.list(f"predictions/{folder}"):
+            lines = done.storage.read(f"predictions/{folder}/{task}.jsonl").decode().splitlines()
+            return [json.loads(line)["answer"] for line in lines]
+    raise AssertionError(f"no predictions of {task}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forgetting_a_task_costs_the_others_nothing(complete: Complete, tmp_path: Any, kind: str) -> None:
+    done = complete(kind, "separate", "torch")
+    bank, snapshot = copied(done, tmp_path)
+    result = forget(bank, snapshot, "colour")
+    assert (result.old, result.new, result.removed) == (snapshot.number, snapshot.number + 1, ["colour"])
+    assert set(result.before) == {"animal"} and result.before == result.after
+    assert result.before["animal"].value == matrix(done.storage)[-1][1], "before must be what the run measured"
+    new = bank.open(result.new)
+    assert [entry.name for entry in new.adapters] == ["animal"] and [task.name for task in new.tasks] == ["animal"]
+    assert new.parent == snapshot.number and new.made["forgotten"] == ["colour"]
+    assert bank.open(snapshot.number) == snapshot, "old snapshots stay"
+    with pytest.raises(BankError, match="no adapter was trained on colour: expected animal"):
+        opened(bank, new)._router.route(["red"], ["colour"])
+    with pytest.raises(BankError, match="'animal' is the only task of snapshot"):
+        forget(bank, new, "animal")
+
+
+def test_what_cannot_be_forgotten_is_said_before_anything_changes(complete: Complete, tmp_path: Any) -> None:
+    bank, snapshot = copied(complete("bert", "lora", "torch"), tmp_path)
+    with pytest.raises(BankError, match=r"adapter lora@2 learned 'colour' together with animal"):
+        forget(bank, snapshot, "colour")
+    with pytest.raises(BankError, match=r"has no task 'shape': expected one of colour, animal"):
+        forget(bank, snapshot, "shape")
+    assert bank.snapshots() == [1, 2]
+
+
+def test_a_snapshot_without_its_run_cannot_be_evaluated(complete: Complete, tmp_path: Any) -> None:
+    bank, snapshot = copied(complete("bert", "separate", "torch"), tmp_path)
+    entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
+    bare = bank.snapshot(entries, snapshot.backbone, snapshot.router, snapshot.tasks)
+    with pytest.raises(BankError, match="does not say which data"):
+        evaluate(bank, bare)
+    assert forget(bank, bare, "colour", scores=False).removed == ["colour"]
+
+
+def test_forgetting_as_people_type_it(complete: Complete, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bank, snapshot = copied(complete("llama", "separate", "torch"), tmp_path)
+    main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
+    assert main(["--bank", bank.storage.uri, "forget", "colour", "--rows", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "before" in shown and "animal" in shown and "+0.0" in shown and "(removed: colour)" in shown
+    assert main(["--bank", bank.storage.uri, "forget", "colour"]) == 1
+    assert "has no task 'colour'" in capsys.readouterr().err
+    assert main(["--bank", bank.storage.uri, "--json", "diff", str(snapshot.number), str(snapshot.number + 1)]) == 0
+    assert json.loads(capsys.readouterr().out)["tasks_removed"] == ["colour"]
