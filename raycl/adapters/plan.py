@@ -66,7 +66,8 @@ class Plan:
         index = self._for_rows("own", self.own[0], rows)
         a_RD, b_RO = self.pool.layer(path)
         flat = index.reshape(-1)
-        return a_RD[flat].view(*index.shape, -1), b_RO[flat].view(*index.shape, -1)
+        a_KD, b_KO = a_RD.index_select(0, flat), b_RO.index_select(0, flat)  # several times faster than a_RD[flat]
+        return a_KD.view(*index.shape, -1), b_KO.view(*index.shape, -1)
 
     def own_gate(self, rows: int) -> Tensor:
         """`[rows, K]`."""

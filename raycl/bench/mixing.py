@@ -1,7 +1,7 @@
 """The mixture layer against the bare backbone, PEFT's mixed batch, and merging per request: same weights, same inputs.
 
-All contenders are measured in turn within one process, round after round, and the medians are compared, so that a
-machine that slows down slows all of them.
+All contenders are measured in turn within one process, round after round, and each of them between two passes of the
+bare backbone, so that a machine that slows down slows both; medians over the rounds are compared.
 What it does not know: where adapters are stored, how texts are routed.
 """
 
@@ -12,6 +12,7 @@ import copy
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -43,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 4, 16, 64], help="adapters in the mixtures")
     parser.add_argument("--bank", type=int, default=10_000, help="adapters that a bank holds, 16 of them in use")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
 
 
@@ -65,39 +66,42 @@ def measure(options: argparse.Namespace) -> Report:
 
 def _figures(where: str, options: argparse.Namespace) -> Iterator[Figure]:
     bench = _Bench(where, options)
-    times = bench.times()
-    bare = times["bare"]
+    timed = bench.times()
     for count in options.adapters:
         for shape in ("dense", "one each"):
-            name = f"{count} {shape}"
-            limit = LIMITS[where] if name == f"{DENSE} dense" else None
-            detail = f"{times[name] * 1e3:.1f} ms against {bare * 1e3:.1f} ms"
-            yield Figure(
-                f"{where}: {count} adapters, {shape}, over the bare backbone",
-                times[name] / bare,
-                "x",
-                limit,
-                "<=",
-                detail,
-            )
-        added = max(times[f"peft {count}"] - bare, 0.0)
-        yield Figure(f"{where}: PEFT mixed batch of {count} over the bare backbone", times[f"peft {count}"] / bare, "x")
-        for shape in ("dense", "one each"):
-            mine = max(times[f"{count} {shape}"] - bare, 1e-5)
-            limit = GAIN if count == DENSE else None
-            detail = f"{added * 1e3:.1f} ms added by PEFT, {mine * 1e3:.1f} ms here"
-            yield Figure(
-                f"{where}: PEFT's added time over ours, {count} adapters, {shape}",
-                added / mine,
-                "x",
-                limit,
-                ">=",
-                detail,
-            )
-    yield Figure(f"{where}: merging for each of {options.batch_size} requests", times["merge"] / bare, "x")
-    flat = times["bank"] / times[f"{DENSE} dense"]
-    yield Figure(f"{where}: {DENSE} in use of {options.bank} in the bank, over {DENSE} of {DENSE}", flat, "x", FLAT)
+            found = timed[f"{count} {shape}"]
+            limit = LIMITS[where] if (count, shape) == (DENSE, "dense") else None
+            name = f"{where}: {count} adapters, {shape}, over the bare backbone"
+            yield Figure(name, found.ratio, "x", limit, "<=", f"{found.added_ms:.1f} ms on {found.bare_ms:.1f} ms")
+        theirs = timed[f"peft {count}"]
+        yield Figure(f"{where}: PEFT mixed batch of {count} over the bare backbone", theirs.ratio, "x")
+        for shape, rows in (("one each", "the same mixtures"), ("dense", f"{count} adapters a row here, 1 there")):
+            mine = timed[f"{count} {shape}"]
+            limit = GAIN if (count, shape) == (DENSE, "one each") else None
+            name = f"{where}: PEFT's added time over ours, {count} adapters, {shape}"
+            detail = f"{theirs.added_ms:.1f} ms by PEFT, {mine.added_ms:.1f} ms here; {rows}"
+            yield Figure(name, theirs.added_ms / max(mine.added_ms, 0.1), "x", limit, ">=", detail)
+    yield Figure(f"{where}: merging for each of {options.batch_size} requests", timed["merge"].ratio, "x")
+    flat, base = timed["bank"], timed[f"{DENSE} dense"]
+    name = f"{where}: {DENSE} in use of {options.bank} in the bank, over {DENSE} of {DENSE}"
+    detail = f"{flat.added_ms:.1f} ms against {base.added_ms:.1f} ms on {base.bare_ms:.1f} ms"
+    yield Figure(name, flat.ratio / base.ratio, "x", FLAT, "<=", detail)
+    loading = timed["missing"].added_ms - base.added_ms
+    yield Figure(f"{where}: bringing {DENSE} adapters of the bank to the device", loading, "ms")
     yield Figure(f"{where}: largest difference to the merged model", bench.difference(), "", 1e-3)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A contender beside the bare backbone, which ran right before and after it in every round.
+
+    Attributes:
+        ratio: of the times. added_ms: their difference. bare_ms: the backbone's. Medians over the rounds.
+    """
+
+    ratio: float
+    added_ms: float
+    bare_ms: float
 
 
 class _Bench:
@@ -123,7 +127,8 @@ class _Bench:
 
         self.states = {f"n{number}": state() for number in range(self.most)}
         self.stacked = copy.deepcopy(self.bare)
-        self.stack = AdapterStack(self.stacked, self.paths, rows=self.most * options.rank, source=self._source)
+        resident = (self.most + DENSE) * options.rank
+        self.stack = AdapterStack(self.stacked, self.paths, rows=resident, source=self._source)
         self.peft = self._peft()
 
     def _source(self, name: str) -> AdapterState:
@@ -137,20 +142,35 @@ class _Bench:
             model.add_adapter(name, lora)
         return model.eval()
 
-    def times(self) -> dict[str, float]:
-        """Contender -> median seconds of a forward pass."""
-        found: dict[str, list[float]] = {name: [] for name, _ in self._contenders()}
+    def times(self) -> dict[str, _Timed]:
+        """Contender -> its time beside the bare backbone's."""
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in self._contenders()}
         with torch.no_grad():
             for number in range(self.options.rounds + 1):
+                before = self._bare_s()
                 for name, run in self._contenders():
                     began = time.perf_counter()
                     run()
+                    spent = time.perf_counter() - began
+                    after = self._bare_s()
                     if number:  # the first round warms up
-                        found[name].append(time.perf_counter() - began)
-        return {name: median(values) for name, values in found.items() if values}
+                        found[name].append((spent, (before + after) / 2))
+                    before = after
+        return {
+            name: _Timed(
+                median(mine / bare for mine, bare in pairs),
+                median(mine - bare for mine, bare in pairs) * 1e3,
+                median(bare for _, bare in pairs) * 1e3,
+            )
+            for name, pairs in found.items()
+        }
+
+    def _bare_s(self) -> float:
+        began = time.perf_counter()
+        self.bare(input_ids=self.ids)
+        return time.perf_counter() - began
 
     def _contenders(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        yield "bare", lambda: self.bare(input_ids=self.ids)
         for count in self.options.adapters:
             names = tuple(self.states)[:count]
             yield f"{count} dense", partial(self._mixed, names, self._dense(count))
@@ -160,10 +180,13 @@ class _Bench:
             yield f"{DENSE} dense", lambda: self._mixed(tuple(self.states)[:DENSE], self._dense(DENSE))
         # a bank of any size: adapter number i is one of the states that were drawn
         spread = tuple(f"n{number}" for number in range(self.options.bank - DENSE, self.options.bank))
+        yield "missing", lambda: self._mixed(spread, self._dense(DENSE), drop=True)
         yield "bank", lambda: self._mixed(spread, self._dense(DENSE))
         yield "merge", self._merge_each
 
-    def _mixed(self, names: tuple[str, ...], weights: Tensor) -> Tensor:
+    def _mixed(self, names: tuple[str, ...], weights: Tensor, drop: bool = False) -> Tensor:
+        for name in self.stack.states.keys() & set(names) if drop else ():
+            self.stack.drop(name)
         with self.stack.mixing(Mixture(names, weights)):
             return self.stacked(input_ids=self.ids).last_hidden_state  # type: ignore[no-any-return]
 
