@@ -25,6 +25,7 @@ from raycl.adapters import AdapterStack
 from raycl.adapters.state import combine, fold
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
 from raycl.backbone.roles import linear_names
+from raycl.bench.decode import Shape, decode_figures
 from raycl.bench.figures import Figure, Report, machine
 from raycl.types import AdapterState, Mixture
 
@@ -58,7 +59,9 @@ def measure(options: argparse.Namespace) -> Report:
     finally:
         torch.set_num_threads(threads)
     notes = [f"the load was {before:.1f} when this began: ratios say little"] if before > BUSY else []
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        figures += decode_figures(Shape(batch=options.batch_size, rank=options.rank), torch.device("cuda"))
+    else:
         notes.append("no GPU here: decoding with CUDA graphs not measured")
     settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
     return Report("mixing", settings, figures, machine(before), notes)

@@ -298,3 +298,24 @@ def test_adapters_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(AdapterError, match="on the device already"):
         stack.load("a", states["a"])
     assert set(stack.states) == set(RANKS)
+
+
+def test_sums_are_of_block_outputs_never_of_blocks() -> None:
+    """methods.md 9.1.4 and 9.2.4: W h + sum w B (A h) = (W + sum w B A) h, and not (sum w B)(sum w A) h."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5)).double()
+    stack = AdapterStack(net, ["0"])
+    blocks = {name: (torch.randn(2, 6).double(), torch.randn(5, 2).double()) for name in "ab"}
+    for name, block in blocks.items():
+        stack.load(name, AdapterState({"0": block}))
+    weights = {"a": 0.3, "b": 0.7}
+    x = torch.randn(4, 6).double()
+    with torch.no_grad(), stack.mixing(Mixture.same(weights, 4)):
+        found = net(x)
+    linear: Any = stack.layers["0"].base
+    update = sum(weights[name] * high @ low for name, (low, high) in blocks.items())
+    torch.testing.assert_close(found, x @ (linear.weight + update).T + linear.bias, atol=1e-6, rtol=1e-6)
+    summed_a = sum(weights[name] * low for name, (low, _) in blocks.items())
+    summed_b = sum(weights[name] * high for name, (_, high) in blocks.items())
+    averaged = linear(x) + x @ (summed_b @ summed_a).T
+    assert not torch.allclose(found, averaged, atol=1e-2), "blocks were averaged before they were multiplied"

@@ -6,6 +6,7 @@ import gc
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import ENGINES, Lab, run, trace
@@ -18,7 +19,9 @@ from raycl.run import build
 from raycl.storage import Storage
 from raycl.train.engine import adamw, advance, schedule
 from raycl.train.settings import SCHEDULERS, TrainConfig
+from raycl.train.step import train_step
 from raycl.train.world import World
+from raycl.types import AdapterState, Mixture
 
 WORLD = World.alone(torch.device("cpu"))
 
@@ -118,3 +121,36 @@ def test_ten_tasks_leave_nothing_behind(lab: Lab, engine: str) -> None:
         if task in (2, 6, 10):
             counts[task] = living()
     assert counts[2] == counts[6] == counts[10]
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
+def test_resident_and_live_adapters_learn_together_in_every_engine(lab: Lab, kind: str) -> None:
+    """Frozen adapters beside the one in training: the same losses, and not a bit of the frozen ones moves."""
+    losses = {}
+    for engine in ENGINES:
+        parts, open_engine = build(lab.config(kind, "lora", ENGINES[engine]), WORLD)
+        method, stage = parts.method, parts.stages[0]
+        method.begin_task(stage, resumed=False)
+        stack = method.stack
+        assert stack is not None
+        torch.manual_seed(0)
+        pairs = {
+            path: (torch.randn(3, layer.inputs) * 0.3, torch.randn(layer.outputs, 3) * 0.3)
+            for path, layer in stack.layers.items()
+        }
+        stack.load("old", AdapterState(pairs, 1.5))
+        frozen = [block.clone() for blocks in (stack.pool.a, stack.pool.b) for block in blocks.values()]
+        method.route = lambda batch: Mixture(("old", "lora"), torch.tensor([[0.4, 1.0], [0.0, 1.0]]))  # type: ignore[method-assign]
+        table = parts.stream.table(stage.tasks[0], "train", parts.backbone.codec)
+        labels = parts.backbone.label_ids() if parts.backbone.codec.needs_labels else None
+        collate = Collate([table], labels, parts.backbone.codec.pad_id)
+        batches = [collate(np.array([2 * number, 2 * number + 1]), 2) for number in range(4)]
+        opened = open_engine(2, 2)
+        parts.backbone.train()
+        losses[engine] = [train_step(opened, method, batches[at : at + 2], WORLD, at).loss for at in (0, 2, 0)]
+        opened.close()
+        left = [block for blocks in (stack.pool.a, stack.pool.b) for block in blocks.values()]
+        assert all(torch.equal(old, new) for old, new in zip(frozen, left, strict=True))
+    assert losses["torch"][2] < losses["torch"][0]
+    for engine, found in losses.items():
+        assert found == pytest.approx(losses["torch"], abs=1e-5), engine
