@@ -6,6 +6,7 @@
     │   └── MissingTasksError   tasks of a named benchmark that are not on disk, all listed at once
     ├── BackboneError      a model or tokenizer that cannot be loaded or does not fit the task
     ├── AdapterError       an adapter that does not fit the model, or a mixture that cannot be spoken
+    ├── RetrievalError     an encoder, keys or a query that cannot choose adapters
     ├── StorageError       a path or URI that cannot be read or written
     │   └── AlreadyExistsError  exclusive creation lost: somebody else wrote it first
     ├── BankError          an adapter or snapshot that is absent, damaged or not allowed
@@ -41,6 +42,10 @@ class BackboneError(RayclError):
 
 class AdapterError(RayclError):
     """An adapter does not fit the model it is meant for, or a mixture asks for what is not there."""
+
+
+class RetrievalError(RayclError):
+    """Keys, encoder or query cannot choose adapters: sizes that do not fit, values that are not finite."""
 
 
 class StorageError(RayclError):

@@ -16,11 +16,13 @@ import torch
 from raycl import config as configs
 from raycl.backbone import Backbone, load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
+from raycl.bank.routers import get_router, put_router
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.errors import BankError
 from raycl.eval.settings import EvalConfig
 from raycl.exchange import backbone_of
-from raycl.serve.model import SnapshotModel, adapters_of
+from raycl.retrieval.router import without
+from raycl.serve.model import SnapshotModel, adapters_of, router_of
 from raycl.serve.scores import score_snapshot
 from raycl.types import Score
 
@@ -62,10 +64,11 @@ def forget(
     before = evaluate(bank, snapshot, task, overrides, backbone) if scores else {}
     kept = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters if entry.name not in removed]
     forgotten = [*snapshot.made.get("forgotten", []), task]
+    router, _ = put_router(bank, without(get_router(bank, snapshot), task))
     new = bank.snapshot(
         kept,
         snapshot.backbone,
-        snapshot.router,
+        router,
         [facts for facts in snapshot.tasks if facts.name != task],
         snapshot.encoder,
         parent=snapshot.number,
@@ -115,7 +118,9 @@ def evaluate(
     stream = open_stream(configs.validate(StreamConfig, tree["stream"]), int(seed))
     wanted = {facts.name for facts in snapshot.tasks} - {without}
     log.info("snapshot %d:", snapshot.number)
-    model = SnapshotModel(_backbone(snapshot, stream, backbone), snapshot, adapters_of(bank, snapshot))
+    model = SnapshotModel(
+        _backbone(snapshot, stream, backbone), snapshot, adapters_of(bank, snapshot), router_of(bank, snapshot)
+    )
     settings = configs.validate(EvalConfig, tree["eval"])
     return score_snapshot(model, stream, [task for task in stream.tasks if task.name in wanted], settings)
 

@@ -9,8 +9,8 @@ What it does not know: how any of these are made.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,10 @@ class Stage:
     tasks: tuple[Task, ...]
 
 
+TENSORS = ("source_ids", "source_mask", "target_ids", "label_ids", "weight", "rows")
+"""Tensor fields of a batch, in order."""
+
+
 @dataclass
 class Batch:
     """One micro-batch, right-padded.
@@ -54,6 +58,8 @@ class Batch:
         label_ids: `[B]` int64 row of the label head, IGNORE where the task has no closed label set.
         weight: `[B]` float32, 0 for examples that only fill the batch up, else 1.
         rows: `[B]` int64 position of each example in its split, -1 for fill-ups.
+        texts, tasks: inputs without the prompt and their tasks' names, "" for fill-ups; empty unless the loader was
+            asked for them.
     """
 
     source_ids: Tensor
@@ -62,10 +68,15 @@ class Batch:
     label_ids: Tensor
     weight: Tensor
     rows: Tensor
+    texts: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in self.tensors()))
+        moved: dict[str, Any] = {
+            name: tensor.to(device, non_blocking=True) for name, tensor in zip(TENSORS, self.tensors(), strict=True)
+        }
+        return replace(self, **moved)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors in field order."""
@@ -168,3 +179,41 @@ class AdapterState:
     def rank(self) -> int:
         """The largest rank of its linears; 0 if it has none."""
         return max((int(a.shape[0]) for a, _ in self.linears.values()), default=0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything it holds by name: `<path>.lora_A`, `<path>.lora_B`, `prompt`, `head.weight`, `head.bias`."""
+        found: dict[str, Tensor] = {}
+        for path, (low, high) in self.linears.items():
+            found[f"{path}.lora_A"], found[f"{path}.lora_B"] = low, high
+        if self.prompt is not None:
+            found["prompt"] = self.prompt
+        if self.head_weight is not None and self.head_bias is not None:
+            found["head.weight"], found["head.bias"] = self.head_weight, self.head_bias
+        return found
+
+    @staticmethod
+    def from_tensors(tensors: Mapping[str, Tensor], scale: float, labels: Sequence[str]) -> AdapterState:
+        """Back from what `tensors` gave."""
+        paths = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
+        linears = {path: (tensors[f"{path}.lora_A"], tensors[f"{path}.lora_B"]) for path in paths}
+        head = tensors.get("head.weight"), tensors.get("head.bias")
+        return AdapterState(linears, scale, tensors.get("prompt"), tuple(labels), *head)
+
+
+@dataclass(frozen=True)
+class RouterState:
+    """What serving needs to choose adapters as training did.
+
+    Attributes:
+        kind: in `raycl.retrieval.router.ROUTERS`.
+        settings: JSON-able.
+        tensors: `<what>/<adapter or task>` -> values, so that one of them can be taken out; on the CPU.
+        encoder: settings of the sentence encoder, or None for kinds that read no text.
+        encoder_sha256: which encoder that was.
+    """
+
+    kind: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    encoder: dict[str, Any] | None = None
+    encoder_sha256: str = ""

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 
 LAYERS = (
     ("errors", "types"),
-    ("config", "storage"),
+    ("config", "storage", "pretrained"),
     ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking"),
     ("methods",),
     ("train", "serve", "report", "exchange"),

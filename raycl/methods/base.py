@@ -17,7 +17,8 @@ from torch import Tensor
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone, Output
 from raycl.config import Section
-from raycl.types import AdapterState, Batch, Mixture, Stage
+from raycl.retrieval.encoder import SentenceEncoder
+from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage
 
 
 class MethodConfig(Section):
@@ -44,16 +45,20 @@ class Learned:
 class Method:
     """One way to learn tasks in sequence. Subclasses override the hooks they need.
 
+    Attributes:
+        stack: adapters over the backbone, if it has any.
+        told_task: evaluation may use each example's task (`Batch.tasks`), as an upper reference does.
+
     Class attributes:
         Config: its settings class.
         joint: all tasks are one stage.
-        router: how the adapters that it leaves are chosen later (`raycl.bank`): "single" or "task".
+        own_adapters: every stage leaves adapters of its own; otherwise later stages change those of earlier ones.
         one_model_per_task: each stage starts from the pretrained model, and a task is answered by its own model.
     """
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     joint: ClassVar[bool] = False
-    router: ClassVar[str] = "single"
+    own_adapters: ClassVar[bool] = False
     one_model_per_task: ClassVar[bool] = False
 
     def __init__(self, config: Any, backbone: Backbone, seed: int) -> None:
@@ -61,6 +66,15 @@ class Method:
         self.backbone = backbone
         self.seed = seed
         self.stack: AdapterStack | None = None
+        self.told_task = False
+
+    @property
+    def encoder(self) -> SentenceEncoder | None:
+        """What reads texts for this method; None: it routes without them, and batches carry none."""
+        return None
+
+    def study(self, stage: Stage, queries_BC: Tensor) -> None:
+        """Before `begin_task` of a new stage, with the queries of all its training texts (`encoder`)."""
 
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """Before the first batch: which parameters exist, which are live, which are frozen?
@@ -103,6 +117,14 @@ class Method:
         """
         return None
 
+    def router_state(self) -> RouterState:
+        """How the adapters that it leaves are chosen later."""
+        return RouterState("task" if self.own_adapters else "single")
+
+    def carried(self) -> dict[str, Tensor]:
+        """Tensors of earlier stages that are no parameters any more (frozen adapters, keys), for checkpoints."""
+        return {}
+
     def learned_names(self) -> list[str]:
         """Names of the backbone's parameters whose values may differ from the pretrained ones."""
         return [name for name, parameter in self.backbone.named_parameters() if parameter.requires_grad]
@@ -111,8 +133,8 @@ class Method:
         """JSON-able state that shapes the model (label rows, slots); tensors travel by `learned_names`."""
         return {"labels": [] if self.backbone.head is None else list(self.backbone.head.labels)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the model the shape of `state`; values are filled in afterwards."""
+    def load_state_dict(self, state: Mapping[str, Any], carried: Mapping[str, Tensor]) -> None:
+        """Give the model the shape of `state` and what was `carried`; parameters are filled in afterwards."""
         if self.backbone.head is not None:
             self.backbone.head.clear()
             self.backbone.learn_labels(state["labels"])

@@ -18,7 +18,8 @@ from raycl.config import named
 from raycl.methods.base import Learned, Method, MethodConfig
 from raycl.methods.lora import LoraConfig
 from raycl.methods.registry import LearnerChoice, method_class
-from raycl.types import Batch, Mixture, Stage
+from raycl.retrieval.encoder import SentenceEncoder
+from raycl.types import Batch, Mixture, RouterState, Stage
 
 
 class ReferenceConfig(MethodConfig):
@@ -52,6 +53,15 @@ class Reference(Method):
         self.learner = method_class(config.learner.name)(config.learner, backbone, seed)
         self.stack = self.learner.stack
 
+    @property
+    def encoder(self) -> SentenceEncoder | None:
+        """As the learner says."""
+        return self.learner.encoder
+
+    def study(self, stage: Stage, queries_BC: Tensor) -> None:
+        """As the learner does."""
+        self.learner.study(stage, queries_BC)
+
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """As the learner does."""
         self.learner.begin_task(stage, resumed)
@@ -72,6 +82,14 @@ class Reference(Method):
         """As the learner does."""
         return self.learner.end_task(stage, tensors)
 
+    def router_state(self) -> RouterState:
+        """As the learner says."""
+        return self.learner.router_state()
+
+    def carried(self) -> dict[str, Tensor]:
+        """As the learner says."""
+        return self.learner.carried()
+
     def learned_names(self) -> list[str]:
         """As the learner says."""
         return self.learner.learned_names()
@@ -80,9 +98,9 @@ class Reference(Method):
         """As the learner says."""
         return self.learner.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], carried: Mapping[str, Tensor]) -> None:
         """As the learner does."""
-        self.learner.load_state_dict(state)
+        self.learner.load_state_dict(state, carried)
 
 
 class Joint(Reference):
@@ -93,23 +111,32 @@ class Joint(Reference):
 
 
 class Separate(Reference):
-    """A fresh start for every task: parameters and label head go back to their first values."""
+    """A fresh start for every task: parameters and label head go back to their first values.
+
+    A learner with adapters of its own for every task starts afresh anyway; it is told the task instead.
+    """
 
     Config = SeparateConfig
     one_model_per_task: ClassVar[bool] = True
-    router: ClassVar[str] = "task"
+    own_adapters: ClassVar[bool] = True
 
     def __init__(self, config: SeparateConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
+        self.learner.told_task = self.learner.own_adapters
         self._first = {
             name: parameter.detach().clone()
             for name, parameter in backbone.named_parameters()
-            if parameter.requires_grad and not name.startswith("head.")
+            if parameter.requires_grad and not name.startswith("head.") and not self.learner.own_adapters
         }
+
+    def router_state(self) -> RouterState:
+        """Each task is told, and has its own; a learner that chooses among several keeps its own way."""
+        learners = self.learner.router_state()
+        return learners if self.learner.own_adapters else RouterState("task")
 
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """Forget the former task's model, then as the learner does."""
-        if not resumed:
+        if not resumed and not self.learner.own_adapters:
             if self.backbone.head is not None:
                 self.backbone.head.clear()
             parameters = dict(self.backbone.named_parameters())
@@ -121,7 +148,7 @@ class Separate(Reference):
     def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned | None:
         """The learner's, each adapter under its task's name."""
         learned = self.learner.end_task(stage, tensors)
-        if learned is not None:
+        if learned is not None and not self.learner.own_adapters:
             several = len(learned.adapters) > 1
             learned.adapters = {
                 f"{stage.name}.{name}" if several else str(stage.name): state

@@ -15,6 +15,7 @@ from raycl.methods.base import Method, MethodConfig
 METHODS: dict[str, str] = {
     "finetune": "raycl.methods.finetune:Finetune",
     "lora": "raycl.methods.lora:Lora",
+    "slm": "raycl.methods.slm:Slm",
     "separate": "raycl.methods.reference:Separate",
     "joint": "raycl.methods.reference:Joint",
 }

@@ -6,12 +6,15 @@ What it does not know: where adapters are stored, what they hold.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from raycl.errors import BankError
-from raycl.types import Mixture
+from raycl.errors import BankError, RetrievalError
+from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
+from raycl.retrieval.slots import SlotRouter
+from raycl.types import Mixture, RouterState
 
 Owners = Mapping[str, tuple[str, ...]]
 """Adapter -> tasks that it was trained on."""
@@ -68,16 +71,55 @@ class TaskRouter:
         return Mixture(self._names, torch.nn.functional.one_hot(columns, len(self._names)).float())
 
 
-ROUTERS: dict[str, type[SingleRouter] | type[TaskRouter]] = {"single": SingleRouter, "task": TaskRouter}
-"""Kind in a snapshot -> class."""
+class TextRouter:
+    """Keys or discriminant: the text alone decides."""
+
+    def __init__(self, router: SlotRouter, encoder: SentenceEncoder) -> None:
+        self.router, self.encoder = router, encoder
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """By each text's query; with `task_id`, among the slots of its own task alone."""
+        return self.router.route(self.encoder.embed(texts), tasks if self.router.config.task_id else None)
 
 
-def make_router(kind: str, owners: Owners) -> Router:
+def _from_text(state: RouterState, owners: Owners, cache: Path | None) -> Router:
+    if state.encoder is None:
+        raise BankError(f"a snapshot with router '{state.kind}' must name its sentence encoder, this one does not")
+    encoder = SentenceEncoder(EncoderConfig(**state.encoder), cache)
+    if encoder.fingerprint != state.encoder_sha256:
+        raise RetrievalError(
+            f"the keys were made with encoder '{encoder.config.name}' ({state.encoder_sha256[:12]}), what has "
+            f"that name now is another ({encoder.fingerprint[:12]}): install the right one"
+        )
+    return TextRouter(SlotRouter.restored(state), encoder)
+
+
+ROUTERS: dict[str, Any] = {
+    "single": lambda state, owners, cache: SingleRouter(owners),
+    "task": lambda state, owners, cache: TaskRouter(owners),
+    "keys": _from_text,
+    "discriminant": _from_text,
+}
+"""Kind in a snapshot -> what makes it."""
+
+
+def make_router(state: RouterState, owners: Owners, cache: Path | None = None) -> Router:
     """The router of that kind.
 
     Raises:
-        BankError: an unknown kind, or adapters that do not fit it.
+        BankError: an unknown kind, or adapters that do not fit it. RetrievalError: another encoder.
     """
-    if kind not in ROUTERS:
-        raise BankError(f"unknown router kind '{kind}': this version knows {', '.join(ROUTERS)}; upgrade raycl")
-    return ROUTERS[kind](owners)
+    if state.kind not in ROUTERS:
+        raise BankError(f"unknown router kind '{state.kind}': this version knows {', '.join(ROUTERS)}; upgrade raycl")
+    made: Router = ROUTERS[state.kind](state, owners, cache)
+    return made
+
+
+def without(state: RouterState, task: str) -> RouterState:
+    """The router with a task taken out: its keys, its statistics."""
+    kept = {name: value for name, value in state.tensors.items() if not _of(name.partition("/")[2], task)}
+    return RouterState(state.kind, state.settings, kept, state.encoder, state.encoder_sha256)
+
+
+def _of(name: str, task: str) -> bool:
+    return name == task or name.rpartition(".")[0] == task

@@ -6,6 +6,7 @@ What it does not know: which method learned the snapshot, where requests come fr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
@@ -13,7 +14,8 @@ from raycl.adapters.prompts import MixedPrompts
 from raycl.adapters.stack import Source
 from raycl.backbone import Backbone
 from raycl.bank import Bank, Snapshot
-from raycl.retrieval.router import make_router
+from raycl.bank.routers import get_router
+from raycl.retrieval.router import Router, make_router
 from raycl.types import Batch
 
 
@@ -25,16 +27,14 @@ class SnapshotModel:
     """
 
     def __init__(
-        self, backbone: Backbone, snapshot: Snapshot, source: Source, resident_rows: int | None = None
+        self, backbone: Backbone, snapshot: Snapshot, source: Source, router: Router, resident_rows: int | None = None
     ) -> None:
         """Put the snapshot's adapters over `backbone`, which from now on speaks through them alone.
 
         Args:
             source: name of an adapter -> what it holds (`adapters_of`, or a shelf).
+            router: of the snapshot (`router_of`).
             resident_rows: ranks of adapters on the device at once; None: as many as are asked for.
-
-        Raises:
-            BankError: a router that this version does not know.
         """
         paths = sorted({path for layout in snapshot.layouts.values() for path in layout})
         self.backbone = backbone.eval()
@@ -45,7 +45,7 @@ class SnapshotModel:
             backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size))
         if any(entry.prompt for entry in snapshot.adapters):
             backbone.prefix = MixedPrompts(self.stack, width)
-        self._router = make_router(snapshot.router.kind, {entry.name: entry.tasks for entry in snapshot.adapters})
+        self.router = router
 
     def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
         """One answer per example.
@@ -57,8 +57,18 @@ class SnapshotModel:
         Raises:
             BankError: the router needs what is not given, or an adapter is damaged.
         """
-        with self.stack.mixing(self._router.route(texts, tasks)):
+        with self.stack.mixing(self.router.route(texts, tasks)):
             return self.backbone.predict(batch, limit)
+
+
+def router_of(bank: Bank, snapshot: Snapshot, cache: Path | None = None) -> Router:
+    """The snapshot's router.
+
+    Raises:
+        BankError: damaged, or of a kind that this version does not know. RetrievalError: another sentence encoder.
+    """
+    owners = {entry.name: entry.tasks for entry in snapshot.adapters}
+    return make_router(get_router(bank, snapshot), owners, cache)
 
 
 def adapters_of(bank: Bank, snapshot: Snapshot) -> Source:

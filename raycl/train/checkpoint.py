@@ -21,7 +21,8 @@ from raycl.methods.base import Learned
 from raycl.storage import Storage
 
 FOLDER = "checkpoints"
-PARAMETERS, OPTIMIZER, MANIFEST = "parameters.safetensors", "optimizer.safetensors", "manifest.json"
+PARAMETERS, OPTIMIZER, CARRIED = "parameters.safetensors", "optimizer.safetensors", "carried.safetensors"
+MANIFEST = "manifest.json"
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Checkpoint:
         optimizer: `<parameter>/<moment>` -> tensor; empty when the stage is over.
         spent: seconds and tokens of the stage so far, added up over attempts.
         published: what went to the bank at the end of the stage (`raycl.train.publish`).
+        carried: the method's tensors that are no parameters.
     """
 
     stage: int
@@ -46,6 +48,7 @@ class Checkpoint:
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
     published: dict[str, Any] = field(default_factory=dict)
+    carried: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def is_stage_end(self) -> bool:
@@ -60,7 +63,8 @@ class Checkpoint:
 def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint) -> None:
     """Write the folder `checkpoints/<name>`."""
     folder = storage.sub(f"{FOLDER}/{name}")
-    files = {PARAMETERS: save(checkpoint.parameters), OPTIMIZER: save(checkpoint.optimizer)}
+    tensors = {PARAMETERS: checkpoint.parameters, OPTIMIZER: checkpoint.optimizer, CARRIED: checkpoint.carried}
+    files = {file: save({name: value.contiguous() for name, value in held.items()}) for file, held in tensors.items()}
     for file, data in files.items():
         folder.write(file, data)
     manifest = {
@@ -84,7 +88,7 @@ def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
     folder = storage.sub(f"{FOLDER}/{name}")
     try:
         manifest = folder.read_json(MANIFEST)
-        files = {file: folder.read(file) for file in (PARAMETERS, OPTIMIZER)}
+        files = {file: folder.read(file) for file in (PARAMETERS, OPTIMIZER, CARRIED)}
     except StorageError as error:
         raise RunError(f"checkpoint '{folder.uri}' is incomplete: {error}") from error
     for file, data in files.items():
@@ -103,6 +107,7 @@ def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
         load(files[OPTIMIZER]),
         manifest["spent"],
         manifest.get("published", {}),
+        load(files[CARRIED]),
     )
 
 

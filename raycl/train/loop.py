@@ -96,13 +96,14 @@ class StreamLoop:
         if not self.state.checkpoints:
             return None
         found = checkpoints.read_checkpoint(self.storage, self.state.checkpoints[-1])
-        self.parts.method.load_state_dict(found.method)
+        self.parts.method.load_state_dict(found.method, found.carried)
         if found.is_stage_end:
             load_parameters(self.parts.backbone, found.parameters)
         return found if found.stage == len(self.state.stages) else None
 
     def _train(self, stage: Stage, resume: Checkpoint | None) -> Checkpoint:
         parts = self.parts
+        self._study(stage, resumed=resume is not None)
         parts.method.begin_task(stage, resumed=resume is not None)
         loader, order = self._loader(stage)
         engine = self.open_engine(loader.accumulation, order.steps)
@@ -129,13 +130,30 @@ class StreamLoop:
         self._finish(stage, done)
         return done
 
+    def _study(self, stage: Stage, resumed: bool) -> None:
+        """The preparation stage of methods that route by texts: every text is encoded once, shared by the workers."""
+        encoder, world = self.parts.method.encoder, self.world
+        if encoder is None:
+            return
+        began = time.perf_counter()
+        tables = [self.parts.stream.table(task, "train", self.parts.backbone.codec) for task in stage.tasks]
+        texts = [text for table in tables for text in table.texts(range(len(table)))]
+        queries = encoder.embed_all(texts, (world.rank, world.size), world.gather)
+        encoded = time.perf_counter() - began
+        if not resumed:
+            self.parts.method.study(stage, queries)
+        if self.ledger is not None:
+            spent = time.perf_counter() - began - encoded
+            log.info("    %d texts encoded in %.1f s, keys learned in %.1f s", len(texts), encoded, spent)
+
     def _loader(self, stage: Stage) -> tuple[Loader, GlobalOrder]:
         parts, train, codec, world = self.parts, self.parts.train, self.parts.backbone.codec, self.world
         tables = [parts.stream.table(task, "train", codec) for task in stage.tasks]
         order = self._order(stage, sum(map(len, tables)))
         micro = micro_batch_size(train.batch_size, train.micro_batch_size, world.size)
         labels = parts.backbone.label_ids() if codec.needs_labels else None
-        loader = Loader(tables, labels, order, world.rank, world.size, micro, train.batch_size, codec.pad_id)
+        reads = parts.method.encoder is not None
+        loader = Loader(tables, labels, order, world.rank, world.size, micro, train.batch_size, codec.pad_id, reads)
         return loader, order
 
     def _order(self, stage: Stage, rows: int) -> GlobalOrder:
@@ -151,12 +169,15 @@ class StreamLoop:
         method = self.parts.method
         parameters = engine.parameters(method.learned_names())
         optimizer = {} if step == steps else engine.optimizer_state()
-        return Checkpoint(stage.index, step, steps, method.state_dict(), parameters, optimizer, spent)
+        state, carried = method.state_dict(), method.carried()
+        return Checkpoint(stage.index, step, steps, state, parameters, optimizer, spent, carried=carried)
 
     def _finish(self, stage: Stage, done: Checkpoint) -> None:
         """End of training: what the method remembers, its export, then the checkpoint: with it, training is over."""
         learned = self.parts.method.end_task(stage, done.parameters)
-        done.method = self.parts.method.state_dict()
+        method = self.parts.method
+        done.method, done.carried = method.state_dict(), method.carried()
+        done.parameters = {name: done.parameters[name] for name in method.learned_names()}
         if learned and self.ledger:
             self.ledger.ensure_current()
             self._leave(stage, learned, done)

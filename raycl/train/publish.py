@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from raycl.bank import Bank
-from raycl.bank.manifest import ModelFacts, RouterFacts, TaskFacts
+from raycl.bank.manifest import ModelFacts, TaskFacts
+from raycl.bank.routers import put_router
 from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.train.parts import Parts
@@ -37,18 +38,20 @@ def publish(
     backbone = ModelFacts(name=parts.info.tree["backbone"]["name"], sha256=parts.identity, kind=codec.kind)
     made = {"run": storage.uri, "fingerprint": parts.info.fingerprint, "stage": stage.index, "stage_name": stage.name}
     seen = [task for done in parts.stages[: stage.index + 1] for task in done.tasks]
-    mine = [task.name for task in (stage.tasks if parts.method.router == "task" else seen)]
+    mine = [task.name for task in (stage.tasks if parts.method.own_adapters else seen)]
     fresh = [bank.publish(name, state, backbone, mine, made) for name, state in learned.adapters.items()]
     names = {manifest.name for manifest in fresh}
     parent = bank.open(before["snapshot"]) if before else None
     kept = []
     if parent is not None:
         kept = [(entry, parent.layouts[entry.layout]) for entry in parent.adapters if entry.name not in names]
+    router, encoder = put_router(bank, parts.method.router_state())
     snapshot = bank.snapshot(
         [*fresh, *kept],
         backbone,
-        RouterFacts(kind=parts.method.router),
+        router,
         [TaskFacts(name=task.name, labels=task.labels, metric=task.metric) for task in seen],
+        encoder,
         parent=parent.number if parent else None,
         made={**made, "config": parts.info.tree},
     )

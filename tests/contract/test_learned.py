@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from tiny import KINDS, Complete, Done, run
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from raycl.backbone.head import LabelHead
-from raycl.bank import Bank
+from raycl.bank import Bank, Snapshot
 from raycl.bank.upkeep import verify
 from raycl.data.loader import eval_batches
 from raycl.errors import RunError
 from raycl.exchange import backbone_of, export_merged, export_peft, mixed
 from raycl.methods.registry import METHODS
-from raycl.types import Stage
+from raycl.types import Mixture, Stage
 
 AUTO: dict[str, Any] = {"bert": AutoModel, "t5": AutoModelForSeq2SeqLM, "llama": AutoModelForCausalLM}
 CASES = [
@@ -49,11 +50,30 @@ def test_exports_give_the_trained_models_outputs_elsewhere(
     done = complete(kind, method, engine)
     stage, name = done.parts.stages[-1], done.config.backbone.name
     before = outputs(AUTO[kind].from_pretrained(name, use_safetensors=True), done)
-    with done.parts.method.all_live(4):
+    with speaking(done, 4):
         trained = outputs(done.parts.backbone.model, done)
     assert not torch.allclose(before, trained, atol=1e-4), "training changed nothing, so this test says nothing"
     for loaded in elsewhere(done, kind, stage, tmp_path):
         torch.testing.assert_close(outputs(loaded, done), trained, atol=1e-5, rtol=1e-5)
+
+
+def weights_of(done: Done, newest: Snapshot) -> dict[str, float]:
+    """What to export: the adapter of the last stage, or its slots together."""
+    stage = done.parts.stages[-1]
+    if not done.parts.method.own_adapters:
+        return {newest.adapters[0].name: 1.0}
+    mine = [entry.name for entry in newest.adapters if entry.name.partition(".")[0] == stage.name]
+    return dict.fromkeys(mine, 1.0 / len(mine))
+
+
+def speaking(done: Done, examples: int) -> AbstractContextManager[None]:
+    """The same adapters in the run's own model."""
+    method = done.parts.method
+    if method.stack is None or method.stack.live:
+        return method.all_live(examples)
+    newest = Bank(done.storage.sub("bank")).newest()
+    assert newest is not None
+    return method.stack.mixing(Mixture.same(weights_of(done, newest), examples))
 
 
 def elsewhere(done: Done, kind: str, stage: Stage, folder: Path) -> Iterator[Any]:
@@ -63,8 +83,7 @@ def elsewhere(done: Done, kind: str, stage: Stage, folder: Path) -> Iterator[Any
     if newest is None:
         places = [Path(done.storage.root) / "learned" / f"{stage.index:03d}-{stage.name}"]
     else:
-        adapter = stage.name if len(newest.adapters) > 1 or newest.router.kind == "task" else newest.adapters[0].name
-        state = mixed(bank, newest, {adapter: 1.0})
+        state = mixed(bank, newest, weights_of(done, newest), head=False)
         export_peft(state, newest.backbone.name, str(folder / "peft"))
         base = AUTO[kind].from_pretrained(done.config.backbone.name)
         yield PeftModel.from_pretrained(base, str(folder / "peft"))
@@ -76,7 +95,18 @@ def elsewhere(done: Done, kind: str, stage: Stage, folder: Path) -> Iterator[Any
         yield loaded
 
 
-@pytest.mark.parametrize("method", METHODS)
+def test_every_slot_brings_a_head_of_its_own_labels(complete: Complete) -> None:
+    done = complete("bert", "slm", "torch")
+    bank = Bank(done.storage.sub("bank"))
+    newest = bank.newest()
+    assert newest is not None and [len(task.labels or ()) for task in newest.tasks] == [2, 2]
+    for entry in newest.adapters:
+        state = bank.fetch(entry, newest.layouts[entry.layout])
+        task = next(task for task in newest.tasks if task.name == entry.name.partition(".")[0])
+        assert state.labels == task.labels and state.head_weight is not None and bool(state.head_weight.any())
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "slm"])
 def test_the_label_head_belongs_to_what_was_learned(complete: Complete, method: str) -> None:
     done = complete("bert", method, "torch")
     stage, head = done.parts.stages[-1], done.parts.backbone.head
@@ -129,7 +159,7 @@ def test_checkpoints_are_safetensors_and_a_manifest_and_only_the_newest_stay(com
     assert names == ["stage001-step0000002-attempt0001", "stage001-step0000004-attempt0001"]
     for name in names:
         files = done.storage.list(f"checkpoints/{name}")
-        assert files == ["manifest.json", "optimizer.safetensors", "parameters.safetensors"]
+        assert files == ["carried.safetensors", "manifest.json", "optimizer.safetensors", "parameters.safetensors"]
         learned = load_file(f"{done.storage.root}/checkpoints/{name}/parameters.safetensors")
         assert set(learned) == set(done.parts.method.learned_names()), "frozen weights are not stored again"
 

@@ -18,7 +18,7 @@ from raycl.errors import BankError
 from raycl.exchange import backbone_of
 from raycl.forgetting import evaluate, forget
 from raycl.methods.registry import METHODS
-from raycl.serve.model import SnapshotModel, adapters_of
+from raycl.serve.model import SnapshotModel, adapters_of, router_of
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -42,7 +42,7 @@ def opened(bank: Bank, snapshot: Snapshot) -> SnapshotModel:
     config = backbone_of(snapshot)
     codec = load_codec(config, 24, 4)
     backbone = load_backbone(config, codec, torch.device("cpu"), 0)
-    return SnapshotModel(backbone, snapshot, adapters_of(bank, snapshot))
+    return SnapshotModel(backbone, snapshot, adapters_of(bank, snapshot), router_of(bank, snapshot))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -87,7 +87,7 @@ def test_forgetting_a_task_costs_the_others_nothing(complete: Complete, tmp_path
     assert new.parent == snapshot.number and new.made["forgotten"] == ["colour"]
     assert bank.open(snapshot.number) == snapshot, "old snapshots stay"
     with pytest.raises(BankError, match="no adapter was trained on colour: expected animal"):
-        opened(bank, new)._router.route(["red"], ["colour"])
+        opened(bank, new).router.route(["red"], ["colour"])
     with pytest.raises(BankError, match="'animal' is the only task of snapshot"):
         forget(bank, new, "animal")
 

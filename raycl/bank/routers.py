@@ -1,0 +1,34 @@
+"""A router's state in and out of a snapshot.
+
+What it does not know: what routers do with it.
+"""
+
+from __future__ import annotations
+
+from raycl.bank.bank import Bank
+from raycl.bank.manifest import ModelFacts, RouterFacts, Snapshot
+from raycl.types import RouterState
+
+ENCODER = "encoder"
+
+
+def put_router(bank: Bank, state: RouterState) -> tuple[RouterFacts, ModelFacts | None]:
+    """Store its tensors; the facts that a snapshot names, and its encoder."""
+    tensors = bank.put(state.tensors) if state.tensors else None
+    if state.encoder is None:
+        return RouterFacts(kind=state.kind, settings=state.settings, tensors=tensors), None
+    facts = RouterFacts(kind=state.kind, settings={**state.settings, ENCODER: state.encoder}, tensors=tensors)
+    return facts, ModelFacts(name=str(state.encoder["name"]), sha256=state.encoder_sha256, kind="sentence encoder")
+
+
+def get_router(bank: Bank, snapshot: Snapshot) -> RouterState:
+    """Back from a snapshot.
+
+    Raises:
+        BankError: its tensors are missing or damaged.
+    """
+    facts = snapshot.router
+    settings = {key: value for key, value in facts.settings.items() if key != ENCODER}
+    tensors = bank.get(facts.tensors, f"the router of snapshot {snapshot.number}") if facts.tensors else {}
+    encoder = snapshot.encoder.sha256 if snapshot.encoder else ""
+    return RouterState(facts.kind, settings, tensors, facts.settings.get(ENCODER), encoder)

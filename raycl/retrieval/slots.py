@@ -1,0 +1,161 @@
+"""The router of slots: keys, and over them the discriminant, learned task by task and kept as named tensors.
+
+Slots of task t are called `t.0`, `t.1`, ... With one value per group (`value_layout` per_group) the adapter of slot
+`t.0` in group j is `t.0-j`.
+What it does not know: what slots hold, how texts become queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from raycl.errors import RetrievalError
+from raycl.retrieval.discriminant import Discriminant, Statistics
+from raycl.retrieval.keys import KeyConfig, cosines, learn_keys, split_groups
+from raycl.retrieval.weights import RetrievalConfig, slot_weights
+from raycl.types import Mixture, RouterState
+
+Kind = Literal["keys", "discriminant"]
+
+
+class SlotRouter:
+    """Chooses among the slots of all tasks learned so far.
+
+    Attributes:
+        tasks: in the order in which they were learned.
+        kind: keys: the paper's; discriminant: the task by its statistics, its slots by their keys.
+    """
+
+    def __init__(self, kind: Kind, groups: int, config: RetrievalConfig, per_group: bool = False) -> None:
+        self.kind, self.groups, self.config, self.per_group = kind, groups, config, per_group
+        self.tasks: list[str] = []
+        self._keys: dict[str, Tensor] = {}
+        self._statistics: dict[str, Statistics] = {}
+        self._discriminant: Discriminant | None = None
+        self._joined = torch.zeros(0)
+
+    # ---- learning --------------------------------------------------------------------------------------------
+
+    def study(self, task: str, queries_BC: Tensor, config: KeyConfig, seed: int) -> None:
+        """Preparation stage of a task: its keys, and its statistics.
+
+        Raises:
+            RetrievalError: see `learn_keys`.
+        """
+        assert task not in self._keys, f"'{task}' was studied before"
+        self.add(task, learn_keys(queries_BC, config, self.config.top_k, seed), Statistics.of(queries_BC))
+
+    def add(self, task: str, keys_MgH: Tensor, statistics: Statistics) -> None:
+        """A task whose keys and statistics are known."""
+        self.tasks.append(task)
+        self._keys[task], self._statistics[task] = keys_MgH, statistics
+        self._discriminant = None
+        self._joined = torch.cat([self._keys[name] for name in self.tasks])
+
+    def slots(self, task: str) -> list[str]:
+        """Names of a task's slots."""
+        return [f"{task}.{number}" for number in range(len(self._keys[task]))]
+
+    def adapters(self, task: str) -> list[str]:
+        """Names of the adapters that hold them, as the mixture's columns are ordered."""
+        if not self.per_group:
+            return self.slots(task)
+        return [f"{slot}-{group}" for group in range(self.groups) for slot in self.slots(task)]
+
+    # ---- choosing --------------------------------------------------------------------------------------------
+
+    def similar(self, queries_BC: Tensor) -> Tensor:
+        """`[B, g, N]` cosines with the slots of all tasks."""
+        return cosines(split_groups(queries_BC, self.groups), self._joined)
+
+    def owner(self) -> Tensor:
+        """`[N]` number of the task that owns each slot."""
+        return torch.cat([torch.full((len(self._keys[task]),), number) for number, task in enumerate(self.tasks)])
+
+    def route(self, queries_BC: Tensor, only: Sequence[str] | None = None) -> Mixture:
+        """The mixture of each query.
+
+        Args:
+            only: the task of each query, whose slots alone may be chosen (SLM-TI, training within a task); None: all.
+
+        Raises:
+            RetrievalError: nothing was learned yet, or a query does not fit the keys.
+        """
+        if not self.tasks:
+            raise RetrievalError("no task has been learned yet: there are no keys to choose from")
+        similar, owner = self.similar(queries_BC), self.owner()
+        if only is not None:
+            unknown = sorted(set(only) - set(self.tasks))
+            if unknown:
+                raise RetrievalError(f"no keys of {', '.join(unknown)}: expected some of {', '.join(self.tasks)}")
+            mine = owner == torch.tensor([self.tasks.index(task) for task in only])[:, None]
+            weights = slot_weights(similar, self.config, mine, self.per_group)
+        elif self.kind == "discriminant":
+            weights = self._by_task(queries_BC, similar, owner)
+        else:
+            weights = slot_weights(similar, self.config, None, self.per_group)
+        return Mixture(self._columns(), weights)
+
+    def _columns(self) -> tuple[str, ...]:
+        slots = [slot for task in self.tasks for slot in self.slots(task)]
+        return tuple(slots if not self.per_group else [f"{slot}-{g}" for g in range(self.groups) for slot in slots])
+
+    def _by_task(self, queries_BC: Tensor, similar_BgN: Tensor, owner_N: Tensor) -> Tensor:
+        """Softmax over tasks; within each, the slots by their cosines."""
+        chances_BT = self.discriminant.weights(queries_BC, self.config.top_k)
+        total = torch.zeros(len(similar_BgN), similar_BgN.shape[2] * (self.groups if self.per_group else 1))
+        for number in chances_BT.any(0).nonzero().flatten().tolist():
+            mine = (owner_N == number).expand(len(similar_BgN), -1)
+            total += chances_BT[:, number, None] * slot_weights(similar_BgN, self.config, mine, self.per_group)
+        return total
+
+    @property
+    def discriminant(self) -> Discriminant:
+        """Over all tasks so far."""
+        if self._discriminant is None:
+            self._discriminant = Discriminant({task: self._statistics[task] for task in self.tasks})
+        return self._discriminant
+
+    # ---- keeping ---------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`key/<slot>` `[g, h]`; `count/<task>`, `mean/<task>`, `scatter/<task>`."""
+        found: dict[str, Tensor] = {}
+        for task in self.tasks:
+            found |= {f"key/{slot}": key for slot, key in zip(self.slots(task), self._keys[task], strict=True)}
+            known = self._statistics[task]
+            found[f"count/{task}"] = torch.tensor([known.count])
+            found[f"mean/{task}"], found[f"scatter/{task}"] = known.mean.float(), known.scatter.float()
+        return {name: tensor.contiguous() for name, tensor in found.items()}
+
+    def settings(self) -> dict[str, Any]:
+        """JSON-able: everything but the tensors."""
+        return {
+            "groups": self.groups,
+            "per_group": self.per_group,
+            "retrieval": self.config.model_dump(mode="json"),
+            "tasks": list(self.tasks),
+        }
+
+    @staticmethod
+    def restored(state: RouterState) -> SlotRouter:
+        """From what `settings` and `tensors` gave; tasks whose tensors were taken out are left out."""
+        settings, tensors = state.settings, state.tensors
+        assert state.kind in ("keys", "discriminant"), state.kind
+        kind: Kind = "keys" if state.kind == "keys" else "discriminant"
+        router = SlotRouter(kind, settings["groups"], RetrievalConfig(**settings["retrieval"]), settings["per_group"])
+        for task in settings["tasks"]:
+            if f"mean/{task}" not in tensors:
+                continue
+            keys: list[Tensor] = []
+            while f"key/{task}.{len(keys)}" in tensors:
+                keys.append(tensors[f"key/{task}.{len(keys)}"])
+            known = Statistics(
+                int(tensors[f"count/{task}"]), tensors[f"mean/{task}"].double(), tensors[f"scatter/{task}"].double()
+            )
+            router.add(task, torch.stack(keys), known)
+        return router

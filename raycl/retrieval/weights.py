@@ -1,0 +1,78 @@
+"""From cosines to mixture weights: the rules of SLM (methods.md 1.5), per example unless asked otherwise.
+
+What it does not know: where cosines come from.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from raycl.config import Section
+
+Rule = Literal["group_union", "group_mean", "vote"]
+
+
+class RetrievalConfig(Section):
+    """How slots are chosen and weighed."""
+
+    top_k: int = Field(2, ge=1, description="K: slots chosen in each group (group_mean and vote: in all)")
+    rule: Rule = Field(
+        "group_union",
+        description="group_union: the paper's text; group_mean: the released forward pass; vote: most frequent, evenly",
+    )
+    scope: Literal["instance", "batch"] = Field(
+        "instance", description="batch: one choice for the whole batch, as released; it leaks the task (trap S1)"
+    )
+    task_id: bool = Field(False, description="SLM-TI: the task is told, and only its own slots are chosen")
+    clamp: bool = Field(True, description="negative cosines count as 0; false: as released, weights may be negative")
+
+
+def slot_weights(
+    similar_BgN: Tensor, config: RetrievalConfig, candidates_BN: Tensor | None = None, per_group: bool = False
+) -> Tensor:
+    """`[B, N]` weights that sum to 1, or `[B, g * N]` with a weight of its own for every group's slot.
+
+    Fewer candidates than K choose all of them; where all weights are 0 the chosen ones share evenly.
+
+    Args:
+        similar_BgN: cosines of each group of the query with each slot's sub-key.
+        candidates_BN: bool, slots that may be chosen; None: all.
+    """
+    assert not per_group or config.rule == "group_union", "only group_union weighs every group's slots"
+    if candidates_BN is not None:
+        similar_BgN = similar_BgN.masked_fill(~candidates_BN[:, None, :], -torch.inf)
+    if config.scope == "batch":
+        similar_BgN = similar_BgN.mean(0, keepdim=True).expand_as(similar_BgN)
+    if config.rule == "vote":
+        return _voted(similar_BgN, config)
+    scored = similar_BgN if config.rule == "group_union" else similar_BgN.mean(1, keepdim=True)
+    chosen = scored.topk(min(config.top_k, scored.shape[2]), dim=-1)
+    values = chosen.values.masked_fill(torch.isneginf(chosen.values), 0.0)
+    if config.clamp:
+        values = values.clamp_min(0.0)
+    spread = torch.zeros_like(scored).masked_fill(torch.isneginf(scored), 0.0).scatter(2, chosen.indices, values)
+    hits = torch.zeros_like(spread).scatter(2, chosen.indices, (~torch.isneginf(chosen.values)).to(spread.dtype))
+    flat = spread.flatten(1) if per_group else spread.sum(1)
+    even = hits.flatten(1) if per_group else (hits.sum(1) > 0).to(spread.dtype)
+    return _normalised(flat, even)
+
+
+def _voted(similar_BgN: Tensor, config: RetrievalConfig) -> Tensor:
+    """Most often among the top K of the groups (and, in batch scope, of the batch); those K share evenly."""
+    top_k = min(config.top_k, similar_BgN.shape[2])
+    chosen = similar_BgN.topk(top_k, dim=-1)
+    hits = torch.zeros_like(similar_BgN).scatter(2, chosen.indices, (~torch.isneginf(chosen.values)).float())
+    counts = hits.sum(1)
+    most = counts.topk(top_k, dim=-1)
+    even = torch.zeros_like(counts).scatter(1, most.indices, (most.values > 0).to(counts.dtype))
+    return _normalised(torch.zeros_like(even), even)
+
+
+def _normalised(weights_BN: Tensor, even_BN: Tensor) -> Tensor:
+    total = weights_BN.sum(1, keepdim=True)
+    weights_BN = torch.where(total.abs() > 1e-9, weights_BN, even_BN)
+    return weights_BN / weights_BN.sum(1, keepdim=True)
