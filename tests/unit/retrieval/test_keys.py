@@ -1,0 +1,188 @@
+"""Keys and weights of SLM: the properties of methods.md 9.1 that need neither model nor encoder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from raycl.errors import RetrievalError
+from raycl.retrieval.keys import KeyConfig, choose, cosines, key_accuracy, learn_keys, semi_orthogonal, split_groups
+from raycl.retrieval.weights import RetrievalConfig, slot_weights
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("slots", "width"), [(4, 64), (64, 64), (200, 128)])
+def test_keys_start_orthonormal_in_every_chunk(slots: int, width: int) -> None:
+    """9.1.6: also beyond h rows, where the released routine leaves memory as it found it."""
+    keys = semi_orthogonal(slots, 3, width, seed=1)
+    assert keys.shape == (slots, 3, width) and bool(torch.isfinite(keys).all())
+    for group in keys.transpose(0, 1):
+        for first in range(0, slots, width):
+            chunk = group[first : first + width]
+            torch.testing.assert_close(chunk @ chunk.T, torch.eye(len(chunk)), atol=1e-5, rtol=0)
+    assert not torch.equal(keys[:, 0], keys[:, 1]), "every group has its own draw"
+
+
+def test_one_step_of_the_papers_rule() -> None:
+    """9.1.5: k . grad = 0, a step raises the cosine, keys that nobody chose keep every bit."""
+    query, config = drawn(1, 8), KeyConfig(groups=1, slots=4, mask=0.0, epochs=1, rate=0.05)
+    before = semi_orthogonal(4, 1, 8, seed=3)
+    after = learn_keys(query, config, top_k=2, seed=3)
+    chosen = choose(cosines(split_groups(query, 1), before), 2, 0.0)[0, 0].tolist()
+    moved = after - before
+    for slot in range(4):
+        if slot in chosen:
+            assert abs(float((moved[slot] * before[slot]).sum())) < 1e-6
+            pair = [float(cosines(split_groups(query, 1), keys)[0, 0, slot]) for keys in (before, after)]
+            assert pair[1] > pair[0]
+            key = before[slot].clone().requires_grad_()
+            torch.nn.functional.cosine_similarity(query, key).sum().backward()
+            torch.testing.assert_close(moved[slot], 0.05 * key.grad, atol=1e-6, rtol=1e-5)
+        else:
+            assert torch.equal(after[slot], before[slot])
+
+
+@pytest.mark.parametrize("update", ["paper", "adam", "official"])
+@pytest.mark.parametrize("start", ["orthogonal", "data"])
+def test_every_rule_pulls_keys_to_the_texts(update: str, start: str) -> None:
+    queries = drawn(1, 24, seed=5) + 0.2 * drawn(60, 24)
+    config = KeyConfig(groups=3, slots=4, update=update, start=start, rate=5e-3, epochs=20)  # type: ignore[arg-type]
+    first = learn_keys(queries, KeyConfig(groups=3, slots=4, start=start, epochs=0), 2, seed=0)  # type: ignore[arg-type]
+    keys = learn_keys(queries, config, 2, seed=0)
+    near = [float(cosines(split_groups(queries, 3), held).topk(2).values.mean()) for held in (first, keys)]
+    assert near[1] > near[0] and near[1] > 0.8
+    assert torch.equal(keys, learn_keys(queries, config, 2, seed=0)), "the same seed gives the same keys"
+
+
+def test_keys_without_a_hit_are_left_alone_unless_official() -> None:
+    """Trap S11: AdamW's momentum and decay would move them."""
+    query = drawn(1, 8)
+    for update, stays in (("adam", True), ("official", False)):
+        config = KeyConfig(groups=1, slots=4, mask=0.0, epochs=3, update=update)  # type: ignore[arg-type]
+        before, after = semi_orthogonal(4, 1, 8, seed=3), learn_keys(query, config, 1, seed=3)
+        assert sum(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == (3 if stays else 0)
+
+
+@pytest.mark.parametrize("mask", [0.0, 0.99, 0.999999])
+def test_the_mask_leaves_k_slots_and_no_trace(mask: float) -> None:
+    """9.1.8."""
+    similar = drawn(5, 3, 4)
+    chosen = choose(similar, 2, mask, torch.Generator().manual_seed(0))
+    assert chosen.shape == (5, 3, 2) and all(len(set(pair)) == 2 for group in chosen.tolist() for pair in group)
+    if not mask:
+        assert torch.equal(chosen, similar.topk(2).indices)
+    keys = learn_keys(drawn(9, 12), KeyConfig(groups=3, slots=2, mask=mask), 2, seed=0)
+    assert float(keys.abs().max()) < 10
+
+
+UNION, MEAN = RetrievalConfig(top_k=1), RetrievalConfig(top_k=1, rule="group_mean")
+
+
+@pytest.mark.parametrize(
+    ("groups", "top_k", "rule", "expected"),
+    [
+        ([[1, 0, 0.6], [0, 1, 0.6]], 1, "group_union", [0.5, 0.5, 0]),
+        ([[1, 0, 0.6], [0, 1, 0.6]], 1, "group_mean", [0, 0, 1]),
+        ([[1, 0, 0.7071], [1, 0, 0.7071]], 2, "group_union", [0.5858, 0, 0.4142]),
+        ([[1, 0, 0.7071], [1, 0, 0.7071]], 2, "group_mean", [0.5858, 0, 0.4142]),
+        ([[0.9, 0.1, 0.3], [0.8, 0.2, 0.1]], 1, "vote", [1, 0, 0]),
+        ([[-0.2, -0.5, -0.9]], 2, "group_union", [0.5, 0.5, 0]),
+        ([[0.4, -0.5, -0.9]], 2, "group_union", [1, 0, 0]),
+    ],
+)
+def test_weights_by_hand(groups: list[list[float]], top_k: int, rule: str, expected: list[float]) -> None:
+    """9.1.3, clamping and the even fallback."""
+    found = slot_weights(torch.tensor([groups]).float(), RetrievalConfig(top_k=top_k, rule=rule))  # type: ignore[arg-type]
+    torch.testing.assert_close(found[0], torch.tensor(expected).float(), atol=1e-4, rtol=0)
+
+
+def test_negative_weights_only_when_asked_for() -> None:
+    raw = slot_weights(torch.tensor([[[0.4, -0.1]]]), RetrievalConfig(top_k=2, clamp=False))
+    torch.testing.assert_close(raw, torch.tensor([[0.4, -0.1]]) / 0.3)
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(1, 8),
+    st.sampled_from(["group_union", "group_mean", "vote"]), st.integers(0, 99),
+)  # fmt: skip
+def test_weights_sum_to_one_and_rows_do_not_meet(
+    batch: int, groups: int, slots: int, top_k: int, rule: str, seed: int
+) -> None:
+    """9.1.9: K is capped at the candidates; a batch equals its rows; permuting slots permutes weights (9.1.7)."""
+    similar = torch.rand(batch, groups, slots, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    config = RetrievalConfig(top_k=top_k, rule=rule)  # type: ignore[arg-type]
+    found = slot_weights(similar, config)
+    torch.testing.assert_close(found.sum(1), torch.ones(batch))
+    assert bool((found >= 0).all()) and int((found > 0).sum(1).max()) <= groups * min(top_k, slots)
+    torch.testing.assert_close(torch.cat([slot_weights(similar[row : row + 1], config) for row in range(batch)]), found)
+    if rule != "vote":  # ties have no order
+        order = torch.randperm(slots, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(slot_weights(similar[:, :, order], config), found[:, order])
+
+
+def test_one_choice_for_the_batch_is_another_one() -> None:
+    """9.1.9: with batch scope two texts of different tasks get one mixture (trap S1)."""
+    similar = torch.tensor([[[0.9, 0.1, 0.0]], [[0.0, 0.1, 0.8]]])
+    together = slot_weights(similar, RetrievalConfig(top_k=1, scope="batch"))
+    assert torch.equal(together[0], together[1])
+    apart = slot_weights(similar, RetrievalConfig(top_k=1))
+    assert apart.tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
+def test_candidates_cap_k_and_others_get_nothing() -> None:
+    similar = torch.rand(2, 3, 5)
+    mine = torch.tensor([[False, True, False, False, False], [False, False, False, True, True]])
+    found = slot_weights(similar, RetrievalConfig(top_k=4), mine)
+    assert found[0].tolist() == [0, 1, 0, 0, 0]
+    assert bool((found[1][:3] == 0).all()) and float(found[1].sum()) == pytest.approx(1)
+
+
+def test_a_value_for_every_group() -> None:
+    similar = torch.tensor([[[0.6, 0.2], [0.1, 0.2]]])
+    found = slot_weights(similar, RetrievalConfig(top_k=1), per_group=True)
+    torch.testing.assert_close(found, torch.tensor([[0.75, 0.0, 0.0, 0.25]]))
+
+
+def test_far_tasks_change_nothing_under_clamping() -> None:
+    """9.1.11."""
+    queries, keys = drawn(3, 2, 4).abs(), drawn(4, 2, 4, seed=1).abs()
+    far = torch.cat([keys, -queries])
+    config = RetrievalConfig(top_k=2)
+    both = slot_weights(cosines(queries, far), config)
+    torch.testing.assert_close(both[:, :4], slot_weights(cosines(queries, keys), config))
+
+
+def test_scale_of_queries_and_keys_does_not_matter() -> None:
+    """9.1.7."""
+    queries, keys = drawn(3, 2, 4), drawn(5, 2, 4, seed=1)
+    torch.testing.assert_close(cosines(7 * queries, keys * torch.rand(5, 1, 1)), cosines(queries, keys))
+
+
+@pytest.mark.parametrize(("right", "counts"), [(6, False), (7, True)])
+def test_key_accuracy_wants_more_than_half(right: int, counts: bool) -> None:
+    """9.1.12: eq. 13 with g = 6 and K = 2."""
+    similar = torch.zeros(1, 6, 4)  # slots 0 and 1 are the task's own
+    for entry in range(12):
+        similar[0, entry // 2, entry % 2 if entry < right else 2 + entry % 2] = 1.0
+    assert bool(key_accuracy(similar, torch.tensor([True, True, False, False]), 2)[0]) is counts
+
+
+@pytest.mark.parametrize(
+    ("queries", "config", "top_k", "said"),
+    [
+        (drawn(4, 10), KeyConfig(groups=3), 1, "3 groups do not divide the encoder's 10 dimensions: use one of 1, 2"),
+        (drawn(4, 12), KeyConfig(groups=3, slots=2), 3, "retrieval.top_k=3 is more than keys.slots=2"),
+        (drawn(0, 12), KeyConfig(groups=3), 1, "a task without texts"),
+        (drawn(4, 12) / 0, KeyConfig(groups=3), 1, "not finite"),
+        (drawn(3, 12), KeyConfig(groups=3, start="data"), 1, "3 texts cannot start 4 slots"),
+    ],
+)
+def test_what_cannot_be_learned_is_said(queries: Tensor, config: KeyConfig, top_k: int, said: str) -> None:
+    with pytest.raises(RetrievalError, match=said):
+        learn_keys(queries, config, top_k, seed=0)

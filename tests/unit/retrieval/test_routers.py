@@ -1,0 +1,166 @@
+"""The two routers over slots, the sentence encoder, and what a snapshot keeps of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from raycl.errors import BankError, RetrievalError
+from raycl.retrieval.discriminant import Discriminant, Statistics
+from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
+from raycl.retrieval.keys import KeyConfig
+from raycl.retrieval.router import make_router, without
+from raycl.retrieval.slots import Kind, SlotRouter
+from raycl.retrieval.weights import RetrievalConfig
+from raycl.types import RouterState
+
+TASKS = {"one": 0, "two": 1, "three": 2}
+KEYS = KeyConfig(groups=2, slots=3, rate=5e-3)
+
+
+def texts_of(task: str, count: int = 80, seed: int = 0) -> Tensor:
+    """Queries around a centre of the task, in a covariance that all share."""
+    draw = torch.Generator().manual_seed(100 + TASKS[task])
+    centre = torch.randn(1, 16, generator=draw)
+    noise = torch.Generator().manual_seed(seed + TASKS[task])
+    return centre + 0.5 * torch.randn(count, 16, generator=noise)
+
+
+def studied(kind: Kind, tasks: list[str], **settings: object) -> SlotRouter:
+    router = SlotRouter(kind, 2, RetrievalConfig(top_k=2, **settings))  # type: ignore[arg-type]
+    for task in tasks:
+        router.study(task, texts_of(task), KEYS, seed=TASKS[task])
+    return router
+
+
+def share(router: SlotRouter, task: str) -> float:
+    """Mean weight on a task's own slots, for texts that were not studied."""
+    mixture = router.route(texts_of(task, 50, seed=9))
+    mine = [column for column, name in enumerate(mixture.names) if name.startswith(f"{task}.")]
+    return float(mixture.weights[:, mine].sum(1).mean())
+
+
+@pytest.mark.parametrize("kind", ["keys", "discriminant"])
+def test_texts_find_their_task(kind: Kind) -> None:
+    router = studied(kind, list(TASKS))
+    assert router.route(texts_of("one", 2)).names == tuple(f"{task}.{slot}" for task in TASKS for slot in range(3))
+    for task in TASKS:
+        assert share(router, task) > (0.95 if kind == "discriminant" else 0.6)
+
+
+@pytest.mark.parametrize("kind", ["keys", "discriminant"])
+def test_what_is_kept_routes_the_same(kind: Kind) -> None:
+    router, queries = studied(kind, list(TASKS)), texts_of("two", 20, seed=3)
+    state = RouterState(kind, router.settings(), router.tensors())
+    again = SlotRouter.restored(state)
+    assert again.route(queries).names == router.route(queries).names
+    assert torch.equal(again.route(queries).weights, router.route(queries).weights)
+    smaller = SlotRouter.restored(without(state, "two"))
+    assert smaller.tasks == ["one", "three"]
+    fresh = studied(kind, ["one", "three"])
+    assert torch.equal(smaller.route(queries).weights, fresh.route(queries).weights), "as if it had never been learned"
+
+
+def test_statistics_do_not_depend_on_the_order_of_tasks() -> None:
+    queries = texts_of("one", 30, seed=4)
+    forward, backward = (
+        studied("discriminant", ["one", "two", "three"]),
+        studied("discriminant", ["three", "two", "one"]),
+    )
+    weights = [
+        dict(zip(mixture.names, mixture.weights.T, strict=True))
+        for mixture in (forward.route(queries), backward.route(queries))
+    ]
+    for name, column in weights[0].items():
+        torch.testing.assert_close(column, weights[1][name], atol=1e-5, rtol=1e-4)
+
+
+def test_discriminant_is_linear_discriminant_analysis() -> None:
+    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+
+    queries = torch.cat([torch.nn.functional.normalize(texts_of(task), dim=1) for task in TASKS]).double()
+    labels = [number for number in TASKS.values() for _ in range(80)]
+    mine = Discriminant({task: Statistics.of(texts_of(task)) for task in TASKS})
+    theirs = LinearDiscriminantAnalysis(solver="lsqr", priors=[1 / 3] * 3).fit(queries.numpy(), labels)
+    fresh = torch.cat([texts_of(task, 40, seed=7) for task in TASKS])
+    found = mine.scores(fresh).argmax(1)
+    expected = torch.from_numpy(theirs.predict(torch.nn.functional.normalize(fresh, dim=1).numpy()))
+    assert float((found == expected).float().mean()) > 0.98, "but for the ridge"
+
+
+def test_texts_of_no_task_are_far_away() -> None:
+    mine = Discriminant({task: Statistics.of(texts_of(task)) for task in ("one", "two")})
+    near, far = mine.distances(texts_of("one", 40, seed=8)), mine.distances(texts_of("three", 40))
+    assert float(near.median()) < float(far.median()) and float((far > near.quantile(0.9)).float().mean()) > 0.8
+
+
+def test_the_told_task_is_the_only_candidate() -> None:
+    """9.1.11: SLM-TI equals SLM where all slots of the task are chosen and nobody else's."""
+    router = studied("keys", list(TASKS))
+    queries = texts_of("one", 3)
+    told = router.route(queries, ["two", "one", "three"]).weights
+    for row, task in enumerate(["two", "one", "three"]):
+        alone = studied("keys", [task])
+        mine = slice(3 * TASKS[task], 3 * TASKS[task] + 3)
+        torch.testing.assert_close(told[row, mine], alone.route(queries[row : row + 1]).weights[0])
+        assert float(told[row].sum()) == pytest.approx(1) and float(told[row, mine].sum()) == pytest.approx(1)
+    with pytest.raises(RetrievalError, match="no keys of four: expected some of one, two, three"):
+        router.route(queries, ["four"] * 3)
+    with pytest.raises(RetrievalError, match="no task has been learned yet"):
+        SlotRouter("keys", 2, RetrievalConfig()).route(queries)
+
+
+def test_the_packaged_encoder_gives_means_over_real_tokens(tmp_path: Path) -> None:
+    encoder = SentenceEncoder(EncoderConfig(max_tokens=16), tmp_path)
+    texts = ["a short one", "", "a longer text about the price of bread in the city " * 4, "a short one"]
+    queries = encoder.embed(texts)
+    assert queries.shape == (4, encoder.width) and torch.equal(queries[0], queries[3])
+    assert encoder.truncated == 1
+    torch.testing.assert_close(SentenceEncoder(EncoderConfig(max_tokens=16)).embed(texts[:1])[0], queries[0])
+    from transformers import AutoModel, AutoTokenizer
+
+    from raycl.pretrained import folder_of
+
+    tokens = AutoTokenizer.from_pretrained(folder_of("minilm"))(texts[:1], return_tensors="pt")
+    with torch.no_grad():
+        states = AutoModel.from_pretrained(folder_of("minilm"))(**tokens).last_hidden_state
+    cosine = torch.nn.functional.cosine_similarity(states.mean(1), queries[:1])
+    assert float(cosine) == pytest.approx(1, abs=1e-6)
+
+
+def test_many_texts_are_encoded_once_by_all_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"text number {number % 7}" for number in range(10)]
+    distinct = texts[:7]
+    parts = [SentenceEncoder(EncoderConfig()).embed(distinct[rank::2]) for rank in range(2)]
+    for rank in range(2):
+        encoder, seen = SentenceEncoder(EncoderConfig(), tmp_path), []
+        encoder.embed_all(texts, (rank, 2), lambda part, seen=seen: seen.append(part) or parts)  # type: ignore[misc]
+        assert len(seen) == 1 and torch.allclose(seen[0], parts[rank], atol=1e-5)
+    again = SentenceEncoder(EncoderConfig(), tmp_path)
+    monkeypatch.setattr(again, "_computed", lambda texts: pytest.fail(f"{texts} were encoded again"))
+    found = again.embed_all(texts, (0, 2), lambda part: parts)
+    torch.testing.assert_close(found, SentenceEncoder(EncoderConfig()).embed(texts), atol=1e-5, rtol=1e-4)
+
+
+def test_an_encoder_that_breaks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = SentenceEncoder(EncoderConfig())
+    model = encoder._loaded()
+    monkeypatch.setattr(model, "encode", lambda texts, **_: torch.full((len(texts), 384), torch.nan))
+    with pytest.raises(RetrievalError, match="not finite for the text 'hello'"):
+        encoder.embed(["hello"])
+
+
+def test_another_encoder_than_the_keys_were_made_with_is_refused() -> None:
+    router = studied("keys", ["one"])
+    encoder = EncoderConfig().model_dump(mode="json")
+    state = RouterState("keys", router.settings(), router.tensors(), encoder, "0" * 64)
+    with pytest.raises(RetrievalError, match=r"made with encoder 'minilm' \(000000000000\)"):
+        make_router(state, {})
+    with pytest.raises(BankError, match="must name its sentence encoder"):
+        make_router(replace(state, encoder=None), {})
+    with pytest.raises(BankError, match="unknown router kind 'oracle': this version knows single, task, keys"):
+        make_router(replace(state, kind="oracle"), {})
