@@ -31,8 +31,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 	@echo "ready: $(VENV)"
 
-demo: venv  ## learn a short stream of tasks on this machine and write a report
-	@$(OFFLINE) $(BIN)/python jobs/train_stream.py --config jobs/configs/demo.yaml
+demo: venv  ## learn a short stream of tasks in two ways on this machine: one forgets, one does not
+	@$(OFFLINE) $(BIN)/python jobs/compare.py jobs/configs/compare/demo.yaml --png runs/demo.png
 
 test: venv  ## all tests, two files at a time, one torch thread each
 	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -n 2 --dist loadfile \

@@ -14,7 +14,7 @@ from raycl import launch
 from raycl.comparison import ComparisonConfig, run_comparison
 from raycl.errors import RayclError
 from raycl.report.plots import heatmaps
-from raycl.report.tables import comparison_table, matrix_table
+from raycl.report.tables import comparison_table, side_by_side
 
 
 def arguments() -> argparse.Namespace:
@@ -37,9 +37,8 @@ def main() -> int:
         comparison = configs.load(ComparisonConfig, options.comparison, options.overrides)
         outcome = run_comparison(comparison, options.dir, tuple(options.only))
         results = list(outcome.results.values())
-        for result in results:
-            print(matrix_table(result), end="\n\n")
         if results:
+            print(side_by_side(results), end="\n\n")
             print(comparison_table(results))
         if options.png and results:
             print(f"picture {heatmaps(results, options.png)}")

@@ -73,8 +73,12 @@ class Method:
         """What reads texts for this method; None: it routes without them, and batches carry none."""
         return None
 
-    def study(self, stage: Stage, queries_BC: Tensor) -> None:
-        """Before `begin_task` of a new stage, with the queries of all its training texts (`encoder`)."""
+    def study(self, stage: Stage, queries_BC: Tensor, dev_BC: Tensor) -> None:
+        """Before `begin_task` of a new stage, with the queries of all its training and dev texts (`encoder`)."""
+
+    def facts(self) -> dict[str, Any]:
+        """JSON-able: what people should know about the stage that has just ended; goes into the results."""
+        return {}
 
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """Before the first batch: which parameters exist, which are live, which are frozen?

@@ -58,13 +58,17 @@ class Reference(Method):
         """As the learner says."""
         return self.learner.encoder
 
-    def study(self, stage: Stage, queries_BC: Tensor) -> None:
-        """As the learner does."""
-        self.learner.study(stage, queries_BC)
-
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """As the learner does."""
         self.learner.begin_task(stage, resumed)
+
+    def study(self, stage: Stage, queries_BC: Tensor, dev_BC: Tensor) -> None:
+        """As the learner does."""
+        self.learner.study(stage, queries_BC, dev_BC)
+
+    def facts(self) -> dict[str, Any]:
+        """As the learner says."""
+        return self.learner.facts()
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """As the learner does."""

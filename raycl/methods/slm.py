@@ -25,7 +25,7 @@ from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.keys import KeyConfig, check_keys, split_groups
-from raycl.retrieval.slots import SlotRouter
+from raycl.retrieval.slots import Kind, SlotRouter
 from raycl.retrieval.weights import RetrievalConfig
 from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage
 
@@ -39,7 +39,9 @@ class SlmConfig(MethodConfig):
     targets: tuple[str, ...] = Field(
         ("attention.out",), min_length=1, description="roles or regular expressions of linear paths"
     )
-    router: Literal["keys", "discriminant"] = Field("keys", description="who chooses the task's slots at test")
+    router: Literal["keys", "discriminant", "auto"] = Field(
+        "auto", description="who chooses the task's slots at test; auto: keys or discriminant, by the dev texts so far"
+    )
     train_scope: Literal["own", "seen"] = Field(
         "own", description="slots that speak while a task is trained: its own, or those of all tasks so far"
     )
@@ -71,7 +73,8 @@ class Slm(Method):
         split_groups(torch.zeros(1, self._encoder.width), config.keys.groups)
         self.stack: AdapterStack = AdapterStack(backbone.model, linear_names(backbone.model, config.targets))
         per_group = config.value_layout == "per_group"
-        self.router = SlotRouter(config.router, config.keys.groups, config.retrieval, per_group)
+        kind: Kind = "discriminant" if config.router == "discriminant" else "keys"
+        self.router = SlotRouter(kind, config.keys.groups, config.retrieval, per_group)
         self._learned: dict[str, AdapterState] = {}
         self._task = ""
         if backbone.head is not None:
@@ -82,9 +85,14 @@ class Slm(Method):
         """The frozen sentence encoder."""
         return self._encoder
 
-    def study(self, stage: Stage, queries_BC: Tensor) -> None:
+    def study(self, stage: Stage, queries_BC: Tensor, dev_BC: Tensor) -> None:
         """The preparation stage: the task's keys from its texts, without labels."""
         self.router.study(stage.name, queries_BC, self.config.keys, self.seed + stage.index)
+        self.router.dev[stage.name] = dev_BC
+
+    def facts(self) -> dict[str, Any]:
+        """How well each router finds the tasks so far, in percent of dev texts, and which one is used."""
+        return {"router": self.router.kind, "found": self.router.judged(), "truncated_queries": self._encoder.truncated}
 
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """The task's own slots are live; backbone, keys and all earlier slots are frozen."""
@@ -121,6 +129,8 @@ class Slm(Method):
         self.stack.end_live()
         self._task = ""
         self._keep(states)
+        if self.config.router == "auto":
+            self.router.settle()
         return Learned(dict(states))
 
     def _keep(self, states: Mapping[str, AdapterState]) -> None:
@@ -149,6 +159,7 @@ class Slm(Method):
     def carried(self) -> dict[str, Tensor]:
         """Slots of earlier tasks and all keys."""
         found = {f"router/{name}": tensor for name, tensor in self.router.tensors().items()}
+        found |= {f"dev/{task}": queries for task, queries in self.router.dev.items()}
         for name, state in self._learned.items():
             found |= {f"slot/{name}/{part}": tensor for part, tensor in state.tensors().items()}
         return found
@@ -158,14 +169,16 @@ class Slm(Method):
         head = self.backbone.head
         live = list(head.live_labels) if isinstance(head, MixedHead) else []
         learned = {name: list(state.labels) for name, state in self._learned.items()}
-        own = {"task": self._task, "live_labels": live, "learned": learned, "router": self.router.settings()}
+        router = {"kind": self.router.kind, "settings": self.router.settings()}
+        own = {"task": self._task, "live_labels": live, "learned": learned, "router": router}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any], carried: Mapping[str, Tensor]) -> None:
         """Keys and slots of earlier tasks as they were; the live slots in shape."""
         super().load_state_dict(state, carried)
         tensors = {name.removeprefix("router/"): value for name, value in carried.items() if name.startswith("router/")}
-        self.router = SlotRouter.restored(RouterState(self.config.router, state["router"], tensors))
+        self.router = SlotRouter.restored(RouterState(state["router"]["kind"], state["router"]["settings"], tensors))
+        self.router.dev = {task: carried[f"dev/{task}"] for task in self.router.tasks}
         for name, labels in state["learned"].items():
             start = f"slot/{name}/"
             parts = {key.removeprefix(start): value for key, value in carried.items() if key.startswith(start)}

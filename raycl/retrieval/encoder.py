@@ -88,7 +88,7 @@ class SentenceEncoder:
         fresh = list(dict.fromkeys(text for text in texts if text not in self._known))
         if fresh:
             self.remember(fresh, self._computed(fresh))
-        return torch.stack([self._known[text] for text in texts])
+        return torch.stack([self._known[text] for text in texts]) if texts else torch.zeros(0, self.width)
 
     def remember(self, texts: Sequence[str], queries: Tensor) -> None:
         """Queries that were computed elsewhere."""

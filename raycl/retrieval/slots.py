@@ -15,11 +15,12 @@ from torch import Tensor
 
 from raycl.errors import RetrievalError
 from raycl.retrieval.discriminant import Discriminant, Statistics
-from raycl.retrieval.keys import KeyConfig, cosines, learn_keys, split_groups
+from raycl.retrieval.keys import KeyConfig, cosines, key_accuracy, learn_keys, split_groups
 from raycl.retrieval.weights import RetrievalConfig, slot_weights
 from raycl.types import Mixture, RouterState
 
 Kind = Literal["keys", "discriminant"]
+KINDS: tuple[Kind, ...] = ("keys", "discriminant")
 
 
 class SlotRouter:
@@ -28,11 +29,13 @@ class SlotRouter:
     Attributes:
         tasks: in the order in which they were learned.
         kind: keys: the paper's; discriminant: the task by its statistics, its slots by their keys.
+        dev: queries of each task that neither was made from, to tell which kind chooses better.
     """
 
     def __init__(self, kind: Kind, groups: int, config: RetrievalConfig, per_group: bool = False) -> None:
         self.kind, self.groups, self.config, self.per_group = kind, groups, config, per_group
         self.tasks: list[str] = []
+        self.dev: dict[str, Tensor] = {}
         self._keys: dict[str, Tensor] = {}
         self._statistics: dict[str, Statistics] = {}
         self._discriminant: Discriminant | None = None
@@ -99,6 +102,39 @@ class SlotRouter:
         else:
             weights = slot_weights(similar, self.config, None, self.per_group)
         return Mixture(self._columns(), weights)
+
+    # ---- judging ---------------------------------------------------------------------------------------------
+
+    def chosen(self, kind: Kind, queries_BC: Tensor) -> Tensor:
+        """`[B]` number of the task that has the largest summed weight."""
+        other = SlotRouter(kind, self.groups, self.config, self.per_group)
+        for task in self.tasks:
+            other.add(task, self._keys[task], self._statistics[task])
+        weights = other.route(queries_BC).weights
+        owner = self.owner().repeat(self.groups if self.per_group else 1)
+        return torch.zeros(len(weights), len(self.tasks)).index_add(1, owner, weights).argmax(1)
+
+    def judged(self) -> dict[str, dict[str, float]]:
+        """Kind -> task -> percent of its dev texts that find it; `eq13`: SLM's key-retrieval accuracy (eq. 13)."""
+        found: dict[str, dict[str, float]] = {kind: {} for kind in (*KINDS, "eq13")}
+        owner = self.owner()
+        for number, task in enumerate(self.tasks):
+            queries = self.dev.get(task)
+            if queries is None or not len(queries):
+                continue
+            for kind in KINDS:
+                right = self.chosen(kind, queries) == number
+                found[kind][task] = 100 * float(right.float().mean())
+            counts = key_accuracy(self.similar(queries), owner == number, self.config.top_k)
+            found["eq13"][task] = 100 * float(counts.float().mean())
+        return found
+
+    def settle(self) -> None:
+        """Become the kind that chooses better on the dev texts of all tasks; the paper's where they are equal."""
+        judged = self.judged()
+        if judged["keys"]:
+            means = {kind: sum(judged[kind].values()) / len(judged[kind]) for kind in KINDS}
+            self.kind = max(KINDS, key=lambda kind: means[kind])
 
     def _columns(self) -> tuple[str, ...]:
         slots = [slot for task in self.tasks for slot in self.slots(task)]

@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from raycl.data.loader import GlobalOrder, Loader
+from raycl.data.tokens import Split
 from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.train import checkpoint as checkpoints
@@ -136,15 +137,23 @@ class StreamLoop:
         if encoder is None:
             return
         began = time.perf_counter()
-        tables = [self.parts.stream.table(task, "train", self.parts.backbone.codec) for task in stage.tasks]
-        texts = [text for table in tables for text in table.texts(range(len(table)))]
-        queries = encoder.embed_all(texts, (world.rank, world.size), world.gather)
+        texts = {split: self._texts(stage, split) for split in ("train", "dev")}
+        queries = {
+            split: encoder.embed_all(found, (world.rank, world.size), world.gather) for split, found in texts.items()
+        }
         encoded = time.perf_counter() - began
         if not resumed:
-            self.parts.method.study(stage, queries)
+            self.parts.method.study(stage, queries["train"], queries["dev"])
         if self.ledger is not None:
             spent = time.perf_counter() - began - encoded
-            log.info("    %d texts encoded in %.1f s, keys learned in %.1f s", len(texts), encoded, spent)
+            count = sum(map(len, texts.values()))
+            log.info("    %d texts encoded in %.1f s, keys learned in %.1f s", count, encoded, spent)
+
+    def _texts(self, stage: Stage, split: Split) -> list[str]:
+        """Input texts of a split of all the stage's tasks; none where a task has none."""
+        stream, codec = self.parts.stream, self.parts.backbone.codec
+        tables = [stream.table(task, split, codec) for task in stage.tasks if len(stream.rows(task, split))]
+        return [text for table in tables for text in table.texts(range(len(table)))]
 
     def _loader(self, stage: Stage) -> tuple[Loader, GlobalOrder]:
         parts, train, codec, world = self.parts, self.parts.train, self.parts.backbone.codec, self.world
@@ -230,7 +239,8 @@ class StreamLoop:
             "resident_memory_mb": max(self.world.gather(resident_memory_mb())),
         }
         cells = {name: asdict(cell) for name, cell in row.items()}
-        return {"stage": stage.index, "row": cells, "times": times, "bank": done.published}
+        facts = self.parts.method.facts()
+        return {"stage": stage.index, "row": cells, "times": times, "bank": done.published, "facts": facts}
 
     def _record(self, stage: Stage, record: dict[str, Any]) -> None:
         self.state = replace(self.state, stages=[*self.state.stages, record])  # the ledger's own state stays its own

@@ -48,6 +48,7 @@ def build_results(
         "metrics": summary(matrix, info.singles),
         "variants": compute_variants(matrix, info.singles),
         "stage_times": times,
+        "stage_facts": [record.get("facts", {}) for record in state.stages],
         "tokens_per_s": sum(entry["tokens"] for entry in times) / seconds if seconds else None,
         "peak_memory_mb": max((entry["peak_memory_mb"] for entry in times), default=None),
         "versions": _versions(),

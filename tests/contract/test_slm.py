@@ -1,0 +1,208 @@
+"""SLM end to end on tiny models: the properties of methods.md 9.1 that need a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import KINDS, Complete, Lab, matrix, model, run, tokenizer
+
+from raycl.adapters import AdapterStack
+from raycl.backbone.roles import linear_names
+from raycl.bank import Bank
+from raycl.data.loader import eval_batches
+from raycl.errors import BackboneError, RayclError
+from raycl.forgetting import forget
+from raycl.methods.slm import Slm
+from raycl.run import build
+from raycl.storage import Storage
+from raycl.train.world import World
+from raycl.types import AdapterState, Batch, Mixture
+
+WORLD = World.alone(torch.device("cpu"))
+
+
+def started(lab: Lab, kind: str, **settings: Any) -> tuple[Slm, Batch]:
+    """The method at the beginning of its first task, and a batch of it."""
+    parts, _ = build(lab.config(kind, {"name": "slm", **settings}), WORLD)
+    method, stage = parts.method, parts.stages[0]
+    assert isinstance(method, Slm)
+    table = parts.stream.table(stage.tasks[0], "train", parts.backbone.codec)
+    texts = table.texts(range(len(table)))
+    queries = method.encoder.embed(texts)
+    method.study(stage, queries, queries[:2])
+    method.begin_task(stage, resumed=False)
+    labels = parts.backbone.label_ids() if parts.backbone.codec.needs_labels else None
+    batch = next(iter(eval_batches(table, labels, 0, 1, 4, parts.backbone.codec.pad_id, texts=True)))
+    return method, batch
+
+
+def states(method: Slm, batch: Batch) -> torch.Tensor:
+    """What comes out before any label head."""
+    backbone = method.backbone
+    if backbone.codec.needs_labels:
+        return backbone.pooled(batch)  # type: ignore[operator, no-any-return]
+    return backbone(batch).logits  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fresh_slots_say_nothing(lab: Lab, kind: str) -> None:
+    """9.1.2: B = 0, so the output is the pretrained model's, bit for bit."""
+    method, batch = started(lab, kind)
+    with torch.no_grad():
+        bare = states(method, batch)
+        with method.speaking(batch):
+            assert torch.equal(states(method, batch), bare)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_slot_is_a_plain_lora(lab: Lab, kind: str) -> None:
+    """9.1.1: K = 1, g = 1, m = 1: weight 1 for any text, scale 1."""
+    method, batch = started(lab, kind, keys={"groups": 1, "slots": 1}, retrieval={"top_k": 1})
+    assert torch.equal(method.route(batch).weights, torch.ones(4, 1))
+    torch.manual_seed(0)
+    for layer in method.stack.layers.values():
+        assert layer.lora_B is not None
+        torch.nn.init.normal_(layer.lora_B, std=0.05)
+    pairs = {path: (layer.lora_A, layer.lora_B) for path, layer in method.stack.layers.items()}
+    with torch.no_grad():
+        with method.speaking(batch):
+            found = states(method, batch)
+        for path, (low, high) in pairs.items():
+            base = method.stack.layers[path].base
+            base.weight += high @ low  # type: ignore[operator]
+        torch.testing.assert_close(found, states(method, batch), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_learned_never_changes(complete: Complete, kind: str) -> None:
+    """9.1.10: slots and keys of task 1 after task 2, the last optimizer step included, bit for bit."""
+    bank = Bank(complete(kind, "slm", "torch").storage.sub("bank"))
+    first, second = bank.open(1), bank.open(2)
+    for entry in first.adapters:
+        assert second.adapter(entry.name).tensors == entry.tensors
+    keys = [bank.get(snapshot.router.tensors, "router") for snapshot in (first, second) if snapshot.router.tensors]
+    assert len(keys) == 2 and len(keys[1]) > len(keys[0])
+    assert all(torch.equal(keys[0][name], keys[1][name]) for name in keys[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_do_not_meet(lab: Lab, kind: str) -> None:
+    """9.1.9: a batch of texts of both tasks equals each of them alone."""
+    method, batch = started(lab, kind)
+    routed = method.route(batch).weights
+    for row in range(4):
+        alone = method.router.route(method.encoder.embed(batch.texts[row : row + 1]), [batch.tasks[row]]).weights
+        torch.testing.assert_close(alone[0], routed[row])
+
+
+def test_told_tasks_keep_to_their_own_slots(lab: Lab, tmp_path: Path) -> None:
+    """SLM-TI, and `separate` with SLM as the learner: the same thing by two names."""
+    told, separate = Storage.at(tmp_path / "told"), Storage.at(tmp_path / "separate")
+    run(lab.config("bert", {"name": "slm", "retrieval": {"task_id": True}}), told)
+    run(lab.config("bert", {"name": "separate", "learner": {"name": "slm"}}), separate)
+    assert matrix(told)[-1] == matrix(separate)[-1]
+    assert matrix(told)[0][0] == matrix(told)[1][0], "nothing can be forgotten when the task is told"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"router": "discriminant"},
+        {"train_scope": "seen"},
+        {"value_layout": "per_group"},
+        {"head_rule": "logit", "retrieval": {"rule": "group_mean"}},
+        {"keys": {"update": "official", "start": "data"}, "retrieval": {"rule": "vote", "scope": "batch"}},
+        {"targets": ["attention.query", "ffn"]},
+    ],
+    ids=["discriminant", "seen", "per_group", "logit", "official", "targets"],
+)
+def test_every_setting_learns_and_its_snapshot_is_whole(lab: Lab, tmp_path: Path, settings: dict[str, Any]) -> None:
+    storage = Storage.at(tmp_path)
+    run(lab.config("bert", {"name": "slm", **settings}), storage)
+    bank = Bank(storage.sub("bank"))
+    newest = bank.newest()
+    assert newest is not None
+    assert len(newest.adapters) == (48 if settings.get("value_layout") == "per_group" else 8)
+    found = storage.read_json("results.json")["stage_facts"][-1]["found"]
+    assert set(found) == {"keys", "discriminant", "eq13"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_task_is_taken_out_with_its_keys(complete: Complete, tmp_path: Path, kind: str) -> None:
+    done = complete(kind, "slm", "torch")
+    bank = Bank(done.copy(tmp_path).sub("bank"))
+    snapshot = bank.newest()
+    assert snapshot is not None
+    result = forget(bank, snapshot, "colour")
+    assert sorted(result.removed) == [f"colour.{number}" for number in range(4)]
+    new = bank.open(result.new)
+    assert new.router.tensors is not None
+    assert not [name for name in bank.get(new.router.tensors, "router") if "colour" in name]
+    assert result.after["animal"].value >= result.before["animal"].value, "one task less to be confused with"
+
+
+def test_memory_of_the_papers_slots() -> None:
+    """9.1.14: m = 4, r = 12 on twelve 768 x 768 linears is 3.54 MB; r = 8 on thirty-two of 4096 is 33.55 MB."""
+    for rank, layers, width, expected in ((12, 12, 768, 3_538_944), (8, 32, 4096, 33_554_432)):
+        one = AdapterState({str(n): (torch.empty(rank, width), torch.empty(width, rank)) for n in range(layers)})
+        assert 4 * sum(tensor.nbytes for tensor in one.tensors().values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"keys": {"groups": 5}},
+            "5 groups do not divide the encoder's 384 dimensions: use one of 1, 2, 3, 4, 6",
+        ),
+        ({"keys": {"slots": 2}, "retrieval": {"top_k": 3}}, "retrieval.top_k=3 is more than keys.slots=2"),
+        ({"value_layout": "per_group", "retrieval": {"rule": "vote"}}, "needs method.retrieval.rule=group_union"),
+        ({"encoder": {"name": "/nowhere/encoder"}}, "'/nowhere/encoder' does not exist"),
+    ],
+)
+def test_bad_settings_are_said_before_anything_starts(lab: Lab, settings: dict[str, Any], said: str) -> None:
+    from raycl.run import check
+
+    with pytest.raises(RayclError, match=said):
+        check(lab.config("bert", {"name": "slm", **settings}))
+
+
+def test_generation_asks_the_encoder_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """9.1.13: once per request, and a cached decode equals recomputation."""
+    method, batch = started(lab, "llama")
+    asked: list[int] = []
+    computed = method.encoder._computed
+    monkeypatch.setattr(method.encoder, "_known", {})
+    monkeypatch.setattr(method.encoder, "_computed", lambda texts: asked.append(len(texts)) or computed(texts))  # type: ignore[func-returns-value]
+    torch.manual_seed(0)
+    for layer in method.stack.layers.values():
+        assert layer.lora_B is not None
+        torch.nn.init.normal_(layer.lora_B, std=0.1)
+    method.backbone.eval()
+    with method.speaking(batch):
+        method.backbone.predict(batch, 8)
+    assert asked == [len(set(batch.texts))]
+    llama = model("llama", len(tokenizer("llama"))).eval()
+    stack = AdapterStack(llama, linear_names(llama, ["attention.out"]))
+    torch.manual_seed(0)
+    pairs = {
+        path: (torch.randn(2, layer.inputs), torch.randn(layer.outputs, 2)) for path, layer in stack.layers.items()
+    }
+    stack.load("a", AdapterState(pairs, 0.5))
+    ids = torch.tensor([[4, 5, 6, 7]])
+    with torch.no_grad(), stack.mixing(Mixture(("a",), torch.ones(1, 1))):
+        cached, plain = (
+            llama.generate(ids, max_new_tokens=6, do_sample=False, use_cache=use, pad_token_id=0)
+            for use in (True, False)
+        )
+    assert torch.equal(cached, plain)
+
+
+def test_an_encoder_that_is_not_there_is_said() -> None:
+    from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
+
+    with pytest.raises(BackboneError, match="does not exist"):
+        SentenceEncoder(EncoderConfig(name="./nowhere"))
