@@ -3,6 +3,7 @@
 python jobs/benchmark.py stream                        raycl against a plain PyTorch loop, about five minutes
 python jobs/benchmark.py stream --backbones minilm     just the packaged backbone
 python jobs/benchmark.py mixing                        the mixture layer against backbone, PEFT and merging
+python jobs/benchmark.py retrieval                     what routing costs per request
 python jobs/benchmark.py bank                          the bank against the disk, the shelf against copying
 python jobs/benchmark.py stream --json figures.json --check
 """
@@ -23,6 +24,7 @@ BENCHMARKS = {
     "stream": "raycl.bench.stream",
     "mixing": "raycl.bench.mixing",
     "bank": "raycl.bench.bank",
+    "retrieval": "raycl.bench.retrieval",
 }
 """Name -> module with `add_flags(parser)` and `measure(options) -> Report`."""
 

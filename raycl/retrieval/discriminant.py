@@ -54,7 +54,10 @@ class Discriminant:
         self.tasks = tuple(statistics)
         found = list(statistics.values())
         means = torch.stack([task.mean for task in found])
-        shared = torch.stack([task.scatter for task in found]).sum(0) / sum(task.count for task in found)
+        shared = torch.zeros_like(found[0].scatter)
+        for task in found:
+            shared += task.scatter
+        shared /= sum(task.count for task in found)
         width = len(shared)
         ridge = RIDGE * shared.diagonal().mean().clamp_min(1e-9)
         self._precision = torch.linalg.inv(shared + ridge * torch.eye(width, dtype=shared.dtype))

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from raycl.errors import RetrievalError
 from raycl.retrieval.discriminant import Discriminant, Statistics
+from raycl.retrieval.index import EXACT_UP_TO, KeyIndex
 from raycl.retrieval.keys import KeyConfig, cosines, key_accuracy, learn_keys, split_groups
-from raycl.retrieval.weights import RetrievalConfig, slot_weights
+from raycl.retrieval.weights import RetrievalConfig, slot_weights, sparse_weights
 from raycl.types import Mixture, RouterState
 
 Kind = Literal["keys", "discriminant"]
@@ -39,7 +40,9 @@ class SlotRouter:
         self._keys: dict[str, Tensor] = {}
         self._statistics: dict[str, Statistics] = {}
         self._discriminant: Discriminant | None = None
-        self._joined = torch.zeros(0)
+        self._index: KeyIndex | None = None
+        self._parts: list[Tensor] = []
+        self._slot_names: list[str] = []
 
     # ---- learning --------------------------------------------------------------------------------------------
 
@@ -56,8 +59,9 @@ class SlotRouter:
         """A task whose keys and statistics are known."""
         self.tasks.append(task)
         self._keys[task], self._statistics[task] = keys_MgH, statistics
-        self._discriminant = None
-        self._joined = torch.cat([self._keys[name] for name in self.tasks])
+        self._discriminant = self._index = None
+        self._parts.append(keys_MgH)
+        self._slot_names += self.slots(task)
 
     def slots(self, task: str) -> list[str]:
         """Names of a task's slots."""
@@ -68,6 +72,13 @@ class SlotRouter:
         if not self.per_group:
             return self.slots(task)
         return [f"{slot}-{group}" for group in range(self.groups) for slot in self.slots(task)]
+
+    @property
+    def _joined(self) -> Tensor:
+        """`[N, g, h]` keys of all tasks."""
+        if len(self._parts) > 1:
+            self._parts = [torch.cat(self._parts)]
+        return self._parts[0]
 
     # ---- choosing --------------------------------------------------------------------------------------------
 
@@ -90,6 +101,8 @@ class SlotRouter:
         """
         if not self.tasks:
             raise RetrievalError("no task has been learned yet: there are no keys to choose from")
+        if only is None and self._is_large:
+            return self._searched(queries_BC)
         similar, owner = self.similar(queries_BC), self.owner()
         if only is not None:
             unknown = sorted(set(only) - set(self.tasks))
@@ -137,8 +150,44 @@ class SlotRouter:
             self.kind = max(KINDS, key=lambda kind: means[kind])
 
     def _columns(self) -> tuple[str, ...]:
-        slots = [slot for task in self.tasks for slot in self.slots(task)]
+        slots = self._slot_names
         return tuple(slots if not self.per_group else [f"{slot}-{g}" for g in range(self.groups) for slot in slots])
+
+    @property
+    def _is_large(self) -> bool:
+        """Too many slots to work out every cosine, and a rule that needs no others than the chosen ones."""
+        plain = self.config.rule == "group_union" and self.config.scope == "instance" and not self.per_group
+        return plain and len(self._joined) > EXACT_UP_TO
+
+    def _searched(self, queries_BC: Tensor) -> Mixture:
+        """From the index, or from the slots of the chosen tasks: only slots that somebody chose have a column."""
+        queries_BgH = split_groups(queries_BC, self.groups)
+        if self.kind == "keys":
+            ids, weights = sparse_weights(*self.index.search(queries_BgH, self.config.top_k), self.config)
+        else:
+            ids, weights = self._searched_by_task(queries_BC, queries_BgH)
+        return Mixture(tuple(self._slot_names[number] for number in ids.tolist()), weights)
+
+    def _searched_by_task(self, queries_BC: Tensor, queries_BgH: Tensor) -> tuple[Tensor, Tensor]:
+        """The same as `_by_task` where every task has m slots, looking at those of the chosen tasks alone."""
+        scores = self.discriminant.scores(queries_BC)
+        best = scores.topk(min(self.config.top_k, len(self.tasks)), dim=1)
+        chances, slots = best.values.softmax(1), len(self._joined) // len(self.tasks)
+        number_BTm = best.indices[:, :, None] * slots + torch.arange(slots)
+        unit_q = torch.nn.functional.normalize(queries_BgH, dim=-1)
+        unit_k = torch.nn.functional.normalize(self._joined[number_BTm], dim=-1)
+        similar = torch.einsum("bgh,btmgh->btgm", unit_q, unit_k)
+        own = slot_weights(similar.flatten(0, 1), self.config).view(number_BTm.shape) * chances[:, :, None]
+        ids, place = torch.unique(number_BTm, return_inverse=True)
+        empty = torch.zeros(len(queries_BC), len(ids))
+        return ids, empty.scatter_add(1, place.flatten(1), own.flatten(1))
+
+    @property
+    def index(self) -> KeyIndex:
+        """Over the keys of all tasks so far."""
+        if self._index is None:
+            self._index = KeyIndex(self._joined, self.config.top_k)
+        return self._index
 
     def _by_task(self, queries_BC: Tensor, similar_BgN: Tensor, owner_N: Tensor) -> Tensor:
         """Softmax over tasks; within each, the slots by their cosines."""

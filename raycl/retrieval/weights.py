@@ -61,6 +61,21 @@ def slot_weights(
     return _normalised(flat, even)
 
 
+def sparse_weights(cosines_BgK: Tensor, slots_BgK: Tensor, config: RetrievalConfig) -> tuple[Tensor, Tensor]:
+    """`group_union` from chosen slots alone, for banks whose cosines are never all worked out.
+
+    Returns:
+        ids: `[U]` slots that any example chose, ascending. weights: `[B, U]`.
+    """
+    values = cosines_BgK.masked_fill(torch.isneginf(cosines_BgK), 0.0)
+    values = values.clamp_min(0.0) if config.clamp else values
+    ids, place = torch.unique(slots_BgK, return_inverse=True)
+    rows = place.flatten(1)
+    empty = torch.zeros(len(rows), len(ids))
+    hits = empty.scatter_add(1, rows, (~torch.isneginf(cosines_BgK)).float().flatten(1))
+    return ids, _normalised(empty.scatter_add(1, rows, values.flatten(1)), (hits > 0).float())
+
+
 def _voted(similar_BgN: Tensor, config: RetrievalConfig) -> Tensor:
     """Most often among the top K of the groups (and, in batch scope, of the batch); those K share evenly."""
     top_k = min(config.top_k, similar_BgN.shape[2])

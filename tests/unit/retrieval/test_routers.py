@@ -12,6 +12,7 @@ from torch import Tensor
 from raycl.errors import BankError, RetrievalError
 from raycl.retrieval.discriminant import Discriminant, Statistics
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
+from raycl.retrieval.index import KeyIndex
 from raycl.retrieval.keys import KeyConfig
 from raycl.retrieval.router import make_router, without
 from raycl.retrieval.slots import Kind, SlotRouter
@@ -164,3 +165,45 @@ def test_another_encoder_than_the_keys_were_made_with_is_refused() -> None:
         make_router(replace(state, encoder=None), {})
     with pytest.raises(BankError, match="unknown router kind 'oracle': this version knows single, task, keys"):
         make_router(replace(state, kind="oracle"), {})
+
+
+def large(kind: Kind, tasks: int = 400) -> tuple[SlotRouter, Tensor]:
+    """A router over `tasks` drawn tasks of three slots, and a text near each."""
+    draw = torch.Generator().manual_seed(0)
+    centres = torch.randn(tasks, 2, 8, generator=draw)
+    router = SlotRouter(kind, 2, RetrievalConfig(top_k=2))
+    for number, centre in enumerate(centres):
+        mean = torch.nn.functional.normalize(centre.flatten(), dim=0).double()
+        keys = centre + 0.4 * torch.randn(3, 2, 8, generator=draw)
+        router.add(f"t{number}", keys, Statistics(9, mean, 0.1 * torch.eye(16).double()))
+    return router, (centres + 0.3 * torch.randn(centres.shape, generator=draw)).flatten(1)
+
+
+@pytest.mark.parametrize("kind", ["keys", "discriminant"])
+def test_a_large_bank_is_searched_with_the_same_weights(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    router, texts = large(kind)
+    dense = router.route(texts)
+    monkeypatch.setattr("raycl.retrieval.slots.EXACT_UP_TO", 100)
+    sparse = router.route(texts)
+    assert len(sparse.names) <= len(dense.names)
+    spread = torch.zeros_like(dense.weights)
+    columns = {name: column for column, name in enumerate(dense.names)}
+    spread[:, [columns[name] for name in sparse.names]] = sparse.weights
+    torch.testing.assert_close(spread, dense.weights, atol=1e-5, rtol=1e-4)
+    few = router.route(texts[:2])
+    assert len(few.names) <= 2 * 2 * 3, "only slots that somebody chose have a column"
+
+
+def test_the_approximate_index_finds_what_it_promises() -> None:
+    router, texts = large("keys", 1500)
+    parts = texts.view(-1, 2, 8)
+    exact = KeyIndex(router._joined, 2, exact_up_to=10_000)
+    index = KeyIndex(router._joined, 2, exact_up_to=100)
+    assert exact.exact and exact.recall == 1 and not index.exact and index.recall >= 0.99
+    cosines, slots = index.search(parts, 2)
+    found = (slots[..., :, None] == exact.search(parts, 2)[1][..., None, :]).any(-1).float().mean()
+    assert float(found) > 0.98
+    unit = torch.nn.functional.normalize(parts, dim=-1)
+    near = torch.nn.functional.normalize(router._joined, dim=-1)[slots[:, 0, 0], 0]
+    torch.testing.assert_close(cosines[:, 0, 0], (unit[:, 0] * near).sum(-1))  # scored exactly
+    assert exact.search(parts[:1], 10_000)[0].shape == (1, 2, 4500), "K is capped at the bank"

@@ -1,0 +1,123 @@
+"""What routing costs per request: encoder, search and weights; and how well the large index finds the true slots.
+
+Keys and texts of the large banks are drawn: every task a centre, its keys and texts around it.
+What it does not know: what slots hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raycl.bench.figures import Figure, Report, machine
+from raycl.retrieval.discriminant import Statistics
+from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
+from raycl.retrieval.index import KeyIndex, search_threads
+from raycl.retrieval.keys import KeyConfig, cosines, learn_keys, split_groups
+from raycl.retrieval.slots import KINDS, SlotRouter
+from raycl.retrieval.weights import RetrievalConfig
+
+LIMITS_MS = {1: 2.0, 32: 1.0}
+"""Search and weights per request in the largest bank, by batch size."""
+
+RECALL, BUSY, WIDTH = 0.99, 0.5, 384
+SETTINGS = ("tasks", "slots", "groups", "top_k", "threads", "rounds", "texts")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Sizes; the defaults end within five minutes on two cores."""
+    parser.add_argument("--tasks", type=int, nargs="+", default=[10, 100, 10_000], help="tasks in the bank")
+    parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=6)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--texts", type=int, default=5000, help="texts whose keys are learned")
+    parser.add_argument("--threads", type=int, default=1)
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Run everything and report."""
+    before, threads = os.getloadavg()[0], torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    search_threads(options.threads)
+    try:
+        figures = [*_encoder(options), *_learning(options)]
+        for tasks in options.tasks:
+            figures += _bank(tasks, options)
+    finally:
+        torch.set_num_threads(threads)
+    notes = [f"the load was {before:.1f} when this began: times say little"] if before > BUSY else []
+    settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
+    return Report("retrieval", settings, figures, machine(before), notes)
+
+
+TEXT = "the market rose again on monday after a quiet week in which few shares changed hands"
+
+
+def _encoder(options: argparse.Namespace) -> Iterator[Figure]:
+    encoder = SentenceEncoder(EncoderConfig())
+    for batch in LIMITS_MS:
+        texts = [[f"{TEXT} {n} {row}" for row in range(batch)] for n in range(12)]
+        spent = [_ms(partial(encoder.embed, fresh)) for fresh in texts][1:]
+        yield Figure(f"encoder, batch {batch}, per request", median(spent) / batch, "ms", detail="17 words, MiniLM")
+
+
+def _learning(options: argparse.Namespace) -> Iterator[Figure]:
+    queries = torch.randn(1, WIDTH) + torch.randn(options.texts, WIDTH)
+    config = KeyConfig(groups=options.groups, slots=options.slots)
+    spent = _ms(lambda: learn_keys(queries, config, options.top_k, 0)) / 1000
+    yield Figure(f"learning keys from {options.texts:,} encoded texts", spent, "s", detail=f"{config.epochs} epochs")
+
+
+def _bank(tasks: int, options: argparse.Namespace) -> Iterator[Figure]:
+    draw = torch.Generator().manual_seed(tasks)
+    centres = torch.randn(tasks, WIDTH, generator=draw)
+    keys = centres[:, None] + 0.5 * torch.randn(tasks, options.slots, WIDTH, generator=draw)
+    texts = centres[torch.randint(0, tasks, (1024,), generator=draw)]
+    texts = texts + 0.7 * torch.randn(texts.shape, generator=draw)
+    shared = Statistics(50, torch.zeros(WIDTH), 50 * 0.33 / WIDTH * torch.eye(WIDTH, dtype=torch.float64))
+    router = SlotRouter("keys", options.groups, RetrievalConfig(top_k=options.top_k))
+    for number in range(tasks):
+        mean = torch.nn.functional.normalize(centres[number], dim=0).double()
+        own = keys[number].view(options.slots, options.groups, -1)
+        router.add(f"t{number}", own, Statistics(50, mean, shared.scatter))
+    name = f"{tasks:,} tasks, {tasks * options.slots * options.groups:,} keys"
+    largest = tasks == max(options.tasks)
+    for kind in KINDS:
+        router.kind = kind
+        building = _ms(lambda: router.route(texts[:2]))
+        for batch, limit in LIMITS_MS.items():
+            starts = range(0, min(len(texts) - batch, options.rounds * batch), batch)
+            times = [_ms(partial(router.route, texts[at : at + batch])) for at in starts]
+            title = f"{name}: search and weights by {kind}, batch {batch}, per request"
+            yield Figure(title, median(times) / batch, "ms", limit if largest else None)
+        if largest:
+            yield Figure(f"{name}: building what {kind} needs", building / 1000, "s")
+    if largest:
+        yield _recall(name, router.index, texts, keys.view(-1, options.groups, WIDTH // options.groups), options)
+
+
+def _recall(name: str, index: KeyIndex, texts: Tensor, keys: Tensor, options: argparse.Namespace) -> Figure:
+    """Share of the truly nearest slots that are found, over all groups."""
+    queries = split_groups(texts[:256], options.groups)
+    found = index.search(queries, options.top_k)[1]
+    exact = torch.cat(
+        [cosines(part, keys).topk(options.top_k).indices for part in queries.view(-1, 32, *queries.shape[1:])]
+    )
+    share = (found[..., :, None] == exact[..., None, :]).any(-1).float().mean()
+    kind = "exact" if index.exact else "inverted lists"
+    return Figure(f"{name}: recall of the chosen slots", float(share), "", RECALL, ">=", kind)
+
+
+def _ms(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return (time.perf_counter() - began) * 1e3
