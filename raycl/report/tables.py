@@ -76,7 +76,19 @@ def _matrix(result: Tree) -> RenderableType:
         table.add_column(name, justify="right")
     for stage, row in zip(result["stages"], values_of(result), strict=True):
         table.add_row(f"after {stage}", *("" if value is None else f"{value:.1f}" for value in row))
-    return Group(Text(title_of(result)), table, Text(metrics_line(result)), *_notes(result))
+    return Group(Text(title_of(result)), table, Text(metrics_line(result)), *_routing(result), *_notes(result))
+
+
+def _routing(result: Tree) -> list[RenderableType]:
+    """Which router was used, and how often each finds a text's own task (mean over tasks, percent of dev texts)."""
+    facts = (result.get("stage_facts") or [{}])[-1]
+    found = {kind: values for kind, values in facts.get("found", {}).items() if values}
+    if not found:
+        return []
+    means = {kind: sum(values.values()) / len(values) for kind, values in found.items()}
+    shares = ", ".join(f"{kind} {mean:.1f}" for kind, mean in means.items() if kind != "eq13")
+    eq13 = f"; eq. 13 {means['eq13']:.1f}" if "eq13" in means else ""
+    return [Text(f"routed by {facts['router']}; dev texts that find their task: {shares}{eq13}")]
 
 
 def _notes(result: Tree) -> list[Text]:
