@@ -4,6 +4,7 @@ python jobs/benchmark.py stream                        raycl against a plain PyT
 python jobs/benchmark.py stream --backbones minilm     just the packaged backbone
 python jobs/benchmark.py mixing                        the mixture layer against backbone, PEFT and merging
 python jobs/benchmark.py retrieval                     what routing costs per request
+python jobs/benchmark.py growth                        what 5, 20 and 100 tasks cost SLM
 python jobs/benchmark.py bank                          the bank against the disk, the shelf against copying
 python jobs/benchmark.py stream --json figures.json --check
 """
@@ -25,6 +26,7 @@ BENCHMARKS = {
     "mixing": "raycl.bench.mixing",
     "bank": "raycl.bench.bank",
     "retrieval": "raycl.bench.retrieval",
+    "growth": "raycl.bench.growth",
 }
 """Name -> module with `add_flags(parser)` and `measure(options) -> Report`."""
 

@@ -9,7 +9,7 @@ What it does not know: who chose the mixture.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -94,7 +94,7 @@ class MixedHead(nn.Module):
     def forward(self, pooled_BD: Tensor) -> Tensor:
         """`[B, C]` scores over all known labels, -inf for labels of which no speaking adapter knows anything."""
         plan = self._stack.plan
-        blocks = [] if plan is None else self._blocks(plan.mixture.names)
+        blocks = [] if plan is None else self._blocks(plan.mixture.names, plan.used)
         if plan is None or not blocks:
             return pooled_BD.new_full((len(pooled_BD), len(self.labels)), -torch.inf)
         weights_BN = plan.weights(len(pooled_BD)).to(pooled_BD.dtype)
@@ -115,12 +115,14 @@ class MixedHead(nn.Module):
         loud = torch.where(speaks > 0, speaks.clamp_min(1e-30).log(), -torch.inf)
         return logsumexp_by(chances + loud, label, len(self.labels))
 
-    def _blocks(self, names: Sequence[str]) -> list[tuple[int, _Rows]]:
-        """(column of the mixture, head rows) of every adapter of the mixture that brings labels."""
+    def _blocks(self, names: Sequence[str], used: Collection[str]) -> list[tuple[int, _Rows]]:
+        """(column of the mixture, head rows) of every adapter that speaks and brings labels."""
         found = []
         live = list(self._stack.live)
         size = len(self.live_labels)
         for column, name in enumerate(names):
+            if name not in used:
+                continue
             if name in self._stack.states and self._stack.states[name].labels:
                 found.append((column, self._resident(name)))
             elif name in live and size:

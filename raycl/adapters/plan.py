@@ -24,6 +24,7 @@ class Plan:
     Attributes:
         mixture: as it was opened.
         copies: sequences per example in generation (beams x samples).
+        used: adapters that speak for some example.
         pool: rows that `index` points into. index: `[R]` rows in use, or a slice of neighbours.
         gate: `[B, R]` weight times scale per row; None if no resident adapter speaks.
         own: `[B, K]` rows of each example and their gates, where that form is cheaper.
@@ -32,6 +33,7 @@ class Plan:
 
     mixture: Mixture
     copies: int
+    used: frozenset[str]
     pool: RowPool
     index: slice | Tensor | None = None
     gate: Tensor | None = None

@@ -186,7 +186,7 @@ class AdapterStack:
             raise AdapterError(f"the mixture of {', '.join(mixture.names)} has weights that are not finite")
         spoken = torch.ones(len(mixture.names), dtype=torch.bool) if weights.requires_grad else (weights != 0).any(0)
         used = [name for name, yes in zip(mixture.names, spoken.tolist(), strict=True) if yes]
-        plan = Plan(Mixture(mixture.names, weights), copies, self.pool)
+        plan = Plan(Mixture(mixture.names, weights), copies, frozenset(used), self.pool)
         column = {name: number for number, name in enumerate(mixture.names)}
         live = [(column.get(name, -1), rank, self.live_scale) for name, rank in self.live.items()]
         if any(name in self.live for name in used):

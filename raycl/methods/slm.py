@@ -25,6 +25,7 @@ from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.keys import KeyConfig, check_keys, split_groups
+from raycl.retrieval.maps import plane, similarity
 from raycl.retrieval.slots import Kind, SlotRouter
 from raycl.retrieval.weights import RetrievalConfig
 from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage
@@ -92,7 +93,13 @@ class Slm(Method):
 
     def facts(self) -> dict[str, Any]:
         """How well each router finds the tasks so far, in percent of dev texts, and which one is used."""
-        return {"router": self.router.kind, "found": self.router.judged(), "truncated_queries": self._encoder.truncated}
+        return {
+            "router": self.router.kind,
+            "found": self.router.judged(),
+            "truncated_queries": self._encoder.truncated,
+            "key_similarity": similarity(self.router),
+            "key_plane": plane(self.router, self.seed),
+        }
 
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """The task's own slots are live; backbone, keys and all earlier slots are frozen."""

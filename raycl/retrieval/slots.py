@@ -63,6 +63,10 @@ class SlotRouter:
         self._parts.append(keys_MgH)
         self._slot_names += self.slots(task)
 
+    def keys(self) -> dict[str, Tensor]:
+        """Task -> `[m, g, h]`."""
+        return dict(self._keys)
+
     def slots(self, task: str) -> list[str]:
         """Names of a task's slots."""
         return [f"{task}.{number}" for number in range(len(self._keys[task]))]

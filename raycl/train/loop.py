@@ -239,7 +239,7 @@ class StreamLoop:
             "resident_memory_mb": max(self.world.gather(resident_memory_mb())),
         }
         cells = {name: asdict(cell) for name, cell in row.items()}
-        facts = self.parts.method.facts()
+        facts = self.parts.method.facts() if self.ledger else {}
         return {"stage": stage.index, "row": cells, "times": times, "bank": done.published, "facts": facts}
 
     def _record(self, stage: Stage, record: dict[str, Any]) -> None:

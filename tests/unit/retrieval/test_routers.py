@@ -14,6 +14,7 @@ from raycl.retrieval.discriminant import Discriminant, Statistics
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.index import KeyIndex
 from raycl.retrieval.keys import KeyConfig
+from raycl.retrieval.maps import plane, similarity
 from raycl.retrieval.router import make_router, without
 from raycl.retrieval.slots import Kind, SlotRouter
 from raycl.retrieval.weights import RetrievalConfig
@@ -173,9 +174,9 @@ def large(kind: Kind, tasks: int = 400) -> tuple[SlotRouter, Tensor]:
     centres = torch.randn(tasks, 2, 8, generator=draw)
     router = SlotRouter(kind, 2, RetrievalConfig(top_k=2))
     for number, centre in enumerate(centres):
-        mean = torch.nn.functional.normalize(centre.flatten(), dim=0).double()
+        mean = torch.nn.functional.normalize(centre.flatten(), dim=0)
         keys = centre + 0.4 * torch.randn(3, 2, 8, generator=draw)
-        router.add(f"t{number}", keys, Statistics(9, mean, 0.1 * torch.eye(16).double()))
+        router.add(f"t{number}", keys, Statistics(9, mean, 0.1 * torch.eye(16)))
     return router, (centres + 0.3 * torch.randn(centres.shape, generator=draw)).flatten(1)
 
 
@@ -207,3 +208,13 @@ def test_the_approximate_index_finds_what_it_promises() -> None:
     near = torch.nn.functional.normalize(router._joined, dim=-1)[slots[:, 0, 0], 0]
     torch.testing.assert_close(cosines[:, 0, 0], (unit[:, 0] * near).sum(-1))  # scored exactly
     assert exact.search(parts[:1], 10_000)[0].shape == (1, 2, 4500), "K is capped at the bank"
+
+
+def test_maps_of_keys() -> None:
+    router = studied("keys", list(TASKS))
+    matrix, points = similarity(router), plane(router)
+    assert all(matrix[own][own] > matrix[own][other] for own in range(3) for other in range(3) if own != other)
+    assert [[matrix[a][b] for b in range(3)] for a in range(3)] == [
+        pytest.approx([matrix[b][a] for b in range(3)], abs=1e-6) for a in range(3)
+    ]
+    assert len(points) == 3 * 3 * 2 and {point["slot"] for point in points} == set(router.route(texts_of("one")).names)
