@@ -83,10 +83,10 @@ def _bank(tasks: int, options: argparse.Namespace) -> Iterator[Figure]:
     keys = centres[:, None] + 0.5 * torch.randn(tasks, options.slots, WIDTH, generator=draw)
     texts = centres[torch.randint(0, tasks, (1024,), generator=draw)]
     texts = texts + 0.7 * torch.randn(texts.shape, generator=draw)
-    shared = Statistics(50, torch.zeros(WIDTH), 50 * 0.33 / WIDTH * torch.eye(WIDTH, dtype=torch.float64))
+    shared = Statistics(50, torch.zeros(WIDTH), 50 * 0.33 / WIDTH * torch.eye(WIDTH))
     router = SlotRouter("keys", options.groups, RetrievalConfig(top_k=options.top_k))
     for number in range(tasks):
-        mean = torch.nn.functional.normalize(centres[number], dim=0).double()
+        mean = torch.nn.functional.normalize(centres[number], dim=0)
         own = keys[number].view(options.slots, options.groups, -1)
         router.add(f"t{number}", own, Statistics(50, mean, shared.scatter))
     name = f"{tasks:,} tasks, {tasks * options.slots * options.groups:,} keys"

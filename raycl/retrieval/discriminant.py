@@ -40,7 +40,7 @@ class Statistics:
         mean = unit.mean(0)
         centred = unit - mean
         scatter = centred.T @ centred
-        return Statistics(len(unit), mean.float().double(), scatter.float().double())  # as they are kept
+        return Statistics(len(unit), mean.float(), scatter.float())  # summed in double precision, kept in single
 
 
 class Discriminant:
@@ -53,8 +53,8 @@ class Discriminant:
     def __init__(self, statistics: Mapping[str, Statistics]) -> None:
         self.tasks = tuple(statistics)
         found = list(statistics.values())
-        means = torch.stack([task.mean for task in found])
-        shared = torch.zeros_like(found[0].scatter)
+        means = torch.stack([task.mean for task in found]).double()
+        shared = torch.zeros_like(found[0].scatter, dtype=torch.float64)
         for task in found:
             shared += task.scatter
         shared /= sum(task.count for task in found)

@@ -218,7 +218,7 @@ class SlotRouter:
             found |= {f"key/{slot}": key for slot, key in zip(self.slots(task), self._keys[task], strict=True)}
             known = self._statistics[task]
             found[f"count/{task}"] = torch.tensor([known.count])
-            found[f"mean/{task}"], found[f"scatter/{task}"] = known.mean.float(), known.scatter.float()
+            found[f"mean/{task}"], found[f"scatter/{task}"] = known.mean, known.scatter
         return {name: tensor.contiguous() for name, tensor in found.items()}
 
     def settings(self) -> dict[str, Any]:
@@ -243,8 +243,6 @@ class SlotRouter:
             keys: list[Tensor] = []
             while f"key/{task}.{len(keys)}" in tensors:
                 keys.append(tensors[f"key/{task}.{len(keys)}"])
-            known = Statistics(
-                int(tensors[f"count/{task}"]), tensors[f"mean/{task}"].double(), tensors[f"scatter/{task}"].double()
-            )
+            known = Statistics(int(tensors[f"count/{task}"]), tensors[f"mean/{task}"], tensors[f"scatter/{task}"])
             router.add(task, torch.stack(keys), known)
         return router
