@@ -9,6 +9,7 @@ batch, heads picked by the true number of labels, drifting old slots: traps S1, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
+from raycl.adapters.prompts import MixedPrompts
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
 from raycl.data.cache import cache_folder
@@ -37,6 +39,12 @@ class SlmConfig(MethodConfig):
     name: Literal["slm"] = "slm"
     rank: int = Field(8, ge=1, description="r of each slot; the paper: 12 for BERT, 8 for LLaMA")
     a_init_std: float = Field(1.0, gt=0, description="A is drawn from a normal distribution of this width, B is 0")
+    value: Literal["jare", "prompt"] = Field(
+        "jare",
+        description="what a slot holds: weight increments, or a soft prompt (the paper's DTKR+Prompt; with "
+        "retrieval.rule=vote as there, without distance weights)",
+    )
+    prompt_length: int = Field(10, ge=1, description="positions of a slot's prompt")
     targets: tuple[str, ...] = Field(
         ("attention.out",), min_length=1, description="roles or regular expressions of linear paths"
     )
@@ -72,7 +80,11 @@ class Slm(Method):
         device = "cuda" if backbone.device.type == "cuda" else "cpu"
         self._encoder = SentenceEncoder(config.encoder, cache_folder(None) / "queries", device)
         split_groups(torch.zeros(1, self._encoder.width), config.keys.groups)
-        self.stack: AdapterStack = AdapterStack(backbone.model, linear_names(backbone.model, config.targets))
+        paths = linear_names(backbone.model, config.targets) if config.value == "jare" else []
+        self.stack: AdapterStack = AdapterStack(backbone.model, paths)
+        if config.value == "prompt":
+            width = int(backbone.model.get_input_embeddings().weight.shape[1])
+            backbone.prefix = MixedPrompts(self.stack, width)
         per_group = config.value_layout == "per_group"
         kind: Kind = "discriminant" if config.router == "discriminant" else "keys"
         self.router = SlotRouter(kind, config.keys.groups, config.retrieval, per_group)
@@ -106,7 +118,7 @@ class Slm(Method):
         if not resumed:
             self._begin(stage.name, stage_labels(stage))
         for name, parameter in self.backbone.named_parameters():
-            parameter.requires_grad_(".lora_" in name or name.startswith("head."))
+            parameter.requires_grad_(_is_own(name))
 
     def _begin(self, task: str, labels: list[str]) -> None:
         std = self.config.a_init_std
@@ -114,6 +126,10 @@ class Slm(Method):
         torch.manual_seed(self.seed + len(self.router.tasks))
         self.stack.begin_live(ranks, 1.0, partial(_normal, std=std))
         self._task = task
+        if isinstance(self.backbone.prefix, MixedPrompts):
+            words = self.backbone.model.get_input_embeddings().weight.detach()
+            rows = torch.randint(len(words), (len(ranks), self.config.prompt_length), device=words.device)
+            self.backbone.prefix.begin_live(words[rows])
         if isinstance(self.backbone.head, MixedHead):
             self.backbone.head.begin_live(labels)
 
@@ -129,7 +145,12 @@ class Slm(Method):
     def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned:
         """Slots become resident and never change again; they go to the bank with their head rows."""
         states = self.stack.live_states(tensors)
-        head = self.backbone.head
+        head, prefix = self.backbone.head, self.backbone.prefix
+        if isinstance(prefix, MixedPrompts):
+            prompts = tensors["prefix.live"].clone()
+            pairs = zip(states.items(), prompts, strict=True)
+            states = {name: replace(state, prompt=prompt) for (name, state), prompt in pairs}
+            prefix.end_live()
         if isinstance(head, MixedHead):
             states = head.with_rows(states, tensors["head.weight"], tensors["head.bias"])
             head.end_live()
@@ -149,7 +170,7 @@ class Slm(Method):
         """The live slots; none between tasks."""
         if not self._task:
             return []
-        return [name for name in super().learned_names() if ".lora_" in name or name.startswith("head.")]
+        return [name for name in super().learned_names() if _is_own(name)]
 
     def router_state(self) -> RouterState:
         """Keys, statistics, rules and encoder."""
@@ -192,6 +213,11 @@ class Slm(Method):
             self._keep({name: AdapterState.from_tensors(parts, 1.0, labels)})
         if state["task"]:
             self._begin(state["task"], state["live_labels"])
+
+
+def _is_own(name: str) -> bool:
+    """Whether a parameter belongs to the slots in training."""
+    return ".lora_" in name or name.startswith("head.") or name == "prefix.live"
 
 
 def _normal(low: Tensor, outputs: int, std: float) -> None:

@@ -14,7 +14,7 @@ from raycl.backbone.roles import linear_names
 from raycl.bank import Bank
 from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, RayclError
-from raycl.forgetting import forget
+from raycl.forgetting import evaluate, forget
 from raycl.methods.slm import Slm
 from raycl.run import build
 from raycl.storage import Storage
@@ -142,6 +142,22 @@ def test_a_task_is_taken_out_with_its_keys(complete: Complete, tmp_path: Path, k
     assert new.router.tensors is not None
     assert not [name for name in bank.get(new.router.tensors, "router") if "colour" in name]
     assert result.after["animal"].value >= result.before["animal"].value, "one task less to be confused with"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_can_hold_prompts(lab: Lab, tmp_path: Path, kind: str) -> None:
+    """The ablation DTKR+Prompt: same keys, no weight is touched."""
+    storage = Storage.at(tmp_path)
+    settings = {"name": "slm", "value": "prompt", "prompt_length": 3, "retrieval": {"rule": "vote"}}
+    run(lab.config(kind, settings), storage)
+    bank = Bank(storage.sub("bank"))
+    newest = bank.newest()
+    assert newest is not None and len(newest.adapters) == 8
+    prompts = [bank.fetch(entry, newest.layouts[entry.layout]).prompt for entry in newest.adapters]
+    assert all(prompt is not None and prompt.shape == (3, 32) for prompt in prompts)
+    assert all(entry.rank == 0 for entry in newest.adapters)
+    evaluated = evaluate(bank, newest)
+    assert [evaluated[task].value for task in ("colour", "animal")] == matrix(storage)[-1]
 
 
 def test_memory_of_the_papers_slots() -> None:
