@@ -11,13 +11,16 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from raycl.backbone import BackboneConfig, load_backbone, load_codec
 from raycl.bench.figures import Figure, Report, machine
+from raycl.bench.stream import default_models
 from raycl.retrieval.discriminant import Statistics
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.index import KeyIndex, search_threads
@@ -41,6 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--texts", type=int, default=5000, help="texts whose keys are learned")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--models", type=Path, help="folder that holds mini-llama; None: as in the benchmark `stream`")
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -49,7 +53,7 @@ def measure(options: argparse.Namespace) -> Report:
     torch.set_num_threads(options.threads)
     search_threads(options.threads)
     try:
-        figures = [*_encoder(options), *_learning(options)]
+        figures = [*_encoder(options), *_learning(options), *_share(options)]
         for tasks in options.tasks:
             figures += _bank(tasks, options)
     finally:
@@ -77,18 +81,47 @@ def _learning(options: argparse.Namespace) -> Iterator[Figure]:
     yield Figure(f"learning keys from {options.texts:,} encoded texts", spent, "s", detail=f"{config.epochs} epochs")
 
 
-def _bank(tasks: int, options: argparse.Namespace) -> Iterator[Figure]:
+def _share(options: argparse.Namespace) -> Iterator[Figure]:
+    """Encoder, search and weights of one request as part of a whole generation."""
+    folder = (options.models or default_models()) / "mini-llama"
+    if not folder.is_dir():
+        return
+    config = BackboneConfig(name=str(folder))
+    backbone = load_backbone(config, load_codec(config, 256, 256), torch.device("cpu"), 0)
+    ids = torch.tensor([backbone.codec.encode_source([TEXT])[0]])
+    settings = {"max_new_tokens": 128, "min_new_tokens": 128, "do_sample": False, "pad_token_id": 0}
+    encoder, router = SentenceEncoder(EncoderConfig()), _router(100, options)[0]
+    encoder.embed(["warm"])
+    spent = _ms(lambda: backbone.model.generate(ids, attention_mask=torch.ones_like(ids), **settings))
+    routing = median(_ms(partial(_routed, router, encoder, f"{TEXT} {n}")) for n in range(9))
+    detail = f"{routing:.1f} ms of {spent + routing:,.0f} ms, mini-llama, 100 tasks"
+    yield Figure(
+        "share of routing in a generation of 128 tokens", 100 * routing / (spent + routing), "%", 2.0, "<=", detail
+    )
+
+
+def _routed(router: SlotRouter, encoder: SentenceEncoder, text: str) -> None:
+    router.route(encoder.embed([text]))
+
+
+def _router(tasks: int, options: argparse.Namespace) -> tuple[SlotRouter, Tensor, Tensor]:
+    """A router over drawn tasks, its keys `[T, m, c]`, and texts near them."""
     draw = torch.Generator().manual_seed(tasks)
     centres = torch.randn(tasks, WIDTH, generator=draw)
     keys = centres[:, None] + 0.5 * torch.randn(tasks, options.slots, WIDTH, generator=draw)
     texts = centres[torch.randint(0, tasks, (1024,), generator=draw)]
     texts = texts + 0.7 * torch.randn(texts.shape, generator=draw)
-    shared = Statistics(50, torch.zeros(WIDTH), 50 * 0.33 / WIDTH * torch.eye(WIDTH))
+    shared = 50 * 0.33 / WIDTH * torch.eye(WIDTH)
     router = SlotRouter("keys", options.groups, RetrievalConfig(top_k=options.top_k))
     for number in range(tasks):
         mean = torch.nn.functional.normalize(centres[number], dim=0)
         own = keys[number].view(options.slots, options.groups, -1)
-        router.add(f"t{number}", own, Statistics(50, mean, shared.scatter))
+        router.add(f"t{number}", own, Statistics(50, mean, shared))
+    return router, keys, texts
+
+
+def _bank(tasks: int, options: argparse.Namespace) -> Iterator[Figure]:
+    router, keys, texts = _router(tasks, options)
     name = f"{tasks:,} tasks, {tasks * options.slots * options.groups:,} keys"
     largest = tasks == max(options.tasks)
     for kind in KINDS:
