@@ -146,7 +146,7 @@ def _recall(name: str, index: KeyIndex, texts: Tensor, keys: Tensor, options: ar
         [cosines(part, keys).topk(options.top_k).indices for part in queries.view(-1, 32, *queries.shape[1:])]
     )
     share = (found[..., :, None] == exact[..., None, :]).any(-1).float().mean()
-    kind = "exact" if index.exact else "inverted lists"
+    kind = "exact" if index.exact else "codes, then keys"
     return Figure(f"{name}: recall of the chosen slots", float(share), "", RECALL, ">=", kind)
 
 
