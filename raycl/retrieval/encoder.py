@@ -26,6 +26,10 @@ from raycl.pretrained import fingerprint_of, folder_of, resolve_path
 log = logging.getLogger("raycl")
 
 
+KEPT_TEXTS = 200_000
+"""Texts whose queries stay in memory, the oldest go first: 300 MB at 384 dimensions."""
+
+
 class EncoderConfig(Section):
     """Which sentence encoder, and how much of a text it reads."""
 
@@ -88,7 +92,10 @@ class SentenceEncoder:
         fresh = list(dict.fromkeys(text for text in texts if text not in self._known))
         if fresh:
             self.remember(fresh, self._computed(fresh))
-        return torch.stack([self._known[text] for text in texts]) if texts else torch.zeros(0, self.width)
+        found = torch.stack([self._known[text] for text in texts]) if texts else torch.zeros(0, self.width)
+        while len(self._known) > KEPT_TEXTS:  # a server meets new texts for ever
+            self._known.pop(next(iter(self._known)))
+        return found
 
     def remember(self, texts: Sequence[str], queries: Tensor) -> None:
         """Queries that were computed elsewhere."""

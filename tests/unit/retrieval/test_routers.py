@@ -218,3 +218,10 @@ def test_maps_of_keys() -> None:
         pytest.approx([matrix[b][a] for b in range(3)], abs=1e-6) for a in range(3)
     ]
     assert len(points) == 3 * 3 * 2 and {point["slot"] for point in points} == set(router.route(texts_of("one")).names)
+
+
+def test_memory_of_texts_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raycl.retrieval.encoder.KEPT_TEXTS", 3)
+    encoder = SentenceEncoder(EncoderConfig())
+    assert encoder.embed([f"text {number}" for number in range(5)]).shape == (5, 384)
+    assert list(encoder._known) == ["text 2", "text 3", "text 4"]
