@@ -88,7 +88,7 @@ def _routing(result: Tree) -> list[RenderableType]:
     means = {kind: sum(values.values()) / len(values) for kind, values in found.items()}
     shares = ", ".join(f"{kind} {mean:.1f}" for kind, mean in means.items() if kind != "eq13")
     eq13 = f"; eq. 13 {means['eq13']:.1f}" if "eq13" in means else ""
-    return [Text(f"routed by {facts['router']}; dev texts that find their task: {shares}{eq13}")]
+    return [Text(f"routed by {facts['router']}"), Text(f"dev texts that find their task: {shares}{eq13}")]
 
 
 def _notes(result: Tree) -> list[Text]:

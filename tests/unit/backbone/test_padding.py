@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 from tiny import KINDS, TASKS, Lab
@@ -13,7 +11,7 @@ from raycl.backbone.base import loss_count
 from raycl.data.loader import Collate
 from raycl.run import build
 from raycl.train.world import World
-from raycl.types import IGNORE, Batch
+from raycl.types import IGNORE, TENSORS, Batch
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -31,7 +29,7 @@ def parts(request: pytest.FixtureRequest, lab: Lab) -> tuple[Backbone, Collate]:
 
 
 def rows_of(batch: Batch, *rows: int) -> Batch:
-    return Batch(**{field.name: getattr(batch, field.name)[list(rows)] for field in fields(Batch)})
+    return Batch(**{name: getattr(batch, name)[list(rows)] for name in TENSORS})
 
 
 def test_the_loss_of_a_batch_is_the_sum_of_its_rows_alone(parts: tuple[Backbone, Collate]) -> None:

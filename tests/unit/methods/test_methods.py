@@ -23,7 +23,11 @@ def made(lab: Lab, method: Any, kind: str = "bert") -> Parts:
 
 
 def begin(parts: Parts, stage: int, resumed: bool = False) -> Method:
-    parts.method.begin_task(parts.stages[stage], resumed)
+    method, now = parts.method, parts.stages[stage]
+    if method.encoder is not None and not resumed:
+        queries = method.encoder.embed([words for _, words in TASKS[now.tasks[0].name]] * 2)
+        method.study(now, queries, queries[:1])
+    method.begin_task(now, resumed)
     return parts.method
 
 
@@ -40,7 +44,7 @@ def test_stage_labels_are_in_order_and_once() -> None:
 def test_state_gives_a_fresh_model_the_same_shape(lab: Lab, name: str) -> None:
     first, second = made(lab, name), made(lab, name)
     begin(first, 0)
-    second.method.load_state_dict(first.method.state_dict())
+    second.method.load_state_dict(first.method.state_dict(), first.method.carried())
     begin(second, 0, resumed=True)
     shapes = [
         {n: (p.shape, p.requires_grad) for n, p in parts.backbone.named_parameters()} for parts in (first, second)

@@ -102,5 +102,5 @@ def test_routers_stand_below_the_matrix(make_result: Make) -> None:
     assert "routed by" not in matrix_table(result)
     found = {"keys": {"a": 80.0, "b": 90.0}, "discriminant": {"a": 95.0, "b": 97.0}, "eq13": {"a": 70.0, "b": 72.0}}
     result["stage_facts"] = [{}, {"router": "discriminant", "found": found}]
-    line = "routed by discriminant; dev texts that find their task: keys 85.0, discriminant 96.0; eq. 13 71.0"
+    line = "routed by discriminant\ndev texts that find their task: keys 85.0, discriminant 96.0; eq. 13 71.0"
     assert line in matrix_table(result)
