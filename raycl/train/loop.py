@@ -240,7 +240,8 @@ class StreamLoop:
         }
         cells = {name: asdict(cell) for name, cell in row.items()}
         facts = self.parts.method.facts() if self.ledger else {}
-        return {"stage": stage.index, "row": cells, "times": times, "bank": done.published, "facts": facts}
+        ended = {"ended": time.time()}
+        return {"stage": stage.index, "row": cells, "times": times, "bank": done.published, "facts": facts, **ended}
 
     def _record(self, stage: Stage, record: dict[str, Any]) -> None:
         self.state = replace(self.state, stages=[*self.state.stages, record])  # the ledger's own state stays its own

@@ -6,7 +6,6 @@ What it does not know: how to draw or print them (`raycl.report`).
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -55,7 +54,7 @@ def build_results(
         "seeds": {"run": info.seed},
         "attempts": len(state.attempts),
         "workers": state.attempts[-1]["workers"] if state.attempts else None,
-        "wall_s": time.time() - state.attempts[0]["started"] if state.attempts else None,
+        "wall_s": state.stages[-1]["ended"] - state.attempts[0]["started"] if state.stages else None,
     }
 
 

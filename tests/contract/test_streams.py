@@ -144,7 +144,9 @@ def test_stopped_at_the_end_of_a_task(complete: Complete, tmp_path: Path, method
     with pytest.raises(Stop):
         run(done.config, storage, on_stage=stop)
     run(done.config, storage)
-    run(done.config, storage)  # finished: nothing is left to do
+    took = storage.read_json("results.json")["wall_s"]
+    again = run(done.config, storage)  # finished: nothing is left to do
+    assert again.results()["wall_s"] == took, "reading a finished run takes no time of its own"
     same_run(storage, done.storage)
 
 
