@@ -221,9 +221,10 @@ class Bank:
         names = [entry.name for entry in entries]
         if len(set(names)) != len(names):
             raise BankError(f"a snapshot cannot hold two versions of one adapter: {sorted(names)}")
-        for file in {entry.tensors.file for entry in entries}:
+        named = {entry.tensors.file for entry in entries} | ({router.tensors.file} if router.tensors else set())
+        for file in named:
             if not self.storage.exists(file):
-                raise BankError(f"'{file}' is missing from the bank: publish its adapter again")
+                raise BankError(f"'{file}' is missing from the bank: publish its adapter or router again")
         facts = {
             "backbone": backbone,
             "encoder": encoder,

@@ -62,6 +62,11 @@ def verify(bank: Bank) -> Findings:
             file = manifest_file(entry.name, entry.version)
             if not bank.storage.exists(file):
                 found.problems.append(f"snapshot {snapshot.number} names {entry}, which is not published")
+        if snapshot.router.tensors is not None:
+            try:
+                bank.get(snapshot.router.tensors, f"the router of snapshot {snapshot.number}")
+            except BankError as error:
+                found.problems.append(str(error))
         for file in _files_of(snapshot):
             objects.setdefault(file, []).append(f"snapshot {snapshot.number}")
     there = bank.storage.files()

@@ -74,8 +74,10 @@ class Discriminant:
     def distances(self, queries_BC: Tensor) -> Tensor:
         """`[B]` smallest squared Mahalanobis distance to any task's mean: large for texts that no task has seen."""
         unit = nn.functional.normalize(queries_BC.double(), dim=1)
-        gaps = unit[:, None, :] - self._means[None]
-        squared: Tensor = torch.einsum("btc,cd,btd->bt", gaps, self._precision, gaps)
+        own_B = ((unit @ self._precision) * unit).sum(1)
+        crossed_BT = unit @ self._precision @ self._means.T
+        around_T = ((self._means @ self._precision) * self._means).sum(1)
+        squared: Tensor = own_B[:, None] - 2 * crossed_BT + around_T
         return squared.min(1).values.float()
 
     def weights(self, queries_BC: Tensor, top_k: int) -> Tensor:

@@ -107,6 +107,9 @@ class SlotRouter:
             raise RetrievalError("no task has been learned yet: there are no keys to choose from")
         if only is None and self._is_large:
             return self._searched(queries_BC)
+        if only is not None and len(set(only)) == 1 and only[0] in self._keys:  # training: no other slot is looked at
+            own = cosines(split_groups(queries_BC, self.groups), self._keys[only[0]])
+            return Mixture(tuple(self.adapters(only[0])), slot_weights(own, self.config, None, self.per_group))
         similar, owner = self.similar(queries_BC), self.owner()
         if only is not None:
             unknown = sorted(set(only) - set(self.tasks))
@@ -124,12 +127,13 @@ class SlotRouter:
 
     def chosen(self, kind: Kind, queries_BC: Tensor) -> Tensor:
         """`[B]` number of the task that has the largest summed weight."""
-        other = SlotRouter(kind, self.groups, self.config, self.per_group)
-        for task in self.tasks:
-            other.add(task, self._keys[task], self._statistics[task])
-        weights = other.route(queries_BC).weights
-        owner = self.owner().repeat(self.groups if self.per_group else 1)
-        return torch.zeros(len(weights), len(self.tasks)).index_add(1, owner, weights).argmax(1)
+        similar, owner = self.similar(queries_BC), self.owner()
+        if kind == "discriminant":
+            weights = self._by_task(queries_BC, similar, owner)
+        else:
+            weights = slot_weights(similar, self.config, None, self.per_group)
+        columns = owner.repeat(self.groups if self.per_group else 1)
+        return torch.zeros(len(weights), len(self.tasks)).index_add(1, columns, weights).argmax(1)
 
     def judged(self) -> dict[str, dict[str, float]]:
         """Kind -> task -> percent of its dev texts that find it; `eq13`: SLM's key-retrieval accuracy (eq. 13)."""
