@@ -66,6 +66,7 @@ class SentenceEncoder:
         self._device = device
         self._model: Any = None
         self._known: dict[str, Tensor] = {}
+        self._counted: set[str] = set()
 
     @property
     def width(self) -> int:
@@ -123,9 +124,7 @@ class SentenceEncoder:
             )
         return found
 
-    def embed_all(
-        self, texts: Sequence[str], share: tuple[int, int], gather: Callable[[Tensor], Sequence[Tensor]]
-    ) -> Tensor:
+    def embed_all(self, texts: Sequence[str], share: tuple[int, int], gather: Callable[[Any], Sequence[Any]]) -> Tensor:
         """Queries of many texts, computed once by all workers together, and kept on disk by content.
 
         Args:
@@ -137,19 +136,25 @@ class SentenceEncoder:
         mine = distinct[rank::workers]
         key = hashlib.sha256("\0".join([self.fingerprint, str(self.config.max_tokens), *mine]).encode()).hexdigest()
         parts = gather(self._kept(key, mine))
-        for number, part in enumerate(parts):
-            self.remember(distinct[number::workers], part)
+        for number, (queries, _) in enumerate(parts):
+            self.remember(distinct[number::workers], queries)
+        if key not in self._counted:
+            self._counted.add(key)
+            self.truncated += sum(cut for _, cut in parts)
         return self.embed(texts)
 
-    def _kept(self, key: str, texts: Sequence[str]) -> Tensor:
+    def _kept(self, key: str, texts: Sequence[str]) -> tuple[Tensor, int]:
+        """Queries, and how many of the texts were cut; from disk where they were computed before."""
         file = None if self._cache is None else self._cache / f"{key}.safetensors"
         if file is not None and file.is_file():
-            kept: Tensor = load(file.read_bytes())["queries"]
-            return kept
+            held = load(file.read_bytes())
+            return held["queries"], int(held["truncated"])
+        before = self.truncated
         queries = self._computed(texts) if texts else torch.zeros(0, self.width)
+        cut, self.truncated = self.truncated - before, before
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             temporary = file.with_suffix(f".{uuid.uuid4().hex}.tmp")
-            temporary.write_bytes(save({"queries": queries.contiguous()}))
+            temporary.write_bytes(save({"queries": queries.contiguous(), "truncated": torch.tensor([cut])}))
             os.replace(temporary, file)
-        return queries
+        return queries, cut

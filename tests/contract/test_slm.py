@@ -12,6 +12,7 @@ from tiny import KINDS, Complete, Lab, matrix, model, run, tokenizer
 from raycl.adapters import AdapterStack
 from raycl.backbone.roles import linear_names
 from raycl.bank import Bank
+from raycl.bank.upkeep import verify
 from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, RayclError
 from raycl.forgetting import evaluate, forget
@@ -222,3 +223,13 @@ def test_an_encoder_that_is_not_there_is_said() -> None:
 
     with pytest.raises(BackboneError, match="does not exist"):
         SentenceEncoder(EncoderConfig(name="./nowhere"))
+
+
+def test_a_damaged_router_is_found_by_name(complete: Complete, tmp_path: Path) -> None:
+    bank = Bank(complete("bert", "slm", "torch").copy(tmp_path).sub("bank"))
+    assert verify(bank).problems == []
+    snapshot = bank.newest()
+    assert snapshot is not None and snapshot.router.tensors is not None
+    file = Path(bank.storage.path(snapshot.router.tensors.file))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert any(f"the router of snapshot {snapshot.number} are damaged" in problem for problem in verify(bank).problems)

@@ -140,11 +140,12 @@ def test_many_texts_are_encoded_once_by_all_and_kept(tmp_path: Path, monkeypatch
     parts = [SentenceEncoder(EncoderConfig()).embed(distinct[rank::2]) for rank in range(2)]
     for rank in range(2):
         encoder, seen = SentenceEncoder(EncoderConfig(), tmp_path), []
-        encoder.embed_all(texts, (rank, 2), lambda part, seen=seen: seen.append(part) or parts)  # type: ignore[misc]
-        assert len(seen) == 1 and torch.allclose(seen[0], parts[rank], atol=1e-5)
+        encoder.embed_all(texts, (rank, 2), lambda part, seen=seen: seen.append(part) or [(held, 1) for held in parts])  # type: ignore[misc]
+        assert len(seen) == 1 and torch.allclose(seen[0][0], parts[rank], atol=1e-5)
+        assert encoder.truncated == 2, "every worker's count, once"
     again = SentenceEncoder(EncoderConfig(), tmp_path)
     monkeypatch.setattr(again, "_computed", lambda texts: pytest.fail(f"{texts} were encoded again"))
-    found = again.embed_all(texts, (0, 2), lambda part: parts)
+    found = again.embed_all(texts, (0, 2), lambda part: [(held, 0) for held in parts])
     torch.testing.assert_close(found, SentenceEncoder(EncoderConfig()).embed(texts), atol=1e-5, rtol=1e-4)
 
 
