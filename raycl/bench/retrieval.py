@@ -78,7 +78,7 @@ def _learning(options: argparse.Namespace) -> Iterator[Figure]:
     queries = torch.randn(1, WIDTH) + torch.randn(options.texts, WIDTH)
     config = KeyConfig(groups=options.groups, slots=options.slots)
     spent = _ms(lambda: learn_keys(queries, config, options.top_k, 0)) / 1000
-    yield Figure(f"learning keys from {options.texts:,} encoded texts", spent, "s", detail=f"{config.epochs} epochs")
+    yield Figure(f"learning keys from {options.texts:,} encoded texts", spent, "s", detail=f"{config.steps:,} steps")
 
 
 def _share(options: argparse.Namespace) -> Iterator[Figure]:

@@ -6,6 +6,7 @@ What it does not know: what a slot's value is, where queries come from.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -28,7 +29,10 @@ class KeyConfig(Section):
         "keys without a hit left alone; official: AdamW, decay 0.01, clip 0.1",
     )
     rate: float = Field(1e-3, gt=0, description="gamma, or the optimizer's learning rate")
-    epochs: int = Field(30, ge=0, description="the paper's 3 are too few below 100,000 texts (methods.md 1.9)")
+    steps: int = Field(
+        4000, ge=0, description="updates: keys start far from the texts, so steps count (the paper's runs: about 20,000)"
+    )
+    epochs: int | None = Field(None, ge=0, description="passes over the task's texts instead of steps; the paper: 3")
     batch_size: int = Field(16, ge=1)
     start: Literal["orthogonal", "data"] = Field(
         "orthogonal", description="data: mean query of a random part of the task's texts (the authors' utility)"
@@ -95,13 +99,19 @@ def learn_keys(queries_BC: Tensor, config: KeyConfig, top_k: int, seed: int) -> 
         keys = semi_orthogonal(config.slots, config.groups, queries_BgH.shape[2], seed)
     draw = torch.Generator().manual_seed(seed)
     step = _paper_step if config.update == "paper" else _OptimizerStep(keys, config)
-    for _ in range(config.epochs):
-        order = torch.randperm(len(queries_BgH), generator=draw)
-        for first in range(0, len(order), config.batch_size):
-            rows = order[first : first + config.batch_size]
-            chosen = choose(cosines(queries_BgH[rows], keys), top_k, config.mask, draw)
-            keys = step(keys, queries_BgH[rows], chosen, config)
+    for rows in _batches(len(queries_BgH), config, draw):
+        chosen = choose(cosines(queries_BgH[rows], keys), top_k, config.mask, draw)
+        keys = step(keys, queries_BgH[rows], chosen, config)
     return keys
+
+
+def _batches(texts: int, config: KeyConfig, draw: torch.Generator) -> Iterator[Tensor]:
+    """Rows of each step, every pass in a new order."""
+    a_pass = -(-texts // config.batch_size)
+    left = config.steps if config.epochs is None else config.epochs * a_pass
+    while left > 0:
+        yield from torch.randperm(texts, generator=draw).split(config.batch_size)[:left]
+        left -= a_pass
 
 
 def check_keys(config: KeyConfig, top_k: int) -> None:
