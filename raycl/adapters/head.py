@@ -3,26 +3,27 @@
 Every adapter brings rows for its own labels. Default rule `probability`: each head's own softmax, weighted by the
 mixture and added up per label text, so that labels of different tasks compete only as far as their adapters speak
 (methods.md 1.9, and trap S9: the released SLM code picks the head by the true number of labels). Rule `logit`:
-weighted logits added up per label.
+weighted logits added up per label. Rule `label_count`: that code's own, for comparison: one head for each number of
+labels, trained by the first task that has so many and frozen then; somebody must say whose task each text is.
 What it does not know: who chose the mixture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, one_hot
 
 from raycl.types import AdapterState
 
 if TYPE_CHECKING:
     from raycl.adapters.stack import AdapterStack
 
-Rule = Literal["probability", "logit"]
+Rule = Literal["probability", "logit", "label_count"]
 
 
 @dataclass
@@ -40,6 +41,8 @@ class MixedHead(nn.Module):
     Attributes:
         labels: order of first appearance.
         weight: `[M C, D]` rows in training: C labels for each of the M adapters in training. bias: `[M C]`.
+        told: adapter whose head answers each example, for rule `label_count`, where M is 1: all adapters share it.
+        frozen: the rows were taken over from another adapter and stay as they are.
     """
 
     def __init__(self, stack: AdapterStack, width: int, rule: Rule = "probability") -> None:
@@ -47,6 +50,8 @@ class MixedHead(nn.Module):
         self.rule = rule
         self.labels: list[str] = []
         self.live_labels: tuple[str, ...] = ()
+        self.told: tuple[str, ...] = ()
+        self.frozen = False
         self.weight = nn.Parameter(torch.zeros(0, width, device=stack.device))
         self.bias = nn.Parameter(torch.zeros(0, device=stack.device))
         self._stack = stack
@@ -62,11 +67,20 @@ class MixedHead(nn.Module):
         self._rows.clear()
         self._set_live(0)
 
-    def begin_live(self, labels: Sequence[str]) -> None:
-        """Zero rows for `labels` in each adapter in training."""
+    def begin_live(self, labels: Sequence[str], shared: AdapterState | None = None) -> None:
+        """Zero rows for `labels` in each adapter in training, or those of `shared`, which then stay as they are."""
         self.grow(labels)
         self.live_labels = tuple(labels)
-        self._set_live(len(labels) * len(self._stack.live))
+        self._set_live(len(labels) * self._heads)
+        self.frozen = shared is not None
+        if shared is not None and shared.head_weight is not None and shared.head_bias is not None:
+            self.weight.data.copy_(shared.head_weight)
+            self.bias.data.copy_(shared.head_bias)
+
+    @property
+    def _heads(self) -> int:
+        """M: heads in training."""
+        return 1 if self.rule == "label_count" else len(self._stack.live)
 
     def end_live(self) -> None:
         """Drop the rows in training; the labels stay known."""
@@ -75,16 +89,20 @@ class MixedHead(nn.Module):
 
     def with_rows(self, states: Mapping[str, AdapterState], weight: Tensor, bias: Tensor) -> dict[str, AdapterState]:
         """The adapters in training, each with its own head rows cut from `weight` `[M C, D]` and `bias`."""
-        size = len(self.live_labels)
         return {
             name: replace(
                 state,
                 labels=self.live_labels,
-                head_weight=weight[number * size : (number + 1) * size].clone(),
-                head_bias=bias[number * size : (number + 1) * size].clone(),
+                head_weight=weight[self._live_rows(number)].clone(),
+                head_bias=bias[self._live_rows(number)].clone(),
             )
             for number, (name, state) in enumerate(states.items())
         }
+
+    def _live_rows(self, number: int) -> slice:
+        """Of an adapter in training, by its position among them."""
+        first = min(number, self._heads - 1) * len(self.live_labels)
+        return slice(first, first + len(self.live_labels))
 
     def _set_live(self, rows: int) -> None:
         live = self.weight.requires_grad
@@ -93,11 +111,10 @@ class MixedHead(nn.Module):
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
         """`[B, C]` scores over all known labels, -inf for labels of which no speaking adapter knows anything."""
-        plan = self._stack.plan
-        blocks = [] if plan is None else self._blocks(plan.mixture.names, plan.used)
-        if plan is None or not blocks:
+        names, weights_BN = self._speakers(pooled_BD)
+        blocks = self._blocks(names)
+        if not blocks:
             return pooled_BD.new_full((len(pooled_BD), len(self.labels)), -torch.inf)
-        weights_BN = plan.weights(len(pooled_BD)).to(pooled_BD.dtype)
         logits = linear(
             pooled_BD,
             torch.cat([rows.weight.to(pooled_BD.dtype) for _, rows in blocks]),
@@ -115,18 +132,30 @@ class MixedHead(nn.Module):
         loud = torch.where(speaks > 0, speaks.clamp_min(1e-30).log(), -torch.inf)
         return logsumexp_by(chances + loud, label, len(self.labels))
 
-    def _blocks(self, names: Sequence[str], used: Collection[str]) -> list[tuple[int, _Rows]]:
+    def _speakers(self, pooled_BD: Tensor) -> tuple[dict[str, int], Tensor]:
+        """Whose heads answer: adapter -> column of the weights `[B, N]`."""
+        if self.rule == "label_count":
+            assert len(self.told) == len(pooled_BD), "rule label_count must be told each example's head"
+            missing = set(self.told) - self._stack.states.keys() - self._stack.live.keys()
+            assert not missing, f"heads of {missing} are not on the device"
+            names = {name: column for column, name in enumerate(dict.fromkeys(self.told))}
+            columns = torch.tensor([names[name] for name in self.told], device=pooled_BD.device)
+            return names, one_hot(columns, len(names)).to(pooled_BD.dtype)
+        plan = self._stack.plan
+        if plan is None:
+            return {}, pooled_BD
+        used = {name: column for column, name in enumerate(plan.mixture.names) if name in plan.used}
+        return used, plan.weights(len(pooled_BD)).to(pooled_BD.dtype)
+
+    def _blocks(self, names: Mapping[str, int]) -> list[tuple[int, _Rows]]:
         """(column of the mixture, head rows) of every adapter that speaks and brings labels."""
         found = []
         live = list(self._stack.live)
-        size = len(self.live_labels)
-        for column, name in enumerate(names):
-            if name not in used:
-                continue
+        for name, column in names.items():
             if name in self._stack.states and self._stack.states[name].labels:
                 found.append((column, self._resident(name)))
-            elif name in live and size:
-                rows = slice(live.index(name) * size, (live.index(name) + 1) * size)
+            elif name in live and self.live_labels:
+                rows = self._live_rows(live.index(name))
                 found.append((column, _Rows(self.weight[rows], self.bias[rows], self._index(self.live_labels))))
         return found
 

@@ -102,7 +102,7 @@ class AdapterStack:
         del self.states[name]
         self.table.remove(name)
 
-    def _make_resident(self, names: Sequence[str]) -> None:
+    def need(self, names: Sequence[str]) -> None:
         """All of `names` on the device; none of them evicts another."""
         for name in names:
             if name not in self.states:
@@ -195,7 +195,7 @@ class AdapterStack:
         self.plan = plan
 
     def _plan_resident(self, plan: Plan, column: Mapping[str, int], names: Sequence[str]) -> None:
-        self._make_resident(names)
+        self.need(names)
         plan.pool = self.pool  # loading may have replaced a pool that grows
         names = sorted((name for name in names if self.states[name].rank), key=lambda name: self.table.rows[name][0])
         if not names:

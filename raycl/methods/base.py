@@ -48,6 +48,7 @@ class Method:
     Attributes:
         stack: adapters over the backbone, if it has any.
         told_task: evaluation may use each example's task (`Batch.tasks`), as an upper reference does.
+        studies_ahead: `study` is called for all stages before the first one, not for each before its own.
 
     Class attributes:
         Config: its settings class.
@@ -67,6 +68,7 @@ class Method:
         self.seed = seed
         self.stack: AdapterStack | None = None
         self.told_task = False
+        self.studies_ahead = False
 
     @property
     def encoder(self) -> SentenceEncoder | None:

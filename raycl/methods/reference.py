@@ -52,6 +52,7 @@ class Reference(Method):
         super().__init__(config, backbone, seed)
         self.learner = method_class(config.learner.name)(config.learner, backbone, seed)
         self.stack = self.learner.stack
+        self.studies_ahead = self.learner.studies_ahead
 
     @property
     def encoder(self) -> SentenceEncoder | None:

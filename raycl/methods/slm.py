@@ -8,7 +8,8 @@ batch, heads picked by the true number of labels, drifting old slots: traps S1, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
+from raycl.adapters.head import Rule as HeadRule
 from raycl.adapters.prompts import MixedPrompts
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
@@ -51,11 +53,17 @@ class SlmConfig(MethodConfig):
     router: Literal["keys", "discriminant", "auto"] = Field(
         "auto", description="who chooses the task's slots at test; auto: keys or discriminant, by the dev texts so far"
     )
-    train_scope: Literal["own", "seen"] = Field(
-        "own", description="slots that speak while a task is trained: its own, or those of all tasks so far"
+    train_scope: Literal["own", "seen", "all"] = Field(
+        "own",
+        description="slots that compete while a task is trained: its own, or those of all tasks so far; all: of the "
+        "whole stream, as in the released BERT code, which reads the texts of tasks to come (trap S2)",
     )
     value_layout: Literal["shared", "per_group"] = Field("shared", description="per_group: a value for every sub-key")
-    head_rule: Literal["probability", "logit"] = "probability"
+    head_rule: HeadRule = Field(
+        "probability",
+        description="how the label heads of an encoder-only backbone are mixed; label_count: as released, one head for "
+        "each number of labels, picked by the text's own task (it leaks the task: trap S9)",
+    )
     keys: KeyConfig = KeyConfig()
     retrieval: RetrievalConfig = RetrievalConfig()
     encoder: EncoderConfig = EncoderConfig()
@@ -88,6 +96,8 @@ class Slm(Method):
         per_group = config.value_layout == "per_group"
         kind: Kind = "discriminant" if config.router == "discriminant" else "keys"
         self.router = SlotRouter(kind, config.keys.groups, config.retrieval, per_group)
+        self._ahead = SlotRouter(kind, config.keys.groups, config.retrieval, per_group)
+        self.studies_ahead = config.train_scope == "all"
         self._learned: dict[str, AdapterState] = {}
         self._task = ""
         if backbone.head is not None:
@@ -100,8 +110,9 @@ class Slm(Method):
 
     def study(self, stage: Stage, queries_BC: Tensor, dev_BC: Tensor) -> None:
         """The preparation stage: the task's keys from its texts, without labels."""
-        self.router.study(stage.name, queries_BC, self.config.keys, self.seed + stage.index)
-        self.router.dev[stage.name] = dev_BC
+        router = self._ahead if self.studies_ahead else self.router
+        router.study(stage.name, queries_BC, self.config.keys, self.seed + stage.index)
+        router.dev[stage.name] = dev_BC
 
     def facts(self) -> dict[str, Any]:
         """How well each router finds the tasks so far, in percent of dev texts, and which one is used."""
@@ -116,9 +127,13 @@ class Slm(Method):
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """The task's own slots are live; backbone, keys and all earlier slots are frozen."""
         if not resumed:
+            if self.studies_ahead:
+                self.router.take(stage.name, self._ahead)
             self._begin(stage.name, stage_labels(stage))
+        head = self.backbone.head
+        frozen = "head." if isinstance(head, MixedHead) and head.frozen else "-"
         for name, parameter in self.backbone.named_parameters():
-            parameter.requires_grad_(_is_own(name))
+            parameter.requires_grad_(_is_own(name) and not name.startswith(frozen))
 
     def _begin(self, task: str, labels: list[str]) -> None:
         std = self.config.a_init_std
@@ -131,16 +146,38 @@ class Slm(Method):
             rows = torch.randint(len(words), (len(ranks), self.config.prompt_length), device=words.device)
             self.backbone.prefix.begin_live(words[rows])
         if isinstance(self.backbone.head, MixedHead):
-            self.backbone.head.begin_live(labels)
+            self.backbone.head.begin_live(labels, self._head_for(labels))
+
+    def _head_for(self, labels: Sequence[str]) -> AdapterState | None:
+        """A slot whose label head is taken over: the first one with so many labels."""
+        if self.config.head_rule != "label_count":
+            return None
+        return next((state for state in self._learned.values() if len(state.labels) == len(labels)), None)
+
+    def speaking(self, batch: Batch) -> AbstractContextManager[None]:
+        """As every method; rule `label_count` also says whose head answers."""
+        head = self.backbone.head
+        if isinstance(head, MixedHead) and head.rule == "label_count":
+            tasks = [self._task or task or self.router.tasks[-1] for task in batch.tasks]
+            head.told = tuple(self.router.adapters(task)[0] for task in tasks)
+        return super().speaking(batch)
 
     def route(self, batch: Batch) -> Mixture:
         """By each text's query; while a task is trained, among its own slots (or those of all tasks so far)."""
         queries = self._encoder.embed(batch.texts)
+        if self._task and self.studies_ahead:
+            return self._that_exist(self._ahead.route(queries))
         if self._task:
             return self.router.route(queries, [self._task] * len(batch) if self.config.train_scope == "own" else None)
         if self.told_task or self.config.retrieval.task_id:
             return self.router.route(queries, [task or self.router.tasks[-1] for task in batch.tasks])
         return self.router.route(queries)
+
+    def _that_exist(self, mixture: Mixture) -> Mixture:
+        """Slots of tasks to come say nothing, yet they took their share of the weight."""
+        known = self._learned.keys() | self.stack.live.keys()
+        kept = [column for column, name in enumerate(mixture.names) if name in known]
+        return Mixture(tuple(mixture.names[column] for column in kept), mixture.weights[:, kept])
 
     def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned:
         """Slots become resident and never change again; they go to the bank with their head rows."""
@@ -152,7 +189,8 @@ class Slm(Method):
             states = {name: replace(state, prompt=prompt) for (name, state), prompt in pairs}
             prefix.end_live()
         if isinstance(head, MixedHead):
-            states = head.with_rows(states, tensors["head.weight"], tensors["head.bias"])
+            found = {"head.weight": head.weight.detach(), "head.bias": head.bias.detach(), **tensors}
+            states = head.with_rows(states, found["head.weight"], found["head.bias"])
             head.end_live()
         self.stack.end_live()
         self._task = ""
@@ -176,6 +214,7 @@ class Slm(Method):
         """Keys, statistics, rules and encoder."""
         settings = self.router.settings()
         settings["retrieval"]["task_id"] = self.told_task or self.config.retrieval.task_id
+        settings["head_rule"] = self.config.head_rule
         return RouterState(
             self.router.kind,
             settings,
@@ -186,8 +225,9 @@ class Slm(Method):
 
     def carried(self) -> dict[str, Tensor]:
         """Slots of earlier tasks and all keys."""
-        found = {f"router/{name}": tensor for name, tensor in self.router.tensors().items()}
-        found |= {f"dev/{task}": queries for task, queries in self.router.dev.items()}
+        studied = self._ahead if self.studies_ahead else self.router
+        found = {f"router/{name}": tensor for name, tensor in studied.tensors().items()}
+        found |= {f"dev/{task}": queries for task, queries in studied.dev.items()}
         for name, state in self._learned.items():
             found |= {f"slot/{name}/{part}": tensor for part, tensor in state.tensors().items()}
         return found
@@ -199,20 +239,30 @@ class Slm(Method):
         learned = {name: list(state.labels) for name, state in self._learned.items()}
         router = {"kind": self.router.kind, "settings": self.router.settings()}
         own = {"task": self._task, "live_labels": live, "learned": learned, "router": router}
+        own["ahead"] = self._ahead.settings()["tasks"]
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any], carried: Mapping[str, Tensor]) -> None:
         """Keys and slots of earlier tasks as they were; the live slots in shape."""
         super().load_state_dict(state, carried)
-        tensors = {name.removeprefix("router/"): value for name, value in carried.items() if name.startswith("router/")}
-        self.router = SlotRouter.restored(RouterState(state["router"]["kind"], state["router"]["settings"], tensors))
-        self.router.dev = {task: carried[f"dev/{task}"] for task in self.router.tasks}
+        router = RouterState(state["router"]["kind"], state["router"]["settings"])
+        self.router = _restored(router, carried)
+        self._ahead = _restored(replace(router, settings={**router.settings, "tasks": state["ahead"]}), carried)
         for name, labels in state["learned"].items():
-            start = f"slot/{name}/"
-            parts = {key.removeprefix(start): value for key, value in carried.items() if key.startswith(start)}
+            parts = _under(f"slot/{name}/", carried)
             self._keep({name: AdapterState.from_tensors(parts, 1.0, labels)})
         if state["task"]:
             self._begin(state["task"], state["live_labels"])
+
+
+def _restored(state: RouterState, carried: Mapping[str, Tensor]) -> SlotRouter:
+    router = SlotRouter.restored(replace(state, tensors=_under("router/", carried)))
+    router.dev = {task: carried[f"dev/{task}"] for task in router.tasks}
+    return router
+
+
+def _under(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
 def _is_own(name: str) -> bool:

@@ -30,7 +30,9 @@ class KeyConfig(Section):
     )
     rate: float = Field(1e-3, gt=0, description="gamma, or the optimizer's learning rate")
     steps: int = Field(
-        4000, ge=0, description="updates: keys start far from the texts, so steps count (the paper's runs: about 20,000)"
+        4000,
+        ge=0,
+        description="updates; keys start far from the texts, so steps count (the paper: about 20,000)",
     )
     epochs: int | None = Field(None, ge=0, description="passes over the task's texts instead of steps; the paper: 3")
     batch_size: int = Field(16, ge=1)
@@ -110,7 +112,7 @@ def _batches(texts: int, config: KeyConfig, draw: torch.Generator) -> Iterator[T
     a_pass = -(-texts // config.batch_size)
     left = config.steps if config.epochs is None else config.epochs * a_pass
     while left > 0:
-        yield from torch.randperm(texts, generator=draw).split(config.batch_size)[:left]
+        yield from torch.split(torch.randperm(texts, generator=draw), config.batch_size)[:left]
         left -= a_pass
 
 

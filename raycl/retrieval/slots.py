@@ -63,6 +63,11 @@ class SlotRouter:
         self._parts.append(keys_MgH)
         self._slot_names += self.slots(task)
 
+    def take(self, task: str, other: SlotRouter) -> None:
+        """A task that `other` has studied."""
+        self.add(task, other._keys[task], other._statistics[task])
+        self.dev[task] = other.dev[task]
+
     def keys(self) -> dict[str, Tensor]:
         """Task -> `[m, g, h]`."""
         return dict(self._keys)

@@ -15,6 +15,7 @@ from raycl.adapters.stack import Source
 from raycl.backbone import Backbone
 from raycl.bank import Bank, Snapshot
 from raycl.bank.routers import get_router
+from raycl.errors import BankError
 from raycl.retrieval.router import Router, make_router
 from raycl.types import Batch
 
@@ -42,7 +43,8 @@ class SnapshotModel:
         self.stack = AdapterStack(backbone.model, paths, resident_rows, source)
         width = int(backbone.model.get_input_embeddings().weight.shape[1])
         if backbone.codec.needs_labels:
-            backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size))
+            rule = snapshot.router.settings.get("head_rule", "probability")
+            backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), rule)
         if any(entry.prompt for entry in snapshot.adapters):
             backbone.prefix = MixedPrompts(self.stack, width)
         self.router = router
@@ -57,8 +59,24 @@ class SnapshotModel:
         Raises:
             BankError: the router needs what is not given, or an adapter is damaged.
         """
+        self._tell(tasks)
         with self.stack.mixing(self.router.route(texts, tasks)):
             return self.backbone.predict(batch, limit)
+
+    def _tell(self, tasks: Sequence[str] | None) -> None:
+        """Rule `label_count` of label heads: whose head answers."""
+        head = self.backbone.head
+        if not isinstance(head, MixedHead) or head.rule != "label_count":
+            return
+        owners = {task: entry.name for entry in reversed(self.snapshot.adapters) for task in entry.tasks}
+        unknown = sorted(set(tasks or ()) - owners.keys())
+        if tasks is None or unknown:
+            raise BankError(
+                f"the snapshot's label heads go by the task of each text (head_rule=label_count): got "
+                f"{', '.join(unknown) or 'none'}, expected some of {', '.join(owners)}"
+            )
+        head.told = tuple(owners[task] for task in tasks)
+        self.stack.need(tuple(dict.fromkeys(head.told)))
 
 
 def router_of(bank: Bank, snapshot: Snapshot, cache: Path | None = None) -> Router:

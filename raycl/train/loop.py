@@ -22,6 +22,7 @@ import torch
 from raycl.data.loader import GlobalOrder, Loader
 from raycl.data.tokens import Split
 from raycl.methods.base import Learned
+from raycl.retrieval.encoder import SentenceEncoder
 from raycl.storage import Storage
 from raycl.train import checkpoint as checkpoints
 from raycl.train.checkpoint import Checkpoint
@@ -104,7 +105,7 @@ class StreamLoop:
 
     def _train(self, stage: Stage, resume: Checkpoint | None) -> Checkpoint:
         parts = self.parts
-        self._study(stage, resumed=resume is not None)
+        self._prepare(stage, resumed=resume is not None)
         parts.method.begin_task(stage, resumed=resume is not None)
         loader, order = self._loader(stage)
         engine = self.open_engine(loader.accumulation, order.steps)
@@ -131,18 +132,25 @@ class StreamLoop:
         self._finish(stage, done)
         return done
 
-    def _study(self, stage: Stage, resumed: bool) -> None:
-        """The preparation stage of methods that route by texts: every text is encoded once, shared by the workers."""
-        encoder, world = self.parts.method.encoder, self.world
-        if encoder is None:
+    def _prepare(self, stage: Stage, resumed: bool) -> None:
+        """The preparation stage of methods that route by texts; of all stages at once for those that look ahead."""
+        method = self.parts.method
+        if method.encoder is None:
             return
+        studied = (stage,) if not method.studies_ahead else self.parts.stages if stage.index == 0 else ()
+        for one in studied or (stage,):
+            self._study(one, method.encoder, learn=one in studied and not resumed)
+
+    def _study(self, stage: Stage, encoder: SentenceEncoder, learn: bool) -> None:
+        """Every text is encoded once, shared by the workers."""
+        world = self.world
         began = time.perf_counter()
         texts = {split: self._texts(stage, split) for split in ("train", "dev")}
         queries = {
             split: encoder.embed_all(found, (world.rank, world.size), world.gather) for split, found in texts.items()
         }
         encoded = time.perf_counter() - began
-        if not resumed:
+        if learn:
             self.parts.method.study(stage, queries["train"], queries["dev"])
         if self.ledger is not None:
             spent = time.perf_counter() - began - encoded

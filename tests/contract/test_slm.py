@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import KINDS, Complete, Lab, matrix, model, run, tokenizer
+from tiny import KINDS, Complete, Lab, Stop, exported, matrix, model, opened, run, tokenizer, trace
 
 from raycl.adapters import AdapterStack
 from raycl.backbone.roles import linear_names
@@ -113,12 +113,14 @@ def test_told_tasks_keep_to_their_own_slots(lab: Lab, tmp_path: Path) -> None:
     [
         {"router": "discriminant"},
         {"train_scope": "seen"},
+        {"train_scope": "all"},
+        {"head_rule": "label_count"},
         {"value_layout": "per_group"},
         {"head_rule": "logit", "retrieval": {"rule": "group_mean"}},
         {"keys": {"update": "official", "start": "data"}, "retrieval": {"rule": "vote", "scope": "batch"}},
         {"targets": ["attention.query", "ffn"]},
     ],
-    ids=["discriminant", "seen", "per_group", "logit", "official", "targets"],
+    ids=["discriminant", "seen", "all", "label_count", "per_group", "logit", "official", "targets"],
 )
 def test_every_setting_learns_and_its_snapshot_is_whole(lab: Lab, tmp_path: Path, settings: dict[str, Any]) -> None:
     storage = Storage.at(tmp_path)
@@ -129,6 +131,66 @@ def test_every_setting_learns_and_its_snapshot_is_whole(lab: Lab, tmp_path: Path
     assert len(newest.adapters) == (48 if settings.get("value_layout") == "per_group" else 8)
     found = storage.read_json("results.json")["stage_facts"][-1]["found"]
     assert set(found) == {"keys", "discriminant", "eq13"}
+    if settings.get("retrieval", {}).get("scope") != "batch":
+        evaluated = evaluate(bank, newest)
+        assert [evaluated[task].value for task in ("colour", "animal")] == matrix(storage)[-1]
+
+
+@pytest.mark.parametrize("settings", [{"train_scope": "all"}, {"head_rule": "label_count"}], ids=["all", "label_count"])
+@pytest.mark.parametrize("after", [1, 3, 6], ids=["at once", "first task", "second task"])
+def test_the_released_ways_go_on_where_they_stopped(
+    lab: Lab, tmp_path: Path, settings: dict[str, Any], after: int
+) -> None:
+    config = lab.config("bert", {"name": "slm", **settings})
+    whole, parts = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "parts")
+    run(config, whole)
+    with pytest.raises(Stop):
+        run(config, parts, after)
+    run(config, parts)
+    assert trace(parts) == trace(whole) and exported(parts) == exported(whole) and matrix(parts) == matrix(whole)
+
+
+def test_slots_of_tasks_to_come_take_weight_and_say_nothing(lab: Lab, tmp_path: Path) -> None:
+    """Trap S2: with `all`, the first task's texts lose weight to the second one's slots; with `seen` they do not."""
+    shares = {}
+    for scope in ("all", "seen"):
+        parts, _ = build(lab.config("bert", {"name": "slm", "train_scope": scope, "keys": {"steps": 0}}), WORLD)
+        method = parts.method
+        assert isinstance(method, Slm)
+        texts = {}
+        for stage in parts.stages if scope == "all" else parts.stages[:1]:
+            table = parts.stream.table(stage.tasks[0], "train", parts.backbone.codec)
+            texts[stage.index] = table.texts(range(len(table)))
+            queries = method.encoder.embed(texts[stage.index])
+            method.study(stage, queries, queries[:2])
+        method.begin_task(parts.stages[0], resumed=False)
+        table = parts.stream.table(parts.stages[0].tasks[0], "train", parts.backbone.codec)
+        batch = next(iter(eval_batches(table, parts.backbone.label_ids(), 0, 1, 4, 0, texts=True)))
+        mixture = method.route(batch)
+        assert set(mixture.names) == {f"colour.{number}" for number in range(4)}
+        shares[scope] = float(mixture.weights.sum(1).mean())
+    assert shares["seen"] == pytest.approx(1.0) and shares["all"] < 0.99
+
+
+def test_one_head_for_each_number_of_labels(lab: Lab, tmp_path: Path) -> None:
+    """Trap S9: trained by the first task that has so many labels, frozen for later ones, all slots share it."""
+    storage = Storage.at(tmp_path)
+    run(lab.config("bert", {"name": "slm", "head_rule": "label_count"}), storage)
+    bank = Bank(storage.sub("bank"))
+    newest = bank.newest()
+    assert newest is not None
+    rows = {entry.name: bank.fetch(entry, newest.layouts[entry.layout]) for entry in newest.adapters}
+    first = rows["colour.0"].head_weight
+    assert first is not None and first.abs().sum() > 0
+    assert all(torch.equal(first, state.head_weight) for state in rows.values() if state.head_weight is not None)
+    assert set(rows["animal.0"].labels) == {"cat", "dog"} and set(rows["colour.0"].labels) == {"red", "blue"}
+    served = opened(bank, newest)
+    parts, _ = build(lab.config("bert", {"name": "slm"}), WORLD)
+    table = parts.stream.table(parts.stages[1].tasks[0], "test", parts.backbone.codec)
+    batch = next(iter(eval_batches(table, None, 0, 1, 4, parts.backbone.codec.pad_id, texts=True)))
+    with pytest.raises(RayclError, match="label heads go by the task of each text"):
+        served.predict(batch, batch.texts, None, 1)
+    assert set(served.predict(batch, batch.texts, batch.tasks, 1)) <= {"cat", "dog"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

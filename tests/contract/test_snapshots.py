@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny import KINDS, Complete, Done, matrix
+from tiny import KINDS, Complete, Done, matrix, opened
 
-from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
 from raycl.data.loader import eval_batches
 from raycl.errors import BankError
-from raycl.exchange import backbone_of
 from raycl.forgetting import evaluate, forget
 from raycl.methods.registry import METHODS
-from raycl.serve.model import SnapshotModel, adapters_of, router_of
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -35,14 +31,6 @@ def copied(done: Done, folder: Any) -> tuple[Bank, Snapshot]:
     snapshot = bank.newest()
     assert snapshot is not None
     return bank, snapshot
-
-
-def opened(bank: Bank, snapshot: Snapshot) -> SnapshotModel:
-    """The snapshot over a freshly loaded backbone."""
-    config = backbone_of(snapshot)
-    codec = load_codec(config, 24, 4)
-    backbone = load_backbone(config, codec, torch.device("cpu"), 0)
-    return SnapshotModel(backbone, snapshot, adapters_of(bank, snapshot), router_of(bank, snapshot))
 
 
 @pytest.mark.parametrize("method", METHODS)

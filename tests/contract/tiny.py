@@ -29,8 +29,11 @@ from transformers import (
 )
 
 from raycl import config as configs
-from raycl.bank import Bank
+from raycl.backbone import load_backbone, load_codec
+from raycl.bank import Bank, Snapshot
+from raycl.exchange import backbone_of
 from raycl.run import RunConfig, build
+from raycl.serve.model import SnapshotModel, adapters_of, router_of
 from raycl.storage import Storage
 from raycl.train.engine import Engine
 from raycl.train.loop import OpenEngine, StreamLoop
@@ -196,6 +199,14 @@ def run(
     )
     loop.run()
     return loop
+
+
+def opened(bank: Bank, snapshot: Snapshot) -> SnapshotModel:
+    """The snapshot over a freshly loaded backbone."""
+    config = backbone_of(snapshot)
+    codec = load_codec(config, 24, 4)
+    backbone = load_backbone(config, codec, torch.device("cpu"), 0)
+    return SnapshotModel(backbone, snapshot, adapters_of(bank, snapshot), router_of(bank, snapshot))
 
 
 def trace(storage: Storage) -> list[tuple[Any, ...]]:
