@@ -55,7 +55,7 @@ def measure(options: argparse.Namespace) -> Report:
 def _figures(options: argparse.Namespace) -> Iterator[Figure]:
     first: tuple[float, float] | None = None
     for tasks in options.tasks:
-        grown = _Grown(tasks, options)
+        grown = Grown(tasks, options.batch_size, options.rounds, options.router)
         step, answer = grown.step_s(), grown.answer_s()
         first = first or (step, answer)
         yield Figure(f"{tasks} tasks: time per step", step * 1e3, "ms")
@@ -72,16 +72,16 @@ def _figures(options: argparse.Namespace) -> Iterator[Figure]:
         yield Figure(f"{tasks} tasks: resident memory", psutil.Process().memory_info().rss / 2**20, "MiB")
 
 
-class _Grown:
+class Grown:
     """SLM on MiniLM that has learned `tasks` tasks and is about to learn another."""
 
-    def __init__(self, tasks: int, options: argparse.Namespace) -> None:
+    def __init__(self, tasks: int, batch_size: int, rounds: int, router: str) -> None:
         tree: dict[str, Any] = {
             "stream": {"name": "builtin", "tasks": ["topic"], "max_source_tokens": 64},
-            "method": {"name": "slm", "router": options.router},
-            "train": {"batch_size": options.batch_size},
+            "method": {"name": "slm", "router": router},
+            "train": {"batch_size": batch_size},
         }
-        self.options = options
+        self.rounds = rounds
         self.world = World.alone(torch.device("cpu"))
         self.parts, self.open_engine = build(configs.validate(RunConfig, tree), self.world)
         assert isinstance(self.parts.method, Slm)
@@ -99,7 +99,7 @@ class _Grown:
         self.method.study(self.parts.stages[0], queries, queries[:2])
         self.method.begin_task(self.parts.stages[0], resumed=False)
         collate = Collate([table], self.parts.backbone.label_ids(), self.parts.backbone.codec.pad_id, texts=True)
-        size = options.batch_size
+        size = batch_size
         rows = [torch.arange(start, start + size).numpy() for start in range(0, len(table) - size, size)]
         self.batches: list[Batch] = [collate(chosen, size) for chosen in rows]
 
@@ -113,10 +113,10 @@ class _Grown:
 
     def step_s(self) -> float:
         """Median seconds of an optimizer step on the new task."""
-        engine = self.open_engine(1, self.options.rounds + 2)
+        engine = self.open_engine(1, self.rounds + 2)
         self.parts.backbone.train()
         spent = []
-        for number in range(self.options.rounds + 2):
+        for number in range(self.rounds + 2):
             began = time.perf_counter()
             train_step(engine, self.method, [self.batches[number % len(self.batches)]], self.world, number)
             spent.append(time.perf_counter() - began)
@@ -129,7 +129,7 @@ class _Grown:
         self.method.end_task(self.parts.stages[0], self.tensors)
         self.parts.backbone.eval()
         spent = []
-        for number in range(self.options.rounds + 2):
+        for number in range(self.rounds + 2):
             batch = self.batches[number % len(self.batches)]
             began = time.perf_counter()
             with self.method.speaking(batch):

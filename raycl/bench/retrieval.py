@@ -20,6 +20,7 @@ from torch import Tensor
 
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
 from raycl.bench.figures import Figure, Report, machine
+from raycl.bench.growth import Grown
 from raycl.bench.stream import default_models
 from raycl.retrieval.discriminant import Statistics
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
@@ -32,6 +33,9 @@ LIMITS_MS = {1: 2.0, 32: 1.0}
 """Search and weights per request in the largest bank, by batch size."""
 
 RECALL, BUSY, WIDTH = 0.99, 0.5, 384
+EPOCHS, BATCH = 3, 16
+"""Of the fine-tuning that key learning is compared with."""
+
 SETTINGS = ("tasks", "slots", "groups", "top_k", "threads", "rounds", "texts")
 
 
@@ -79,6 +83,9 @@ def _learning(options: argparse.Namespace) -> Iterator[Figure]:
     config = KeyConfig(groups=options.groups, slots=options.slots)
     spent = _ms(lambda: learn_keys(queries, config, options.top_k, 0)) / 1000
     yield Figure(f"learning keys from {options.texts:,} encoded texts", spent, "s", detail=f"{config.steps:,} steps")
+    step, steps = Grown(1, BATCH, 8, "keys").step_s(), EPOCHS * options.texts // BATCH
+    detail = f"{steps} steps of {step * 1e3:,.0f} ms: {EPOCHS} epochs in batches of {BATCH}, 64 tokens, MiniLM"
+    yield Figure("share of key learning in fine-tuning", 100 * spent / (step * steps), "%", 10.0, "<=", detail)
 
 
 def _share(options: argparse.Namespace) -> Iterator[Figure]:
