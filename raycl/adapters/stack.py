@@ -53,12 +53,7 @@ class AdapterStack:
         """
         self.model = model
         self.layers: dict[str, StackedLora] = {}
-        for path in paths:
-            parent, _, name = path.rpartition(".")
-            base = model.get_submodule(path)
-            assert not isinstance(base, StackedLora), f"'{path}' has a stack already"
-            self.layers[path] = StackedLora(base, self, path)
-            setattr(model.get_submodule(parent), name, self.layers[path])
+        self._attach(paths)
         self.grows = rows is None
         self.pool = RowPool({path: _shape(layer) for path, layer in self.layers.items()}, rows or 0)
         self.table = RowTable(rows or 0)
@@ -70,6 +65,25 @@ class AdapterStack:
         self.plan: Plan | None = None
         self.static: StaticRows | None = None
         self._open = False
+
+    def _attach(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            parent, _, name = path.rpartition(".")
+            base = self.model.get_submodule(path)
+            assert not isinstance(base, StackedLora), f"'{path}' has a stack already"
+            self.layers[path] = StackedLora(base, self, path)
+            setattr(self.model.get_submodule(parent), name, self.layers[path])
+
+    def extend(self, paths: Sequence[str]) -> None:
+        """Take on more linears of the model; what is resident stays so, and says nothing there."""
+        assert not self._open and self.static is None, "a mixture is open, or shapes are fixed: extend before"
+        fresh = [path for path in paths if path not in self.layers]
+        if not fresh:
+            return
+        self._attach(fresh)
+        self.pool = RowPool({path: _shape(layer) for path, layer in self.layers.items()}, self.pool.rows)
+        for name, state in self.states.items():
+            self.pool.write(self.table.rows[name], state.linears)
 
     @property
     def device(self) -> torch.device:

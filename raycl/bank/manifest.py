@@ -138,6 +138,7 @@ class TaskFacts(Section):
     name: str
     labels: tuple[str, ...] | None = None
     metric: str = "exact_match"
+    prompt: tuple[str, str] = Field(("", ""), description="what stood before and behind every input text")
 
 
 class RouterFacts(Section):

@@ -8,24 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from raycl.adapters import AdapterStack
-from raycl.adapters.head import MixedHead
-from raycl.adapters.prompts import MixedPrompts
 from raycl.adapters.stack import Source
 from raycl.backbone import Backbone
 from raycl.bank import Bank, Snapshot
 from raycl.bank.routers import get_router
 from raycl.errors import BankError
 from raycl.retrieval.router import Router, make_router
+from raycl.serve.host import Host, Hosted
 from raycl.types import Batch
 
 
 class SnapshotModel:
-    """Answers texts with a snapshot's adapters.
-
-    Attributes:
-        stack: the adapters over the backbone's linears, brought to the device when a mixture names them.
-    """
+    """Answers texts with a snapshot's adapters."""
 
     def __init__(
         self, backbone: Backbone, snapshot: Snapshot, source: Source, router: Router, resident_rows: int | None = None
@@ -37,17 +31,10 @@ class SnapshotModel:
             router: of the snapshot (`router_of`).
             resident_rows: ranks of adapters on the device at once; None: as many as are asked for.
         """
-        paths = sorted({path for layout in snapshot.layouts.values() for path in layout})
-        self.backbone = backbone.eval()
-        self.snapshot = snapshot
-        self.stack = AdapterStack(backbone.model, paths, resident_rows, source)
-        width = int(backbone.model.get_input_embeddings().weight.shape[1])
-        if backbone.codec.needs_labels:
-            rule = snapshot.router.settings.get("head_rule", "probability")
-            backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), rule)
-        if any(entry.prompt for entry in snapshot.adapters):
-            backbone.prefix = MixedPrompts(self.stack, width)
-        self.router = router
+        self.backbone, self.snapshot, self.router = backbone, snapshot, router
+        self.host = Host(backbone, resident_rows)
+        self.hosted = Hosted.of(snapshot, router, source)
+        self.host.add(self.hosted)
 
     def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
         """One answer per example.
@@ -59,24 +46,25 @@ class SnapshotModel:
         Raises:
             BankError: the router needs what is not given, or an adapter is damaged.
         """
-        self._tell(tasks)
-        with self.stack.mixing(self.router.route(texts, tasks)):
+        rule = self.hosted.head_rule
+        told = heads_of(self.hosted, tasks) if rule == "label_count" else ()
+        with self.host.speaking(self.hosted.mixture(texts, tasks), rule, told):
             return self.backbone.predict(batch, limit)
 
-    def _tell(self, tasks: Sequence[str] | None) -> None:
-        """Rule `label_count` of label heads: whose head answers."""
-        head = self.backbone.head
-        if not isinstance(head, MixedHead) or head.rule != "label_count":
-            return
-        owners = {task: entry.name for entry in reversed(self.snapshot.adapters) for task in entry.tasks}
-        unknown = sorted(set(tasks or ()) - owners.keys())
-        if tasks is None or unknown:
-            raise BankError(
-                f"the snapshot's label heads go by the task of each text (head_rule=label_count): got "
-                f"{', '.join(unknown) or 'none'}, expected some of {', '.join(owners)}"
-            )
-        head.told = tuple(owners[task] for task in tasks)
-        self.stack.need(tuple(dict.fromkeys(head.told)))
+
+def heads_of(hosted: Hosted, tasks: Sequence[str] | None) -> list[str]:
+    """Rule `label_count`: whose head answers each example.
+
+    Raises:
+        BankError: nobody said the tasks, or one is unknown.
+    """
+    unknown = sorted(set(tasks or ()) - hosted.heads.keys())
+    if tasks is None or unknown:
+        raise BankError(
+            f"the snapshot's label heads go by the task of each text (head_rule=label_count): got "
+            f"{', '.join(unknown) or 'none'}, expected some of {', '.join(hosted.heads)}"
+        )
+    return [hosted.heads[task] for task in tasks]
 
 
 def router_of(bank: Bank, snapshot: Snapshot, cache: Path | None = None) -> Router:

@@ -14,7 +14,7 @@ from raycl.bank.routers import put_router
 from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.train.parts import Parts
-from raycl.types import Stage
+from raycl.types import Stage, Task
 
 
 def open_bank(parts: Parts, storage: Storage) -> Bank:
@@ -50,10 +50,15 @@ def publish(
         [*fresh, *kept],
         backbone,
         router,
-        [TaskFacts(name=task.name, labels=task.labels, metric=task.metric) for task in seen],
+        [_facts(parts, task) for task in seen],
         encoder,
         parent=parent.number if parent else None,
         made={**made, "config": parts.info.tree},
     )
     versions = {entry.name: entry.version for entry in snapshot.adapters}
     return {"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": versions}
+
+
+def _facts(parts: Parts, task: Task) -> TaskFacts:
+    prompt = parts.stream.prompt(task, parts.backbone.codec)
+    return TaskFacts(name=task.name, labels=task.labels, metric=task.metric, prompt=(prompt.prefix, prompt.suffix))

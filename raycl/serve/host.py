@@ -1,0 +1,168 @@
+"""One backbone that speaks for any number of snapshots at once: what several bring is resident side by side.
+
+Why it exists: while a new snapshot is taken on, answers begun on the old one go on, in the same batches. An adapter
+is known on the device by name and version, so that two snapshots share what they have in common and nothing else.
+What it does not know: requests, where snapshots come from, when one is no longer needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raycl.adapters import AdapterStack
+from raycl.adapters.head import MixedHead
+from raycl.adapters.prompts import MixedPrompts
+from raycl.adapters.stack import Source
+from raycl.backbone import Backbone
+from raycl.bank import Snapshot
+from raycl.errors import BankError
+from raycl.retrieval.router import Router
+from raycl.types import AdapterState, Mixture
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """A snapshot that can be spoken for.
+
+    Attributes:
+        source: adapter -> what it holds.
+        keys: adapter -> its name on the device.
+        heads: task -> name on the device of the adapter that brought its label head first.
+    """
+
+    snapshot: Snapshot
+    router: Router
+    source: Source
+    keys: Mapping[str, str]
+    heads: Mapping[str, str]
+
+    @staticmethod
+    def of(snapshot: Snapshot, router: Router, source: Source) -> Hosted:
+        """Ready to be taken on."""
+        keys = {entry.name: str(entry) for entry in snapshot.adapters}
+        heads = {task: str(entry) for entry in reversed(snapshot.adapters) for task in entry.tasks}
+        return Hosted(snapshot, router, source, keys, heads)
+
+    @property
+    def head_rule(self) -> Any:
+        """How its label heads are mixed (`raycl.adapters.head.Rule`)."""
+        return self.snapshot.router.settings.get("head_rule", "probability")
+
+    def mixture(self, texts: Sequence[str], tasks: Sequence[str] | None = None) -> Mixture:
+        """Who speaks for each text, by names on the device; adapters that nobody chose are left out.
+
+        Raises:
+            BankError: the router needs the tasks, or does not know one.
+        """
+        return self.named(self.router.route(texts, tasks))
+
+    def named(self, mixture: Mixture) -> Mixture:
+        """A mixture of the snapshot's own names by names on the device."""
+        chosen = (mixture.weights != 0).any(0).nonzero().flatten().tolist()
+        return Mixture(tuple(self.keys[mixture.names[column]] for column in chosen), mixture.weights[:, chosen])
+
+
+class Host:
+    """The backbone with the adapters of all hosted snapshots.
+
+    Attributes:
+        stack: adapters over the backbone's linears, brought to the device when a mixture names them.
+        hosted: number -> snapshot.
+    """
+
+    def __init__(self, backbone: Backbone, resident_rows: int | None = None) -> None:
+        """Take the backbone, which from now on speaks through snapshots alone.
+
+        Args:
+            resident_rows: ranks of adapters on the device at once; None: as many as are asked for.
+        """
+        self.backbone = backbone.eval()
+        self.hosted: dict[int, Hosted] = {}
+        self._sources: dict[str, tuple[Source, str]] = {}
+        self.stack = AdapterStack(backbone.model, [], resident_rows, self._fetch)
+        if backbone.codec.needs_labels:
+            backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size))
+
+    def add(self, hosted: Hosted) -> None:
+        """Take a snapshot on; no mixture may be open.
+
+        Raises:
+            BankError: it was made for a backbone without some of its linears.
+        """
+        snapshot = hosted.snapshot
+        paths = sorted({path for layout in snapshot.layouts.values() for path in layout})
+        try:
+            self.stack.extend(paths)
+        except AttributeError as error:
+            raise BankError(
+                f"snapshot {snapshot.number} adapts linears that this backbone lacks ({error}): it was made for "
+                f"'{snapshot.backbone.name}'"
+            ) from error
+        if self.backbone.prefix is None and any(entry.prompt for entry in snapshot.adapters):
+            width = int(self.backbone.model.get_input_embeddings().weight.shape[1])
+            self.backbone.prefix = MixedPrompts(self.stack, width)
+        for name, key in hosted.keys.items():
+            self._sources.setdefault(key, (hosted.source, name))
+        self.hosted[snapshot.number] = hosted
+
+    def drop(self, number: int) -> None:
+        """Forget a snapshot and what no other one has; no mixture may be open."""
+        gone = self.hosted.pop(number)
+        kept = {key for other in self.hosted.values() for key in other.keys.values()}
+        for name, key in gone.keys.items():
+            if key in kept:
+                if self._sources[key][0] is gone.source:
+                    owner = next(other for other in self.hosted.values() if key in other.keys.values())
+                    self._sources[key] = (owner.source, name)
+                continue
+            del self._sources[key]
+            if key in self.stack.states:
+                self.stack.drop(key)
+
+    def _fetch(self, key: str) -> AdapterState:
+        source, name = self._sources[key]
+        return source(name)
+
+    def rows(self, keys: Sequence[str]) -> int:
+        """Resident rows that these adapters take together."""
+        return sum(self._rank(key) for key in keys)
+
+    def _rank(self, key: str) -> int:
+        if key in self.stack.states:
+            return self.stack.states[key].rank
+        name, _, version = key.rpartition("@")
+        entries = (entry for hosted in self.hosted.values() for entry in hosted.snapshot.adapters)
+        return next(entry.rank for entry in entries if entry.name == name and entry.version == int(version))
+
+    @contextmanager
+    def speaking(self, mixture: Mixture, rule: Any = "probability", told: Sequence[str] = ()) -> Iterator[None]:
+        """Everything inside is spoken by this mixture.
+
+        Args:
+            rule: of label heads. told: adapter whose head answers each example, for rule `label_count`.
+        """
+        head = self.backbone.head
+        if isinstance(head, MixedHead):
+            head.rule, head.told = rule, tuple(told)
+            if rule == "label_count":
+                self.stack.need(tuple(dict.fromkeys(told)))
+        with self.stack.mixing(mixture):
+            yield
+
+
+def stacked(mixtures: Sequence[Mixture]) -> Mixture:
+    """The examples of several mixtures below each other, over the adapters of all."""
+    names = tuple(dict.fromkeys(name for mixture in mixtures for name in mixture.names))
+    column = {name: number for number, name in enumerate(names)}
+    blocks: list[Tensor] = []
+    for mixture in mixtures:
+        block = torch.zeros(len(mixture.weights), len(names))
+        block[:, [column[name] for name in mixture.names]] = mixture.weights.float().cpu()
+        blocks.append(block)
+    return Mixture(names, torch.cat(blocks) if blocks else torch.zeros(0, len(names)))
