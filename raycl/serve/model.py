@@ -15,8 +15,9 @@ from raycl.adapters.stack import Source
 from raycl.backbone import Backbone
 from raycl.bank import Bank, Snapshot
 from raycl.bank.routers import get_router
+from raycl.errors import BankError
 from raycl.retrieval.router import Router, make_router
-from raycl.types import Batch
+from raycl.types import Activation, Batch
 
 
 class SnapshotModel:
@@ -35,11 +36,15 @@ class SnapshotModel:
             source: name of an adapter -> what it holds (`adapters_of`, or a shelf).
             router: of the snapshot (`router_of`).
             resident_rows: ranks of adapters on the device at once; None: as many as are asked for.
+
+        Raises:
+            BankError: adapters of different activations.
         """
+        activation = activation_of(snapshot)
         paths = sorted({path for layout in snapshot.layouts.values() for path in layout})
         self.backbone = backbone.eval()
         self.snapshot = snapshot
-        self.stack = AdapterStack(backbone.model, paths, resident_rows, source)
+        self.stack = AdapterStack(backbone.model, paths, resident_rows, source, activation)
         width = int(backbone.model.get_input_embeddings().weight.shape[1])
         if backbone.codec.needs_labels:
             backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size))
@@ -59,6 +64,22 @@ class SnapshotModel:
         """
         with self.stack.mixing(self.router.route(texts, tasks)):
             return self.backbone.predict(batch, limit)
+
+
+def activation_of(snapshot: Snapshot) -> Activation:
+    """The one activation of the snapshot's adapters; those of a head or a prompt alone have none and need none.
+
+    Raises:
+        BankError: there are several.
+    """
+    example = {entry.activation: entry for entry in snapshot.adapters if entry.rank}
+    if len(example) > 1:
+        kinds = ", ".join(f"'{kind or 'none'}' ({example[kind]})" for kind in sorted(example))
+        raise BankError(
+            f"the adapters of snapshot {snapshot.number} have activations {kinds}, but a model computes all of its "
+            "adapters with one: make a snapshot for each"
+        )
+    return next(iter(example), "")
 
 
 def router_of(bank: Bank, snapshot: Snapshot, cache: Path | None = None) -> Router:
