@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def mixed(bank: Bank, snapshot: Snapshot, weights: Mapping[str, float], head: bo
     entries = {name: snapshot.adapter(name) for name in weights}
     states = {name: bank.fetch(entry, snapshot.layouts[entry.layout]) for name, entry in entries.items()}
     if not head:
-        states = {name: AdapterState(held.linears, held.scale, held.prompt) for name, held in states.items()}
+        states = {name: replace(held, labels=(), head_weight=None, head_bias=None) for name, held in states.items()}
     if list(weights.values()) == [1.0]:
         return next(iter(states.values()))  # as it was learned, not its scale folded into B
     return combine(weights, states)

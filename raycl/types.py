@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 IGNORE = -100
 """Target positions with this id carry no loss (the convention of torch's cross_entropy)."""
+
+Activation = Literal["", "relu"]
+"""What stands between A and B of an adapter: nothing (a weight increment, LoRA), or a non-linearity (a bottleneck)."""
 
 
 @dataclass(frozen=True)
@@ -162,10 +165,11 @@ class AdapterState:
 
     Attributes:
         linears: path of a linear inside the backbone's model -> A `[r, D]` and B `[O, r]`; ranks may differ.
-        scale: the update of a linear is `scale * B A`.
+        scale: the update of a linear is `scale * B A`, or `scale * B f(A x)` with an activation f.
         prompt: `[P, D]` soft prompt, or None.
         labels: label texts of the head's rows; empty where there is no head.
         head_weight: `[C, D]`. head_bias: `[C]`.
+        activation: f of its linears.
     """
 
     linears: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -174,6 +178,7 @@ class AdapterState:
     labels: tuple[str, ...] = ()
     head_weight: Tensor | None = None
     head_bias: Tensor | None = None
+    activation: Activation = ""
 
     @property
     def rank(self) -> int:
@@ -192,12 +197,14 @@ class AdapterState:
         return found
 
     @staticmethod
-    def from_tensors(tensors: Mapping[str, Tensor], scale: float, labels: Sequence[str]) -> AdapterState:
+    def from_tensors(
+        tensors: Mapping[str, Tensor], scale: float, labels: Sequence[str], activation: Activation = ""
+    ) -> AdapterState:
         """Back from what `tensors` gave."""
         paths = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
         linears = {path: (tensors[f"{path}.lora_A"], tensors[f"{path}.lora_B"]) for path in paths}
         head = tensors.get("head.weight"), tensors.get("head.bias")
-        return AdapterState(linears, scale, tensors.get("prompt"), tuple(labels), *head)
+        return AdapterState(linears, scale, tensors.get("prompt"), tuple(labels), *head, activation)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ Shared: all rows of all adapters in use, each example closes the gates it does n
 Own: every example brings the few rows it wants (two batched GEMMs; SLM's form, methods.md 1.5), cheaper when an
 example uses a small part of what the batch uses. Both give the exact sum of weighted block outputs: A and B are
 never averaged.
+With an activation f between the two GEMMs, `y += gate * f(x A^T) B`, a block is no weight increment but a bottleneck
+(Houlsby et al. 2019, without biases) in parallel to its linear (He et al. 2022, "parallel adapter"). `relu_` works in
+place under autograd too: nothing else reads what the first GEMM gave.
 What it does not know: where rows are kept, which example wants which.
 """
 
@@ -13,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from raycl.types import Activation
+
 OWN_GAIN = 3
 """An example's own rows must be this many times fewer than the shared ones: batched GEMMs of few rows run slower."""
 
@@ -20,15 +25,20 @@ OWN_TOKENS = 8
 """Positions per example from which on copying its own rows pays."""
 
 
-def add_shared(y: Tensor, x: Tensor, a_RD: Tensor, b_RO: Tensor, gate_BR: Tensor) -> Tensor:
-    """`y + (gate * (x A^T)) B`.
+def add_shared(
+    y: Tensor, x: Tensor, a_RD: Tensor, b_RO: Tensor, gate_BR: Tensor, activation: Activation = ""
+) -> Tensor:
+    """`y + (gate * f(x A^T)) B`.
 
     Args:
         y: `[B, ..., O]`, changed in place where autograd allows it.
         x: `[B, ..., D]`.
         gate_BR: weight times scale of each row for each example.
+        activation: f; "" for none.
     """
     h = linear(x, a_RD)
+    if activation == "relu":
+        h.relu_()
     gate = gate_BR.to(h.dtype).view(gate_BR.shape[0], *(1,) * (x.dim() - 2), -1)
     if torch.is_grad_enabled():
         return y + linear(h * gate, b_RO.T)
@@ -39,11 +49,15 @@ def add_shared(y: Tensor, x: Tensor, a_RD: Tensor, b_RO: Tensor, gate_BR: Tensor
     return y + linear(h, b_RO.T)
 
 
-def add_own(y: Tensor, x: Tensor, a_BKD: Tensor, b_BKO: Tensor, gate_BK: Tensor) -> Tensor:
+def add_own(y: Tensor, x: Tensor, a_BKD: Tensor, b_BKO: Tensor, gate_BK: Tensor, activation: Activation = "") -> Tensor:
     """The same with rows of each example's own: `a_BKD` and `b_BKO` are its K rows; x is `[B, T, D]`."""
     gate = gate_BK.to(x.dtype)
     if torch.is_grad_enabled() or y.dtype != x.dtype:
-        h = torch.bmm(x, a_BKD.transpose(1, 2)) * gate[:, None, :]
-        return y + torch.bmm(h, b_BKO)
-    h_BKT = torch.bmm(a_BKD, x.transpose(1, 2)).mul_(gate[:, :, None])  # few rows first: faster than x A^T
-    return y.baddbmm_(h_BKT.transpose(1, 2), b_BKO)
+        h = torch.bmm(x, a_BKD.transpose(1, 2))
+        if activation == "relu":
+            h.relu_()
+        return y + torch.bmm(h * gate[:, None, :], b_BKO)
+    h_BKT = torch.bmm(a_BKD, x.transpose(1, 2))  # few rows first: faster than x A^T
+    if activation == "relu":
+        h_BKT.relu_()
+    return y.baddbmm_(h_BKT.mul_(gate[:, :, None]).transpose(1, 2), b_BKO)

@@ -53,17 +53,17 @@ class StackedLora(nn.Module):
         stack = self._stack
         if stack.static is not None:
             a_RD, b_RO = stack.static.layer(self.path)
-            return add_shared(y, x, a_RD, b_RO, stack.static.gate)
+            return add_shared(y, x, a_RD, b_RO, stack.static.gate, stack.activation)
         plan = stack.plan
         if plan is None:
             return y
         rows = x.shape[0]
         if plan.own is not None and x.dim() == 3 and x.shape[1] >= OWN_TOKENS:
             a_BKD, b_BKO = plan.own_rows(self.path, rows)
-            y = add_own(y, x, a_BKD, b_BKO, plan.own_gate(rows))
+            y = add_own(y, x, a_BKD, b_BKO, plan.own_gate(rows), stack.activation)
         elif plan.has_resident:
             a_RD, b_RO = plan.shared_rows(self.path)
-            y = add_shared(y, x, a_RD, b_RO, plan.shared_gate(rows))
+            y = add_shared(y, x, a_RD, b_RO, plan.shared_gate(rows), stack.activation)
         if plan.live_gate is not None and self.lora_A is not None:
             y = self._add_live(y, x, plan.gate_of_live(rows))
         return y
@@ -72,6 +72,8 @@ class StackedLora(nn.Module):
         """The part in training: exact gradients to A, B, the gate and x."""
         assert self.lora_A is not None and self.lora_B is not None
         h = linear(dropout(x, self._stack.dropout, self.training), self.lora_A)
+        if self._stack.activation == "relu":
+            h.relu_()
         gate = gate_BR.to(h.dtype).view(gate_BR.shape[0], *(1,) * (x.dim() - 2), -1)
         return y + linear(h * gate, self.lora_B)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from raycl.adapters.state import check_increment
 from raycl.errors import AdapterError
 from raycl.types import AdapterState
 
@@ -30,10 +31,11 @@ def to_peft(state: AdapterState, base: str) -> tuple[dict[str, Tensor], dict[str
         base: name of the backbone, for the record.
 
     Raises:
-        AdapterError: it has no LoRA, or a soft prompt.
+        AdapterError: it has no LoRA, a soft prompt, or a non-linearity.
     """
     if not state.linears or state.prompt is not None:
         raise AdapterError("a soft prompt has no LoRA to export: PEFT's LoRA folder holds updates of linears only")
+    check_increment("the adapter", state)
     tensors = {}
     for path, (a, b) in state.linears.items():
         tensors[f"{PREFIX}{path}.lora_A.weight"] = a.contiguous()

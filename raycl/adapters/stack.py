@@ -22,7 +22,7 @@ from raycl.adapters.rows import RowTable
 from raycl.adapters.state import check_fits
 from raycl.adapters.static import StaticRows
 from raycl.errors import AdapterError
-from raycl.types import AdapterState, Mixture
+from raycl.types import Activation, AdapterState, Mixture
 
 Source = Callable[[str], AdapterState]
 """Name of an adapter -> what it holds; asked when a mixture names one that is not resident."""
@@ -40,10 +40,16 @@ class AdapterStack:
         table: who owns which resident rows.
         static: preallocated rows for compiled models, else None.
         dropout: on the input of adapters in training.
+        activation: of all its adapters: they are computed together.
     """
 
     def __init__(
-        self, model: nn.Module, paths: Sequence[str], rows: int | None = None, source: Source | None = None
+        self,
+        model: nn.Module,
+        paths: Sequence[str],
+        rows: int | None = None,
+        source: Source | None = None,
+        activation: Activation = "",
     ) -> None:
         """Put a `StackedLora` in the place of each linear.
 
@@ -58,6 +64,7 @@ class AdapterStack:
         self.pool = RowPool({path: _shape(layer) for path, layer in self.layers.items()}, rows or 0)
         self.table = RowTable(rows or 0)
         self.source = source
+        self.activation = activation
         self.states: dict[str, AdapterState] = {}
         self.live: dict[str, int] = {}
         self.live_scale = 1.0
@@ -96,10 +103,15 @@ class AdapterStack:
         """Make an adapter resident, evicting others if rows are short.
 
         Raises:
-            AdapterError: it does not fit the model, its name is taken, or there is no room.
+            AdapterError: it does not fit the model or has another activation, its name is taken, or there is no room.
         """
         if name in self.states or name in self.live:
             raise AdapterError(f"adapter '{name}' is on the device already: drop it before loading another version")
+        if state.linears and state.activation != self.activation:
+            raise AdapterError(
+                f"adapter '{name}' has activation '{state.activation or 'none'}', but the adapters of this stack have "
+                f"'{self.activation or 'none'}' and are computed together: load it into a stack of its own kind"
+            )
         check_fits(name, state, {path: (layer.inputs, layer.outputs) for path, layer in self.layers.items()})
         if self.grows and self.table.free < state.rank:
             more = max(2 * self.table.capacity, self.table.capacity + state.rank - self.table.free)
@@ -165,7 +177,7 @@ class AdapterStack:
             rows = slice(first, first + rank)
             pairs = {p: (values[f"{prefix}{p}.lora_A"], values[f"{prefix}{p}.lora_B"]) for p in self.layers}
             linears = {path: (a[rows].clone(), b[:, rows].clone()) for path, (a, b) in pairs.items()}
-            found[name] = AdapterState(linears, self.live_scale)
+            found[name] = AdapterState(linears, self.live_scale, activation=self.activation)
             first += rank
         return found
 

@@ -45,6 +45,22 @@ def check_fits(name: str, state: AdapterState, shapes: Shapes) -> None:
             raise AdapterError(f"adapter '{name}', '{path}' holds values that are not finite numbers")
 
 
+def check_increment(what: str, state: AdapterState) -> None:
+    """Whether the adapter is a weight increment `scale * B A`, which can be added, folded and written as a LoRA.
+
+    Args:
+        what: it is called in the message.
+
+    Raises:
+        AdapterError: it has a non-linearity between A and B.
+    """
+    if state.activation:
+        raise AdapterError(
+            f"{what} has activation '{state.activation}' between A and B, expected none: a non-linear block is no "
+            "weight increment and cannot be combined, folded or exported as a LoRA; answer with its snapshot instead"
+        )
+
+
 def combine(weights: Mapping[str, float], states: Mapping[str, AdapterState]) -> AdapterState:
     """A fixed mixture as one adapter of scale 1.
 
@@ -52,7 +68,7 @@ def combine(weights: Mapping[str, float], states: Mapping[str, AdapterState]) ->
         weights: adapter -> weight; zero leaves it out.
 
     Raises:
-        AdapterError: parts that do not add up to one adapter: several label heads, or soft prompts.
+        AdapterError: parts that do not add up to one adapter: several label heads, soft prompts, non-linear blocks.
     """
     used = {name: weight for name, weight in weights.items() if weight != 0}
     with_prompt = [name for name in used if states[name].prompt is not None]
@@ -60,6 +76,7 @@ def combine(weights: Mapping[str, float], states: Mapping[str, AdapterState]) ->
         raise AdapterError(f"{', '.join(with_prompt)}: soft prompts cannot be put into one LoRA with other adapters")
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, weight in used.items():
+        check_increment(f"adapter '{name}'", states[name])
         for path, (a, b) in states[name].linears.items():
             parts.setdefault(path, []).append((a.float(), b.float() * (weight * states[name].scale)))
     linears = {
@@ -82,10 +99,11 @@ def fold(model: nn.Module, state: AdapterState) -> None:
     """Add `scale * B A` to the model's plain weights, in float32.
 
     Raises:
-        AdapterError: the adapter does not fit, or holds what no weight can (a prompt).
+        AdapterError: the adapter does not fit, or holds what no weight can (a prompt, a non-linear block).
     """
     if state.prompt is not None:
         raise AdapterError("a soft prompt cannot be folded into weights: export the adapter itself")
+    check_increment("the adapter", state)
     for path, (a, b) in state.linears.items():
         try:
             weight = model.get_submodule(path).weight

@@ -82,6 +82,7 @@ class Bank:
                 "layout": layout,
                 "rank": state.rank,
                 "scale": state.scale,
+                "activation": state.activation,
                 "dtype": dtype_of(state),
                 "prompt": None if state.prompt is None else tuple(map(int, state.prompt.shape)),
                 "labels": state.labels,
@@ -278,7 +279,8 @@ def unpack_entry(data: Buffer, entry: AdapterManifest | SnapshotAdapter, layout:
     shapes = entry.layout if isinstance(entry, AdapterManifest) else layout
     assert shapes is not None, "an entry of a snapshot needs its layout"
     what = f"{entry.name}@{entry.version}"
-    return unpack(data, what, shapes, entry.rank, entry.scale, entry.dtype, entry.prompt, entry.labels)
+    facts = (entry.rank, entry.scale, entry.dtype, entry.prompt, entry.labels, entry.activation)
+    return unpack(data, what, shapes, *facts)
 
 
 def _facts(parts: Sequence[Buffer]) -> ObjectFacts:

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, Field
 
 from raycl.config import Section, validate
 from raycl.errors import BankError, ConfigError
+from raycl.types import Activation
 
 FORMAT = 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -94,6 +95,7 @@ class AdapterManifest(Section):
     layout: Layout = Field(default_factory=dict)
     rank: int = Field(0, ge=0)
     scale: float = 1.0
+    activation: Activation = Field("", description="between A and B; manifests that do not say have none")
     dtype: str = "float32"
     prompt: tuple[int, int] | None = None
     labels: tuple[str, ...] = ()
@@ -122,6 +124,7 @@ class SnapshotAdapter(Section):
     layout: str = Field(description="key of the snapshot's layouts")
     rank: int
     scale: float
+    activation: Activation = ""
     dtype: str
     prompt: tuple[int, int] | None = None
     labels: tuple[str, ...] = ()

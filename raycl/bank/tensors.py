@@ -19,7 +19,7 @@ from torch import Tensor
 from raycl.bank.manifest import Layout
 from raycl.errors import BankError
 from raycl.storage.unfinished import Buffer
-from raycl.types import AdapterState
+from raycl.types import Activation, AdapterState
 
 A, B, PROMPT, HEAD_WEIGHT, HEAD_BIAS = ".lora_A", ".lora_B", "prompt", "head.weight", "head.bias"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32}
@@ -124,6 +124,7 @@ def unpack(
     dtype: str,
     prompt: tuple[int, int] | None,
     labels: tuple[str, ...],
+    activation: Activation,
 ) -> AdapterState:
     """The adapter in `buffer`, checked against what its manifest says.
 
@@ -149,6 +150,7 @@ def unpack(
         labels,
         _shaped(found, HEAD_WEIGHT, (len(labels), None), what) if labels else None,
         _shaped(found, HEAD_BIAS, (len(labels),), what) if labels else None,
+        activation,
     )
     if state.rank != rank:
         raise BankError(f"{what} has rank {state.rank}, its manifest says {rank}")

@@ -32,7 +32,7 @@ from raycl.retrieval.keys import KeyConfig, check_keys, split_groups
 from raycl.retrieval.maps import plane, similarity
 from raycl.retrieval.slots import Kind, SlotRouter
 from raycl.retrieval.weights import RetrievalConfig
-from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage
+from raycl.types import Activation, AdapterState, Batch, Mixture, RouterState, Stage
 
 
 class SlmConfig(MethodConfig):
@@ -41,10 +41,11 @@ class SlmConfig(MethodConfig):
     name: Literal["slm"] = "slm"
     rank: int = Field(8, ge=1, description="r of each slot; the paper: 12 for BERT, 8 for LLaMA")
     a_init_std: float = Field(1.0, gt=0, description="A is drawn from a normal distribution of this width, B is 0")
-    value: Literal["jare", "prompt"] = Field(
+    value: Literal["jare", "adapter", "prompt"] = Field(
         "jare",
-        description="what a slot holds: weight increments, or a soft prompt (the paper's DTKR+Prompt; with "
-        "retrieval.rule=vote as there, without distance weights)",
+        description="what a slot holds: weight increments, bottleneck blocks in parallel to the targets (the paper's "
+        "DTKR+Adapter), or a soft prompt (its DTKR+Prompt); both with retrieval.rule=vote as there, without distance "
+        "weights",
     )
     prompt_length: int = Field(10, ge=1, description="positions of a slot's prompt")
     targets: tuple[str, ...] = Field(
@@ -88,8 +89,9 @@ class Slm(Method):
         device = "cuda" if backbone.device.type == "cuda" else "cpu"
         self._encoder = SentenceEncoder(config.encoder, cache_folder(None) / "queries", device)
         split_groups(torch.zeros(1, self._encoder.width), config.keys.groups)
-        paths = linear_names(backbone.model, config.targets) if config.value == "jare" else []
-        self.stack: AdapterStack = AdapterStack(backbone.model, paths)
+        paths = [] if config.value == "prompt" else linear_names(backbone.model, config.targets)
+        activation: Activation = "relu" if config.value == "adapter" else ""
+        self.stack: AdapterStack = AdapterStack(backbone.model, paths, activation=activation)
         if config.value == "prompt":
             width = int(backbone.model.get_input_embeddings().weight.shape[1])
             backbone.prefix = MixedPrompts(self.stack, width)
@@ -250,7 +252,7 @@ class Slm(Method):
         self._ahead = _restored(replace(router, settings={**router.settings, "tasks": state["ahead"]}), carried)
         for name, labels in state["learned"].items():
             parts = _under(f"slot/{name}/", carried)
-            self._keep({name: AdapterState.from_tensors(parts, 1.0, labels)})
+            self._keep({name: AdapterState.from_tensors(parts, 1.0, labels, self.stack.activation)})
         if state["task"]:
             self._begin(state["task"], state["live_labels"])
 

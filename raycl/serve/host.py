@@ -23,7 +23,7 @@ from raycl.backbone import Backbone
 from raycl.bank import Snapshot
 from raycl.errors import BankError
 from raycl.retrieval.router import Router
-from raycl.types import AdapterState, Mixture
+from raycl.types import Activation, AdapterState, Mixture
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,11 @@ class Host:
         """Take a snapshot on; no mixture may be open.
 
         Raises:
-            BankError: it was made for a backbone without some of its linears.
+            BankError: it was made for a backbone without some of its linears, or its adapters have another activation
+                than those hosted (or than each other).
         """
         snapshot = hosted.snapshot
+        self.stack.activation = self._activation(snapshot)
         paths = sorted({path for layout in snapshot.layouts.values() for path in layout})
         try:
             self.stack.extend(paths)
@@ -110,6 +112,18 @@ class Host:
         for name, key in hosted.keys.items():
             self._sources.setdefault(key, (hosted.source, name))
         self.hosted[snapshot.number] = hosted
+
+    def _activation(self, snapshot: Snapshot) -> Activation:
+        """The one of all hosted adapters; those of a head or a prompt alone have none and need none."""
+        others = [hosted.snapshot for hosted in self.hosted.values()]
+        example = {entry.activation: entry for one in (*others, snapshot) for entry in one.adapters if entry.rank}
+        if len(example) > 1:
+            kinds = ", ".join(f"'{kind or 'none'}' ({example[kind]})" for kind in sorted(example))
+            raise BankError(
+                f"the adapters of snapshot {snapshot.number} and those hosted have activations {kinds}, but a model "
+                "computes all of its adapters with one: make a snapshot for each, and host one kind"
+            )
+        return next(iter(example), "")
 
     def drop(self, number: int) -> None:
         """Forget a snapshot and what no other one has; no mixture may be open."""

@@ -30,6 +30,9 @@ class SnapshotModel:
             source: name of an adapter -> what it holds (`adapters_of`, or a shelf).
             router: of the snapshot (`router_of`).
             resident_rows: ranks of adapters on the device at once; None: as many as are asked for.
+
+        Raises:
+            BankError: see `Host.add`.
         """
         self.backbone, self.snapshot, self.router = backbone, snapshot, router
         self.host = Host(backbone, resident_rows)

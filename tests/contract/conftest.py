@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny import ENGINES, Complete, Done, Lab, run
+from tiny import ENGINES, VARIANTS, Complete, Done, Lab, run
 
 from raycl.storage import Storage
 
@@ -15,13 +15,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.fixture(scope="session")
 def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Complete:
-    """(backbone kind, method, engine) -> its complete run, made when first asked for."""
+    """(backbone kind, method or variant, engine) -> its complete run, made when first asked for."""
     done: dict[tuple[str, str, str], Done] = {}
 
     def get(kind: str, method: str, engine: str) -> Done:
         key = (kind, method, engine)
         if key not in done:
-            config = lab.config(kind, method, ENGINES[engine])
+            config = lab.config(kind, VARIANTS.get(method, method), ENGINES[engine])
             storage = Storage.at(tmp_path_factory.mktemp("-".join(key)))
             done[key] = Done(config, storage, run(config, storage).parts)
         return done[key]

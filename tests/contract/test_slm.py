@@ -48,10 +48,11 @@ def states(method: Slm, batch: Batch) -> torch.Tensor:
     return backbone(batch).logits  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("value", ["jare", "adapter"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_fresh_slots_say_nothing(lab: Lab, kind: str) -> None:
+def test_fresh_slots_say_nothing(lab: Lab, kind: str, value: str) -> None:
     """9.1.2: B = 0, so the output is the pretrained model's, bit for bit."""
-    method, batch = started(lab, kind)
+    method, batch = started(lab, kind, value=value)
     with torch.no_grad():
         bare = states(method, batch)
         with method.speaking(batch):
@@ -219,6 +220,20 @@ def test_slots_can_hold_prompts(lab: Lab, tmp_path: Path, kind: str) -> None:
     prompts = [bank.fetch(entry, newest.layouts[entry.layout]).prompt for entry in newest.adapters]
     assert all(prompt is not None and prompt.shape == (3, 32) for prompt in prompts)
     assert all(entry.rank == 0 for entry in newest.adapters)
+    evaluated = evaluate(bank, newest)
+    assert [evaluated[task].value for task in ("colour", "animal")] == matrix(storage)[-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_can_hold_bottleneck_adapters(complete: Complete, kind: str) -> None:
+    """The ablation DTKR+Adapter: same keys, blocks that no weight can hold."""
+    storage = complete(kind, "slm-adapter", "torch").storage
+    bank = Bank(storage.sub("bank"))
+    newest = bank.newest()
+    assert newest is not None and len(newest.adapters) == 8
+    blocks = [bank.fetch(entry, newest.layouts[entry.layout]) for entry in newest.adapters]
+    assert all(block.activation == "relu" and block.rank == 8 for block in blocks)
+    assert any(bool(high.any()) for block in blocks for _, high in block.linears.values())
     evaluated = evaluate(bank, newest)
     assert [evaluated[task].value for task in ("colour", "animal")] == matrix(storage)[-1]
 

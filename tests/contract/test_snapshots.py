@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import KINDS, Complete, Done, matrix, opened
+from tiny import KINDS, VARIANTS, Complete, Done, matrix, opened
 
 from raycl.bank import Bank, Snapshot
 from raycl.data.loader import eval_batches
@@ -33,7 +33,7 @@ def copied(done: Done, folder: Any) -> tuple[Bank, Snapshot]:
     return bank, snapshot
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *VARIANTS])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_snapshot_alone_answers_as_the_run_did(complete: Complete, kind: str, method: str) -> None:
     done = complete(kind, method, "torch")
@@ -51,6 +51,15 @@ def test_a_snapshot_alone_answers_as_the_run_did(complete: Complete, kind: str, 
             found = model.predict(batch, table.texts(rows), [task.name] * len(rows), 4)
             answers |= dict(zip(rows, found, strict=True))
         assert [answers[row] for row in range(len(table))] == answers_of(done, task.name)
+
+
+def test_a_snapshot_of_two_activations_is_refused(complete: Complete, tmp_path: Any) -> None:
+    bank, snapshot = copied(complete("bert", "separate", "torch"), tmp_path)
+    entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
+    entries[0] = (entries[0][0].model_copy(update={"activation": "relu"}), entries[0][1])
+    mixed = bank.snapshot(entries, snapshot.backbone, snapshot.router, snapshot.tasks, made=snapshot.made)
+    with pytest.raises(BankError, match=r"activations 'none' \(colour@1\), 'relu' \(animal@1\), but a model"):
+        opened(bank, mixed)
 
 
 def answers_of(done: Done, task: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ENGINES, KINDS, TASKS, Complete, Done, Lab, Stop, exported, matrix, run, trace
+from tiny import ENGINES, KINDS, TASKS, VARIANTS, Complete, Done, Lab, Stop, exported, matrix, run, trace
 
 from raycl.bank import Bank
 from raycl.bank.upkeep import verify
@@ -22,7 +22,7 @@ from raycl.train import loop as loops
 from raycl.train.world import World
 
 CASES = [
-    *((kind, method, "torch") for kind in KINDS for method in METHODS),
+    *((kind, method, "torch") for kind in KINDS for method in (*METHODS, *VARIANTS)),
     *(("bert", method, engine) for engine in ENGINES if engine != "torch" for method in METHODS),
     *((kind, method, engine) for kind in KINDS[1:] for method in ("lora", "finetune") for engine in ("zero2", "zero3")),
 ]

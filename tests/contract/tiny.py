@@ -61,6 +61,9 @@ ENGINES: dict[str, Any] = {
 }
 """Short name -> config node."""
 
+VARIANTS: dict[str, Any] = {"slm-adapter": {"name": "slm", "value": "adapter", "retrieval": {"rule": "vote"}}}
+"""Short name -> settings that must keep what their method promises: the ablation DTKR+Adapter (methods.md 1.8)."""
+
 TRAIN_ROWS, TEST_ROWS = 14, 6
 """14 rows in batches of 4 leave a last batch of 2."""
 

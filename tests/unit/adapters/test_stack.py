@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from raycl.adapters import AdapterStack
 from raycl.adapters.state import combine, fold
 from raycl.backbone.roles import linear_names
 from raycl.errors import AdapterError
-from raycl.types import AdapterState, Mixture
+from raycl.types import Activation, AdapterState, Mixture
 
 KINDS = ("bert", "t5", "llama", "gpt2", "gqa")
 ALL = {"gpt2": ("attention.qkv", "attention.out", "ffn"), "gqa": ("attention", "ffn")}
 RANKS = {"a": 2, "b": 3, "c": 1}
+each_activation = pytest.mark.parametrize("activation", get_args(Activation), ids=["none", "relu"])
 
 
 def made(kind: str) -> Any:
@@ -43,13 +45,13 @@ def state(stack: AdapterStack, rank: int, seed: int, scale: float = 2.0) -> Adap
         )
         for path, layer in stack.layers.items()
     }
-    return AdapterState(pairs, scale)
+    return AdapterState(pairs, scale, activation=stack.activation)
 
 
-def stacked(kind: str, rows: int | None = None) -> tuple[Any, AdapterStack, dict[str, AdapterState]]:
+def stacked(kind: str, activation: Activation = "") -> tuple[Any, AdapterStack, dict[str, AdapterState]]:
     """A model with three adapters of different ranks on all its linears."""
     backbone = made(kind)
-    stack = AdapterStack(backbone, linear_names(backbone, ALL.get(kind, ("attention", "ffn"))), rows)
+    stack = AdapterStack(backbone, linear_names(backbone, ALL.get(kind, ("attention", "ffn"))), activation=activation)
     states = {name: state(stack, rank, seed) for seed, (name, rank) in enumerate(RANKS.items())}
     for name, held in states.items():
         stack.load(name, held)
@@ -84,9 +86,10 @@ def test_each_example_speaks_as_if_merged_alone(kind: str) -> None:
             torch.testing.assert_close(found[row : row + 1], logits(plain, IDS[row : row + 1]), atol=1e-4, rtol=1e-4)
 
 
+@each_activation
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_speaking_is_the_bare_backbone_bit_for_bit(kind: str) -> None:
-    backbone, stack, _ = stacked(kind)
+def test_nobody_speaking_is_the_bare_backbone_bit_for_bit(kind: str, activation: Activation) -> None:
+    backbone, stack, _ = stacked(kind, activation)
     with torch.no_grad():
         bare = logits(made(kind))
         assert torch.equal(logits(backbone), bare), "no mixture open"
@@ -97,13 +100,17 @@ def test_nobody_speaking_is_the_bare_backbone_bit_for_bit(kind: str) -> None:
         with stack.mixing(mixture()):
             assert torch.equal(logits(backbone)[2], bare[2]), "a zero row beside rows that speak"
             assert not torch.allclose(logits(backbone)[0], bare[0], atol=1e-3)
+        stack.begin_live({"new": 2}, 1.0, lambda low, outputs: nn.init.normal_(low))
+        with stack.mixing(Mixture(("new",), torch.ones(4, 1))):
+            assert torch.equal(logits(backbone), bare), "fresh adapters say nothing"
         stack.detach()
         assert torch.equal(logits(backbone), bare)
 
 
+@each_activation
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_alone_equals_the_row_in_a_batch(kind: str) -> None:
-    backbone, stack, _ = stacked(kind)
+def test_a_row_alone_equals_the_row_in_a_batch(kind: str, activation: Activation) -> None:
+    backbone, stack, _ = stacked(kind, activation)
     with torch.no_grad(), stack.mixing(mixture()):
         together = logits(backbone)
     for row in range(4):
@@ -111,10 +118,11 @@ def test_a_row_alone_equals_the_row_in_a_batch(kind: str) -> None:
             torch.testing.assert_close(logits(backbone, IDS[row : row + 1])[0], together[row], atol=1e-5, rtol=1e-4)
 
 
-def test_both_forms_give_the_same() -> None:
+@each_activation
+def test_both_forms_give_the_same(activation: Activation) -> None:
     """Many adapters of which each example uses one: its own rows; the dense gate must agree."""
     backbone = made("bert")
-    stack = AdapterStack(backbone, linear_names(backbone, ["attention"]))
+    stack = AdapterStack(backbone, linear_names(backbone, ["attention"]), activation=activation)
     names = tuple(f"n{number}" for number in range(8))
     for seed, name in enumerate(names):
         stack.load(name, state(stack, 2, seed))
@@ -127,12 +135,13 @@ def test_both_forms_give_the_same() -> None:
         torch.testing.assert_close(logits(backbone, ids), own, atol=1e-5, rtol=1e-5)
 
 
-def test_gradients_are_exact() -> None:
+@each_activation
+def test_gradients_are_exact(activation: Activation) -> None:
     """To live adapters, to the weights and to x; none to those that are resident."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 5)).double()
-    stack = AdapterStack(net, ["0"])
-    stack.load("old", AdapterState({"0": (torch.randn(2, 6), torch.randn(5, 2))}, 0.7))
+    stack = AdapterStack(net, ["0"], activation=activation)
+    stack.load("old", AdapterState({"0": (torch.randn(2, 6), torch.randn(5, 2))}, 0.7, activation=activation))
     stack.begin_live({"x": 1, "y": 2}, 1.5, lambda low, outputs: nn.init.normal_(low))
     layer = stack.layers["0"]
     assert layer.lora_A is not None and layer.lora_B is not None
@@ -151,11 +160,12 @@ def test_gradients_are_exact() -> None:
     assert torch.autograd.gradcheck(run, (x, weights, a, b))
 
 
+@each_activation
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
-def test_recomputation_gives_the_same_gradients(kind: str, reentrant: bool) -> None:
+def test_recomputation_gives_the_same_gradients(kind: str, reentrant: bool, activation: Activation) -> None:
     def gradients(checkpointing: bool) -> list[Tensor]:
-        backbone, stack, _ = stacked(kind)
+        backbone, stack, _ = stacked(kind, activation)
         backbone.requires_grad_(False)
         torch.manual_seed(0)
         stack.begin_live({"new": 2}, 1.0, lambda low, outputs: nn.init.normal_(low))
@@ -217,8 +227,9 @@ def test_the_mixture_belongs_to_the_encoder_output() -> None:
             torch.testing.assert_close(split, whole)
 
 
-def test_compiled_once_for_all_mixtures_and_for_adapters_learned_later() -> None:
-    backbone, stack, _states = stacked("llama")
+@each_activation
+def test_compiled_once_for_all_mixtures_and_for_adapters_learned_later(activation: Activation) -> None:
+    backbone, stack, _states = stacked("llama", activation)
     stack.preallocate(rows=8, sequences=4)
     torch.compiler.reset()
     compiled = torch.compile(backbone, backend="aot_eager", dynamic=False)
@@ -233,7 +244,7 @@ def test_compiled_once_for_all_mixtures_and_for_adapters_learned_later() -> None
             with stack.mixing(Mixture(("later", "c"), torch.rand(4, 2))):
                 third = compiled(input_ids=IDS).logits
             bare = compiled(input_ids=IDS).logits
-    plain, twin, _ = stacked("llama")
+    plain, twin, _ = stacked("llama", activation)
     with torch.no_grad(), twin.mixing(mixture()):
         torch.testing.assert_close(first, logits(plain), atol=1e-5, rtol=1e-4)
     assert torch.equal(bare, logits(made("llama")))
@@ -295,9 +306,44 @@ def test_adapters_that_do_not_fit_are_refused_by_name() -> None:
         stack.load("wrong", AdapterState({"nowhere": (a, b)}))
     with pytest.raises(AdapterError, match="not finite"):
         stack.load("wrong", AdapterState({path: (a * float("inf"), b)}))
+    with pytest.raises(AdapterError, match="'wrong' has activation 'relu', but the adapters of this stack have 'none'"):
+        stack.load("wrong", replace(states["a"], activation="relu"))
     with pytest.raises(AdapterError, match="on the device already"):
         stack.load("a", states["a"])
     assert set(stack.states) == set(RANKS)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("form", ["shared", "own", "live", "static"])
+@each_activation
+def test_every_form_is_the_plain_sum(activation: Activation, form: str, recorded: bool) -> None:
+    """`W h + sum_i w_i s B_i f(A_i h)` (methods.md 1.4, 1.8), whether or not autograd records it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5)).double()
+    stack = AdapterStack(net, ["0"], activation=activation)
+    layer = stack.layers["0"]
+    blocks = {f"n{number}": (torch.randn(2, 6).double(), torch.randn(5, 2).double()) for number in range(8)}
+    if form == "live":
+        stack.begin_live(dict.fromkeys(blocks, 2), 1.5, lambda low, outputs: None)
+        layer.lora_A = nn.Parameter(torch.cat([low for low, _ in blocks.values()]))
+        layer.lora_B = nn.Parameter(torch.cat([high for _, high in blocks.values()], dim=1))
+    else:
+        for name, block in blocks.items():
+            stack.load(name, AdapterState({"0": block}, 1.5, activation=activation))
+    if form == "static":
+        stack.preallocate(rows=18, sequences=4)
+    x, weights = torch.randn(4, 8, 6).double(), torch.zeros(4, 8)
+    for row, pair in enumerate(((0.7, -0.4), (0.5, 0.2), (0.0, 1.3), (0.3, 0.1))):
+        weights[row, 2 * row : 2 * row + 2] = torch.tensor(pair)
+    with torch.set_grad_enabled(recorded), stack.mixing(Mixture(tuple(blocks), weights)):
+        assert stack.plan is not None and (stack.plan.own is not None) is (form in ("shared", "own"))
+        stack.plan.own = stack.plan.own if form == "own" else None
+        found = net(x)
+    expected = layer.base(x)
+    for (low, high), weight_B in zip(blocks.values(), weights.T, strict=True):
+        inner = x @ low.T if not activation else torch.relu(x @ low.T)
+        expected = expected + weight_B[:, None, None] * 1.5 * inner @ high.T
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_sums_are_of_block_outputs_never_of_blocks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -40,7 +41,7 @@ def same(mine: AdapterState, other: AdapterState) -> bool:
     pairs = [*zip(mine.linears.values(), other.linears.values(), strict=True)]
     pairs.append(((mine.prompt, mine.head_weight, mine.head_bias), (other.prompt, other.head_weight, other.head_bias)))
     tensors = [(a, b) for left, right in pairs for a, b in zip(left, right, strict=True)]
-    facts = [(one.scale, one.labels, list(one.linears)) for one in (mine, other)]
+    facts = [(one.scale, one.labels, list(one.linears), one.activation) for one in (mine, other)]
     return facts[0] == facts[1] and all(torch.equal(a, b) for a, b in tensors)
 
 
@@ -260,6 +261,27 @@ def test_manifests_are_small_json_and_nothing_is_called_latest(local: Bank) -> N
     assert {name.rpartition(".")[2] for name in files} == {"json", "safetensors"}
     assert not any("latest" in name for name in files)
     assert json.loads(local.storage.read("adapters/one/000001.json"))["record"]["scale"] == 4.0
+
+
+def test_the_activation_is_part_of_a_version_and_records_that_do_not_say_have_none(local: Bank) -> None:
+    bent, plain = replace(adapter(), activation="relu"), adapter()
+    first, second = (local.publish("one", state, MODEL) for state in (bent, plain))
+    assert (first.version, second.version, first.tensors) == (1, 2, second.tensors)
+    assert same(local.fetch(first), bent) and same(local.fetch(second), plain) and not same(bent, plain)
+    for manifest, state in ((first, bent), (second, plain)):
+        snapshot = local.snapshot([manifest], MODEL, ROUTER)
+        entry = local.open(snapshot.number).adapters[0]
+        assert same(local.fetch(entry, snapshot.layouts[entry.layout]), state)
+    for file in (second.file, snapshot.file):  # as they were written before there were activations
+        where = Path(local.storage.path(file))
+        record = json.loads(where.read_text())["record"]
+        for facts in record.get("adapters", [record]):
+            assert facts.pop("activation") == ""
+        body = json.dumps(record, sort_keys=True, separators=(",", ":"))
+        where.write_text(json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "record": record}))
+    assert local.manifest(second.ref) == second and local.open(snapshot.number) == snapshot
+    assert local.publish("one", plain, MODEL) == second and local.snapshot([second], MODEL, ROUTER) == snapshot
+    assert same(local.fetch(local.manifest(second.ref)), plain) and verify(local).problems == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from raycl.adapters import AdapterStack
+from raycl.adapters.state import combine, fold
 from raycl.backbone import BackboneConfig, identity
 from raycl.bank import AdapterRef, Bank
 from raycl.bank.manifest import ModelFacts, RouterFacts
@@ -129,6 +132,32 @@ def test_a_mixture_is_exactly_one_lora_and_exactly_one_merged_model(llama: Path,
     torch.testing.assert_close(logits(merged.eval()), expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(BankError, match="is not empty: name a new folder"):
         export_peft(state, str(llama), str(tmp_path / "peft"))
+
+
+def test_a_non_linear_block_is_no_increment_and_goes_nowhere(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bank, states = bank_of_two(llama, tmp_path)
+    bent = replace(
+        states["one"], activation="relu", labels=("a",), head_weight=IDS[:1].float(), head_bias=torch.ones(1)
+    )
+    said = "has activation 'relu' between A and B, expected none"
+    with pytest.raises(AdapterError, match=f"adapter 'one' {said}"):
+        combine({"one": 1.0, "two": 0.5}, {**states, "one": bent})
+    assert combine({"one": 0.0, "two": 0.5}, {**states, "one": bent}).rank == 3
+    with pytest.raises(AdapterError, match=f"the adapter {said}"):
+        fold(AutoModelForCausalLM.from_pretrained(llama), bent)
+    snapshot = bank.open(1)
+    bank.snapshot([bank.publish("one", bent, snapshot.backbone)], snapshot.backbone, snapshot.router)
+    main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
+    for number, how in enumerate(([], ["--merged"], ["--without-head"], ["--without-head", "--merged"])):
+        for adapters in ("one", "one=0.5"):
+            folder = tmp_path / f"out{number}"
+            command = ["--bank", bank.storage.uri, "export", "--adapters", adapters, "--to", str(folder), *how]
+            assert main(command) == 1
+            error = capsys.readouterr().err
+            assert said in error and error.count("\n") == 1, error
+            assert not folder.exists()
 
 
 def test_the_job_as_people_type_it(llama: Path, tmp_path: Path) -> None:
