@@ -97,6 +97,11 @@ class AdapterStack:
         """Where the model is."""
         return next(self.model.parameters()).device
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a mixture is open."""
+        return self._open
+
     # ---- resident adapters: frozen, on the device ------------------------------------------------------------
 
     def load(self, name: str, state: AdapterState, keep: Sequence[str] = ()) -> None:

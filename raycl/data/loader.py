@@ -217,6 +217,19 @@ class Collate:
         return self._label_ids[label]
 
 
+def batch_of(sources: Sequence[Sequence[int]], pad_id: int) -> Batch:
+    """A batch of prompts alone, as ids with their special tokens: nothing to learn from, something to answer."""
+    rows = [np.array(source, dtype=np.int32) for source in sources]
+    return Batch(
+        source_ids=_pad(rows, pad_id, 1),
+        source_mask=_pad([np.ones(len(row), dtype=np.int32) for row in rows], 0, 1),
+        target_ids=torch.zeros(len(rows), 0, dtype=torch.int64),
+        label_ids=torch.full((len(rows),), IGNORE, dtype=torch.int64),
+        weight=torch.ones(len(rows)),
+        rows=torch.arange(len(rows)),
+    )
+
+
 def _pad(rows: Sequence[NDArray[np.int32]], value: int, least: int) -> Tensor:
     """`[len(rows), longest]` int64, at least `least` wide, padded on the right with `value`."""
     width = max([least, *(len(row) for row in rows)])

@@ -21,6 +21,7 @@ from raycl.adapters.prompts import MixedPrompts
 from raycl.adapters.stack import Source
 from raycl.backbone import Backbone
 from raycl.bank import Snapshot
+from raycl.data.prompts import Prompt
 from raycl.errors import BankError
 from raycl.retrieval.router import Router
 from raycl.types import Activation, AdapterState, Mixture
@@ -32,22 +33,36 @@ class Hosted:
 
     Attributes:
         source: adapter -> what it holds.
-        keys: adapter -> its name on the device.
+        keys: adapter -> its name on the device. names: the other way round.
+        owners: name on the device -> tasks that the adapter was trained on.
         heads: task -> name on the device of the adapter that brought its label head first.
+        prompts: task -> what stood around its texts.
     """
 
     snapshot: Snapshot
     router: Router
     source: Source
     keys: Mapping[str, str]
+    names: Mapping[str, str]
+    owners: Mapping[str, tuple[str, ...]]
     heads: Mapping[str, str]
+    prompts: Mapping[str, Prompt]
 
     @staticmethod
     def of(snapshot: Snapshot, router: Router, source: Source) -> Hosted:
         """Ready to be taken on."""
         keys = {entry.name: str(entry) for entry in snapshot.adapters}
         heads = {task: str(entry) for entry in reversed(snapshot.adapters) for task in entry.tasks}
-        return Hosted(snapshot, router, source, keys, heads)
+        return Hosted(
+            snapshot,
+            router,
+            source,
+            keys,
+            {key: name for name, key in keys.items()},
+            {str(entry): entry.tasks for entry in snapshot.adapters},
+            heads,
+            {facts.name: Prompt(*facts.prompt) for facts in snapshot.tasks},
+        )
 
     @property
     def head_rule(self) -> Any:
@@ -67,6 +82,18 @@ class Hosted:
         chosen = (mixture.weights != 0).any(0).nonzero().flatten().tolist()
         return Mixture(tuple(self.keys[mixture.names[column]] for column in chosen), mixture.weights[:, chosen])
 
+    def shares(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """Task -> summed weight of its adapters, the largest first.
+
+        Args:
+            weights: by names on the device.
+        """
+        found: dict[str, float] = {}
+        for key, weight in weights.items():
+            for task in self.owners[key]:
+                found[task] = found.get(task, 0.0) + weight
+        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
 
 class Host:
     """The backbone with the adapters of all hosted snapshots.
@@ -85,6 +112,7 @@ class Host:
         self.backbone = backbone.eval()
         self.hosted: dict[int, Hosted] = {}
         self._sources: dict[str, tuple[Source, str]] = {}
+        self._ranks: dict[str, int] = {}
         self.stack = AdapterStack(backbone.model, [], resident_rows, self._fetch)
         if backbone.codec.needs_labels:
             backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size))
@@ -111,6 +139,7 @@ class Host:
             self.backbone.prefix = MixedPrompts(self.stack, width)
         for name, key in hosted.keys.items():
             self._sources.setdefault(key, (hosted.source, name))
+        self._ranks |= {str(entry): entry.rank for entry in snapshot.adapters}
         self.hosted[snapshot.number] = hosted
 
     def _activation(self, snapshot: Snapshot) -> Activation:
@@ -135,7 +164,7 @@ class Host:
                     owner = next(other for other in self.hosted.values() if key in other.keys.values())
                     self._sources[key] = (owner.source, name)
                 continue
-            del self._sources[key]
+            del self._sources[key], self._ranks[key]
             if key in self.stack.states:
                 self.stack.drop(key)
 
@@ -145,14 +174,7 @@ class Host:
 
     def rows(self, keys: Sequence[str]) -> int:
         """Resident rows that these adapters take together."""
-        return sum(self._rank(key) for key in keys)
-
-    def _rank(self, key: str) -> int:
-        if key in self.stack.states:
-            return self.stack.states[key].rank
-        name, _, version = key.rpartition("@")
-        entries = (entry for hosted in self.hosted.values() for entry in hosted.snapshot.adapters)
-        return next(entry.rank for entry in entries if entry.name == name and entry.version == int(version))
+        return sum(self._ranks[key] for key in keys)
 
     @contextmanager
     def speaking(self, mixture: Mixture, rule: Any = "probability", told: Sequence[str] = ()) -> Iterator[None]:

@@ -1,0 +1,203 @@
+"""Sequences that are decoded together although they began at different times: a new one joins at any step.
+
+Why it exists: libraries that let requests join a running batch pack all tokens into one row, and then no row can have
+its own mixture of adapters. Here every sequence keeps a row of its own: caches are padded on the left, so that all
+rows write their next key at the same column, and what a row computes is what it would compute alone.
+What it does not know: sampling, adapters, when a sequence ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from raycl.backbone.base import Backbone
+from raycl.backbone.causal import pad_left
+from raycl.errors import BackboneError
+
+Layers = list[tuple[Tensor, Tensor]]
+"""Keys and values `[B, heads, T, width]` of each layer."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """The state of B sequences after some of their tokens.
+
+    Attributes:
+        logits: `[B, V]` of the next token.
+        mask: `[B, T]` int64, 0 on the padding at the left. layers: caches of these T positions.
+        source_mask: `[B, S]`, hidden: `[B, S, D]`, cross: caches of the S source positions, padded on the right; only
+            with an encoder.
+    """
+
+    logits: Tensor
+    mask: Tensor
+    layers: Layers
+    source_mask: Tensor | None = None
+    hidden: Tensor | None = None
+    cross: Layers | None = None
+
+    def __len__(self) -> int:
+        return len(self.mask)
+
+    def joined(self, other: Running) -> Running:
+        """Both together, this one's rows first."""
+        columns = max(self.mask.shape[1], other.mask.shape[1])
+        mine, its = self._widened(columns), other._widened(columns)
+        if mine.source_mask is None or its.source_mask is None:
+            return Running(_cat(mine.logits, its.logits), _cat(mine.mask, its.mask), _cat_all(mine.layers, its.layers))
+        assert mine.hidden is not None and its.hidden is not None and mine.cross is not None and its.cross is not None
+        wide = max(mine.source_mask.shape[1], its.source_mask.shape[1])
+        masks = [pad(mask, (0, wide - mask.shape[1])) for mask in (mine.source_mask, its.source_mask)]
+        hidden = [pad(states, (0, 0, 0, wide - states.shape[1])) for states in (mine.hidden, its.hidden)]
+        return Running(
+            _cat(mine.logits, its.logits),
+            _cat(mine.mask, its.mask),
+            _cat_all(mine.layers, its.layers),
+            _cat(*masks),
+            _cat(*hidden),
+            _cat_all(_right(mine.cross, wide), _right(its.cross, wide)),
+        )
+
+    def _widened(self, columns: int) -> Running:
+        gap = columns - self.mask.shape[1]
+        if not gap:
+            return self
+        layers = [(pad(keys, (0, 0, gap, 0)), pad(values, (0, 0, gap, 0))) for keys, values in self.layers]
+        return replace(self, mask=pad(self.mask, (gap, 0)), layers=layers)
+
+    def kept(self, rows: Sequence[int]) -> Running:
+        """Only these rows; columns that were padding for all of them are dropped."""
+        index = torch.tensor(list(rows), device=self.mask.device, dtype=torch.long)
+        mask = self.mask[index]
+        first = int(mask.any(0).int().argmax()) if len(rows) else 0
+        layers = [(keys[index][:, :, first:], values[index][:, :, first:]) for keys, values in self.layers]
+        fresh = replace(self, logits=self.logits[index], mask=mask[:, first:], layers=layers)
+        if self.source_mask is None or self.hidden is None or self.cross is None:
+            return fresh
+        sources = self.source_mask[index]
+        last = int(sources.sum(1).max()) if len(rows) else 0
+        cross = [(keys[index][:, :, :last], values[index][:, :, :last]) for keys, values in self.cross]
+        return replace(fresh, source_mask=sources[:, :last], hidden=self.hidden[index][:, :last], cross=cross)
+
+
+@torch.no_grad()
+def begin(backbone: Backbone, sources: Sequence[Sequence[int]]) -> Running:
+    """Read prompts; their mixture must be open.
+
+    Args:
+        sources: ids of each prompt with its special tokens.
+    """
+    device, pad_id = backbone.device, backbone.codec.pad_id
+    longest = max(map(len, sources))
+    ids = torch.tensor([[*row, *[pad_id] * (longest - len(row))] for row in sources], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in sources], device=device)
+    with backbone.precision():
+        inputs, _ = backbone.prefixed(ids, mask)
+        return _encoded(backbone, inputs) if backbone.codec.kind == "encoder-decoder" else _read(backbone, inputs)
+
+
+def _read(backbone: Backbone, inputs: dict[str, Tensor]) -> Running:
+    """Decoder-only: the prompt is the beginning of the sequence."""
+    rows, mask = pad_left(*inputs.values())
+    name = next(iter(inputs))
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    out = backbone.model(
+        **{name: rows},
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=DynamicCache(),
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return Running(out.logits[:, -1], mask, _layers(out.past_key_values))
+
+
+def _encoded(backbone: Backbone, inputs: dict[str, Tensor]) -> Running:
+    """Encoder-decoder: the prompt is read by the encoder, the sequence begins with the start token."""
+    model = backbone.model
+    hidden = model.get_encoder()(**inputs).last_hidden_state
+    start = model.generation_config.decoder_start_token_id
+    start = model.config.decoder_start_token_id if start is None else start
+    ids = torch.full((len(hidden), 1), int(start), device=hidden.device)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    out = model(
+        encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
+        attention_mask=inputs["attention_mask"],
+        decoder_input_ids=ids,
+        past_key_values=cache,
+        use_cache=True,
+    )
+    found = out.past_key_values
+    layers, cross = _layers(found.self_attention_cache), _layers(found.cross_attention_cache)
+    return Running(out.logits[:, -1], torch.ones_like(ids), layers, inputs["attention_mask"], hidden, cross)
+
+
+@torch.no_grad()
+def step(backbone: Backbone, state: Running, next_B: Tensor) -> Running:
+    """One more token for every sequence; the mixture of all rows must be open.
+
+    Args:
+        next_B: the token that each was given, int64.
+    """
+    mask = pad(state.mask, (0, 1), value=1)
+    with backbone.precision():
+        if state.cross is None:
+            cache = _cache(state.layers)
+            out = backbone.model(
+                input_ids=next_B[:, None],
+                attention_mask=mask,
+                position_ids=state.mask.sum(1, keepdim=True),
+                past_key_values=cache,
+                use_cache=True,
+            )
+            return Running(out.logits[:, -1], mask, _layers(out.past_key_values))
+        both = EncoderDecoderCache(_cache(state.layers), _cache(state.cross))
+        out = backbone.model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=state.hidden),
+            attention_mask=state.source_mask,
+            decoder_input_ids=next_B[:, None],
+            decoder_attention_mask=mask,
+            past_key_values=both,
+            use_cache=True,
+        )
+    layers = _layers(out.past_key_values.self_attention_cache)
+    return replace(state, logits=out.logits[:, -1], mask=mask, layers=layers)
+
+
+def _cache(layers: Layers) -> DynamicCache:
+    cache = DynamicCache()
+    for number, (keys, values) in enumerate(layers):
+        cache.update(keys, values, number)
+    return cache
+
+
+def _layers(cache: Any) -> Layers:
+    plain = [layer for layer in cache.layers if type(layer).__name__ == "DynamicLayer"]
+    if len(plain) != len(cache.layers):
+        raise BackboneError(
+            "this backbone keeps more than keys and values between tokens (a sliding window, a recurrent state), so "
+            "sequences cannot join a running batch: serve another one"
+        )
+    return [(layer.keys, layer.values) for layer in plain]
+
+
+def _cat(*parts: Tensor) -> Tensor:
+    return torch.cat(parts)
+
+
+def _cat_all(mine: Layers, its: Layers) -> Layers:
+    pairs = zip(mine, its, strict=True)
+    return [(torch.cat([keys, more_keys]), torch.cat([values, more])) for (keys, values), (more_keys, more) in pairs]
+
+
+def _right(layers: Layers, columns: int) -> Layers:
+    gap = columns - layers[0][0].shape[2]
+    return [(pad(keys, (0, 0, 0, gap)), pad(values, (0, 0, 0, gap))) for keys, values in layers]
