@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from raycl.bank.activations import activated
 from raycl.bank.bank import Bank
 from raycl.bank.manifest import AdapterManifest, AdapterRef, ObjectFacts, Snapshot, manifest_file, snapshot_file
 from raycl.errors import BankError
@@ -87,7 +88,7 @@ def prune(bank: Bank, keep_snapshots: int | None = None, grace_s: float = GRACE_
     """Remove what no snapshot names: older versions, forgotten adapters, leftovers of dead writers.
 
     Args:
-        keep_snapshots: how many of the newest snapshots stay; None: all of them.
+        keep_snapshots: how many of the newest snapshots stay, beside those that an endpoint answers from; None: all.
         grace_s: nothing younger is touched.
 
     Raises:
@@ -97,7 +98,8 @@ def prune(bank: Bank, keep_snapshots: int | None = None, grace_s: float = GRACE_
         raise BankError(f"keep_snapshots is {keep_snapshots}: at least the newest snapshot must stay")
     files = bank.storage.files()
     numbers = bank.snapshots()
-    old = numbers[:-keep_snapshots] if keep_snapshots else []
+    answering = activated(bank)
+    old = [number for number in numbers[:-keep_snapshots] if number not in answering] if keep_snapshots else []
     kept = [bank.open(number) for number in numbers if number not in old]
     named = {(entry.name, entry.version) for snapshot in kept for entry in snapshot.adapters}
     needed = {file for snapshot in kept for file in _files_of(snapshot)}

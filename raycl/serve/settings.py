@@ -1,0 +1,74 @@
+"""Settings of the endpoint.
+
+What it does not know: how any of it is carried out.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from raycl.config import Section
+
+
+class LimitsConfig(Section):
+    """What a request may ask for at most."""
+
+    body_kb: int = Field(256, ge=1, description="size of a request's body; more: 413")
+    inputs: int = Field(64, ge=1, description="texts in one request to classify or route")
+    max_tokens: int = Field(512, ge=1, description="tokens of an answer")
+    n: int = Field(8, ge=1, description="answers to one prompt")
+    queue: int = Field(256, ge=1, description="answers not finished on one replica; more: 429 with Retry-After")
+    timeout_s: float = Field(60.0, gt=0, description="time for an answer; longer: 504")
+
+
+class AuthConfig(Section):
+    """API keys: one a line in a file, or separated by commas in an environment variable; none: open, on loopback only.
+
+    A line `admin:KEY` makes a key that may also activate snapshots; without any, admin asks come from loopback only.
+    """
+
+    keys_file: str | None = None
+    keys_env: str = "RAYCL_API_KEYS"
+
+
+class FollowConfig(Section):
+    """How new snapshots of the bank become the one that answers."""
+
+    enabled: bool = Field(True, description="activate what is published; false: only by POST /admin/activate")
+    poll_s: float = Field(0.5, gt=0, description="how often the bank is looked at")
+    max_drop: float | None = Field(
+        None, ge=0, description="points that any old task may fall by on its dev set; null: no gate before following"
+    )
+
+
+class ServeConfig(Section):
+    """The endpoint of one bank."""
+
+    bank: str = Field(description="folder or URI of the bank")
+    snapshot: int | None = Field(None, ge=1, description="answers at first; null: the newest")
+    backbone: str | None = Field(None, description="where the backbone is now, if not where training found it")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    layout: Literal["colocated", "split"] = Field(
+        "colocated", description="split: replicas that route texts (CPU) in front of replicas with the model"
+    )
+    replicas: int = Field(1, ge=1, description="of the model; split: autoscaled up to max_replicas")
+    max_replicas: int | None = Field(None, ge=1, description="null: as many as replicas")
+    router_replicas: int = Field(1, ge=1, description="split only")
+    threads: int = Field(1, ge=1, description="torch threads of a replica on CPU")
+    max_batch: int = Field(32, ge=1, description="rows computed together")
+    resident_rows: int | None = Field(None, ge=1, description="ranks of adapters on the device; null: no limit")
+    hosted: int = Field(3, ge=1, description="snapshots kept ready for rollback and pinned requests")
+    log_prompts: bool = False
+    limits: LimitsConfig = LimitsConfig()
+    auth: AuthConfig = AuthConfig()
+    follow: FollowConfig = FollowConfig()
+
+    @model_validator(mode="after")
+    def _replicas_fit(self) -> ServeConfig:
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas={self.max_replicas} is below replicas={self.replicas}: raise it")
+        return self
