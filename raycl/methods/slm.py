@@ -27,7 +27,7 @@ from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.keys import KeyConfig, check_keys, split_groups
-from raycl.retrieval.maps import plane, similarity
+from raycl.retrieval.maps import newest_rows, plane, similarity
 from raycl.retrieval.slots import Kind, SlotRouter
 from raycl.retrieval.weights import RetrievalConfig
 from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage
@@ -101,15 +101,18 @@ class Slm(Method):
     def study(self, stage: Stage, queries_BC: Tensor, dev_BC: Tensor) -> None:
         """The preparation stage: the task's keys from its texts, without labels."""
         self.router.study(stage.name, queries_BC, self.config.keys, self.seed + stage.index)
-        self.router.dev[stage.name] = dev_BC
+        self.router.hold_out(stage.name, dev_BC)
 
     def facts(self) -> dict[str, Any]:
         """How well each router finds the tasks so far, in percent of dev texts, and which one is used."""
+        told = self.told_task or self.config.retrieval.task_id
         return {
-            "router": self.router.kind,
+            "router": "task" if told else self.router.kind,
             "found": self.router.judged(),
+            "novelty": self.router.novelty(),
             "truncated_queries": self._encoder.truncated,
             "key_similarity": similarity(self.router),
+            "slot_similarity": newest_rows(self.router),
             "key_plane": plane(self.router, self.seed),
         }
 
@@ -206,7 +209,8 @@ class Slm(Method):
         super().load_state_dict(state, carried)
         tensors = {name.removeprefix("router/"): value for name, value in carried.items() if name.startswith("router/")}
         self.router = SlotRouter.restored(RouterState(state["router"]["kind"], state["router"]["settings"], tensors))
-        self.router.dev = {task: carried[f"dev/{task}"] for task in self.router.tasks}
+        for task in self.router.tasks:
+            self.router.hold_out(task, carried[f"dev/{task}"])
         for name, labels in state["learned"].items():
             start = f"slot/{name}/"
             parts = {key.removeprefix(start): value for key, value in carried.items() if key.startswith(start)}
