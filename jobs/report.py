@@ -1,7 +1,8 @@
-"""Print the accuracy matrices and a comparison of finished runs; draw them and write them as CSV on request.
+"""Print accuracy matrices, routing and a comparison of finished runs; draw them and write them as CSV on request.
 
     python jobs/report.py runs/sapt runs/lora
     python jobs/report.py runs --png matrices.png --csv comparison.csv
+    python jobs/report.py runs/slm --router-png router.png
 
 Why it exists: the command-line door to `raycl.report`.
 What it does not know: how tables and pictures are made.
@@ -18,7 +19,9 @@ from raycl.errors import RayclError
 from raycl.report.compare import to_csv
 from raycl.report.plots import heatmaps
 from raycl.report.results import find_results
-from raycl.report.tables import comparison_table, matrix_table
+from raycl.report.router_plots import router_maps
+from raycl.report.routing import has_routing
+from raycl.report.tables import comparison_table, matrix_table, routing_comparison, routing_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,11 +29,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         results = [result for root in options.runs for result in find_results(root)]
+        routed = [result for result in results if has_routing(result)]
         for result in results:
             print(matrix_table(result), end="\n\n")
+            if has_routing(result):
+                print(routing_table(result), end="\n\n")
+        if len(routed) > 1:
+            print(routing_comparison(routed), end="\n\n")
         print(comparison_table(results))
         if options.png:
             print(f"wrote {heatmaps(results, options.png)}")
+        if options.router_png:
+            print(f"wrote {router_maps(routed or results, options.router_png)}")
         if options.csv:
             _write(options.csv, to_csv(results))
     except RayclError as error:
@@ -43,6 +53,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tables and pictures of finished runs.")
     parser.add_argument("runs", nargs="+", help="run folder, folder of runs, or results.json (path or URI)")
     parser.add_argument("--png", type=Path, help="write the matrices as heat maps side by side")
+    parser.add_argument(
+        "--router-png", type=Path, help="draw the routers of the runs that have one: keys, t-SNE, tasks found"
+    )
     parser.add_argument("--csv", type=Path, help="write the comparison with full precision")
     return parser.parse_args(arguments)
 

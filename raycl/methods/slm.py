@@ -29,7 +29,7 @@ from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.keys import KeyConfig, check_keys, split_groups
-from raycl.retrieval.maps import plane, similarity
+from raycl.retrieval.maps import newest_rows, plane, similarity
 from raycl.retrieval.slots import Kind, SlotRouter
 from raycl.retrieval.weights import RetrievalConfig
 from raycl.types import Activation, AdapterState, Batch, Mixture, RouterState, Stage
@@ -114,15 +114,18 @@ class Slm(Method):
         """The preparation stage: the task's keys from its texts, without labels."""
         router = self._ahead if self.studies_ahead else self.router
         router.study(stage.name, queries_BC, self.config.keys, self.seed + stage.index)
-        router.dev[stage.name] = dev_BC
+        router.hold_out(stage.name, dev_BC)
 
     def facts(self) -> dict[str, Any]:
         """How well each router finds the tasks so far, in percent of dev texts, and which one is used."""
+        told = self.told_task or self.config.retrieval.task_id
         return {
-            "router": self.router.kind,
+            "router": "task" if told else self.router.kind,
             "found": self.router.judged(),
+            "novelty": self.router.novelty(),
             "truncated_queries": self._encoder.truncated,
             "key_similarity": similarity(self.router),
+            "slot_similarity": newest_rows(self.router),
             "key_plane": plane(self.router, self.seed),
         }
 
@@ -259,7 +262,8 @@ class Slm(Method):
 
 def _restored(state: RouterState, carried: Mapping[str, Tensor]) -> SlotRouter:
     router = SlotRouter.restored(replace(state, tensors=_under("router/", carried)))
-    router.dev = {task: carried[f"dev/{task}"] for task in router.tasks}
+    for task in router.tasks:
+        router.hold_out(task, carried[f"dev/{task}"])
     return router
 
 

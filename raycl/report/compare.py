@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raycl.config import Tree, flatten
-from raycl.report.results import backbone_of, method_of, metric_of, stream_of
+from raycl.report.results import backbone_of, method_of, metric_of, stream_of, title_of
 
 NOT_COMPARED = frozenset(
     {"seed", "launch", "tracking", "output", "checkpoint", "eval.singles", "eval.save_predictions"}
@@ -64,12 +64,25 @@ class Line:
 
 def compare(results: Sequence[Tree]) -> list[Line]:
     """One line per setting, by stream and backbone, in order of first appearance within them."""
+    return [_line(group, settings) for settings, group in grouped(results)]
+
+
+def grouped(results: Sequence[Tree]) -> list[tuple[str, list[Tree]]]:
+    """The runs of each line of a comparison, with `key=value` where lines of the same title differ; in their order."""
     groups: dict[str, list[Tree]] = {}
     for result in results:
         groups.setdefault(_settings_key(result), []).append(result)
-    members = list(groups.values())
-    lines = [_line(group, _differing(group[0], [other[0] for other in members])) for group in members]
-    return sorted(lines, key=lambda line: (line.stream, line.backbone))
+    members = sorted(groups.values(), key=lambda group: (stream_of(group[0]), backbone_of(group[0])))
+    return [(_differing(group[0], [other[0] for other in members]), group) for group in members]
+
+
+def labels(results: Sequence[Tree]) -> list[str]:
+    """The title of each run, with `key=value` where runs of the same method, stream and backbone differ."""
+    settings = [_differing(result, results) for result in results]
+    return [
+        f"{title_of(result)} ({keys})" if keys else title_of(result)
+        for result, keys in zip(results, settings, strict=True)
+    ]
 
 
 def to_csv(results: Sequence[Tree]) -> str:

@@ -53,20 +53,20 @@ def heatmaps(results: Sequence[Tree], path: str | Path) -> Path:
     heights = [CELL_HEIGHT * len(result["stages"]) for result in results]
     widths = [CELL_WIDTH * len(tasks_of(result)) for result in results]
     rooms = [max(width, len(title_of(result)) * 0.08) for width, result in zip(widths, results, strict=True)]
-    figure = _figure(sum(rooms) + MARGIN * len(results) + 1.0, max(heights) + 2.0)
+    figure = new_figure(sum(rooms) + MARGIN * len(results) + 1.0, max(heights) + 2.0)
     lefts = [MARGIN * (number + 1) + sum(rooms[:number]) for number in range(len(results))]
     for result, left, width, height in zip(results, lefts, widths, heights, strict=True):
-        _draw_matrix(_axes(figure, left, width, height), result)
-    bar = _axes(figure, lefts[-1] + widths[-1] + 0.2, 0.12, max(*heights, 1.2))
+        _draw_matrix(axes_at(figure, left, width, height), result)
+    bar = axes_at(figure, lefts[-1] + widths[-1] + 0.2, 0.12, max(*heights, 1.2))
     figure.colorbar(ScalarMappable(SCALE, COLOUR_MAP), cax=bar, ticks=range(0, 101, 20))
     bar.tick_params(labelsize=8)
-    return _save(figure, path)
+    return save_png(figure, path)
 
 
 def forgetting_curves(result: Tree, path: str | Path) -> Path:
     """The score of each task from its own stage to the end, as a PNG at `path`."""
     stages = [str(stage) for stage in result["stages"]]
-    figure = _figure(max(6.0, 0.55 * len(stages) + 4.0), 4.2)
+    figure = new_figure(max(6.0, 0.55 * len(stages) + 4.0), 4.2)
     axes = figure.subplots()
     for number, (task, scores) in enumerate(_curves(result)):
         style, marker = STYLES[number // len(COLOURS) % len(STYLES)]
@@ -80,7 +80,7 @@ def forgetting_curves(result: Tree, path: str | Path) -> Path:
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
-    return _save(figure, path)
+    return save_png(figure, path)
 
 
 def _curves(result: Tree) -> list[tuple[str, list[float | None]]]:
@@ -93,10 +93,10 @@ def _curves(result: Tree) -> list[tuple[str, list[float | None]]]:
     ]
 
 
-def _axes(figure: Figure, left: float, width: float, height: float) -> Axes:
-    """Axes of this size with their top one inch below the figure's, all in inches."""
+def axes_at(figure: Figure, left: float, width: float, height: float, top: float = 1.0) -> Axes:
+    """Axes of this size with their top this far below the figure's, all in inches."""
     total_width, total_height = figure.get_size_inches()
-    bottom = total_height - 1.0 - height
+    bottom = total_height - top - height
     return figure.add_axes((left / total_width, bottom / total_height, width / total_width, height / total_height))
 
 
@@ -136,13 +136,15 @@ def _ink(value: float) -> str:
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.45 else "white"
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty page of this size in inches."""
     figure = Figure(figsize=(width, height), dpi=PIXELS_PER_INCH)
     FigureCanvasAgg(figure)
     return figure
 
 
-def _save(figure: Figure, path: str | Path) -> Path:
+def save_png(figure: Figure, path: str | Path) -> Path:
+    """Write the picture without empty margins, and its folder where there is none."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, format="png", bbox_inches="tight")

@@ -1,4 +1,4 @@
-"""Text tables of runs: the accuracy matrix of one, the comparison of several.
+"""Text tables of runs: the accuracy matrix and the routing of one, the comparison of several.
 
 Why it exists: the first look at a run is in a terminal or a log.
 What it does not know: how numbers were computed, where results lie.
@@ -16,8 +16,18 @@ from rich.table import Table
 from rich.text import Text
 
 from raycl.config import Tree
-from raycl.report.compare import METRICS, Spread, compare
-from raycl.report.results import metric_of, short_names, tasks_of, title_of, values_of
+from raycl.report.compare import METRICS, Spread, compare, grouped
+from raycl.report.results import (
+    backbone_of,
+    method_of,
+    metric_of,
+    short_names,
+    stream_of,
+    tasks_of,
+    title_of,
+    values_of,
+)
+from raycl.report.routing import KINDS, Routing, has_routing, mean_of
 
 NOTHING = "–"
 """Stands where a number is undefined."""
@@ -59,6 +69,58 @@ def comparison_table(results: Sequence[Tree]) -> str:
     return _render(table)
 
 
+def routing_table(result: Tree) -> str:
+    """Tasks by ways of finding them, in percent of dev texts; `*` marks the way in use.
+
+    Raises:
+        RunError: the run has no router.
+    """
+    routing = Routing.of(result)
+    columns = {f"{title} *" if kind == routing.used else title: routing.found[kind] for kind, title in KINDS.items()}
+    notes = ["*: chose the adapters" if routing.used in KINDS else f"routed by {routing.used}"]
+    if routing.novelty:
+        columns["novelty"] = routing.novelty
+        notes.append("novelty: how well its texts stood out before it was learned (AUROC, 50 is chance)")
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("")
+    for title in columns:
+        table.add_column(title, justify="right")
+    for task in routing.tasks:
+        table.add_row(task, *(_number(column.get(task)) for column in columns.values()))
+    table.add_section()
+    table.add_row("mean", *(_number(mean_of(column)) for column in columns.values()))
+    head = f"dev texts that find their task, in percent: {title_of(result)}"
+    return _render(Group(Text(head), table, Text("; ".join(notes))))
+
+
+def routing_comparison(results: Sequence[Tree]) -> str:
+    """Routers of several runs by task, one block per setting: mean ± standard deviation over seeds.
+
+    Raises:
+        RunError: a run has no router.
+    """
+    groups = [(settings, members, [Routing.of(result) for result in members]) for settings, members in grouped(results)]
+    tasks = list(dict.fromkeys(task for _, _, group in groups for routing in group for task in routing.tasks))
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    for column in ("method", "stream", "backbone"):
+        table.add_column(column)
+    table.add_column("runs", justify="right")
+    for column in ("router", "used"):
+        table.add_column(column)
+    for column in [*short_names(tasks, 14 if len(tasks) <= 6 else 8), "mean"]:
+        table.add_column(column, justify="right")
+    for settings, members, group in groups:
+        first = members[0]
+        method = f"{method_of(first)} ({settings})" if settings else method_of(first)
+        label = [method, stream_of(first), backbone_of(first), str(len(members))]
+        for row in _routing_rows(group, tasks):
+            table.add_row(*label, *row)
+            label = [""] * len(label)
+        table.add_section()
+    head = "routers: dev texts that find their task, in percent; used: * chose the adapters"
+    return _render(Group(Text(head), table))
+
+
 def metrics_line(result: Tree) -> str:
     """`AP 81.7  F.Ra 12.5  FWT +1.0  BWT -12.5 (over M: -8.3)  weighted AP 80.9`."""
     signed = [f"{METRICS[name]} {_number(metric_of(result, name), '+.1f')}" for name in ("fwt", "bwt")]
@@ -81,14 +143,28 @@ def _matrix(result: Tree) -> RenderableType:
 
 def _routing(result: Tree) -> list[RenderableType]:
     """Which router was used, and how often each finds a text's own task (mean over tasks, percent of dev texts)."""
-    facts = (result.get("stage_facts") or [{}])[-1]
-    found = {kind: values for kind, values in facts.get("found", {}).items() if values}
-    if not found:
+    if not has_routing(result):
         return []
-    means = {kind: sum(values.values()) / len(values) for kind, values in found.items()}
+    routing = Routing.of(result)
+    means = {kind: mean for kind in KINDS if (mean := mean_of(routing.found[kind])) is not None}
+    used = Text(f"routed by {routing.used}")
+    if not means:
+        return [used]
     shares = ", ".join(f"{kind} {mean:.1f}" for kind, mean in means.items() if kind != "eq13")
     eq13 = f"; eq. 13 {means['eq13']:.1f}" if "eq13" in means else ""
-    return [Text(f"routed by {facts['router']}"), Text(f"dev texts that find their task: {shares}{eq13}")]
+    return [used, Text(f"dev texts that find their task: {shares}{eq13}")]
+
+
+def _routing_rows(group: Sequence[Routing], tasks: Sequence[str]) -> list[list[str]]:
+    """For each kind: its title, whether it was used, a cell per task and the mean over the tasks."""
+    rows = []
+    for kind, title in KINDS.items():
+        uses = sum(routing.used == kind for routing in group)
+        used = "" if not uses else "*" if uses == len(group) else f"{uses} of {len(group)}"
+        cells = [Spread.over([routing.found[kind].get(task) for routing in group]) for task in tasks]
+        mean = Spread.over([mean_of(routing.found[kind]) for routing in group])
+        rows.append([title, used, *map(_points, [*cells, mean])])
+    return rows
 
 
 def _notes(result: Tree) -> list[Text]:

@@ -31,6 +31,16 @@ def similarity(router: SlotRouter) -> list[list[float]]:
     return found
 
 
+def newest_rows(router: SlotRouter) -> list[list[float]]:
+    """`[m][N]` mean cosine over groups of each slot of the newest task with every slot so far, in order of learning.
+
+    Keys never change once learned, so the rows of all stages below each other are the lower triangle of `[N][N]`.
+    """
+    keys = router.keys()
+    found = cosines(keys[router.tasks[-1]], torch.cat([keys[task] for task in router.tasks])).mean(1)
+    return [[round(value, 3) for value in row] for row in found.tolist()]
+
+
 def plane(router: SlotRouter, seed: int = 0) -> list[dict[str, Any]]:
     """t-SNE of every sub-key by cosine: x, y, slot and group; empty where there are too few or too many."""
     from sklearn.manifold import TSNE

@@ -17,6 +17,7 @@ from raycl.errors import RetrievalError
 from raycl.retrieval.discriminant import Discriminant, Statistics
 from raycl.retrieval.index import EXACT_UP_TO, KeyIndex
 from raycl.retrieval.keys import KeyConfig, cosines, key_accuracy, learn_keys, split_groups
+from raycl.retrieval.unfamiliar import Yardstick, sample_of
 from raycl.retrieval.weights import RetrievalConfig, slot_weights, sparse_weights
 from raycl.types import Mixture, RouterState
 
@@ -30,16 +31,19 @@ class SlotRouter:
     Attributes:
         tasks: in the order in which they were learned.
         kind: keys: the paper's; discriminant: the task by its statistics, its slots by their keys.
-        dev: queries of each task that neither was made from, to tell which kind chooses better.
+        dev: queries of each task that neither was made from, to tell which kind chooses better (`hold_out`).
+        samples: a few of them, kept with the keys.
     """
 
     def __init__(self, kind: Kind, groups: int, config: RetrievalConfig, per_group: bool = False) -> None:
         self.kind, self.groups, self.config, self.per_group = kind, groups, config, per_group
         self.tasks: list[str] = []
         self.dev: dict[str, Tensor] = {}
+        self.samples: dict[str, Tensor] = {}
         self._keys: dict[str, Tensor] = {}
         self._statistics: dict[str, Statistics] = {}
         self._discriminant: Discriminant | None = None
+        self._yardstick: Yardstick | None = None
         self._index: KeyIndex | None = None
         self._parts: list[Tensor] = []
         self._slot_names: list[str] = []
@@ -59,14 +63,21 @@ class SlotRouter:
         """A task whose keys and statistics are known."""
         self.tasks.append(task)
         self._keys[task], self._statistics[task] = keys_MgH, statistics
-        self._discriminant = self._index = None
+        self._discriminant = self._yardstick = self._index = None
         self._parts.append(keys_MgH)
         self._slot_names += self.slots(task)
 
     def take(self, task: str, other: SlotRouter) -> None:
         """A task that `other` has studied."""
         self.add(task, other._keys[task], other._statistics[task])
-        self.dev[task] = other.dev[task]
+        self.hold_out(task, other.dev[task])
+
+    def hold_out(self, task: str, dev_BC: Tensor) -> None:
+        """A task's dev queries, on which it is judged; a sample of them stays with the router."""
+        self.dev[task] = dev_BC
+        if len(dev_BC):
+            self.samples[task] = sample_of(dev_BC)
+        self._yardstick = None
 
     def keys(self) -> dict[str, Tensor]:
         """Task -> `[m, g, h]`."""
@@ -162,6 +173,36 @@ class SlotRouter:
             means = {kind: sum(judged[kind].values()) / len(judged[kind]) for kind in KINDS}
             self.kind = max(KINDS, key=lambda kind: means[kind])
 
+    def unfamiliar(self, queries_BC: Tensor) -> Tensor:
+        """`[B]` from 0 to 1: the share of known texts that are nearer to a task; near 1 for texts of no task.
+
+        Raises:
+            RetrievalError: no dev text of any task was kept, or a query does not fit or is not finite.
+        """
+        split_groups(queries_BC, self.groups)
+        if self._yardstick is None:
+            samples = [self.samples[task] for task in self.tasks if task in self.samples]
+            if not samples:
+                raise RetrievalError(
+                    "this router keeps no dev texts to compare with (its tasks have none, or an earlier version of "
+                    "raycl wrote it): how unfamiliar a text is cannot be told"
+                )
+            self._yardstick = Yardstick(self.discriminant, samples)
+        return self._yardstick.shares(queries_BC)
+
+    def novelty(self) -> dict[str, float]:
+        """The newest task and, in percent, how well its dev texts stood out before it was learned (AUROC).
+
+        Empty for the first task, and where dev texts are missing.
+        """
+        *earlier, newest = self.tasks
+        samples = [self.samples[task] for task in earlier if task in self.samples]
+        queries = self.dev.get(newest)
+        if not samples or queries is None or not len(queries):
+            return {}
+        before = Discriminant({task: self._statistics[task] for task in earlier})
+        return {newest: 100 * float(Yardstick(before, samples).shares(queries).mean())}
+
     def _columns(self) -> tuple[str, ...]:
         slots = self._slot_names
         return tuple(slots if not self.per_group else [f"{slot}-{g}" for g in range(self.groups) for slot in slots])
@@ -221,13 +262,15 @@ class SlotRouter:
     # ---- keeping ---------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """`key/<slot>` `[g, h]`; `count/<task>`, `mean/<task>`, `scatter/<task>`."""
+        """`key/<slot>` `[g, h]`; `count/<task>`, `mean/<task>`, `scatter/<task>`; `sample/<task>` if it has one."""
         found: dict[str, Tensor] = {}
         for task in self.tasks:
             found |= {f"key/{slot}": key for slot, key in zip(self.slots(task), self._keys[task], strict=True)}
             known = self._statistics[task]
             found[f"count/{task}"] = torch.tensor([known.count])
             found[f"mean/{task}"], found[f"scatter/{task}"] = known.mean, known.scatter
+            if task in self.samples:
+                found[f"sample/{task}"] = self.samples[task]
         return {name: tensor.contiguous() for name, tensor in found.items()}
 
     def settings(self) -> dict[str, Any]:
@@ -254,4 +297,6 @@ class SlotRouter:
                 keys.append(tensors[f"key/{task}.{len(keys)}"])
             known = Statistics(int(tensors[f"count/{task}"]), tensors[f"mean/{task}"], tensors[f"scatter/{task}"])
             router.add(task, torch.stack(keys), known)
+            if f"sample/{task}" in tensors:
+                router.samples[task] = tensors[f"sample/{task}"]
         return router

@@ -26,9 +26,7 @@ class Pins(_Wire):
     adapters: dict[str, FiniteFloat] | None = Field(None, description="adapter -> weight; {} is the bare backbone")
     task: str | None = Field(None, description="the text's task, for routers that go by it")
     mix: bool = Field(True, description="false: only the best task's adapters")
-    template: bool | None = Field(
-        None, description="prompt of the task around the text; null: not in completions"
-    )
+    template: bool | None = Field(None, description="prompt of the task around the text; null: not in completions")
 
 
 class Request(_Wire):

@@ -12,11 +12,14 @@ from tiny import KINDS, Complete, Lab, Stop, exported, matrix, model, opened, ru
 from raycl.adapters import AdapterStack
 from raycl.backbone.roles import linear_names
 from raycl.bank import Bank
+from raycl.bank.routers import get_router
 from raycl.bank.upkeep import verify
 from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, RayclError
 from raycl.forgetting import evaluate, forget
 from raycl.methods.slm import Slm
+from raycl.report.routing import Routing
+from raycl.retrieval.slots import SlotRouter
 from raycl.run import build
 from raycl.storage import Storage
 from raycl.train.world import World
@@ -107,6 +110,7 @@ def test_told_tasks_keep_to_their_own_slots(lab: Lab, tmp_path: Path) -> None:
     run(lab.config("bert", {"name": "separate", "learner": {"name": "slm"}}), separate)
     assert matrix(told)[-1] == matrix(separate)[-1]
     assert matrix(told)[0][0] == matrix(told)[1][0], "nothing can be forgotten when the task is told"
+    assert {Routing.of(storage.read_json("results.json")).used for storage in (told, separate)} == {"task"}
 
 
 @pytest.mark.parametrize(
@@ -130,8 +134,13 @@ def test_every_setting_learns_and_its_snapshot_is_whole(lab: Lab, tmp_path: Path
     newest = bank.newest()
     assert newest is not None
     assert len(newest.adapters) == (48 if settings.get("value_layout") == "per_group" else 8)
-    found = storage.read_json("results.json")["stage_facts"][-1]["found"]
-    assert set(found) == {"keys", "discriminant", "eq13"}
+    result = storage.read_json("results.json")
+    routing = Routing.of(result)
+    assert set(result["stage_facts"][-1]["found"]) == {"keys", "discriminant", "eq13"}
+    assert routing.tasks == result["stages"] and routing.novelty == {}, "a run without dev texts"
+    assert routing.owners == [task for task in routing.tasks for _ in range(4)]
+    for i, row in enumerate(routing.cosines):
+        assert row[i] == pytest.approx(1, abs=1e-3) and len(row) == 8
     if settings.get("retrieval", {}).get("scope") != "batch":
         evaluated = evaluate(bank, newest)
         assert [evaluated[task].value for task in ("colour", "animal")] == matrix(storage)[-1]
@@ -192,6 +201,29 @@ def test_one_head_for_each_number_of_labels(lab: Lab, tmp_path: Path) -> None:
     with pytest.raises(RayclError, match="label heads go by the task of each text"):
         served.predict(batch, batch.texts, None, 1)
     assert set(served.predict(batch, batch.texts, batch.tasks, 1)) <= {"cat", "dog"}
+
+
+def test_dev_texts_that_are_kept_tell_new_texts_from_known_ones(lab: Lab, tmp_path: Path) -> None:
+    """In the snapshot, in the facts of the stage, and the same after a crash in the middle of the second task."""
+    config = lab.config("bert", {"name": "slm"}, stream={"dev_fraction": 0.25})
+    whole, stopped = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "stopped")
+    run(config, whole)
+    steps = len(trace(whole)) - 1
+    with pytest.raises(Stop):
+        run(config, stopped, after=steps)
+    run(config, stopped)
+    routers = []
+    for storage in (whole, stopped):
+        bank = Bank(storage.sub("bank"))
+        newest = bank.newest()
+        assert newest is not None
+        routers.append(SlotRouter.restored(get_router(bank, newest)))
+    first, second = (router.tensors() for router in routers)
+    assert {"sample/colour", "sample/animal"} < first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    routings = [Routing.of(storage.read_json("results.json")) for storage in (whole, stopped)]
+    assert routings[0] == routings[1] and list(routings[0].novelty) == ["animal"]
+    assert 0.1 < float(routers[0].unfamiliar(first["sample/colour"]).mean()) < 0.9
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""A made-up result file: what a finished run leaves behind."""
+"""Made-up result files: what finished runs leave behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 WORKED: list[list[float | None]] = [[90.0, None, None], [80.0, 85.0, None], [70.0, 80.0, 95.0]]
@@ -41,6 +42,52 @@ def _result(method: str = "sapt", seed: int = 0, ap: float = 81.667) -> dict[str
             "wall_s": 75.0,
         }
     )
+
+
+def _routed(tasks: list[str], router: str = "discriminant", slots: int = 4, **settings: Any) -> dict[str, Any]:
+    """A run of SLM over these tasks: keys around a direction of each task, in six groups of eight dimensions."""
+    draw, groups = np.random.default_rng(0), 6
+    result = _result("slm", **settings)
+    blank = [[None] * len(tasks) for _ in tasks]
+    result |= {"stages": tasks, "matrix": blank, "stream": {"name": "long-a", "tasks": tasks, "notes": []}}
+    centres = draw.normal(size=(len(tasks), 1, groups, 8)) + 0.8
+    keys = (centres + 0.5 * draw.normal(size=(len(tasks), slots, groups, 8))).reshape(-1, groups, 8)
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    cosines = np.einsum("igh,jgh->ij", keys, keys) / groups
+    result["stage_facts"] = [
+        _facts(tasks[: count + 1], router, slots, cosines[: slots * (count + 1), : slots * (count + 1)], draw)
+        for count in range(len(tasks))
+    ]
+    return result
+
+
+def _facts(
+    tasks: list[str], router: str, slots: int, cosines: np.ndarray[Any, Any], draw: np.random.Generator
+) -> dict[str, Any]:
+    """As `Slm.facts` gives them after the last of `tasks`."""
+    blocks = cosines.reshape(len(tasks), slots, len(tasks), slots).mean((1, 3))
+    worst = {"keys": 70.0, "discriminant": 90.0, "eq13": 60.0}
+    places = draw.normal(size=(len(tasks), slots, 6, 2)) + 9 * np.array([[n % 3, n // 3] for n in range(6)])
+    return {
+        "router": router,
+        "found": {kind: {task: float(draw.uniform(least, 100)) for task in tasks} for kind, least in worst.items()},
+        "novelty": {tasks[-1]: 93.75} if len(tasks) > 1 else {},
+        "truncated_queries": 0,
+        "key_similarity": blocks.tolist(),
+        "slot_similarity": cosines[-slots:].round(3).tolist(),
+        "key_plane": [
+            {"x": x, "y": y, "slot": f"{task}.{slot}", "group": group}
+            for task, slots_xy in zip(tasks, places.tolist(), strict=True)
+            for slot, groups_xy in enumerate(slots_xy)
+            for group, (x, y) in enumerate(groups_xy)
+        ],
+    }
+
+
+@pytest.fixture
+def make_routed() -> Callable[..., dict[str, Any]]:
+    """Builds the result tree of a run of SLM; call it with the tasks' names, perhaps `router`, `slots`, `seed`."""
+    return _routed
 
 
 @pytest.fixture

@@ -22,13 +22,13 @@ Make = Callable[..., dict[str, Any]]
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures behind the files written in a test."""
     figures: list[Figure] = []
-    save = plots._save
+    save = plots.save_png
 
     def keep(figure: Figure, path: str | Path) -> Path:
         figures.append(figure)
         return save(figure, path)
 
-    monkeypatch.setattr(plots, "_save", keep)
+    monkeypatch.setattr(plots, "save_png", keep)
     return figures
 
 

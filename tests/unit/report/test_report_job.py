@@ -39,6 +39,28 @@ def test_prints_matrices_and_comparison_and_writes_files(
     assert png.is_file() and csv.read_text().startswith("method,settings,stream,backbone,runs,ap,ap_std")
 
 
+def test_routing_is_printed_and_drawn_for_runs_that_have_it(
+    tmp_path: Path,
+    make_result: Callable[..., dict[str, Any]],
+    make_routed: Callable[..., dict[str, Any]],
+    report: Callable[[list[str]], int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs = {"lora": make_result("lora"), "slm": make_routed(["agnews"]), "slm-1": make_routed(["agnews"], seed=1)}
+    for name, result in runs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps(result))
+    png = tmp_path / "out" / "router.png"
+    assert report([str(tmp_path / "lora"), str(tmp_path / "slm"), "--router-png", str(png)]) == 0
+    text = capsys.readouterr().out
+    assert png.is_file() and text.count("discriminant *") == 1 and "routers:" not in text
+    assert report([str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("discriminant *") == 2 and text.count("routers:") == 1
+    assert report([str(tmp_path / "lora"), "--router-png", str(png)]) == 1
+    assert capsys.readouterr().err.startswith("report: 'lora on long-a, mini-t5, seed 0' has no facts of a router")
+
+
 def test_errors_are_one_line_and_status_one(
     tmp_path: Path, report: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,5 +81,6 @@ def test_short_names_stay_different() -> None:
 
 
 def test_reports_never_load_torch() -> None:
-    code = "import sys, raycl.report.tables, raycl.report.plots, raycl.report.compare; sys.exit('torch' in sys.modules)"
+    parts = ", ".join(f"raycl.report.{part}" for part in ("compare", "plots", "router_plots", "tables"))
+    code = f"import sys, {parts}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

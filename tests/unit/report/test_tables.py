@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from raycl.errors import RunError
 from raycl.report.compare import Spread, compare, to_csv
-from raycl.report.tables import comparison_table, matrix_table, side_by_side
+from raycl.report.tables import comparison_table, matrix_table, routing_comparison, routing_table, side_by_side
 
 Make = Callable[..., dict[str, Any]]
 
@@ -104,3 +105,42 @@ def test_routers_stand_below_the_matrix(make_result: Make) -> None:
     result["stage_facts"] = [{}, {"router": "discriminant", "found": found}]
     line = "routed by discriminant\ndev texts that find their task: keys 85.0, discriminant 96.0; eq. 13 71.0"
     assert line in matrix_table(result)
+
+
+def test_routing_by_task_marks_the_router_in_use(make_routed: Make) -> None:
+    result = make_routed(["agnews", "dbpedia", "yahoo"])
+    found = result["stage_facts"][-1]["found"]
+    del found["keys"]["yahoo"]
+    lines = routing_table(result).splitlines()
+    assert cells(lines[2]) == ["keys", "discriminant", "*", "eq.", "13", "novelty"]
+    for line, task, novelty in zip(lines[4:7], result["stages"], ["–", "93.8", "93.8"], strict=True):
+        shares = [f"{found[kind][task]:.1f}" if task in found[kind] else "–" for kind in found]
+        assert cells(line) == [task, *shares, novelty]
+    mean = (found["keys"]["agnews"] + found["keys"]["dbpedia"]) / 2
+    assert cells(lines[8])[:2] == ["mean", f"{mean:.1f}"]
+    assert lines[-1].startswith("*: chose the adapters; novelty:")
+
+
+def test_routing_of_a_run_that_was_told_the_tasks_marks_no_router(make_routed: Make) -> None:
+    lines = routing_table(make_routed(["agnews"], router="task")).splitlines()
+    assert cells(lines[2]) == ["keys", "discriminant", "eq.", "13"] and lines[-1] == "routed by task"
+
+
+def test_runs_without_a_router_have_no_routing_table(make_result: Make) -> None:
+    for facts in ({}, {"stage_facts": []}, {"stage_facts": [{}, {}]}):
+        with pytest.raises(RunError, match="'sapt on long-a, mini-t5, seed 0' has no facts of a router"):
+            routing_table(make_result() | facts)
+
+
+def test_routers_of_several_runs_stand_in_one_table(make_routed: Make) -> None:
+    seeds = [make_routed(["agnews", "dbpedia"], seed=0), make_routed(["agnews", "dbpedia"], router="keys", seed=1)]
+    other = make_routed(["agnews", "yahoo"], router="keys")
+    other["config"]["method"]["router"] = "keys"
+    for result, share in zip([*seeds, other], (80.0, 90.0, 70.0), strict=True):
+        result["stage_facts"][-1]["found"]["keys"] = dict.fromkeys(result["stages"], share)
+    lines = [" ".join(cells(line)) for line in routing_comparison([*seeds, other]).splitlines()]
+    assert lines[2] == "method stream backbone runs router used agnews dbpedia yahoo mean"
+    assert lines[4] == "slm (method.router=None) long-a mini-t5 2 keys 1 of 2 85.0 ± 7.1 85.0 ± 7.1 – 85.0 ± 7.1"
+    assert lines[5].startswith("discriminant 1 of 2 ") and lines[6].startswith("eq. 13 ")
+    assert lines[8] == "slm (method.router=keys) long-a mini-t5 1 keys * 70.0 – 70.0 70.0"
+    assert lines[9].startswith("discriminant ") and "*" not in lines[9]
