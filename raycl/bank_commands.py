@@ -19,8 +19,9 @@ from raycl.backbone import BackboneConfig
 from raycl.bank import AdapterRef, Bank, Snapshot
 from raycl.bank.upkeep import diff, prune, verify
 from raycl.errors import BankError
-from raycl.exchange import backbone_of, export_merged, export_peft, import_peft, mixed
+from raycl.exchange import export_merged, export_peft, import_peft, mixed
 from raycl.forgetting import forget
+from raycl.serve.model import backbone_of
 
 
 @dataclass(frozen=True)

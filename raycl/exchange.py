@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -106,23 +105,6 @@ def import_peft(bank: Bank, folder: str, name: str, backbone: BackboneConfig, ta
         state = AdapterState(state.linears, state.scale, None, tuple(labels), head["weight"], head["bias"])
     facts = ModelFacts(name=backbone.name, sha256=identity(backbone), kind=codec.kind)
     return bank.publish(name, state, facts, tasks, {"imported": str(where.absolute())})
-
-
-def backbone_of(snapshot: Snapshot, given: str | None = None) -> BackboneConfig:
-    """How to load the snapshot's backbone: as its run did, or from `given`.
-
-    Raises:
-        BankError: what is found there is another model.
-    """
-    settings: dict[str, Any] = dict(snapshot.made.get("config", {}).get("backbone", {"name": snapshot.backbone.name}))
-    config = BackboneConfig(**{**settings, **({"name": given} if given else {})})
-    found = identity(config)
-    if found != snapshot.backbone.sha256:
-        raise BankError(
-            f"snapshot {snapshot.number} was made with backbone '{snapshot.backbone.name}' "
-            f"({snapshot.backbone.sha256[:12]}), '{config.name}' is another model ({found[:12]}): name the right one"
-        )
-    return config
 
 
 def _empty(folder: str) -> Storage:

@@ -20,9 +20,8 @@ from raycl.bank.routers import get_router, put_router
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.errors import BankError
 from raycl.eval.settings import EvalConfig
-from raycl.exchange import backbone_of
 from raycl.retrieval.router import without
-from raycl.serve.model import SnapshotModel, adapters_of, router_of
+from raycl.serve.model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.serve.scores import score_snapshot
 from raycl.types import Score
 

@@ -65,14 +65,16 @@ class Engine:
         counts: what happened so far, by name, for metrics.
     """
 
-    def __init__(self, host: Host, max_batch: int, max_source_tokens: int) -> None:
+    def __init__(self, host: Host, max_batch: int, max_source_tokens: int, max_target_tokens: int) -> None:
         """Start the thread.
 
         Args:
             max_batch: rows that are computed together.
             max_source_tokens: longest prompt; longer inputs are cut at their end, as in training.
+            max_target_tokens: of an answer, where the ask does not say.
         """
-        self.host, self.max_batch, self.max_source = host, max_batch, max_source_tokens
+        self.host, self.max_batch = host, max_batch
+        self.max_source, self.max_target = max_source_tokens, max_target_tokens
         self.counts = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0, "tokens": 0, "retrieval_s": 0.0}
         self._inbox: queue.SimpleQueue[Ask | tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._waiting: list[Ask] = []

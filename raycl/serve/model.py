@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from raycl.adapters.stack import Source
-from raycl.backbone import Backbone
+from raycl.backbone import Backbone, BackboneConfig, identity
 from raycl.bank import Bank, Snapshot
 from raycl.bank.routers import get_router
 from raycl.errors import BankError
@@ -68,6 +69,23 @@ def heads_of(hosted: Hosted, tasks: Sequence[str] | None) -> list[str]:
             f"{', '.join(unknown) or 'none'}, expected some of {', '.join(hosted.heads)}"
         )
     return [hosted.heads[task] for task in tasks]
+
+
+def backbone_of(snapshot: Snapshot, given: str | None = None) -> BackboneConfig:
+    """How to load the snapshot's backbone: as its run did, or from `given`.
+
+    Raises:
+        BankError: what is found there is another model.
+    """
+    settings: dict[str, Any] = dict(snapshot.made.get("config", {}).get("backbone", {"name": snapshot.backbone.name}))
+    config = BackboneConfig(**{**settings, **({"name": given} if given else {})})
+    found = identity(config)
+    if found != snapshot.backbone.sha256:
+        raise BankError(
+            f"snapshot {snapshot.number} was made with backbone '{snapshot.backbone.name}' "
+            f"({snapshot.backbone.sha256[:12]}), '{config.name}' is another model ({found[:12]}): name the right one"
+        )
+    return config
 
 
 def router_of(bank: Bank, snapshot: Snapshot, cache: Path | None = None) -> Router:

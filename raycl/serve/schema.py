@@ -40,7 +40,7 @@ class Generation(Request):
     """Settings of a text answer."""
 
     max_tokens: int | None = Field(None, ge=1)
-    temperature: FiniteFloat = Field(1.0, ge=0, le=2)
+    temperature: FiniteFloat = Field(0.0, ge=0, le=2, description="0, as it was measured; OpenAI's default is 1")
     top_p: FiniteFloat = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)

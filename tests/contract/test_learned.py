@@ -19,8 +19,9 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.upkeep import verify
 from raycl.data.loader import eval_batches
 from raycl.errors import RunError
-from raycl.exchange import backbone_of, export_merged, export_peft, mixed
+from raycl.exchange import export_merged, export_peft, mixed
 from raycl.methods.registry import METHODS
+from raycl.serve.model import backbone_of
 from raycl.types import Mixture, Stage
 
 AUTO: dict[str, Any] = {"bert": AutoModel, "t5": AutoModelForSeq2SeqLM, "llama": AutoModelForCausalLM}

@@ -31,9 +31,8 @@ from transformers import (
 from raycl import config as configs
 from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
-from raycl.exchange import backbone_of
 from raycl.run import RunConfig, build
-from raycl.serve.model import SnapshotModel, adapters_of, router_of
+from raycl.serve.model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.storage import Storage
 from raycl.train.engine import Engine
 from raycl.train.loop import OpenEngine, StreamLoop

@@ -1,0 +1,60 @@
+"""From a bank to a service that answers: backbone, engine and snapshots put together.
+
+What it does not know: HTTP, how many replicas there are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from raycl.backbone import load_backbone, load_codec
+from raycl.bank import Bank
+from raycl.bank.activations import Activations
+from raycl.bank.shelf import Shelf
+from raycl.serve.engine import Engine
+from raycl.serve.host import Host
+from raycl.serve.model import backbone_of
+from raycl.serve.roster import Roster, wanted_snapshot
+from raycl.serve.service import Service
+from raycl.serve.settings import ServeConfig
+
+SOURCE_TOKENS, TARGET_TOKENS = 256, 64
+"""Of snapshots that no run made."""
+
+
+def open_service(config: ServeConfig, shelf: bool = False) -> Service:
+    """Load everything; blocks for as long as that takes.
+
+    Args:
+        shelf: adapters come through the cluster's object store, once per node.
+
+    Raises:
+        BankError: no snapshot, or damaged. BackboneError: the backbone cannot be loaded, or is another one.
+    """
+    bank = Bank.at(config.bank)
+    snapshot = bank.open(wanted_snapshot(bank, Activations(bank), config))
+    device = torch.device(_device(config.device))
+    if device.type == "cpu":
+        torch.set_num_threads(config.threads)
+    settings = backbone_of(snapshot, config.backbone)
+    limits = snapshot.made.get("config", {}).get("stream", {})
+    source, target = (
+        int(limits.get(name) or default)
+        for name, default in (("max_source_tokens", SOURCE_TOKENS), ("max_target_tokens", TARGET_TOKENS))
+    )
+    backbone = load_backbone(settings, load_codec(settings, source, target), device, 0)
+    engine = Engine(Host(backbone, config.resident_rows), config.max_batch, source, target)
+    roster = Roster(bank, engine, config, snapshot.backbone.sha256, Shelf(bank) if shelf else None)
+    return Service(config, engine, roster)
+
+
+def close_service(service: Service) -> None:
+    """Stop its threads."""
+    service.roster.close()
+    service.engine.close()
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,267 @@
+"""What the endpoint does, without its wire: requests become asks, the engine's events become answers.
+
+What it does not know: HTTP, Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from raycl.errors import BankError, RayclError
+from raycl.serve.asks import Ask, Choice, Event, Failed, Labelled, Made, Piece, Sampling, Started
+from raycl.serve.engine import Engine
+from raycl.serve.host import Hosted
+from raycl.serve.roster import Roster
+from raycl.serve.schema import Generation, How, Request
+from raycl.serve.settings import ServeConfig
+
+log = logging.getLogger(__name__)
+
+
+class BusyError(RayclError):
+    """Too many answers are being made: ask again later."""
+
+
+class LateError(RayclError):
+    """An answer took longer than allowed."""
+
+
+class UnknownError(RayclError):
+    """A model, adapter or snapshot that is not there."""
+
+
+class TooMuchError(RayclError):
+    """A request beyond the limits."""
+
+
+@dataclass
+class Answer:
+    """One answer, complete.
+
+    Attributes:
+        first_s, total_s: seconds to its first piece and to its end.
+    """
+
+    made: Made | None = None
+    text: str = ""
+    tokens: int = 0
+    finish: str = "stop"
+    scores: dict[str, float] = field(default_factory=dict)
+    first_s: float = 0.0
+    total_s: float = 0.0
+
+
+Observe = Callable[[Answer], None]
+
+
+class Service:
+    """Answers on one replica.
+
+    Attributes:
+        kind: of the backbone: encoder, encoder-decoder, decoder.
+        observe: told every finished answer, for metrics.
+    """
+
+    def __init__(self, config: ServeConfig, engine: Engine, roster: Roster) -> None:
+        self.config, self.engine, self.roster = config, engine, roster
+        self.kind: str = engine.host.backbone.codec.kind
+        self.observe: Observe = lambda answer: None
+        self._open = 0
+
+    # ---- who speaks ------------------------------------------------------------------------------------------
+
+    async def chosen(self, request: Request) -> tuple[Hosted, Choice]:
+        """The snapshot, kept until `Roster.give_back`, and the choice that a request names.
+
+        Raises:
+            UnknownError: no such model, adapter or snapshot.
+        """
+        pins, model = request.raycl, request.model
+        number = pins.snapshot
+        if model.startswith("snapshot:") and number is None:
+            number = _number(model)
+        try:
+            hosted = await asyncio.to_thread(self.roster.take, number)
+        except BankError as error:
+            raise UnknownError(str(error)) from error
+        try:
+            return hosted, _choice(hosted, request)
+        except RayclError:
+            self.roster.give_back(hosted)
+            raise
+
+    def sampling(self, request: Generation, max_tokens: int | None) -> Sampling:
+        """Settings of its answers.
+
+        Raises:
+            TooMuchError: more than the limits.
+        """
+        limits = self.config.limits
+        for name, asked, most in (("max_tokens", max_tokens or 0, limits.max_tokens), ("n", request.n, limits.n)):
+            if asked > most:
+                raise TooMuchError(f"{name} is {asked}: this endpoint allows at most {most}")
+        seed = request.seed if request.seed is not None else secrets.randbits(62)
+        tokens = max_tokens or min(limits.max_tokens, self.engine.max_target)
+        return Sampling(tokens, request.temperature, request.top_p, seed, request.stops)
+
+    # ---- answers ---------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def asked(
+        self, hosted: Hosted, choice: Choice, texts: Sequence[str], **settings: Any
+    ) -> AsyncIterator[list[asyncio.Queue[Event]]]:
+        """Put one ask per text to the engine; leaving cancels those that are not finished.
+
+        Args:
+            settings: of `Ask`; `sampling` may be a list, one for each text.
+
+        Raises:
+            BusyError: the queue is full.
+        """
+        if self.engine.load + len(texts) > max(self.config.limits.queue, len(texts)):
+            raise BusyError(f"{self.engine.load} answers are being made: ask again in a second")
+        samplings = settings.pop("sampling", None)
+        loop = asyncio.get_running_loop()
+        asks, queues = [], []
+        for place, text in enumerate(texts):
+            events: asyncio.Queue[Event] = asyncio.Queue()
+            sampling = samplings[place] if isinstance(samplings, list) else samplings
+            asks.append(Ask(text, hosted, choice, _sender(loop, events), sampling, **settings))
+            queues.append(events)
+        for ask in asks:
+            self.engine.submit(ask)
+        try:
+            yield queues
+        finally:
+            for ask in asks:
+                ask.cancelled = True
+
+    async def events(self, queue: asyncio.Queue[Event], until: Callable[[Event], bool]) -> AsyncIterator[Event]:
+        """Events of one ask up to its last one.
+
+        Raises:
+            LateError: it takes too long. RayclError: what went wrong.
+        """
+        deadline = time.monotonic() + self.config.limits.timeout_s
+        while True:
+            try:
+                event = await asyncio.wait_for(queue.get(), deadline - time.monotonic())
+            except TimeoutError as error:
+                raise LateError(
+                    f"no answer within {self.config.limits.timeout_s:g} s: ask for less, or later"
+                ) from error
+            if isinstance(event, Failed):
+                raise event.error
+            yield event
+            if until(event):
+                return
+
+    async def complete(self, queue: asyncio.Queue[Event], until: Callable[[Event], bool]) -> Answer:
+        """One whole answer.
+
+        Raises:
+            LateError, RayclError: see `events`.
+        """
+        answer, began = Answer(), time.perf_counter()
+        async for event in self.events(queue, until):
+            take(answer, event, began)
+        self.observe(answer)
+        return answer
+
+
+def take(answer: Answer, event: Event, began: float) -> None:
+    """Add an event to an answer."""
+    if isinstance(event, Started):
+        answer.made = event.made
+    elif isinstance(event, Piece):
+        answer.first_s = answer.first_s or time.perf_counter() - began
+        answer.text += event.text
+        answer.tokens, answer.finish = event.tokens, event.finish or answer.finish
+    elif isinstance(event, Labelled):
+        answer.scores = dict(event.scores)
+    answer.total_s = time.perf_counter() - began
+
+
+def spoken_out(event: Event) -> bool:
+    """Whether a text's last piece has come."""
+    return isinstance(event, Piece) and event.finish is not None
+
+
+def labelled(event: Event) -> bool:
+    """Whether the label is there."""
+    return isinstance(event, Labelled)
+
+
+def routed(event: Event) -> bool:
+    """Whether the mixture is known."""
+    return isinstance(event, Started)
+
+
+def how(hosted: Hosted, made: Made) -> How:
+    """How an answer was made, for the wire."""
+    tasks = hosted.shares({hosted.keys[name]: weight for name, weight in made.weights.items()})
+    return How(
+        snapshot=made.snapshot,
+        adapters={name: round(weight, 6) for name, weight in made.weights.items()},
+        tasks={task: round(share, 6) for task, share in tasks.items()},
+        template=made.template,
+        cut_tokens=made.cut_tokens,
+        queue_ms=round(made.queue_ms, 3),
+        retrieval_ms=round(made.retrieval_ms, 3),
+        batch=made.batch,
+    )
+
+
+def _sender(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event]) -> Callable[[Event], None]:
+    def send(event: Event) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+    return send
+
+
+def _number(model: str) -> int:
+    text = model.partition(":")[2]
+    if not text.isdecimal() or int(text) < 1:
+        raise UnknownError(f"model '{model}': expected snapshot:NUMBER")
+    return int(text)
+
+
+def _choice(hosted: Hosted, request: Request) -> Choice:
+    pins, model, number = request.raycl, request.model, hosted.snapshot.number
+    if pins.task is not None and pins.task not in hosted.prompts:
+        raise UnknownError(f"snapshot {number} has no task '{pins.task}': expected one of {_some(hosted.prompts)}")
+    if pins.adapters is not None:
+        unknown = sorted(pins.adapters.keys() - hosted.keys.keys())
+        if unknown:
+            raise UnknownError(
+                f"snapshot {number} has no adapter {_some(unknown)}: expected some of {_some(hosted.keys)}"
+            )
+        return Choice({name: weight for name, weight in pins.adapters.items() if weight != 0}, pins.task)
+    if model == "auto" or model.startswith("snapshot:"):
+        return Choice(None, pins.task, not pins.mix)
+    if model == "base":
+        return Choice({}, pins.task)
+    name, _, version = model.partition("@")
+    if name in hosted.keys and hosted.keys[name] == f"{name}@{version or hosted.keys[name].rpartition('@')[2]}":
+        return Choice({name: 1.0}, pins.task)
+    if model in hosted.prompts:
+        mine = [adapter for adapter, key in hosted.keys.items() if hosted.owners[key] == (model,)]
+        if mine:
+            return Choice(dict.fromkeys(mine, 1.0 / len(mine)), model)
+    raise UnknownError(
+        f"model '{model}' is not there: expected auto, base, snapshot:NUMBER, or an adapter of snapshot {number} "
+        f"({_some(hosted.keys)})"
+    )
+
+
+def _some(names: Any) -> str:
+    listed = list(names)
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
