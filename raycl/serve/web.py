@@ -77,6 +77,9 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def wrong(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            reason = first.get("ctx", {}).get("error", first["msg"])
+            return _error(400, f"the body is no valid JSON: {reason}", "invalid_request_error")
         place = ".".join(str(part) for part in first["loc"] if part != "body")
         text = f"{place}: {first['msg']}" if place else str(first["msg"])
         return _error(400, text, "invalid_request_error", place or None)

@@ -1,0 +1,67 @@
+"""Serve what a bank holds: one endpoint for every task, no task id, always up to date.
+
+    python jobs/serve.py --bank runs/mine/bank                       until Ctrl-C, on http://127.0.0.1:8000
+    python jobs/serve.py --bank runs/mine/bank port=9000 follow.enabled=false
+    python jobs/serve.py --bank runs/mine/bank activate 3            answer from snapshot 3: a rollback, or forward
+    python jobs/serve.py --bank runs/mine/bank promote 4 --max-drop 1.0
+
+Why it exists: the command-line door to `raycl.serve`.
+What it does not know: how anything is answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from raycl import config as configs
+from raycl import endpoint
+from raycl.errors import RayclError
+from raycl.serve.settings import ServeConfig
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status: 1 if it failed or a candidate was refused."""
+    options = _parse(arguments)
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("raycl").setLevel(logging.INFO)
+    try:
+        config = _config(options)
+        if options.command == "activate":
+            return endpoint.activate(config, int(options.number))
+        if options.command == "promote":
+            return endpoint.promote(config, int(options.number), options.max_drop)
+        endpoint.serve_forever(config)
+    except RayclError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _config(options: argparse.Namespace) -> ServeConfig:
+    bank = [f"bank={options.bank}"] if options.bank else []
+    return configs.load(ServeConfig, options.config, [*bank, *options.overrides])
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bank", metavar="PATH", help="folder or URI of the bank")
+    parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
+    parser.add_argument("--max-drop", type=float, default=1.0, help="points that an old task may lose (promote)")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="activate N, promote N, or key.path=value ...")
+    options = parser.parse_intermixed_args(arguments)
+    commands = [word for word in options.words if "=" not in word]
+    options.overrides = [word for word in options.words if "=" in word]
+    options.command, options.number = [*commands, "", ""][:2] if commands else ["serve", ""]
+    known = options.command == "serve" or (
+        options.command in ("activate", "promote") and options.number.isdecimal() and len(commands) == 2
+    )
+    if not known:
+        parser.error(f"'{' '.join(commands)}' is no command: expected activate NUMBER, promote NUMBER, or nothing")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

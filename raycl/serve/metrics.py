@@ -1,0 +1,79 @@
+"""What a replica reports to Prometheus, through Ray's own endpoint.
+
+What it does not know: requests in flight, HTTP.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from raycl.serve.service import Answer, Service
+
+MS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 30000]
+EVERY_S = 2.0
+
+
+class Metrics:
+    """Counters and histograms of one replica; names begin with `raycl_`."""
+
+    def __init__(self, service: Service) -> None:
+        """Report from now on, on a thread of its own for what is counted inside the engine."""
+        self._service = service
+        self.answers = Counter("raycl_answers", "answers that were finished")
+        self.tokens = Counter("raycl_tokens", "tokens that were generated", tag_keys=("kind",))
+        self.times = {
+            name: Histogram(f"raycl_{name}_ms", what, boundaries=MS)
+            for name, what in (
+                ("queue", "waiting before the text was routed"),
+                ("retrieval", "encoder, search and weights, of the texts routed together"),
+                ("first", "until the first piece of the answer"),
+                ("total", "until its end"),
+            )
+        }
+        self.engine = {
+            name: Counter(f"raycl_{name}", what)
+            for name, what in (
+                ("batches", "mixtures that were opened: batches of labels, and running batches whenever they change"),
+                ("rows", "their rows"),
+                ("adapters", "distinct adapters in them"),
+                ("hits", "adapters that were on the device already"),
+                ("misses", "adapters that had to be brought there"),
+            )
+        }
+        self.snapshot = Gauge("raycl_snapshot", "number of the snapshot that answers")
+        self.age = Gauge("raycl_snapshot_age_s", "how long it has answered")
+        self.load = Gauge("raycl_unfinished", "answers that are not finished")
+        self.problem = Gauge("raycl_follow_problem", "1 while the newest snapshot cannot be used")
+        self._counted = dict.fromkeys(self.engine, 0.0)
+        service.observe = self.finished
+        threading.Thread(target=self._report, name="raycl-metrics", daemon=True).start()
+
+    def finished(self, answer: Answer) -> None:
+        """Take an answer in."""
+        self.answers.inc()
+        if answer.tokens:
+            self.tokens.inc(answer.tokens, {"kind": "generated"})
+        if answer.made is not None:
+            self.tokens.inc(max(1, answer.made.prompt_tokens), {"kind": "prompt"})
+            self.times["queue"].observe(answer.made.queue_ms)
+            self.times["retrieval"].observe(answer.made.retrieval_ms)
+        if answer.first_s:
+            self.times["first"].observe(answer.first_s * 1e3)
+        self.times["total"].observe(answer.total_s * 1e3)
+
+    def _report(self) -> None:
+        while self._service.engine.alive:
+            counts, roster = self._service.engine.counts, self._service.roster
+            for name, counter in self.engine.items():
+                more = counts[name] - self._counted[name]
+                if more > 0:
+                    counter.inc(more)
+                    self._counted[name] = counts[name]
+            self.snapshot.set(roster.active.snapshot.number)
+            self.age.set(time.time() - roster.active_since)
+            self.load.set(self._service.engine.load)
+            self.problem.set(float(bool(roster.problem)))
+            time.sleep(EVERY_S)
