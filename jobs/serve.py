@@ -30,10 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = _config(options)
         if options.command == "activate":
-            return endpoint.activate(config, int(options.number))
-        if options.command == "promote":
-            return endpoint.promote(config, int(options.number), options.max_drop)
-        endpoint.serve_forever(config)
+            endpoint.activate(config, int(options.number))
+        elif options.command == "promote":
+            verdict, text = endpoint.promote(config, int(options.number))
+            print(text)
+            return 0 if verdict.passed else 1
+        else:
+            endpoint.serve_forever(config)
     except RayclError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -42,14 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _config(options: argparse.Namespace) -> ServeConfig:
     bank = [f"bank={options.bank}"] if options.bank else []
-    return configs.load(ServeConfig, options.config, [*bank, *options.overrides])
+    drop = [f"gate.max_drop={options.max_drop}"] if options.max_drop is not None else []
+    return configs.load(ServeConfig, options.config, [*bank, *drop, *options.overrides])
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bank", metavar="PATH", help="folder or URI of the bank")
     parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
-    parser.add_argument("--max-drop", type=float, default=1.0, help="points that an old task may lose (promote)")
+    parser.add_argument("--max-drop", type=float, help="points that an old task may lose (promote; default 1)")
     parser.add_argument("words", nargs="*", metavar="WORD", help="activate N, promote N, or key.path=value ...")
     options = parser.parse_intermixed_args(arguments)
     commands = [word for word in options.words if "=" not in word]

@@ -5,6 +5,7 @@ What it does not know: how answers are made.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -14,11 +15,15 @@ from contextlib import suppress
 
 import ray
 from ray import serve
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.errors import LaunchError
 from raycl.serve.app import NAME, build_from
+from raycl.serve.gate import Verdict, judge
 from raycl.serve.settings import ServeConfig
 
 log = logging.getLogger("raycl")
@@ -63,14 +68,48 @@ def start(config: ServeConfig, application: object) -> None:
         raise LaunchError(f"the endpoint did not come up: {reason}") from error
 
 
-def activate(config: ServeConfig, number: int) -> int:
-    """Answer from a snapshot, on every replica that watches this bank; the exit status."""
-    bank = Bank.at(config.bank)
-    decided = Activations(bank).add(number, "asked for")
+def activate(config: ServeConfig, number: int) -> None:
+    """Answer from a snapshot, on every replica that watches this bank.
+
+    Raises:
+        BankError: the bank has no such snapshot.
+    """
+    decided = Activations(Bank.at(config.bank)).add(number, "asked for")
     log.info("decision %d: snapshot %d answers", decided.number, number)
-    return 0
 
 
-def promote(config: ServeConfig, number: int, max_drop: float) -> int:
-    """Activate a candidate if no task that was learned before falls by more than `max_drop`; the exit status."""
-    raise NotImplementedError
+def promote(config: ServeConfig, number: int) -> tuple[Verdict, str]:
+    """Judge a candidate and activate it if it passes.
+
+    Returns:
+        the verdict, and its table with the outcome below.
+
+    Raises:
+        RayclError: it cannot be judged; nothing is activated.
+    """
+    verdict = judge(config, number)
+    if verdict.passed:
+        activate(config, number)
+        outcome = f"passed: snapshot {number} answers"
+    else:
+        worst = max(verdict.drops, key=lambda task: verdict.drops[task])
+        outcome = (
+            f"refused: {worst} falls by {verdict.drops[worst]:.1f} points, allowed are {verdict.max_drop:g}; "
+            f"snapshot {verdict.active} goes on"
+        )
+    return verdict, f"{verdict_table(verdict)}\n{outcome}"
+
+
+def verdict_table(verdict: Verdict) -> str:
+    """One row a task: rows asked, score of the active snapshot, of the candidate, and the change."""
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("task")
+    for title in ("rows", f"snapshot {verdict.active}", f"snapshot {verdict.candidate}", "change"):
+        table.add_column(title, justify="right")
+    for task, after in verdict.after.items():
+        before = verdict.before.get(task)
+        old, change = ("", "new") if before is None else (f"{before.value:.1f}", f"{after.value - before.value:+.1f}")
+        table.add_row(task, str(after.count), old, f"{after.value:.1f}", change)
+    text = io.StringIO()
+    Console(file=text, width=200, markup=False, highlight=False, color_system=None).print(table)
+    return text.getvalue().strip("\n")

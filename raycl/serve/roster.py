@@ -164,7 +164,7 @@ def wanted_snapshot(bank: Bank, activations: Activations, config: ServeConfig) -
         BankError: the bank is empty.
     """
     last = activations.latest()
-    follows = config.follow.enabled and config.follow.max_drop is None
+    follows = config.follow.enabled and not config.follow.gated
     if last is not None and not follows:
         return last.snapshot
     numbers = bank.snapshots()

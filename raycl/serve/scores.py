@@ -7,25 +7,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Protocol
 
+from raycl.backbone import Backbone
 from raycl.data.loader import eval_batches
 from raycl.data.stream import Stream
 from raycl.eval.evaluator import evaluate
 from raycl.eval.settings import EvalConfig
-from raycl.serve.model import SnapshotModel
 from raycl.types import Batch, Score, Task
 
 log = logging.getLogger("raycl")
 
 
-def score_snapshot(
-    model: SnapshotModel, stream: Stream, tasks: Sequence[Task], settings: EvalConfig
-) -> dict[str, Score]:
+class Answering(Protocol):
+    """A snapshot that answers, by itself or behind an engine."""
+
+    backbone: Backbone
+
+    def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
+        """As `raycl.serve.model.SnapshotModel.predict`."""
+        ...
+
+
+def score_snapshot(model: Answering, stream: Stream, tasks: Sequence[Task], settings: EvalConfig) -> dict[str, Score]:
     """Task -> score, for these tasks of the stream."""
     return {task.name: _score(model, stream, task, settings) for task in tasks}
 
 
-def _score(model: SnapshotModel, stream: Stream, task: Task, settings: EvalConfig) -> Score:
+def _score(model: Answering, stream: Stream, task: Task, settings: EvalConfig) -> Score:
     codec, device = model.backbone.codec, model.backbone.device
     table = stream.table(task, settings.split, codec)
     limit = settings.max_new_tokens or codec.max_target_tokens

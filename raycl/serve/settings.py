@@ -38,8 +38,16 @@ class FollowConfig(Section):
 
     enabled: bool = Field(True, description="activate what is published; false: only by POST /admin/activate")
     poll_s: float = Field(0.5, gt=0, description="how often the bank is looked at")
-    max_drop: float | None = Field(
-        None, ge=0, description="points that any old task may fall by on its dev set; null: no gate before following"
+    gated: bool = Field(False, description="only what passes the gate, which runs beside the endpoint")
+
+
+class GateConfig(Section):
+    """What a snapshot must show before it answers: `jobs/serve.py promote`, and following with `follow.gated`."""
+
+    max_drop: float = Field(1.0, ge=0, description="points that a task may fall by against the active snapshot")
+    split: Literal["dev", "test"] = "dev"
+    stream: tuple[str, ...] = Field(
+        (), description="overrides of the stream that the snapshot was trained on, for data that has moved: root=..."
     )
 
 
@@ -66,6 +74,7 @@ class ServeConfig(Section):
     limits: LimitsConfig = LimitsConfig()
     auth: AuthConfig = AuthConfig()
     follow: FollowConfig = FollowConfig()
+    gate: GateConfig = GateConfig()
 
     @model_validator(mode="after")
     def _replicas_fit(self) -> ServeConfig:
