@@ -103,6 +103,10 @@ ROUTERS: dict[str, Any] = {
 """Kind in a snapshot -> what makes it."""
 
 
+NEEDS_BACKBONE: frozenset[str] = frozenset()
+"""Kinds whose queries come from the backbone's own embeddings: they run beside the model, not apart from it."""
+
+
 def make_router(state: RouterState, owners: Owners, cache: Path | None = None) -> Router:
     """The router of that kind.
 

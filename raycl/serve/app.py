@@ -8,30 +8,41 @@ What it does not know: how answers are made (`service`), what the wire looks lik
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import torch
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from raycl import config as configs
 from raycl.bank import Bank
+from raycl.bank.activations import Activations
+from raycl.errors import RayclError
 from raycl.serve.access import Keys, check_access
+from raycl.serve.asks import Event, Failed
+from raycl.serve.gate import judge
 from raycl.serve.metrics import Metrics
-from raycl.serve.opening import close_service, open_service
+from raycl.serve.opening import close_service, open_front, open_service
 from raycl.serve.roster import decide_first
+from raycl.serve.service import Answer, labelled, routed, spoken_out, take
 from raycl.serve.settings import ServeConfig
+from raycl.serve.split import Spec
 from raycl.serve.web import make_web
 
 NAME = "raycl"
+log = logging.getLogger(__name__)
 
 
 @serve.ingress()
 class Endpoint:
     """Ingress, router and model in one replica: no hop between them."""
 
-    def __init__(self, tree: dict[str, Any]) -> None:
+    def __init__(self, tree: dict[str, Any], gatekeeper: DeploymentHandle | None = None) -> None:
         """Load the backbone and the first snapshot."""
         logging.getLogger("raycl").setLevel(logging.INFO)
         self.config = configs.validate(ServeConfig, tree)
@@ -48,6 +59,93 @@ class Endpoint:
     def __del__(self) -> None:
         if hasattr(self, "service"):
             close_service(self.service)
+
+
+class Model:
+    """The model behind replicas that route: answers texts whose mixture is known."""
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        """Load the backbone and the first snapshot."""
+        logging.getLogger("raycl").setLevel(logging.INFO)
+        self.service = open_service(configs.validate(ServeConfig, tree), shelf=True)
+        self.metrics = Metrics(self.service)
+
+    async def answer(self, spec: Spec) -> AsyncIterator[Event]:
+        """Events of one answer, up to its last."""
+        service = self.service
+        hosted = await asyncio.to_thread(service.roster.take, spec.snapshot)
+        settings = {"templated": spec.templated, "route_only": spec.route_only, "sampling": spec.sampling}
+        until = routed if spec.route_only else labelled if spec.sampling is None else spoken_out
+        answer, began = Answer(), time.perf_counter()
+        try:
+            async with service.asked(hosted, spec.choice, [spec.text], **settings) as queues:
+                async for event in service.events(queues[0], until):
+                    take(answer, event, began)
+                    yield event
+            service.observe(answer)
+        except RayclError as error:
+            yield Failed(error)
+        finally:
+            service.roster.give_back(hosted)
+
+    def check_health(self) -> None:
+        """See `Endpoint.check_health`."""
+        assert self.service.engine.alive, "the model's thread has ended"
+
+
+@serve.ingress()
+class Front:
+    """Ingress and router in front of replicas with the model."""
+
+    def __init__(
+        self, tree: dict[str, Any], model: DeploymentHandle, gatekeeper: DeploymentHandle | None = None
+    ) -> None:
+        """Load the first snapshot's router."""
+        logging.getLogger("raycl").setLevel(logging.INFO)
+        self.config = configs.validate(ServeConfig, tree)
+        answers = model.options(method_name="answer", stream=True)
+
+        async def stream(spec: Spec) -> AsyncIterator[Event]:
+            async for event in answers.remote(spec):
+                yield event
+
+        self.service = open_front(self.config, stream)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return make_web(self.service, Keys(self.config.auth))
+
+    def check_health(self) -> None:
+        """See `Endpoint.check_health`."""
+        assert self.service.engine.alive, "a thread has ended"
+
+
+class Gatekeeper:
+    """Following with a gate: judges what is published, and decides."""
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        """Watch from now on, on a thread of its own."""
+        logging.getLogger("raycl").setLevel(logging.INFO)
+        self.config = configs.validate(ServeConfig, tree)
+        threading.Thread(target=self._watch, name="raycl-gate", daemon=True).start()
+
+    def _watch(self) -> None:
+        bank = Bank.at(self.config.bank)
+        activations = Activations(bank)
+        while True:
+            time.sleep(self.config.follow.poll_s)
+            try:
+                last, newest = activations.latest(), max(bank.snapshots())
+                if last is None or newest <= last.seen:
+                    continue
+                verdict = judge(self.config, newest)
+                worst = max(verdict.drops.values(), default=0.0)
+                if verdict.passed:
+                    activations.add(newest, f"passed the gate: no task falls by more than {worst:.1f}")
+                else:
+                    activations.add(last.snapshot, f"snapshot {newest} was refused: a task falls by {worst:.1f}")
+            except Exception as error:  # noqa: BLE001 -- what cannot be judged now may be later
+                log.warning("the newest snapshot cannot be judged: %s", error)
+                time.sleep(10 * self.config.follow.poll_s)
 
 
 def build(args: Mapping[str, Any]) -> Any:
@@ -76,7 +174,23 @@ def build_from(config: ServeConfig) -> Any:
     """
     check_access(config)
     decide_first(Bank.at(config.bank), config)
-    return serve.deployment(Endpoint, **options_of(config)).bind(configs.as_tree(config))
+    tree = configs.as_tree(config)
+    others = []
+    if config.follow.enabled and config.follow.gated:
+        options = {"num_cpus": config.threads}
+        others = [serve.deployment(Gatekeeper, name="gatekeeper", ray_actor_options=options).bind(tree)]
+    if config.layout == "colocated":
+        return serve.deployment(Endpoint, **options_of(config)).bind(tree, *others)
+    model = serve.deployment(Model, **options_of(config)).bind(tree)
+    front = serve.deployment(
+        Front,
+        name="front",
+        num_replicas=config.router_replicas,
+        max_ongoing_requests=2 * config.limits.queue,
+        graceful_shutdown_timeout_s=config.limits.timeout_s,
+        ray_actor_options={"num_cpus": config.threads},
+    )
+    return front.bind(tree, model, *others)
 
 
 def options_of(config: ServeConfig) -> dict[str, Any]:

@@ -96,6 +96,23 @@ class Engine:
         self._inbox.put((function, done))
         return done
 
+    def take_on(self, hosted: Hosted) -> None:
+        """Put a snapshot on the host, between two batches; blocks until it is there.
+
+        Raises:
+            BankError: see `Host.add`.
+        """
+        self.call(lambda: self.host.add(hosted)).result()
+
+    def let_go(self, number: int) -> None:
+        """Take a snapshot from the host, between two batches."""
+        self.call(lambda: self.host.drop(number)).result()
+
+    @property
+    def kind(self) -> str:
+        """Of the backbone: encoder, encoder-decoder, decoder."""
+        return self.host.backbone.codec.kind
+
     @property
     def load(self) -> int:
         """Asks that are not finished."""
@@ -189,7 +206,7 @@ class Engine:
         mixtures: dict[int, Mixture] = {}
         for hosted in {id(ask.hosted): ask.hosted for ask in asks}.values():
             mine = [number for number, ask in enumerate(asks) if ask.hosted is hosted]
-            mixtures |= dict(zip(mine, _mixtures(hosted, [asks[number] for number in mine]), strict=True))
+            mixtures |= dict(zip(mine, mixtures_of(hosted, [asks[number] for number in mine]), strict=True))
         spent = (time.perf_counter() - began) * 1e3
         self.counts["retrieval_s"] += spent / 1e3
         return [self._prompted(ask, mixtures[number], began, spent, len(asks)) for number, ask in enumerate(asks)]
@@ -336,7 +353,7 @@ class Engine:
         self.counts = {name: value + more.get(name, 0) for name, value in self.counts.items()}
 
 
-def _mixtures(hosted: Hosted, asks: Sequence[Ask]) -> list[Mixture]:
+def mixtures_of(hosted: Hosted, asks: Sequence[Ask]) -> list[Mixture]:
     """One mixture of one row for each ask of a snapshot, of those that speak for it alone."""
     free = [number for number, ask in enumerate(asks) if ask.choice.weights is None]
     found = {

@@ -63,7 +63,8 @@ def judge(config: ServeConfig, candidate: int) -> Verdict:
     quiet = config.model_copy(update={"follow": config.follow.model_copy(update={"enabled": False})})
     service = open_service(quiet)
     try:
-        active = service.roster.active
+        active, engine = service.roster.active, service.engine
+        assert isinstance(engine, Engine), "the gate has the model in its own process"
         if candidate == active.snapshot.number:
             raise BankError(f"snapshot {candidate} answers already: name another one")
         newer = service.roster.open(candidate)
@@ -75,9 +76,9 @@ def judge(config: ServeConfig, candidate: int) -> Verdict:
         settings = EvalConfig(split=config.gate.split, batch_size=config.max_batch)
         log.info("snapshot %d, which answers now:", active.snapshot.number)
         old = [task for task in tasks if task.name in known]
-        before = score_snapshot(_Through(service.engine, active), stream, old, settings)
+        before = score_snapshot(_Through(engine, active), stream, old, settings)
         log.info("snapshot %d:", candidate)
-        after = score_snapshot(_Through(service.engine, newer), stream, tasks, settings)
+        after = score_snapshot(_Through(engine, newer), stream, tasks, settings)
         return Verdict(active.snapshot.number, candidate, before, after, config.gate.max_drop)
     finally:
         close_service(service)

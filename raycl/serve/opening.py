@@ -17,6 +17,7 @@ from raycl.serve.model import backbone_of
 from raycl.serve.roster import Roster, wanted_snapshot
 from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
+from raycl.serve.split import RemoteEngine, Stream
 
 SOURCE_TOKENS, TARGET_TOKENS = 256, 64
 """Of snapshots that no run made."""
@@ -46,6 +47,21 @@ def open_service(config: ServeConfig, shelf: bool = False) -> Service:
     engine = Engine(Host(backbone, config.resident_rows), config.max_batch, source, target)
     roster = Roster(bank, engine, config, snapshot.backbone.sha256, Shelf(bank) if shelf else None)
     return Service(config, engine, roster)
+
+
+def open_front(config: ServeConfig, stream: Stream) -> Service:
+    """Routing alone: what is answered, `stream` makes elsewhere.
+
+    Raises:
+        BankError: no snapshot, or damaged. RetrievalError: another sentence encoder.
+    """
+    bank = Bank.at(config.bank)
+    snapshot = bank.open(wanted_snapshot(bank, Activations(bank), config))
+    limits = snapshot.made.get("config", {}).get("stream", {})
+    target = int(limits.get("max_target_tokens") or TARGET_TOKENS)
+    torch.set_num_threads(config.threads)
+    engine = RemoteEngine(stream, snapshot.backbone.kind, config.max_batch, target)
+    return Service(config, engine, Roster(bank, engine, config, snapshot.backbone.sha256, None))
 
 
 def close_service(service: Service) -> None:

@@ -21,6 +21,7 @@ from raycl.serve.engine import Engine
 from raycl.serve.host import Hosted
 from raycl.serve.model import router_of
 from raycl.serve.settings import ServeConfig
+from raycl.serve.split import RemoteEngine
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,9 @@ class Roster:
         problem: why the newest decision could not be followed, "" if it could.
     """
 
-    def __init__(self, bank: Bank, engine: Engine, config: ServeConfig, identity: str, shelf: Shelf | None) -> None:
+    def __init__(
+        self, bank: Bank, engine: Engine | RemoteEngine, config: ServeConfig, identity: str, shelf: Shelf | None
+    ) -> None:
         """Open the first snapshot.
 
         Args:
@@ -68,7 +71,7 @@ class Roster:
                 snapshot = self.bank.open(number)
                 self._check(snapshot)
                 hosted = Hosted.of(snapshot, router_of(self.bank, snapshot), self._source(snapshot))
-                self.engine.call(lambda: self.engine.host.add(hosted)).result()
+                self.engine.take_on(hosted)
                 self._open[number] = hosted
                 self._make_room(number)
             self._open.move_to_end(number)
@@ -94,7 +97,7 @@ class Roster:
             if len(self._open) <= self.config.hosted:
                 return
             if not self._users.get(number, 0) and number not in (fresh, self._active_number):
-                self.engine.call(lambda gone=number: self.engine.host.drop(gone)).result()  # type: ignore[misc]
+                self.engine.let_go(number)
                 del self._open[number]
 
     def take(self, number: int | None = None) -> Hosted:

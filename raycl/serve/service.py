@@ -21,6 +21,7 @@ from raycl.serve.host import Hosted
 from raycl.serve.roster import Roster
 from raycl.serve.schema import Generation, How, Request
 from raycl.serve.settings import ServeConfig
+from raycl.serve.split import RemoteEngine
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +70,9 @@ class Service:
         observe: told every finished answer, for metrics.
     """
 
-    def __init__(self, config: ServeConfig, engine: Engine, roster: Roster) -> None:
+    def __init__(self, config: ServeConfig, engine: Engine | RemoteEngine, roster: Roster) -> None:
         self.config, self.engine, self.roster = config, engine, roster
-        self.kind: str = engine.host.backbone.codec.kind
+        self.kind = engine.kind
         self.observe: Observe = lambda answer: None
         self._open = 0
 

@@ -1,0 +1,148 @@
+"""Routing apart from the model: an engine's face whose answers are made by replicas elsewhere.
+
+The text is encoded and its mixture worked out here, on CPUs; replicas with the model get the mixture with the text.
+What it does not know: how replicas are found (it is given a function that streams their events).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from raycl.errors import RayclError
+from raycl.retrieval.router import NEEDS_BACKBONE
+from raycl.serve.asks import Ask, Choice, Event, Failed, Sampling, Started
+from raycl.serve.engine import mixtures_of
+from raycl.serve.host import Hosted
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """An ask on its way to a replica: everything but who listens."""
+
+    text: str
+    snapshot: int
+    choice: Choice
+    sampling: Sampling | None
+    templated: bool
+    route_only: bool
+
+
+Stream = Callable[[Spec], AsyncIterator[Event]]
+
+
+class RemoteEngine:
+    """Routes, then lets others answer; the face of `raycl.serve.engine.Engine`.
+
+    Attributes:
+        counts: as an engine's; what replicas count, they report themselves.
+    """
+
+    def __init__(self, stream: Stream, kind: str, max_batch: int, max_target: int) -> None:
+        """Start the routing thread and the loop that listens to replicas."""
+        self.kind, self.max_batch, self.max_target = kind, max_batch, max_target
+        self.counts = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0, "tokens": 0, "retrieval_s": 0.0}
+        self.load = 0
+        self._stream = stream
+        self._inbox: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        self._threads = [
+            threading.Thread(target=self._loop.run_forever, name="raycl-listen", daemon=True),
+            threading.Thread(target=self._route_all, name="raycl-route", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, ask: Ask) -> None:
+        """As an engine."""
+        self.load += 1
+        self._inbox.put(ask)
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """There is no model here that could be busy."""
+        done: Future[T] = Future()
+        done.set_result(function())
+        return done
+
+    def take_on(self, hosted: Hosted) -> None:
+        """Nothing is put on a device here."""
+
+    def let_go(self, number: int) -> None:
+        """Nothing was put on a device here."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether both threads run."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    def close(self) -> None:
+        """Stop both threads."""
+        self._inbox.put(None)
+        self._threads[1].join(timeout=60)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._threads[0].join(timeout=60)
+
+    def _route_all(self) -> None:
+        while True:
+            asks = [self._inbox.get()]
+            while not self._inbox.empty() and len(asks) < self.max_batch:
+                asks.append(self._inbox.get())
+            for hosted in {id(ask.hosted): ask.hosted for ask in asks if ask is not None}.values():
+                self._routed(hosted, [ask for ask in asks if ask is not None and ask.hosted is hosted])
+            if None in asks:
+                return
+
+    def _routed(self, hosted: Hosted, asks: list[Ask]) -> None:
+        began = time.perf_counter()
+        free = [ask for ask in asks if hosted.snapshot.router.kind not in NEEDS_BACKBONE]
+        try:
+            found = dict(zip(map(id, free), mixtures_of(hosted, free), strict=True))
+        except Exception as error:  # noqa: BLE001 -- a request must never end the thread
+            if len(asks) > 1:
+                for ask in asks:
+                    self._routed(hosted, [ask])
+                return
+            self._end(asks[0], Failed(error))
+            return
+        spent = (time.perf_counter() - began) * 1e3
+        self.counts = {**self.counts, "retrieval_s": self.counts["retrieval_s"] + spent / 1e3}
+        for ask in asks:
+            choice, mixture = ask.choice, found.get(id(ask))
+            if mixture is not None:
+                pairs = zip(mixture.names, mixture.weights[0].tolist(), strict=True)
+                choice = Choice({hosted.names[key]: weight for key, weight in pairs}, choice.task)
+            spec = Spec(ask.text, hosted.snapshot.number, choice, ask.sampling, ask.templated, ask.route_only)
+            waited = (began - ask.began) * 1e3
+            asyncio.run_coroutine_threadsafe(self._listen(ask, spec, waited, spent), self._loop)
+
+    async def _listen(self, ask: Ask, spec: Spec, waited: float, spent: float) -> None:
+        try:
+            async for event in self._stream(spec):
+                if ask.cancelled:
+                    break
+                if isinstance(event, Started):
+                    made = event.made
+                    more = {"queue_ms": waited + made.queue_ms, "retrieval_ms": spent + made.retrieval_ms}
+                    event = Started(replace(made, **more))
+                ask.send(event)
+        except Exception as error:  # noqa: BLE001 -- a replica that dies fails its own answers only
+            known = (
+                error if isinstance(error, RayclError) else RayclError(f"the replica that answered is gone: {error}")
+            )
+            ask.send(Failed(known))
+        finally:
+            self.load -= 1
+
+    def _end(self, ask: Ask, event: Event) -> None:
+        self.load -= 1
+        ask.send(event)
