@@ -132,8 +132,8 @@ class RemoteEngine:
                     break
                 if isinstance(event, Started):
                     made = event.made
-                    more = {"queue_ms": waited + made.queue_ms, "retrieval_ms": spent + made.retrieval_ms}
-                    event = Started(replace(made, **more))
+                    waits, chose = waited + made.queue_ms, spent + made.retrieval_ms
+                    event = Started(replace(made, queue_ms=waits, retrieval_ms=chose))
                 ask.send(event)
         except Exception as error:  # noqa: BLE001 -- a replica that dies fails its own answers only
             known = (
