@@ -6,6 +6,7 @@ python jobs/benchmark.py mixing                        the mixture layer against
 python jobs/benchmark.py retrieval                     what routing costs per request
 python jobs/benchmark.py growth                        what 5, 20 and 100 tasks cost SLM
 python jobs/benchmark.py bank                          the bank against the disk, the shelf against copying
+python jobs/benchmark.py serve                         the endpoint beside the model alone and Ray Serve alone
 python jobs/benchmark.py stream --json figures.json --check
 """
 
@@ -27,6 +28,7 @@ BENCHMARKS = {
     "bank": "raycl.bench.bank",
     "retrieval": "raycl.bench.retrieval",
     "growth": "raycl.bench.growth",
+    "serve": "raycl.bench.serving",
 }
 """Name -> module with `add_flags(parser)` and `measure(options) -> Report`."""
 

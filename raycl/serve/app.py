@@ -38,7 +38,6 @@ NAME = "raycl"
 log = logging.getLogger(__name__)
 
 
-@serve.ingress()
 class Endpoint:
     """Ingress, router and model in one replica: no hop between them."""
 
@@ -93,7 +92,6 @@ class Model:
         assert self.service.engine.alive, "the model's thread has ended"
 
 
-@serve.ingress()
 class Front:
     """Ingress and router in front of replicas with the model."""
 
@@ -180,10 +178,10 @@ def build_from(config: ServeConfig) -> Any:
         options = {"num_cpus": config.threads}
         others = [serve.deployment(Gatekeeper, name="gatekeeper", ray_actor_options=options).bind(tree)]
     if config.layout == "colocated":
-        return serve.deployment(Endpoint, **options_of(config)).bind(tree, *others)
+        return serve.deployment(serve.ingress()(Endpoint), **options_of(config)).bind(tree, *others)
     model = serve.deployment(Model, **options_of(config)).bind(tree)
     front = serve.deployment(
-        Front,
+        serve.ingress()(Front),
         name="front",
         num_replicas=config.router_replicas,
         max_ongoing_requests=2 * config.limits.queue,
