@@ -19,7 +19,7 @@ from typing import TypeVar
 from raycl.errors import RayclError
 from raycl.retrieval.router import NEEDS_BACKBONE
 from raycl.serve.asks import Ask, Choice, Event, Failed, Sampling, Started
-from raycl.serve.engine import mixtures_of
+from raycl.serve.choosing import mixtures_of
 from raycl.serve.host import Hosted
 
 log = logging.getLogger(__name__)
