@@ -175,7 +175,7 @@ def build_from(config: ServeConfig) -> Any:
     tree = configs.as_tree(config)
     others = []
     if config.follow.enabled and config.follow.gated:
-        options = {"num_cpus": config.threads}
+        options = {"num_cpus": config.reserved}
         others = [serve.deployment(Gatekeeper, name="gatekeeper", ray_actor_options=options).bind(tree)]
     if config.layout == "colocated":
         return serve.deployment(serve.ingress()(Endpoint), **options_of(config)).bind(tree, *others)
@@ -186,7 +186,7 @@ def build_from(config: ServeConfig) -> Any:
         num_replicas=config.router_replicas,
         max_ongoing_requests=2 * config.limits.queue,
         graceful_shutdown_timeout_s=config.limits.timeout_s,
-        ray_actor_options={"num_cpus": config.threads},
+        ray_actor_options={"num_cpus": config.reserved},
     )
     return front.bind(tree, model, *others)
 
@@ -201,7 +201,7 @@ def options_of(config: ServeConfig) -> dict[str, Any]:
         "max_ongoing_requests": 2 * queue,
         "graceful_shutdown_timeout_s": config.limits.timeout_s,
         "health_check_period_s": 5,
-        "ray_actor_options": {"num_cpus": 0 if gpu else config.threads, "num_gpus": float(gpu)},
+        "ray_actor_options": {"num_cpus": 0 if gpu else config.reserved, "num_gpus": float(gpu)},
     }
     if config.max_replicas is None or config.max_replicas == config.replicas:
         return {**options, "num_replicas": config.replicas}

@@ -117,6 +117,12 @@ class Roster:
         with self._lock:
             self._users[hosted.snapshot.number] -= 1
 
+    @property
+    def decision(self) -> dict[str, object]:
+        """The last one: number, snapshot, and why."""
+        last = self.activations.latest()
+        return {} if last is None else {"number": last.number, "snapshot": last.snapshot, **last.made}
+
     # ---- following -------------------------------------------------------------------------------------------
 
     def activate(self, number: int, why: str) -> None:
