@@ -297,9 +297,9 @@ class Engine:
     def _begun(self, ready: list[Ready]) -> list[Ready]:
         self._silence()
         mixture = stacked([one.mixture for one in ready])
+        self._count(mixture, len(ready))
         with self.host.speaking(mixture):
             state = running.begin(self.host.backbone, [one.ids for one in ready])
-        self._count(mixture, len(ready))
         self._state = state if self._state is None else self._state.joined(state)
         codec = self.host.backbone.codec
         for one in ready:
