@@ -19,9 +19,9 @@ from tiny import Lab
 
 from raycl import config as configs
 from raycl.bank import Bank
-from raycl.endpoint import start
 from raycl.run import build
 from raycl.serve.app import NAME, build_from
+from raycl.serve.endpoint import start
 from raycl.serve.settings import ServeConfig
 from raycl.storage import Storage
 from raycl.train.loop import StreamLoop
