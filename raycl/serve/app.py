@@ -24,7 +24,7 @@ from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.errors import RayclError
 from raycl.serve.access import Keys, check_access
-from raycl.serve.asks import Event, Failed
+from raycl.serve.asks import FAILURES, Event, Failed
 from raycl.serve.gate import judge
 from raycl.serve.metrics import Metrics
 from raycl.serve.opening import close_service, open_front, open_service
@@ -141,7 +141,7 @@ class Gatekeeper:
                     activations.add(newest, f"passed the gate: no task falls by more than {worst:.1f}")
                 else:
                     activations.add(last.snapshot, f"snapshot {newest} was refused: a task falls by {worst:.1f}")
-            except Exception as error:  # noqa: BLE001 -- what cannot be judged now may be later
+            except FAILURES as error:  # what cannot be judged now may be later
                 log.warning("the newest snapshot cannot be judged: %s", error)
                 time.sleep(10 * self.config.follow.poll_s)
 

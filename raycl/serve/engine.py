@@ -27,7 +27,7 @@ from raycl.data.loader import batch_of
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
-from raycl.serve.asks import Ask, Failed, Labelled, Made, Piece, Started
+from raycl.serve.asks import FAILURES, Ask, Failed, Labelled, Made, Piece, Started
 from raycl.serve.host import Host, Hosted, stacked
 from raycl.serve.model import heads_of
 from raycl.serve.sampling import Spoken, pick
@@ -159,7 +159,7 @@ class Engine:
             self._silence()
             try:
                 done.set_result(function())
-            except Exception as error:  # noqa: BLE001 -- handed to whoever asked
+            except FAILURES as error:  # handed to whoever asked
                 done.set_exception(error)
 
     def _start(self) -> None:
@@ -180,7 +180,7 @@ class Engine:
         """`work` on all; if that fails, on each alone, so that one that cannot be answered spoils no other."""
         try:
             return work(items) if items else []
-        except Exception as error:  # noqa: BLE001 -- a request must never end the thread
+        except FAILURES as error:  # a request must never end the thread
             if len(items) == 1:
                 self._fail(ask(items[0]), error)
                 return []
@@ -189,7 +189,7 @@ class Engine:
     def _guarded(self, work: Callable[[], None], asks: Sequence[Ask], after: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 -- a request must never end the thread
+        except FAILURES as error:  # a request must never end the thread
             for ask in asks:
                 self._fail(ask, error)
             after()

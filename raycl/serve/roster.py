@@ -17,6 +17,7 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
 from raycl.bank.shelf import Shelf
 from raycl.errors import BankError, RayclError, StorageError
+from raycl.serve.asks import FAILURES
 from raycl.serve.engine import Engine
 from raycl.serve.host import Hosted
 from raycl.serve.model import router_of
@@ -157,7 +158,7 @@ class Roster:
                 if str(error) != self.problem:
                     log.error("the new snapshot cannot be used, the old one goes on: %s", error)
                 self.problem = str(error)
-            except Exception as error:  # noqa: BLE001 -- a bank that cannot be reached for a while ends no server
+            except FAILURES as error:  # a bank that cannot be reached for a while ends no server
                 log.warning("the bank cannot be looked at now: %s", error)
 
     def close(self) -> None:
