@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 
 from raycl import config as configs
-from raycl import endpoint
 from raycl.errors import RayclError
+from raycl.serve import endpoint
 from raycl.serve.settings import ServeConfig
 
 

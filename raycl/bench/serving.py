@@ -36,13 +36,13 @@ from raycl.bench.clients import Seen, run_clients
 from raycl.bench.figures import Figure, Report, machine
 from raycl.bench.stream import default_models
 from raycl.data.loader import batch_of
-from raycl.endpoint import start
 from raycl.retrieval.discriminant import Statistics
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.slots import SlotRouter
 from raycl.retrieval.weights import RetrievalConfig
 from raycl.serve.app import Endpoint, options_of
 from raycl.serve.asks import Ask, Labelled, Made, Started
+from raycl.serve.endpoint import start
 from raycl.serve.host import Host
 from raycl.serve.roster import decide_first
 from raycl.serve.settings import ServeConfig

@@ -85,7 +85,7 @@ class TextRouter:
 def _from_text(state: RouterState, owners: Owners, cache: Path | None) -> Router:
     if state.encoder is None:
         raise BankError(f"a snapshot with router '{state.kind}' must name its sentence encoder, this one does not")
-    encoder = SentenceEncoder(EncoderConfig(**state.encoder), cache)
+    encoder = SentenceEncoder(EncoderConfig(**{"layer": "last", **state.encoder}), cache)
     if encoder.fingerprint != state.encoder_sha256:
         raise RetrievalError(
             f"the keys were made with encoder '{encoder.config.name}' ({state.encoder_sha256[:12]}), what has "

@@ -24,7 +24,7 @@ from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.errors import RayclError
 from raycl.serve.access import Keys, check_access
-from raycl.serve.asks import Event, Failed
+from raycl.serve.asks import FAILURES, Event, Failed
 from raycl.serve.gate import judge
 from raycl.serve.metrics import Metrics
 from raycl.serve.opening import close_service, open_front, open_service
@@ -141,7 +141,7 @@ class Gatekeeper:
                     activations.add(newest, f"passed the gate: no task falls by more than {worst:.1f}")
                 else:
                     activations.add(last.snapshot, f"snapshot {newest} was refused: a task falls by {worst:.1f}")
-            except Exception as error:  # noqa: BLE001 -- what cannot be judged now may be later
+            except FAILURES as error:  # what cannot be judged now may be later
                 log.warning("the newest snapshot cannot be judged: %s", error)
                 time.sleep(10 * self.config.follow.poll_s)
 
@@ -175,7 +175,7 @@ def build_from(config: ServeConfig) -> Any:
     tree = configs.as_tree(config)
     others = []
     if config.follow.enabled and config.follow.gated:
-        options = {"num_cpus": config.threads}
+        options = {"num_cpus": config.reserved}
         others = [serve.deployment(Gatekeeper, name="gatekeeper", ray_actor_options=options).bind(tree)]
     if config.layout == "colocated":
         return serve.deployment(serve.ingress()(Endpoint), **options_of(config)).bind(tree, *others)
@@ -186,7 +186,7 @@ def build_from(config: ServeConfig) -> Any:
         num_replicas=config.router_replicas,
         max_ongoing_requests=2 * config.limits.queue,
         graceful_shutdown_timeout_s=config.limits.timeout_s,
-        ray_actor_options={"num_cpus": config.threads},
+        ray_actor_options={"num_cpus": config.reserved},
     )
     return front.bind(tree, model, *others)
 
@@ -201,7 +201,7 @@ def options_of(config: ServeConfig) -> dict[str, Any]:
         "max_ongoing_requests": 2 * queue,
         "graceful_shutdown_timeout_s": config.limits.timeout_s,
         "health_check_period_s": 5,
-        "ray_actor_options": {"num_cpus": 0 if gpu else config.threads, "num_gpus": float(gpu)},
+        "ray_actor_options": {"num_cpus": 0 if gpu else config.reserved, "num_gpus": float(gpu)},
     }
     if config.max_replicas is None or config.max_replicas == config.replicas:
         return {**options, "num_replicas": config.replicas}

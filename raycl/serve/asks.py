@@ -9,7 +9,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from raycl.errors import RayclError
 from raycl.serve.host import Hosted
+
+FAILURES = (
+    *(RayclError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""What one answer may fail with while others go on; anything else ends the replica, and Serve starts another."""
 
 
 @dataclass(frozen=True)

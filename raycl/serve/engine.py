@@ -25,7 +25,7 @@ from raycl.backbone.encoder import EncoderBackbone
 from raycl.data.loader import batch_of
 from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
-from raycl.serve.asks import Ask, Event, Failed, Labelled, Made, Started, is_last
+from raycl.serve.asks import FAILURES, Ask, Event, Failed, Labelled, Made, Started, is_last
 from raycl.serve.choosing import head_of, loudest, mixtures_of
 from raycl.serve.decoding import OVERFLOW, Decoding, Ready
 from raycl.serve.fitting import Fitted, Fitting
@@ -194,7 +194,7 @@ class Engine:
         """`work` on all; if that fails, on each alone, so that one that cannot be answered spoils no other."""
         try:
             return work(items) if items else []
-        except Exception as error:  # noqa: BLE001 -- a request must never end the thread
+        except FAILURES as error:  # a request must never end the thread
             if len(items) == 1:
                 self._fail(ask(items[0]), error)
                 return []
@@ -203,7 +203,7 @@ class Engine:
     def _guarded(self, work: Callable[[], None], asks: Sequence[Ask], after: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 -- a request must never end the thread
+        except FAILURES as error:  # a request must never end the thread
             for ask in asks:
                 self._fail(ask, error)
             after()
@@ -308,7 +308,7 @@ class Engine:
 def _call(function: Callable[[], Any], done: Future[Any]) -> None:
     try:
         done.set_result(function())
-    except Exception as error:  # noqa: BLE001 -- handed to whoever asked
+    except FAILURES as error:  # handed to whoever asked
         done.set_exception(error)
 
 

@@ -79,8 +79,18 @@ class Hosted:
         return self.named(self.router.route(texts, tasks))
 
     def named(self, mixture: Mixture) -> Mixture:
-        """A mixture of the snapshot's own names by names on the device."""
+        """A mixture of the snapshot's own names by names on the device.
+
+        Raises:
+            BankError: it names an adapter that the snapshot lacks.
+        """
         chosen = (mixture.weights != 0).any(0).nonzero().flatten().tolist()
+        missing = [name for column in chosen if (name := mixture.names[column]) not in self.keys]
+        if missing:
+            raise BankError(
+                f"the router of snapshot {self.snapshot.number} chose {', '.join(missing)}, which the snapshot lacks: "
+                "it was put together wrongly, use another one"
+            )
         return Mixture(tuple(self.keys[mixture.names[column]] for column in chosen), mixture.weights[:, chosen])
 
     def shares(self, weights: Mapping[str, float]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from raycl.bank.activations import Activations
 from raycl.bank.shelf import Shelf
 from raycl.errors import BankError, RayclError, StorageError
 from raycl.retrieval.router import Router, TextRouter
+from raycl.serve.asks import FAILURES
 from raycl.serve.engine import Engine
 from raycl.serve.host import Hosted
 from raycl.serve.model import router_of
@@ -151,6 +152,12 @@ class Roster:
         with self._lock:
             self._users[hosted.snapshot.number] -= 1
 
+    @property
+    def decision(self) -> dict[str, object]:
+        """The last one: number, snapshot, and why."""
+        last = self.activations.latest()
+        return {} if last is None else {"number": last.number, "snapshot": last.snapshot, **last.made}
+
     # ---- following -------------------------------------------------------------------------------------------
 
     def activate(self, number: int, why: str) -> None:
@@ -189,7 +196,7 @@ class Roster:
                 if str(error) != self.problem:
                     log.error("the new snapshot cannot be used, the old one goes on: %s", error)
                 self.problem = str(error)
-            except Exception as error:  # noqa: BLE001 -- a bank that cannot be reached for a while ends no server
+            except FAILURES as error:  # a bank that cannot be reached for a while ends no server
                 log.warning("the bank cannot be looked at now: %s", error)
 
     def close(self) -> None:

@@ -67,6 +67,8 @@ class ServeConfig(Section):
     max_replicas: int | None = Field(None, ge=1, description="null: as many as replicas")
     router_replicas: int = Field(1, ge=1, description="split only")
     threads: int = Field(1, ge=1, description="torch threads of a replica on CPU")
+    cpus: float | None = Field(None, ge=0, description="CPUs that a replica reserves in the cluster; null: its threads")
+    wait_for_nodes: bool = Field(False, description="the cluster grows: wait for replicas that it cannot hold today")
     max_batch: int = Field(32, ge=1, description="rows computed together")
     resident_rows: int | None = Field(None, ge=1, description="ranks of adapters on the device; null: no limit")
     hosted: int = Field(3, ge=1, description="snapshots kept ready for rollback and pinned requests")
@@ -75,6 +77,17 @@ class ServeConfig(Section):
     auth: AuthConfig = AuthConfig()
     follow: FollowConfig = FollowConfig()
     gate: GateConfig = GateConfig()
+
+    @property
+    def reserved(self) -> float:
+        """CPUs of one replica."""
+        return float(self.threads) if self.cpus is None else self.cpus
+
+    @property
+    def cpus_wanted(self) -> float:
+        """CPUs of everything together, at least."""
+        others = self.router_replicas if self.layout == "split" else 0
+        return self.reserved * (self.replicas + others + int(self.follow.enabled and self.follow.gated))
 
     @model_validator(mode="after")
     def _replicas_fit(self) -> ServeConfig:

@@ -16,9 +16,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from ray.exceptions import RayError
+
 from raycl.errors import RayclError
 from raycl.retrieval.router import NEEDS_BACKBONE
-from raycl.serve.asks import Ask, Choice, Event, Failed, Sampling, Started
+from raycl.serve.asks import FAILURES, Ask, Choice, Event, Failed, Sampling, Started
 from raycl.serve.choosing import mixtures_of
 from raycl.serve.host import Hosted
 
@@ -107,7 +109,7 @@ class RemoteEngine:
         free = [ask for ask in asks if hosted.snapshot.router.kind not in NEEDS_BACKBONE]
         try:
             found = dict(zip(map(id, free), mixtures_of(hosted, free), strict=True))
-        except Exception as error:  # noqa: BLE001 -- a request must never end the thread
+        except (*FAILURES, RayError) as error:  # a request must never end the thread
             if len(asks) > 1:
                 for ask in asks:
                     self._routed(hosted, [ask])
@@ -135,7 +137,7 @@ class RemoteEngine:
                     waits, chose = waited + made.queue_ms, spent + made.retrieval_ms
                     event = Started(replace(made, queue_ms=waits, retrieval_ms=chose))
                 ask.send(event)
-        except Exception as error:  # noqa: BLE001 -- a replica that dies fails its own answers only
+        except (*FAILURES, RayError) as error:  # a replica that dies fails its own answers only
             known = (
                 error if isinstance(error, RayclError) else RayclError(f"the replica that answered is gone: {error}")
             )

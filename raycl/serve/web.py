@@ -311,6 +311,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
                 "kind": service.kind,
                 "data": roster.bank.snapshots(),
                 "problem": roster.problem,
+                "decision": roster.decision,
             }
         )
 

@@ -87,7 +87,8 @@ def test_launcher_files_fit_rays_schema(name: str) -> None:
 def test_one_image_everywhere() -> None:
     images = {path.name: re.findall(r"\S+/raycl:\S+", path.read_text()) for path in FILES}
     assert {image for found in images.values() for image in found} == {IMAGE}
-    users = {"aws.yaml", "gcp.yaml", "kuberay-raycluster.yaml", "kuberay-rayjob.yaml", "Dockerfile"}
+    users = {"aws.yaml", "gcp.yaml", "kuberay-raycluster.yaml", "kuberay-rayjob.yaml", "kuberay-rayservice.yaml"}
+    users |= {"Dockerfile"}
     assert users == {name for name, found in images.items() if found}
 
 
@@ -104,11 +105,14 @@ def test_what_the_image_copies_exists() -> None:
     assert [name for line in copied for name in line.split() if not (REPO / name).exists()] == []
 
 
-@pytest.mark.parametrize("name", ["kuberay-raycluster.yaml", "kuberay-rayjob.yaml"])
+_CLUSTERS = {"RayJob": "rayClusterSpec", "RayService": "rayClusterConfig"}
+
+
+@pytest.mark.parametrize("name", ["kuberay-raycluster.yaml", "kuberay-rayjob.yaml", "kuberay-rayservice.yaml"])
 def test_kubernetes_files(name: str) -> None:
     found = tree(name)
     assert found["apiVersion"] == "ray.io/v1"
-    cluster = found["spec"] if found["kind"] == "RayCluster" else found["spec"]["rayClusterSpec"]
+    cluster = found["spec"] if found["kind"] == "RayCluster" else found["spec"][_CLUSTERS[found["kind"]]]
     assert cluster["rayVersion"] == RAY
     assert cluster["authOptions"] == {"mode": "token"}
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
@@ -137,3 +141,29 @@ def test_nothing_switches_token_authentication_off() -> None:
 def test_the_readme_names_every_file() -> None:
     text = (CLUSTER / "README.md").read_text()
     assert [path.name for path in FILES if path.name != "README.md" and f"`{path.name}`" not in text] == []
+
+
+def test_serve_files_fit_rays_schema_and_our_settings() -> None:
+    """What `serve deploy` and KubeRay read: Ray's own schema, and every argument a setting of the endpoint."""
+    from ray.serve.schema import ServeDeploySchema
+
+    from raycl import config
+    from raycl.serve.settings import ServeConfig
+
+    service = yaml.safe_load(tree("kuberay-rayservice.yaml")["spec"]["serveConfigV2"])
+    for found in (tree("serve.yaml"), service):
+        schema = ServeDeploySchema.model_validate(found)
+        assert schema.applications[0].import_path == "raycl.serve.app:build"
+        args = config.validate(ServeConfig, found["applications"][0]["args"])
+        assert args.host == found["http_options"]["host"] or args.host == "127.0.0.1"
+
+
+def test_the_board_asks_for_what_replicas_report() -> None:
+    """Every series of the Grafana board is one that `raycl.serve.metrics` makes."""
+    source = (REPO / "raycl" / "serve" / "metrics.py").read_text()
+    board = json.loads((CLUSTER / "grafana-endpoint.json").read_text())
+    asked = set(re.findall(r"ray_raycl_(\w+)", json.dumps(board["panels"])))
+    suffixes = re.compile(r"(_ms_bucket|_total)$")
+    names = {suffixes.sub("", name) for name in asked}
+    reported = set(re.findall(r'^ +\("(\w+)",', source, re.M)) | set(re.findall(r'"raycl_(\w+)"', source))
+    assert names and names <= reported, f"nobody reports {sorted(names - reported)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,21 +117,23 @@ def test_the_told_task_is_the_only_candidate() -> None:
         SlotRouter("keys", 2, RetrievalConfig()).route(queries)
 
 
-def test_the_packaged_encoder_gives_means_over_real_tokens(tmp_path: Path) -> None:
-    encoder = SentenceEncoder(EncoderConfig(max_tokens=16), tmp_path)
+@pytest.mark.parametrize(("layer", "number"), [("last", -1), ("auto", 4), (2, 2), (0, 0)])
+def test_the_packaged_encoder_gives_means_over_real_tokens(tmp_path: Path, layer: Any, number: int) -> None:
+    encoder = SentenceEncoder(EncoderConfig(max_tokens=16, layer=layer), tmp_path)
     texts = ["a short one", "", "a longer text about the price of bread in the city " * 4, "a short one"]
     queries = encoder.embed(texts)
     assert queries.shape == (4, encoder.width) and torch.equal(queries[0], queries[3])
     assert encoder.truncated == 1
-    torch.testing.assert_close(SentenceEncoder(EncoderConfig(max_tokens=16)).embed(texts[:1])[0], queries[0])
+    alone = SentenceEncoder(EncoderConfig(max_tokens=16, layer=layer)).embed(texts[:1])[0]
+    torch.testing.assert_close(alone, queries[0], atol=1e-5, rtol=1e-4)
     from transformers import AutoModel, AutoTokenizer
 
     from raycl.pretrained import folder_of
 
     tokens = AutoTokenizer.from_pretrained(folder_of("minilm"))(texts[:1], return_tensors="pt")
     with torch.no_grad():
-        states = AutoModel.from_pretrained(folder_of("minilm"))(**tokens).last_hidden_state
-    cosine = torch.nn.functional.cosine_similarity(states.mean(1), queries[:1])
+        states = AutoModel.from_pretrained(folder_of("minilm"))(**tokens, output_hidden_states=True).hidden_states
+    cosine = torch.nn.functional.cosine_similarity(states[number].mean(1), queries[:1])
     assert float(cosine) == pytest.approx(1, abs=1e-6)
 
 
@@ -151,10 +154,14 @@ def test_many_texts_are_encoded_once_by_all_and_kept(tmp_path: Path, monkeypatch
 
 def test_an_encoder_that_breaks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = SentenceEncoder(EncoderConfig())
-    model = encoder._loaded()
-    monkeypatch.setattr(model, "encode", lambda texts, **_: torch.full((len(texts), 384), torch.nan))
+    monkeypatch.setattr(encoder, "_passed", lambda texts: torch.full((len(texts), 384), torch.nan))
     with pytest.raises(RetrievalError, match="not finite for the text 'hello'"):
         encoder.embed(["hello"])
+
+
+def test_a_layer_that_is_not_there_is_said() -> None:
+    with pytest.raises(RetrievalError, match=r"encoder.layer=7, but 'minilm' has layers 0 to 6: name one of them"):
+        SentenceEncoder(EncoderConfig(layer=7)).embed(["hello"])
 
 
 def test_another_encoder_than_the_keys_were_made_with_is_refused() -> None:

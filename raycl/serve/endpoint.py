@@ -59,6 +59,12 @@ def start(config: ServeConfig, application: object) -> None:
         began = time.monotonic()
         ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="error")
         log.info("Ray %s in %.0f s", "joined" if address else "started on this machine", time.monotonic() - began)
+    have = ray.cluster_resources().get("CPU", 0.0)
+    if config.cpus_wanted > have and not config.wait_for_nodes:
+        raise LaunchError(
+            f"the endpoint wants {config.cpus_wanted:g} CPUs, but the cluster has {have:g}: ask for fewer replicas or "
+            "threads, set cpus to what a replica may reserve, or set wait_for_nodes=true if the cluster grows"
+        )
     serve.start(http_options={"host": config.host, "port": config.port})
     try:
         serve.run(application, name=NAME, route_prefix="/")

@@ -1,0 +1,188 @@
+"""The endpoint on Ray Serve, as it is deployed: asked while another task is learned, killed, rolled back, stopped."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+import torch
+from ray import serve
+from tiny import Lab
+
+from raycl import config as configs
+from raycl.bank import Bank
+from raycl.run import build
+from raycl.serve.app import NAME, build_from
+from raycl.serve.endpoint import start
+from raycl.serve.settings import ServeConfig
+from raycl.storage import Storage
+from raycl.train.loop import StreamLoop
+from raycl.train.world import World
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+CLIENTS, PORT = 16, 8917
+TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stopped() -> Iterator[None]:
+    """Serve ends before the cluster does."""
+    yield
+    serve.shutdown()
+
+
+class Learner:
+    """A tiny stream that learns one task at a time into its bank."""
+
+    def __init__(self, lab: Lab, kind: str, folder: Path) -> None:
+        self.config = lab.config(kind, {"name": "slm"})
+        self.storage = Storage.at(folder)
+
+    def learn_one(self) -> Bank:
+        world = World.alone(torch.device("cpu"))
+        parts, open_engine = build(self.config, world)
+        StreamLoop(parts, open_engine, self.storage, world).run(stop_after=1)
+        return Bank(self.storage.sub("bank"))
+
+
+def served(bank: Bank, **settings: Any) -> httpx.Client:
+    """The endpoint over a bank, ready to be asked."""
+    tree = {"bank": bank.storage.address, "port": PORT, "max_batch": 8, "cpus": 0.2, **settings}
+    config = configs.validate(ServeConfig, tree)
+    start(config, build_from(config))
+    return httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=60)
+
+
+class Clients:
+    """Clients that ask without pause until they are stopped; every answer is kept."""
+
+    def __init__(self, path: str, bodies: list[dict[str, Any]]) -> None:
+        self.answers: list[tuple[int, dict[str, Any]]] = []
+        self.failed: list[str] = []
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask, args=(path, bodies[number % len(bodies)]), daemon=True)
+            for number in range(CLIENTS)
+        ]
+
+    def _ask(self, path: str, body: dict[str, Any]) -> None:
+        with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=60) as client:
+            while not self._stop.is_set():
+                try:
+                    found = client.post(path, json=body)
+                    if found.status_code == 200:
+                        self.answers.append((TEXTS.index(body["input"]), found.json()["data"][0]))
+                    else:
+                        self.failed.append(found.text)
+                except httpx.HTTPError as error:
+                    self.failed.append(repr(error))
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        for thread in self._threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            for thread in self._threads:
+                thread.join(timeout=60)
+
+
+def until(happened: Callable[[], bool], seconds: float = 60.0) -> float:
+    began = time.monotonic()
+    while not happened():
+        assert time.monotonic() - began < seconds, "it never happened"
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def active(client: httpx.Client) -> int:
+    return int(client.get("/v1/snapshots").json()["active"])
+
+
+@pytest.mark.timeout(240)
+def test_a_task_is_learned_while_clients_keep_asking(lab: Lab, tmp_path: Path) -> None:
+    """No request fails, the new task is answered, and what one snapshot answers never changes."""
+    learner = Learner(lab, "bert", tmp_path)
+    bank = learner.learn_one()
+    client = served(bank, layout="colocated")
+    clients = Clients("/v1/classify", [{"input": text} for text in TEXTS])
+    with clients.asking():
+        until(lambda: len(clients.answers) > 4 * CLIENTS)
+        learner.learn_one()
+        until(lambda: active(client) == 2)
+        before = len(clients.answers)
+        until(lambda: len(clients.answers) > before + 4 * CLIENTS)
+        rolled = client.post("/admin/activate", json={"snapshot": 1})
+        assert rolled.status_code == 200 and rolled.json() == {"active": 1, "before": 2}
+        before = len(clients.answers)
+        until(lambda: len(clients.answers) > before + 4 * CLIENTS)
+    assert clients.failed == []
+    said: dict[tuple[int, int], set[str]] = {}
+    for text, answer in clients.answers:
+        number = answer["raycl"]["snapshot"]
+        said.setdefault((number, text), set()).add(answer["label"])
+        tasks = {"colour"} if number == 1 else {"colour", "animal"}
+        assert set(answer["raycl"]["tasks"]) <= tasks, "an answer is of one snapshot alone"
+    assert all(len(labels) == 1 for labels in said.values()), "the same text, the same snapshot, the same label"
+    assert set(said) == {(number, text) for number in (1, 2) for text in range(4)}
+    assert all(label in ("cat", "dog") for text in (2, 3) for label in said[2, text])
+    time.sleep(1.5)
+    assert active(client) == 1, "a rollback holds although a newer snapshot is there"
+
+
+@pytest.mark.timeout(240)
+def test_router_and_model_apart_answer_the_same_and_survive_a_killed_replica(lab: Lab, tmp_path: Path) -> None:
+    learner = Learner(lab, "llama", tmp_path)
+    learner.learn_one()
+    bank = learner.learn_one()
+    bodies = [{"messages": [{"role": "user", "content": text}], "max_tokens": 4} for text in TEXTS]
+    answers = {}
+    for layout in ("colocated", "split"):
+        client = served(bank, layout=layout, replicas=1 if layout == "colocated" else 2)
+        answers[layout] = [client.post("/v1/chat/completions", json=body).json() for body in bodies]
+    for one, two in zip(answers["colocated"], answers["split"], strict=True):
+        assert one["choices"][0]["message"] == two["choices"][0]["message"]
+        assert one["raycl"]["adapters"] == pytest.approx(two["raycl"]["adapters"], abs=1e-5)
+    with client.stream("POST", "/v1/chat/completions", json={**bodies[0], "stream": True}) as found:
+        lines = [line for line in found.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]" and len(lines) >= 3
+    victims = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "#endpoint#" in actor["name"]]
+    assert len(victims) == 2
+    ray.kill(ray.get_actor(victims[0]["name"], namespace=victims[0]["namespace"]))
+    good = 0
+    for _ in range(20):
+        found = client.post("/v1/chat/completions", json=bodies[0])
+        good += found.status_code == 200
+        assert found.status_code in (200, 500, 503), found.text
+    assert good >= 15, "the other replica goes on"
+    until(lambda: serve.status().applications[NAME].deployments["endpoint"].status == "HEALTHY")
+
+
+@pytest.mark.timeout(240)
+def test_following_with_a_gate_refuses_what_forgets(lab: Lab, tmp_path: Path) -> None:
+    """A candidate without the first task's adapters loses that task: it is refused, and the decision says why."""
+    learner = Learner(lab, "bert", tmp_path)
+    bank = learner.learn_one()
+    settings = {"follow": {"enabled": True, "gated": True}, "gate": {"split": "test", "max_drop": 1.0}}
+    client = served(bank, **settings)
+    good = bank.open(1)
+    worse = []
+    for entry in good.adapters:
+        state = bank.fetch(entry, good.layouts[entry.layout])
+        assert state.head_weight is not None
+        worse.append(
+            bank.publish(entry.name, replace(state, head_weight=-state.head_weight), good.backbone, entry.tasks)
+        )
+    bank.snapshot(worse, good.backbone, good.router, list(good.tasks), good.encoder, made=good.made)
+    until(lambda: bool(client.get("/v1/snapshots").json()["decision"].get("why", "").startswith("snapshot 2")), 120)
+    assert active(client) == 1
