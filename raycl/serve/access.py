@@ -5,6 +5,7 @@ What it does not know: what is asked.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import json
@@ -13,10 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from raycl.errors import ConfigError
-from raycl.serve.settings import AuthConfig, ServeConfig
+from raycl.serve.leaving import attended
+from raycl.serve.refusals import body_of
+from raycl.serve.settings import AuthConfig, LimitsConfig, ServeConfig
 
-OPEN = ("/", "/healthz", "/readyz", "/openapi.json", "/playground/")
-"""Paths that need no key: what loads the page that asks for one, and what probes look at."""
+OPEN = ("/", "/healthz", "/readyz", "/openapi.json")
+"""Paths that need no key, and all below /playground/: what loads the page that asks for one, and what probes see."""
+
+DRAINED = 16
+"""Times the largest body that is read of one that is too large: who is still sending hears no answer."""
 
 
 class Keys:
@@ -32,16 +38,23 @@ class Keys:
         if config.keys_file is not None:
             try:
                 lines += Path(config.keys_file).read_text(encoding="utf-8").splitlines()
-            except OSError as error:
-                raise ConfigError(f"auth.keys_file '{config.keys_file}' cannot be read: {error.strerror}") from error
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"auth.keys_file '{config.keys_file}' cannot be read: {error}") from error
         found = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
         self._admin = [key.removeprefix("admin:").encode() for key in found if key.startswith("admin:")]
         self._plain = [key.encode() for key in found if not key.startswith("admin:")]
+        if b"" in self._admin:
+            raise ConfigError("an API key is 'admin:' and nothing behind it: write the key there")
         if config.keys_file is not None and not found:
             raise ConfigError(f"auth.keys_file '{config.keys_file}' holds no key: write one a line")
 
     def __bool__(self) -> bool:
         return bool(self._admin or self._plain)
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether there is one that may administer."""
+        return bool(self._admin)
 
     def knows(self, key: bytes, admin: bool) -> bool:
         """Whether it is one of them; takes as long whichever it is, or none."""
@@ -73,10 +86,11 @@ def is_loopback(host: str) -> bool:
 
 
 class Gate:
-    """ASGI middleware: keys and size of bodies."""
+    """ASGI middleware: keys, size of bodies and time for them; behind it the whole body is there."""
 
-    def __init__(self, app: Any, keys: Keys, body_bytes: int) -> None:
-        self.app, self.keys, self.body_bytes = app, keys, body_bytes
+    def __init__(self, app: Any, keys: Keys, limits: LimitsConfig) -> None:
+        self.app, self.keys = app, keys
+        self.body_bytes, self.timeout_s = limits.body_kb * 1024, limits.timeout_s
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on, or refuse it."""
@@ -84,49 +98,74 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        refused = self._refused(scope["path"], headers)
-        if refused is not None:
-            await _answer(send, *refused)
+        refusal = self._unknown(scope, headers)
+        if refusal is not None:
+            await _answer(send, 401, refusal, "authentication_error")
             return
-        left, too_large = self.body_bytes, False
-
-        async def counted() -> Any:
-            nonlocal left, too_large
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0 and not too_large:
-                too_large = True
-                raise _TooLargeError
-            return message
-
-        try:
-            await self.app(scope, counted, send)
-        except _TooLargeError:
-            await _answer(send, 413, self._too_large(), "invalid_request_error")
-
-    def _refused(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, str, str] | None:
-        admin = path.startswith("/admin")
-        if self.keys and (admin or not (path in OPEN or path.startswith("/playground/"))):
-            given = headers.get(b"authorization", b"")
-            key = given[7:].strip() if given[:7].lower() == b"bearer " else b""
-            if not self.keys.knows(key, admin):
-                kind = "an admin key" if admin else "an API key"
-                return 401, f"{kind} is needed: send 'Authorization: Bearer KEY'", "authentication_error"
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.body_bytes:
-            return 413, self._too_large(), "invalid_request_error"
-        return None
+        if length.isdigit() and int(length) > DRAINED * self.body_bytes:
+            await self._refuse(send)
+            return
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                body = await self._read(receive)
+        except TimeoutError:
+            message = f"the request did not come whole within {self.timeout_s:g} s: send it faster"
+            await _answer(send, 408, message, "timeout_error")
+            return
+        except _GoneError:
+            return
+        if body is None:
+            await self._refuse(send)
+        else:
+            await attended(self.app, scope, body, receive, send)
 
-    def _too_large(self) -> str:
-        return f"the request is larger than {self.body_bytes // 1024} KiB: send less text"
+    def _unknown(self, scope: Any, headers: dict[bytes, bytes]) -> str | None:
+        """Why this client may not ask that, if it may not."""
+        path = scope["path"]
+        admin = path.startswith("/admin")
+        if not self.keys or path in OPEN or path.startswith("/playground/"):
+            return None
+        given = headers.get(b"authorization", b"")
+        key = given[7:].strip() if given[:7].lower() == b"bearer " else b""
+        if admin and not self.keys.has_admin and _is_here(scope, headers):
+            admin = False
+        if self.keys.knows(key, admin):
+            return None
+        return f"{'an admin key' if admin else 'an API key'} is needed: send 'Authorization: Bearer KEY'"
+
+    async def _read(self, receive: Any) -> bytes | None:
+        """The whole body; None: it is too large (a part of it is read all the same, or the answer would be lost)."""
+        parts: list[bytes] = []
+        size, more = 0, True
+        while more and size <= DRAINED * self.body_bytes:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _GoneError
+            part, more = message.get("body", b""), message.get("more_body", False)
+            size += len(part)
+            if size <= self.body_bytes:
+                parts.append(part)
+        return b"".join(parts) if size <= self.body_bytes else None
+
+    async def _refuse(self, send: Any) -> None:
+        message = f"the request is larger than {self.body_bytes // 1024} KiB: send less text"
+        await _answer(send, 413, message, "invalid_request_error")
 
 
-class _TooLargeError(Exception):
-    """The body goes on beyond the limit."""
+class _GoneError(Exception):
+    """The client went away before its request was whole."""
+
+
+def _is_here(scope: Any, headers: dict[bytes, bytes]) -> bool:
+    """Whether the client is on this machine, and no proxy stands between."""
+    client = scope.get("client")
+    proxied = {b"forwarded", b"x-forwarded-for", b"x-real-ip"} & headers.keys()
+    return client is not None and is_loopback(client[0]) and not proxied
 
 
 async def _answer(send: Any, status: int, message: str, kind: str) -> None:
-    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": None}}).encode()
+    body = json.dumps(body_of(message, kind)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

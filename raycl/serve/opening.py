@@ -5,22 +5,30 @@ What it does not know: HTTP, how many replicas there are.
 
 from __future__ import annotations
 
+import logging
+import queue
+
 import torch
 
 from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.bank.shelf import Shelf
+from raycl.serve.asks import Ask, Choice, Event, Failed, Sampling, is_last
 from raycl.serve.engine import Engine
-from raycl.serve.host import Host
+from raycl.serve.host import Host, Hosted
 from raycl.serve.model import backbone_of
 from raycl.serve.roster import Roster, wanted_snapshot
 from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
 from raycl.serve.split import RemoteEngine, Stream
 
+log = logging.getLogger(__name__)
+
 SOURCE_TOKENS, TARGET_TOKENS = 256, 64
 """Of snapshots that no run made."""
+
+WARMING = "a first text, to which nobody waits for an answer"
 
 
 def open_service(config: ServeConfig, shelf: bool = False) -> Service:
@@ -44,8 +52,10 @@ def open_service(config: ServeConfig, shelf: bool = False) -> Service:
         for name, default in (("max_source_tokens", SOURCE_TOKENS), ("max_target_tokens", TARGET_TOKENS))
     )
     backbone = load_backbone(settings, load_codec(settings, source, target), device, 0)
-    engine = Engine(Host(backbone, config.resident_rows), config.max_batch, source, target)
+    host = Host(backbone, config.resident_rows)
+    engine = Engine(host, config.max_batch, source, target, config.limits.prompt_tokens)
     roster = Roster(bank, engine, config, snapshot.backbone.sha256, Shelf(bank) if shelf else None)
+    _warm(engine, roster.active)
     return Service(config, engine, roster)
 
 
@@ -62,6 +72,20 @@ def open_front(config: ServeConfig, stream: Stream) -> Service:
     torch.set_num_threads(config.threads)
     engine = RemoteEngine(stream, snapshot.backbone.kind, config.max_batch, target)
     return Service(config, engine, Roster(bank, engine, config, snapshot.backbone.sha256, None))
+
+
+def _warm(engine: Engine, hosted: Hosted) -> None:
+    """Answer something once: encoder, adapters and kernels are loaded and chosen now, not while somebody waits."""
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    task = hosted.snapshot.tasks[0].name if hosted.snapshot.tasks else None
+    ask = Ask(WARMING, hosted, Choice(task=task), events.put, None if engine.kind == "encoder" else Sampling(2))
+    engine.submit(ask)
+    event = events.get()
+    while not is_last(ask, event):
+        event = events.get()
+    if isinstance(event, Failed):
+        log.warning("a first answer failed: %s", event.error)
 
 
 def close_service(service: Service) -> None:

@@ -15,6 +15,8 @@ What it does not know: HTTP beyond these numbers, who raises them.
 
 from __future__ import annotations
 
+from typing import Any
+
 from raycl.errors import AdapterError, BankError, RayclError, RetrievalError
 
 Answer = tuple[int, str, str | None]
@@ -71,3 +73,14 @@ _ANSWERS: tuple[tuple[type[RayclError], Answer], ...] = (
 def answer_of(error: RayclError) -> Answer:
     """What an error becomes on the wire; the first line that fits."""
     return next(answer for kind, answer in _ANSWERS if isinstance(error, kind))
+
+
+def body_of(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's shape of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def told(error: RayclError) -> tuple[int, dict[str, Any]]:
+    """Status and body of an error's answer."""
+    status, kind, code = answer_of(error)
+    return status, body_of(str(error), kind, code=code)

@@ -10,21 +10,31 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
 
+MAX_STOPS, MAX_STOP, MAX_NAME, MAX_WEIGHT, MAX_NUMBER = 16, 256, 200, 1000.0, 10**9
+"""Stops of an answer, characters of one, characters of a name, an adapter's weight either way, a snapshot's number."""
+
+
+Word = Annotated[str, StringConstraints(min_length=0)]
+"""Any text; where a length is asked for, pydantic finds lone surrogates, which no tokenizer takes."""
+
 Text = Annotated[str, StringConstraints(min_length=1)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP)]
+Weight = Annotated[FiniteFloat, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
 
 
 class _Wire(BaseModel):
-    """Unknown fields are ignored, as clients of many versions send them; wrong types are not."""
+    """Unknown fields are ignored, as clients of many versions send them; wrong types are not, null is the default."""
 
-    model_config = ConfigDict(extra="ignore", strict=False)
+    model_config = ConfigDict(extra="ignore", strict=True)
 
 
 class Pins(_Wire):
     """Who speaks, where the request wants to say so; together with `model`, the narrower one counts."""
 
-    snapshot: int | None = Field(None, ge=1, description="answer from this snapshot")
-    adapters: dict[str, FiniteFloat] | None = Field(None, description="adapter -> weight; {} is the bare backbone")
-    task: str | None = Field(None, description="the text's task, for routers that go by it")
+    snapshot: int | None = Field(None, ge=1, le=MAX_NUMBER, description="answer from this snapshot")
+    adapters: dict[Name, Weight] | None = Field(None, description="adapter -> weight; {} is the bare backbone")
+    task: Name | None = Field(None, description="the text's task: its prompt, and for routers that go by it")
     mix: bool = Field(True, description="false: only the best task's adapters")
     template: bool | None = Field(None, description="prompt of the task around the text; null: not in completions")
 
@@ -32,40 +42,61 @@ class Pins(_Wire):
 class Request(_Wire):
     """What every request has."""
 
-    model: Text = Field("auto", description="auto, base, an adapter, or snapshot:NUMBER")
-    raycl: Pins = Pins()
+    model: Name = Field("auto", description="auto, base, an adapter, or snapshot:NUMBER")
+    raycl: Pins | None = None
+
+    @property
+    def pins(self) -> Pins:
+        """Who should speak."""
+        return self.raycl or Pins()
+
+
+class StreamOptions(_Wire):
+    """What a stream says beside the text."""
+
+    include_usage: bool | None = None
 
 
 class Generation(Request):
     """Settings of a text answer."""
 
     max_tokens: int | None = Field(None, ge=1)
-    temperature: FiniteFloat = Field(0.0, ge=0, le=2, description="0, as it was measured; OpenAI's default is 1")
-    top_p: FiniteFloat = Field(1.0, gt=0, le=1)
-    n: int = Field(1, ge=1)
+    temperature: FiniteFloat | None = Field(None, ge=0, le=2, description="0, as it was measured; OpenAI's default: 1")
+    top_p: FiniteFloat | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Text | list[Text] | None = None
-    stream: bool = False
-    stream_options: dict[str, Any] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def answers(self) -> int:
+        """To each prompt."""
+        return self.n or 1
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Where the answer ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    @property
+    def tells_usage(self) -> bool:
+        """Whether a stream ends with the tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
 
 class Part(_Wire):
     """A part of a message's content."""
 
     type: Literal["text"]
-    text: str
+    text: Word
 
 
 class Message(_Wire):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: Word | list[Part]
 
     @property
     def text(self) -> str:
@@ -89,7 +120,7 @@ class CompletionRequest(Generation):
     """POST /v1/completions."""
 
     prompt: Text | list[Text]
-    echo: bool = False
+    echo: bool | None = Field(None, description="the prompt before the answer")
 
 
 class ClassifyRequest(Request):
@@ -106,7 +137,10 @@ class ClassifyRequest(Request):
 class ActivateRequest(_Wire):
     """POST /admin/activate."""
 
-    snapshot: int = Field(ge=1)
+    snapshot: int = Field(ge=1, le=MAX_NUMBER)
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
 
 
 class How(BaseModel):
@@ -128,6 +162,154 @@ class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+
+
+Finish = Literal["stop", "length"]
+
+
+class Said(BaseModel):
+    """The assistant's turn."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(BaseModel):
+    """One answer to a chat."""
+
+    index: int
+    message: Said
+    finish_reason: Finish
+    logprobs: None = None
+    raycl: How
+
+
+class ChatAnswer(BaseModel):
+    """Of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    raycl: How
+
+
+class TextChoice(BaseModel):
+    """One answer to a prompt."""
+
+    index: int
+    text: str
+    finish_reason: Finish
+    logprobs: None = None
+    raycl: How
+
+
+class TextAnswer(BaseModel):
+    """Of POST /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+    raycl: How
+
+
+class Label(BaseModel):
+    """One text's label, and the probability of every one in question."""
+
+    index: int
+    label: str
+    scores: dict[str, float]
+    raycl: How
+
+
+class LabelAnswer(BaseModel):
+    """Of POST /v1/classify."""
+
+    object: Literal["list"]
+    model: str
+    data: list[Label]
+    usage: Usage
+
+
+class Route(BaseModel):
+    """Who would speak for one text."""
+
+    index: int
+    raycl: How
+
+
+class RouteAnswer(BaseModel):
+    """Of POST /v1/route."""
+
+    object: Literal["list"]
+    model: str
+    data: list[Route]
+
+
+class ModelFacts(BaseModel):
+    """Something that `model` may say."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelsAnswer(BaseModel):
+    """Of GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelFacts]
+
+
+class AdapterFacts(BaseModel):
+    """An adapter of the active snapshot."""
+
+    name: str
+    version: int
+    tasks: list[str]
+    labels: list[str]
+    rank: int
+    bytes: int
+
+
+class AdaptersAnswer(BaseModel):
+    """Of GET /v1/adapters."""
+
+    object: Literal["list"]
+    snapshot: int
+    data: list[AdapterFacts]
+
+
+class SnapshotsAnswer(BaseModel):
+    """Of GET /v1/snapshots."""
+
+    object: Literal["list"]
+    active: int
+    tasks: list[str]
+    kind: str
+    data: list[int]
+    decision: dict[str, Any] = Field(description="the last one: number, snapshot, why, time")
+    problem: str = Field(description="why the newest decision cannot be followed, or nothing")
+
+
+class ActivateAnswer(BaseModel):
+    """Of POST /admin/activate."""
+
+    active: int
+    before: int
+
+
+class HealthAnswer(BaseModel):
+    """Of GET /healthz and /readyz."""
+
+    status: str
+    snapshot: int | None = None
 
 
 class ErrorBody(BaseModel):

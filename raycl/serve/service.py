@@ -9,22 +9,25 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from raycl.errors import BankError, RayclError
+from raycl.errors import BankError
 from raycl.serve.asks import Ask, Choice, Event, Failed, Labelled, Made, Piece, Sampling, Started
 from raycl.serve.engine import Engine
 from raycl.serve.host import Hosted
 from raycl.serve.refusals import BusyError, LateError, TooMuchError, UnknownError
 from raycl.serve.roster import Roster
-from raycl.serve.schema import Generation, How, Request
+from raycl.serve.schema import MAX_NUMBER, Generation, How, Request
 from raycl.serve.settings import ServeConfig
 from raycl.serve.split import RemoteEngine
 
 log = logging.getLogger(__name__)
+
+LOADS = 8
+"""Snapshots that requests may have loaded at once: each takes a thread."""
 
 
 @dataclass
@@ -59,29 +62,66 @@ class Service:
         self.config, self.engine, self.roster = config, engine, roster
         self.kind = engine.kind
         self.observe: Observe = lambda answer: None
-        self._open = 0
+        self._loading = 0
 
     # ---- who speaks ------------------------------------------------------------------------------------------
 
-    async def chosen(self, request: Request) -> tuple[Hosted, Choice]:
-        """The snapshot, kept until `Roster.give_back`, and the choice that a request names.
+    @asynccontextmanager
+    async def chosen(self, request: Request) -> AsyncIterator[tuple[Hosted, Choice]]:
+        """The snapshot, which stays while this is open, and the choice that a request names.
 
         Raises:
-            UnknownError: no such model, adapter or snapshot.
+            UnknownError: no such model, adapter or snapshot. BusyError: too many snapshots are being loaded.
         """
-        pins, model = request.raycl, request.model
-        number = pins.snapshot
-        if model.startswith("snapshot:") and number is None:
-            number = _number(model)
+        number = request.pins.snapshot
+        if request.model.startswith("snapshot:") and number is None:
+            number = _number(request.model)
+        hosted = self.roster.at_hand(number) or await self._loaded(number)
         try:
-            hosted = await asyncio.to_thread(self.roster.take, number)
+            yield hosted, _choice(hosted, request)
+        finally:
+            self.roster.give_back(hosted)
+
+    async def _loaded(self, number: int | None) -> Hosted:
+        """A snapshot that has to be opened first; given back if nobody waits for it any more."""
+        if self._loading >= LOADS:
+            raise BusyError(f"{LOADS} snapshots are being loaded: ask again in a second")
+        self._loading += 1
+        loading = asyncio.ensure_future(asyncio.to_thread(self.roster.take, number))
+        loading.add_done_callback(self._load_ended)
+        try:
+            return await asyncio.shield(loading)
         except BankError as error:
             raise UnknownError(str(error)) from error
-        try:
-            return hosted, _choice(hosted, request)
-        except RayclError:
-            self.roster.give_back(hosted)
+        except asyncio.CancelledError:
+            loading.add_done_callback(self._unwanted)
             raise
+
+    def _load_ended(self, loading: asyncio.Future[Hosted]) -> None:
+        self._loading -= 1
+
+    def _unwanted(self, loading: asyncio.Future[Hosted]) -> None:
+        if not loading.cancelled() and loading.exception() is None:
+            self.roster.give_back(loading.result())
+
+    # ---- limits ----------------------------------------------------------------------------------------------
+
+    def check(self, texts: Sequence[str], answers: int = 1) -> None:
+        """Whether these may be asked, with so many answers to each.
+
+        Raises:
+            TooMuchError: too many, too long, or nothing in one.
+        """
+        limits = self.config.limits
+        if not 0 < len(texts) * answers <= limits.inputs:
+            raise TooMuchError(
+                f"{len(texts)} texts with {answers} answers each: expected 1 to {limits.inputs} answers in one request"
+            )
+        if not all(text.strip() for text in texts):
+            raise TooMuchError("a text is empty: expected at least one word")
+        longest = max(map(len, texts))
+        if longest > limits.text_chars:
+            raise TooMuchError(f"a text has {longest} characters: this endpoint reads at most {limits.text_chars}")
 
     def sampling(self, request: Generation, max_tokens: int | None) -> Sampling:
         """Settings of its answers.
@@ -90,12 +130,18 @@ class Service:
             TooMuchError: more than the limits.
         """
         limits = self.config.limits
-        for name, asked, most in (("max_tokens", max_tokens or 0, limits.max_tokens), ("n", request.n, limits.n)):
+        for name, asked, most in (("max_tokens", max_tokens or 0, limits.max_tokens), ("n", request.answers, limits.n)):
             if asked > most:
                 raise TooMuchError(f"{name} is {asked}: this endpoint allows at most {most}")
         seed = request.seed if request.seed is not None else secrets.randbits(62)
         tokens = max_tokens or min(limits.max_tokens, self.engine.max_target)
-        return Sampling(tokens, request.temperature, request.top_p, seed, request.stops)
+        top_p = 1.0 if request.top_p is None else request.top_p
+        return Sampling(tokens, request.temperature or 0.0, top_p, seed, request.stops)
+
+    @property
+    def deadline(self) -> float:
+        """By when a request that comes now is answered, on the monotonic clock."""
+        return time.monotonic() + self.config.limits.timeout_s
 
     # ---- answers ---------------------------------------------------------------------------------------------
 
@@ -113,6 +159,9 @@ class Service:
         """
         if self.engine.load + len(texts) > max(self.config.limits.queue, len(texts)):
             raise BusyError(f"{self.engine.load} answers are being made: ask again in a second")
+        if self.config.log_prompts:
+            for text in dict.fromkeys(texts):
+                log.info("asked: %r", text)
         samplings = settings.pop("sampling", None)
         loop = asyncio.get_running_loop()
         asks, queues = [], []
@@ -129,13 +178,18 @@ class Service:
             for ask in asks:
                 ask.cancelled = True
 
-    async def events(self, queue: asyncio.Queue[Event], until: Callable[[Event], bool]) -> AsyncIterator[Event]:
+    async def events(
+        self, queue: asyncio.Queue[Event], until: Callable[[Event], bool], deadline: float | None = None
+    ) -> AsyncIterator[Event]:
         """Events of one ask up to its last one.
+
+        Args:
+            deadline: on the monotonic clock; None: as if the request came now.
 
         Raises:
             LateError: it takes too long. RayclError: what went wrong.
         """
-        deadline = time.monotonic() + self.config.limits.timeout_s
+        deadline = self.deadline if deadline is None else deadline
         while True:
             try:
                 event = await asyncio.wait_for(queue.get(), deadline - time.monotonic())
@@ -149,14 +203,16 @@ class Service:
             if until(event):
                 return
 
-    async def complete(self, queue: asyncio.Queue[Event], until: Callable[[Event], bool]) -> Answer:
+    async def complete(
+        self, queue: asyncio.Queue[Event], until: Callable[[Event], bool], deadline: float | None = None
+    ) -> Answer:
         """One whole answer.
 
         Raises:
             LateError, RayclError: see `events`.
         """
         answer, began = Answer(), time.perf_counter()
-        async for event in self.events(queue, until):
+        async for event in self.events(queue, until, deadline):
             take(answer, event, began)
         self.observe(answer)
         return answer
@@ -195,8 +251,8 @@ def how(hosted: Hosted, made: Made) -> How:
     tasks = hosted.shares({hosted.keys[name]: weight for name, weight in made.weights.items()})
     return How(
         snapshot=made.snapshot,
-        adapters={name: round(weight, 6) for name, weight in made.weights.items()},
-        tasks={task: round(share, 6) for task, share in tasks.items()},
+        adapters=_rounded(made.weights),
+        tasks=_rounded(tasks),
         template=made.template,
         cut_tokens=made.cut_tokens,
         queue_ms=round(made.queue_ms, 3),
@@ -205,9 +261,14 @@ def how(hosted: Hosted, made: Made) -> How:
     )
 
 
+def _rounded(weights: Mapping[str, float]) -> dict[str, float]:
+    """Without those that say nothing."""
+    return {name: near for name, weight in weights.items() if (near := round(weight, 6))}
+
+
 def _sender(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event]) -> Callable[[Event], None]:
     def send(event: Event) -> None:
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
             loop.call_soon_threadsafe(events.put_nowait, event)
 
     return send
@@ -215,13 +276,13 @@ def _sender(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event]) -> Ca
 
 def _number(model: str) -> int:
     text = model.partition(":")[2]
-    if not text.isdecimal() or int(text) < 1:
+    if not (text.isdecimal() and 1 <= int(text) <= MAX_NUMBER):
         raise UnknownError(f"model '{model}': expected snapshot:NUMBER")
     return int(text)
 
 
 def _choice(hosted: Hosted, request: Request) -> Choice:
-    pins, model, number = request.raycl, request.model, hosted.snapshot.number
+    pins, model, number = request.pins, request.model, hosted.snapshot.number
     if pins.task is not None and pins.task not in hosted.prompts:
         raise UnknownError(f"snapshot {number} has no task '{pins.task}': expected one of {_some(hosted.prompts)}")
     if pins.adapters is not None:

@@ -16,17 +16,22 @@ class LimitsConfig(Section):
     """What a request may ask for at most."""
 
     body_kb: int = Field(256, ge=1, description="size of a request's body; more: 413")
-    inputs: int = Field(64, ge=1, description="texts in one request to classify or route")
+    text_chars: int = Field(32_768, ge=1, description="characters of one text; more: 400")
+    prompt_tokens: int = Field(
+        4096, ge=1, description="of a completion's prompt, which is never cut; its backbone may hold less; more: 400"
+    )
+    inputs: int = Field(64, ge=1, description="answers in one request: texts, times n")
     max_tokens: int = Field(512, ge=1, description="tokens of an answer")
     n: int = Field(8, ge=1, description="answers to one prompt")
     queue: int = Field(256, ge=1, description="answers not finished on one replica; more: 429 with Retry-After")
-    timeout_s: float = Field(60.0, gt=0, description="time for an answer; longer: 504")
+    timeout_s: float = Field(60.0, gt=0, description="time for a request; longer: 504, its body: 408")
 
 
 class AuthConfig(Section):
     """API keys: one a line in a file, or separated by commas in an environment variable; none: open, on loopback only.
 
-    A line `admin:KEY` makes a key that may also activate snapshots; without any, admin asks come from loopback only.
+    A line `admin:KEY` makes a key that may also activate snapshots; without one, only who asks from this machine, with
+    a key and not through a proxy, may.
     """
 
     keys_file: str | None = None
@@ -72,7 +77,7 @@ class ServeConfig(Section):
     max_batch: int = Field(32, ge=1, description="rows computed together")
     resident_rows: int | None = Field(None, ge=1, description="ranks of adapters on the device; null: no limit")
     hosted: int = Field(3, ge=1, description="snapshots kept ready for rollback and pinned requests")
-    log_prompts: bool = False
+    log_prompts: bool = Field(False, description="write what is asked into the log")
     limits: LimitsConfig = LimitsConfig()
     auth: AuthConfig = AuthConfig()
     follow: FollowConfig = FollowConfig()

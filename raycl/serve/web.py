@@ -1,4 +1,4 @@
-"""The endpoints: OpenAI's chat and completions, labels, routes, models, administration, health and the playground.
+"""The endpoints: labels, routes, models, administration, health and the playground, beside those of `texts`.
 
 What it does not know: Ray; how many replicas there are.
 """
@@ -6,45 +6,37 @@ What it does not know: Ray; how many replicas there are.
 from __future__ import annotations
 
 import json
-import logging
-import time
-import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
 from raycl import __version__
 from raycl.errors import BankError, RayclError
 from raycl.serve.access import Gate, Keys
-from raycl.serve.asks import Piece, Sampling, Started
-from raycl.serve.refusals import TooMuchError, UnknownError, answer_of
+from raycl.serve.refusals import AskedError, UnknownError, body_of, told
 from raycl.serve.schema import (
+    ActivateAnswer,
     ActivateRequest,
-    ChatRequest,
+    AdaptersAnswer,
     ClassifyRequest,
-    CompletionRequest,
     ErrorAnswer,
-    Generation,
+    HealthAnswer,
+    LabelAnswer,
+    ModelFacts,
+    ModelsAnswer,
+    RouteAnswer,
+    SnapshotsAnswer,
 )
-from raycl.serve.service import (
-    Answer,
-    Service,
-    how,
-    labelled,
-    routed,
-    spoken_out,
-    take,
-)
-
-log = logging.getLogger(__name__)
+from raycl.serve.service import Answer, Service, how, labelled, routed
+from raycl.serve.texts import add_texts, usage
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    code: {"model": ErrorAnswer} for code in (400, 401, 404, 413, 422, 429, 500, 503, 504)
+    code: {"model": ErrorAnswer} for code in (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
 }
 
 
@@ -52,217 +44,109 @@ def make_web(service: Service, keys: Keys) -> Any:
     """The ASGI application of one replica."""
     app = FastAPI(title="raycl", version=__version__, responses=REFUSALS, docs_url=None, redoc_url=None)
     _add_errors(app)
-    _add_texts(app, service)
+    add_texts(app, service)
     _add_labels(app, service)
     _add_facts(app, service)
-    return Gate(app, keys, service.config.limits.body_kb * 1024)
+    _add_health(app, service)
+    return Gate(app, keys, service.config.limits)
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------
+
+
+class _Plain(Response):
+    """JSON in ASCII: what is refused may not be text at all."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
 
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def wrong(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
+        first, place = _clearest(error)
+        reason = str(first["msg"]).removeprefix("Value error, ")
         if first["type"] == "json_invalid":
-            reason = first.get("ctx", {}).get("error", first["msg"])
-            return _error(400, f"the body is no valid JSON: {reason}", "invalid_request_error")
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        text = f"{place}: {first['msg']}" if place else str(first["msg"])
-        return _error(400, text, "invalid_request_error", place or None)
+            text, place = f"the body is no valid JSON: {first.get('ctx', {}).get('error', reason)}", ""
+        elif isinstance(error.body, bytes):
+            text = "the body is not JSON, or does not say so: send it with 'Content-Type: application/json'"
+        else:
+            text = f"{place or 'the body'}: {reason}"
+        return _Plain(body_of(text, "invalid_request_error", place or None), 400)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        return _error(error.status_code, str(error.detail), "invalid_request_error")
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        return _Plain(body_of(str(error.detail), kind), error.status_code, error.headers)
 
     @app.exception_handler(RayclError)
     async def ours(request: Request, error: RayclError) -> Response:
-        return _failed(error)
+        status, body = told(error)
+        return _Plain(body, status, {"Retry-After": "1"} if status == 429 else None)
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> Response:
+        name = type(error).__name__
+        return _Plain(body_of(f"a fault of the server ({name}): its log says more", "server_error"), 500)
 
 
-def _failed(error: RayclError) -> Response:
-    status, kind, code = answer_of(error)
-    headers = {"Retry-After": "1"} if status == 429 else None
-    return _error(status, str(error), kind, code=code, headers=headers)
+def _clearest(error: RequestValidationError) -> tuple[dict[str, Any], str]:
+    """Of what is wrong with the first wrong field, what lies deepest; and its dotted path."""
+    found = [(dict(one), _place(one["loc"], error.body)) for one in error.errors()]
+    field = found[0][1].partition(".")[0]
+    return max((one for one in found if one[1].partition(".")[0] == field), key=lambda one: one[1].count("."))
 
 
-def _error(
-    status: int,
-    message: str,
-    kind: str,
-    param: str | None = None,
-    code: str | None = None,
-    headers: dict[str, str] | None = None,
-) -> Response:
-    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    return JSONResponse(body, status, headers)
-
-
-# ---- texts -------------------------------------------------------------------------------------------------------
-
-
-def _add_texts(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat(request: ChatRequest) -> Response:
-        if not request.prompt.strip():
-            raise TooMuchError("the messages hold no text: expected at least one word")
-        most = request.max_completion_tokens or request.max_tokens
-        return await _texts(service, request, [request.prompt], most, chat=True)
-
-    @app.post("/v1/completions", response_model=None)
-    async def completions(request: CompletionRequest) -> Response:
-        prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-        if not prompts:
-            raise TooMuchError("prompt is an empty list: expected at least one text")
-        return await _texts(service, request, prompts, request.max_tokens, chat=False)
-
-
-async def _texts(
-    service: Service, request: Generation, prompts: Sequence[str], max_tokens: int | None, chat: bool
-) -> Response:
-    if service.kind == "encoder":
-        raise TooMuchError("this endpoint's backbone gives labels, not texts: use POST /v1/classify")
-    if len(prompts) * request.n > service.config.limits.inputs:
-        raise TooMuchError(f"{len(prompts)} prompts x n={request.n}: at most {service.config.limits.inputs} answers")
-    settings = service.sampling(request, max_tokens)
-    texts = [prompt for prompt in prompts for _ in range(request.n)]
-    samplings = [_numbered(settings, number % request.n) for number in range(len(texts))]
-    templated = chat if request.raycl.template is None else request.raycl.template
-    head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time())}
-    head["model"] = request.model
-    if request.stream:
-        pieces = _stream(service, request, texts, samplings, templated, head, chat)
-        first = await anext(pieces)  # what cannot be answered fails before the stream begins
-        return StreamingResponse(_after(first, pieces), media_type="text/event-stream")
-    hosted, choice = await service.chosen(request)
-    try:
-        async with service.asked(hosted, choice, texts, sampling=samplings, templated=templated) as queues:
-            answers = [await service.complete(queue, spoken_out) for queue in queues]
-    finally:
-        service.roster.give_back(hosted)
-    made = [answer.made for answer in answers if answer.made is not None]
-    choices = [_choice(number, answer, chat) for number, answer in enumerate(answers)]
-    for one, facts in zip(choices, made, strict=True):
-        one["raycl"] = how(hosted, facts).model_dump()
-    body = {**head, "object": "chat.completion" if chat else "text_completion", "choices": choices}
-    body["usage"] = _usage(answers, request.n)
-    body["raycl"] = how(hosted, made[0]).model_dump()
-    return JSONResponse(body)
-
-
-def _numbered(settings: Sampling, number: int) -> Sampling:
-    return Sampling(
-        settings.max_tokens, settings.temperature, settings.top_p, (settings.seed + number) % 2**63, settings.stop
-    )
-
-
-def _choice(number: int, answer: Answer, chat: bool) -> dict[str, Any]:
-    content = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": answer.text}
-    return {"index": number, **content, "finish_reason": answer.finish, "logprobs": None}
-
-
-def _usage(answers: Sequence[Answer], n: int) -> dict[str, int]:
-    """A prompt counts once, however many answers it gets."""
-    asked = sum(answer.made.prompt_tokens for answer in answers[::n] if answer.made)
-    said = sum(answer.tokens for answer in answers)
-    return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
-
-
-async def _after(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
-    yield first
-    async for piece in rest:
-        yield piece
-
-
-async def _stream(
-    service: Service,
-    request: Generation,
-    texts: Sequence[str],
-    samplings: list[Sampling],
-    templated: bool,
-    head: dict[str, Any],
-    chat: bool,
-) -> AsyncIterator[str]:
-    """Server-sent events; answers to several prompts, or n > 1, come one after another."""
-    kind = "chat.completion.chunk" if chat else "text_completion"
-    hosted, choice = await service.chosen(request)
-    answers: list[Answer] = []
-
-    def chunk(number: int, text: str, finish: str | None, **more: Any) -> str:
-        content = {"delta": {"role": "assistant", "content": text} if text or not finish else {}}
-        one = {"index": number, **(content if chat else {"text": text}), "finish_reason": finish, "logprobs": None}
-        return _event({**head, "object": kind, "choices": [one], **more})
-
-    try:
-        async with service.asked(hosted, choice, texts, sampling=samplings, templated=templated) as queues:
-            for number, queue in enumerate(queues):
-                answer, began = Answer(), time.perf_counter()
-                async for event in service.events(queue, spoken_out):
-                    take(answer, event, began)
-                    if isinstance(event, Started):
-                        yield chunk(number, "", None, raycl=how(hosted, event.made).model_dump())
-                    elif isinstance(event, Piece) and (event.text or event.finish):
-                        yield chunk(number, event.text, event.finish)
-                service.observe(answer)
-                answers.append(answer)
-        if (request.stream_options or {}).get("include_usage"):
-            yield _event({**head, "object": kind, "choices": [], "usage": _usage(answers, request.n)})
-        yield "data: [DONE]\n\n"
-    except RayclError as error:
-        if not answers and "answer" not in locals():
-            raise
-        yield _event(json.loads(bytes(_failed(error).body)))
-    finally:
-        service.roster.give_back(hosted)
-
-
-def _event(tree: dict[str, Any]) -> str:
-    return f"data: {json.dumps(tree, ensure_ascii=False)}\n\n"
+def _place(where: Sequence[Any], body: Any) -> str:
+    """Dotted path of a field, without the names of alternatives that the validator tried."""
+    path: list[str] = []
+    here = body
+    for part in where[1:]:
+        if isinstance(here, dict) and isinstance(part, str) and (part in here or part == where[-1]):
+            path, here = [*path, part], here.get(part)
+        elif isinstance(here, list) and isinstance(part, int) and part < len(here):
+            path, here = [*path, str(part)], here[part]
+    return ".".join(path)
 
 
 # ---- labels and routes -------------------------------------------------------------------------------------------
 
 
 def _add_labels(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/classify", response_model=None)
+    @app.post("/v1/classify", response_model=None, responses={200: {"model": LabelAnswer}})
     async def classify(request: ClassifyRequest) -> Response:
         """The label of each text, with the probability of every label that was in question."""
         if service.kind != "encoder":
-            raise TooMuchError("this endpoint's backbone answers with texts: use POST /v1/chat/completions")
-        answers, hosted = await _each(service, request, labelled, route_only=False)
+            raise AskedError("this endpoint's backbone answers with texts: use POST /v1/chat/completions")
+        answers, facts = await _each(service, request, labelled, route_only=False)
         data = [
-            {
-                "index": number,
-                "label": next(iter(answer.scores)),
-                "scores": answer.scores,
-                "raycl": how(hosted, answer.made).model_dump() if answer.made else None,
-            }
-            for number, answer in enumerate(answers)
+            {"index": number, "label": next(iter(answer.scores)), "scores": answer.scores, "raycl": made}
+            for number, (answer, made) in enumerate(zip(answers, facts, strict=True))
         ]
-        usage = _usage(answers, 1)
-        return JSONResponse({"object": "list", "model": request.model, "data": data, "usage": usage})
+        return JSONResponse({"object": "list", "model": request.model, "data": data, "usage": usage(answers)})
 
-    @app.post("/v1/route", response_model=None)
+    @app.post("/v1/route", response_model=None, responses={200: {"model": RouteAnswer}})
     async def route(request: ClassifyRequest) -> Response:
         """Who would speak for each text; nothing is answered."""
-        answers, hosted = await _each(service, request, routed, route_only=True)
-        data = [
-            {"index": number, "raycl": how(hosted, answer.made).model_dump() if answer.made else None}
-            for number, answer in enumerate(answers)
-        ]
+        _, facts = await _each(service, request, routed, route_only=True)
+        data = [{"index": number, "raycl": made} for number, made in enumerate(facts)]
         return JSONResponse({"object": "list", "model": request.model, "data": data})
 
 
-async def _each(service: Service, request: ClassifyRequest, until: Any, route_only: bool) -> tuple[list[Answer], Any]:
-    texts = request.texts
-    if not 0 < len(texts) <= service.config.limits.inputs:
-        raise TooMuchError(f"input holds {len(texts)} texts: expected 1 to {service.config.limits.inputs}")
-    if not all(text.strip() for text in texts):
-        raise TooMuchError("input holds an empty text: expected at least one word in each")
-    hosted, choice = await service.chosen(request)
-    try:
-        async with service.asked(hosted, choice, texts, route_only=route_only) as queues:
-            return [await service.complete(queue, until) for queue in queues], hosted
-    finally:
-        service.roster.give_back(hosted)
+async def _each(
+    service: Service, request: ClassifyRequest, until: Any, route_only: bool
+) -> tuple[list[Answer], list[dict[str, Any]]]:
+    """Answers to the texts, and how each was made."""
+    deadline, texts = service.deadline, request.texts
+    service.check(texts)
+    async with (
+        service.chosen(request) as (hosted, choice),
+        service.asked(hosted, choice, texts, route_only=route_only) as queues,
+    ):
+        answers = [await service.complete(queue, until, deadline) for queue in queues]
+    return answers, [how(hosted, answer.made).model_dump() for answer in answers if answer.made is not None]
 
 
 # ---- facts -------------------------------------------------------------------------------------------------------
@@ -271,17 +155,27 @@ async def _each(service: Service, request: ClassifyRequest, until: Any, route_on
 def _add_facts(app: FastAPI, service: Service) -> None:
     roster = service.roster
 
-    @app.get("/v1/models", response_model=None)
-    async def models() -> Response:
-        """Everything that `model` may say."""
+    def names() -> list[dict[str, Any]]:
         active = roster.active.snapshot
-        names = ["auto", "base", *(f"snapshot:{number}" for number in roster.bank.snapshots())]
-        names += [entry.name for entry in active.adapters]
+        found = ["auto", "base", *(f"snapshot:{number}" for number in roster.bank.snapshots())]
+        found += [entry.name for entry in active.adapters]
         created = int(roster.active_since)
-        data = [{"id": name, "object": "model", "created": created, "owned_by": "raycl"} for name in names]
-        return JSONResponse({"object": "list", "data": data})
+        return [{"id": name, "object": "model", "created": created, "owned_by": "raycl"} for name in found]
 
-    @app.get("/v1/adapters", response_model=None)
+    @app.get("/v1/models", response_model=None, responses={200: {"model": ModelsAnswer}})
+    def models() -> Response:
+        """Everything that `model` may say."""
+        return JSONResponse({"object": "list", "data": names()})
+
+    @app.get("/v1/models/{name}", response_model=None, responses={200: {"model": ModelFacts}})
+    def model(name: str) -> Response:
+        """One of them."""
+        found = [one for one in names() if one["id"] == name]
+        if not found:
+            raise UnknownError(f"model '{name}' is not there: GET /v1/models lists all")
+        return JSONResponse(found[0])
+
+    @app.get("/v1/adapters", response_model=None, responses={200: {"model": AdaptersAnswer}})
     async def adapters() -> Response:
         """Adapters of the active snapshot."""
         active = roster.active.snapshot
@@ -298,24 +192,23 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         ]
         return JSONResponse({"object": "list", "snapshot": active.number, "data": data})
 
-    @app.get("/v1/snapshots", response_model=None)
-    async def snapshots() -> Response:
+    @app.get("/v1/snapshots", response_model=None, responses={200: {"model": SnapshotsAnswer}})
+    def snapshots() -> Response:
         """Numbers of all snapshots, and which one answers here."""
-        number = roster.active.snapshot.number
-        tasks = [facts.name for facts in roster.active.snapshot.tasks]
+        active = roster.active.snapshot
         return JSONResponse(
             {
                 "object": "list",
-                "active": number,
-                "tasks": tasks,
+                "active": active.number,
+                "tasks": [facts.name for facts in active.tasks],
                 "kind": service.kind,
                 "data": roster.bank.snapshots(),
-                "problem": roster.problem,
                 "decision": roster.decision,
+                "problem": roster.problem,
             }
         )
 
-    @app.post("/admin/activate", response_model=None)
+    @app.post("/admin/activate", response_model=None, responses={200: {"model": ActivateAnswer}})
     def activate(request: ActivateRequest) -> Response:
         """Answer from this snapshot from now on, on every replica: a rollback, or a step forward."""
         before = roster.active.snapshot.number
@@ -325,19 +218,21 @@ def _add_facts(app: FastAPI, service: Service) -> None:
             raise UnknownError(str(error)) from error
         return JSONResponse({"active": roster.active.snapshot.number, "before": before})
 
-    @app.get("/healthz", response_model=None)
+
+def _add_health(app: FastAPI, service: Service) -> None:
+    @app.get("/healthz", response_model=None, responses={200: {"model": HealthAnswer}})
     async def healthy() -> Response:
         """Whether this replica can answer at all."""
         if not service.engine.alive:
-            return _error(503, "the model's thread has ended: restart the replica", "server_error")
+            return _Plain(body_of("the model's thread has ended: restart the replica", "server_error"), 503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/readyz", response_model=None)
+    @app.get("/readyz", response_model=None, responses={200: {"model": HealthAnswer}})
     async def ready() -> Response:
         """Whether it takes more requests now."""
         if service.engine.load >= service.config.limits.queue:
-            return _error(503, "the queue is full", "server_error")
-        return JSONResponse({"status": "ready", "snapshot": roster.active.snapshot.number})
+            return _Plain(body_of("the queue is full", "server_error"), 503)
+        return JSONResponse({"status": "ready", "snapshot": service.roster.active.snapshot.number})
 
     @app.get("/", include_in_schema=False)
     async def playground() -> HTMLResponse:

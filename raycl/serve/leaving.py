@@ -1,0 +1,55 @@
+"""A client that goes away takes its request with it, whole answers as well as streams.
+
+Why it exists: frameworks notice that a client has gone only when they write to it, and until then a text is generated
+that nobody reads.
+What it does not know: what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+
+async def attended(app: Any, scope: Any, body: bytes, receive: Any, send: Any) -> None:
+    """Run an ASGI application on a body that has been read; cancelled if the client leaves before the answer's end.
+
+    Args:
+        receive: of the server, behind the body: from now on nobody else reads from it.
+    """
+    given, gone, answered = False, asyncio.Event(), False
+
+    async def replayed() -> Any:
+        nonlocal given
+        if not given:
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def watched(message: Any) -> None:
+        nonlocal answered
+        await send(message)
+        answered = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+    work = asyncio.ensure_future(app(scope, replayed, watched))
+    watch = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if watch.done() and not work.done():
+            gone.set()
+            if not answered:
+                work.cancel()
+        with suppress(asyncio.CancelledError):
+            await work
+    finally:
+        watch.cancel()
+        if not work.done():  # we are cancelled ourselves
+            work.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
+
+
+async def _left(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

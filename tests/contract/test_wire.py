@@ -1,0 +1,246 @@
+"""The wire as OpenAI's own client sees it: the same answers as without it, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from served import Asked, bank_of, examples
+from tiny import Done, Taught, opened
+from wired import Wire, listening, problem
+
+from raycl.bank import Bank
+from raycl.serve.model import SnapshotModel
+
+LONG = "the sea is"
+
+
+@pytest.fixture(scope="module")
+def done(taught: Taught) -> Done:
+    return taught("llama", "slm")
+
+
+@pytest.fixture(scope="module")
+def bank(done: Done, tmp_path_factory: pytest.TempPathFactory) -> Bank:
+    return bank_of(done, tmp_path_factory.mktemp("wire"))
+
+
+@pytest.fixture(scope="module")
+def asked(done: Done, bank: Bank) -> list[Asked]:
+    return examples(done, bank)
+
+
+@pytest.fixture(scope="module")
+def model(bank: Bank) -> SnapshotModel:
+    return opened(bank, bank.open(2))
+
+
+@pytest.fixture(scope="module")
+def wire(bank: Bank) -> Iterator[Wire]:
+    with listening(bank) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def labels(taught: Taught, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
+    with listening(bank_of(taught("bert", "slm"), tmp_path_factory.mktemp("labels"))) as found:
+        yield found
+
+
+def pinned(**pins: Any) -> dict[str, Any]:
+    return {"extra_body": {"raycl": pins}}
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+def test_chat_answers_what_was_measured(wire: Wire, asked: list[Asked], model: SnapshotModel) -> None:
+    for one in asked:
+        found = wire.chat(one.text, max_tokens=12)
+        (choice,) = found.choices
+        assert (found.object, found.model, choice.index) == ("chat.completion", "auto", 0)
+        assert (choice.message.role, choice.message.content) == ("assistant", one.answer)
+        assert found.id.startswith("chatcmpl-") and found.created > 1e9
+        how = found.raycl
+        assert how == choice.raycl and how["snapshot"] == 2 and how["template"] == one.task and how["batch"] >= 1
+        mixture = model.hosted.mixture([one.text])
+        expected = {model.hosted.names[key]: weight for key, weight in _weights(mixture).items() if weight > 1e-6}
+        assert how["adapters"] == pytest.approx(expected, abs=1e-5) and 0.0 not in how["adapters"].values()
+        assert next(iter(how["tasks"])) == one.task and how["retrieval_ms"] > 0
+        text = f"{one.text}\nOutput: "
+        assert found.usage.prompt_tokens == len(model.backbone.codec.encode_source([text])[0])
+        assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+        words = len(one.answer.split())
+        assert (found.usage.completion_tokens, choice.finish_reason) == (words, "length" if words == 12 else "stop")
+
+
+def _weights(mixture: Any) -> dict[str, float]:
+    return dict(zip(mixture.names, mixture.weights[0].tolist(), strict=True))
+
+
+def test_turns_and_parts_are_one_text(wire: Wire) -> None:
+    parts: Any = [{"type": "text", "text": "is warm "}, {"type": "text", "text": "very a"}]
+    messages: Any = [{"role": "system", "content": "fire"}, {"role": "user", "content": parts, "name": "me"}]
+    found = wire.openai.chat.completions.create(model="auto", messages=messages)
+    assert found.choices[0].message.content == wire.chat("fire\nis warm very a").choices[0].message.content
+    assert found.usage is not None and found.usage.prompt_tokens == 1 + 5 + 2
+
+
+def test_a_completion_is_sent_as_it_is(wire: Wire, asked: list[Asked]) -> None:
+    one = asked[2]
+    found = wire.openai.completions.create(model="auto", prompt=f"{one.text}\nOutput: ", max_tokens=12)
+    assert (found.object, found.choices[0].text) == ("text_completion", one.answer) and found.id.startswith("cmpl-")
+    assert found.raycl["template"] == ""  # type: ignore[attr-defined]
+    prompts = [f"{other.text}\nOutput: " for other in asked[:3]]
+    echoed = wire.openai.completions.create(model="auto", prompt=prompts, echo=True, n=2)
+    texts = [choice.text for choice in echoed.choices]
+    assert [choice.index for choice in echoed.choices] == list(range(6)) and texts[::2] == texts[1::2]
+    assert texts[::2] == [prompt + other.answer for prompt, other in zip(prompts, asked, strict=False)]
+    wrapped = wire.openai.completions.create(model="auto", prompt=one.text, max_tokens=12, **pinned(template=True))
+    assert wrapped.choices[0].text == one.answer and wrapped.raycl["template"] == one.task  # type: ignore[attr-defined]
+    bare = wire.chat(f"{one.text}\nOutput: ", max_tokens=12, **pinned(template=False))
+    assert bare.choices[0].message.content == one.answer
+
+
+def test_a_stream_says_the_same(wire: Wire) -> None:
+    whole = wire.chat(LONG, model="base", max_tokens=20)
+    text = whole.choices[0].message.content
+    assert len(text.split()) > 8
+    chunks = list(wire.chat(LONG, model="base", max_tokens=20, stream=True, stream_options={"include_usage": True}))
+    assert len({chunk.id for chunk in chunks}) == 1 and {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    first, *middle, last, usage = chunks
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert first.raycl["snapshot"] == 2 and first.raycl["adapters"] == {}
+    pieces = [chunk.choices[0].delta.content or "" for chunk in (*middle, last)]
+    assert "".join(pieces) == text and len(pieces) > 5, "it comes in pieces"
+    assert [chunk.choices[0].finish_reason for chunk in middle] == [None] * len(middle)
+    assert last.choices[0].finish_reason == whole.choices[0].finish_reason
+    assert usage.choices == [] and usage.usage == whole.usage
+    completion = wire.openai.completions.create(model="base", prompt=LONG, max_tokens=20, stream=True, echo=True)
+    assert "".join(chunk.choices[0].text for chunk in completion) == LONG + text
+
+
+def test_every_line_of_a_stream_is_an_event(wire: Wire) -> None:
+    body = {"prompt": [LONG, "fire is"], "model": "base", "stream": True, "n": 2, "max_tokens": 5}
+    with wire.http.stream("POST", "/v1/completions", json=body) as found:
+        assert found.headers["content-type"].startswith("text/event-stream")
+        raw = found.read().decode()
+    events = raw.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""] and all(event.startswith("data: ") for event in events[:-1])
+    trees = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    assert [tree["choices"][0]["index"] for tree in trees if "raycl" in tree] == [0, 1, 2, 3]
+    assert [tree["choices"][0]["finish_reason"] for tree in trees].count("length") == 4
+
+
+def test_several_answers_and_seeds(wire: Wire) -> None:
+    drawn = {"model": "base", "temperature": 1.5, "n": 3, "max_tokens": 8}
+    one, two = (wire.chat(LONG, seed=5, **drawn) for _ in range(2))
+    texts = [choice.message.content for choice in one.choices]
+    assert [choice.index for choice in one.choices] == [0, 1, 2] and len(set(texts)) == 3
+    assert texts == [choice.message.content for choice in two.choices]
+    alone = wire.chat(LONG, seed=6, **{**drawn, "n": 1})
+    assert alone.choices[0].message.content == texts[1], "answer i of seed s is the first answer of seed s + i"
+    assert one.usage.prompt_tokens == alone.usage.prompt_tokens, "a prompt counts once"
+    free = {tuple(choice.message.content for choice in wire.chat(LONG, **drawn).choices) for _ in range(3)}
+    assert len(free) > 1, "without a seed every answer is drawn anew"
+    cold = wire.chat(LONG, model="base", temperature=2.0, top_p=1e-6, max_tokens=8)
+    assert cold.choices[0].message.content == wire.chat(LONG, model="base", max_tokens=8).choices[0].message.content
+
+
+def test_stops(wire: Wire) -> None:
+    text = wire.chat(LONG, model="base", max_tokens=12).choices[0].message.content
+    words = text.split()
+    for stop in (words[3], [words[5], words[3]], f"{words[2]} {words[3]}"):
+        found = wire.chat(LONG, model="base", max_tokens=12, stop=stop)
+        assert found.choices[0].finish_reason == "stop"
+        first = min(text.index(one) for one in ([stop] if isinstance(stop, str) else stop))
+        assert found.choices[0].message.content == text[:first].rstrip()
+        streamed = wire.chat(LONG, model="base", max_tokens=12, stop=stop, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text[:first].rstrip()
+
+
+def test_what_is_null_is_as_if_it_were_not_said(wire: Wire) -> None:
+    settings = ("temperature", "top_p", "n", "seed", "stop", "stream", "stream_options", "max_tokens", "raycl")
+    body = {"messages": [{"role": "user", "content": "fire is"}]}
+    bodies = [body, {**body, **dict.fromkeys(settings)}, {**body, "logit_bias": {}, "user": "somebody"}]
+    found = [wire.post("/v1/chat/completions", one).json()["choices"][0]["message"] for one in bodies]
+    assert found[0] == found[1] == found[2]
+
+
+# ---- who speaks ------------------------------------------------------------------------------------------------------
+
+
+def test_models_are_listed_and_pin(wire: Wire, model: SnapshotModel) -> None:
+    names = [one.id for one in wire.openai.models.list()]
+    assert names[:4] == ["auto", "base", "snapshot:1", "snapshot:2"] and set(names[4:]) == set(model.hosted.keys)
+    assert wire.openai.models.retrieve("base").owned_by == "raycl"
+    for name, adapters, snapshot in (
+        ("base", {}, 2),
+        ("colour.1", {"colour.1": 1.0}, 2),
+        ("animal.0@1", {"animal.0": 1.0}, 2),
+        ("colour", {f"colour.{slot}": 0.25 for slot in range(4)}, 2),
+    ):
+        found = wire.chat("fire is", model=name)
+        assert found.model == name and found.raycl["adapters"] == adapters and found.raycl["snapshot"] == snapshot
+    older = wire.chat("it purrs", model="snapshot:1")
+    assert older.raycl["snapshot"] == 1 and set(older.raycl["tasks"]) == {"colour"}
+    newer = wire.chat("it purrs", model="snapshot:2")
+    assert newer.raycl["snapshot"] == 2 and "animal" in newer.raycl["tasks"]
+
+
+def test_requests_pin_more_exactly(wire: Wire, model: SnapshotModel) -> None:
+    mixture = {"colour.0": -1.5, "animal.3": 0.75, "animal.1": 0.0}
+    found = wire.chat("fire is", **pinned(adapters=mixture))
+    assert found.raycl["adapters"] == {"animal.3": 0.75, "colour.0": -1.5} and found.raycl["template"] == "animal"
+    assert wire.chat("fire is", **pinned(adapters={})).raycl["adapters"] == {}
+    assert wire.chat("fire is", **pinned(snapshot=1)).raycl["snapshot"] == 1
+    assert wire.chat("fire is", model="snapshot:2", **pinned(snapshot=1)).raycl["snapshot"] == 1
+    assert wire.chat("fire is", **pinned(task="animal")).raycl["template"] == "animal"
+    mixed = next(
+        text for text in ("is cold a", "it purrs", "fire is", "a sleeps") if len(wire.chat(text).raycl["tasks"]) == 2
+    )
+    hard = wire.chat(mixed, **pinned(mix=False)).raycl
+    assert list(hard["tasks"]) == [next(iter(wire.chat(mixed).raycl["tasks"]))]
+    assert sum(hard["adapters"].values()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_route_without_an_answer(wire: Wire, labels: Wire) -> None:
+    found = wire.post("/v1/route", {"input": ["fire is", "it purrs"]}).json()
+    assert [list(one) for one in found["data"]] == [["index", "raycl"]] * 2 and found["object"] == "list"
+    for text, one in zip(("fire is", "it purrs"), found["data"], strict=True):
+        assert one["raycl"]["adapters"] == wire.chat(text).raycl["adapters"]
+    assert labels.post("/v1/route", {"input": "fire is"}).json()["data"][0]["raycl"]["template"] == ""
+    assert wire.engine.load == labels.engine.load == 0
+
+
+def test_labels(labels: Wire, taught: Taught) -> None:
+    asked = examples(taught("bert", "slm"), labels.roster.bank)
+    found = labels.post("/v1/classify", {"input": [one.text for one in asked]}).json()
+    assert [one["label"] for one in found["data"]] == [one.answer for one in asked]
+    assert [one["index"] for one in found["data"]] == list(range(len(asked)))
+    for one in found["data"]:
+        chances = list(one["scores"].values())
+        assert sum(chances) == pytest.approx(1.0, abs=1e-5) and chances == sorted(chances, reverse=True)
+        assert one["label"] == next(iter(one["scores"]))
+        assert set(one["scores"]) <= {"red", "blue", "cat", "dog"} and one["raycl"]["snapshot"] == 2
+    assert found["usage"] == {"prompt_tokens": found["usage"]["total_tokens"], "completion_tokens": 0} | found["usage"]
+    pin = labels.post("/v1/classify", {"input": "it purrs", "raycl": {"adapters": {"colour.0": 1}}}).json()
+    assert set(pin["data"][0]["scores"]) == {"red", "blue"}
+    assert problem(labels.post("/v1/classify", {"input": "it purrs", "model": "base"}))[0] == 400
+    with pytest.raises(openai.BadRequestError, match="gives labels, not texts"):
+        labels.chat("fire is")
+
+
+def test_what_the_bank_holds(wire: Wire, model: SnapshotModel) -> None:
+    found = wire.get("/v1/adapters")
+    assert found["snapshot"] == 2 and [one["name"] for one in found["data"]] == list(model.hosted.keys)
+    assert found["data"][0]["rank"] == 8 and found["data"][0]["version"] == 1 and found["data"][0]["bytes"] > 0
+    assert {tuple(one["tasks"]) for one in found["data"]} == {("colour",), ("animal",)}
+    shown = wire.get("/v1/snapshots")
+    assert (shown["active"], shown["data"], shown["kind"], shown["problem"]) == (2, [1, 2], "decoder", "")
+    assert shown["tasks"] == ["colour", "animal"] and shown["decision"] == {}
+    assert wire.get("/healthz") == {"status": "ok"} and wire.get("/readyz") == {"status": "ready", "snapshot": 2}
+    assert wire.http.get("/").headers["content-type"].startswith("text/html")

@@ -1,0 +1,268 @@
+"""What happens while an endpoint runs: clients that leave, snapshots that come, decisions that are taken back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from served import WAIT_S, bank_of, examples, serving
+from tiny import Lab, Taught
+from wired import Wire, listening, problem
+
+from raycl.bank import Bank
+from raycl.retrieval.router import TextRouter
+from raycl.run import build
+from raycl.serve.roster import Roster
+from raycl.storage import Storage
+from raycl.train.loop import StreamLoop
+from raycl.train.world import World
+
+ENDLESS = {"model": "base", "prompt": "a sleeps", "max_tokens": 512}
+"""A prompt to which this T5 says `much` for ever."""
+
+
+# ---- clients that leave ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that needs 10 ms a token at least, so that 512 tokens are still being made when somebody leaves."""
+    from raycl.backbone import running
+
+    step = running.step
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(0.01)
+        return step(*given)
+
+    monkeypatch.setattr(running, "step", slowly)
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("how", ["stream", "whole", "many", "socket"])
+def test_a_client_that_leaves_stops_its_answer(taught: Taught, tmp_path: Path, how: str) -> None:
+    with listening(bank_of(taught("t5", "separate"), tmp_path), max_batch=3) as wire:
+        before = wire.engine.counts["tokens"]
+        if how == "stream":
+            with wire.openai.completions.create(stream=True, **ENDLESS) as stream:  # type: ignore[call-overload]
+                for chunk in stream:
+                    if chunk.choices[0].text:
+                        break
+                assert wire.engine.load == 1
+        else:
+            body = {**ENDLESS, "n": 8 if how == "many" else 1, "stream": how == "socket"}
+            _ask_and_leave(wire, json.dumps(body).encode(), 8 if how == "many" else 1)
+        wire.settle()
+        assert wire.engine.counts["tokens"] - before < 400, "it went on without a reader"
+        wire.until(lambda: not any(wire.roster._users.values()))
+        assert wire.get("/readyz")["status"] == "ready"
+
+
+def _ask_and_leave(wire: Wire, body: bytes, load: int) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", wire.port), timeout=WAIT_S) as door:
+        door.sendall(head % len(body) + body)
+        wire.until(lambda: wire.engine.load == load and wire.engine.counts["tokens"] > 0)
+
+
+def test_a_client_that_leaves_before_it_has_asked(taught: Taught, tmp_path: Path) -> None:
+    with listening(bank_of(taught("t5", "separate"), tmp_path)) as wire:
+        for part in (b"POST /v1/route HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{", b"POST /v1/ro", b""):
+            with socket.create_connection(("127.0.0.1", wire.port), timeout=WAIT_S) as door:
+                door.sendall(part)
+        assert wire.get("/healthz") == {"status": "ok"} and wire.engine.load == 0
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_slow_reader_loses_nothing(taught: Taught, tmp_path: Path) -> None:
+    with listening(bank_of(taught("t5", "separate"), tmp_path)) as wire:
+        asked = {**ENDLESS, "max_tokens": 40}
+        expected = wire.openai.completions.create(**asked).choices[0].text  # type: ignore[call-overload]
+        text = ""
+        for chunk in wire.openai.completions.create(stream=True, **asked):  # type: ignore[call-overload]
+            text += chunk.choices[0].text
+            time.sleep(0.003)
+        assert text == expected
+
+
+# ---- snapshots -------------------------------------------------------------------------------------------------------
+
+
+def test_activation_and_rollback_switch_the_answers(taught: Taught, tmp_path: Path) -> None:
+    done = taught("llama", "lora")
+    bank = bank_of(done, tmp_path)
+    answers = {number: {one.text: one.answer for one in examples(done, bank, number)} for number in (1, 2)}
+    text = next(text for text in answers[1] if answers[1][text] != answers[2][text])
+    pins = {"extra_body": {"raycl": {"task": "colour"}}}
+    with listening(bank) as wire:
+
+        def said() -> tuple[int, str]:
+            found = wire.chat(text, max_tokens=12, **pins)
+            return found.raycl["snapshot"], found.choices[0].message.content
+
+        assert said() == (2, answers[2][text])
+        back = wire.post("/admin/activate", {"snapshot": 1})
+        assert back.json() == {"active": 1, "before": 2}
+        assert said() == (1, answers[1][text]) and wire.get("/v1/snapshots")["active"] == 1
+        assert wire.get("/v1/snapshots")["decision"]["why"] == "asked for"
+        assert wire.chat(text, max_tokens=12, model="snapshot:2", **pins).choices[0].message.content == answers[2][text]
+        assert wire.post("/admin/activate", {"snapshot": 2}).json() == {"active": 2, "before": 1}
+        assert said() == (2, answers[2][text])
+        assert problem(wire.post("/admin/activate", {"snapshot": 3}))[0] == 404
+        assert said() == (2, answers[2][text]), "a refused decision changes nothing"
+    with serving(bank) as desk:
+        assert desk.roster.active.snapshot.number == 2, "decisions outlive the endpoint"
+
+
+def test_a_rollback_holds_while_following(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("llama", "lora"), tmp_path)
+    with listening(bank, follow={"enabled": True, "poll_s": 0.01}) as wire:
+        assert wire.post("/admin/activate", {"snapshot": 1}).json()["active"] == 1
+        for _ in range(20):
+            assert wire.get("/readyz")["snapshot"] == 1
+            time.sleep(0.01)
+
+
+def test_what_training_publishes_is_followed(lab: Lab, tmp_path: Path) -> None:
+    """Served while it learns: the next stage of the same run publishes into the bank that answers."""
+    config, storage = lab.config("bert", lab.slots(), train={"epochs": 2}), Storage.at(tmp_path)
+
+    def learn() -> None:
+        world = World.alone(torch.device("cpu"))
+        parts, open_engine = build(config, world)
+        StreamLoop(parts, open_engine, storage, world).run(stop_after=1)
+
+    learn()
+    bank = Bank(storage.sub("bank"))
+    with listening(bank, follow={"enabled": True, "poll_s": 0.02}) as wire:
+        ask = {"input": "it purrs"}
+        first = wire.post("/v1/classify", ask).json()["data"][0]
+        assert first["raycl"]["snapshot"] == 1 and set(first["scores"]) == {"red", "blue"}
+        encoder = _encoder(wire.roster)
+        learn()
+        wire.until(lambda: wire.get("/readyz")["snapshot"] == 2)
+        then = wire.post("/v1/classify", ask).json()["data"][0]
+        assert then["raycl"]["snapshot"] == 2 and "animal" in then["raycl"]["tasks"]
+        assert set(wire.post("/v1/classify", {**ask, "model": "animal"}).json()["data"][0]["scores"]) == {"cat", "dog"}
+        assert wire.post("/v1/classify", {**ask, "model": "snapshot:1"}).json()["data"][0]["label"] == first["label"]
+        assert _encoder(wire.roster) is encoder, "the sentence encoder is not loaded again"
+        assert wire.get("/v1/snapshots")["problem"] == ""
+
+
+def _encoder(roster: Roster) -> Any:
+    assert isinstance(roster.active.router, TextRouter)
+    return roster.active.router.encoder
+
+
+def test_a_snapshot_that_cannot_be_used_leaves_the_old_one(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("llama", "lora"), tmp_path)
+    folder = Path(bank.storage.path("snapshots"))
+    with listening(bank, follow={"enabled": True, "poll_s": 0.01}) as wire:
+        shutil.copy(folder / "000002.json", folder / "000003.json")  # calls itself 2
+        wire.until(lambda: bool(wire.get("/v1/snapshots")["problem"]))
+        assert wire.get("/v1/snapshots")["active"] == 2
+        assert wire.chat("fire is", model="lora").raycl["snapshot"] == 2
+        assert problem(wire.post("/v1/route", {"input": "fire is", "model": "snapshot:3"}))[0] == 404
+        (folder / "000003.json").unlink()
+        wire.until(lambda: not wire.get("/v1/snapshots")["problem"])
+
+
+def test_the_first_answer_finds_everything_loaded(taught: Taught, tmp_path: Path) -> None:
+    with serving(bank_of(taught("bert", "slm"), tmp_path)) as desk:
+        assert _encoder(desk.roster)._model is not None and desk.engine.counts["batches"] >= 1
+        assert desk.engine.host.stack.states
+
+
+def test_a_warm_up_that_fails_is_no_reason_not_to_start(
+    taught: Taught, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(bank_of(taught("llama", "separate"), tmp_path), resident_rows=1) as desk:
+        assert "a first answer failed: colour@1 take 8 rows" in caplog.text
+        assert desk.ask("fire is", weights={}).finish
+
+
+# ---- many at once ----------------------------------------------------------------------------------------------------
+
+
+def test_snapshots_come_and_go_while_many_ask(taught: Taught, tmp_path: Path) -> None:
+    """Pins and decisions from several threads with room for one snapshot: every answer is its own snapshot's."""
+    done = taught("llama", "lora")
+    bank = bank_of(done, tmp_path)
+    answers = {number: {one.text: one.answer for one in examples(done, bank, number)} for number in (1, 2)}
+    wrong: list[str] = []
+    with listening(bank, hosted=1, follow={"enabled": True, "poll_s": 0.005}) as wire:
+
+        def ask(turn: int) -> None:
+            client = wire.client("none")
+            for place in range(6):
+                text = list(answers[1])[(turn + place) % len(answers[1])]
+                model = ("auto", "snapshot:1", "snapshot:2")[(turn + place) % 3]
+                messages: Any = [{"role": "user", "content": text}]
+                found: Any = client.chat.completions.create(
+                    model=model, messages=messages, max_tokens=12, extra_body={"raycl": {"task": "colour"}}
+                )
+                number = found.raycl["snapshot"]
+                if model != "auto" and model != f"snapshot:{number}":
+                    wrong.append(f"{model} was answered by {number}")
+                if found.choices[0].message.content != answers[number][text]:
+                    wrong.append(f"snapshot {number} said {found.choices[0].message.content!r} to {text!r}")
+
+        def decide() -> None:
+            for turn in range(8):
+                if not wire.post("/admin/activate", {"snapshot": 1 + turn % 2}).is_success:
+                    wrong.append("a decision failed")
+
+        def guarded(work: Any, *given: Any) -> None:
+            try:
+                work(*given)
+            except Exception as error:  # noqa: BLE001 -- told by the main thread
+                wrong.append(repr(error))
+
+        threads = [threading.Thread(target=guarded, args=(ask, turn)) for turn in range(4)]
+        threads.append(threading.Thread(target=guarded, args=(decide,)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert wrong == []
+        wire.settle()
+        assert wire.engine.alive and not any(wire.roster._users.values())
+        assert wire.post("/admin/activate", {"snapshot": 2}).is_success
+        assert wire.post("/admin/activate", {"snapshot": 1}).is_success
+        assert list(wire.engine.host.hosted) == [1], "hosted=1"
+
+
+def test_requests_may_not_load_snapshots_without_end(
+    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.serve.service.LOADS", 1)
+    bank = bank_of(taught("llama", "lora"), tmp_path)
+    with listening(bank) as wire:
+        loads, go = threading.Event(), threading.Event()
+        opens = bank.open
+
+        def slowly(number: int) -> Any:
+            loads.set()
+            assert go.wait(WAIT_S)
+            return opens(number)
+
+        monkeypatch.setattr(wire.roster.bank, "open", slowly)
+        first: list[Any] = []
+        body = {"input": "fire is", "model": "snapshot:1", "raycl": {"task": "colour"}}
+        waiting = threading.Thread(target=lambda: first.append(wire.post("/v1/route", body)))
+        waiting.start()
+        assert loads.wait(WAIT_S)
+        busy = wire.client("none")
+        found = busy._client.post(f"{wire.url}/v1/route", json=body)
+        assert problem(found) == (429, "1 snapshots are being loaded: ask again in a second")
+        assert busy._client.post(f"{wire.url}/v1/route", json={**body, "model": "auto"}).is_success, "others go on"
+        go.set()
+        waiting.join(WAIT_S)
+        assert first[0].json()["data"][0]["raycl"]["snapshot"] == 1

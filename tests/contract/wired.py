@@ -1,0 +1,88 @@
+"""The endpoints behind a real server on a free loopback port, and clients to ask them with.
+
+What it does not know: what a test asks.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from openai import OpenAI
+from served import WAIT_S, Desk, serving
+
+from raycl.bank import Bank
+from raycl.serve.access import Keys
+from raycl.serve.settings import AuthConfig
+from raycl.serve.web import make_web
+
+
+class Wire(Desk):
+    """A service, its server's address, and two clients."""
+
+    def __init__(self, desk: Desk, port: int) -> None:
+        super().__init__(desk.service)
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=WAIT_S, trust_env=False, verify=False)
+        self.openai = self.client("no key")
+
+    def client(self, key: str) -> OpenAI:
+        """The official client with a key."""
+        inner = httpx.Client(timeout=WAIT_S, trust_env=False, verify=False)  # no time is spent on certificates
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=inner)
+
+    def post(self, path: str, body: Any = None, **settings: Any) -> httpx.Response:
+        """Any JSON, and whatever else httpx takes."""
+        return self.http.post(path, **({} if body is None else {"json": body}), **settings)
+
+    def get(self, path: str) -> Any:
+        """What is there, as JSON."""
+        found = self.http.get(path)
+        assert found.status_code == 200, found.text
+        return found.json()
+
+    def chat(self, text: str, **settings: Any) -> Any:
+        """One turn."""
+        messages: Any = [{"role": "user", "content": text}]
+        return self.openai.chat.completions.create(**{"model": "auto", "messages": messages, **settings})
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        """Wait for something that must happen."""
+        end = time.monotonic() + WAIT_S
+        while not happened():
+            assert time.monotonic() < end, "it never happened"
+            time.sleep(0.005)
+
+
+@contextmanager
+def listening(bank: Bank, auth: AuthConfig | None = None, **settings: Any) -> Iterator[Wire]:
+    """The bank's service behind uvicorn, until the end."""
+    with serving(bank, **settings) as desk, socket.create_server(("127.0.0.1", 0)) as door:
+        app = make_web(desk.service, Keys(auth or AuthConfig()))
+        config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([door],), daemon=True)
+        thread.start()
+        wire = Wire(desk, door.getsockname()[1])
+        try:
+            wire.until(lambda: server.started)
+            yield wire
+        finally:
+            wire.http.close()
+            server.should_exit = True
+            thread.join(WAIT_S)
+
+
+def problem(found: httpx.Response) -> tuple[int, str]:
+    """Status and message of a refusal, whose shape must be OpenAI's."""
+    body = found.json()
+    assert list(body) == ["error"] and set(body["error"]) == {"message", "type", "param", "code"}, body
+    message = body["error"]["message"]
+    assert isinstance(message, str) and message and "\n" not in message and "Traceback" not in message
+    return found.status_code, message
