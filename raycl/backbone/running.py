@@ -83,7 +83,7 @@ class Running:
         if self.source_mask is None or self.hidden is None or self.cross is None:
             return fresh
         sources = self.source_mask[index]
-        last = int(sources.sum(1).max()) if len(rows) else 0
+        last = int(sources.any(0).nonzero().max()) + 1 if len(rows) else 0  # a masked prefix comes first
         cross = [(keys[index][:, :, :last], values[index][:, :, :last]) for keys, values in self.cross]
         return replace(fresh, source_mask=sources[:, :last], hidden=self.hidden[index][:, :last], cross=cross)
 

@@ -120,6 +120,7 @@ class Ask:
         templated: the text is an input, and gets the prompt that its task was trained with.
         send: takes events, from the engine's thread.
         cancelled: set by whoever does not want it any more.
+        over: set by the engine with the last event.
     """
 
     text: str
@@ -130,4 +131,12 @@ class Ask:
     route_only: bool = False
     templated: bool = True
     cancelled: bool = False
+    over: bool = False
     began: float = field(default_factory=time.perf_counter)
+
+
+def is_last(ask: Ask, event: Event) -> bool:
+    """Whether nothing comes after it."""
+    if isinstance(event, Started):
+        return ask.route_only
+    return not isinstance(event, Piece) or event.finish is not None

@@ -14,47 +14,29 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from raycl.backbone import running
 from raycl.backbone.encoder import EncoderBackbone
 from raycl.data.loader import batch_of
-from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
-from raycl.serve.asks import FAILURES, Ask, Failed, Labelled, Made, Piece, Started
+from raycl.serve.asks import FAILURES, Ask, Event, Failed, Labelled, Made, Started, is_last
+from raycl.serve.choosing import head_of, loudest, mixtures_of
+from raycl.serve.decoding import OVERFLOW, Decoding, Ready
+from raycl.serve.fitting import Fitted, Fitting
 from raycl.serve.host import Host, Hosted, stacked
-from raycl.serve.model import heads_of
-from raycl.serve.sampling import Spoken, pick
+from raycl.serve.refusals import BrokenError
 from raycl.types import Mixture
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-
-@dataclass
-class Row:
-    """A sequence of the running batch."""
-
-    ask: Ask
-    mixture: Mixture
-    spoken: Spoken
-    draws: torch.Generator
-
-
-@dataclass(frozen=True)
-class Ready:
-    """An ask whose mixture and prompt are known."""
-
-    ask: Ask
-    mixture: Mixture
-    ids: list[int]
-    made: Made
+CLOSED = "the server is shutting down: ask again in a moment"
 
 
 class Engine:
@@ -62,38 +44,49 @@ class Engine:
 
     Attributes:
         host: the backbone; only this thread touches it.
-        counts: what happened so far, by name, for metrics.
     """
 
-    def __init__(self, host: Host, max_batch: int, max_source_tokens: int, max_target_tokens: int) -> None:
+    def __init__(
+        self, host: Host, max_batch: int, max_source_tokens: int, max_target_tokens: int, max_prompt_tokens: int = 4096
+    ) -> None:
         """Start the thread.
 
         Args:
             max_batch: rows that are computed together.
             max_source_tokens: longest prompt; longer inputs are cut at their end, as in training.
             max_target_tokens: of an answer, where the ask does not say.
+            max_prompt_tokens: longest prompt that is not an input; what is longer is refused.
         """
         self.host, self.max_batch = host, max_batch
-        self.max_source, self.max_target = max_source_tokens, max_target_tokens
-        self.counts = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0, "tokens": 0, "retrieval_s": 0.0}
+        self.max_target = max_target_tokens
+        self._fitting = Fitting(host.backbone, max_source_tokens, max_prompt_tokens)
         self._inbox: queue.SimpleQueue[Ask | tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._waiting: list[Ask] = []
-        self._joining: list[Ready] = []
-        self._rows: list[Row] = []
-        self._state: running.Running | None = None
-        self._speaking = ExitStack()
-        self._stopped = False
+        self._texts = Decoding(host, max_batch, self._tell)
+        self._retrieval_s = 0.0
+        self._lock = threading.Lock()  # of the three below
+        self._unfinished = 0
+        self._open = True
         self._thread = threading.Thread(target=self._run, name="raycl-engine", daemon=True)
         self._thread.start()
 
     def submit(self, ask: Ask) -> None:
         """Take an ask; its events come through `ask.send`."""
-        self._inbox.put(ask)
+        with self._lock:
+            if self._open:
+                self._unfinished += 1
+                self._inbox.put(ask)
+                return
+        ask.send(Failed(RayclError(CLOSED)))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run something on the model's thread, between two batches."""
         done: Future[T] = Future()
-        self._inbox.put((function, done))
+        with self._lock:
+            if self._open:
+                self._inbox.put((function, done))
+                return done
+        done.set_exception(RayclError(CLOSED))
         return done
 
     def take_on(self, hosted: Hosted) -> None:
@@ -114,9 +107,14 @@ class Engine:
         return self.host.backbone.codec.kind
 
     @property
+    def counts(self) -> dict[str, float]:
+        """What happened so far, by name, for metrics."""
+        return {**self.host.counts, "tokens": self._texts.tokens, "retrieval_s": self._retrieval_s}
+
+    @property
     def load(self) -> int:
-        """Asks that are not finished."""
-        return self._inbox.qsize() + len(self._waiting) + len(self._joining) + len(self._rows)
+        """Asks whose last event has not come."""
+        return self._unfinished
 
     @property
     def alive(self) -> bool:
@@ -131,47 +129,63 @@ class Engine:
     # ---- the thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stopped:
-            self._take()
-            if self._waiting:
-                self._start()
-            if self._joining:
-                self._join()
-            if self._rows:
-                self._guarded(self._step, [row.ask for row in self._rows], self._abandon)
-        self._silence()
-        for ask in [*self._waiting, *(ready.ask for ready in self._joining), *(row.ask for row in self._rows)]:
-            ask.send(Failed(RayclError("the server is shutting down")))
+        try:
+            while self._take():
+                self._forget()
+                if self._waiting:
+                    self._start()
+                self._isolated(self._texts.begin, self._texts.joined(), lambda one: one.ask)
+                self._guarded(self._texts.step, self._texts.speaking, self._texts.abandon)
+        finally:
+            self._end()
 
-    def _take(self) -> None:
-        """Everything that came in; waits only if there is nothing else to do."""
-        idle = not (self._waiting or self._joining or self._rows)
+    def _take(self) -> bool:
+        """Everything that came in; waits only if there is nothing else to do. False: it is time to stop."""
+        idle = not (self._waiting or self._texts)
         while idle or not self._inbox.empty():
             item = self._inbox.get()
             idle = False
             if item is None:
-                self._stopped = True
-                return
+                return False
             if isinstance(item, Ask):
                 self._waiting.append(item)
-                continue
-            function, done = item
-            self._silence()
-            try:
-                done.set_result(function())
-            except FAILURES as error:  # handed to whoever asked
-                done.set_exception(error)
+            else:
+                self._texts.silence()
+                _call(*item)
+        return True
+
+    def _end(self) -> None:
+        """Nothing is taken any more, and nobody waits in vain."""
+        with self._lock:
+            self._open = False
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if isinstance(item, Ask):
+                self._waiting.append(item)
+            elif item is not None:
+                item[1].set_exception(RayclError(CLOSED))
+        for ask in [*self._waiting, *self._texts.asks]:
+            self._tell(ask, Failed(RayclError(CLOSED)))
+        self._texts.abandon()
+
+    def _forget(self) -> None:
+        """What nobody wants any more."""
+        gone = [ask for ask in (*self._waiting, *self._texts.asks) if ask.cancelled]
+        if gone:
+            self._waiting = [ask for ask in self._waiting if not ask.cancelled]
+            self._texts.forget()
+        for ask in gone:
+            self._over(ask)
 
     def _start(self) -> None:
         """Route what waits; then labels are answered, and texts wait to join."""
         taken, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
-        asks = [ask for ask in taken if not ask.cancelled]
-        ready = self._isolated(self._routed, asks, lambda ask: ask)
+        ready = self._isolated(self._routed, taken, lambda ask: ask)
         for one in ready:
-            one.ask.send(Started(one.made))
-        self._joining += [one for one in ready if one.ask.sampling is not None]
-        labels = [one for one in ready if one.ask.sampling is None and not one.ask.route_only]
-        for group in self._groups(labels):
+            self._tell(one.ask, Started(one.made))
+        ready = [one for one in ready if not one.ask.over]
+        self._texts.joining += [one for one in ready if one.sampling is not None]
+        for group in self._groups([one for one in ready if one.sampling is None]):
             self._isolated(self._labelled, group, lambda one: one.ask)
 
     def _isolated(
@@ -196,8 +210,24 @@ class Engine:
 
     def _fail(self, ask: Ask, error: Exception) -> None:
         if not isinstance(error, RayclError):
-            log.exception("an answer failed", exc_info=error)
-        ask.send(Failed(error))
+            log.error("an answer failed", exc_info=error)
+            name = type(error).__name__
+            error = BrokenError(f"the model failed on this request ({name}): the server's log says more")
+        self._tell(ask, Failed(error))
+
+    def _tell(self, ask: Ask, event: Event) -> None:
+        """Send an event, unless the last one has been sent."""
+        if ask.over:
+            return
+        if is_last(ask, event):
+            self._over(ask)
+        ask.send(event)
+
+    def _over(self, ask: Ask) -> None:
+        if not ask.over:
+            ask.over = True
+            with self._lock:
+                self._unfinished -= 1
 
     # ---- choosing --------------------------------------------------------------------------------------------
 
@@ -208,29 +238,41 @@ class Engine:
             mine = [number for number, ask in enumerate(asks) if ask.hosted is hosted]
             mixtures |= dict(zip(mine, mixtures_of(hosted, [asks[number] for number in mine]), strict=True))
         spent = (time.perf_counter() - began) * 1e3
-        self.counts["retrieval_s"] += spent / 1e3
-        return [self._prompted(ask, mixtures[number], began, spent, len(asks)) for number, ask in enumerate(asks)]
+        self._retrieval_s += spent / 1e3
+        fit = cache(self._fitting.fit)  # several answers to one text read it once
+        ready = []
+        for number, ask in enumerate(asks):
+            one = self._prompted(ask, mixtures[number], fit)
+            made = replace(one.made, queue_ms=(began - ask.began) * 1e3, retrieval_ms=spent, batch=len(asks))
+            ready.append(replace(one, made=made))
+        return ready
 
-    def _prompted(self, ask: Ask, mixture: Mixture, routed_at: float, spent: float, batch: int) -> Ready:
-        hosted, codec = ask.hosted, self.host.backbone.codec
+    def _prompted(self, ask: Ask, mixture: Mixture, fit: Callable[[str, Prompt, bool, int], Fitted]) -> Ready:
+        """The prompt of the task that the request names, else of the one that speaks loudest."""
+        hosted, sampling = ask.hosted, ask.sampling
+        if not ask.route_only and not self.host.fit([mixture]):
+            raise AdapterError(
+                f"{', '.join(mixture.names)} take {self.host.rows(mixture.names)} rows on the device together, this "
+                f"endpoint keeps {self.host.stack.table.capacity}: choose fewer adapters, or raise resident_rows"
+            )
         pairs = zip(mixture.names, mixture.weights[0].tolist(), strict=True)
         weights = {hosted.names[key]: weight for key, weight in pairs}
-        task = _loudest(hosted, mixture) if ask.templated else ""
+        task = (ask.choice.task or loudest(hosted, mixture)) if ask.templated else ""
         prompt = hosted.prompts.get(task, Prompt())
-        limit = self.max_source if ask.sampling is None or ask.templated else 10**9
-        ids = fit_sources([ask.text], prompt, codec, limit)[0][0]
-        cut = max(0, len(codec.encode_source([prompt.around(ask.text)])[0]) - len(ids))
+        ahead = max(
+            (entry.prompt[0] for entry in hosted.snapshot.adapters if entry.prompt and entry.name in weights), default=0
+        )
+        fitted = fit(ask.text, prompt, ask.templated or sampling is None, ahead)
+        if sampling is not None and fitted.room is not None:
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, fitted.room))
         made = Made(
             snapshot=hosted.snapshot.number,
             weights=dict(sorted(weights.items(), key=lambda pair: -pair[1])),
             template=task if prompt != Prompt() else "",
-            prompt_tokens=len(ids),
-            cut_tokens=cut,
-            queue_ms=(routed_at - ask.began) * 1e3,
-            retrieval_ms=spent,
-            batch=batch,
+            prompt_tokens=len(fitted.ids),
+            cut_tokens=fitted.cut,
         )
-        return Ready(ask, mixture, ids, made)
+        return Ready(ask, mixture, fitted.ids, sampling, made)
 
     # ---- labels ----------------------------------------------------------------------------------------------
 
@@ -239,150 +281,43 @@ class Engine:
         groups: list[list[Ready]] = []
         for one in ready:
             for group in groups:
-                if group[0].ask.hosted.head_rule == one.ask.hosted.head_rule and self._fit([*group, one]):
+                same = group[0].ask.hosted.head_rule == one.ask.hosted.head_rule
+                if same and self.host.fit([other.mixture for other in (*group, one)]):
                     group.append(one)
                     break
             else:
                 groups.append([one])
         return groups
 
-    def _fit(self, ready: Sequence[Ready | Row]) -> bool:
-        if self.host.stack.grows:
-            return True
-        names = {name for one in ready for name in one.mixture.names}
-        return self.host.rows(sorted(names)) <= self.host.stack.table.capacity
-
     @torch.no_grad()
     def _labelled(self, ready: list[Ready]) -> list[Ready]:
-        self._silence()
         backbone = self.host.backbone
         rule = ready[0].ask.hosted.head_rule
-        told = [_head(one.ask) for one in ready] if rule == "label_count" else ()
+        told = [head_of(one.ask) for one in ready] if rule == "label_count" else ()
         mixture = stacked([one.mixture for one in ready])
-        self._count(mixture, len(ready))
         batch = batch_of([one.ids for one in ready], backbone.codec.pad_id).to(backbone.device)
         with self.host.speaking(mixture, rule, told), backbone.precision():
             assert isinstance(backbone, EncoderBackbone), "labels come from encoder-only backbones"
             scores = backbone.head(backbone.pooled(batch)).float()
-        for one, row in zip(ready, scores, strict=True):
-            one.ask.send(self._best(row, backbone.head.labels))
+        found = [_best(row, backbone.head.labels) for row in scores.cpu()]
+        for one, event in zip(ready, found, strict=True):
+            self._tell(one.ask, event)
         return ready
 
-    def _best(self, scores_C: Tensor, labels: Sequence[str]) -> Labelled | Failed:
-        known = torch.isfinite(scores_C)
-        if not bool(known.any()):
-            return Failed(AdapterError("nobody who speaks for this text knows any label: choose adapters with labels"))
-        chances = torch.where(known, scores_C, -torch.inf).softmax(0)
-        found = [(labels[place], float(chances[place])) for place in chances.argsort(descending=True).tolist()]
-        return Labelled({label: chance for label, chance in found if chance > 0})
 
-    # ---- texts -----------------------------------------------------------------------------------------------
-
-    def _join(self) -> None:
-        """As many as there is room for begin to be decoded."""
-        room = self.max_batch - len(self._rows)
-        fresh: list[Ready] = []
-        left: list[Ready] = []
-        for one in self._joining:
-            if one.ask.cancelled:
-                continue
-            fits = len(fresh) < room and self._fit([*self._rows, *fresh, one])
-            (fresh if fits else left).append(one)
-        if not fresh and left and not self._rows:
-            error = AdapterError("the adapters of this mixture do not fit on the device together: raise resident_rows")
-            self._fail(left.pop(0).ask, error)
-        self._joining = left
-        self._isolated(self._begun, fresh, lambda one: one.ask)
-
-    def _begun(self, ready: list[Ready]) -> list[Ready]:
-        self._silence()
-        mixture = stacked([one.mixture for one in ready])
-        self._count(mixture, len(ready))
-        with self.host.speaking(mixture):
-            state = running.begin(self.host.backbone, [one.ids for one in ready])
-        self._state = state if self._state is None else self._state.joined(state)
-        codec = self.host.backbone.codec
-        for one in ready:
-            settings = one.ask.sampling
-            assert settings is not None
-            draws = torch.Generator().manual_seed(settings.seed)
-            self._rows.append(Row(one.ask, one.mixture, Spoken(codec.tokenizer, codec.eos_id, settings), draws))
-        return ready
-
-    def _step(self) -> None:
-        """One token for every row; those that ended leave."""
-        assert self._state is not None
-        settings = [row.spoken.settings for row in self._rows]
-        tokens = pick(self._state.logits, settings, [row.draws for row in self._rows])
-        self.counts["tokens"] += len(tokens)
-        for row, token in zip(self._rows, tokens, strict=True):
-            text = row.spoken.push(token)
-            if (text or row.spoken.finish) and not row.ask.cancelled:
-                row.ask.send(Piece(text, len(row.spoken.ids), row.spoken.finish))
-        going = [number for number, row in enumerate(self._rows) if not (row.spoken.finish or row.ask.cancelled)]
-        if len(going) < len(self._rows):
-            self._silence()
-            self._state = self._state.kept(going) if going else None
-            self._rows = [self._rows[number] for number in going]
-            tokens = [tokens[number] for number in going]
-        if self._state is None:
-            return
-        self._speak()
-        self._state = running.step(
-            self.host.backbone, self._state, torch.tensor(tokens, device=self.host.backbone.device)
-        )
-
-    def _speak(self) -> None:
-        """The mixture of all rows, opened once for as long as the rows stay the same."""
-        if not self.host.stack.is_open:
-            mixture = stacked([row.mixture for row in self._rows])
-            self._count(mixture, len(self._rows))
-            self._speaking.enter_context(self.host.speaking(mixture))
-
-    def _silence(self) -> None:
-        self._speaking.close()
-
-    def _abandon(self) -> None:
-        self._silence()
-        self._rows, self._state = [], None
-
-    def _count(self, mixture: Mixture, rows: int) -> None:
-        resident = sum(name in self.host.stack.states for name in mixture.names)
-        more = {"batches": 1, "rows": rows, "adapters": len(mixture.names)}
-        more |= {"hits": resident, "misses": len(mixture.names) - resident}
-        self.counts = {name: value + more.get(name, 0) for name, value in self.counts.items()}
+def _call(function: Callable[[], Any], done: Future[Any]) -> None:
+    try:
+        done.set_result(function())
+    except FAILURES as error:  # handed to whoever asked
+        done.set_exception(error)
 
 
-def mixtures_of(hosted: Hosted, asks: Sequence[Ask]) -> list[Mixture]:
-    """One mixture of one row for each ask of a snapshot, of those that speak for it alone."""
-    free = [number for number, ask in enumerate(asks) if ask.choice.weights is None]
-    found = {
-        number: hosted.named(Mixture.same(ask.choice.weights, 1))
-        for number, ask in enumerate(asks)
-        if ask.choice.weights is not None
-    }
-    if free:
-        tasks = [task for number in free if (task := asks[number].choice.task) is not None]
-        texts = [asks[number].text for number in free]
-        whole = hosted.mixture(texts, tasks if len(tasks) == len(free) else None)
-        for number, weights in zip(free, whole.weights, strict=True):
-            spoken = weights.nonzero().flatten().tolist()
-            one = Mixture(tuple(whole.names[column] for column in spoken), weights[None, spoken])
-            found[number] = _hard(hosted, one) if asks[number].choice.hard else one
-    return [found[number] for number in range(len(asks))]
-
-
-def _hard(hosted: Hosted, mixture: Mixture) -> Mixture:
-    """Only the loudest task's adapters, at the weights among them."""
-    task = _loudest(hosted, mixture)
-    alone = mixture.weights * torch.tensor([[task in hosted.owners[key] for key in mixture.names]])
-    return replace(mixture, weights=alone / alone.sum(1, keepdim=True))
-
-
-def _loudest(hosted: Hosted, mixture: Mixture) -> str:
-    """The task with the largest summed weight; "" for the bare backbone."""
-    return next(iter(hosted.shares(dict(zip(mixture.names, mixture.weights[0].tolist(), strict=True)))), "")
-
-
-def _head(ask: Ask) -> str:
-    return heads_of(ask.hosted, [ask.choice.task] if ask.choice.task else None)[0]
+def _best(scores_C: Tensor, labels: Sequence[str]) -> Labelled | Failed:
+    known = scores_C != -torch.inf
+    if not bool(torch.isfinite(scores_C[known]).all()):
+        return Failed(AdapterError(OVERFLOW))
+    if not bool(known.any()):
+        return Failed(AdapterError("nobody who speaks for this text knows any label: choose adapters with labels"))
+    chances = scores_C.softmax(0)
+    found = [(labels[place], float(chances[place])) for place in chances.argsort(descending=True, stable=True).tolist()]
+    return Labelled({label: chance for label, chance in found if chance > 0})

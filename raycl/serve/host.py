@@ -22,8 +22,9 @@ from raycl.adapters.stack import Source
 from raycl.backbone import Backbone
 from raycl.bank import Snapshot
 from raycl.data.prompts import Prompt
-from raycl.errors import BankError
+from raycl.errors import BankError, StorageError
 from raycl.retrieval.router import Router
+from raycl.serve.refusals import UnavailableError
 from raycl.types import Activation, AdapterState, Mixture
 
 
@@ -111,6 +112,7 @@ class Host:
     Attributes:
         stack: adapters over the backbone's linears, brought to the device when a mixture names them.
         hosted: number -> snapshot.
+        counts: mixtures opened, their rows and adapters, and how many of those were on the device already.
     """
 
     def __init__(self, backbone: Backbone, resident_rows: int | None = None) -> None:
@@ -121,6 +123,7 @@ class Host:
         """
         self.backbone = backbone.eval()
         self.hosted: dict[int, Hosted] = {}
+        self.counts = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0}
         self._sources: dict[str, tuple[Source, str]] = {}
         self._ranks: dict[str, int] = {}
         self.stack = AdapterStack(backbone.model, [], resident_rows, self._fetch)
@@ -138,6 +141,8 @@ class Host:
         self.stack.activation = self._activation(snapshot)
         paths = sorted({path for layout in snapshot.layouts.values() for path in layout})
         try:
+            for path in paths:
+                self.backbone.model.get_submodule(path)  # all are there before the first is taken
             self.stack.extend(paths)
         except AttributeError as error:
             raise BankError(
@@ -180,11 +185,31 @@ class Host:
 
     def _fetch(self, key: str) -> AdapterState:
         source, name = self._sources[key]
-        return source(name)
+        try:
+            return source(name)
+        except (BankError, StorageError) as error:
+            raise UnavailableError(f"adapter {key} cannot be had now: {error}") from error
+
+    def hold(self, keys: Sequence[str]) -> None:
+        """Keep these adapters on the device until they are released as often as they were held."""
+        for key in keys:
+            self.stack.table.pin(key)
+
+    def release(self, keys: Sequence[str]) -> None:
+        """Take one hold back from each."""
+        for key in keys:
+            self.stack.table.unpin(key)
 
     def rows(self, keys: Sequence[str]) -> int:
         """Resident rows that these adapters take together."""
         return sum(self._ranks[key] for key in keys)
+
+    def fit(self, mixtures: Sequence[Mixture]) -> bool:
+        """Whether the adapters of all have room on the device together."""
+        if self.stack.grows:
+            return True
+        names = dict.fromkeys(name for mixture in mixtures for name in mixture.names)
+        return self.rows(tuple(names)) <= self.stack.table.capacity
 
     @contextmanager
     def speaking(self, mixture: Mixture, rule: Any = "probability", told: Sequence[str] = ()) -> Iterator[None]:
@@ -198,8 +223,15 @@ class Host:
             head.rule, head.told = rule, tuple(told)
             if rule == "label_count":
                 self.stack.need(tuple(dict.fromkeys(told)))
+        self._count(mixture)
         with self.stack.mixing(mixture):
             yield
+
+    def _count(self, mixture: Mixture) -> None:
+        resident = sum(name in self.stack.states for name in mixture.names)
+        more = {"batches": 1, "rows": len(mixture.weights), "adapters": len(mixture.names)}
+        more |= {"hits": resident, "misses": len(mixture.names) - resident}
+        self.counts = {name: value + more[name] for name, value in self.counts.items()}
 
 
 def stacked(mixtures: Sequence[Mixture]) -> Mixture:

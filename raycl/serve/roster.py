@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from raycl.adapters.stack import Source
 from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
 from raycl.bank.shelf import Shelf
 from raycl.errors import BankError, RayclError, StorageError
+from raycl.retrieval.router import Router, TextRouter
 from raycl.serve.asks import FAILURES
 from raycl.serve.engine import Engine
 from raycl.serve.host import Hosted
@@ -52,11 +53,11 @@ class Roster:
         self.problem = ""
         self._identity, self._shelf = identity, shelf
         self._open: OrderedDict[int, Hosted] = OrderedDict()
-        self._users: dict[int, int] = {}
-        self._lock = threading.RLock()
+        self._users: Counter[int] = Counter()
+        self._lock = threading.Lock()  # of those two and of what is active: held for a moment only
+        self._changing = threading.RLock()  # one snapshot is opened, activated or let go at a time; that may take long
         self._stopped = threading.Event()
-        self._active_number = wanted_snapshot(bank, self.activations, config)
-        self.active = self.open(self._active_number)
+        self.active = self._load(wanted_snapshot(bank, self.activations, config))
         self.active_since = time.time()
         self._thread = threading.Thread(target=self._watch, name="raycl-follow", daemon=True)
         self._thread.start()
@@ -67,16 +68,34 @@ class Roster:
         Raises:
             BankError: unknown, damaged, or made for another backbone.
         """
-        with self._lock:
-            if number not in self._open:
-                snapshot = self.bank.open(number)
-                self._check(snapshot)
-                hosted = Hosted.of(snapshot, router_of(self.bank, snapshot), self._source(snapshot))
-                self.engine.take_on(hosted)
-                self._open[number] = hosted
+        with self._changing:
+            with self._lock:
+                hosted = self._open.get(number)
+            if hosted is None:
+                hosted = self._load(number)
                 self._make_room(number)
-            self._open.move_to_end(number)
-            return self._open[number]
+            return hosted
+
+    def _load(self, number: int) -> Hosted:
+        snapshot = self.bank.open(number)
+        self._check(snapshot)
+        hosted = Hosted.of(snapshot, self._router(snapshot), self._source(snapshot))
+        self.engine.take_on(hosted)
+        with self._lock:
+            self._open[number] = hosted
+        return hosted
+
+    def _router(self, snapshot: Snapshot) -> Router:
+        """Routers that read texts share one sentence encoder, which is loaded once."""
+        router = router_of(self.bank, snapshot)
+        with self._lock:
+            others = [hosted.router for hosted in self._open.values()]
+        for other in others:
+            if isinstance(router, TextRouter) and isinstance(other, TextRouter):
+                mine, its = router.encoder, other.encoder
+                if (mine.config, mine.fingerprint) == (its.config, its.fingerprint):
+                    router.encoder = its
+        return router
 
     def _check(self, snapshot: Snapshot) -> None:
         if snapshot.backbone.sha256 != self._identity:
@@ -92,25 +111,40 @@ class Roster:
         shelf = self._shelf
         return lambda name: shelf.fetch(snapshot, [name])[name]
 
-    def _make_room(self, fresh: int) -> None:
+    def _make_room(self, fresh: int | None = None) -> None:
         """Let go of snapshots that nobody uses, the least recently used first."""
-        for number in list(self._open):
-            if len(self._open) <= self.config.hosted:
-                return
-            if not self._users.get(number, 0) and number not in (fresh, self._active_number):
-                self.engine.let_go(number)
+        with self._lock:
+            kept = (fresh, self.active.snapshot.number)
+            spare = [number for number in self._open if not self._users[number] and number not in kept]
+            gone = spare[: max(0, len(self._open) - self.config.hosted)]
+            for number in gone:
                 del self._open[number]
+        for number in gone:
+            self.engine.let_go(number)
+
+    def at_hand(self, number: int | None = None) -> Hosted | None:
+        """As `take`, without waiting: None if the snapshot is not open."""
+        with self._lock:
+            hosted = self.active if number is None else self._open.get(number)
+            if hosted is not None:
+                self._open.move_to_end(hosted.snapshot.number)
+                self._users[hosted.snapshot.number] += 1
+            return hosted
 
     def take(self, number: int | None = None) -> Hosted:
-        """A snapshot for one answer, kept until `give_back`; None: the active one.
+        """A snapshot for one answer, kept until `give_back`; None: the active one. Blocks while it is loaded.
 
         Raises:
             BankError: see `open`.
         """
-        with self._lock:
-            hosted = self.active if number is None else self.open(number)
-            key = hosted.snapshot.number
-            self._users[key] = self._users.get(key, 0) + 1
+        hosted = self.at_hand(number)
+        if hosted is not None:
+            return hosted
+        assert number is not None, "the active one is always there"
+        with self._changing:  # nobody lets go of it meanwhile
+            hosted = self.open(number)
+            with self._lock:
+                self._users[number] += 1
             return hosted
 
     def give_back(self, hosted: Hosted) -> None:
@@ -132,9 +166,10 @@ class Roster:
         Raises:
             BankError: see `open`.
         """
-        self.open(number)
-        self.activations.add(number, why)
-        self.refresh()
+        with self._changing:
+            self.open(number)
+            self.activations.add(number, why)
+            self.refresh()
 
     def refresh(self) -> None:
         """Do what the bank says now.
@@ -142,11 +177,14 @@ class Roster:
         Raises:
             BankError: see `open`.
         """
-        wanted = wanted_snapshot(self.bank, self.activations, self.config)
-        if wanted != self._active_number:
+        with self._changing:
+            wanted = wanted_snapshot(self.bank, self.activations, self.config)
+            if wanted == self.active.snapshot.number:
+                return
             hosted = self.open(wanted)
             with self._lock:
-                self.active, self.active_since, self._active_number = hosted, time.time(), wanted
+                self.active, self.active_since = hosted, time.time()
+            self._make_room()
             log.info("snapshot %d answers", wanted)
 
     def _watch(self) -> None:

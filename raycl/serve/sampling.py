@@ -13,28 +13,51 @@ from torch import Tensor
 
 from raycl.serve.asks import Sampling
 
+BROKEN = -1
+"""Instead of a token, for a row whose logits are no numbers."""
+
+COLDEST = 1e-4
+"""Temperatures below are this one: only the most likely token is left."""
+
 
 def pick(logits_BV: Tensor, settings: Sequence[Sampling], draws: Sequence[torch.Generator]) -> list[int]:
-    """The next token of each row: a row's own settings and generator decide, whoever its neighbours are."""
-    tokens: list[int] = logits_BV.argmax(-1).tolist()
-    drawn = [row for row, one in enumerate(settings) if one.temperature > 0]
+    """The next token of each row: a row's own settings and generator decide, whoever its neighbours are.
+
+    Of equally likely tokens the first one counts as more likely.
+    """
+    best_B, first_B = logits_BV.max(-1)
+    tokens: list[int] = torch.where(torch.isfinite(best_B), first_B, BROKEN).tolist()
+    drawn = [row for row, one in enumerate(settings) if one.temperature > 0 and tokens[row] != BROKEN]
     if not drawn:
         return tokens
-    heat = torch.tensor([settings[row].temperature for row in drawn])
-    nucleus = torch.tensor([settings[row].top_p for row in drawn])
-    chances, order = (logits_BV[drawn].float().cpu() / heat[:, None]).softmax(-1).sort(dim=-1, descending=True)
-    before = chances.cumsum(-1) - chances
-    chances = chances.masked_fill(before >= nucleus[:, None], 0.0)
-    chances[:, 0] = chances[:, 0].clamp_min(1e-12)
-    points = torch.stack([torch.rand((), generator=draws[row]) for row in drawn]) * chances.sum(-1)
-    places = (chances.cumsum(-1) <= points[:, None]).sum(-1).clamp(max=chances.shape[1] - 1)
-    for row, place, ids in zip(drawn, places.tolist(), order, strict=True):
-        tokens[row] = int(ids[place])
+    device = logits_BV.device
+    heat_D1 = torch.tensor([[max(COLDEST, settings[row].temperature)] for row in drawn], device=device)
+    chances_DV = ((logits_BV[drawn] - best_B[drawn, None]).double() / heat_D1).softmax(-1)
+    points_D1 = torch.stack([torch.rand(1, generator=draws[row], dtype=torch.float64) for row in drawn]).to(device)
+    whole = [place for place, row in enumerate(drawn) if settings[row].top_p >= 1]
+    part = [place for place, row in enumerate(drawn) if settings[row].top_p < 1]
+    if whole:
+        for place, token in zip(whole, _placed(chances_DV[whole], points_D1[whole]), strict=True):
+            tokens[drawn[place]] = token
+    if part:
+        nucleus_D1 = torch.tensor([[settings[drawn[place]].top_p] for place in part], device=device)
+        sorted_DV, order_DV = chances_DV[part].sort(dim=-1, descending=True, stable=True)
+        before_DV = sorted_DV.cumsum(-1) - sorted_DV
+        kept_DV = sorted_DV.masked_fill(before_DV >= nucleus_D1, 0.0)
+        for place, ids, rank in zip(part, order_DV, _placed(kept_DV, points_D1[part]), strict=True):
+            tokens[drawn[place]] = int(ids[rank])
     return tokens
 
 
+def _placed(chances_DV: Tensor, points_D1: Tensor) -> list[int]:
+    """Where each point of [0, 1) falls when the row is laid out by its chances; never where a chance is 0."""
+    sums_DV = chances_DV.cumsum(-1)
+    places: list[int] = (sums_DV <= points_D1 * sums_DV[:, -1:]).sum(-1).tolist()
+    return places
+
+
 class Spoken:
-    """One answer's tokens as text that may be sent on.
+    """One answer's tokens as text that may be sent on, without white space around it, as it was measured.
 
     Attributes:
         ids: tokens so far. finish: why it ended, None while it goes on.
@@ -42,6 +65,7 @@ class Spoken:
 
     def __init__(self, tokenizer: Any, eos_id: int, settings: Sampling) -> None:
         self._tokenizer, self._eos, self.settings = tokenizer, eos_id, settings
+        self._tidies = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         self.ids: list[int] = []
         self.finish: str | None = None
         self._sent = 0
@@ -58,16 +82,23 @@ class Spoken:
             text, self.finish = text[: min(ends)], "stop"
         if self.finish is None and len(self.ids) >= self.settings.max_tokens:
             self.finish = "length"
-        upto = len(text) if self.finish else len(text) - self._held(text)
-        piece = text[self._sent : upto]
-        self._sent = max(self._sent, upto)
+        sure = text if self.finish else text[: len(text) - self._held(text)]
+        upto = max(self._sent, len(sure.rstrip()))
+        piece, self._sent = text[self._sent : upto], upto
         return piece
 
     def _held(self, text: str) -> int:
-        """Characters at the end that may still become something else: half a character, or the start of a stop."""
-        if text.endswith("�"):
-            return 1
-        starts = [
-            length for stop in self.settings.stop for length in range(1, len(stop)) if text.endswith(stop[:length])
-        ]
-        return max(starts, default=0)
+        """Characters at the end that may still become something else.
+
+        Parts of a character, the start of a stop, and for tokenizers that tidy up what they decode (`it 's`) the last
+        word with the space before it.
+        """
+        solid = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        kept = [len(text) - len(solid)]
+        if self._tidies:
+            kept.append(len(text) - max(0, solid.rstrip().rfind(" ")))
+        for stop in self.settings.stop:
+            longest = min(len(stop) - 1, len(solid))
+            fits = (length for length in range(longest, 0, -1) if solid.endswith(stop[:length]))
+            kept.append(len(text) - len(solid) + next(fits, 0))
+        return max(kept)

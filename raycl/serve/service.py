@@ -18,28 +18,13 @@ from raycl.errors import BankError, RayclError
 from raycl.serve.asks import Ask, Choice, Event, Failed, Labelled, Made, Piece, Sampling, Started
 from raycl.serve.engine import Engine
 from raycl.serve.host import Hosted
+from raycl.serve.refusals import BusyError, LateError, TooMuchError, UnknownError
 from raycl.serve.roster import Roster
 from raycl.serve.schema import Generation, How, Request
 from raycl.serve.settings import ServeConfig
 from raycl.serve.split import RemoteEngine
 
 log = logging.getLogger(__name__)
-
-
-class BusyError(RayclError):
-    """Too many answers are being made: ask again later."""
-
-
-class LateError(RayclError):
-    """An answer took longer than allowed."""
-
-
-class UnknownError(RayclError):
-    """A model, adapter or snapshot that is not there."""
-
-
-class TooMuchError(RayclError):
-    """A request beyond the limits."""
 
 
 @dataclass

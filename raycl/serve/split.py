@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from raycl.errors import RayclError
 from raycl.retrieval.router import NEEDS_BACKBONE
 from raycl.serve.asks import FAILURES, Ask, Choice, Event, Failed, Sampling, Started
-from raycl.serve.engine import mixtures_of
+from raycl.serve.choosing import mixtures_of
 from raycl.serve.host import Hosted
 
 log = logging.getLogger(__name__)

@@ -19,9 +19,10 @@ from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from raycl import __version__
-from raycl.errors import AdapterError, BankError, RayclError, RetrievalError
+from raycl.errors import BankError, RayclError
 from raycl.serve.access import Gate, Keys
 from raycl.serve.asks import Piece, Sampling, Started
+from raycl.serve.refusals import TooMuchError, UnknownError, answer_of
 from raycl.serve.schema import (
     ActivateRequest,
     ChatRequest,
@@ -32,11 +33,7 @@ from raycl.serve.schema import (
 )
 from raycl.serve.service import (
     Answer,
-    BusyError,
-    LateError,
     Service,
-    TooMuchError,
-    UnknownError,
     how,
     labelled,
     routed,
@@ -45,18 +42,6 @@ from raycl.serve.service import (
 )
 
 log = logging.getLogger(__name__)
-
-STATUS: tuple[tuple[type[Exception], int, str], ...] = (
-    (UnknownError, 404, "not_found_error"),
-    (TooMuchError, 400, "invalid_request_error"),
-    (BusyError, 429, "rate_limit_error"),
-    (LateError, 504, "timeout_error"),
-    (BankError, 400, "invalid_request_error"),
-    (AdapterError, 400, "invalid_request_error"),
-    (RetrievalError, 400, "invalid_request_error"),
-    (RayclError, 503, "server_error"),
-)
-"""What kind of error becomes which status; the first that fits."""
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorAnswer} for code in (400, 401, 404, 413, 422, 429, 500, 503, 504)
@@ -94,15 +79,20 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _failed(error: RayclError) -> Response:
-    status, kind = next((code, kind) for known, code, kind in STATUS if isinstance(error, known))
+    status, kind, code = answer_of(error)
     headers = {"Retry-After": "1"} if status == 429 else None
-    return _error(status, str(error), kind, headers=headers)
+    return _error(status, str(error), kind, code=code, headers=headers)
 
 
 def _error(
-    status: int, message: str, kind: str, param: str | None = None, headers: dict[str, str] | None = None
+    status: int,
+    message: str,
+    kind: str,
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
 ) -> Response:
-    body = {"error": {"message": message, "type": kind, "param": param, "code": None}}
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     return JSONResponse(body, status, headers)
 
 

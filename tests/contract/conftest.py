@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny import ENGINES, VARIANTS, Complete, Done, Lab, run
+from tiny import ENGINES, VARIANTS, Complete, Done, Lab, Taught, run
 
 from raycl.storage import Storage
 
@@ -25,5 +25,21 @@ def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Complete:
             storage = Storage.at(tmp_path_factory.mktemp("-".join(key)))
             done[key] = Done(config, storage, run(config, storage).parts)
         return done[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
+    """(backbone kind, method) -> a run of more epochs; method `slm` with `Lab.slots`, `prompts` with soft prompts."""
+    done: dict[tuple[str, str], Done] = {}
+
+    def get(kind: str, method: str) -> Done:
+        if (kind, method) not in done:
+            settings = {"slm": lab.slots(), "prompts": lab.slots(value="prompt", retrieval={"rule": "vote"})}
+            config = lab.config(kind, settings.get(method, method), train={"epochs": 6, "learning_rate": 0.03})
+            storage = Storage.at(tmp_path_factory.mktemp(f"{kind}-{method}"))
+            done[kind, method] = Done(config, storage, run(config, storage).parts)
+        return done[kind, method]
 
     return get

@@ -140,6 +140,16 @@ class Lab:
         folder = self.root / "models" / kind
         return folder if folder.is_dir() else save_model(kind, folder)
 
+    def slots(self, **settings: Any) -> dict[str, Any]:
+        """SLM whose keys are learned in no time, over a sentence encoder of a few thousand weights."""
+        return {
+            "name": "slm",
+            "targets": ["attention", "ffn"],
+            "keys": {"groups": 4, "steps": 40, "start": "data"},
+            "encoder": {"name": str(self.model_folder("bert"))},
+            **settings,
+        }
+
     def tree(self, kind: str, method: Any = "lora", engine: Any = "torch", **sections: Any) -> dict[str, Any]:
         """A config tree: 4 steps of 4 rows a task, a checkpoint after the second; `sections` are merged in."""
         tree: dict[str, Any] = {
@@ -249,3 +259,6 @@ class Done:
 
 Complete = Callable[[str, str, str], Done]
 """(backbone kind, method, engine) -> its complete run."""
+
+Taught = Callable[[str, str], Done]
+"""(backbone kind, method) -> a complete run that is long enough to learn its tasks."""

@@ -79,3 +79,16 @@ def test_caches_that_cannot_be_joined_are_said(tmp_path: Path) -> None:
     cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
     with pytest.raises(BackboneError, match="sequences cannot join a running batch"):
         _layers(cache)
+
+
+def test_a_masked_prefix_is_no_reason_to_cut_the_source() -> None:
+    def state(rows: int, mask: list[list[int]]) -> Running:
+        layers = [(torch.arange(6.0).expand(rows, 1, 1, 6).transpose(2, 3),) * 2]
+        sources = torch.tensor(mask)
+        return Running(torch.zeros(rows, 3), torch.ones(rows, 1).long(), layers, sources, sources[..., None], layers)
+
+    both = state(2, [[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0]])  # the second row has no prompt of its own
+    kept = both.kept([1])
+    assert kept.source_mask is not None and kept.hidden is not None and kept.cross is not None
+    assert kept.source_mask.tolist() == [[0, 0, 1, 1, 1]] and kept.hidden.shape[1] == 5
+    assert kept.cross[0][0].flatten().tolist() == [0, 1, 2, 3, 4]

@@ -1,0 +1,65 @@
+"""Who speaks for each ask: the router's mixtures and those that requests pin, one row each.
+
+What it does not know: prompts, the model, whoever waits for the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from raycl.serve.asks import Ask
+from raycl.serve.host import Hosted
+from raycl.serve.model import heads_of
+from raycl.types import Mixture
+
+
+def mixtures_of(hosted: Hosted, asks: Sequence[Ask]) -> list[Mixture]:
+    """One mixture of one row for each ask of a snapshot, of those that speak for it alone."""
+    found = {
+        number: hosted.named(Mixture.same(ask.choice.weights, 1))
+        for number, ask in enumerate(asks)
+        if ask.choice.weights is not None
+    }
+    free = [number for number in range(len(asks)) if number not in found]
+    told = [number for number in free if asks[number].choice.task is not None]
+    for group in (told, [number for number in free if asks[number].choice.task is None]):
+        found |= _routed(hosted, asks, group)
+    return [found[number] for number in range(len(asks))]
+
+
+def _routed(hosted: Hosted, asks: Sequence[Ask], group: Sequence[int]) -> dict[int, Mixture]:
+    """What the router says to asks that all name their task, or that all do not."""
+    if not group:
+        return {}
+    tasks = [task for number in group if (task := asks[number].choice.task) is not None]
+    whole = hosted.mixture([asks[number].text for number in group], tasks or None)
+    found = {}
+    for number, weights in zip(group, whole.weights, strict=True):
+        spoken = weights.nonzero().flatten().tolist()
+        one = Mixture(tuple(whole.names[column] for column in spoken), weights[None, spoken])
+        found[number] = _hard(hosted, one) if asks[number].choice.hard else one
+    return found
+
+
+def _hard(hosted: Hosted, mixture: Mixture) -> Mixture:
+    """Only the loudest task's adapters, at the weights among them."""
+    task = loudest(hosted, mixture)
+    alone = mixture.weights * torch.tensor([[task in hosted.owners[key] for key in mixture.names]])
+    return replace(mixture, weights=alone / alone.sum(1, keepdim=True))
+
+
+def loudest(hosted: Hosted, mixture: Mixture) -> str:
+    """The task with the largest summed weight; "" for the bare backbone."""
+    return next(iter(hosted.shares(dict(zip(mixture.names, mixture.weights[0].tolist(), strict=True)))), "")
+
+
+def head_of(ask: Ask) -> str:
+    """Rule `label_count`: whose head answers.
+
+    Raises:
+        BankError: the request does not say the task.
+    """
+    return heads_of(ask.hosted, [ask.choice.task] if ask.choice.task else None)[0]

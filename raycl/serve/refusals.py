@@ -1,0 +1,73 @@
+"""Why a request gets no answer: each error knows the status, type and code that its answer has on the wire.
+
+    RayclError                  503  anything else that raycl cannot do now: the bank is out of reach, the server stops
+    ├── AskedError              400  the request itself is at fault
+    │   ├── TooMuchError        400  beyond the limits, or nothing in it
+    │   ├── TooLongError        400  a prompt that does not fit (code context_length_exceeded)
+    │   └── UnknownError        404  a model, adapter or snapshot that is not there
+    ├── BusyError               429  too many answers are being made: ask again later
+    ├── LateError               504  an answer took longer than allowed
+    ├── UnavailableError        503  an adapter that is damaged or out of reach
+    └── BrokenError             500  a fault of ours; the log says more
+
+What it does not know: HTTP beyond these numbers, who raises them.
+"""
+
+from __future__ import annotations
+
+from raycl.errors import AdapterError, BankError, RayclError, RetrievalError
+
+Answer = tuple[int, str, str | None]
+"""Status, OpenAI's type of the error, and its code."""
+
+
+class AskedError(RayclError):
+    """The request cannot be answered as it is."""
+
+
+class TooMuchError(AskedError):
+    """A request beyond the limits, or an empty one."""
+
+
+class TooLongError(AskedError):
+    """A prompt longer than the model reads, in a place where it must not be cut."""
+
+
+class UnknownError(AskedError):
+    """A model, adapter or snapshot that is not there."""
+
+
+class BusyError(RayclError):
+    """Too many answers are being made: ask again later."""
+
+
+class LateError(RayclError):
+    """An answer took longer than allowed."""
+
+
+class UnavailableError(RayclError):
+    """What the answer needs is damaged or out of reach, whatever the request says."""
+
+
+class BrokenError(RayclError):
+    """Something that should not happen; the log says more."""
+
+
+_ANSWERS: tuple[tuple[type[RayclError], Answer], ...] = (
+    (TooLongError, (400, "invalid_request_error", "context_length_exceeded")),
+    (UnknownError, (404, "not_found_error", None)),
+    (AskedError, (400, "invalid_request_error", None)),
+    (BusyError, (429, "rate_limit_error", None)),
+    (LateError, (504, "timeout_error", None)),
+    (UnavailableError, (503, "server_error", None)),
+    (BrokenError, (500, "server_error", None)),
+    (BankError, (400, "invalid_request_error", None)),
+    (AdapterError, (400, "invalid_request_error", None)),
+    (RetrievalError, (400, "invalid_request_error", None)),
+    (RayclError, (503, "server_error", None)),
+)
+
+
+def answer_of(error: RayclError) -> Answer:
+    """What an error becomes on the wire; the first line that fits."""
+    return next(answer for kind, answer in _ANSWERS if isinstance(error, kind))

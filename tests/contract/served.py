@@ -1,0 +1,207 @@
+"""A service without HTTP, asked as its endpoints ask it, and the same answers worked out one text at a time.
+
+What it does not know: which snapshots and settings a test wants.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiny import Done, opened
+
+from raycl.bank import Bank
+from raycl.data.loader import batch_of, eval_batches
+from raycl.data.prepare import fit_sources
+from raycl.data.prompts import Prompt
+from raycl.serve.asks import Ask, Choice, Event, Failed, Labelled, Piece, Sampling, Started
+from raycl.serve.engine import Engine
+from raycl.serve.host import Hosted
+from raycl.serve.model import SnapshotModel
+from raycl.serve.opening import close_service, open_service
+from raycl.serve.service import Service
+from raycl.serve.settings import ServeConfig
+from raycl.types import Mixture
+
+WAIT_S = 60.0
+"""No answer takes that long, however busy the machine."""
+
+LIMIT = 12
+"""Tokens of an answer, three times what tasks were trained with."""
+
+
+class Reply:
+    """Events of one ask, as they come."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._changed = threading.Condition()
+
+    def take(self, event: Event) -> None:
+        """From the engine's thread."""
+        with self._changed:
+            self.events.append(event)
+            self._changed.notify_all()
+
+    def wait(self, over: Any = None) -> Reply:
+        """Until it is over, or until an event that `over` says yes to."""
+        ready = over or _is_last
+        with self._changed:
+            assert self._changed.wait_for(lambda: any(map(ready, self.events)), WAIT_S), "no answer"
+        return self
+
+    @property
+    def text(self) -> str:
+        """The whole answer."""
+        return "".join(event.text for event in self.wait().events if isinstance(event, Piece))
+
+    @property
+    def last(self) -> Event:
+        """What ended it."""
+        return self.wait().events[-1]
+
+    @property
+    def finish(self) -> str | None:
+        """Why the text ended."""
+        assert isinstance(self.last, Piece), self.last
+        return self.last.finish
+
+    @property
+    def label(self) -> str:
+        """The best one."""
+        assert isinstance(self.last, Labelled), self.last
+        return next(iter(self.last.scores))
+
+    @property
+    def made(self) -> Any:
+        """How it was made."""
+        return next(event.made for event in self.wait(_is_started).events if isinstance(event, Started))
+
+    @property
+    def error(self) -> str:
+        """What went wrong."""
+        assert isinstance(self.last, Failed), self.last
+        return str(self.last.error)
+
+
+def _is_last(event: Event) -> bool:
+    return isinstance(event, Failed | Labelled) or (isinstance(event, Piece) and event.finish is not None)
+
+
+def _is_started(event: Event) -> bool:
+    return isinstance(event, Started)
+
+
+def is_piece(event: Event) -> bool:
+    """Whether it is text."""
+    return isinstance(event, Piece)
+
+
+class Desk:
+    """Where a test asks."""
+
+    def __init__(self, service: Service) -> None:
+        self.service, self.roster = service, service.roster
+        assert isinstance(service.engine, Engine)
+        self.engine: Engine = service.engine
+
+    def ask(
+        self,
+        text: str,
+        snapshot: int | None = None,
+        weights: Mapping[str, float] | None = None,
+        task: str | None = None,
+        sampling: Sampling | None = Sampling(LIMIT),  # noqa: B008 -- frozen
+        **settings: Any,
+    ) -> Reply:
+        """One ask; `settings` are those of `Ask`."""
+        reply, hosted = Reply(), self.hosted(snapshot)
+        reply.asked = Ask(text, hosted, Choice(weights, task), reply.take, sampling, **settings)  # type: ignore[attr-defined]
+        self.engine.submit(reply.asked)  # type: ignore[attr-defined]
+        return reply
+
+    def hosted(self, number: int | None = None) -> Hosted:
+        """A snapshot that answers."""
+        return self.roster.active if number is None else self.roster.open(number)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The model's thread stands still, so that everything asked inside comes at once."""
+        stands, go = threading.Event(), threading.Event()
+
+        def stand() -> None:
+            stands.set()
+            assert go.wait(WAIT_S)
+
+        self.engine.call(stand)
+        assert stands.wait(WAIT_S)
+        try:
+            yield
+        finally:
+            go.set()
+
+    def settle(self) -> None:
+        """Until nothing is left to do."""
+        self.engine.call(lambda: None).result(WAIT_S)
+        waits = threading.Event()
+        for _ in range(int(WAIT_S / 0.005)):
+            if not self.engine.load:
+                return
+            waits.wait(0.005)
+        raise AssertionError(f"{self.engine.load} answers are not finished")
+
+
+def bank_of(done: Done, folder: Path) -> Bank:
+    """A copy of a run's bank: serving writes its decisions into it."""
+    return Bank(done.copy(folder).sub("bank"))
+
+
+@contextmanager
+def serving(bank: Bank, **settings: Any) -> Iterator[Desk]:
+    """The service of a bank, which follows nothing unless told to."""
+    tree = {"bank": bank.storage.uri, "device": "cpu", "follow": {"enabled": False}, **settings}
+    service = open_service(ServeConfig(**tree))
+    try:
+        yield Desk(service)
+    finally:
+        close_service(service)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A test example, and what the snapshot answers to it by itself."""
+
+    task: str
+    text: str
+    answer: str
+
+
+def examples(done: Done, bank: Bank, number: int | None = None) -> list[Asked]:
+    """Every test example of every task, answered by `SnapshotModel.predict`."""
+    snapshot = bank.open(number or max(bank.snapshots()))
+    model, found = opened(bank, snapshot), []
+    codec = model.backbone.codec
+    for task in done.parts.stream.tasks[: len(snapshot.tasks)]:
+        table = done.parts.stream.table(task, "test", codec)
+        for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
+            texts = table.texts(batch.rows.tolist())
+            found.append(Asked(task.name, texts[0], model.predict(batch, texts, [task.name], LIMIT)[0]))
+    return found
+
+
+def alone(model: SnapshotModel, text: str, weights: Mapping[str, float], task: str, limit: int = LIMIT) -> str:
+    """What the backbone itself says to one text under one mixture."""
+    prompt = model.hosted.prompts.get(task, Prompt())
+    codec = model.backbone.codec
+    ids, _ = fit_sources([text], prompt, codec, codec.max_source_tokens)
+    with model.host.speaking(model.hosted.named(Mixture.same(weights, 1))):
+        return model.backbone.predict(batch_of(ids, codec.pad_id), limit)[0]
+
+
+def chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    """Neighbours together."""
+    return [items[first : first + size] for first in range(0, len(items), size)]

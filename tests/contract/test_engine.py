@@ -1,0 +1,315 @@
+"""The engine says what the snapshot says: whoever its neighbours are, whenever they come, go, or fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from served import LIMIT, WAIT_S, Reply, alone, bank_of, chunks, examples, is_piece, serving
+from tiny import Taught, opened
+
+from raycl.errors import RayclError
+from raycl.serve.asks import Labelled, Piece, Sampling, Started
+
+WEIGHTS: tuple[dict[str, float], ...] = (
+    {"colour": -2.0, "animal": 1.0},
+    {"animal": -8.0},
+    {"colour": 4.0, "animal": 2.0},
+    {},
+    {"colour": -3.0, "animal": -3.0},
+    {"colour": 1.0},
+)
+"""Mixtures under which tiny models say long and different things."""
+
+TEXTS = ("fire is", "the sea is", "is warm very a", "it purrs", "the barks runs", "purrs a sleeps a")
+
+LONG = Sampling(100)
+"""More tokens than any test waits for."""
+
+
+@pytest.mark.parametrize("method", ["separate", "slm"])
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_texts_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
+    bank = bank_of(taught(kind, method), tmp_path)
+    asked = examples(taught(kind, method), bank)
+    assert len({one.answer for one in asked}) >= 3, "answers must differ, or a mix-up would not be seen"
+    with serving(bank, max_batch=5) as desk:
+        task = {one.text: one.task if method == "separate" else None for one in asked}
+        with desk.paused():
+            at_once = [desk.ask(one.text, task=task[one.text]) for one in asked]
+        assert [reply.text for reply in at_once] == [one.answer for one in asked]
+        joining: list[Reply] = []
+        for group in chunks(asked[::-1], 2):  # each pair comes while the one before is answered
+            joining += [desk.ask(one.text, task=task[one.text]) for one in group]
+            joining[-1].wait(is_piece)
+        assert [reply.text for reply in joining] == [one.answer for one in asked[::-1]]
+        assert all(reply.made.cut_tokens == 0 for reply in joining)
+        desk.settle()
+        assert desk.engine.counts["rows"] > len(asked) and desk.engine.counts["misses"] >= 2
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_every_row_keeps_its_own_mixture(taught: Taught, tmp_path: Path, kind: str) -> None:
+    bank = bank_of(taught(kind, "separate"), tmp_path)
+    model = opened(bank, bank.open(2))
+    asked = [(text, WEIGHTS[(place + turn) % len(WEIGHTS)]) for turn in range(2) for place, text in enumerate(TEXTS)]
+    expected = [alone(model, text, weights, _loudest(weights)) for text, weights in asked]
+    assert len(set(expected)) >= 4 and any(len(text.split()) == LIMIT for text in expected)
+    with serving(bank, max_batch=7) as desk:
+        first = [desk.ask(text, weights=weights) for text, weights in asked[:3]]
+        first[0].wait(lambda event: isinstance(event, Started))
+        rest = [desk.ask(text, weights=weights) for text, weights in asked[3:]]
+        assert [reply.text for reply in first + rest] == expected
+
+
+def _loudest(weights: Mapping[str, float]) -> str:
+    return max(weights, key=lambda name: weights[name], default="")
+
+
+def test_who_has_no_soft_prompt_reads_the_same_text(taught: Taught, tmp_path: Path) -> None:
+    """In a batch with soft prompts the others' first positions are masked, also when those have left."""
+    bank = bank_of(taught("t5", "prompts"), tmp_path)
+    model = opened(bank, bank.open(2))
+    prompted = {name: 1.0 for name in model.hosted.keys if name.startswith("colour")}
+    expected = [alone(model, text, {}, "") for text in TEXTS]
+    with serving(bank, max_batch=8) as desk:
+        with desk.paused():
+            short = [desk.ask(text, weights=prompted, sampling=Sampling(2)) for text in TEXTS[:2]]
+            bare = [desk.ask(text, weights={}) for text in TEXTS]
+        assert [reply.text for reply in bare] == expected
+        assert [reply.text for reply in short] == [
+            alone(model, text, prompted, "colour", limit=2) for text in TEXTS[:2]
+        ]
+
+
+@pytest.mark.parametrize("method", ["separate", "slm"])
+def test_labels_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, method: str) -> None:
+    bank = bank_of(taught("bert", method), tmp_path)
+    asked = examples(taught("bert", method), bank)
+    assert {one.answer for one in asked} == {"red", "blue", "cat", "dog"}
+    with serving(bank, max_batch=5) as desk:
+        with desk.paused():
+            replies = [
+                desk.ask(one.text, task=one.task if method == "separate" else None, sampling=None) for one in asked
+            ]
+        assert [reply.label for reply in replies] == [one.answer for one in asked]
+        one = desk.ask(asked[0].text, task=asked[0].task, sampling=None)
+        assert one.label == asked[0].answer, "alone as among others"
+        assert isinstance(one.last, Labelled) and isinstance(replies[0].last, Labelled)
+        assert one.last.scores == pytest.approx(replies[0].last.scores, abs=1e-5)
+        assert sum(one.last.scores.values()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_two_snapshots_answer_side_by_side(taught: Taught, tmp_path: Path) -> None:
+    done = taught("llama", "lora")  # one adapter that changes: version 1 knows colours, version 2 both tasks
+    bank = bank_of(done, tmp_path)
+    older = {one.text: one.answer for one in examples(done, bank, 1)}
+    newer = {one.text: one.answer for one in examples(done, bank, 2)}
+    assert any(newer[text] != answer for text, answer in older.items())
+    with serving(bank, max_batch=6) as desk:
+        desk.hosted(1)
+        with desk.paused():
+            pairs = [(desk.ask(text, 1, task="colour"), desk.ask(text, 2, task="colour")) for text in older]
+        for (text, answer), (old, new) in zip(older.items(), pairs, strict=True):
+            assert (old.text, new.text) == (answer, newer[text])
+            assert (old.made.snapshot, new.made.snapshot) == (1, 2)
+            assert (old.made.weights, new.made.weights) == ({"lora": 1.0}, {"lora": 1.0})
+
+
+def test_a_request_keeps_its_snapshot(taught: Taught, tmp_path: Path) -> None:
+    done = taught("llama", "lora")
+    bank = bank_of(done, tmp_path)
+    older, newer = examples(done, bank, 1), examples(done, bank, 2)
+    text = next(one.text for one, other in zip(older, newer, strict=False) if one.answer != other.answer)
+    with serving(bank, snapshot=1, hosted=1) as desk:
+        desk.roster.activate(1, "to begin with")
+        held = desk.roster.take()
+        with desk.paused():
+            before = desk.ask(text, task="colour")
+            activation = threading.Thread(target=desk.roster.activate, args=(2, "newer"))
+            activation.start()
+        activation.join(WAIT_S)
+        after = desk.ask(text, task="colour")
+        assert desk.roster.active.snapshot.number == 2 and held.snapshot.number in desk.engine.host.hosted
+        assert (before.made.snapshot, after.made.snapshot) == (1, 2)
+        assert before.text == next(one.answer for one in older if one.text == text)
+        assert after.text == next(one.answer for one in newer if one.text == text)
+        desk.roster.give_back(held)
+        desk.roster.activate(1, "back")
+        assert list(desk.engine.host.hosted) == [1], "hosted=1, and nobody uses the other one"
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_numbers_that_overflow_fail_alone(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    model = opened(bank, bank.open(2))
+    with serving(bank) as desk:
+        with desk.paused():
+            bad = desk.ask("fire is", weights={"colour": 1e38}, sampling=Sampling(LIMIT, temperature=1.0))
+            good = desk.ask("fire is", weights={"colour": -2.0})
+        assert "no finite numbers" in bad.error
+        assert good.text == alone(model, "fire is", {"colour": -2.0}, "colour")
+
+
+def test_a_fault_of_ours_is_told_and_ends_no_other(
+    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    with serving(bank) as desk:
+        fit = desk.engine._fitting.fit
+
+        def fault(text: str, *rest: object) -> object:
+            if text == "secret words":
+                raise ZeroDivisionError("by zero")
+            return fit(text, *rest)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(desk.engine._fitting, "fit", fault)
+        with desk.paused():
+            bad, good = desk.ask("secret words", weights={}), desk.ask("fire is", weights={})
+        assert bad.error == "the model failed on this request (ZeroDivisionError): the server's log says more"
+        assert good.finish and "by zero" in caplog.text and "secret words" not in caplog.text
+        broken = threading.Event()
+
+        def step(*_: object) -> None:
+            broken.set()
+            raise ZeroDivisionError("in a step")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("raycl.backbone.running.step", step)
+            assert "the model failed" in desk.ask("fire is", weights={}).error and broken.is_set()
+        assert desk.ask("fire is", weights={}).finish and desk.engine.load == 0
+
+
+def test_what_nobody_wants_any_more_stops(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    with serving(bank, max_batch=2) as desk:
+        with desk.paused():
+            replies = [desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG) for _ in range(6)]
+            assert desk.engine.load == 6
+        replies[0].wait(is_piece)
+        for reply in replies:
+            reply.asked.cancelled = True  # type: ignore[attr-defined]
+        desk.settle()
+        assert desk.engine.counts["tokens"] < 2 * 100
+        assert not any(isinstance(event, Piece) and event.finish for reply in replies for event in reply.events)
+        assert desk.ask("fire is", weights={"colour": -2.0}).finish
+
+
+def test_the_load_counts_what_is_not_finished(taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = bank_of(taught("bert", "separate"), tmp_path)
+    with serving(bank, max_batch=4) as desk:
+        seen: list[int] = []
+        fit = desk.engine._fitting.fit
+        monkeypatch.setattr(desk.engine._fitting, "fit", lambda *args: seen.append(desk.engine.load) or fit(*args))  # type: ignore[func-returns-value]
+        with desk.paused():
+            replies = [desk.ask(f"fire is {number}", task="colour", sampling=None) for number in range(6)]
+            replies.append(desk.ask("fire", task="colour", sampling=None, route_only=True))
+            assert desk.engine.load == 7
+        for reply in replies[:6]:
+            reply.wait()
+        desk.settle()
+        assert seen == [7] * 4 + [3] * 3, "those that are being routed count too"
+
+
+def test_an_engine_that_closes_leaves_nobody_waiting(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    with serving(bank, max_batch=1) as desk:
+        with desk.paused():
+            replies = [desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG) for _ in range(3)]
+            closing = threading.Thread(target=desk.engine.close)
+            closing.start()
+            late = [desk.ask("fire is", weights={}) for _ in range(2)]
+            waits = desk.engine.call(lambda: None)
+        closing.join(WAIT_S)
+        assert not desk.engine.alive
+        for reply in (*replies, *late, desk.ask("fire is", weights={})):
+            assert "shutting down" in reply.error
+        with pytest.raises(RayclError, match="shutting down"):
+            desk.engine.call(lambda: None).result(WAIT_S)
+        assert waits.done() and desk.engine.load == 0
+
+
+# ---- settings of single answers --------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_says_the_same_beside_anybody(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    drawn = [Sampling(LIMIT, temperature=1.5, seed=seed) for seed in range(4)]
+    with serving(bank) as desk:
+        lonely = [desk.ask("fire is", weights={}, sampling=one).text for one in drawn]
+        assert len(set(lonely)) == len(lonely), "other seeds say other things"
+        with desk.paused():
+            others = [desk.ask(text, weights=weights, sampling=drawn[0]) for text in TEXTS for weights in WEIGHTS]
+            crowd = [desk.ask("fire is", weights={}, sampling=one) for one in drawn]
+        assert [reply.text for reply in crowd] == lonely
+        assert all(reply.finish for reply in others)
+        cold = desk.ask("fire is", weights={}, sampling=Sampling(LIMIT, temperature=1.5, top_p=1e-9, seed=1))
+        assert cold.text == desk.ask("fire is", weights={}).text, "top_p near 0 leaves the most likely token"
+
+
+def test_a_stop_ends_the_text_before_it(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    with serving(bank) as desk:
+        whole = desk.ask("fire is", weights={})
+        words = whole.text.split()
+        assert whole.finish == "length" and len(words) == LIMIT
+        stop = " ".join(words[3:5])
+        ended = desk.ask("fire is", weights={}, sampling=Sampling(LIMIT, stop=("nothing", stop)))
+        assert (ended.text, ended.finish) == (whole.text[: whole.text.index(stop)].rstrip(), "stop")
+        assert isinstance(ended.last, Piece) and ended.last.tokens == 5
+
+
+def test_what_does_not_fit_is_cut_or_said(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("llama", "separate"), tmp_path)  # 128 positions, inputs of 24 tokens
+    with serving(bank) as desk:
+        text = " ".join(["fire"] * 150)
+        cut = desk.ask(text, weights={"colour": 1.0})
+        assert cut.finish and cut.made.prompt_tokens == 24 and cut.made.cut_tokens == 150 + 3 - 24
+        raw = desk.ask(text, weights={}, templated=False)
+        assert raw.error == "the prompt has 151 tokens, this endpoint reads at most 127: send less text"
+        whole = desk.ask(" ".join(["fire"] * 120), weights={}, templated=False, sampling=Sampling(100))
+        assert whole.made.prompt_tokens == 121 and whole.made.cut_tokens == 0 and whole.made.template == ""
+        assert whole.finish == "length" and isinstance(whole.last, Piece) and whole.last.tokens == 128 - 121
+        assert desk.ask("", weights={}, templated=False).finish, "its start token is enough"
+
+
+def test_the_prompt_is_that_of_the_task_that_is_named(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    with serving(bank) as desk:
+        assert desk.ask("fire is", weights={"colour": 1.0}).made.template == "colour"
+        assert desk.ask("fire is", weights={"colour": 1.0}, task="animal").made.template == "animal"
+        assert desk.ask("fire is", weights={}).made.template == ""
+        assert desk.ask("fire is", weights={}, task="animal").made.template == "animal"
+        assert desk.ask("fire is", weights={"colour": 1.0}, templated=False).made.template == ""
+
+
+def test_a_neighbour_that_names_no_task_changes_nothing(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("bert", "separate"), tmp_path)
+    asked = examples(taught("bert", "separate"), bank)
+    with serving(bank) as desk:
+        calls: list[object] = []
+        route = desk.hosted().router.route
+        desk.hosted().router.route = lambda texts, tasks: calls.append(tasks) or route(texts, tasks)  # type: ignore[method-assign, func-returns-value]
+        with desk.paused():
+            told = [desk.ask(one.text, task=one.task, sampling=None) for one in asked[:3]]
+            untold = desk.ask("fire is", sampling=None)
+            wrong = desk.ask("fire is", task="weather", sampling=None)
+            pinned = desk.ask("fire is", weights={"colour": 1.0}, sampling=None)
+        assert "must be told each text's task" in untold.error
+        assert "no adapter was trained on weather" in wrong.error
+        assert [reply.label for reply in told] == [one.answer for one in asked[:3]]
+        assert pinned.label == asked[0].answer
+        assert None in calls and any(tasks is not None and len(tasks) == 4 for tasks in calls)  # type: ignore[arg-type]
+
+
+def test_states_are_shared_by_snapshots_that_hold_the_same(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("llama", "separate"), tmp_path)  # snapshot 2 keeps colour@1 of snapshot 1
+    with serving(bank) as desk:
+        before = desk.ask("fire is", 1, weights={"colour": 1.0})
+        text, state = before.text, desk.engine.host.stack.states["colour@1"]
+        assert desk.ask("fire is", 2, weights={"colour": 1.0}).text == text
+        assert desk.engine.host.stack.states["colour@1"] is state

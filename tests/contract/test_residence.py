@@ -1,0 +1,114 @@
+"""Adapters on a device that cannot hold all of them, and adapters that cannot be had at all."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from served import WAIT_S, alone, bank_of, examples, is_piece, serving
+from tiny import Taught, opened
+
+from raycl.bank import Bank
+from raycl.serve.asks import Sampling, Started
+
+TEXTS = ("fire is", "the sea is")
+
+LONG = Sampling(100)
+"""More tokens than any test waits for."""
+
+
+def test_adapters_that_are_evicted_come_back(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    model = opened(bank, bank.open(2))
+    rank = bank.open(2).adapters[0].rank
+    asked = [(text, weights) for text in TEXTS[:2] for weights in ({"colour": 1.0}, {"animal": -8.0}, {})]
+    expected = [alone(model, text, weights, next(iter(weights), "")) for text, weights in asked]
+    with serving(bank, resident_rows=rank) as desk:
+        with desk.paused():
+            replies = [desk.ask(text, weights=weights) for text, weights in asked]
+        assert [reply.text for reply in replies] == expected
+        assert desk.engine.host.stack.table.evicted >= 1
+        both = desk.ask(TEXTS[0], weights={"colour": 1.0, "animal": 1.0})
+        assert "colour@1, animal@1 take 16 rows on the device together, this endpoint keeps 8" in both.error
+        assert desk.ask(TEXTS[0], weights={"animal": -8.0}).text == expected[1], "the engine lives on"
+        shown = desk.ask(TEXTS[0], weights={"colour": 1.0, "animal": 1.0}, route_only=True)
+        assert shown.wait(lambda event: isinstance(event, Started)).made.weights == {"colour": 1.0, "animal": 1.0}
+
+
+def test_labels_on_a_small_device(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("bert", "separate"), tmp_path)
+    asked = examples(taught("bert", "separate"), bank)
+    rank = bank.open(2).adapters[0].rank
+    with serving(bank, resident_rows=rank) as desk:
+        with desk.paused():
+            replies = [desk.ask(one.text, task=one.task, sampling=None) for one in asked]
+        assert [reply.label for reply in replies] == [one.answer for one in asked]
+    with serving(bank, resident_rows=rank - 1) as desk:
+        assert "take 8 rows" in desk.ask("fire is", task="colour", sampling=None).error
+        assert "knows any label" in desk.ask("fire is", weights={}, sampling=None).error
+        assert desk.engine.alive
+
+
+def test_a_running_text_is_never_robbed_of_its_adapter(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    rank = bank.open(2).adapters[0].rank
+    fetched: list[str] = []
+    with serving(bank, resident_rows=rank) as desk:
+        source = desk.hosted().source
+        object.__setattr__(desk.hosted(), "source", lambda name: fetched.append(name) or source(name))  # type: ignore[func-returns-value]
+        desk.engine.host._sources = {key: (desk.hosted().source, key.partition("@")[0]) for key in desk.hosted().names}
+        running = desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG)
+        running.wait(is_piece)
+        other = desk.ask("it purrs", weights={"animal": 1.0})
+        late = [desk.ask("fire is", weights={"colour": 1.0}) for _ in range(3)]
+        assert other.finish and running.finish and all(reply.finish for reply in late)
+        assert fetched in (["colour", "animal"], ["colour", "animal", "colour"])
+
+
+def test_who_waits_for_room_is_not_overtaken_for_ever(
+    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.serve.decoding.PATIENCE_S", 0.05)
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    rank = bank.open(2).adapters[0].rank
+    with serving(bank, resident_rows=rank) as desk:
+        stop, seen = threading.Event(), []
+
+        def crowd() -> None:
+            while not stop.is_set() and len(seen) < 2000:
+                seen.append(desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG))
+                seen[-1].wait(is_piece)
+
+        thread = threading.Thread(target=crowd)
+        thread.start()
+        while not seen:
+            thread.join(0.001)
+        assert desk.ask("it purrs", weights={"animal": 1.0}).finish
+        stop.set()
+        thread.join(WAIT_S)
+
+
+def test_a_damaged_adapter_fails_only_who_needs_it(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    model = opened(bank, bank.open(2))
+    expected = alone(model, "fire is", {"colour": 1.0}, "colour")
+    _damage(bank, "animal")
+    with serving(bank) as desk:
+        with desk.paused():
+            good = [desk.ask("fire is", weights={"colour": 1.0}) for _ in range(3)]
+            bad = desk.ask("it purrs", weights={"animal": 1.0})
+            bare = desk.ask("it purrs", weights={})
+            mixed = desk.ask("it purrs", weights={"animal": 0.5, "colour": 0.5})
+        assert "adapter animal@1 cannot be had now: the tensors of animal@1 are damaged" in bad.error
+        assert "are damaged" in mixed.error
+        assert [reply.text for reply in good] == [expected] * 3 and bare.finish
+        desk.settle()
+
+
+def _damage(bank: Bank, name: str) -> None:
+    file = Path(bank.storage.path(bank.open(2).adapter(name).tensors.file))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)

@@ -1,0 +1,223 @@
+"""Tokens are drawn as the settings say, and text is sent on only when nothing can change it any more."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from raycl.serve.asks import Sampling
+from raycl.serve.sampling import BROKEN, Spoken, pick
+
+EOS = 0
+LOGITS = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=12)
+
+
+def drawn(logits: list[float], seed: int = 0, **settings: Any) -> int:
+    """One token."""
+    draw = torch.Generator().manual_seed(seed)
+    return pick(torch.tensor([logits]), [Sampling(1, **settings)], [draw])[0]
+
+
+# ---- pick ------------------------------------------------------------------------------------------------------------
+
+
+@given(LOGITS, st.integers(0, 2**63 - 1))
+def test_without_heat_the_first_of_the_most_likely_is_taken(logits: list[float], seed: int) -> None:
+    assert drawn(logits, seed) == logits.index(max(logits))
+    assert max(logits) - logits[drawn(logits, seed, temperature=2.0, top_p=1e-9)] < 1e-6, "a nucleus of one"
+
+
+@given(LOGITS, st.floats(0, 1e-6, exclude_min=True), st.integers(0, 100))
+def test_next_to_no_heat_is_no_trap(logits: list[float], heat: float, seed: int) -> None:
+    best = max(logits)
+    likely = {place for place, value in enumerate(logits) if best - value < 0.01}
+    assert drawn(logits, seed, temperature=heat) in likely
+
+
+@given(LOGITS, st.floats(0.05, 2), st.floats(0.01, 1), st.integers(0, 2**63 - 1))
+def test_only_the_nucleus_is_drawn_from(logits: list[float], heat: float, top_p: float, seed: int) -> None:
+    chances = (torch.tensor(logits, dtype=torch.float64) / heat).softmax(0).tolist()
+    order = sorted(range(len(logits)), key=lambda token: (-chances[token], token))
+    before = [math.fsum(chances[token] for token in order[:place]) for place in range(len(order))]
+    allowed = {token for token, sum_before in zip(order, before, strict=True) if sum_before < top_p + 1e-9}
+    assert drawn(logits, seed, temperature=heat, top_p=top_p) in allowed
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.6])
+def test_tokens_come_as_often_as_they_should(top_p: float) -> None:
+    logits, heat, count = [1.0, 3.0, 2.0, 3.0, -40.0], 1.3, 4000
+    chances = (torch.tensor(logits) / heat).softmax(0)
+    order = chances.argsort(descending=True, stable=True)
+    kept = order[chances[order].cumsum(0) - chances[order] < top_p]
+    expected = torch.zeros(5).index_put((kept,), chances[kept] / chances[kept].sum())
+    draw = torch.Generator().manual_seed(7)
+    one, rows = Sampling(1, temperature=heat, top_p=top_p), 50
+    seen = Counter(
+        token
+        for _ in range(count // rows)
+        for token in pick(torch.tensor([logits] * rows), [one] * rows, [draw] * rows)
+    )
+    for token in range(5):
+        assert abs(seen[token] / count - float(expected[token])) < 4 * 0.5 / math.sqrt(count), (token, seen)
+    assert seen[4] == 0
+
+
+def test_equally_likely_tokens_are_all_drawn_and_the_nucleus_takes_the_first_of_them() -> None:
+    same = [1.0] * 4
+    assert {drawn(same, seed, temperature=1.0) for seed in range(60)} == {0, 1, 2, 3}
+    assert {drawn(same, seed, temperature=1.0, top_p=0.5) for seed in range(60)} == {0, 1}
+
+
+@given(st.lists(st.tuples(LOGITS.filter(lambda row: len(row) == 4), st.floats(0, 2), st.floats(0.1, 1)), max_size=4))
+def test_a_row_draws_the_same_beside_anybody(others: list[tuple[list[float], float, float]]) -> None:
+    logits = [0.5, 0.1, -1.0, 0.4]
+    for mine in (Sampling(1, 1.0, seed=3), Sampling(1, 0.7, 0.9, seed=4), Sampling(1)):
+        alone = [drawn(logits, mine.seed, temperature=mine.temperature, top_p=mine.top_p)]
+        rows = [*(row for row, _, _ in others), logits]
+        settings = [*(Sampling(1, heat, top_p) for _, heat, top_p in others), mine]
+        draws = [torch.Generator().manual_seed(one.seed) for one in settings]
+        assert pick(torch.tensor(rows), settings, draws)[-1:] == alone
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}])
+def test_rows_that_are_no_numbers_are_said(bad: float, settings: dict[str, float]) -> None:
+    logits = torch.tensor([[0.0, 1.0, 0.0], [0.0, bad, 1.0], [3.0, -math.inf, -math.inf]])
+    draws = [torch.Generator().manual_seed(0) for _ in range(3)]
+    first, second, third = pick(logits, [Sampling(1, **settings)] * 3, draws)
+    assert first in (0, 1, 2) and second == BROKEN and third == 0
+
+
+def test_half_precision_logits_are_drawn_in_double() -> None:
+    logits = torch.zeros(1, 5000, dtype=torch.bfloat16)
+    draw = torch.Generator().manual_seed(0)
+    seen = {pick(logits, [Sampling(1, 1.0)], [draw])[0] for _ in range(200)}
+    assert len(seen) > 180 and max(seen) > 4500, "a sum of 5000 chances in bfloat16 would end early"
+
+
+# ---- Spoken ----------------------------------------------------------------------------------------------------------
+
+
+class Words:
+    """Ids to pieces, put together without anything between."""
+
+    def __init__(self, pieces: list[str], tidies: bool = False) -> None:
+        self.pieces = ["", *pieces]
+        self.clean_up_tokenization_spaces = tidies
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        text = "".join(self.pieces[number] for number in ids)
+        return text.replace(" 's", "'s").replace(" .", ".") if self.clean_up_tokenization_spaces else text
+
+
+def spoken(pieces: list[str], tidies: bool = False, eos: bool = True, **settings: Any) -> tuple[list[str], Spoken]:
+    """What is sent for each token, one a piece, up to the end."""
+    one = Spoken(Words(pieces, tidies), EOS, Sampling(**{"max_tokens": 100, **settings}))
+    sent = []
+    for token in [*range(1, len(pieces) + 1), *([EOS] if eos else [])]:
+        sent.append(one.push(token))
+        if one.finish:
+            break
+    return sent, one
+
+
+def test_white_space_around_the_answer_is_not_sent() -> None:
+    sent, one = spoken([" ", "\n", " Hel", "lo ", "  ", "world", " \n"])
+    assert sent == ["", "", "Hel", "lo", "", "   world", "", ""]
+    assert one.finish == "stop" and len(one.ids) == 7, "the end token is none of the answer's"
+
+
+def test_the_limit_ends_the_answer() -> None:
+    sent, one = spoken(["a", "b ", "c"], max_tokens=2)
+    assert sent == ["a", "b"] and one.finish == "length" and len(one.ids) == 2
+    assert spoken(["a"], max_tokens=1)[1].finish == "length"
+    assert spoken(["END"], max_tokens=1, stop=("END",))[1].finish == "stop", "a stop at the limit is a stop"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "sent"),
+    [
+        (["one ", "E", "N", "D", " two"], ("END",), ["one", "", "", ""]),
+        (["one ", "E", "N", "ough"], ("END",), ["one", "", "", " ENough", ""]),
+        (["one", "\n", "\n", "two"], ("\n\n",), ["one", "", ""]),
+        (["a", "ab", "c"], ("abc",), ["", "a", ""]),
+        (["x", "aXbY", "z"], ("Y", "X"), ["x", "a"]),
+        (["a b", " c"], ("b c", "nothing"), ["a", ""]),
+        (["stop"], ("stop",), [""]),
+    ],
+)
+def test_a_stop_is_found_across_tokens_and_never_sent(
+    pieces: list[str], stop: tuple[str, ...], sent: list[str]
+) -> None:
+    found, one = spoken(pieces, stop=stop)
+    assert found == sent and one.finish == "stop"
+
+
+@given(
+    st.lists(st.text("ab �", min_size=1, max_size=3), max_size=8),
+    st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
+    st.booleans(),
+)
+def test_pieces_are_the_answer_whatever_the_borders(pieces: list[str], stop: list[str], eos: bool) -> None:
+    sent, one = spoken(pieces, stop=tuple(stop), eos=eos, max_tokens=max(1, len(pieces)))
+    whole = "".join(pieces).lstrip()
+    ends = [whole.find(one) for one in stop if one in whole]
+    told = "".join(sent)
+    if one.finish:
+        assert told == whole[: min(ends, default=len(whole))].rstrip()
+    else:
+        assert not pieces, "max_tokens ends it"
+    assert not any(one in told for one in stop)
+
+
+def test_what_a_tokenizer_tidies_up_is_not_sent_before() -> None:
+    sent, one = spoken(["it", " '", "s", " fine", " ."], tidies=True)
+    assert "".join(sent) == "it's fine." and one.finish == "stop"
+    assert sent[0] == "", "the last word may still change"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_no_part_of_a_character_is_sent(kind: str) -> None:
+    text = "a😀é😀b"
+    tokenizer, ids = _bytes(kind, text)
+    one = Spoken(tokenizer, EOS, Sampling(100, stop=("é😀b!",)))
+    sent = [one.push(token) for token in [*ids, EOS]]
+    assert "".join(sent) == text and not any("�" in piece for piece in sent)
+    assert sent[:5] == ["a", "", "", "", "😀"]
+    stopped = Spoken(tokenizer, EOS, Sampling(100, stop=("é😀",)))
+    sent = []
+    for token in ids:
+        sent.append(stopped.push(token))
+        if stopped.finish:
+            break
+    assert "".join(sent) == "a😀" and stopped.finish == "stop"
+
+
+def _bytes(kind: str, text: str) -> tuple[PreTrainedTokenizerFast, list[int]]:
+    """A tokenizer whose tokens are bytes, as byte-level BPE and sentencepiece with byte fallback have them."""
+    if kind == "byte_level":
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        names = sorted(ByteLevel.alphabet())
+        of_byte = {byte: ByteLevel(add_prefix_space=False).pre_tokenize_str(chr(byte))[0][0] for byte in range(128)}
+        vocabulary = {"</s>": 0, **{name: number + 1 for number, name in enumerate(names)}}
+        made = Tokenizer(models.BPE(vocabulary, []))
+        made.decoder = decoders.ByteLevel()
+        split = ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+        ids = [vocabulary[letter] for word, _ in split for letter in word]
+        assert of_byte[ord("a")] == "a"
+    else:
+        vocabulary = {"</s>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
+        made = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+        made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        ids = [byte + 1 for byte in text.encode()]
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>"), ids
