@@ -10,18 +10,18 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from raycl import __version__
 from raycl.errors import BankError, RayclError
 from raycl.serve.access import Gate, Keys
 from raycl.serve.asks import Piece, Sampling, Started
+from raycl.serve.playground import add_playground
 from raycl.serve.refusals import TooMuchError, UnknownError, answer_of
 from raycl.serve.schema import (
     ActivateRequest,
@@ -55,6 +55,7 @@ def make_web(service: Service, keys: Keys) -> Any:
     _add_texts(app, service)
     _add_labels(app, service)
     _add_facts(app, service)
+    add_playground(app)
     return Gate(app, keys, service.config.limits.body_kb * 1024)
 
 
@@ -338,7 +339,3 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         if service.engine.load >= service.config.limits.queue:
             return _error(503, "the queue is full", "server_error")
         return JSONResponse({"status": "ready", "snapshot": roster.active.snapshot.number})
-
-    @app.get("/", include_in_schema=False)
-    async def playground() -> HTMLResponse:
-        return HTMLResponse(resources.files("raycl.serve").joinpath("playground/index.html").read_text("utf-8"))
