@@ -26,6 +26,7 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from tiny import Complete
 
 from raycl.bank import Bank
+from raycl.serve.engine import Engine
 from raycl.serve.playground import TYPES
 
 REPO = Path(__file__).resolve().parents[2]
@@ -63,8 +64,9 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[[Served], None]:
     """Makes an endpoint take a while over each token."""
 
     def slow(served: Served) -> None:
-        engine, step = served.service.engine, served.service.engine._step
-        monkeypatch.setattr(engine, "_step", lambda: (time.sleep(0.08), step()))
+        assert isinstance(served.service.engine, Engine)
+        texts, step = served.service.engine._texts, served.service.engine._texts.step
+        monkeypatch.setattr(texts, "step", lambda: (time.sleep(0.08), step()))
 
     return slow
 
