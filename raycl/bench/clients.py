@@ -21,19 +21,23 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+RETRIES = 2
+
 
 @dataclass(frozen=True)
 class Seen:
     """What clients saw.
 
     Attributes:
-        ms: latency of every answer, in order of arrival. failed: statuses (or 0: no answer) of the others.
+        ms: latency of every answer, in order of arrival. failed: statuses (or 0: no answer) of requests that were
+            given up. retried: requests that were sent again, as OpenAI's client does after a server's error.
         facts: `usage` and `raycl` of the answers, summed or averaged.
     """
 
     seconds: float
     ms: list[float]
     failed: list[int]
+    retried: int
     facts: dict[str, float]
 
     @property
@@ -60,22 +64,21 @@ async def _ask(asked: dict[str, Any]) -> dict[str, Any]:
     ms: list[float] = []
     failed: list[int] = []
     facts: dict[str, list[float]] = {}
+    retried: list[int] = []
     began = time.perf_counter()
     until = began + asked["seconds"]
 
     async def client(session: aiohttp.ClientSession) -> None:
         while time.perf_counter() < until:
-            start = time.perf_counter()
-            try:
-                async with session.post(asked["url"], json=next(bodies)) as answer:
-                    body = await answer.json()
-                    if answer.status != 200:
-                        failed.append(answer.status)
-                        await asyncio.sleep(0.05)
-                        continue
-            except aiohttp.ClientError:
-                failed.append(0)
-                await asyncio.sleep(0.05)
+            start, wanted = time.perf_counter(), next(bodies)
+            for attempt in range(1 + RETRIES):
+                status, body = await _once(session, asked["url"], wanted)
+                if status == 200 or attempt == RETRIES:
+                    break
+                retried.append(status)
+                await asyncio.sleep(0.1 * 2**attempt)
+            if status != 200:
+                failed.append(status)
                 continue
             ms.append((time.perf_counter() - start) * 1e3)
             for name, value in _facts(body).items():
@@ -87,7 +90,16 @@ async def _ask(asked: dict[str, Any]) -> dict[str, Any]:
         await asyncio.gather(*(client(session) for _ in range(asked["clients"])))
     spent = time.perf_counter() - began
     sums = {name: sum(values) for name, values in facts.items()}
-    return {"seconds": spent, "ms": ms, "failed": failed, "facts": sums}
+    return {"seconds": spent, "ms": ms, "failed": failed, "retried": len(retried), "facts": sums}
+
+
+async def _once(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Status and answer; 0 where the connection broke."""
+    try:
+        async with session.post(url, json=body) as answer:
+            return answer.status, await answer.json() if answer.status == 200 else {}
+    except (aiohttp.ClientError, TimeoutError):
+        return 0, {}
 
 
 def _facts(body: dict[str, Any]) -> dict[str, float]:

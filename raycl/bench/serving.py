@@ -14,12 +14,14 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
 import torch
 from ray import serve
@@ -50,6 +52,9 @@ from raycl.types import AdapterState, Mixture, RouterState
 
 log = logging.getLogger(__name__)
 BUSY, PLAIN = 0.5, "plain"
+EVERY_S = 60.0
+"""A replica is killed so often while load is held."""
+
 LABELS = ("first", "second", "third", "fourth")
 SETTINGS = ("adapters", "clients", "seconds", "publishes", "threads", "port", "tokens", "soak_s")
 KINDS = ("minilm", "mini-llama")
@@ -75,6 +80,8 @@ def measure(options: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         try:
             figures = [*_labels(Path(folder), options)]
+            if options.soak_s:
+                figures += _soak(Path(folder), options)
             llama = (options.models or default_models()) / "mini-llama"
             if llama.is_dir():
                 figures += _texts(Path(folder), llama, options)
@@ -243,6 +250,42 @@ def _started(kind: Any, bank: Bank, options: argparse.Namespace, **settings: Any
     decide_first(bank, config)
     start(config, serve.deployment(serve.ingress()(kind), **options_of(config)).bind(configs.as_tree(config)))
     return config
+
+
+def _soak(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
+    """Two replicas under load, one of them killed every minute: what is lost, and does memory grow?"""
+    texts = _texts_of(512)
+    config = _started(Endpoint, _bank(folder / "soak", "minilm", 16, texts), options, replicas=2, cpus=0.5)
+    url = f"http://127.0.0.1:{config.port}/v1/classify"
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(run_clients, url, [{"input": text} for text in texts], options.clients, options.soak_s)
+        survivor, kills, before, began = _replicas()[0], 0, 0.0, time.monotonic()
+        while not asking.done():
+            time.sleep(1.0)
+            passed = time.monotonic() - began
+            if passed > EVERY_S / 2 and not before:
+                before = _memory_mb(survivor)
+            others = [name for name in _replicas() if name != survivor]
+            if passed > EVERY_S * (kills + 1) and passed < options.soak_s - EVERY_S / 2 and others:
+                ray.kill(ray.get_actor(others[0], namespace="serve"))
+                kills += 1
+        grown = _memory_mb(survivor) - before if before else float("nan")
+        seen = asking.result()
+    detail = f"{len(seen.ms):,} answers, {kills} replicas killed, {seen.retried} requests sent again"
+    yield Figure(f"requests lost in {options.soak_s:.0f} s of load", float(len(seen.failed)), "", 0.0, "<=", detail)
+    yield Figure("growth of the replica that lived", grown, "MiB", 50.0, "<=", f"of {before:,.0f} MiB")
+
+
+def _replicas() -> list[str]:
+    """Names of the endpoint's replicas."""
+    return sorted(actor["name"] for actor in ray.util.list_named_actors(True) if "#endpoint#" in actor["name"])
+
+
+def _memory_mb(name: str) -> float:
+    """Resident memory of a replica's process."""
+    actor = ray.get_actor(name, namespace="serve")
+    pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+    return float(psutil.Process(int(pid)).memory_info().rss) / 2**20
 
 
 # ---- texts -------------------------------------------------------------------------------------------------------

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from raycl import __version__
 from raycl.errors import BankError, RayclError
 from raycl.serve.access import Gate, Keys
+from raycl.serve.playground import add_playground
 from raycl.serve.refusals import AskedError, UnknownError, body_of, told
 from raycl.serve.schema import (
     ActivateAnswer,
@@ -48,6 +48,7 @@ def make_web(service: Service, keys: Keys) -> Any:
     _add_labels(app, service)
     _add_facts(app, service)
     _add_health(app, service)
+    add_playground(app)
     return Gate(app, keys, service.config.limits)
 
 
@@ -233,7 +234,3 @@ def _add_health(app: FastAPI, service: Service) -> None:
         if service.engine.load >= service.config.limits.queue:
             return _Plain(body_of("the queue is full", "server_error"), 503)
         return JSONResponse({"status": "ready", "snapshot": service.roster.active.snapshot.number})
-
-    @app.get("/", include_in_schema=False)
-    async def playground() -> HTMLResponse:
-        return HTMLResponse(resources.files("raycl.serve").joinpath("playground/index.html").read_text("utf-8"))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
 import pytest
+from listening import Served, serving
 from tiny import ENGINES, VARIANTS, Complete, Done, Lab, Taught, run
 
 from raycl.storage import Storage
@@ -43,3 +47,18 @@ def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
         return done[kind, method]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def served(complete: Complete) -> Iterator[Callable[[str], Served]]:
+    """Backbone kind -> an endpoint over its complete run of SLM, started when first asked for; for reading only."""
+    with ExitStack() as stack:
+        running: dict[str, Served] = {}
+
+        def get(kind: str) -> Served:
+            if kind not in running:
+                uri = complete(kind, "slm", "torch").storage.sub("bank").uri
+                running[kind] = stack.enter_context(serving(uri))
+            return running[kind]
+
+        yield get

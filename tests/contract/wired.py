@@ -5,15 +5,13 @@ What it does not know: what a test asks.
 
 from __future__ import annotations
 
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import uvicorn
+from listening import on_a_port
 from openai import OpenAI
 from served import WAIT_S, Desk, serving
 
@@ -62,21 +60,11 @@ class Wire(Desk):
 
 @contextmanager
 def listening(bank: Bank, auth: AuthConfig | None = None, **settings: Any) -> Iterator[Wire]:
-    """The bank's service behind uvicorn, until the end."""
-    with serving(bank, **settings) as desk, socket.create_server(("127.0.0.1", 0)) as door:
-        app = make_web(desk.service, Keys(auth or AuthConfig()))
-        config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([door],), daemon=True)
-        thread.start()
-        wire = Wire(desk, door.getsockname()[1])
-        try:
-            wire.until(lambda: server.started)
+    """The bank's service behind a server, until the end."""
+    with serving(bank, **settings) as desk, on_a_port(make_web(desk.service, Keys(auth or AuthConfig()))) as port:
+        wire = Wire(desk, port)
+        with wire.http:
             yield wire
-        finally:
-            wire.http.close()
-            server.should_exit = True
-            thread.join(WAIT_S)
 
 
 def problem(found: httpx.Response) -> tuple[int, str]:

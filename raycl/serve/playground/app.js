@@ -1,0 +1,337 @@
+// The page: what is typed goes to the endpoint, what comes back goes into the cards.
+
+import { Card, milliseconds } from "./card.js";
+import { Refused, ask, events, json, setKey } from "./wire.js";
+
+const POLL_MS = 3000;
+const TYPING_MS = 120;
+const RECENT = "raycl.recent";
+const REMEMBERED = 5;
+
+const $ = (id) => document.getElementById(id);
+let polling = 0;
+const known = { active: 0, kind: "", tasks: [], adapters: [], snapshots: [] };
+
+// ---- cards -------------------------------------------------------------------------------------------------------
+
+const pinned = document.createElement("select");
+pinned.id = "pinned-choice";
+pinned.setAttribute("aria-label", "Task or adapter that speaks alone");
+
+const cards = {
+  auto: new Card("auto", "raycl", document.createTextNode("chosen by what the text says")),
+  base: new Card("base", "Bare backbone", document.createTextNode("as it was before any task")),
+  pinned: new Card("pinned", "Pinned", pinned),
+};
+$("cards").append(...Object.values(cards).map((card) => card.root));
+cards.base.noMixture("No adapter speaks.");
+
+// ---- what the endpoint serves ------------------------------------------------------------------------------------
+
+async function refresh() {
+  const facts = await json("v1/snapshots");
+  const problem = facts.problem ? `The newest decision could not be followed: ${facts.problem}` : "";
+  show($("problem"), problem);
+  if (facts.active === known.active && facts.data.length === known.snapshots.length) return;
+  const adapters = (await json("v1/adapters")).data;
+  const moved = known.active && facts.active !== known.active;
+  Object.assign(known, { active: facts.active, kind: facts.kind, tasks: facts.tasks, adapters, snapshots: facts.data });
+  describe(moved);
+  route.now();
+}
+
+function describe(moved) {
+  const count = known.tasks.length;
+  $("snapshot").textContent = `snapshot ${known.active}`;
+  $("facts").textContent = `· ${count} ${count === 1 ? "task" : "tasks"} · ${known.kind}`;
+  $("state").classList.toggle("moved", Boolean(moved));
+  document.body.dataset.kind = known.kind;
+  const numbers = [...known.snapshots].reverse().map((number) => [String(number), String(number)]);
+  fill($("pin"), [["", `the active one (${known.active})`], ...numbers]);
+  fill($("task"), [["", "not said"], ...known.tasks.map((task) => [task, task])]);
+  const alone = known.tasks.filter((task) => known.adapters.some((one) => one.tasks.join() === task));
+  const names = known.adapters.filter((one) => !alone.includes(one.name)).map((one) => `${one.name}@${one.version}`);
+  fill(pinned, alone.map((task) => [task, task]), names.map((name) => [name, name]));
+  announcePinned();
+}
+
+function announcePinned() {
+  cards.pinned.noMixture(pinned.value ? `${pinned.value} speaks alone.` : "There is no adapter to pin.");
+}
+
+/** Options of a select, in one group or two; what was chosen stays chosen if it is still there. */
+function fill(select, first, second = []) {
+  const before = select.value;
+  const options = (pairs) => pairs.map(([value, words]) => new Option(words, value));
+  select.replaceChildren(...options(first));
+  if (second.length) {
+    const group = document.createElement("optgroup");
+    group.label = "adapters";
+    group.append(...options(second));
+    select.append(group);
+  }
+  if ([...select.options].some((option) => option.value === before)) select.value = before;
+}
+
+/** Nobody is asked while nobody looks, or while a key is awaited. */
+async function poll() {
+  try {
+    if (!document.hidden && $("key-form").hidden) await attempt(refresh);
+  } finally {
+    clearTimeout(polling);
+    polling = setTimeout(poll, POLL_MS);
+  }
+}
+
+/** Errors that concern the whole page are said at its top. */
+async function attempt(work) {
+  try {
+    await work();
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    if (error.status === 401) wantKey(error.message);
+    else show($("problem"), error.message);
+  }
+}
+
+/** Only what is new is written, as what is written is read out. */
+function show(element, words) {
+  if (element.textContent !== words) element.textContent = words;
+  element.hidden = !words;
+}
+
+// ---- the key -----------------------------------------------------------------------------------------------------
+
+function wantKey(words) {
+  show($("key-why"), words);
+  if (!$("key-form").hidden) return;
+  $("key-form").hidden = false;
+  $("key").focus();
+}
+
+$("key-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  setKey($("key").value.trim());
+  await attempt(async () => {
+    await ask("v1/snapshots");
+    $("key-form").hidden = true;
+    $("key").value = "";
+    $("text").focus();
+    await refresh();
+  });
+});
+
+// ---- who would speak: asked while one types ----------------------------------------------------------------------
+
+/** One question at a time, the latest text next, however slow the endpoint is. */
+const route = {
+  timer: 0,
+  busy: false,
+  again: false,
+  soon() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.now(), TYPING_MS);
+  },
+  async now() {
+    clearTimeout(this.timer);
+    if (this.busy) {
+      this.again = true;
+      return;
+    }
+    this.busy = true;
+    try {
+      await this.once($("text").value);
+    } finally {
+      this.busy = false;
+    }
+    if (this.again) {
+      this.again = false;
+      await this.now();
+    }
+  },
+  async once(text) {
+    if (!known.active) return;
+    if (!text.trim()) {
+      cards.auto.mixture({ tasks: {}, adapters: {} }, known.tasks);
+      return;
+    }
+    try {
+      const found = await json("v1/route", { ...auto(), input: text });
+      if ($("text").value === text) cards.auto.mixture(found.data[0].raycl, known.tasks);
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      if (error.status === 401) wantKey(error.message);
+      else cards.auto.noMixture(error.message);
+    }
+  },
+};
+
+// ---- asking ------------------------------------------------------------------------------------------------------
+
+const snapshot = () => ($("pin").value ? { snapshot: Number($("pin").value) } : {});
+const auto = () => ({
+  model: "auto",
+  raycl: { ...snapshot(), mix: $("mix").checked, ...($("task").value ? { task: $("task").value } : {}) },
+});
+const who = { auto, base: () => ({ model: "base", raycl: snapshot() }), pinned: () => ({ model: pinned.value, raycl: snapshot() }) };
+
+function sampling() {
+  const given = ["max_tokens", "temperature", "seed"].filter((name) => $(name).value !== "");
+  return Object.fromEntries(given.map((name) => [name, Number($(name).value)]));
+}
+
+let current = null;
+
+async function send() {
+  const text = $("text").value;
+  if (!text.trim() || !known.active) return;
+  stop();
+  const mine = (current = new AbortController());
+  $("stop").disabled = false;
+  remember(text);
+  await Promise.all(Object.keys(cards).map((name) => answer(name, text, mine.signal)));
+  if (current === mine) stop();
+}
+
+function stop() {
+  current?.abort();
+  current = null;
+  $("stop").disabled = true;
+}
+
+async function answer(name, text, signal) {
+  const card = cards[name];
+  if (name === "pinned" && !pinned.value) return;
+  card.begin();
+  try {
+    await (known.kind === "encoder" ? classify : generate)(name, text, signal);
+  } catch (error) {
+    if (signal.aborted && current && current.signal !== signal) return; // a newer question has the card
+    if (error.name === "AbortError") card.stopped();
+    else if (!(error instanceof Refused)) throw error;
+    else if (name === "base" && known.kind === "encoder" && error.status === 400) card.calm("The bare backbone knows no labels.");
+    else {
+      if (error.status === 401) wantKey(error.message);
+      card.failed(error.message);
+    }
+  }
+}
+
+async function classify(name, text, signal) {
+  const found = (await json("v1/classify", { ...who[name](), input: text }, signal)).data[0];
+  spoken(name, text, found.raycl);
+  cards[name].classified(found.label, found.scores);
+  cards[name].end(remarks(name, found.raycl));
+}
+
+async function generate(name, text, signal) {
+  const body = { ...who[name](), ...sampling(), messages: [{ role: "user", content: text }] };
+  const more = [];
+  let how = null;
+  const stream = { stream: true, stream_options: { include_usage: true } };
+  for await (const event of events("v1/chat/completions", { ...body, ...stream }, signal)) {
+    if (event.raycl) spoken(name, text, (how = event.raycl));
+    const choice = event.choices[0];
+    cards[name].add(choice?.delta.content);
+    if (choice?.finish_reason === "length") more.push("cut at the limit of tokens");
+    const tokens = event.usage?.completion_tokens;
+    if (tokens !== undefined) more.unshift(`${tokens} ${tokens === 1 ? "token" : "tokens"}`);
+  }
+  cards[name].end([...more, ...remarks(name, how)]);
+}
+
+/** Bars of the answer itself, unless the text has gone on since. */
+function spoken(name, text, how) {
+  if (!how || name === "base") return;
+  if (name === "pinned") cards.pinned.mixture(how, []);
+  else if ($("text").value === text) cards.auto.mixture(how, known.tasks);
+}
+
+function remarks(name, how) {
+  const found = [];
+  if (how && name === "auto") found.push(`routed in ${milliseconds(how.retrieval_ms)}`);
+  if (how?.template) found.push(`prompted as ${how.template}`);
+  if (how?.cut_tokens) found.push(`${how.cut_tokens} tokens of the text cut off`);
+  return found;
+}
+
+// ---- texts sent before, kept in this browser ---------------------------------------------------------------------
+
+function recent() {
+  try {
+    const kept = JSON.parse(localStorage.getItem(RECENT));
+    return Array.isArray(kept) ? kept.filter((text) => typeof text === "string") : [];
+  } catch {
+    return [];
+  }
+}
+
+function remember(text) {
+  keep([text, ...recent().filter((other) => other !== text)].slice(0, REMEMBERED));
+}
+
+function keep(texts) {
+  try {
+    if (texts.length) localStorage.setItem(RECENT, JSON.stringify(texts));
+    else localStorage.removeItem(RECENT);
+  } catch {
+    // a browser that keeps nothing: they last until the page is left
+  }
+  drawRecent(texts);
+}
+
+function drawRecent(texts) {
+  const chip = (words, title, act) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = words;
+    button.title = title;
+    button.addEventListener("click", act);
+    return button;
+  };
+  const chips = texts.map((text) => chip(text, text, () => write(text)));
+  const forget = () => {
+    keep([]);
+    $("text").focus();
+  };
+  if (chips.length) chips.push(chip("×", "Forget these texts", forget));
+  chips.at(-1)?.setAttribute("aria-label", "Forget these texts");
+  $("recent").replaceChildren(...chips);
+}
+
+function write(text) {
+  $("text").value = text;
+  typed();
+  $("text").focus();
+}
+
+// ---- the page itself ---------------------------------------------------------------------------------------------
+
+function typed() {
+  for (const card of Object.values(cards)) card.stale(true);
+  route.soon();
+}
+
+$("text").addEventListener("input", typed);
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+$("stop").addEventListener("click", stop);
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && $("ask").contains(event.target)) {
+    event.preventDefault();
+    $("ask").requestSubmit();
+  }
+  if (event.key === "Escape") stop();
+});
+document.addEventListener("visibilitychange", poll);
+for (const id of ["mix", "pin", "task"]) $(id).addEventListener("change", () => route.now());
+pinned.addEventListener("change", () => {
+  cards.pinned.stale(true);
+  announcePinned();
+});
+$("settings").addEventListener("invalid", () => ($("settings").open = true), true);
+
+drawRecent(recent());
+poll();

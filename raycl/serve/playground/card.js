@@ -1,0 +1,173 @@
+// One card: who speaks, what is said, how long it took. What it does not know: the endpoint, the other cards.
+// Names, labels and answers are anybody's text: they become text nodes, never markup.
+
+const SHOWN = 6;
+const LIKELY = 4;
+
+export const milliseconds = (ms) => (ms < 999.5 ? `${ms < 9.95 ? ms.toFixed(1) : Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
+
+function weight(value) {
+  if (value !== 0 && Math.abs(value) < 0.005) return value < 0 ? "> −0.01" : "< 0.01";
+  return value.toFixed(2).replace("-", "−");
+}
+
+/** Bars by name; those of a name that stays are moved, not made anew, so that one sees them move. */
+export function drawBars(list, pairs) {
+  const most = Math.max(1, ...pairs.map(([, value]) => Math.abs(value)));
+  const rows = new Map([...list.children].map((row) => [row.firstChild.textContent, row]));
+  const kept = pairs.map(([name, value]) => {
+    const row = rows.get(name) || newBar(name);
+    row.children[1].firstChild.style.width = `${(100 * Math.abs(value)) / most}%`;
+    row.classList.toggle("negative", value < 0);
+    row.classList.toggle("silent", Math.abs(value) < 0.005);
+    row.lastChild.textContent = weight(value);
+    return row;
+  });
+  if (kept.length !== list.children.length || kept.some((row, place) => row !== list.children[place])) {
+    list.replaceChildren(...kept);
+  }
+}
+
+function newBar(name) {
+  const row = document.createElement("li");
+  const [label, track, value] = ["span", "span", "span"].map((tag) => document.createElement(tag));
+  label.append(document.createElement("bdi"));
+  label.firstChild.textContent = name;
+  label.className = "name";
+  label.title = name;
+  track.className = "track";
+  value.className = "value";
+  track.append(document.createElement("i"));
+  row.append(label, track, value);
+  return row;
+}
+
+function drawMore(details, pairs, summary) {
+  details.hidden = !pairs.length;
+  details.firstElementChild.textContent = summary;
+  drawBars(details.lastElementChild, pairs);
+}
+
+export class Card {
+  /** @param {string} id @param {string} title @param {Node} who */
+  constructor(id, title, who) {
+    this.root = document.getElementById("card").content.cloneNode(true).firstElementChild;
+    const part = (query) => this.root.querySelector(query);
+    this.root.id = id;
+    part("h2").textContent = title;
+    part("h2").id = `${id}-title`;
+    this.root.setAttribute("aria-labelledby", `${id}-title`);
+    part(".who").append(who);
+    this.bars = part(".mixture .bars");
+    this.adapters = part(".mixture details");
+    this.hint = part(".hint");
+    this.said = part(".said");
+    this.label = part(".label");
+    this.note = part(".note");
+    this.labels = part(".answer .bars");
+    this.others = part(".answer details");
+    this.state = part(".state");
+    this.figures = part(".figures");
+    this.text = document.createTextNode("");
+    part(".text").append(this.text);
+  }
+
+  /** Bars for every task, those that are silent too; of many, the loudest. */
+  mixture(how, tasks) {
+    const shares = new Map([...tasks.map((task) => [task, 0]), ...Object.entries(how.tasks)]);
+    const loud = [...shares].sort((one, other) => Math.abs(other[1]) - Math.abs(one[1])).slice(0, SHOWN);
+    const names = new Set(loud.map(([task]) => task));
+    drawBars(this.bars, [...shares].filter(([task]) => names.has(task)));
+    const rest = shares.size - loud.length;
+    const adapters = Object.entries(how.adapters);
+    drawMore(this.adapters, adapters, `${adapters.length} ${adapters.length === 1 ? "adapter" : "adapters"}`);
+    this.say(rest > 0 ? `and ${rest} quieter tasks` : "");
+  }
+
+  /** Words instead of bars, or below them. */
+  say(words) {
+    this.hint.textContent = words;
+  }
+
+  noMixture(words) {
+    drawBars(this.bars, []);
+    drawMore(this.adapters, [], "");
+    this.say(words);
+  }
+
+  begin() {
+    this.began = performance.now();
+    this.first = undefined;
+    this.text.data = this.note.textContent = "";
+    this.label.hidden = this.note.hidden = true;
+    drawBars(this.labels, []);
+    drawMore(this.others, [], "");
+    this.figures.textContent = "";
+    this.stale(false);
+    this.set("asking");
+  }
+
+  /** More of the answer. */
+  add(piece) {
+    if (!piece) return;
+    this.first ??= performance.now() - this.began;
+    this.text.appendData(piece);
+    this.set("answering");
+  }
+
+  /** A label, and the probability of each that was in question, best first. */
+  classified(label, scores) {
+    this.label.textContent = label;
+    this.label.hidden = false;
+    const pairs = Object.entries(scores);
+    drawBars(this.labels, pairs.slice(0, LIKELY));
+    const rest = pairs.slice(LIKELY);
+    drawMore(this.others, rest, `${rest.length} less likely ${rest.length === 1 ? "label" : "labels"}`);
+  }
+
+  /** @param {string[]} more what else is to be known */
+  end(more = []) {
+    const total = performance.now() - this.began;
+    const first = this.first === undefined ? [] : [`first after ${milliseconds(this.first)}`];
+    this.figures.textContent = [...first, `${milliseconds(total)} in all`, ...more].join(" · ");
+    this.set("done");
+    if (!this.text.data && this.label.hidden && this.note.hidden) this.remark("It answered with nothing.");
+  }
+
+  remark(words) {
+    this.note.textContent = words;
+    this.note.hidden = false;
+  }
+
+  stopped() {
+    this.figures.textContent = `after ${milliseconds(performance.now() - this.began)}`;
+    this.set("stopped");
+  }
+
+  failed(words) {
+    this.remark(words);
+    this.set("failed");
+  }
+
+  /** No answer, and nothing wrong with that. */
+  calm(words) {
+    this.remark(words);
+    this.set("");
+  }
+
+  set(state) {
+    const words = { asking: "waiting", answering: "answering", done: "", stopped: "stopped", failed: "no answer" };
+    this.root.dataset.state = state;
+    this.state.textContent = words[state] || "";
+    this.said.setAttribute("aria-busy", String(state === "asking" || state === "answering"));
+  }
+
+  get busy() {
+    return this.said.getAttribute("aria-busy") === "true";
+  }
+
+  /** The text above is another one by now. */
+  stale(yes) {
+    this.root.classList.toggle("stale", yes);
+  }
+}

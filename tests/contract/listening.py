@@ -1,0 +1,83 @@
+"""A real endpoint over a tiny bank: HTTP on a free port of this process, so that a test can look behind it too.
+
+What it does not know: Ray; what is asked.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from raycl import config as configs
+from raycl.serve.access import Keys
+from raycl.serve.opening import close_service, open_service
+from raycl.serve.service import Service
+from raycl.serve.settings import ServeConfig
+from raycl.serve.web import make_web
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running endpoint.
+
+    Attributes:
+        url: without a slash at its end. service: what answers, in this process.
+    """
+
+    url: str
+    service: Service
+
+    def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """Status and parsed answer of a GET, or of a POST if there is a body."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json", **headers}, method="POST" if data else "GET"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+
+@contextmanager
+def serving(bank: str, **settings: Any) -> Iterator[Served]:
+    """The endpoint of a bank while the block runs; `settings` of `ServeConfig`."""
+    tree = {"bank": bank, "device": "cpu", "threads": 1, "follow": {"poll_s": 0.1}, **settings}
+    config = configs.validate(ServeConfig, tree)
+    service = open_service(config)
+    try:
+        with on_a_port(make_web(service, Keys(config.auth))) as port:
+            yield Served(f"http://127.0.0.1:{port}", service)
+    finally:
+        close_service(service)
+
+
+@contextmanager
+def on_a_port(web: Any) -> Iterator[int]:
+    """An ASGI application behind uvicorn, on a free loopback port."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        config = uvicorn.Config(web, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=2)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([door],), name="served", daemon=True)
+        thread.start()
+        try:
+            deadline = time.monotonic() + 30
+            while not server.started:
+                assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
+                time.sleep(0.01)
+            yield door.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(timeout=30)

@@ -1,0 +1,381 @@
+"""The playground in a real browser, headless, over a real endpoint: what a person would see, and nothing else.
+
+Why it exists: the page has no build step that could find its mistakes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import shutil
+import time
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from listening import Served, serving
+from playing import CARDS, expect_state, heard, mixture, opened, said, send, shown
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from tiny import Complete
+
+from raycl.bank import Bank
+from raycl.serve.engine import Engine
+from raycl.serve.playground import TYPES
+
+REPO = Path(__file__).resolve().parents[2]
+QUIET = ("background-networking", "component-update", "sync", "quic", "gpu", "dev-shm-usage")
+COLOUR, ANIMAL = "the sea is cold", "it purrs a sleeps"
+HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
+
+Get = Callable[[str], Served]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("no 'chromium' on the path: install it with 'apt-get install chromium'")
+    arguments = ["--no-sandbox", "--no-first-run", *(f"--disable-{what}" for what in QUIET)]
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=path, args=arguments)
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A fresh window."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, reduced_motion="reduce")
+    context.set_default_timeout(20_000)
+    expect.set_options(timeout=20_000)
+    yield context.new_page()
+    context.close()
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[[Served], None]:
+    """Makes an endpoint take a while over each token."""
+
+    def slow(served: Served) -> None:
+        assert isinstance(served.service.engine, Engine)
+        texts, step = served.service.engine._texts, served.service.engine._texts.step
+        monkeypatch.setattr(texts, "step", lambda: (time.sleep(0.08), step()))
+
+    return slow
+
+
+# ---- the page and its files ----------------------------------------------------------------------------------------
+
+
+def test_every_file_is_served_and_packaged() -> None:
+    files = {file.name for file in resources.files("raycl.serve.playground").iterdir() if file.is_file()}
+    assert {name for name in files if not name.endswith(".py")} == set(TYPES)
+    setup = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = setup["package-data"]["raycl.serve.playground"]
+    assert [name for name in TYPES if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []
+
+
+def test_files_come_with_type_policy_and_tag(served: Get) -> None:
+    endpoint = served("llama")
+    for name, kind in TYPES.items():
+        path = "/" if name == "index.html" else f"/playground/{name}"
+        with urllib.request.urlopen(endpoint.url + path) as answer:
+            assert answer.headers["Content-Type"] == kind
+            assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
+            assert "unsafe" not in answer.headers["Content-Security-Policy"]
+        again = urllib.request.Request(endpoint.url + path, headers={"If-None-Match": answer.headers["ETag"]})
+        with pytest.raises(urllib.error.HTTPError, match="304"):
+            urllib.request.urlopen(again)
+
+
+def test_it_loads_without_errors_and_asks_nobody_else(page: Page, served: Get) -> None:
+    endpoint, errors, asked = served("llama"), heard(page), []
+    page.on("request", lambda request: asked.append(request.url))
+    opened(page, endpoint)
+    expect(page.locator("#facts")).to_have_text("· 2 tasks · decoder")
+    assert shown(mixture(page)) == {"colour": "0.00", "animal": "0.00"}
+    alone = page.locator("#pinned-choice option").all_text_contents()
+    assert alone[:2] == ["colour", "animal"] and "colour.0@1" in alone[2:]
+    assert len(asked) >= len(TYPES) and [url for url in asked if not url.startswith(endpoint.url + "/")] == []
+    assert errors == []
+
+
+# ---- answers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
+def test_typing_moves_the_bars_before_anything_is_sent(page: Page, served: Get, kind: str) -> None:
+    opened(page, served(kind))
+    for text in (COLOUR, ANIMAL):
+        page.fill("#text", "")
+        page.locator("#text").press_sequentially(text, delay=15)
+        how = served(kind).ask("/v1/route", {"input": text})[1]["data"][0]["raycl"]
+        loudest = next(iter(how["tasks"]))
+        assert how["tasks"][loudest] > 0.5, "these texts must be told apart"
+        wanted = f"{how['tasks'][loudest]:.2f}"
+        row = mixture(page).locator("li").filter(has=page.locator(f"[title={loudest}]"))
+        expect(row.locator(".value")).to_have_text(wanted)
+        assert row.locator(".track i").evaluate("bar => bar.getBoundingClientRect().width") > 20
+        page.locator("#auto .mixture summary").click()
+        assert set(shown(page.locator("#auto .mixture details .bars"))) == set(how["adapters"])
+        page.locator("#auto .mixture summary").click()
+    assert page.locator("#auto .text").inner_text() == "" and page.locator("#recent button").count() == 0
+    page.fill("#text", "")
+    expect(mixture(page).locator(".value")).to_have_text(["0.00", "0.00"])
+
+
+def test_of_many_tasks_the_loudest_are_shown(page: Page, served: Get) -> None:
+    loud = {"task17": 0.9, "task3": 0.3, "task5": -0.2, "task9": 0.001}
+    tasks = {f"task{number}": 0.0 for number in range(20)} | loud
+    facts = {"active": 1, "tasks": list(tasks), "kind": "decoder", "data": [1], "problem": ""}
+    how = {"tasks": loud, "adapters": {"one": 1.5, "two": -0.5}}
+    page.route("**/v1/snapshots", lambda route: route.fulfill(json=facts))
+    page.route("**/v1/route", lambda route: route.fulfill(json={"data": [{"raycl": how}]}))
+    opened(page, served("llama"))
+    page.fill("#text", COLOUR)
+    expect(mixture(page).locator(".value")).to_have_text(["0.00", "0.00", "0.30", "−0.20", "< 0.01", "0.90"])
+    assert list(shown(mixture(page))) == ["task0", "task1", "task3", "task5", "task9", "task17"]
+    assert page.locator("#auto .hint").inner_text() == "and 14 quieter tasks"
+    page.locator("#auto .mixture summary").click()
+    assert shown(page.locator("#auto .mixture details .bars")) == {"one": "1.50", "two": "−0.50"}
+
+
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_three_answers_stream_in(page: Page, served: Get, slowly: Callable[[Served], None], kind: str) -> None:
+    endpoint = served(kind)
+    slowly(endpoint)
+    errors = heard(opened(page, endpoint))
+    page.select_option("#pinned-choice", "colour.0@1")
+    seen: list[str] = []
+    page.expose_function("note", lambda text: seen.append(text))
+    page.locator("#base .text").evaluate(
+        "text => new MutationObserver(() => note(text.textContent)).observe(text, {characterData: true, subtree: true})"
+    )
+    send(page, ANIMAL, max_tokens=12)
+    expect(page.locator("#stop")).to_be_enabled()
+    expect_state(page, "done", *CARDS)
+    expect(page.locator("#stop")).to_be_disabled()
+    for card, model in zip(CARDS, ("auto", "base", "colour.0@1"), strict=True):
+        body = {"model": model, "messages": [{"role": "user", "content": ANIMAL}], "max_tokens": 12}
+        answer = endpoint.ask("/v1/chat/completions", body)[1]
+        text = answer["choices"][0]["message"]["content"]
+        assert said(page, card) == text
+        figures = page.locator(f"#{card} .figures").inner_text()
+        count = answer["usage"]["completion_tokens"]
+        assert f"{count} token{'s' * (count != 1)}" in figures and " in all" in figures
+        assert ("first after" in figures) == bool(text)
+        assert ("cut at the limit of tokens" in figures) == (answer["choices"][0]["finish_reason"] == "length")
+    longer = [text for text in seen if text]
+    assert len(set(longer)) > 2, "the answer came in one piece"
+    assert all(after.startswith(before) for before, after in pairwise(longer))
+    assert shown(mixture(page, "pinned")) == {"colour": "1.00"} and shown(mixture(page, "base")) == {}
+    assert errors == []
+
+
+def test_an_encoder_answers_with_labels(page: Page, served: Get) -> None:
+    endpoint = served("bert")
+    opened(page, endpoint)
+    assert not page.locator("#max_tokens").is_visible(), "nothing is generated here"
+    page.select_option("#pinned-choice", "colour")
+    send(page, ANIMAL)
+    expect_state(page, "done", "auto", "pinned")
+    for card, model in (("auto", "auto"), ("pinned", "colour")):
+        found = endpoint.ask("/v1/classify", {"input": ANIMAL, "model": model})[1]["data"][0]
+        assert page.locator(f"#{card} .label").inner_text() == found["label"]
+        bars = shown(page.locator(f"#{card} .answer > .bars"))
+        assert bars == {label: f"{chance:.2f}" for label, chance in found["scores"].items()}
+    expect_state(page, "", "base")
+    assert page.locator("#base .note").inner_text() == "The bare backbone knows no labels."
+
+
+def test_settings_and_pins_travel(page: Page, served: Get) -> None:
+    opened(page, served("llama"))
+    page.locator("#settings summary").click()
+    page.select_option("#pin", "1")
+    page.select_option("#task", "colour")
+    page.uncheck("#mix")
+    bodies: list[Any] = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if "chat" in request.url else None)
+    send(page, COLOUR, max_tokens=3, temperature=0.5, seed=7)
+    expect_state(page, "done", *CARDS)
+    assert {body["model"] for body in bodies} == {"auto", "base", "colour"}
+    for body in bodies:
+        assert (body["max_tokens"], body["temperature"], body["seed"], body["stream"]) == (3, 0.5, 7, True)
+        assert body["raycl"]["snapshot"] == 1
+    assert next(body["raycl"] for body in bodies if body["model"] == "auto") == {
+        "snapshot": 1,
+        "mix": False,
+        "task": "colour",
+    }
+    page.select_option("#pin", "1")
+    page.select_option("#pinned-choice", "animal")
+    send(page, COLOUR)
+    expect_state(page, "failed", "pinned")  # snapshot 1 had not learned it
+    expect(page.locator("#pinned .note")).to_have_text(re.compile(r"^model 'animal' is not there: expected auto, base"))
+
+
+def test_an_error_is_the_servers_sentence(page: Page, served: Get) -> None:
+    opened(page, served("llama"))
+    send(page, COLOUR, max_tokens=9999)
+    expect_state(page, "failed", *CARDS)
+    sentence = "max_tokens is 9999: this endpoint allows at most 512"
+    assert [page.locator(f"#{card} .note").inner_text() for card in CARDS] == [sentence] * 3
+    send(page, COLOUR, max_tokens=2)
+    expect_state(page, "done", *CARDS)
+    assert page.locator("#base .note").inner_text() == "" and said(page, "base"), "the old error must go"
+
+
+# ---- stopping ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["button", "escape", "asking again"])
+def test_stop_ends_the_answers_here_and_there(
+    page: Page, served: Get, slowly: Callable[[Served], None], by: str
+) -> None:
+    endpoint = served("llama")
+    slowly(endpoint)
+    opened(page, endpoint)
+    send(page, ANIMAL, max_tokens=400)
+    expect(page.locator("#base .text")).not_to_be_empty()
+    expect_state(page, "answering", "base")
+    if by == "asking again":
+        send(page, COLOUR, max_tokens=2)
+        expect_state(page, "done", *CARDS)
+        assert len(said(page, "base").split()) <= 2, "the old answer wrote into the new one"
+    else:
+        page.click("#stop") if by == "button" else page.press("#text", "Escape")
+        expect_state(page, "stopped", "base")
+        text = said(page, "base")
+        assert text, "what was said stays"
+        expect(page.locator("#stop")).to_be_disabled()
+    deadline = time.monotonic() + 10
+    while endpoint.service.engine.load:
+        assert time.monotonic() < deadline, "the server goes on although nobody listens"
+        time.sleep(0.05)
+    if by != "asking again":
+        assert said(page, "base") == text
+
+
+# ---- keys, snapshots -----------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_asked_for_and_kept_in_the_tab(page: Page, complete: Complete, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("sésame\nadmin:other\n")
+    uri = complete("bert", "slm", "torch").storage.sub("bank").uri
+    with serving(uri, auth={"keys_file": str(tmp_path / "keys")}) as endpoint:
+        page.goto(endpoint.url + "/")
+        expect(page.locator("#key-form")).to_be_visible()
+        sentence = "an API key is needed: send 'Authorization: Bearer KEY'"
+        expect(page.locator("#key-why")).to_have_text(sentence)
+        page.fill("#key", "wrong")
+        with page.expect_response("**/v1/snapshots") as refused:
+            page.press("#key", "Enter")
+        assert refused.value.status == 401
+        expect(page.locator("#key-form")).to_be_visible()
+        page.fill("#key", "sésame")
+        page.press("#key", "Enter")
+        expect(page.locator("#key-form")).to_be_hidden()
+        expect(page.locator("#snapshot")).to_have_text("snapshot 2")
+        send(page, ANIMAL)
+        expect_state(page, "done", "auto", "pinned")
+        opened(page, endpoint)  # reloaded: the key is still there
+        assert not page.locator("#key-form").is_visible()
+        assert page.evaluate("() => JSON.stringify(localStorage)").find("same") < 0, "keys must not outlive the tab"
+
+
+def test_a_new_snapshot_shows_by_itself(page: Page, complete: Complete, tmp_path: Path) -> None:
+    bank = complete("bert", "slm", "torch").copy(tmp_path).sub("bank")
+    with serving(bank.uri) as endpoint:
+        opened(page, endpoint)
+        page.fill("#text", ANIMAL)
+        expect(mixture(page).locator("li")).to_have_count(2)
+        expect(mixture(page).locator(".value").last).not_to_have_text("0.00")
+        assert endpoint.ask("/admin/activate", {"snapshot": 1})[0] == 200
+        expect(page.locator("#snapshot")).to_have_text("snapshot 1")
+        expect(mixture(page).locator(".name")).to_have_text(["colour"])
+        expect(mixture(page).locator(".value")).to_have_text(["1.00"])
+        assert page.locator("#pinned-choice option").first.inner_text() == "colour"
+
+
+# ---- what others wrote ---------------------------------------------------------------------------------------------
+
+
+def test_names_and_labels_stay_text(page: Page, complete: Complete, tmp_path: Path) -> None:
+    bank = Bank(complete("bert", "lora", "torch").copy(tmp_path).sub("bank"))
+    last = bank.newest()
+    assert last is not None
+    task, label = f"task {HOSTILE}", f"label {HOSTILE}"
+    (entry,) = last.adapters
+    hostile = entry.model_copy(update={"tasks": (task, *entry.tasks[1:]), "labels": (label, *entry.labels[1:])})
+    facts = (last.tasks[0].model_copy(update={"name": task}), *last.tasks[1:])
+    bank.snapshot([(hostile, last.layouts[entry.layout])], last.backbone, last.router, facts, made=last.made)
+    with serving(bank.storage.uri) as endpoint:
+        errors = heard(opened(page, endpoint))
+        send(page, HOSTILE)
+        expect_state(page, "done", "auto", "pinned")
+        assert set(shown(mixture(page))) == {task, "animal"}
+        assert label in shown(page.locator("#auto .answer > .bars"))
+        assert page.locator("#recent button").first.inner_text() == HOSTILE
+        assert task in page.locator("#task option").all_text_contents()
+        page.reload()
+        expect(page.locator("#recent button").first).to_have_text(HOSTILE)
+        assert page.locator("main img, main script").count() == 0 and page.title() == "raycl playground"
+        assert [text for text in errors if "status of 400" not in text] == []  # the bare backbone knows no labels
+        page.set_viewport_size({"width": 390, "height": 844})
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= 390, "a long name must not widen the page"
+
+
+def test_answers_and_errors_stay_text_however_the_stream_is_cut(page: Page, served: Get) -> None:
+    opened(page, served("llama"))
+    chunks = [{"choices": [{"index": 0, "delta": {"content": part}}]} for part in (HOSTILE[:9], HOSTILE[9:], " – 你好")]
+    stream = "".join(f": a comment\r\n\r\ndata: {json.dumps(chunk, ensure_ascii=False)}\r\n\r\n" for chunk in chunks)
+
+    def answer(route: Route) -> None:
+        if route.request.post_data_json["model"] == "auto":
+            route.fulfill(body=stream + "data: [DONE]\n\n", content_type="text/event-stream")
+        elif route.request.post_data_json["model"] == "base":
+            failed = {"error": {"message": HOSTILE, "type": "server_error"}}
+            route.fulfill(body=stream + f"data: {json.dumps(failed)}\n\n", content_type="text/event-stream")
+        else:
+            route.fulfill(body=stream[:-30], content_type="text/event-stream")
+
+    page.route("**/v1/chat/completions", answer)
+    send(page, COLOUR)
+    expect_state(page, "done", "auto")
+    expect_state(page, "failed", "base", "pinned")
+    assert said(page, "auto") == said(page, "base") == f"{HOSTILE} – 你好"
+    assert page.locator("#base .note").inner_text() == HOSTILE
+    assert page.locator("#pinned .note").inner_text() == "The answer ended before it was finished."
+    assert page.locator("main img, main script").count() == 0 and page.title() == "raycl playground"
+
+
+def test_the_texts_sent_last_are_remembered_here(page: Page, served: Get) -> None:
+    opened(page, served("bert"))
+    for text in [*(f"{ANIMAL} {'very ' * number}" for number in range(6)), ANIMAL]:
+        send(page, text)
+        expect_state(page, "done", "auto", "pinned")
+    page.reload()
+    chips = page.locator("#recent button")
+    expect(chips).to_have_count(6)  # five texts, and one to forget them
+    chips.nth(0).click()
+    assert page.input_value("#text") == ANIMAL
+    expect(mixture(page).locator(".value").last).not_to_have_text("0.00")
+    chips.last.click()
+    expect(chips).to_have_count(0)
+    assert page.evaluate("() => localStorage.length") == 0
+
+
+def test_it_says_when_the_endpoint_is_gone(page: Page, complete: Complete) -> None:
+    with serving(complete("bert", "slm", "torch").storage.sub("bank").uri) as endpoint:
+        opened(page, endpoint)
+        assert not page.locator("#problem").is_visible()
+    expect(page.locator("#problem")).to_have_text("The endpoint cannot be reached: is it still running?")
+    send(page, COLOUR)
+    expect_state(page, "failed", *CARDS)
