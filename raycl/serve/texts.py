@@ -22,7 +22,14 @@ from raycl.serve.refusals import AskedError, told
 from raycl.serve.schema import ChatAnswer, ChatRequest, CompletionRequest, Generation, TextAnswer
 from raycl.serve.service import Answer, Service, how, spoken_out, take
 
-STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+EVENT = {
+    "type": "object",
+    "description": "data is a chunk, in the shape of OpenAI's, an error, or [DONE]",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
+STREAM: dict[str, Any] = {"text/event-stream": {"schema": EVENT}}
+"""What `stream: true` gives, in the words of OpenAPI: the schema of every event."""
 
 
 @dataclass(frozen=True)

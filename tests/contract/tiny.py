@@ -146,7 +146,7 @@ class Lab:
             "name": "slm",
             "targets": ["attention", "ffn"],
             "keys": {"groups": 4, "steps": 40, "start": "data"},
-            "encoder": {"name": str(self.model_folder("bert"))},
+            "encoder": {"name": str(self.model_folder("bert")), "max_tokens": 64},
             **settings,
         }
 
