@@ -125,9 +125,9 @@ class MixedHead(nn.Module):
         label = torch.cat([rows.labels for _, rows in blocks])
         speaks = weights_BN[:, torch.tensor([column for column, _ in blocks], device=device)[owner]].float()
         if self.rule == "logit":
-            known = torch.full((len(self.labels),), -torch.inf, device=device)
-            known[label[(speaks != 0).any(0)]] = 0.0
-            return known + torch.zeros_like(known).repeat(len(logits), 1).index_add(1, label, logits * speaks)
+            none = torch.zeros(len(logits), len(self.labels), device=device)
+            known = none.index_add(1, label, (speaks != 0).float()) > 0  # by each example's own speakers
+            return none.index_add(1, label, logits * speaks).masked_fill(~known, -torch.inf)
         chances = logits - logsumexp_by(logits, owner, len(blocks))[:, owner]
         loud = torch.where(speaks > 0, speaks.clamp_min(1e-30).log(), -torch.inf)
         return logsumexp_by(chances + loud, label, len(self.labels))

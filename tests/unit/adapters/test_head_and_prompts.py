@@ -61,6 +61,20 @@ def test_logits_are_added_up_per_label_when_asked_for() -> None:
     torch.testing.assert_close(scores[0], torch.stack([0.7 * one[0], 0.7 * one[1] + 0.3 * two[0], 0.3 * two[1]]))
 
 
+def test_a_text_knows_the_labels_of_its_own_speakers_whatever_the_rule() -> None:
+    stack, _ = stack_with_heads()
+    pooled = torch.randn(2, WIDTH)
+    for rule in ("probability", "logit"):
+        head = MixedHead(stack, WIDTH, rule)
+        head.grow(("x", "y", "z"))
+        with stack.mixing(Mixture(("one", "two"), torch.tensor([[1.0, 0.0], [0.5, 0.5]]))):
+            both = head(pooled)
+        with stack.mixing(Mixture(("one",), torch.tensor([[1.0]]))):
+            alone = head(pooled[:1])
+        torch.testing.assert_close(both[:1], alone)
+        assert (both == -torch.inf).tolist() == [[False, False, True], [False, False, False]]
+
+
 def test_rows_in_training_learn_through_the_mixture() -> None:
     stack, _ = stack_with_heads()
     stack.begin_live({"new": 2, "more": 2}, 1.0, lambda low, outputs: nn.init.normal_(low))
