@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import queue
+from contextlib import suppress
 
 import torch
 
@@ -14,6 +15,7 @@ from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.bank.shelf import Shelf
+from raycl.errors import RayclError
 from raycl.serve.asks import Ask, Choice, Event, Failed, Sampling, is_last
 from raycl.serve.engine import Engine
 from raycl.serve.host import Host, Hosted
@@ -71,7 +73,10 @@ def open_front(config: ServeConfig, stream: Stream) -> Service:
     target = int(limits.get("max_target_tokens") or TARGET_TOKENS)
     torch.set_num_threads(config.threads)
     engine = RemoteEngine(stream, snapshot.backbone.kind, config.max_batch, target)
-    return Service(config, engine, Roster(bank, engine, config, snapshot.backbone.sha256, None))
+    roster = Roster(bank, engine, config, snapshot.backbone.sha256, None)
+    with suppress(RayclError):  # a router that must be told the task has nothing to load
+        roster.active.mixture([WARMING])
+    return Service(config, engine, roster)
 
 
 def _warm(engine: Engine, hosted: Hosted) -> None:

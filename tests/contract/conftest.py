@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from listening import Served, serving
 from tiny import ENGINES, VARIANTS, Complete, Done, Lab, Taught, run
 
+from raycl.backbone import running
 from raycl.storage import Storage
 
 
@@ -62,3 +65,15 @@ def served(complete: Complete) -> Iterator[Callable[[str], Served]]:
             return running[kind]
 
         yield get
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that needs 10 ms a token at least: what a test interrupts is still going on then."""
+    step = running.step
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(0.01)
+        return step(*given)
+
+    monkeypatch.setattr(running, "step", slowly)

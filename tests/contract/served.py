@@ -6,7 +6,8 @@ What it does not know: which snapshots and settings a test wants.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
 from raycl.types import Mixture
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 """No answer takes that long, however busy the machine."""
 
 LIMIT = 12
@@ -147,12 +148,14 @@ class Desk:
     def settle(self) -> None:
         """Until nothing is left to do."""
         self.engine.call(lambda: None).result(WAIT_S)
-        waits = threading.Event()
-        for _ in range(int(WAIT_S / 0.005)):
-            if not self.engine.load:
-                return
-            waits.wait(0.005)
-        raise AssertionError(f"{self.engine.load} answers are not finished")
+        self.until(lambda: not self.engine.load)
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        """Wait for something that must happen."""
+        end = time.monotonic() + WAIT_S
+        while not happened():
+            assert time.monotonic() < end, "it never happened"
+            time.sleep(0.005)
 
 
 def bank_of(done: Done, folder: Path) -> Bank:

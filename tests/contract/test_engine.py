@@ -184,19 +184,21 @@ def test_a_fault_of_ours_is_told_and_ends_no_other(
         assert desk.ask("fire is", weights={}).finish and desk.engine.load == 0
 
 
+@pytest.mark.usefixtures("slow")
 def test_what_nobody_wants_any_more_stops(taught: Taught, tmp_path: Path) -> None:
-    bank = bank_of(taught("llama", "separate"), tmp_path)
-    with serving(bank, max_batch=2) as desk:
+    endless = {"weights": {}, "templated": False, "sampling": Sampling(4000)}
+    with serving(bank_of(taught("t5", "separate"), tmp_path), max_batch=2) as desk:
         with desk.paused():
-            replies = [desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG) for _ in range(6)]
+            replies = [desk.ask("a sleeps", **endless) for _ in range(6)]  # type: ignore[arg-type]
             assert desk.engine.load == 6
         replies[0].wait(is_piece)
         for reply in replies:
             reply.asked.cancelled = True  # type: ignore[attr-defined]
         desk.settle()
-        assert desk.engine.counts["tokens"] < 2 * 100
+        assert desk.engine.counts["tokens"] < 4000
         assert not any(isinstance(event, Piece) and event.finish for reply in replies for event in reply.events)
-        assert desk.ask("fire is", weights={"colour": -2.0}).finish
+        assert not any(isinstance(event, Piece) for reply in replies[2:] for event in reply.events), "they never spoke"
+        assert desk.ask("fire is", weights={"colour": 1.0}).finish
 
 
 def test_the_load_counts_what_is_not_finished(taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

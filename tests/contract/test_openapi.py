@@ -47,17 +47,20 @@ def wires(taught: Taught, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield {kind: stack.enter_context(listening(bank, limits=limits)) for kind, bank in banks.items()}
 
 
-def schema_of(wire: Wire) -> Any:
-    return schemathesis.openapi.from_url(f"{wire.url}/openapi.json")
+@pytest.fixture(scope="module")
+def schemas(wires: dict[str, Wire]) -> dict[str, Any]:
+    return {kind: schemathesis.openapi.from_url(f"{wire.url}/openapi.json") for kind, wire in wires.items()}
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in KINDS.items() for name in names])
-def test_no_request_breaks_the_endpoint(wires: dict[str, Wire], kind: str, name: str, mode: GenerationMode) -> None:
+def test_no_request_breaks_the_endpoint(
+    wires: dict[str, Wire], schemas: dict[str, Any], kind: str, name: str, mode: GenerationMode
+) -> None:
     wire, (method, path) = wires[kind], name.split()
 
     @EACH
-    @given(case=schema_of(wire)[path][method].as_strategy(generation_mode=mode))
+    @given(case=schemas[kind][path][method].as_strategy(generation_mode=mode))
     def ask(case: schemathesis.Case) -> None:
         case.call_and_validate(checks=CHECKED)
 

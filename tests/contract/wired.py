@@ -5,8 +5,7 @@ What it does not know: what a test asks.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,13 +48,6 @@ class Wire(Desk):
         """One turn."""
         messages: Any = [{"role": "user", "content": text}]
         return self.openai.chat.completions.create(**{"model": "auto", "messages": messages, **settings})
-
-    def until(self, happened: Callable[[], bool]) -> None:
-        """Wait for something that must happen."""
-        end = time.monotonic() + WAIT_S
-        while not happened():
-            assert time.monotonic() < end, "it never happened"
-            time.sleep(0.005)
 
 
 @contextmanager
