@@ -30,8 +30,8 @@ class LimitsConfig(Section):
 class AuthConfig(Section):
     """API keys: one a line in a file, or separated by commas in an environment variable; none: open, on loopback only.
 
-    A line `admin:KEY` makes a key that may also activate snapshots; without one, only who asks from this machine, with
-    a key and not through a proxy, may.
+    A line `admin:KEY` makes a key that may also activate snapshots; where there are keys but no such one, nobody may
+    over the wire, and `jobs/serve.py activate` is left.
     """
 
     keys_file: str | None = None
