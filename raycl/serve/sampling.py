@@ -37,23 +37,23 @@ def pick(logits_BV: Tensor, settings: Sequence[Sampling], draws: Sequence[torch.
     whole = [place for place, row in enumerate(drawn) if settings[row].top_p >= 1]
     part = [place for place, row in enumerate(drawn) if settings[row].top_p < 1]
     if whole:
-        for place, token in zip(whole, _placed(chances_DV[whole], points_D1[whole]), strict=True):
+        for place, token in zip(whole, _placed(chances_DV[whole], points_D1[whole]).tolist(), strict=True):
             tokens[drawn[place]] = token
     if part:
         nucleus_D1 = torch.tensor([[settings[drawn[place]].top_p] for place in part], device=device)
         sorted_DV, order_DV = chances_DV[part].sort(dim=-1, descending=True, stable=True)
         before_DV = sorted_DV.cumsum(-1) - sorted_DV
         kept_DV = sorted_DV.masked_fill(before_DV >= nucleus_D1, 0.0)
-        for place, ids, rank in zip(part, order_DV, _placed(kept_DV, points_D1[part]), strict=True):
-            tokens[drawn[place]] = int(ids[rank])
+        found_D = order_DV.gather(-1, _placed(kept_DV, points_D1[part])[:, None])[:, 0]
+        for place, token in zip(part, found_D.tolist(), strict=True):
+            tokens[drawn[place]] = token
     return tokens
 
 
-def _placed(chances_DV: Tensor, points_D1: Tensor) -> list[int]:
+def _placed(chances_DV: Tensor, points_D1: Tensor) -> Tensor:
     """Where each point of [0, 1) falls when the row is laid out by its chances; never where a chance is 0."""
     sums_DV = chances_DV.cumsum(-1)
-    places: list[int] = (sums_DV <= points_D1 * sums_DV[:, -1:]).sum(-1).tolist()
-    return places
+    return (sums_DV <= points_D1 * sums_DV[:, -1:]).sum(-1)
 
 
 class Spoken:
