@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -79,8 +80,14 @@ def s3_uri() -> Iterator[Callable[[str], str]]:
         server.stop()
 
 
+@pytest.fixture(scope="session")
+def one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> FileLock:
+    """Held while a cluster starts: Ray looks for free ports long before it binds them, so two that start would meet."""
+    return FileLock(tmp_path_factory.getbasetemp().parent / "ray-starts.lock")
+
+
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[dict[str, str]]:
+def ray_cluster(one_at_a_time: FileLock) -> Iterator[dict[str, str]]:
     """A Ray cluster of 2 CPUs on this machine, gone without a trace after the module; yields its address info.
 
     With the dashboard: without it Train's cleaner of placement groups cannot work and warns every second.
@@ -89,16 +96,18 @@ def ray_cluster() -> Iterator[dict[str, str]]:
 
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # short: paths of UNIX sockets end at 107 bytes
     try:
-        context = ray.init(
-            num_cpus=2,
-            num_gpus=0,
-            object_store_memory=200 * 1024**2,
-            namespace="raycl-tests",
-            include_dashboard=True,
-            log_to_driver=False,
-            runtime_env={"env_vars": {**THREADS, **QUIET, "RAYCL_CACHE": os.environ["RAYCL_CACHE"]}},
-            _temp_dir=folder,
-        )
+        with one_at_a_time:
+            context = ray.init(
+                "local",  # and never the head that another file has started
+                num_cpus=2,
+                num_gpus=0,
+                object_store_memory=200 * 1024**2,
+                namespace="raycl-tests",
+                include_dashboard=True,
+                log_to_driver=False,
+                runtime_env={"env_vars": {**THREADS, **QUIET, "RAYCL_CACHE": os.environ["RAYCL_CACHE"]}},
+                _temp_dir=folder,
+            )
         yield dict(context.address_info)
     finally:
         ray.shutdown()

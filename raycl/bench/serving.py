@@ -9,10 +9,12 @@ What it does not know: tasks that mean something.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -94,12 +96,14 @@ def measure(options: argparse.Namespace) -> Report:
     return Report("serve", settings, figures, machine(before), notes)
 
 
-WORDS = "market shares village river phone waiter goal minister engine album novel film plant storm".split()  # noqa: SIM905
+WORDS = "market shares village river phone waiter goal minister engine album novel film plant storm"
 
 
 def _texts_of(count: int) -> list[str]:
+    words = WORDS.split()
+
     def word(number: int, place: int) -> str:
-        return WORDS[(number * 7 + place * (number % 5 + 1)) % len(WORDS)]
+        return words[(number * 7 + place * (number % 5 + 1)) % len(words)]
 
     return [" ".join(word(number, place) for place in range(14)) + f" {number}" for number in range(count)]
 
@@ -181,8 +185,6 @@ def _in_process(texts: Sequence[str], options: argparse.Namespace) -> tuple[floa
 
 def _following(bank: Bank, url: str, options: argparse.Namespace) -> Iterator[Figure]:
     """From a snapshot's record in the bank to the first answer made with it, while other clients ask."""
-    import aiohttp  # noqa: F401 -- the clients' library must be there before they are timed
-
     waits = []
     for _ in range(options.publishes):
         old = bank.newest()
@@ -204,11 +206,9 @@ def _following(bank: Bank, url: str, options: argparse.Namespace) -> Iterator[Fi
 
 def run_one(url: str, body: dict[str, Any]) -> int:
     """Ask once; the number of the snapshot that answered."""
-    import httpx
-
-    answer = httpx.post(url, json=body, timeout=60)
-    answer.raise_for_status()
-    return int(answer.json()["data"][0]["raycl"]["snapshot"])
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return int(json.load(answer)["data"][0]["raycl"]["snapshot"])
 
 
 class Instant(Endpoint):

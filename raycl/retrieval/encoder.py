@@ -88,7 +88,8 @@ class SentenceEncoder:
 
             folder = str(folder_of(self.config.name, self.config.revision))
             self._model = SentenceTransformer(folder, device=self._device)
-            self._model.max_seq_length = self.config.max_tokens
+            positions = getattr(self._model[0].auto_model.config, "max_position_embeddings", self.config.max_tokens)
+            self._model.max_seq_length = min(self.config.max_tokens, positions, self._model.tokenizer.model_max_length)
             self._model.eval()
             if self.config.layer != "last":
                 self._model[0].auto_model.config.output_hidden_states = True
@@ -114,7 +115,7 @@ class SentenceEncoder:
 
     def _computed(self, texts: Sequence[str]) -> Tensor:
         model = self._loaded()
-        limit = self.config.max_tokens
+        limit = model.max_seq_length
         lengths = model.tokenizer(list(texts), truncation=False, verbose=False)["input_ids"]
         self.truncated += sum(len(ids) > limit for ids in lengths)
         by_length = sorted(range(len(texts)), key=lambda row: len(lengths[row]))

@@ -12,6 +12,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from raycl.errors import ConfigError
 from raycl.serve.leaving import attended
@@ -80,6 +81,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _is_local(host: bytes) -> bool:
+    """Whether a Host header names this machine: a web page elsewhere may have its name point here (DNS rebinding)."""
+    try:
+        name = urlsplit(f"//{host.decode('latin-1')}").hostname
+    except ValueError:
+        return False
+    return name is not None and is_loopback(name)
+
+
 class Gate:
     """ASGI middleware: keys, size of bodies and time for them; behind it the whole body is there."""
 
@@ -93,6 +103,10 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
+        if not self.keys and not _is_local(headers.get(b"host", b"localhost")):
+            message = "without API keys only this machine may ask, by 127.0.0.1 or localhost: set auth.keys_file"
+            await _answer(send, 403, message, "permission_error")
+            return
         refusal = self._unknown(scope["path"], headers)
         if refusal is not None:
             await _answer(send, 401, refusal, "authentication_error")

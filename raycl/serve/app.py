@@ -8,11 +8,10 @@ What it does not know: how answers are made (`service`), what the wire looks lik
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
-from raycl.errors import RayclError
+from raycl.errors import BankError, DataError, RayclError
 from raycl.serve.access import Keys, check_access
 from raycl.serve.asks import FAILURES, Event, Failed
 from raycl.serve.gate import judge
@@ -69,23 +68,23 @@ class Model:
         self.service = open_service(configs.validate(ServeConfig, tree), shelf=True)
         self.metrics = Metrics(self.service)
 
-    async def answer(self, spec: Spec) -> AsyncIterator[Event]:
+    async def answer(self, spec: Spec) -> AsyncGenerator[Event, None]:
         """Events of one answer, up to its last."""
         service = self.service
-        hosted = await asyncio.to_thread(service.roster.take, spec.snapshot)
         settings = {"templated": spec.templated, "route_only": spec.route_only, "sampling": spec.sampling}
         until = routed if spec.route_only else labelled if spec.sampling is None else spoken_out
         answer, began = Answer(), time.perf_counter()
         try:
-            async with service.asked(hosted, spec.choice, [spec.text], **settings) as queues:
+            async with (
+                service.holding(spec.snapshot) as hosted,
+                service.asked(hosted, spec.choice, [spec.text], **settings) as queues,
+            ):
                 async for event in service.events(queues[0], until):
                     take(answer, event, began)
                     yield event
             service.observe(answer)
         except RayclError as error:
             yield Failed(error)
-        finally:
-            service.roster.give_back(hosted)
 
     def check_health(self) -> None:
         """See `Endpoint.check_health`."""
@@ -103,7 +102,7 @@ class Front:
         self.config = configs.validate(ServeConfig, tree)
         answers = model.options(method_name="answer", stream=True)
 
-        async def stream(spec: Spec) -> AsyncIterator[Event]:
+        async def stream(spec: Spec) -> AsyncGenerator[Event, None]:
             async for event in answers.remote(spec):
                 yield event
 
@@ -133,16 +132,23 @@ class Gatekeeper:
             time.sleep(self.config.follow.poll_s)
             try:
                 last, newest = activations.latest(), max(bank.snapshots())
-                if last is None or newest <= last.seen:
-                    continue
+            except FAILURES as error:  # storage that cannot be reached for a while
+                log.warning("the bank cannot be looked at now: %s", error)
+                continue
+            if last is None or newest <= last.seen:
+                continue
+            try:
                 verdict = judge(self.config, newest)
                 worst = max(verdict.drops.values(), default=0.0)
                 if verdict.passed:
                     activations.add(newest, f"passed the gate: no task falls by more than {worst:.1f}")
                 else:
                     activations.add(last.snapshot, f"snapshot {newest} was refused: a task falls by {worst:.1f}")
-            except FAILURES as error:  # what cannot be judged now may be later
-                log.warning("the newest snapshot cannot be judged: %s", error)
+            except (BankError, DataError) as error:  # nor can it be judged later: said where people look
+                log.error("snapshot %d cannot be judged: %s", newest, error)
+                activations.add(last.snapshot, f"snapshot {newest} could not be judged: {error}")
+            except FAILURES as error:
+                log.warning("snapshot %d cannot be judged now: %s", newest, error)
                 time.sleep(10 * self.config.follow.poll_s)
 
 

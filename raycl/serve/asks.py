@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from raycl.errors import RayclError
 from raycl.serve.host import Hosted
 
+CLOSED = "the server is shutting down: ask again in a moment"
+
 FAILURES = (
     *(RayclError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
     *(RuntimeError, TypeError, ValueError),

@@ -25,7 +25,7 @@ from raycl.backbone.encoder import EncoderBackbone
 from raycl.data.loader import batch_of
 from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
-from raycl.serve.asks import FAILURES, Ask, Event, Failed, Labelled, Made, Started, is_last
+from raycl.serve.asks import CLOSED, FAILURES, Ask, Event, Failed, Labelled, Made, Started, is_last
 from raycl.serve.choosing import head_of, loudest, mixtures_of
 from raycl.serve.decoding import OVERFLOW, Decoding, Ready
 from raycl.serve.fitting import Fitted, Fitting
@@ -35,8 +35,6 @@ from raycl.types import Mixture
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-CLOSED = "the server is shutting down: ask again in a moment"
 
 
 class Engine:

@@ -10,6 +10,7 @@ import time
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
+from raycl.serve.engine import Engine
 from raycl.serve.service import Answer, Service
 
 MS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 30000]
@@ -21,7 +22,8 @@ class Metrics:
 
     def __init__(self, service: Service) -> None:
         """Report from now on, on a thread of its own for what is counted inside the engine."""
-        self._service = service
+        assert isinstance(service.engine, Engine), "replicas with the model report"
+        self._service, self._engine = service, service.engine
         self.answers = Counter("raycl_answers", "answers that were finished")
         self.tokens = Counter("raycl_tokens", "tokens that were generated", tag_keys=("kind",))
         self.times = {
@@ -57,7 +59,8 @@ class Metrics:
         if answer.tokens:
             self.tokens.inc(answer.tokens, {"kind": "generated"})
         if answer.made is not None:
-            self.tokens.inc(max(1, answer.made.prompt_tokens), {"kind": "prompt"})
+            if answer.made.prompt_tokens:
+                self.tokens.inc(answer.made.prompt_tokens, {"kind": "prompt"})
             self.times["queue"].observe(answer.made.queue_ms)
             self.times["retrieval"].observe(answer.made.retrieval_ms)
         if answer.first_s:
@@ -65,8 +68,8 @@ class Metrics:
         self.times["total"].observe(answer.total_s * 1e3)
 
     def _report(self) -> None:
-        while self._service.engine.alive:
-            counts, roster = self._service.engine.counts, self._service.roster
+        while self._engine.alive:
+            counts, roster = self._engine.counts, self._service.roster
             for name, counter in self.engine.items():
                 more = counts[name] - self._counted[name]
                 if more > 0:
@@ -74,6 +77,6 @@ class Metrics:
                     self._counted[name] = counts[name]
             self.snapshot.set(roster.active.snapshot.number)
             self.age.set(time.time() - roster.active_since)
-            self.load.set(self._service.engine.load)
+            self.load.set(self._engine.load)
             self.problem.set(float(bool(roster.problem)))
             time.sleep(EVERY_S)

@@ -76,9 +76,19 @@ class Service:
         number = request.pins.snapshot
         if request.model.startswith("snapshot:") and number is None:
             number = _number(request.model)
+        async with self.holding(number) as hosted:
+            yield hosted, _choice(hosted, request)
+
+    @asynccontextmanager
+    async def holding(self, number: int | None) -> AsyncIterator[Hosted]:
+        """A snapshot, which stays while this is open; None: the active one.
+
+        Raises:
+            UnknownError: no such snapshot. BusyError: too many are being loaded.
+        """
         hosted = self.roster.at_hand(number) or await self._loaded(number)
         try:
-            yield hosted, _choice(hosted, request)
+            yield hosted
         finally:
             self.roster.give_back(hosted)
 

@@ -7,25 +7,20 @@ What it does not know: how replicas are found (it is given a function that strea
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from ray.exceptions import RayError
 
 from raycl.errors import RayclError
 from raycl.retrieval.router import NEEDS_BACKBONE
-from raycl.serve.asks import FAILURES, Ask, Choice, Event, Failed, Sampling, Started
+from raycl.serve.asks import CLOSED, FAILURES, Ask, Choice, Event, Failed, Sampling, Started
 from raycl.serve.choosing import mixtures_of
 from raycl.serve.host import Hosted
-
-log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,22 +35,18 @@ class Spec:
     route_only: bool
 
 
-Stream = Callable[[Spec], AsyncIterator[Event]]
+Stream = Callable[[Spec], AsyncGenerator[Event, None]]
 
 
 class RemoteEngine:
-    """Routes, then lets others answer; the face of `raycl.serve.engine.Engine`.
-
-    Attributes:
-        counts: as an engine's; what replicas count, they report themselves.
-    """
+    """Routes, then lets others answer; the face of `raycl.serve.engine.Engine`. What replicas do, they count."""
 
     def __init__(self, stream: Stream, kind: str, max_batch: int, max_target: int) -> None:
         """Start the routing thread and the loop that listens to replicas."""
         self.kind, self.max_batch, self.max_target = kind, max_batch, max_target
-        self.counts = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0, "tokens": 0, "retrieval_s": 0.0}
-        self.load = 0
         self._stream = stream
+        self._unfinished: set[int] = set()
+        self._lock = threading.Lock()  # of the set: asks begin and end on different threads
         self._inbox: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._threads = [
@@ -67,14 +58,14 @@ class RemoteEngine:
 
     def submit(self, ask: Ask) -> None:
         """As an engine."""
-        self.load += 1
+        with self._lock:
+            self._unfinished.add(id(ask))
         self._inbox.put(ask)
 
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """There is no model here that could be busy."""
-        done: Future[T] = Future()
-        done.set_result(function())
-        return done
+    @property
+    def load(self) -> int:
+        """Asks whose last event has not come."""
+        return len(self._unfinished)
 
     def take_on(self, hosted: Hosted) -> None:
         """Nothing is put on a device here."""
@@ -91,6 +82,10 @@ class RemoteEngine:
         """Stop both threads."""
         self._inbox.put(None)
         self._threads[1].join(timeout=60)
+        while not self._inbox.empty():
+            ask = self._inbox.get()
+            if ask is not None:
+                self._end(ask, Failed(RayclError(CLOSED)))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._threads[0].join(timeout=60)
 
@@ -99,8 +94,12 @@ class RemoteEngine:
             asks = [self._inbox.get()]
             while not self._inbox.empty() and len(asks) < self.max_batch:
                 asks.append(self._inbox.get())
-            for hosted in {id(ask.hosted): ask.hosted for ask in asks if ask is not None}.values():
-                self._routed(hosted, [ask for ask in asks if ask is not None and ask.hosted is hosted])
+            wanted = [ask for ask in asks if ask is not None and not ask.cancelled]
+            for ask in asks:
+                if ask is not None and ask.cancelled:
+                    self._over(ask)
+            for hosted in {id(ask.hosted): ask.hosted for ask in wanted}.values():
+                self._routed(hosted, [ask for ask in wanted if ask.hosted is hosted])
             if None in asks:
                 return
 
@@ -117,7 +116,6 @@ class RemoteEngine:
             self._end(asks[0], Failed(error))
             return
         spent = (time.perf_counter() - began) * 1e3
-        self.counts = {**self.counts, "retrieval_s": self.counts["retrieval_s"] + spent / 1e3}
         for ask in asks:
             choice, mixture = ask.choice, found.get(id(ask))
             if mixture is not None:
@@ -129,22 +127,27 @@ class RemoteEngine:
 
     async def _listen(self, ask: Ask, spec: Spec, waited: float, spent: float) -> None:
         try:
-            async for event in self._stream(spec):
-                if ask.cancelled:
-                    break
-                if isinstance(event, Started):
-                    made = event.made
-                    waits, chose = waited + made.queue_ms, spent + made.retrieval_ms
-                    event = Started(replace(made, queue_ms=waits, retrieval_ms=chose))
-                ask.send(event)
+            async with aclosing(self._stream(spec)) as events:
+                async for event in events:
+                    if ask.cancelled:
+                        break
+                    if isinstance(event, Started):
+                        made = event.made
+                        waits, chose = waited + made.queue_ms, spent + made.retrieval_ms
+                        event = Started(replace(made, queue_ms=waits, retrieval_ms=chose))
+                    ask.send(event)
         except (*FAILURES, RayError) as error:  # a replica that dies fails its own answers only
             known = (
                 error if isinstance(error, RayclError) else RayclError(f"the replica that answered is gone: {error}")
             )
             ask.send(Failed(known))
         finally:
-            self.load -= 1
+            self._over(ask)
 
     def _end(self, ask: Ask, event: Event) -> None:
-        self.load -= 1
+        self._over(ask)
         ask.send(event)
+
+    def _over(self, ask: Ask) -> None:
+        with self._lock:
+            self._unfinished.discard(id(ask))

@@ -36,7 +36,7 @@ from raycl.serve.service import Answer, Service, how, labelled, routed
 from raycl.serve.texts import add_texts, usage
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    code: {"model": ErrorAnswer} for code in (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
+    code: {"model": ErrorAnswer} for code in (400, 401, 403, 404, 408, 413, 422, 429, 500, 503, 504)
 }
 
 

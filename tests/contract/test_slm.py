@@ -334,6 +334,13 @@ def test_an_encoder_that_is_not_there_is_said() -> None:
         SentenceEncoder(EncoderConfig(name="./nowhere"))
 
 
+def test_an_encoder_with_few_positions_reads_that_many(lab: Lab) -> None:
+    from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
+
+    encoder = SentenceEncoder(EncoderConfig(name=str(lab.model_folder("bert")), max_tokens=256))
+    assert torch.isfinite(encoder.embed(["fire " * 200])).all() and encoder.truncated == 1
+
+
 def test_a_damaged_router_is_found_by_name(complete: Complete, tmp_path: Path) -> None:
     bank = Bank(complete("bert", "slm", "torch").copy(tmp_path).sub("bank"))
     assert verify(bank).problems == []

@@ -52,7 +52,8 @@ def test_a_client_that_leaves_stops_its_answer(taught: Taught, tmp_path: Path, h
 
 
 def _ask_and_leave(wire: Wire, body: bytes, load: int) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     with socket.create_connection(("127.0.0.1", wire.port), timeout=WAIT_S) as door:
         door.sendall(head % len(body) + body)
         wire.until(lambda: wire.engine.load == load and wire.engine.counts["tokens"] > 0)
@@ -60,7 +61,7 @@ def _ask_and_leave(wire: Wire, body: bytes, load: int) -> None:
 
 def test_a_client_that_leaves_before_it_has_asked(taught: Taught, tmp_path: Path) -> None:
     with listening(bank_of(taught("t5", "separate"), tmp_path)) as wire:
-        for part in (b"POST /v1/route HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{", b"POST /v1/ro", b""):
+        for part in (b"POST /v1/route HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{", b"POST /v1/ro", b""):
             with socket.create_connection(("127.0.0.1", wire.port), timeout=WAIT_S) as door:
                 door.sendall(part)
         assert wire.get("/healthz") == {"status": "ok"} and wire.engine.load == 0

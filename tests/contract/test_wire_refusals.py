@@ -195,6 +195,14 @@ def test_odd_texts_are_texts(wire: Wire) -> None:
     assert wire.chat("fire is", **weights).raycl["adapters"] == {"animal": 1000.0, "colour": -1000.0}
 
 
+@pytest.mark.parametrize("host", ["rebound.example", "rebound.example:8000", "10.0.0.1", "[", ""])
+def test_without_keys_a_page_from_elsewhere_may_not_ask(wire: Wire, host: str) -> None:
+    refused = problem(wire.http.get("/v1/models", headers={"host": host}))
+    assert refused[0] == 403 and "without API keys only this machine may ask" in refused[1]
+    for name in ("localhost", f"localhost:{wire.port}", f"127.0.0.1:{wire.port}", "[::1]:80"):
+        assert wire.http.get("/v1/models", headers={"host": name}).status_code == 200
+
+
 def test_size(wire: Wire) -> None:
     long = wire.post(TEXT, {"prompt": "fire " * 40_000, "model": "base"})
     assert problem(long) == (400, "a text has 200000 characters: this endpoint reads at most 3000")
@@ -206,7 +214,7 @@ def test_size(wire: Wire) -> None:
         wire.chat("fire " * 200_000)
     assert found.value.status_code == 413
     with socket.create_connection(("127.0.0.1", wire.port), timeout=WAIT_S) as door:
-        door.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+        door.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n")
         assert door.recv(100).startswith(b"HTTP/1.1 413 ")
     assert wire.engine.load == 0
 
@@ -249,7 +257,7 @@ def test_time(taught: Taught, tmp_path: Path) -> None:
             assert late.value.status_code == 504 and late.value.type == "timeout_error"
         wire.settle()
         with socket.create_connection(("127.0.0.1", wire.port), timeout=WAIT_S) as door:
-            door.sendall(b"POST /v1/route HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+            door.sendall(b"POST /v1/route HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
             assert door.recv(100).startswith(b"HTTP/1.1 408 ")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from filelock import FileLock
 from ray.cluster_utils import Cluster
 from ray.exceptions import ActorUnavailableError
 
@@ -24,16 +25,17 @@ TRIES = 30
 
 
 @pytest.fixture(scope="module")
-def two_nodes() -> Iterator[Cluster]:
+def two_nodes(one_at_a_time: FileLock) -> Iterator[Cluster]:
     """A head node with this process and a second node, both on this machine."""
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
     cluster = Cluster()
     try:
         memory = {"num_cpus": 1, "object_store_memory": 100 * 1024**2}
-        cluster.add_node(**memory, temp_dir=folder, include_dashboard=False)
-        ray.init(address=cluster.address, namespace="raycl-tests", log_to_driver=False)
-        cluster.add_node(**memory)
-        cluster.wait_for_nodes()
+        with one_at_a_time:
+            cluster.add_node(**memory, temp_dir=folder, include_dashboard=False)
+            ray.init(address=cluster.address, namespace="raycl-tests", log_to_driver=False)
+            cluster.add_node(**memory)
+            cluster.wait_for_nodes()
         yield cluster
     finally:
         ray.shutdown()

@@ -21,6 +21,7 @@ from time import monotonic, sleep
 
 import psutil
 import pytest
+from filelock import FileLock
 
 REPO = Path(__file__).resolve().parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -58,7 +59,7 @@ def end_with_children(process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.fixture(scope="module")
-def head() -> Iterator[str]:
+def head(one_at_a_time: FileLock) -> Iterator[str]:
     """`ray start --head`; yields the dashboard's address."""
     folder, dashboard = tempfile.mkdtemp(prefix="r", dir="/tmp"), free_port()
     command = [RAY, "start", "--head", "--block", f"--port={free_port()}", "--num-cpus=2", f"--temp-dir={folder}"]
@@ -67,14 +68,17 @@ def head() -> Iterator[str]:
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     environment["PATH"] = f"{Path(RAY).parent}{os.pathsep}{environment['PATH']}"  # as `source .venv/bin/activate` does
     with open(Path(folder) / "head.log", "wb") as log:
+        one_at_a_time.acquire()
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             url, end = f"http://127.0.0.1:{dashboard}", monotonic() + 90
             while not answers(f"{url}/api/version"):
                 assert process.poll() is None and monotonic() < end, (Path(folder) / "head.log").read_text()
                 sleep(0.2)
+            one_at_a_time.release()
             yield url
         finally:
+            one_at_a_time.release(force=True)
             end_with_children(process)
             shutil.rmtree(folder, ignore_errors=True)
 
