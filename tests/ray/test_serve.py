@@ -27,14 +27,13 @@ from raycl.storage import Storage
 from raycl.train.loop import StreamLoop
 from raycl.train.world import World
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
 CLIENTS, PORT = 16, 8917
 TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def stopped() -> Iterator[None]:
-    """Serve ends before the cluster does."""
+def stopped(ray_cluster: dict[str, str]) -> Iterator[None]:
+    """Serve ends before the cluster does: asked afterwards, it would start a cluster of its own to end."""
     yield
     serve.shutdown()
 
