@@ -3,6 +3,7 @@
 python jobs/train_stream.py                                     the built-in stream, LoRA, this machine
 python jobs/train_stream.py --config FILE key.path=value ...    a YAML file, then overrides
 python jobs/train_stream.py --resume RUN_DIR                    go on where a run stopped
+python jobs/train_stream.py --resume RUN_DIR --add TASK         teach it one more task
 ray job submit --working-dir . -- python jobs/train_stream.py   the same on a cluster
 """
 
@@ -13,7 +14,7 @@ import sys
 
 from raycl import config as configs
 from raycl import launch, run
-from raycl.errors import RayclError
+from raycl.errors import ConfigError, RayclError
 from raycl.report.plots import heatmap
 from raycl.report.tables import matrix_table
 
@@ -24,6 +25,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for example method=lora method.rank=8")
     parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
     parser.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
+    parser.add_argument(
+        "--add",
+        metavar="TASK",
+        action="append",
+        default=[],
+        help="with --resume: one more task, by name or as '{name: tickets, path: data/tickets}'",
+    )
     parser.add_argument("--print-config", action="store_true", help="show the resolved tree and stop")
     parser.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
     return parser.parse_intermixed_args()
@@ -38,7 +46,11 @@ def main() -> int:
         if options.print_config:
             print(configs.to_yaml(run.load_config(options.config, options.overrides)), end="")
             return 0
-        if options.resume:
+        if options.add and not options.resume:
+            raise ConfigError("--add says what a run is to learn next: name the run with --resume RUN_DIR")
+        if options.add:
+            prepared = launch.extend(options.resume, options.add, tuple(options.overrides))
+        elif options.resume:
             prepared = launch.reopen(options.resume, overrides=tuple(options.overrides))
         else:
             prepared = launch.prepare(run.load_config(options.config, options.overrides))

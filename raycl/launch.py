@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -31,6 +31,7 @@ from raycl import config as configs
 from raycl import run as runs
 from raycl.data.stream import Stream
 from raycl.errors import LaunchError, RayclError, ResumeError, RunError
+from raycl.extension import other_changes, with_tasks
 from raycl.run import EXEMPT, RunConfig
 from raycl.storage import Storage
 from raycl.tracking import open_tracker
@@ -96,16 +97,41 @@ def reopen(folder: str, wanted: RunConfig | None = None, overrides: tuple[str, .
     Raises:
         ResumeError: there is no run, or a setting that changes what is learned differs.
     """
+    storage, old = _run_in(folder)
+    new = wanted or _config_of(storage, overrides)
+    _refuse(folder, configs.differences(configs.as_tree(old), configs.as_tree(new), without=EXEMPT))
+    return Prepared(new, runs.check(new), storage, storage.uri.rsplit("/", 1)[-1], runs.read_singles(new))
+
+
+def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -> Prepared:
+    """Go on with the run in `folder`, finished or not, with more tasks at the end of its stream.
+
+    Args:
+        added: see `raycl.extension.with_tasks`.
+
+    Raises:
+        ResumeError: there is no run, its method takes no more tasks, or another setting differs.
+        ConfigError, DataError: the tasks are not there.
+    """
+    storage, old = _run_in(folder)
+    new = with_tasks(_config_of(storage, overrides), added)
+    _refuse(folder, other_changes(old, new, len(added), without=EXEMPT))
+    prepared = Prepared(new, runs.check(new), storage, storage.uri.rsplit("/", 1)[-1], runs.read_singles(new))
+    storage.write(CONFIG, configs.to_yaml(new).encode())  # last: from now on the run has these tasks
+    return prepared
+
+
+def _run_in(folder: str) -> tuple[Storage, RunConfig]:
     storage = Storage.at(folder)
     if not storage.exists(CONFIG):
         raise ResumeError(f"'{folder}' holds no run (no {CONFIG}): give the run directory that an earlier run printed")
-    old = _config_of(storage)
-    new = wanted or _config_of(storage, overrides)
-    changed = configs.differences(configs.as_tree(old), configs.as_tree(new), without=EXEMPT)
+    return storage, _config_of(storage)
+
+
+def _refuse(folder: str, changed: dict[str, tuple[Any, Any]]) -> None:
     if changed:
         listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
         raise ResumeError(f"'{folder}' cannot go on with a changed config: {listed}; start a new run instead")
-    return Prepared(new, runs.check(new), storage, storage.uri.rsplit("/", 1)[-1], runs.read_singles(new))
 
 
 def _config_of(storage: Storage, overrides: tuple[str, ...] = ()) -> RunConfig:

@@ -19,6 +19,7 @@ LAYERS = (
     ("methods",),
     ("train", "serve", "report", "exchange"),
     ("run", "forgetting"),
+    ("extension",),
     ("launch",),
     ("tune", "comparison", "bench", "bank_commands"),
     ("jobs",),

@@ -192,6 +192,7 @@ def build_from(config: ServeConfig) -> Any:
         num_replicas=config.router_replicas,
         max_ongoing_requests=2 * config.limits.queue,
         graceful_shutdown_timeout_s=config.limits.timeout_s,
+        logging_config={"enable_access_log": config.access_log},
         ray_actor_options={"num_cpus": config.reserved},
     )
     return front.bind(tree, model, *others)
@@ -207,6 +208,7 @@ def options_of(config: ServeConfig) -> dict[str, Any]:
         "max_ongoing_requests": 2 * queue,
         "graceful_shutdown_timeout_s": config.limits.timeout_s,
         "health_check_period_s": 5,
+        "logging_config": {"enable_access_log": config.access_log},
         "ray_actor_options": {"num_cpus": 0 if gpu else config.reserved, "num_gpus": float(gpu)},
     }
     if config.max_replicas is None or config.max_replicas == config.replicas:

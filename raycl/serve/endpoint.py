@@ -65,7 +65,10 @@ def start(config: ServeConfig, application: object) -> None:
             f"the endpoint wants {config.cpus_wanted:g} CPUs, but the cluster has {have:g}: ask for fewer replicas or "
             "threads, set cpus to what a replica may reserve, or set wait_for_nodes=true if the cluster grows"
         )
-    serve.start(http_options={"host": config.host, "port": config.port})
+    serve.start(
+        http_options={"host": config.host, "port": config.port},
+        logging_config={"enable_access_log": config.access_log},
+    )
     try:
         serve.run(application, name=NAME, route_prefix="/")
     except RuntimeError as error:

@@ -78,6 +78,7 @@ class ServeConfig(Section):
     resident_rows: int | None = Field(None, ge=1, description="ranks of adapters on the device; null: no limit")
     hosted: int = Field(3, ge=1, description="snapshots kept ready for rollback and pinned requests")
     log_prompts: bool = Field(False, description="write what is asked into the log")
+    access_log: bool = Field(False, description="a line in Serve's log for every request; costs a tenth of its time")
     limits: LimitsConfig = LimitsConfig()
     auth: AuthConfig = AuthConfig()
     follow: FollowConfig = FollowConfig()

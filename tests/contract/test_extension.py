@@ -1,0 +1,88 @@
+"""A run that is taught another task equals one that knew all tasks from the start; what cannot be taught is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tiny import Lab, matrix, run, trace
+
+from raycl import config as configs
+from raycl import launch
+from raycl.errors import ConfigError, ResumeError
+from raycl.extension import with_tasks
+from raycl.run import RunConfig
+from raycl.storage import Storage
+from raycl.train.checkpoint import read_checkpoint
+from raycl.train.ledger import read_state
+
+
+def halves(lab: Lab, method: Any) -> tuple[RunConfig, RunConfig, str]:
+    """The run of all tasks, the one of the first, and the second task as somebody would type it."""
+    whole = lab.config("bert", method)
+    first = configs.validate(
+        RunConfig, {**configs.as_tree(whole), "stream": {**configs.as_tree(whole)["stream"], "tasks": lab.tasks[:1]}}
+    )
+    return whole, first, yaml.safe_dump(lab.tasks[1], default_flow_style=True, width=1000).strip()
+
+
+@pytest.mark.parametrize("method", ["lora", "slm", "finetune"])
+def test_a_task_that_comes_later_is_learned_as_if_it_had_been_known(lab: Lab, method: str, tmp_path: Path) -> None:
+    whole, first, later = halves(lab, lab.slots() if method == "slm" else method)
+    run(whole, Storage.at(tmp_path / "whole"))
+    folder = Storage.at(tmp_path / "first")
+    run(first, folder)
+    folder.write(launch.CONFIG, configs.to_yaml(first).encode())
+    before = launch.finish(launch.reopen(str(tmp_path / "first")))
+    grown = launch.extend(str(tmp_path / "first"), [later])
+    assert (grown.done, len(grown.stages)) == (1, 2)
+    run(grown.config, folder)
+    results = launch.finish(launch.reopen(str(tmp_path / "first")))
+    assert results["finished"] and results["matrix"][0][0] == before["matrix"][0][0]
+    assert trace(folder) == trace(Storage.at(tmp_path / "whole"))
+    assert matrix(folder) == matrix(Storage.at(tmp_path / "whole"))
+    ends = [read_checkpoint(one, read_state(one).checkpoints[-1]) for one in (folder, Storage.at(tmp_path / "whole"))]
+    assert all(torch.equal(ends[0].parameters[name], value) for name, value in ends[1].parameters.items())
+
+
+def test_what_cannot_be_taught_is_said_and_changes_nothing(lab: Lab, tmp_path: Path) -> None:
+    _, first, later = halves(lab, "lora")
+    folder = Storage.at(tmp_path / "run")
+    folder.write(launch.CONFIG, configs.to_yaml(first).encode())
+    written = folder.read(launch.CONFIG)
+    for added, overrides, kind, message in (
+        (["{name: "], (), ConfigError, "is neither a task's name nor YAML"),
+        ([str(lab.tasks[0]["name"])], (), ConfigError, "stream"),
+        (["{name: new, path: ./nowhere}"], (), ConfigError, "nowhere"),
+        ([later], ("train.learning_rate=0.5",), ResumeError, "train.learning_rate was 0.01, now 0.5"),
+        ([later], ("train.epochs_by_task.colour=3",), ResumeError, "epochs_by_task.colour"),
+    ):
+        with pytest.raises(kind, match=message):
+            launch.extend(str(tmp_path / "run"), added, overrides)
+        assert folder.read(launch.CONFIG) == written
+    own = str(lab.tasks[1]["name"])
+    assert launch.extend(str(tmp_path / "run"), [later], (f"train.epochs_by_task.{own}=2",)).config.train.epochs_by_task
+    with pytest.raises(ResumeError, match="holds no run"):
+        launch.extend(str(tmp_path / "nothing"), [later])
+
+
+def test_who_has_seen_everything_takes_no_more(lab: Lab) -> None:
+    with pytest.raises(ResumeError, match="'joint' learns all tasks in one stage"):
+        with_tasks(lab.config("bert", "joint"), ["other"])
+    with pytest.raises(ResumeError, match="studied its whole stream"):
+        with_tasks(lab.config("bert", lab.slots(train_scope="all")), ["other"])
+
+
+def test_a_named_order_is_spelled_out(lab: Lab) -> None:
+    builtin = replace_stream(lab.config("bert"), {"name": "builtin", "max_source_tokens": 32})
+    grown = with_tasks(builtin, [yaml.safe_dump(lab.tasks[0], default_flow_style=True, width=1000).strip()])
+    names = [task if isinstance(task, str) else task.name for task in grown.stream.tasks or ()]
+    assert len(names) > 2 and names[-1] == lab.tasks[0]["name"] and len(set(names)) == len(names)
+
+
+def replace_stream(config: RunConfig, stream: dict[str, Any]) -> RunConfig:
+    """The config on another stream."""
+    return configs.validate(RunConfig, {**configs.as_tree(config), "stream": stream})
