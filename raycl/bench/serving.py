@@ -115,11 +115,12 @@ def _labels(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     texts = _texts_of(512)
     banks = {count: _bank(folder / f"labels{count}", "minilm", count, texts) for count in options.adapters}
     small = banks[options.adapters[0]]
-    alone, model_ms = _in_process(texts, options)
+    alone, model_ms, text_s = _in_process(texts, options)
     yield Figure("(a) the batched model in process", alone, "/s", detail=f"batches of {options.clients}")
     pinned, free = [{"input": text, "model": PLAIN} for text in texts], [{"input": text} for text in texts]
     seen: dict[str, Seen] = {}
     ones: dict[str, Seen] = {}
+    spent_s: dict[str, float] = {}
     variants: list[tuple[str, Any, Bank, list[dict[str, str]]]] = [
         ("b", Instant, small, pinned),
         ("c", Endpoint, small, pinned),
@@ -130,13 +131,19 @@ def _labels(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
         config = _started(kind, bank, options)
         url = f"http://127.0.0.1:{config.port}/v1/classify"
         run_clients(url, bodies, options.clients, 2.0)
+        began_s = _busy_s()
         seen[name] = run_clients(url, bodies, options.clients, options.seconds)
+        spent_s[name] = (_busy_s() - began_s) / max(1, len(seen[name].ms))
         ones[name] = run_clients(url, bodies, 1, min(3.0, options.seconds))
         yield from _latencies(f"({name})", seen[name])
         if name.startswith("d ") and bank is banks[options.adapters[-1]]:
             yield from _following(bank, url, options)
     ceiling = min(alone, seen["b"].rate)
     yield Figure("(c) over the lesser of (a) and (b)", seen["c"].rate / ceiling, "x", 0.8, ">=")
+    cores = psutil.cpu_count() or 1
+    detail = f"{cores} cores; CPU: (a) {text_s * 1e3:.1f} ms a text, (b) {spent_s['b'] * 1e3:.1f} ms with its client"
+    allowed = min(alone, seen["b"].rate, cores / (text_s + spent_s["b"]))
+    yield Figure("(c) over what these cores can do", seen["c"].rate / allowed, "x", detail=detail)
     for count in options.adapters:
         one = seen[f"d {count}"]
         share = 100 * one.facts["retrieval_ms"] / max(1e-9, one.facts["batch"] and sum(one.ms))
@@ -153,8 +160,14 @@ def _latencies(name: str, seen: Seen) -> Iterator[Figure]:
     yield Figure(f"{name} answers", seen.rate, "/s", detail=detail)
 
 
-def _in_process(texts: Sequence[str], options: argparse.Namespace) -> tuple[float, float]:
-    """Texts per second in batches of `clients`, and ms of one text alone: tokenizer, backbone, label head."""
+def _busy_s() -> float:
+    """CPU seconds that this machine has worked so far, whoever for."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)
+
+
+def _in_process(texts: Sequence[str], options: argparse.Namespace) -> tuple[float, float, float]:
+    """Texts per second in batches of `clients`, ms of one text alone, and CPU seconds of a text in a batch."""
     torch.set_num_threads(options.threads)
     config = BackboneConfig()
     backbone = load_backbone(config, load_codec(config, 64, 1), torch.device("cpu"), 0)
@@ -169,18 +182,18 @@ def _in_process(texts: Sequence[str], options: argparse.Namespace) -> tuple[floa
             backbone.head(backbone.pooled(batch)).argmax(1).tolist()
 
     answer(texts[: options.clients])
-    began, done = time.perf_counter(), 0
+    began, cpu, done = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - began < options.seconds / 2:
         first = done % (len(texts) - options.clients)
         answer(texts[first : first + options.clients])
         done += options.clients
-    rate = done / (time.perf_counter() - began)
+    rate, text_s = done / (time.perf_counter() - began), (time.process_time() - cpu) / done
     ones = []
     for text in texts[:40]:
         start_s = time.perf_counter()
         answer([text])
         ones.append((time.perf_counter() - start_s) * 1e3)
-    return rate, median(ones[5:])
+    return rate, median(ones[5:]), text_s
 
 
 def _following(bank: Bank, url: str, options: argparse.Namespace) -> Iterator[Figure]:
