@@ -99,6 +99,7 @@ class StreamLoop:
             return None
         found = checkpoints.read_checkpoint(self.storage, self.state.checkpoints[-1])
         self.parts.method.load_state_dict(found.method, found.carried)
+        self.parts.modifiers.load_state(found.modifiers, found.carried)
         if found.is_stage_end:
             load_parameters(self.parts.backbone, found.parameters)
         return found if found.stage == len(self.state.stages) else None
@@ -107,6 +108,7 @@ class StreamLoop:
         parts = self.parts
         self._prepare(stage, resumed=resume is not None)
         parts.method.begin_task(stage, resumed=resume is not None)
+        parts.modifiers.begin_task(stage, only=len(parts.stages) == 1, resumed=resume is not None)
         loader, order = self._loader(stage)
         engine = self.open_engine(loader.accumulation, order.steps)
         start, spent = 0, {"train_s": 0.0, "tokens": 0.0}
@@ -121,13 +123,14 @@ class StreamLoop:
         for step in range(start, order.steps):
             began = time.perf_counter()
             seed = stable_seed(parts.info.seed, "step", stage.index, step)
-            result = train_step(engine, parts.method, loader.micro_batches(step), self.world, seed)
+            result = train_step(engine, parts.method, loader.micro_batches(step), self.world, seed, parts.modifiers)
             seconds = time.perf_counter() - began
             spent = {"train_s": spent["train_s"] + seconds, "tokens": spent["tokens"] + result.tokens}
             self._say(stage, step + 1, order.steps, result, seconds)
             if is_due(step + 1, order.steps, parts.checkpoint.every_steps):
                 self._save(self._snapshot(stage, engine, step + 1, order.steps, spent))
         done = self._snapshot(stage, engine, order.steps, order.steps, spent)
+        parts.modifiers.end_task()
         engine.close()
         self._finish(stage, done)
         return done
@@ -183,17 +186,20 @@ class StreamLoop:
 
     def _snapshot(self, stage: Stage, engine: Engine, step: int, steps: int, spent: dict[str, float]) -> Checkpoint:
         """A checkpoint of now; collective."""
-        method = self.parts.method
+        method, modifiers = self.parts.method, self.parts.modifiers
         parameters = engine.parameters(method.learned_names())
         optimizer = {} if step == steps else engine.optimizer_state()
-        state, carried = method.state_dict(), method.carried()
-        return Checkpoint(stage.index, step, steps, state, parameters, optimizer, spent, carried=carried)
+        state, carried = method.state_dict(), method.carried() | modifiers.tensors()
+        return Checkpoint(
+            stage.index, step, steps, state, parameters, optimizer, spent, carried=carried, modifiers=modifiers.state()
+        )
 
     def _finish(self, stage: Stage, done: Checkpoint) -> None:
         """End of training: what the method remembers, its export, then the checkpoint: with it, training is over."""
         learned = self.parts.method.end_task(stage, done.parameters)
         method = self.parts.method
         done.method, done.carried = method.state_dict(), method.carried()
+        done.modifiers = self.parts.modifiers.state()
         done.parameters = {name: done.parameters[name] for name in method.learned_names()}
         if learned and self.ledger:
             self.ledger.ensure_current()
@@ -247,7 +253,7 @@ class StreamLoop:
             "resident_memory_mb": max(self.world.gather(resident_memory_mb())),
         }
         cells = {name: asdict(cell) for name, cell in row.items()}
-        facts = self.parts.method.facts() if self.ledger else {}
+        facts = self.parts.method.facts() | self.parts.modifiers.facts() if self.ledger else {}
         ended = {"ended": time.time()}
         return {"stage": stage.index, "row": cells, "times": times, "bank": done.published, "facts": facts, **ended}
 
