@@ -30,8 +30,9 @@ from raycl.methods.row_record import RowRecord
 from raycl.methods.row_watch import Layout, Seen, layout_of, watched_layers
 from raycl.types import Batch, Stage
 
-MEASURED = 50
-"""One step in so many is measured for the report: share of gradient norm kept, and rows where masking is off."""
+MEASURED, FIRST = 50, 2
+"""One step in so many is measured for the report (share of gradient norm kept, and rows where masking is off), and the
+first ones of a task; a new label head is zero in the very first, and so are the gradients below it."""
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class Migu(GradientModifier):
         self._stop: list[Callable[[], None]] = []
         self._layout = Layout({}, {}, 0)
         self._groups: list[Groups] = []
-        self._active = self._measured = self._counts = self._fresh = False
+        self._active = self._measured = self._counts = False
         self._left, self._seed = 0, 0
         self._reduce: Reduce = _alone
         self._sums = self._mask = torch.zeros(0)
@@ -102,7 +103,6 @@ class Migu(GradientModifier):
         config, backbone = self.config, self.method.backbone
         skip = config.skip_first_task if config.skip_first_task is not None else not only
         self._active = not (skip and stage.index == 0)
-        self._fresh = not resumed
         layers = watched_layers(backbone, config.layers, config.include_lm_head)
         self._layout = layout_of(backbone, layers, config.bias)
         if not self._layout.rows:
@@ -142,8 +142,7 @@ class Migu(GradientModifier):
 
     def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
         """Forget the magnitudes of the step before."""
-        self._measured = self._fresh or seed % MEASURED == 0
-        self._fresh = False
+        self._measured = self.record.steps < FIRST or seed % MEASURED == 0
         self._left = (1 if self.config.mask_scope == "micro_batch" else micro_batches) * self._works
         self._seed, self._reduce = seed, reduce
         self._sums.zero_()

@@ -22,6 +22,7 @@ class RowRecord:
     """One stage's counts.
 
     Attributes:
+        steps: counted so far.
         facts: of the last stage that ended: `steps` with a mask; `gradient_norm_kept`, norm of masked over unmasked
             gradient of the watched parameters, over the measured steps; `layers`, path -> `{rows, kept}`, with `kept`
             a bit per row in base64 (`unpacked_rows` reads it), set for the rows kept most often.
@@ -29,35 +30,37 @@ class RowRecord:
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
+        self.steps = 0
         self._counts = torch.zeros(0, dtype=torch.int32)
-        self._tally = torch.zeros(3, dtype=torch.float64)
-        """Steps counted, squared norm of what was kept, squared norm of everything."""
+        self._tally = torch.zeros(2, dtype=torch.float64)
+        """Squared norm of what was kept, and of everything."""
 
     def begin(self, layout: Layout, device: torch.device, resumed: bool) -> None:
         """Start at nothing, or go on."""
         if not resumed or len(self._counts) != layout.size:
-            self._counts, self._tally = torch.zeros(layout.size, dtype=torch.int32), torch.zeros_like(self._tally)
+            self.steps, self._tally = 0, torch.zeros_like(self._tally)
+            self._counts = torch.zeros(layout.size, dtype=torch.int32)
         self._counts, self._tally = self._counts.to(device), self._tally.to(device)
 
     def count(self, mask_F: Tensor) -> None:
         """A step keeps these rows."""
         self._counts += mask_F
-        self._tally[0] += 1
+        self.steps += 1
 
     def measure(self, gradient: Tensor, masked: Tensor) -> None:
         """A whole gradient before it is masked."""
         squares = gradient.detach().double().square()
-        self._tally[1] += squares.masked_fill(masked, 0).sum()
-        self._tally[2] += squares.sum()
+        self._tally[0] += squares.masked_fill(masked, 0).sum()
+        self._tally[1] += squares.sum()
 
     def end(self, layout: Layout) -> None:
         """The stage's facts; counts are dropped."""
-        steps, within, whole = self._tally.tolist()
+        within, whole = self._tally.tolist()
         counts = self._counts.cpu()
         outputs = {seen.path: counts[seen.place] for (_, part), seen in layout.seen.items() if part == "output"}
-        layers = {path: _most_often(part, int(steps)) for path, part in outputs.items()} if steps else {}
+        layers = {path: _most_often(part, self.steps) for path, part in outputs.items()} if self.steps else {}
         self.facts = {
-            "steps": int(steps),
+            "steps": self.steps,
             "gradient_norm_kept": math.sqrt(within / whole) if whole else None,
             "layers": layers,
         }
@@ -65,13 +68,16 @@ class RowRecord:
 
     def tensors(self) -> dict[str, Tensor]:
         """For checkpoints; empty between stages."""
-        return {"counts": self._counts.cpu(), "tally": self._tally.cpu()} if len(self._counts) else {}
+        if not len(self._counts):
+            return {}
+        return {"counts": self._counts.cpu(), "tally": self._tally.cpu(), "steps": torch.tensor(self.steps)}
 
     def load(self, facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """What `facts` and `tensors` were."""
         self.facts = facts
         if tensors:
             self._counts, self._tally = tensors["counts"].clone(), tensors["tally"].clone()
+            self.steps = int(tensors["steps"])
 
 
 def _most_often(counts_O: Tensor, steps: int) -> dict[str, Any]:

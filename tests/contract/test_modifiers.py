@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from tiny import ENGINES, Complete, Lab, Stop, exported, matrix, run, trace
 
-from raycl.errors import RunError
 from raycl.methods.registry import METHODS
 from raycl.storage import Storage
 

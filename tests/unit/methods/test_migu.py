@@ -1,0 +1,415 @@
+"""MIGU's properties (methods.md 9.3), each on real tiny models: which rows are masked and by what, and nothing else."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from tiny import ENGINES, Lab
+from torch import Tensor, nn
+
+from raycl.data.loader import Collate
+from raycl.errors import ConfigError, RunError
+from raycl.methods.migu import Migu
+from raycl.methods.modifier import Modifiers
+from raycl.methods.row_choice import kept, masked_count
+from raycl.run import build, check
+from raycl.train.engine import Engine
+from raycl.train.parts import Parts
+from raycl.train.step import train_step
+from raycl.train.world import World
+from raycl.types import IGNORE, Batch, Stage
+
+WORLD = World.alone(torch.device("cpu"))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Started:
+    """A run at the beginning of its first task, with MIGU on it."""
+
+    def __init__(self, lab: Lab, kind: str = "bert", method: Any = "finetune", **settings: Any) -> None:
+        train = {"learning_rate": 0.1, "max_grad_norm": 0, **settings.pop("train", {})}
+        backbone = settings.pop("backbone", {})
+        migu = {"name": "migu", "threshold": 0.5, "skip_first_task": False, **settings}
+        config = lab.config(kind, method, ENGINES["torch"], modifiers=[migu], train=train, backbone=backbone)
+        self.parts, self.open_engine = build(config, WORLD)
+        self.stage = self.parts.stages[0]
+        if self.parts.method.encoder is not None:
+            queries = self.parts.method.encoder.embed(["red sky", "blue sea"] * 4)
+            self.parts.method.study(self.stage, queries, queries[:1])
+        self.parts.method.begin_task(self.stage, resumed=False)
+        self.parts.modifiers.begin_task(self.stage, only=True, resumed=False)
+        self.parts.backbone.train()
+        head = self.parts.backbone.head
+        if isinstance(head, nn.Module):  # it starts at zero, and then nothing below it has a gradient
+            nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(5))  # type: ignore[arg-type]
+        self.engine: Engine = self.open_engine(1, 10)
+
+    @property
+    def migu(self) -> Migu:
+        found = self.parts.modifiers.members["migu"]
+        assert isinstance(found, Migu)
+        return found
+
+    def batch(self, rows: list[int], size: int | None = None) -> Batch:
+        codec = self.parts.backbone.codec
+        table = self.parts.stream.table(self.stage.tasks[0], "train", codec)
+        labels = self.parts.backbone.label_ids() if codec.needs_labels else None
+        texts = self.parts.method.encoder is not None
+        collate = Collate([table], labels, codec.pad_id, texts=texts)
+        return collate(torch.tensor(rows).numpy(), size or len(rows))
+
+    def step(self, *batches: Batch) -> None:
+        train_step(self.engine, self.parts.method, batches, WORLD, 1, self.parts.modifiers)
+
+    def magnitudes(self, *batches: Batch) -> Tensor:
+        """What the step sees, without taking it."""
+        migu = self.migu
+        migu.begin_step(1, len(batches), lambda tensor: tensor)
+        for batch in batches:
+            with self.parts.method.speaking(batch):
+                migu.watched(self.parts.backbone, batch)
+        return migu._sums.clone()
+
+    def mask(self) -> Tensor:
+        return self.migu._mask.clone()
+
+    def values(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.parts.backbone.named_parameters()}
+
+
+def sgd(engine: Any) -> None:
+    """Plain gradient descent in the place of the engine's Adam."""
+    engine.optimizer = torch.optim.SGD(engine.trained.values(), lr=0.1)
+    engine.schedule = torch.optim.lr_scheduler.ConstantLR(engine.optimizer, factor=1.0)
+
+
+# ---- which rows ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "share", "count"), [(1024, 0.7, 308), (8, 0.7, 3), (1024, 0.95, 52), (1024, 0.99, 11), (100, 0.29, 71)]
+)
+def test_so_many_rows_are_kept(rows: int, share: float, count: int) -> None:
+    n = torch.rand(3, rows, generator=torch.Generator().manual_seed(0))
+    assert kept(n, share, "floor").sum(1).tolist() == [count] * 3
+    assert rows - masked_count(share, rows) == count
+
+
+def test_the_code_rule_keeps_what_lies_at_or_above_the_quantile() -> None:
+    n = torch.rand(1, 1024, generator=torch.Generator().manual_seed(0))
+    assert int(kept(n, 0.7, "quantile").sum()) == 307
+    assert int(kept(n[:, :768], 0.1, "quantile").sum()) == 691
+    assert int(kept(n[:, :8], 0.1, "quantile").sum()) == 7
+    assert int(kept(n, 1.0, "quantile").sum()) == 1 and int(kept(n, 1.0, "floor").sum()) == 0
+
+
+def test_the_smallest_are_masked_and_of_equal_ones_the_first() -> None:
+    n = torch.tensor([[4.0, 1.0, 3.0, 2.0]])
+    assert kept(n, 0.5, "floor").tolist() == [[True, False, True, False]]
+    assert kept(n, 0.3, "floor").tolist() == [[True, False, True, True]]
+    assert kept(torch.ones(1, 4), 0.5, "floor").tolist() == [[False, False, True, True]]
+
+
+@pytest.mark.parametrize("rule", ["floor", "quantile"])
+def test_a_constant_factor_changes_nothing(rule: Any) -> None:
+    n = torch.rand(4, 32, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(kept(n, 0.6, rule), kept(n * 1024, 0.6, rule))
+    assert torch.equal(kept(n, 0.6, rule), kept(n / 128, 0.6, rule))
+
+
+# ---- what the magnitudes are ---------------------------------------------------------------------------------------
+
+
+def by_hand(started: Started, path: str, batch: Batch, real: Tensor) -> Tensor:
+    """|output| of the layer, summed over `real` `[B, S]`."""
+    seen: list[Tensor] = []
+    handle = started.parts.backbone.model.get_submodule(path).register_forward_hook(lambda *a: seen.append(a[2]))
+    with torch.no_grad(), started.parts.method.speaking(batch):
+        started.parts.backbone(batch)
+    handle.remove()
+    return (seen[0].abs() * real.unsqueeze(-1)).sum((0, 1))
+
+
+PLACES = [
+    ("bert", "encoder.layer.1.attention.self.query", "source"),
+    ("bert", "encoder.layer.0.output.dense", "source"),
+    ("t5", "encoder.block.0.layer.1.DenseReluDense.wi", "source"),
+    ("t5", "decoder.block.1.layer.0.SelfAttention.q", "target"),
+    ("t5", "decoder.block.1.layer.1.EncDecAttention.q", "target"),
+    ("t5", "decoder.block.1.layer.1.EncDecAttention.k", "source"),
+    ("t5", "decoder.block.0.layer.2.DenseReluDense.wo", "target"),
+    ("llama", "layers.1.mlp.down_proj", "joined"),
+]
+
+
+@pytest.mark.parametrize(("kind", "path", "side"), PLACES)
+def test_only_real_tokens_of_real_examples_count(lab: Lab, kind: str, path: str, side: str) -> None:
+    started = Started(lab, kind)
+    path = path if kind != "llama" else f"model.{path}"
+    batch = started.batch([0, 1, 5], size=5)
+    assert batch.weight.tolist() == [1, 1, 1, 0, 0] and not batch.source_mask.all(), "pads and fill-ups are there"
+    real = {"source": batch.source_mask > 0, "target": batch.target_ids != IGNORE}.get(side)
+    if real is None:
+        lengths = (batch.source_mask.sum(1) + (batch.target_ids != IGNORE).sum(1)).unsqueeze(1)
+        real = torch.arange(int(lengths.max())) < lengths
+    expected = by_hand(started, path, batch, real & (batch.weight > 0).unsqueeze(1))
+    place = started.migu._layout.seen[path, "output"].place
+    found = started.magnitudes(batch)[place]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    alone = sum(started.magnitudes(started.batch([row]))[place] for row in (0, 1, 5))
+    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_accumulation_and_joined_batches_see_the_same(lab: Lab) -> None:
+    started = Started(lab, "t5")
+    joined = started.magnitudes(started.batch([0, 1, 2, 3]))
+    parts = started.magnitudes(started.batch([0, 1]), started.batch([2]), started.batch([3], size=3))
+    torch.testing.assert_close(joined, parts, rtol=1e-5, atol=1e-5)
+
+
+def test_sign_does_not_matter_and_tokens_do_not_cancel(lab: Lab) -> None:
+    started = Started(lab)
+    seen = started.migu._layout.seen["encoder.layer.0.attention.self.query", "output"]
+    layer = started.parts.backbone.model.get_submodule(seen.path)
+    batch = started.batch([0, 1])
+    first = started.magnitudes(batch)[seen.place]
+    with torch.no_grad():
+        layer.weight.neg_()
+        layer.bias.neg_()
+    assert torch.equal(started.magnitudes(batch)[seen.place], first)
+    started.migu.begin_step(1, 1, lambda tensor: tensor)
+    started.migu._real, started.migu._counts = {"source": torch.ones(1, 2, dtype=torch.bool)}, True
+    started.migu._observe_output(seen, layer, None, torch.tensor([3.0, -3.0]).view(1, 2, 1).expand(1, 2, 32))
+    assert started.migu._sums[seen.place].tolist() == [6.0] * 32
+
+
+def test_evaluation_and_recomputation_do_not_count(lab: Lab) -> None:
+    started = Started(lab, "t5")
+    batch = started.batch([0, 1])
+    seen = started.magnitudes(batch)
+    started.parts.backbone.predict(batch, 3)
+    started.parts.backbone(batch)
+    assert torch.equal(started.migu._sums, seen)
+    plain, saving = Started(lab), Started(lab, backbone={"gradient_checkpointing": True})
+    for one in (plain, saving):
+        one.step(one.batch([0, 1, 2]))
+    assert torch.equal(plain.migu._sums, saving.migu._sums)
+    assert all(torch.equal(value, saving.values()[name]) for name, value in plain.values().items())
+
+
+def test_hooks_go_with_the_task_and_those_of_others_stay(lab: Lab) -> None:
+    for method in ("finetune", "lora"):
+        started = Started(lab, "bert", method)
+        backbone = started.parts.backbone
+        others = [module.register_forward_hook(lambda *given: None) for module in backbone.modules()]
+        started.step(started.batch([0, 1]))
+        started.parts.modifiers.end_task()
+        left = [getattr(module, kind) for module in backbone.modules() for kind in HOOKS]
+        assert sum(map(len, left)) == len(others)
+        assert all(module.watch_low is None for module in backbone.modules() if hasattr(module, "watch_low"))
+
+
+# ---- what is masked ------------------------------------------------------------------------------------------------
+
+
+def test_attention_and_ffn_are_masked_and_nothing_else(lab: Lab) -> None:
+    for kind, count in (("bert", 12), ("t5", 32), ("llama", 14)):
+        names = set(Started(lab, kind).migu._layout.rows)
+        assert len(names) == count
+        assert not any(word in name for name in names for word in ("embed", "norm", "head", "bias", "pooler", "shared"))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("t5", "model.shared.weight"), ("llama", "model.lm_head.weight")])
+def test_the_head_is_masked_on_demand(lab: Lab, kind: str, name: str) -> None:
+    assert name not in Started(lab, kind).migu._layout.rows
+    assert name in Started(lab, kind, include_lm_head=True).migu._layout.rows
+
+
+def test_masked_rows_have_no_gradient_and_do_not_move(lab: Lab) -> None:
+    for bias in (False, True):
+        started = Started(lab, bias=bias)
+        sgd(started.engine)
+        before = started.values()
+        started.step(started.batch([0, 1, 2, 3]))
+        after, rows = started.values(), started.migu._layout.rows
+        assert any(name.endswith(".bias") for name in rows) is bias
+        for name, own in rows.items():
+            still = ~started.mask()[own.place]
+            moved = (after[name] != before[name]).flatten(1).any(1) if own.dims == 2 else after[name] != before[name]
+            assert int(still.sum()) == masked_count(0.5, len(still))
+            assert not moved[still].any()
+            if "self.key" not in name:  # a key's bias shifts all scores alike, and some FFN units are off
+                assert moved[~still].float().mean() > 0.5
+
+
+def test_a_threshold_of_one_stops_the_masked_layers(lab: Lab) -> None:
+    started = Started(lab, "t5", threshold=1.0)
+    sgd(started.engine)
+    before = started.values()
+    started.step(started.batch([0, 1]))
+    moved = {name for name, value in started.values().items() if not torch.equal(value, before[name])}
+    assert moved and not moved & set(started.migu._layout.rows)
+
+
+def test_adam_moves_masked_rows_by_momentum_unless_the_update_is_masked(lab: Lab) -> None:
+    """Masks (1, 0), then (0, 1) at lr 0.1, gradient 1: row 0 moves by 0.1 and then by 0.067 (Adam's own arithmetic)."""
+    name = "model.encoder.layer.0.attention.self.query.weight"
+    for mask_update, second in ((False, 0.067), (True, 0.0)):
+        started = Started(lab, mask_update=mask_update)
+        own, weights = started.migu._layout.rows[name], [started.values()[name]]
+        for keeps_first in (True, False):
+            started.migu.begin_step(1, 1, lambda tensor: tensor)
+            mask = started.migu._mask.zero_()
+            mask[own.place][: own.place.stop - own.place.start] = False
+            mask[own.place.start] = keeps_first
+            mask[own.place.start + 1] = not keeps_first
+            for parameter in started.engine.trained.values():  # type: ignore[attr-defined]
+                parameter.grad = torch.ones_like(parameter)
+            started.engine.step(started.parts.modifiers)
+            weights.append(started.values()[name])
+        moves = [(old - new)[0, 0].item() for old, new in pairwise(weights)]
+        assert moves == pytest.approx([0.1, second], abs=5e-4)
+        if mask_update:
+            assert torch.equal(weights[0][2:], weights[2][2:]) and torch.equal(weights[0][1], weights[1][1])
+            state = started.engine.optimizer_state([name])
+            assert all(state[f"{name}/{moment}"][2:].count_nonzero() == 0 for moment in ("exp_avg", "exp_avg_sq"))
+
+
+def test_mask_update_holds_against_weight_decay(lab: Lab) -> None:
+    name = "model.encoder.layer.0.attention.self.query.weight"
+    for mask_update in (False, True):
+        started = Started(lab, mask_update=mask_update, train={"weight_decay": 0.5})
+        before = started.values()[name]
+        started.step(started.batch([0, 1]))
+        still = ~started.mask()[started.migu._layout.rows[name].place]
+        assert torch.equal(started.values()[name][still], before[still]) is mask_update
+
+
+def test_the_mask_acts_before_clipping(lab: Lab) -> None:
+    norms = {}
+    for share in (0.0, 0.9):
+        started = Started(lab, threshold=share, train={"max_grad_norm": 1.0})
+        batch = started.batch([0, 1, 2])
+        norms[share] = train_step(started.engine, started.parts.method, [batch], WORLD, 1, started.parts.modifiers)
+    assert norms[0.9].grad_norm < norms[0.0].grad_norm
+
+
+# ---- adapters ------------------------------------------------------------------------------------------------------
+
+
+def test_lora_masks_a_by_its_units_and_b_by_the_whole_output(lab: Lab) -> None:
+    """At the start B is 0, so `B A x` says nothing: B's mask comes from `W x`."""
+    started = Started(lab, "bert", {"name": "lora", "rank": 8}, threshold=0.7)
+    path = "encoder.layer.0.attention.self.query"
+    layer: Any = started.parts.backbone.model.get_submodule(path)
+    batch = started.batch([0, 1, 4])
+    inputs: list[Tensor] = []
+    handle = layer.base.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+    sums = started.magnitudes(batch)
+    handle.remove()
+    x, real = inputs[0], (batch.source_mask > 0).unsqueeze(-1)
+    low, output = (started.migu._layout.seen[path, part].place for part in ("low", "output"))  # type: ignore[index]
+    torch.testing.assert_close(sums[low], 4 * ((x @ layer.lora_A.T).abs() * real).sum((0, 1)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sums[output], (layer.base(x).abs() * real).sum((0, 1)), rtol=1e-4, atol=1e-4)
+    rows = started.migu._layout.rows
+    assert rows[f"model.{path}.lora_A"].place == low and rows[f"model.{path}.lora_B"].place == output
+    assert int(started.mask()[low].sum()) == 3 and int(started.mask()[output].sum()) == 32 - 22
+    assert f"model.{path}.base.weight" not in rows
+
+
+def test_every_slot_of_slm_competes_by_itself(lab: Lab) -> None:
+    method = lab.slots(rank=4, keys={"groups": 4, "steps": 10, "start": "data", "slots_per_task": 3})
+    try:
+        started = Started(lab, "bert", method, threshold=0.5)
+    except ConfigError:
+        started = Started(lab, "bert", lab.slots(rank=4), threshold=0.5)
+    batch = started.batch([0, 1, 2, 3])
+    started.step(batch)
+    for (_, part), seen in started.migu._layout.seen.items():
+        if part == "low":
+            assert len(seen.groups) == len(started.parts.method.stack.live) and set(seen.groups) == {4}  # type: ignore[union-attr]
+            assert started.mask()[seen.place].view(-1, 4).sum(1).tolist() == [2] * len(seen.groups)
+
+
+def test_gpt2_keeps_its_weights_the_other_way_round(lab: Lab) -> None:
+    started = Started(lab, "gpt2")
+    sgd(started.engine)
+    before = started.values()
+    started.step(started.batch([0, 1]))
+    name = "model.transformer.h.0.mlp.c_fc.weight"
+    own = started.migu._layout.rows[name]
+    moved = (started.values()[name] != before[name]).any(0)
+    still = ~started.mask()[own.place]
+    assert own.axis == 1 and not moved[still].any() and moved[~still].any()
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------
+
+
+def test_the_control_draws_as_many_rows_anew_in_every_step(lab: Lab) -> None:
+    started = Started(lab, random_update=True, threshold=0.7)
+    masks = []
+    for seed in (1, 2, 2):
+        train_step(started.engine, started.parts.method, [started.batch([0, 1])], WORLD, seed, started.parts.modifiers)
+        masks.append(started.mask())
+    for seen in started.migu._layout.seen.values():
+        size = seen.place.stop - seen.place.start
+        assert int((~masks[0][seen.place]).sum()) == masked_count(0.7, size)
+    assert not torch.equal(masks[0], masks[1]) and torch.equal(masks[1], masks[2])
+
+
+@pytest.mark.parametrize("scope", ["step", "micro_batch"])
+def test_whose_magnitudes_decide(lab: Lab, scope: str) -> None:
+    started = Started(lab, mask_scope=scope)
+    first, second = started.batch([0, 1]), started.batch([2, 3])
+    alone = started.magnitudes(first)
+    both = started.magnitudes(first, second)
+    assert torch.equal(both, alone) is (scope == "micro_batch")
+
+
+@pytest.mark.parametrize(
+    ("setting", "only", "index", "masks"),
+    [
+        (None, False, 0, False),
+        (None, True, 0, True),
+        (True, True, 0, False),
+        (False, False, 0, True),
+        (True, False, 1, True),
+    ],
+)
+def test_the_first_task_is_skipped_where_there_are_others(
+    lab: Lab, setting: bool | None, only: bool, index: int, masks: bool
+) -> None:
+    started = Started(lab, skip_first_task=setting)
+    started.parts.modifiers.end_task()
+    started.parts.modifiers.begin_task(Stage(index, "x", started.stage.tasks), only, resumed=False)
+    started.step(started.batch([0, 1]))
+    name = next(iter(started.migu._layout.rows))
+    assert (started.parts.modifiers.masked(name) is not None) is masks
+    started.parts.modifiers.end_task()
+    facts = started.parts.modifiers.facts()["modifiers"]["migu"]
+    assert facts["masked"] is masks and facts["steps"] == 1 and facts["layers"], "seen in measured steps all the same"
+    assert 0 < facts["gradient_norm_kept"] < 1
+
+
+def test_settings_that_fit_no_layer_are_one_clear_sentence(lab: Lab) -> None:
+    with pytest.raises(ConfigError, match=r"modifiers.migu.layers: target 'atention' matches no linear layer"):
+        check(lab.config("bert", modifiers=[{"name": "migu", "layers": ["atention"]}]))
+    with pytest.raises(ConfigError, match=r"modifiers.migu.include_lm_head is true, but this backbone has no"):
+        check(lab.config("bert", modifiers=[{"name": "migu", "include_lm_head": True}]))
+    with pytest.raises(RunError, match=r"modifiers.migu finds no trained weight in the layers ffn at task 'colour'"):
+        Started(lab, "bert", "lora", layers=["ffn"])
+
+
+def test_no_modifier_changes_nothing() -> None:
+    nothing, gradient = Modifiers(), torch.ones(2)
+    assert nothing.names == [] and nothing.facts() == {} and nothing.tensors() == {} and nothing.state() == {}
+    assert nothing("x", gradient) is gradient and nothing.masked("x") is None and nothing.held("x") is None
+
+
+def test_parts_carry_the_modifiers(lab: Lab) -> None:
+    parts: Parts = Started(lab).parts
+    assert list(parts.modifiers.members) == ["migu"]
