@@ -321,17 +321,13 @@ def test_lora_masks_a_by_its_units_and_b_by_the_whole_output(lab: Lab) -> None:
 
 
 def test_every_slot_of_slm_competes_by_itself(lab: Lab) -> None:
-    method = lab.slots(rank=4, keys={"groups": 4, "steps": 10, "start": "data", "slots_per_task": 3})
-    try:
-        started = Started(lab, "bert", method, threshold=0.5)
-    except ConfigError:
-        started = Started(lab, "bert", lab.slots(rank=4), threshold=0.5)
+    started = Started(lab, "bert", lab.slots(rank=4), threshold=0.5)
     batch = started.batch([0, 1, 2, 3])
     started.step(batch)
     for (_, part), seen in started.migu._layout.seen.items():
         if part == "low":
-            assert len(seen.groups) == len(started.parts.method.stack.live) and set(seen.groups) == {4}  # type: ignore[union-attr]
-            assert started.mask()[seen.place].view(-1, 4).sum(1).tolist() == [2] * len(seen.groups)
+            assert seen.groups == (4, 4, 4, 4)
+            assert started.mask()[seen.place].view(4, 4).sum(1).tolist() == [2, 2, 2, 2]
 
 
 def test_gpt2_keeps_its_weights_the_other_way_round(lab: Lab) -> None:
