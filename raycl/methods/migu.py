@@ -111,6 +111,7 @@ class Migu(GradientModifier):
                 f"'{stage.name}': expected a method that trains some of them; drop the modifier, or name them in "
                 "modifiers.migu.layers"
             )
+        self.reach = tuple(self._layout.rows)
         self._groups = by_size([size for seen in self._layout.seen.values() for size in seen.groups], backbone.device)
         self._sums = torch.zeros(self._layout.size, device=backbone.device)
         self._mask = torch.ones(self._layout.size, device=backbone.device, dtype=torch.bool)
@@ -134,7 +135,7 @@ class Migu(GradientModifier):
             stop()
         self._stop.clear()
         self.record.end(self._layout)
-        self.names = ()
+        self.reach = self.names = ()
         self._layout, self._groups = Layout({}, {}, 0), []
         self._sums = self._mask = torch.zeros(0)
 
@@ -146,7 +147,7 @@ class Migu(GradientModifier):
         self._left = (1 if self.config.mask_scope == "micro_batch" else micro_batches) * self._works
         self._seed, self._reduce = seed, reduce
         self._sums.zero_()
-        self.names = tuple(self._layout.rows) if self._works else ()
+        self.names = self.reach if self._works else ()
 
     @property
     def _works(self) -> bool:

@@ -36,10 +36,12 @@ class GradientModifier:
         Config: its settings class.
 
     Attributes:
-        names: parameters whose gradients it wants to see at the end of the present step, by the backbone's names.
+        reach: parameters whose gradients it may change in the present task, by the backbone's names.
+        names: those that it wants to see at the end of the present step.
     """
 
     Config: ClassVar[type[ModifierConfig]] = ModifierConfig
+    reach: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
 
     def __init__(self, config: Any, method: Method) -> None:
@@ -100,6 +102,11 @@ class Modifiers:
 
     def __init__(self, members: Mapping[str, GradientModifier] | None = None) -> None:
         self.members = dict(members or {})
+
+    @property
+    def reach(self) -> list[str]:
+        """Parameters whose gradients any of them may change in this task, each once."""
+        return list(dict.fromkeys(name for member in self.members.values() for name in member.reach))
 
     @property
     def names(self) -> list[str]:

@@ -130,7 +130,7 @@ class DeepSpeedEngine:
         if mask is None:
             return []
         value = self._whole(parameter)
-        moments = {m: torch.zeros_like(value) if self._fresh else self._moment(parameter, m).cpu() for m in MOMENTS}
+        moments = {moment: self._moment(parameter, moment) for moment in MOMENTS}
         return [(name, part, mask, old.to(mask.device)) for part, old in {"": value, **moments}.items()]
 
     def _put_back(self, name: str, part: str, mask: Tensor, old: Tensor) -> None:
@@ -177,6 +177,8 @@ class DeepSpeedEngine:
         }
 
     def _moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
+        if self._fresh:
+            return torch.zeros(getattr(parameter, "ds_shape", parameter.shape), device=self.world.device)
         if self._is_plain:
             value = self.optimizer.state[parameter].get(moment)
         else:

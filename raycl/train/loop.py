@@ -30,6 +30,7 @@ from raycl.train.engine import Engine, load_parameters
 from raycl.train.ledger import Ledger, RunState, read_state
 from raycl.train.parts import Parts
 from raycl.train.progress import Progress, Trace, clock
+from raycl.train.proof import Proof
 from raycl.train.publish import publish
 from raycl.train.results import build_results
 from raycl.train.row import evaluate_row
@@ -120,10 +121,14 @@ class StreamLoop:
             later = sum(self._order(other, self._rows(other)).steps for other in parts.stages[stage.index + 1 :])
             self.progress.begin(stage.index, stage.name, order.count, order.steps, start, later)
         parts.backbone.train()
+        proof = Proof(engine, parts.modifiers, parts.train.betas[0])
         for step in range(start, order.steps):
             began = time.perf_counter()
             seed = stable_seed(parts.info.seed, "step", stage.index, step)
-            result = train_step(engine, parts.method, loader.micro_batches(step), self.world, seed, parts.modifiers)
+            proof.before_step()
+            batches = loader.micro_batches(step)
+            result = train_step(engine, parts.method, batches, self.world, seed, parts.modifiers)
+            proof.after_step()
             seconds = time.perf_counter() - began
             spent = {"train_s": spent["train_s"] + seconds, "tokens": spent["tokens"] + result.tokens}
             self._say(stage, step + 1, order.steps, result, seconds)
