@@ -46,6 +46,11 @@ class StackedLora(nn.Module):
         return tuple(self._stack.live.values()) if self.lora_A is not None else ()
 
     @property
+    def live_scale(self) -> float:
+        """Of every adapter in training."""
+        return self._stack.live_scale
+
+    @property
     def weight(self) -> Tensor:
         """The base's own weight: some models look at a linear's dtype or device."""
         return self.base.weight  # type: ignore[return-value]

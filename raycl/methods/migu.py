@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from raycl.errors import RunError
 from raycl.kernels.magnitude import summed_gated_magnitude, summed_magnitude
 from raycl.methods.base import Method
+from raycl.methods.clusters import CoMagnitude, sequential_clusters, weight_clusters
 from raycl.methods.modifier import GradientModifier, ModifierConfig, Reduce
 from raycl.methods.row_choice import Groups, Rule, by_size
 from raycl.methods.row_record import RowRecord
@@ -63,6 +64,15 @@ class MiguConfig(ModifierConfig):
         "every worker, whose mask is known before any backward pass",
     )
     mask_update: bool = Field(False, description="masked rows do not move at all, by momentum and decay neither")
+    clusters: int | None = Field(
+        None, ge=1, description="rows of a layer are put into so many clusters that share one mask bit; null: none do"
+    )
+    cluster_by: Literal["weight", "co_magnitude", "sequential"] = Field(
+        "weight",
+        description="like rows of the weights, rows that are large together (over the task's first cluster_samples "
+        "examples), or blocks of neighbours",
+    )
+    cluster_samples: int = Field(500, ge=1)
     random_update: bool = Field(False, description="control: as many rows, drawn at random in every step")
 
 
@@ -85,6 +95,8 @@ class Migu(GradientModifier):
         self._stop: list[Callable[[], None]] = []
         self._layout = Layout({}, {}, 0)
         self._groups: list[Groups] = []
+        self._clusters: Tensor | None = None
+        self._together: CoMagnitude | None = None
         self._active = self._measured = self._counts = False
         self._left, self._seed = 0, 0
         self._reduce: Reduce = _alone
@@ -112,11 +124,38 @@ class Migu(GradientModifier):
                 "modifiers.migu.layers"
             )
         self.reach = tuple(self._layout.rows)
-        self._groups = by_size([size for seen in self._layout.seen.values() for size in seen.groups], backbone.device)
+        if not resumed:
+            self._clusters = self._first_clusters(stage, layers)
+        self._group()
         self._sums = torch.zeros(self._layout.size, device=backbone.device)
         self._mask = torch.ones(self._layout.size, device=backbone.device, dtype=torch.bool)
         self.record.begin(self._layout, backbone.device, resumed)
         self._attach(layers)
+
+    def _first_clusters(self, stage: Stage, layers: Mapping[str, nn.Module]) -> Tensor | None:
+        """Those that need no data; they stay for the whole task."""
+        count, how = self.config.clusters, self.config.cluster_by
+        self.examples = self.config.cluster_samples if count is not None and how == "co_magnitude" else 0
+        if count is None or how == "co_magnitude":
+            return None
+        if how == "sequential":
+            return sequential_clusters(self._layout, count)
+        return weight_clusters(self._layout, layers, count, self.method.seed + stage.index)
+
+    def _group(self) -> None:
+        sizes = [size for seen in self._layout.seen.values() for size in seen.groups]
+        device = self.method.backbone.device
+        clusters = None if self._clusters is None else self._clusters.to(device)
+        self._groups = by_size(sizes, device, clusters)
+
+    def study(self, show: Callable[[], None], reduce: Reduce) -> None:
+        """Co-magnitude clusters."""
+        assert self.config.clusters is not None, "nothing to study"
+        self._together = CoMagnitude(self._layout, self.method.backbone.device)
+        show()
+        self._clusters = self._together.clusters(reduce, self.config.clusters, self.method.seed)
+        self._together = None
+        self._group()
 
     def _attach(self, layers: Mapping[str, nn.Module]) -> None:
         """Hooks of our own on the layers; whatever hooks there are stay."""
@@ -136,7 +175,7 @@ class Migu(GradientModifier):
         self._stop.clear()
         self.record.end(self._layout)
         self.reach = self.names = ()
-        self._layout, self._groups = Layout({}, {}, 0), []
+        self._layout, self._groups, self._clusters = Layout({}, {}, 0), [], None
         self._sums = self._mask = torch.zeros(0)
 
     # ---- a step ----------------------------------------------------------------------------------------------
@@ -156,7 +195,7 @@ class Migu(GradientModifier):
 
     def watched(self, forward: Callable[[Batch], T], batch: Batch) -> T:
         """Add up magnitudes while `forward` runs; the mask is known when the last pass that decides has ended."""
-        if not self._left:
+        if not self._left and self._together is None:
             return forward(batch)
         self._real, self._counts = self.method.backbone.real_tokens(batch), True
         try:
@@ -164,21 +203,25 @@ class Migu(GradientModifier):
         finally:
             self._counts = False
             self._weights.clear()
-        self._left -= 1
-        if not self._left:
+        self._left -= self._together is None
+        if not self._left and self._together is None:
             self._choose()
         return output
 
     def _observe_output(self, seen: Seen, layer: nn.Module, given: Any, y: Tensor) -> None:
         """Forward hook: `y` is `[B, S, O]`."""
-        if self._counts:
+        if self._counts and self._together is not None:
+            self._together.add((seen.path, "output"), y, self._weight(seen, y))
+        elif self._counts:
             weight = self._weight(seen, y)
             flat = None if weight is None else weight.reshape(-1)
             self._sums[seen.place] += summed_magnitude(y.detach().reshape(-1, y.shape[-1]), flat)
 
     def _observe_low(self, seen: Seen, h: Tensor, gate_BR: Tensor) -> None:
         """`h` is `[B, S, R]`."""
-        if self._counts:
+        if self._counts and self._together is not None:
+            self._together.add((seen.path, "low"), h, self._weight(seen, h))
+        elif self._counts:
             weight = self._weight(seen, h)
             self._sums[seen.place] += summed_gated_magnitude(h.detach(), gate_BR.detach(), weight)
 
@@ -232,12 +275,14 @@ class Migu(GradientModifier):
         return {"masked": self._active, **self.record.facts}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """For the report alone: no step depends on it."""
-        return {"facts": self.record.facts, "active": self._active}, self.record.tensors()
+        """Counts for the report, and the task's clusters: nothing else outlives a step."""
+        clusters = {} if self._clusters is None else {"clusters": self._clusters.cpu()}
+        return {"facts": self.record.facts, "active": self._active}, self.record.tensors() | clusters
 
     def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on counting."""
         self._active = bool(state.get("active", False))
+        self._clusters = tensors.get("clusters")
         self.record.load(state.get("facts", {}), tensors)
 
 

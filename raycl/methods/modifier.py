@@ -9,6 +9,7 @@ What it does not know: engines, workers (it is given a sum over them), files.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -36,11 +37,13 @@ class GradientModifier:
         Config: its settings class.
 
     Attributes:
+        examples: how many training examples of a task it wants to see before the task's first step.
         reach: parameters whose gradients it may change in the present task, by the backbone's names.
         names: those that it wants to see at the end of the present step.
     """
 
     Config: ClassVar[type[ModifierConfig]] = ModifierConfig
+    examples: int = 0
     reach: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
 
@@ -58,6 +61,9 @@ class GradientModifier:
         Args:
             only: the run has no other stage. resumed: the task goes on; `load_state` came before.
         """
+
+    def study(self, show: Callable[[], None], reduce: Reduce) -> None:
+        """After `begin_task` of a new task, where it wants `examples`: `show()` runs them through the model once."""
 
     def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
         """Before the first of so many forward passes of an optimizer step, on every worker."""
@@ -117,6 +123,12 @@ class Modifiers:
         """As each does."""
         for member in self.members.values():
             member.begin_task(stage, only, resumed)
+
+    def study(self, show: Callable[[int], None], reduce: Reduce) -> None:
+        """Each that wants it has `show(examples)` run so many examples through the model; collective."""
+        for member in self.members.values():
+            if member.examples:
+                member.study(partial(show, member.examples), reduce)
 
     def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
         """As each does."""

@@ -75,7 +75,7 @@ class RowRecord:
     def load(self, facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """What `facts` and `tensors` were."""
         self.facts = facts
-        if tensors:
+        if "counts" in tensors:
             self._counts, self._tally = tensors["counts"].clone(), tensors["tally"].clone()
             self.steps = int(tensors["steps"])
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Protocol
 
 import psutil
@@ -111,6 +112,8 @@ class StreamLoop:
         parts.method.begin_task(stage, resumed=resume is not None)
         parts.modifiers.begin_task(stage, only=len(parts.stages) == 1, resumed=resume is not None)
         loader, order = self._loader(stage)
+        if resume is None:
+            parts.modifiers.study(partial(self._show, loader, order), self.world.sum)
         engine = self.open_engine(loader.accumulation, order.steps)
         start, spent = 0, {"train_s": 0.0, "tokens": 0.0}
         if resume is not None:
@@ -139,6 +142,16 @@ class StreamLoop:
         engine.close()
         self._finish(stage, done)
         return done
+
+    def _show(self, loader: Loader, order: GlobalOrder, examples: int) -> None:
+        """The first training examples, run through the model before anything is learned, for modifiers to look at."""
+        parts, rows = self.parts, min(examples, order.count)
+        parts.backbone.eval()
+        for step in range(min(order.steps, -(-rows // parts.train.batch_size))):
+            for batch in loader.micro_batches(step):
+                now = batch.to(self.world.device)
+                with torch.no_grad(), parts.method.speaking(now):
+                    parts.modifiers.watched(parts.backbone, now)
 
     def _prepare(self, stage: Stage, resumed: bool) -> None:
         """The preparation stage of methods that route by texts; of all stages at once for those that look ahead."""

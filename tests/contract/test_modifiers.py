@@ -12,6 +12,8 @@ from raycl import config as configs
 from raycl.errors import RunError
 from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import METHODS
+from raycl.report.kept_rows import KeptRows
+from raycl.report.tables import kept_rows_table
 from raycl.run import RunConfig
 from raycl.storage import Storage
 
@@ -51,6 +53,9 @@ def test_it_runs_with_every_method_and_stops_and_goes_on_bit_for_bit(
     whole = complete_masked(kind, method, engine)
     results = whole.read_json("results.json")
     assert results["finished"]
+    kept = KeptRows.of(results)
+    assert kept.tasks == results["stages"] and all(kept.masked) and all(0 < share < 100 for share in kept.norm_kept)
+    assert "norm kept" in kept_rows_table(results)
     storage, steps = Storage.at(tmp_path), len(trace(whole))
     config = masked(lab, kind, method, engine)
     with pytest.raises(Stop):
