@@ -41,6 +41,7 @@ class AdapterStack:
         static: preallocated rows for compiled models, else None.
         dropout: on the input of adapters in training.
         activation: of all its adapters: they are computed together.
+        stops_resident: no gradient flows through resident adapters into the layers below them; values stay.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class AdapterStack:
         self.table = RowTable(rows or 0)
         self.source = source
         self.activation = activation
+        self.stops_resident = False
         self.states: dict[str, AdapterState] = {}
         self.live: dict[str, int] = {}
         self.live_scale = 1.0

@@ -127,6 +127,12 @@ class Backbone(nn.Module, ABC):
     def learn_labels(self, labels: Sequence[str]) -> None:
         """Make sure the label head has a row for each of `labels`; nothing to do where there is no head."""
 
+    @torch.no_grad()
+    def embedded(self, ids_BL: Tensor) -> Tensor:
+        """Raw token embeddings `[B, L, D]`, before positions, norms and any layer; no gradient."""
+        found: Tensor = self.model.get_input_embeddings()(ids_BL)
+        return found
+
     def prefixed(self, ids_BL: Tensor, mask_BL: Tensor) -> tuple[dict[str, Tensor], int]:
         """Arguments of the model for a text with its prefix, and the prefix's length P (0: plain ids)."""
         found = None if self.prefix is None else self.prefix(len(ids_BL), ids_BL.device)

@@ -63,10 +63,12 @@ class Bank:
         tasks: Sequence[str] = (),
         made: Mapping[str, Any] | None = None,
         version: int | None = None,
+        extras: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> AdapterManifest:
         """Store an adapter as a new version. The same tensors and maker published again are the version they were.
 
         Args:
+            extras: kind -> tensors that belong to the adapter and are no part of it (pseudo samples).
             version: None takes the next one, whoever else publishes meanwhile.
 
         Raises:
@@ -74,6 +76,7 @@ class Bank:
         """
         check_name(name)
         parts = pack(state.tensors())
+        beside = {kind: self.put(tensors) for kind, tensors in (extras or {}).items()}
         with self.storage.staging("objects", *parts) as write_as:  # goes on while the hash is worked out
             layout: Layout = {path: (int(a.shape[1]), int(b.shape[0])) for path, (a, b) in state.linears.items()}
             tensors = _facts(parts)
@@ -89,6 +92,7 @@ class Bank:
                 "backbone": backbone,
                 "tasks": tuple(tasks),
                 "made": dict(made or {}),
+                "extras": beside,
             }
             taken = self.versions(name)
             if version is None and taken:

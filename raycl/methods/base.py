@@ -17,6 +17,7 @@ from torch import Tensor
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone, Output
 from raycl.config import Section
+from raycl.methods.stage_rows import StageRows
 from raycl.retrieval.encoder import SentenceEncoder
 from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage
 
@@ -35,11 +36,13 @@ class Learned:
         adapters: name -> what it holds; they go to the bank.
         model: tensors of a Hugging Face model folder by name, for methods that change all weights.
         labels: rows of the model's label head (`head.weight`, `head.bias` among its tensors).
+        extras: adapter -> kind -> tensors that are kept beside it in the bank (pseudo samples).
     """
 
     adapters: dict[str, AdapterState] = field(default_factory=dict)
     model: dict[str, Tensor] = field(default_factory=dict)
     labels: list[str] = field(default_factory=list)
+    extras: dict[str, dict[str, dict[str, Tensor]]] = field(default_factory=dict)
 
 
 class Method:
@@ -75,6 +78,14 @@ class Method:
         """What reads texts for this method; None: it routes without them, and batches carry none."""
         return None
 
+    @property
+    def reads_batches(self) -> bool:
+        """Whether batches carry their texts and tasks (`Batch.texts`)."""
+        return self.encoder is not None
+
+    def show(self, rows: StageRows) -> None:
+        """Before `begin_task` of a stage, new or resumed: where its rows are, to be read when they are needed."""
+
     def study(self, stage: Stage, queries_BC: Tensor, dev_BC: Tensor) -> None:
         """Before `begin_task` of a new stage, with the queries of all its training and dev texts (`encoder`)."""
 
@@ -87,6 +98,14 @@ class Method:
 
         Args:
             resumed: values were restored from a checkpoint of this very stage; set what is live, reset nothing.
+        """
+
+    def begin_step(self, step: int, seed: int, micro_batches: int) -> None:
+        """Before the first micro-batch of an optimizer step.
+
+        Args:
+            step: counted from 0 in this stage. seed: of this step, the same on all workers.
+            micro_batches: how many of them this worker will see.
         """
 
     def prepare_batch(self, batch: Batch) -> Batch:

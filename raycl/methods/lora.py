@@ -47,7 +47,7 @@ class Lora(Method):
         super().__init__(config, backbone, seed)
         self.stack: AdapterStack = AdapterStack(backbone.model, linear_names(backbone.model, config.targets))
         torch.manual_seed(seed)
-        self.stack.begin_live({ADAPTER: config.rank}, config.alpha / config.rank, _as_peft_draws, config.dropout)
+        self.stack.begin_live({ADAPTER: config.rank}, config.alpha / config.rank, as_peft_draws, config.dropout)
 
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """LoRA and label head are live, the backbone is frozen."""
@@ -69,7 +69,7 @@ class Lora(Method):
         return Learned({ADAPTER: state})
 
 
-def _as_peft_draws(low: Tensor, outputs: int) -> None:
+def as_peft_draws(low: Tensor, outputs: int) -> None:
     """Kaiming-uniform for A. PEFT first draws values for A and B that it throws away: so do we, to start as it does."""
     rank, inputs = low.shape
     nn.Linear(inputs, rank, bias=False)

@@ -7,6 +7,7 @@ Both wrap another method (`learner`), so that "trained alone" and "trained joint
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,6 +19,7 @@ from raycl.config import named
 from raycl.methods.base import Learned, Method, MethodConfig
 from raycl.methods.lora import LoraConfig
 from raycl.methods.registry import LearnerChoice, method_class
+from raycl.methods.stage_rows import StageRows
 from raycl.retrieval.encoder import SentenceEncoder
 from raycl.types import Batch, Mixture, RouterState, Stage
 
@@ -59,6 +61,15 @@ class Reference(Method):
         """As the learner says."""
         return self.learner.encoder
 
+    @property
+    def reads_batches(self) -> bool:
+        """As the learner says."""
+        return self.learner.reads_batches
+
+    def show(self, rows: StageRows) -> None:
+        """As the learner does."""
+        self.learner.show(rows)
+
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """As the learner does."""
         self.learner.begin_task(stage, resumed)
@@ -71,6 +82,10 @@ class Reference(Method):
         """As the learner says."""
         return self.learner.facts()
 
+    def begin_step(self, step: int, seed: int, micro_batches: int) -> None:
+        """As the learner does."""
+        self.learner.begin_step(step, seed, micro_batches)
+
     def prepare_batch(self, batch: Batch) -> Batch:
         """As the learner does."""
         return self.learner.prepare_batch(batch)
@@ -78,6 +93,10 @@ class Reference(Method):
     def route(self, batch: Batch) -> Mixture | None:
         """As the learner does."""
         return self.learner.route(batch)
+
+    def all_live(self, examples: int) -> AbstractContextManager[None]:
+        """As the learner does."""
+        return self.learner.all_live(examples)
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """As the learner does."""
@@ -155,6 +174,7 @@ class Separate(Reference):
         learned = self.learner.end_task(stage, tensors)
         if learned is not None and not self.learner.own_adapters:
             several = len(learned.adapters) > 1
+            learned.extras = {}
             learned.adapters = {
                 f"{stage.name}.{name}" if several else str(stage.name): state
                 for name, state in learned.adapters.items()

@@ -19,6 +19,7 @@ METHODS: dict[str, str] = {
     "finetune": "raycl.methods.finetune:Finetune",
     "lora": "raycl.methods.lora:Lora",
     "slm": "raycl.methods.slm:Slm",
+    "sapt": "raycl.methods.sapt:Sapt",
     "separate": "raycl.methods.reference:Separate",
     "joint": "raycl.methods.reference:Joint",
 }

@@ -27,6 +27,7 @@ from raycl.backbone.roles import linear_names
 from raycl.data.cache import cache_folder
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
+from raycl.methods.blocks import end_live, is_live, under
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.keys import KeyConfig, check_keys, split_groups
 from raycl.retrieval.maps import newest_rows, plane, similarity
@@ -138,7 +139,7 @@ class Slm(Method):
         head = self.backbone.head
         frozen = "head." if isinstance(head, MixedHead) and head.frozen else "-"
         for name, parameter in self.backbone.named_parameters():
-            parameter.requires_grad_(_is_own(name) and not name.startswith(frozen))
+            parameter.requires_grad_(is_live(name) and not name.startswith(frozen))
 
     def _begin(self, task: str, labels: list[str]) -> None:
         std = self.config.a_init_std
@@ -186,18 +187,7 @@ class Slm(Method):
 
     def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned:
         """Slots become resident and never change again; they go to the bank with their head rows."""
-        states = self.stack.live_states(tensors)
-        head, prefix = self.backbone.head, self.backbone.prefix
-        if isinstance(prefix, MixedPrompts):
-            prompts = tensors["prefix.live"].clone()
-            pairs = zip(states.items(), prompts, strict=True)
-            states = {name: replace(state, prompt=prompt) for (name, state), prompt in pairs}
-            prefix.end_live()
-        if isinstance(head, MixedHead):
-            found = {"head.weight": head.weight.detach(), "head.bias": head.bias.detach(), **tensors}
-            states = head.with_rows(states, found["head.weight"], found["head.bias"])
-            head.end_live()
-        self.stack.end_live()
+        states = end_live(self.backbone, self.stack, tensors)
         self._task = ""
         self._keep(states)
         if self.config.router == "auto":
@@ -213,7 +203,7 @@ class Slm(Method):
         """The live slots; none between tasks."""
         if not self._task:
             return []
-        return [name for name in super().learned_names() if _is_own(name)]
+        return [name for name in super().learned_names() if is_live(name)]
 
     def router_state(self) -> RouterState:
         """Keys, statistics, rules and encoder."""
@@ -254,26 +244,17 @@ class Slm(Method):
         self.router = _restored(router, carried)
         self._ahead = _restored(replace(router, settings={**router.settings, "tasks": state["ahead"]}), carried)
         for name, labels in state["learned"].items():
-            parts = _under(f"slot/{name}/", carried)
+            parts = under(f"slot/{name}/", carried)
             self._keep({name: AdapterState.from_tensors(parts, 1.0, labels, self.stack.activation)})
         if state["task"]:
             self._begin(state["task"], state["live_labels"])
 
 
 def _restored(state: RouterState, carried: Mapping[str, Tensor]) -> SlotRouter:
-    router = SlotRouter.restored(replace(state, tensors=_under("router/", carried)))
+    router = SlotRouter.restored(replace(state, tensors=under("router/", carried)))
     for task in router.tasks:
         router.hold_out(task, carried[f"dev/{task}"])
     return router
-
-
-def _under(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
-
-
-def _is_own(name: str) -> bool:
-    """Whether a parameter belongs to the slots in training."""
-    return ".lora_" in name or name.startswith("head.") or name == "prefix.live"
 
 
 def _normal(low: Tensor, outputs: int, std: float) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from raycl.errors import BankError, RetrievalError
+from raycl.retrieval.attention import AttentionRouter
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.slots import SlotRouter
 from raycl.types import Mixture, RouterState
@@ -99,11 +100,12 @@ ROUTERS: dict[str, Any] = {
     "task": lambda state, owners, cache: TaskRouter(owners),
     "keys": _from_text,
     "discriminant": _from_text,
+    "attention": lambda state, owners, cache: AttentionRouter.restored(state),
 }
 """Kind in a snapshot -> what makes it."""
 
 
-NEEDS_BACKBONE: frozenset[str] = frozenset()
+NEEDS_BACKBONE: frozenset[str] = frozenset({"attention"})
 """Kinds whose queries come from the backbone's own embeddings: they run beside the model, not apart from it."""
 
 

@@ -123,6 +123,7 @@ class Ask:
         send: takes events, from the engine's thread.
         cancelled: set by whoever does not want it any more.
         over: set by the engine with the last event.
+        template: set by the engine: task whose template routing has read the text with; "" for none.
     """
 
     text: str
@@ -134,6 +135,7 @@ class Ask:
     templated: bool = True
     cancelled: bool = False
     over: bool = False
+    template: str = ""
     began: float = field(default_factory=time.perf_counter)
 
 

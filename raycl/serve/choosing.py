@@ -5,7 +5,7 @@ What it does not know: prompts, the model, whoever waits for the answers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,9 +15,16 @@ from raycl.serve.host import Hosted
 from raycl.serve.model import heads_of
 from raycl.types import Mixture
 
+Attend = Callable[[Hosted, Sequence[Ask], Sequence[str]], Mixture]
+"""Mixtures of asks' prompts, each with the template of a task ("": none), by a router that reads prompts."""
 
-def mixtures_of(hosted: Hosted, asks: Sequence[Ask]) -> list[Mixture]:
-    """One mixture of one row for each ask of a snapshot, of those that speak for it alone."""
+
+def mixtures_of(hosted: Hosted, asks: Sequence[Ask], attend: Attend | None = None) -> list[Mixture]:
+    """One mixture of one row for each ask of a snapshot, of those that speak for it alone.
+
+    Args:
+        attend: for snapshots whose router reads prompts; it needs the model.
+    """
     found = {
         number: hosted.named(Mixture.same(ask.choice.weights, 1))
         for number, ask in enumerate(asks)
@@ -26,22 +33,40 @@ def mixtures_of(hosted: Hosted, asks: Sequence[Ask]) -> list[Mixture]:
     free = [number for number in range(len(asks)) if number not in found]
     told = [number for number in free if asks[number].choice.task is not None]
     for group in (told, [number for number in free if asks[number].choice.task is None]):
-        found |= _routed(hosted, asks, group)
+        found |= _routed(hosted, asks, group, attend)
     return [found[number] for number in range(len(asks))]
 
 
-def _routed(hosted: Hosted, asks: Sequence[Ask], group: Sequence[int]) -> dict[int, Mixture]:
+def _routed(hosted: Hosted, asks: Sequence[Ask], group: Sequence[int], attend: Attend | None) -> dict[int, Mixture]:
     """What the router says to asks that all name their task, or that all do not."""
     if not group:
         return {}
     tasks = [task for number in group if (task := asks[number].choice.task) is not None]
-    whole = hosted.mixture([asks[number].text for number in group], tasks or None)
+    if attend is not None and hosted.reads_prompts:
+        whole = _attended(hosted, [asks[number] for number in group], attend)
+    else:
+        whole = hosted.mixture([asks[number].text for number in group], tasks or None)
     found = {}
     for number, weights in zip(group, whole.weights, strict=True):
         spoken = weights.nonzero().flatten().tolist()
         one = Mixture(tuple(whole.names[column] for column in spoken), weights[None, spoken])
         found[number] = _hard(hosted, one) if asks[number].choice.hard else one
     return found
+
+
+def _attended(hosted: Hosted, asks: Sequence[Ask], attend: Attend) -> Mixture:
+    """By whole prompts, as in training: an input whose task nobody says is read bare first, and then again with the
+    template of the task that was loudest, if tasks have different ones."""
+    prompts = {prompt: task for task, prompt in hosted.prompts.items()}
+    only = next(iter(prompts.values())) if len(prompts) == 1 else ""
+    for ask in asks:
+        ask.template = ask.choice.task or only
+    mixture = attend(hosted, asks, [ask.template for ask in asks])
+    if len(prompts) < 2 or all(ask.template for ask in asks):
+        return mixture
+    for ask, weights in zip(asks, mixture.weights, strict=True):
+        ask.template = ask.template or loudest(hosted, Mixture(mixture.names, weights[None]))
+    return attend(hosted, asks, [ask.template for ask in asks])
 
 
 def _hard(hosted: Hosted, mixture: Mixture) -> Mixture:

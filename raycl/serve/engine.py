@@ -234,7 +234,8 @@ class Engine:
         mixtures: dict[int, Mixture] = {}
         for hosted in {id(ask.hosted): ask.hosted for ask in asks}.values():
             mine = [number for number, ask in enumerate(asks) if ask.hosted is hosted]
-            mixtures |= dict(zip(mine, mixtures_of(hosted, [asks[number] for number in mine]), strict=True))
+            found = mixtures_of(hosted, [asks[number] for number in mine], self._attend)
+            mixtures |= dict(zip(mine, found, strict=True))
         spent = (time.perf_counter() - began) * 1e3
         self._retrieval_s += spent / 1e3
         fit = cache(self._fitting.fit)  # several answers to one text read it once
@@ -244,6 +245,17 @@ class Engine:
             made = replace(one.made, queue_ms=(began - ask.began) * 1e3, retrieval_ms=spent, batch=len(asks))
             ready.append(replace(one, made=made))
         return ready
+
+    def _attend(self, hosted: Hosted, asks: Sequence[Ask], tasks: Sequence[str]) -> Mixture:
+        """Prompts as the model will read them, in the eyes of a router beside it."""
+        ahead = max((entry.prompt[0] for entry in hosted.snapshot.adapters if entry.prompt), default=0)
+        ids = []
+        for ask, task in zip(asks, tasks, strict=True):
+            prompt = hosted.prompts.get(task, Prompt()) if ask.templated else Prompt()
+            is_input = ask.templated or ask.sampling is None
+            ids.append(self._fitting.fit(ask.text, prompt, is_input, ahead).ids)
+        batch = batch_of(ids, self.host.backbone.codec.pad_id).to(self.host.backbone.device)
+        return self.host.attended(hosted, batch.source_ids, batch.source_mask)
 
     def _prompted(self, ask: Ask, mixture: Mixture, fit: Callable[[str, Prompt, bool, int], Fitted]) -> Ready:
         """The prompt of the task that the request names, else of the one that speaks loudest."""
@@ -255,7 +267,7 @@ class Engine:
             )
         pairs = zip(mixture.names, mixture.weights[0].tolist(), strict=True)
         weights = {hosted.names[key]: weight for key, weight in pairs}
-        task = (ask.choice.task or loudest(hosted, mixture)) if ask.templated else ""
+        task = (ask.template or ask.choice.task or loudest(hosted, mixture)) if ask.templated else ""
         prompt = hosted.prompts.get(task, Prompt())
         ahead = max(
             (entry.prompt[0] for entry in hosted.snapshot.adapters if entry.prompt and entry.name in weights), default=0

@@ -23,6 +23,7 @@ from raycl.backbone import Backbone
 from raycl.bank import Snapshot
 from raycl.data.prompts import Prompt
 from raycl.errors import BankError, StorageError
+from raycl.retrieval.attention import AttentionRouter
 from raycl.retrieval.router import Router
 from raycl.serve.refusals import UnavailableError
 from raycl.types import Activation, AdapterState, Mixture
@@ -69,6 +70,11 @@ class Hosted:
     def head_rule(self) -> Any:
         """How its label heads are mixed (`raycl.adapters.head.Rule`)."""
         return self.snapshot.router.settings.get("head_rule", "probability")
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether its router is asked with the backbone's embeddings (`Host.attended`), not with texts."""
+        return isinstance(self.router, AttentionRouter)
 
     def mixture(self, texts: Sequence[str], tasks: Sequence[str] | None = None) -> Mixture:
         """Who speaks for each text, by names on the device; adapters that nobody chose are left out.
@@ -189,6 +195,11 @@ class Host:
             return source(name)
         except (BankError, StorageError) as error:
             raise UnavailableError(f"adapter {key} cannot be had now: {error}") from error
+
+    def attended(self, hosted: Hosted, ids_BL: Tensor, mask_BL: Tensor) -> Mixture:
+        """Who speaks for each prompt of a snapshot that reads them; see `Hosted.mixture`."""
+        assert isinstance(hosted.router, AttentionRouter), "this snapshot's router reads texts"
+        return hosted.named(hosted.router.read(self.backbone.embedded(ids_BL), mask_BL))
 
     def hold(self, keys: Sequence[str]) -> None:
         """Keep these adapters on the device until they are released as often as they were held."""

@@ -16,7 +16,7 @@ from raycl.bank.routers import get_router
 from raycl.errors import BankError
 from raycl.retrieval.router import Router, make_router
 from raycl.serve.host import Host, Hosted
-from raycl.types import Batch
+from raycl.types import Batch, Mixture
 
 
 class SnapshotModel:
@@ -52,8 +52,13 @@ class SnapshotModel:
         """
         rule = self.hosted.head_rule
         told = heads_of(self.hosted, tasks) if rule == "label_count" else ()
-        with self.host.speaking(self.hosted.mixture(texts, tasks), rule, told):
+        with self.host.speaking(self._mixture(batch, texts, tasks), rule, told):
             return self.backbone.predict(batch, limit)
+
+    def _mixture(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        if self.hosted.reads_prompts:
+            return self.host.attended(self.hosted, batch.source_ids, batch.source_mask)
+        return self.hosted.mixture(texts, tasks)
 
 
 def heads_of(hosted: Hosted, tasks: Sequence[str] | None) -> list[str]:

@@ -23,6 +23,7 @@ import torch
 from raycl.data.loader import GlobalOrder, Loader
 from raycl.data.tokens import Split
 from raycl.methods.base import Learned
+from raycl.methods.stage_rows import StageRows
 from raycl.retrieval.encoder import SentenceEncoder
 from raycl.storage import Storage
 from raycl.train import checkpoint as checkpoints
@@ -109,6 +110,7 @@ class StreamLoop:
     def _train(self, stage: Stage, resume: Checkpoint | None) -> Checkpoint:
         parts = self.parts
         self._prepare(stage, resumed=resume is not None)
+        parts.method.show(StageRows(stage, parts.train.batch_size, parts.stream, parts.backbone.codec))
         parts.method.begin_task(stage, resumed=resume is not None)
         parts.modifiers.begin_task(stage, only=len(parts.stages) == 1, resumed=resume is not None)
         loader, order = self._loader(stage)
@@ -130,6 +132,7 @@ class StreamLoop:
             seed = stable_seed(parts.info.seed, "step", stage.index, step)
             proof.before_step()
             batches = loader.micro_batches(step)
+            parts.method.begin_step(step, seed, len(batches))
             result = train_step(engine, parts.method, batches, self.world, seed, parts.modifiers)
             proof.after_step()
             seconds = time.perf_counter() - began
@@ -190,7 +193,7 @@ class StreamLoop:
         order = self._order(stage, sum(map(len, tables)))
         micro = micro_batch_size(train.batch_size, train.micro_batch_size, world.size)
         labels = parts.backbone.label_ids() if codec.needs_labels else None
-        reads = parts.method.encoder is not None
+        reads = parts.method.reads_batches
         loader = Loader(tables, labels, order, world.rank, world.size, micro, train.batch_size, codec.pad_id, reads)
         return loader, order
 

@@ -39,7 +39,10 @@ def publish(
     made = {"run": storage.uri, "fingerprint": parts.info.fingerprint, "stage": stage.index, "stage_name": stage.name}
     seen = [task for done in parts.stages[: stage.index + 1] for task in done.tasks]
     mine = [task.name for task in (stage.tasks if parts.method.own_adapters else seen)]
-    fresh = [bank.publish(name, state, backbone, mine, made) for name, state in learned.adapters.items()]
+    fresh = [
+        bank.publish(name, state, backbone, mine, made, extras=learned.extras.get(name))
+        for name, state in learned.adapters.items()
+    ]
     names = {manifest.name for manifest in fresh}
     parent = bank.open(before["snapshot"]) if before else None
     kept = []

@@ -41,7 +41,8 @@ def _score(parts: Parts, stage: Stage, task: Task, world: World, storage: Storag
     encoder = parts.method.encoder
     if encoder is not None:
         encoder.embed_all(table.texts(range(len(table))), (world.rank, world.size), world.gather)
-    batches = eval_batches(table, None, world.rank, world.size, settings.batch_size, codec.pad_id, encoder is not None)
+    reads = parts.method.reads_batches
+    batches = eval_batches(table, None, world.rank, world.size, settings.batch_size, codec.pad_id, reads)
     references = table.references(range(len(table)))
     others = {label for other in parts.stream.tasks if other is not task for label in other.labels or ()}
     answers, cell = evaluate(

@@ -1,0 +1,48 @@
+"""What the adapters in training hold at the end of a task, wherever it stands: linears, soft prompts, label rows.
+
+What it does not know: which method trains them, how they are chosen later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from raycl.adapters import AdapterStack
+from raycl.adapters.head import MixedHead
+from raycl.adapters.prompts import MixedPrompts
+from raycl.backbone import Backbone
+from raycl.types import AdapterState
+
+
+def end_live(backbone: Backbone, stack: AdapterStack, tensors: Mapping[str, Tensor]) -> dict[str, AdapterState]:
+    """Adapter in training -> what it holds; from now on nothing is in training.
+
+    Args:
+        tensors: learned parameters by name, whole and on the CPU.
+    """
+    states = stack.live_states(tensors)
+    head, prefix = backbone.head, backbone.prefix
+    if isinstance(prefix, MixedPrompts):
+        prompts = tensors["prefix.live"].clone()
+        pairs = zip(states.items(), prompts, strict=True)
+        states = {name: replace(state, prompt=prompt) for (name, state), prompt in pairs}
+        prefix.end_live()
+    if isinstance(head, MixedHead):
+        found = {"head.weight": head.weight.detach(), "head.bias": head.bias.detach(), **tensors}
+        states = head.with_rows(states, found["head.weight"], found["head.bias"])
+        head.end_live()
+    stack.end_live()
+    return states
+
+
+def is_live(name: str) -> bool:
+    """Whether a parameter of the backbone belongs to the adapters in training."""
+    return ".lora_" in name or name.startswith("head.") or name == "prefix.live"
+
+
+def under(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those whose names begin with `start`, by the rest of their names."""
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}

@@ -1,0 +1,289 @@
+"""SAPT: one block per task, all of them heard by every text, as loudly as its attention says (methods.md section 2).
+
+A task learns its block (LoRA on query and value projections, or a soft prompt), its key, and goes on with the shared
+projection; backbone, earlier blocks and earlier keys are frozen. The attention reads nothing but the source's raw
+embeddings, in training, evaluation, generation and serving alike, and once per prompt. Reflection (ARM) keeps old
+tasks' inputs attended to as they were. Encoder-only backbones, of which the paper has none, get label rows with every
+block, mixed by the same weights, so that no task id is needed.
+Where the authors' code differs from the paper, see the settings and methods.md 8.3 (A1 to A17).
+What it does not know: engines, files other than pseudo inputs'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from raycl.adapters import AdapterStack
+from raycl.adapters.head import MixedHead
+from raycl.adapters.prompts import MixedPrompts
+from raycl.backbone import Backbone, Output
+from raycl.backbone.roles import linear_names
+from raycl.data.loader import batch_of
+from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
+from raycl.methods.blocks import end_live, is_live, under
+from raycl.methods.lora import as_peft_draws
+from raycl.methods.pseudo import PseudoSamples, read_file, sources_of, take_real
+from raycl.methods.reflection import Memory, Reflection, ReflectionConfig
+from raycl.methods.stage_rows import StageRows
+from raycl.retrieval.attention import SHARED, Attention, AttentionConfig, max_pooled, mixture_of
+from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage
+
+READ_AT_ONCE = 64
+"""Prompts that are embedded together where only their maxima are wanted."""
+
+
+class SaptConfig(MethodConfig):
+    """SAPT's settings; those of the paper's runs in methods.md 2.6."""
+
+    name: Literal["sapt"] = "sapt"
+    value: Literal["lora", "prompt"] = Field("lora", description="a task's block: SAPT-LoRA, or SAPT-Prompt")
+    rank: int = Field(8, ge=1, description="r; the paper: 8 on T5's long sequences, else 4")
+    alpha: float = Field(32.0, gt=0, description="LoRA's alpha; the update is scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: tuple[str, ...] = Field(
+        ("attention.query", "attention.value"), min_length=1, description="roles or regular expressions of linear paths"
+    )
+    prompt_length: int = Field(10, ge=1, description="positions of a prompt; the sum of all is as long")
+    attention: AttentionConfig = AttentionConfig()
+    arm: ReflectionConfig = ReflectionConfig()
+    head_rule: Literal["probability", "logit"] = Field(
+        "probability", description="how the blocks' label heads are mixed on encoder-only backbones"
+    )
+    stop_grad_old_blocks: bool = Field(
+        False, description="no gradient through old blocks into the layers below, as released (trap A6)"
+    )
+
+
+class Sapt(Method):
+    """Blocks under shared attention."""
+
+    Config = SaptConfig
+    own_adapters: ClassVar[bool] = True
+
+    def __init__(self, config: SaptConfig, backbone: Backbone, seed: int) -> None:
+        """Attach stack and attention.
+
+        Raises:
+            BackboneError: `targets` names no linear. ConfigError: settings that do not fit the backbone.
+        """
+        super().__init__(config, backbone, seed)
+        self.config: SaptConfig
+        is_prompt = config.value == "prompt"
+        paths = [] if is_prompt else linear_names(backbone.model, config.targets)
+        self.stack: AdapterStack = AdapterStack(backbone.model, paths)
+        self.stack.stops_resident = config.stop_grad_old_blocks
+        width = int(backbone.model.get_input_embeddings().weight.shape[1])
+        if is_prompt:
+            backbone.prefix = MixedPrompts(self.stack, width)
+        self.attention = Attention(width, config.attention, seed, backbone.device)
+        backbone.add_module("attention", self.attention)
+        self.reflection = Reflection(config.arm, _weight(config.arm, backbone.codec.kind))
+        if backbone.head is not None:
+            backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), config.head_rule)
+        self._learned: dict[str, AdapterState] = {}
+        self._rows: StageRows | None = None
+        self._task = ""
+        self._heard: dict[str, tuple[Tensor, int]] = {}
+
+    @property
+    def reads_batches(self) -> bool:
+        """Evaluation says how each task's texts were attended to, and `separate` tells the task."""
+        return True
+
+    # ---- a task ----------------------------------------------------------------------------------------------
+
+    def show(self, rows: StageRows) -> None:
+        """Remember where the stage's rows are; pseudo inputs from files are read now, so that errors come early."""
+        self._rows = rows
+        if self.config.arm.source == "file":
+            assert self.config.arm.files is not None
+            read_file(rows, self.config.arm.files, self.config.arm.fraction)
+
+    def begin_task(self, stage: Stage, resumed: bool) -> None:
+        """The task's block and key are live, and the shared projection; all else is frozen."""
+        if not resumed:
+            self._begin(stage.name, stage_labels(stage))
+        self._heard = {}
+        attends = not self.told_task
+        for name, parameter in self.backbone.named_parameters():
+            parameter.requires_grad_(is_live(name) or (attends and name.startswith("attention.")))
+        memories = self.reflection.memories if attends else {}
+        self.reflection.pooled = {task: self._pooled(kept.samples.sources) for task, kept in memories.items()}
+
+    def _begin(self, task: str, labels: list[str]) -> None:
+        config, number = self.config, len(self._learned)
+        torch.manual_seed(self.seed + number)
+        scale = config.alpha / config.rank
+        self.stack.begin_live({task: config.rank}, scale, as_peft_draws, config.dropout)
+        self._task = task
+        if isinstance(self.backbone.prefix, MixedPrompts):
+            words = self.backbone.model.get_input_embeddings().weight.detach()
+            rows = torch.randint(len(words), (1, config.prompt_length)).to(words.device)
+            self.backbone.prefix.begin_live(words[rows].float())
+        if isinstance(self.backbone.head, MixedHead):
+            self.backbone.head.begin_live(labels)
+        self.attention.begin(task, self.seed + 1 + number)
+
+    def begin_step(self, step: int, seed: int, micro_batches: int) -> None:
+        """As the reflection does."""
+        self.reflection.begin_step(step, seed, micro_batches)
+
+    # ---- who speaks ------------------------------------------------------------------------------------------
+
+    def route(self, batch: Batch) -> Mixture:
+        """All blocks learned so far, by the attention of each example's source."""
+        if self.told_task:
+            return self._told(batch)
+        with torch.no_grad():
+            embedded = self.backbone.embedded(batch.source_ids)
+            pooled_BD = max_pooled(embedded, batch.source_mask, self.config.attention.pool_pads)
+        alpha_BT = self.attention(pooled_BD).exp()
+        if not self._task:
+            self._hear(batch, alpha_BT)
+        return mixture_of(self.attention.names, alpha_BT, self.config.attention.floor, always=self._task)
+
+    def _told(self, batch: Batch) -> Mixture:
+        """Each example's own block alone (the upper reference)."""
+        if self._task:
+            return Mixture.same({self._task: 1.0}, len(batch))
+        names = tuple(self._learned)
+        columns = torch.tensor([names.index(task) if task in names else 0 for task in batch.tasks])
+        return Mixture(names, torch.nn.functional.one_hot(columns, len(names)).float())
+
+    def _hear(self, batch: Batch, alpha_BT: Tensor) -> None:
+        """Add the batch to the mean weights of its tasks' evaluated texts."""
+        for task, alpha_T in zip(batch.tasks, alpha_BT.detach().cpu(), strict=False):
+            if task:
+                total, count = self._heard.get(task, (torch.zeros_like(alpha_T), 0))
+                self._heard[task] = (total + alpha_T, count + 1)
+
+    def all_live(self, examples: int) -> Any:
+        """The block in training speaks fully; attention takes part with a gradient of zero."""
+        if not self._task or self.told_task:
+            return super().all_live(examples)
+        blank = torch.zeros(examples, self.attention.dimensions, device=self.backbone.device)
+        weights = self.attention(blank).sum(1, keepdim=True) * 0.0 + 1.0
+        return self.stack.mixing(Mixture((self._task,), weights))
+
+    def penalty(self, batch: Batch, output: Output) -> Tensor | None:
+        """The reflection's term, the same for every micro-batch of a step."""
+        return self.reflection.term(self.attention)
+
+    # ---- the end of a task -----------------------------------------------------------------------------------
+
+    def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned:
+        """Block and key become resident and never change again; the task's pseudo inputs and mean weights are kept."""
+        states = end_live(self.backbone, self.stack, tensors)
+        task, self._task = self._task, ""
+        self.attention.end({**self.attention.tensors(), **self._key(), **under("attention.", tensors)})
+        self._keep(states)
+        self.reflection.memories[task] = Memory(self._samples(stage), self._mean_weights())
+        return Learned(dict(states), extras={task: {"pseudo": self.reflection.memories[task].samples.tensors()}})
+
+    def _key(self) -> dict[str, Tensor]:
+        """The key, where it was not trained."""
+        assert self.attention.key is not None
+        return {"key": self.attention.key}
+
+    def _samples(self, stage: Stage) -> PseudoSamples:
+        assert self._rows is not None, "show comes before the end of a stage"
+        arm = self.config.arm
+        if arm.source == "file":
+            assert arm.files is not None
+            return read_file(self._rows, arm.files, arm.fraction)
+        return take_real(self._rows, arm.fraction, self.seed + stage.index)
+
+    @torch.no_grad()
+    def _mean_weights(self) -> Tensor:
+        """`[i]`: over the dev split, or what `abar_split` says; over the training rows where there are none."""
+        assert self._rows is not None
+        wanted = self.config.arm.abar_split
+        sources = sources_of(self._rows, wanted) or sources_of(self._rows, "train")
+        return self.attention(self._pooled(sources)).exp().mean(0).cpu()
+
+    @torch.no_grad()
+    def _pooled(self, sources: Sequence[Sequence[int]]) -> Tensor:
+        """`[n, d]` on the model's device."""
+        found = []
+        for start in range(0, len(sources), READ_AT_ONCE):
+            batch = batch_of(sources[start : start + READ_AT_ONCE], self.backbone.codec.pad_id)
+            batch = batch.to(self.backbone.device)
+            embedded = self.backbone.embedded(batch.source_ids)
+            found.append(max_pooled(embedded, batch.source_mask, self.config.attention.pool_pads))
+        return torch.cat(found)
+
+    def _keep(self, states: Mapping[str, AdapterState]) -> None:
+        self._learned |= states
+        for name, state in states.items():
+            self.stack.load(name, state)
+
+    def router_state(self) -> RouterState:
+        """Keys and projection; `task` where the task is told."""
+        if self.told_task:
+            return RouterState("task")
+        settings = {**self.attention.settings(), "head_rule": self.config.head_rule}
+        return RouterState("attention", settings, self.attention.tensors())
+
+    def facts(self) -> dict[str, Any]:
+        """Mean weights of each task's texts: when it was learned (`train`: abar), and as evaluated now (`test`).
+
+        With several workers `test` is over the first one's share.
+        """
+        if self.told_task:
+            return {}
+        names = self.attention.names
+        abar = {task: _rounded(memory.abar) for task, memory in self.reflection.memories.items()}
+        heard = {task: _rounded(total / count) for task, (total, count) in self._heard.items()}
+        counts = {task: len(memory.samples) for task, memory in self.reflection.memories.items()}
+        return {"attention": {"keys": list(names), "train": abar, "test": heard, "pseudo": counts}}
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------
+
+    def learned_names(self) -> list[str]:
+        """Block, key and projection; between tasks the projection."""
+        if self._task:
+            return super().learned_names()
+        return [] if self.told_task else [f"attention.{name}" for name in SHARED]
+
+    def carried(self) -> dict[str, Tensor]:
+        """Blocks and keys of earlier tasks, and what is kept of them."""
+        found = {f"attention/{name}": tensor for name, tensor in self.attention.tensors().items()}
+        found |= self.reflection.tensors()
+        for name, state in self._learned.items():
+            found |= {f"block/{name}/{part}": tensor for part, tensor in state.tensors().items()}
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Label rows of each block, and which task is being learned."""
+        head = self.backbone.head
+        live = list(head.live_labels) if isinstance(head, MixedHead) else []
+        learned = {name: list(state.labels) for name, state in self._learned.items()}
+        own = {"task": self._task, "live_labels": live, "learned": learned, "attention": self.attention.settings()}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any], carried: Mapping[str, Tensor]) -> None:
+        """Earlier tasks as they were; the live block in shape."""
+        super().load_state_dict(state, carried)
+        self.attention.take(state["attention"], under("attention/", carried))
+        self.reflection.take(list(state["learned"]), carried)
+        scale = self.config.alpha / self.config.rank
+        for name, labels in state["learned"].items():
+            self._keep({name: AdapterState.from_tensors(under(f"block/{name}/", carried), scale, labels)})
+        if state["task"]:
+            self._begin(state["task"], state["live_labels"])
+
+
+def _weight(config: ReflectionConfig, kind: str) -> float:
+    """Lambda: 2 on decoders (the paper's LLaMA), 0.5 elsewhere (its T5 on SuperNI), unless given."""
+    if config.weight is not None:
+        return config.weight
+    return 2.0 if kind == "decoder" else 0.5
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]

@@ -1,0 +1,250 @@
+"""SAPT's router: every learned task has a key, and a text attends to all of them (methods.md 2.1).
+
+Query of a text: elementwise maximum over its tokens' raw embeddings, brought down to p dimensions and up again, SiLU,
+LayerNorm. Weights: softmax over the products of query and keys, divided by tau. They depend on nothing but the text's
+own tokens: padding takes no part, and neither do labels or neighbours. Computed in float32 whatever the model is in.
+What it does not know: models, where embeddings come from, what a task's block holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, linear, log_softmax, silu
+
+from raycl.config import Section
+from raycl.errors import BankError, RetrievalError
+from raycl.types import Mixture, RouterState
+
+SHARED = ("down", "up", "norm_weight", "norm_bias")
+"""Parameters that all tasks share, by name."""
+
+
+class AttentionConfig(Section):
+    """Settings of the attention; the released scripts' in methods.md 2.6."""
+
+    width: int = Field(100, ge=1, description="p, the narrow part of the projection; SAPT-Prompt: 150 to 200")
+    proj_act: Literal["after_up", "between"] = Field(
+        "after_up", description="where SiLU stands; after_up: as released; between: down and up, as in ATTEMPT"
+    )
+    tau: float | None = Field(
+        None,
+        gt=0,
+        description="temperature; null: sqrt(d); the scripts' other ones: sqrt(2d) on T5, sqrt(d/2) on LLaMA",
+    )
+    pool_pads: bool = Field(
+        False, description="padding takes part in the maximum, as released: a text's weights then depend on its batch"
+    )
+    floor: float = Field(
+        1e-3,
+        ge=0,
+        lt=0.5,
+        description="the smallest weights of a text, at most this share in all, are not evaluated; 0: all are",
+    )
+
+
+class Attention(nn.Module):
+    """Projection and keys.
+
+    Attributes:
+        down: `[p, d]`. up: `[d, p]`. norm_weight, norm_bias: `[d]`.
+        key: `[d]` key of the task in training; None between tasks.
+        keys: earlier task -> its key `[d]`, frozen, on the CPU.
+        live: task in training, "" for none.
+    """
+
+    def __init__(self, dimensions: int, config: AttentionConfig, seed: int, device: torch.device | str = "cpu") -> None:
+        """Draw the projection as torch draws linears (the released code's way)."""
+        super().__init__()
+        self.dimensions, self.config = dimensions, config
+        draw = torch.Generator().manual_seed(seed)
+        self.down = nn.Parameter(_uniform((config.width, dimensions), dimensions**-0.5, draw).to(device))
+        self.up = nn.Parameter(_uniform((dimensions, config.width), config.width**-0.5, draw).to(device))
+        self.norm_weight = nn.Parameter(torch.ones(dimensions, device=device))
+        self.norm_bias = nn.Parameter(torch.zeros(dimensions, device=device))
+        self.register_parameter("key", None)
+        self.key: nn.Parameter | None
+        self.keys: dict[str, Tensor] = {}
+        self.live = ""
+        self._frozen: Tensor | None = None
+
+    @property
+    def tau(self) -> float:
+        """Temperature."""
+        return float(self.config.tau or self.dimensions**0.5)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Tasks as the weights' columns are ordered: in the order of learning."""
+        return (*self.keys, self.live) if self.live else tuple(self.keys)
+
+    # ---- a task ----------------------------------------------------------------------------------------------
+
+    def begin(self, task: str, seed: int) -> None:
+        """A key for a new task, drawn from U(-1, 1) (the released code)."""
+        assert task not in self.keys, f"'{task}' has a key already"
+        self.live = task
+        self.key = nn.Parameter(_uniform((self.dimensions,), 1.0, torch.Generator().manual_seed(seed)).to(self.down))
+
+    def end(self, values: Mapping[str, Tensor]) -> None:
+        """Freeze the key of the task in training; it and the projection become exactly `values`."""
+        task, self.live = self.live, ""
+        self.key = None
+        self.keys[task] = values["key"].detach().float().cpu().clone()
+        self._frozen = None
+        self.fill(values)
+
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Set the projection."""
+        with torch.no_grad():
+            for name in SHARED:
+                getattr(self, name).copy_(values[name])
+
+    # ---- weights ---------------------------------------------------------------------------------------------
+
+    def forward(self, pooled_BD: Tensor) -> Tensor:
+        """Log of the weights `[B, T]` over `names`, float32.
+
+        Args:
+            pooled_BD: see `max_pooled`.
+
+        Raises:
+            RetrievalError: no task was learned yet.
+        """
+        if not self.names:
+            raise RetrievalError("no task has been learned yet: there are no keys to attend to")
+        with torch.autocast(pooled_BD.device.type, enabled=False):
+            scores_BT = linear(self.query(pooled_BD), self._matrix(pooled_BD.device)) / self.tau
+            return log_softmax(scores_BT, dim=-1)
+
+    def query(self, pooled_BD: Tensor) -> Tensor:
+        """`[B, d]`."""
+        low_BP = linear(pooled_BD.float(), self.down.float())
+        between = self.config.proj_act == "between"
+        high_BD = linear(silu(low_BP) if between else low_BP, self.up.float())
+        inner_BD = high_BD if between else silu(high_BD)
+        return layer_norm(inner_BD, (self.dimensions,), self.norm_weight.float(), self.norm_bias.float())
+
+    def _matrix(self, device: torch.device) -> Tensor:
+        """`[T, d]` keys in the order of `names`."""
+        rows = [] if self.key is None else [self.key.float()[None]]
+        if self.keys:
+            if self._frozen is None or self._frozen.device != device:
+                self._frozen = torch.stack(list(self.keys.values())).to(device)
+            rows = [self._frozen, *rows]
+        return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+    # ---- keeping ---------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`key/<task>` of earlier tasks, and the projection by `SHARED` (no slash: no task has such a name)."""
+        found = {f"key/{task}": key for task, key in self.keys.items()}
+        return found | {name: getattr(self, name).detach().float().cpu().clone() for name in SHARED}
+
+    def settings(self) -> dict[str, Any]:
+        """JSON-able: everything but the tensors."""
+        shape = {"dimensions": self.dimensions, "tasks": list(self.keys)}
+        return {"attention": self.config.model_dump(mode="json"), **shape}
+
+    def take(self, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Become what `settings` and `tensors` gave; tasks whose keys were taken out are left out."""
+        self.keys = {task: tensors[f"key/{task}"].float() for task in settings["tasks"] if f"key/{task}" in tensors}
+        self._frozen = None
+        self.fill(tensors)
+
+
+class AttentionRouter:
+    """The attention of a snapshot, which is asked with the backbone's embeddings of whole prompts.
+
+    Attributes:
+        hard: only the loudest task speaks, fully (the ablation without shared attention).
+    """
+
+    def __init__(self, attention: Attention, hard: bool = False) -> None:
+        self.attention, self.hard = attention, hard
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """Texts alone are not enough.
+
+        Raises:
+            BankError: always.
+        """
+        raise BankError(
+            "the snapshot's router is 'attention', which reads prompts with the backbone's own embeddings: ask it "
+            "beside the model (layout=single, or the replicas that hold the model)"
+        )
+
+    @torch.no_grad()
+    def read(self, embeddings_BLD: Tensor, mask_BL: Tensor) -> Mixture:
+        """The mixture of each prompt, by its token embeddings; weights on the CPU."""
+        attention = self.attention
+        if embeddings_BLD.shape[-1] != attention.dimensions:
+            raise RetrievalError(
+                f"the attention was learned on embeddings of {attention.dimensions} dimensions, this backbone's have "
+                f"{embeddings_BLD.shape[-1]}: it is another one"
+            )
+        if attention.down.device != embeddings_BLD.device:
+            attention.to(embeddings_BLD.device)
+        pooled_BD = max_pooled(embeddings_BLD, mask_BL, attention.config.pool_pads)
+        alpha_BT = attention(pooled_BD).exp().cpu()
+        return mixture_of(attention.names, alpha_BT, attention.config.floor, self.hard)
+
+    @staticmethod
+    def restored(state: RouterState) -> AttentionRouter:
+        """From a snapshot."""
+        settings = state.settings
+        attention = Attention(settings["dimensions"], AttentionConfig(**settings["attention"]), 0)
+        attention.take(settings, state.tensors)
+        return AttentionRouter(attention.requires_grad_(False), bool(settings.get("hard")))
+
+
+def max_pooled(embeddings_BLD: Tensor, mask_BL: Tensor, pads: bool = False) -> Tensor:
+    """Elementwise maximum over tokens, `[B, d]`; 0 for an example without any token.
+
+    Args:
+        pads: padding takes part (trap A4).
+    """
+    if pads:
+        return embeddings_BLD.amax(1)
+    real_BL1 = (mask_BL > 0)[:, :, None]
+    highest_BD = embeddings_BLD.masked_fill(~real_BL1, -torch.inf).amax(1)
+    return highest_BD.masked_fill(~real_BL1.any(1), 0.0)
+
+
+def mixture_of(
+    names: tuple[str, ...], alpha_BT: Tensor, floor: float = 0.0, hard: bool = False, always: str = ""
+) -> Mixture:
+    """Weights as a mixture without the columns in which nobody speaks.
+
+    A weight below floor / T is taken as 0, so that what a text leaves out weighs less than `floor` in all, however
+    many tasks there are: its update changes by less than `floor` times the largest block's. Others keep their weight.
+
+    Args:
+        hard: the loudest alone, with weight 1.
+        always: a name whose column stays whatever its weights are (the block in training).
+    """
+    if hard:
+        alpha_BT = torch.zeros_like(alpha_BT).scatter(1, alpha_BT.argmax(1, keepdim=True), 1.0)
+    kept_BT = alpha_BT >= (0.0 if hard else floor / len(names))
+    weights_BT = torch.where(kept_BT, alpha_BT, 0.0)
+    spoken = (weights_BT.detach() != 0).any(0).tolist()
+    columns = [column for column, name in enumerate(names) if spoken[column] or name == always]
+    if len(columns) == len(names):
+        return Mixture(names, weights_BT)
+    return Mixture(tuple(names[column] for column in columns), weights_BT[:, columns])
+
+
+def divergence(target_BT: Tensor, log_alpha_BT: Tensor) -> Tensor:
+    """KL(target || alpha) of each row, `[B]`; an entry of weight 0 adds 0, whatever alpha says (methods.md 2.4)."""
+    known = target_BT > 0
+    terms_BT = torch.xlogy(target_BT, target_BT) - target_BT * log_alpha_BT
+    return torch.where(known, terms_BT, 0.0).sum(-1)
+
+
+def _uniform(shape: tuple[int, ...], bound: float, draw: torch.Generator) -> Tensor:
+    """U(-bound, bound), drawn on the CPU: the same on every device."""
+    return (torch.rand(shape, generator=draw) * 2 - 1) * bound
