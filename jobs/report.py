@@ -1,4 +1,4 @@
-"""Print accuracy matrices, routing, kept rows and a comparison of finished runs; on request as pictures and CSV.
+"""Print matrices, routing, attention, kept rows and a comparison of finished runs; on request as pictures and CSV.
 
     python jobs/report.py runs/sapt runs/lora
     python jobs/report.py runs --png matrices.png --csv comparison.csv
@@ -17,12 +17,11 @@ from pathlib import Path
 
 from raycl.errors import RayclError
 from raycl.report.compare import to_csv
-from raycl.report.kept_rows import has_kept_rows
 from raycl.report.plots import heatmaps
 from raycl.report.results import find_results
 from raycl.report.router_plots import router_maps
 from raycl.report.routing import has_routing
-from raycl.report.tables import comparison_table, kept_rows_table, matrix_table, routing_comparison, routing_table
+from raycl.report.tables import comparison_table, routing_comparison, tables_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,11 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = [result for root in options.runs for result in find_results(root)]
         routed = [result for result in results if has_routing(result)]
         for result in results:
-            print(matrix_table(result), end="\n\n")
-            if has_routing(result):
-                print(routing_table(result), end="\n\n")
-            if has_kept_rows(result):
-                print(kept_rows_table(result), end="\n\n")
+            for table in tables_of(result):
+                print(table, end="\n\n")
         if len(routed) > 1:
             print(routing_comparison(routed), end="\n\n")
         print(comparison_table(results))

@@ -8,7 +8,7 @@ What it does not know: what is done with them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -19,7 +19,6 @@ from torch import Tensor
 from raycl.data.tokens import TokenTable
 from raycl.errors import DataError
 from raycl.methods.stage_rows import StageRows
-from raycl.types import Stage
 
 Ids = Sequence[int]
 
@@ -123,10 +122,6 @@ def sources_of(rows: StageRows, split: str) -> list[list[int]]:
     assert split in ("train", "dev", "test"), split
     tables = rows.tables(split)  # type: ignore[arg-type]
     return [ids.tolist() for table in tables for ids in table.columns(range(len(table))).source_ids]
-
-
-Make = Callable[[Stage, StageRows], PseudoSamples]
-"""How samples of a stage are made."""
 
 
 def _flat(rows: Sequence[Ids]) -> Tensor:

@@ -10,7 +10,7 @@ What it does not know: the model, where pseudo inputs came from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -133,8 +133,10 @@ class Reflection:
             found |= {f"pseudo/{task}/{name}": tensor for name, tensor in memory.samples.tensors().items()}
         return found
 
-    def take(self, tasks: list[str], tensors: Mapping[str, Tensor]) -> None:
-        """Back from what `tensors` gave."""
+    def take(self, tasks: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
+        """Back from what `tensors` gave of these tasks; nothing is kept of tasks that are always told."""
         self.memories = {
-            task: Memory(PseudoSamples.of(under(f"pseudo/{task}/", tensors)), tensors[f"abar/{task}"]) for task in tasks
+            task: Memory(PseudoSamples.of(under(f"pseudo/{task}/", tensors)), tensors[f"abar/{task}"])
+            for task in tasks
+            if f"abar/{task}" in tensors
         }

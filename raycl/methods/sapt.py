@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from raycl.adapters import AdapterStack
@@ -26,11 +26,14 @@ from raycl.backbone.roles import linear_names
 from raycl.data.loader import batch_of
 from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
 from raycl.methods.blocks import end_live, is_live, under
+from raycl.methods.companions import Companions
 from raycl.methods.lora import as_peft_draws
 from raycl.methods.pseudo import PseudoSamples, read_file, sources_of, take_real
 from raycl.methods.reflection import Memory, Reflection, ReflectionConfig
 from raycl.methods.stage_rows import StageRows
+from raycl.methods.writer import Writer, WriterConfig, check_writer
 from raycl.retrieval.attention import SHARED, Attention, AttentionConfig, max_pooled, mixture_of
+from raycl.retrieval.selector import SelectorConfig, learn_selector
 from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage
 
 READ_AT_ONCE = 64
@@ -57,6 +60,23 @@ class SaptConfig(MethodConfig):
     stop_grad_old_blocks: bool = Field(
         False, description="no gradient through old blocks into the layers below, as released (trap A6)"
     )
+    ablation: Literal["none", "arm", "replay", "alignment", "shared_attention"] = Field(
+        "none",
+        description="what is left out (methods.md 2.7). arm: lambda = 0; replay: lambda = 0, and pseudo samples are "
+        "trained on as ordinary data; alignment: a separate selector is learned from recorded weights and used at "
+        "test; shared_attention: each block is learned alone, and a separate selector picks one",
+    )
+    selector: SelectorConfig = SelectorConfig()
+    writer: WriterConfig = WriterConfig()
+
+    @model_validator(mode="after")
+    def _replay_has_answers(self) -> SaptConfig:
+        if self.ablation == "replay" and self.arm.source != "real":
+            raise ValueError(
+                f"method.ablation=replay trains on answers, which method.arm.source={self.arm.source} does not have: "
+                "expected real"
+            )
+        return self
 
 
 class Sapt(Method):
@@ -73,6 +93,8 @@ class Sapt(Method):
         """
         super().__init__(config, backbone, seed)
         self.config: SaptConfig
+        if config.arm.source == "generated":
+            check_writer(config.writer, backbone.codec.kind)
         is_prompt = config.value == "prompt"
         paths = [] if is_prompt else linear_names(backbone.model, config.targets)
         self.stack: AdapterStack = AdapterStack(backbone.model, paths)
@@ -82,13 +104,21 @@ class Sapt(Method):
             backbone.prefix = MixedPrompts(self.stack, width)
         self.attention = Attention(width, config.attention, seed, backbone.device)
         backbone.add_module("attention", self.attention)
-        self.reflection = Reflection(config.arm, _weight(config.arm, backbone.codec.kind))
+        self.selector: Attention | None = None
+        self.reflection = Reflection(config.arm, _weight(config, backbone.codec.kind))
         if backbone.head is not None:
             backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), config.head_rule)
         self._learned: dict[str, AdapterState] = {}
         self._rows: StageRows | None = None
         self._task = ""
         self._heard: dict[str, tuple[Tensor, int]] = {}
+        self._companions: Companions | None = None
+        self._epoch = 0
+
+    @property
+    def _alone(self) -> bool:
+        """Whether blocks are learned without attention."""
+        return self.told_task or self.config.ablation == "shared_attention"
 
     @property
     def reads_batches(self) -> bool:
@@ -109,11 +139,17 @@ class Sapt(Method):
         if not resumed:
             self._begin(stage.name, stage_labels(stage))
         self._heard = {}
-        attends = not self.told_task
         for name, parameter in self.backbone.named_parameters():
-            parameter.requires_grad_(is_live(name) or (attends and name.startswith("attention.")))
-        memories = self.reflection.memories if attends else {}
-        self.reflection.pooled = {task: self._pooled(kept.samples.sources) for task, kept in memories.items()}
+            parameter.requires_grad_(is_live(name) or (not self._alone and name.startswith("attention.")))
+        self.reflection.pooled = self._pooled_memories() if self.reflection.weight and not self._alone else {}
+        self._companions = self._ride_along(stage) if self.config.ablation == "replay" and not self._alone else None
+
+    def _ride_along(self, stage: Stage) -> Companions:
+        assert self._rows is not None, "show comes before a stage begins"
+        rows, memories = self.backbone.label_ids(), self.reflection.memories
+        labels = [[rows[label] for label in self._learned[task].labels] for task in memories]
+        samples = [memory.samples for memory in memories.values()]
+        return Companions(samples, labels, self._rows.count("train"), self.seed + stage.index)
 
     def _begin(self, task: str, labels: list[str]) -> None:
         config, number = self.config, len(self._learned)
@@ -132,20 +168,30 @@ class Sapt(Method):
     def begin_step(self, step: int, seed: int, micro_batches: int) -> None:
         """As the reflection does."""
         self.reflection.begin_step(step, seed, micro_batches)
+        if self._companions is not None and self._rows is not None:
+            self._epoch = step // -(-self._companions.rows // self._rows.batch_size)
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """With the samples that ride along, in the ablation +Replay."""
+        if self._companions is None:
+            return batch
+        return self._companions.joined(batch, self._epoch, self.backbone.codec.pad_id)
 
     # ---- who speaks ------------------------------------------------------------------------------------------
 
     def route(self, batch: Batch) -> Mixture:
         """All blocks learned so far, by the attention of each example's source."""
-        if self.told_task:
+        if self.told_task or (self._alone and self._task):
             return self._told(batch)
+        config, chooser = self.config, self.attention if self._task else self.selector or self.attention
         with torch.no_grad():
             embedded = self.backbone.embedded(batch.source_ids)
-            pooled_BD = max_pooled(embedded, batch.source_mask, self.config.attention.pool_pads)
-        alpha_BT = self.attention(pooled_BD).exp()
+            pooled_BD = max_pooled(embedded, batch.source_mask, config.attention.pool_pads)
+        alpha_BT = chooser(pooled_BD).exp()
         if not self._task:
             self._hear(batch, alpha_BT)
-        return mixture_of(self.attention.names, alpha_BT, self.config.attention.floor, always=self._task)
+        hard = self._alone and not self._task
+        return mixture_of(chooser.names, alpha_BT, config.attention.floor, hard, self._task)
 
     def _told(self, batch: Batch) -> Mixture:
         """Each example's own block alone (the upper reference)."""
@@ -164,7 +210,7 @@ class Sapt(Method):
 
     def all_live(self, examples: int) -> Any:
         """The block in training speaks fully; attention takes part with a gradient of zero."""
-        if not self._task or self.told_task:
+        if not self._task or self._alone:
             return super().all_live(examples)
         blank = torch.zeros(examples, self.attention.dimensions, device=self.backbone.device)
         weights = self.attention(blank).sum(1, keepdim=True) * 0.0 + 1.0
@@ -182,7 +228,11 @@ class Sapt(Method):
         task, self._task = self._task, ""
         self.attention.end({**self.attention.tensors(), **self._key(), **under("attention.", tensors)})
         self._keep(states)
+        if self.told_task:
+            return Learned(dict(states))
         self.reflection.memories[task] = Memory(self._samples(stage), self._mean_weights())
+        if self.config.ablation in ("alignment", "shared_attention"):
+            self._select()
         return Learned(dict(states), extras={task: {"pseudo": self.reflection.memories[task].samples.tensors()}})
 
     def _key(self) -> dict[str, Tensor]:
@@ -196,12 +246,31 @@ class Sapt(Method):
         if arm.source == "file":
             assert arm.files is not None
             return read_file(self._rows, arm.files, arm.fraction)
-        return take_real(self._rows, arm.fraction, self.seed + stage.index)
+        if arm.source == "generated":
+            stack = self.stack if self.stack.layers else None
+            writer = Writer(self.config.writer, self.backbone, stack, self.seed + stage.index)
+            return writer.write(self._rows, arm.fraction)
+        answers = self.config.ablation == "replay"
+        return take_real(self._rows, arm.fraction, self.seed + stage.index, answers)
+
+    def _select(self) -> None:
+        """A separate selector for what the attention would do, learned anew from all memories."""
+        targets = {task: memory.abar for task, memory in self.reflection.memories.items()}
+        config, number = self.config, len(self._learned)
+        found = learn_selector(
+            self._pooled_memories(), targets, config.attention, config.selector, self.seed + 1000 * number
+        )
+        self.selector = found.to(self.backbone.device)
+
+    def _pooled_memories(self) -> dict[str, Tensor]:
+        return {task: self._pooled(kept.samples.sources) for task, kept in self.reflection.memories.items()}
 
     @torch.no_grad()
     def _mean_weights(self) -> Tensor:
         """`[i]`: over the dev split, or what `abar_split` says; over the training rows where there are none."""
         assert self._rows is not None
+        if self._alone:
+            return torch.nn.functional.one_hot(torch.tensor(len(self._learned) - 1), len(self._learned)).float()
         wanted = self.config.arm.abar_split
         sources = sources_of(self._rows, wanted) or sources_of(self._rows, "train")
         return self.attention(self._pooled(sources)).exp().mean(0).cpu()
@@ -226,8 +295,9 @@ class Sapt(Method):
         """Keys and projection; `task` where the task is told."""
         if self.told_task:
             return RouterState("task")
-        settings = {**self.attention.settings(), "head_rule": self.config.head_rule}
-        return RouterState("attention", settings, self.attention.tensors())
+        chooser = self.selector or self.attention
+        settings = {**chooser.settings(), "head_rule": self.config.head_rule, "hard": self._alone}
+        return RouterState("attention", settings, chooser.tensors())
 
     def facts(self) -> dict[str, Any]:
         """Mean weights of each task's texts: when it was learned (`train`: abar), and as evaluated now (`test`).
@@ -248,12 +318,14 @@ class Sapt(Method):
         """Block, key and projection; between tasks the projection."""
         if self._task:
             return super().learned_names()
-        return [] if self.told_task else [f"attention.{name}" for name in SHARED]
+        return [] if self._alone else [f"attention.{name}" for name in SHARED]
 
     def carried(self) -> dict[str, Tensor]:
         """Blocks and keys of earlier tasks, and what is kept of them."""
         found = {f"attention/{name}": tensor for name, tensor in self.attention.tensors().items()}
         found |= self.reflection.tensors()
+        if self.selector is not None:
+            found |= {f"selector/{name}": tensor for name, tensor in self.selector.tensors().items()}
         for name, state in self._learned.items():
             found |= {f"block/{name}/{part}": tensor for part, tensor in state.tensors().items()}
         return found
@@ -264,13 +336,18 @@ class Sapt(Method):
         live = list(head.live_labels) if isinstance(head, MixedHead) else []
         learned = {name: list(state.labels) for name, state in self._learned.items()}
         own = {"task": self._task, "live_labels": live, "learned": learned, "attention": self.attention.settings()}
-        return {**super().state_dict(), **own}
+        selector = None if self.selector is None else self.selector.settings()
+        return {**super().state_dict(), **own, "selector": selector}
 
     def load_state_dict(self, state: Mapping[str, Any], carried: Mapping[str, Tensor]) -> None:
         """Earlier tasks as they were; the live block in shape."""
         super().load_state_dict(state, carried)
         self.attention.take(state["attention"], under("attention/", carried))
-        self.reflection.take(list(state["learned"]), carried)
+        self.reflection.take(state["learned"], carried)
+        if state["selector"] is not None:
+            selector = Attention(self.attention.dimensions, self.config.attention, 0, self.backbone.device)
+            selector.take(state["selector"], under("selector/", carried))
+            self.selector = selector.requires_grad_(False)
         scale = self.config.alpha / self.config.rank
         for name, labels in state["learned"].items():
             self._keep({name: AdapterState.from_tensors(under(f"block/{name}/", carried), scale, labels)})
@@ -278,10 +355,12 @@ class Sapt(Method):
             self._begin(state["task"], state["live_labels"])
 
 
-def _weight(config: ReflectionConfig, kind: str) -> float:
-    """Lambda: 2 on decoders (the paper's LLaMA), 0.5 elsewhere (its T5 on SuperNI), unless given."""
-    if config.weight is not None:
-        return config.weight
+def _weight(config: SaptConfig, kind: str) -> float:
+    """Lambda: 2 on decoders (the paper's LLaMA), 0.5 elsewhere (its T5 on SuperNI), unless given; 0 without ARM."""
+    if config.ablation != "none":
+        return 0.0
+    if config.arm.weight is not None:
+        return config.arm.weight
     return 2.0 if kind == "decoder" else 0.5
 
 

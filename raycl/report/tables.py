@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from raycl.config import Tree
+from raycl.report.attended import Attended, has_attention
 from raycl.report.compare import METRICS, Spread, compare, grouped
-from raycl.report.kept_rows import KeptRows
+from raycl.report.kept_rows import KeptRows, has_kept_rows
 from raycl.report.results import (
     backbone_of,
     method_of,
@@ -138,6 +139,35 @@ def kept_rows_table(result: Tree) -> str:
     head = f"rows kept most often that another task kept too, in percent, mean over {len(kept.layers)} layers"
     note = f"{kept.chance:.1f} is chance; norm kept: of the gradient of these layers, in percent"
     return _render(Group(Text(f"{head}: {title_of(result)}"), table, Text(note)))
+
+
+def attention_table(result: Tree) -> str:
+    """Tasks by blocks: mean weights in percent, when each task was learned and on its test texts at the end.
+
+    Raises:
+        RunError: the run's method does not attend to blocks.
+    """
+    told = Attended.of(result)
+    moved = told.moved()
+    parts: list[RenderableType] = []
+    maps = {"when it was learned (dev texts)": told.train, "at the end (test texts)": told.test}
+    for when, weights in maps.items():
+        table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+        table.add_column("")
+        for name in [*short_names(told.keys, 14 if len(told.keys) <= 6 else 8), "moved"]:
+            table.add_column(name, justify="right")
+        for task, row in weights.items():
+            cells = [_number(100 * weight) for weight in row]
+            table.add_row(task, *cells, _number(moved.get(task)) if when.startswith("at") else "")
+        parts += [Text(f"who speaks for each task's texts, in percent, {when}"), table]
+    note = f"moved: weight that speaks through other blocks now; {sum(told.pseudo.values())} pseudo inputs in all"
+    return _render(Group(Text(title_of(result)), *parts, Text(note)))
+
+
+def tables_of(result: Tree) -> list[str]:
+    """Every table that the run has: matrix, routing, attention, kept rows."""
+    tables = {routing_table: has_routing, attention_table: has_attention, kept_rows_table: has_kept_rows}
+    return [matrix_table(result), *(table(result) for table, has in tables.items() if has(result))]
 
 
 def metrics_line(result: Tree) -> str:

@@ -70,12 +70,13 @@ class Engine(Protocol):
 
 
 def adamw(trained: Mapping[str, nn.Parameter], train: TrainConfig) -> AdamW:
-    """Torch's AdamW with the run's settings; the label head is a group of its own where it has its own rate."""
-    groups: list[dict[str, Any]] = [{"params": list(trained.values())}]
-    if train.head_learning_rate is not None:
-        head = [parameter for name, parameter in trained.items() if name.startswith("head.")]
-        body = [parameter for name, parameter in trained.items() if not name.startswith("head.")]
-        groups = [{"params": body}, {"params": head, "lr": train.head_learning_rate}]
+    """Torch's AdamW with the run's settings; label head and attention are groups of their own where they have rates."""
+    rates = {"head.": train.head_learning_rate, "attention.": train.attention_learning_rate}
+    own = {start: rate for start, rate in rates.items() if rate is not None}
+    body = [parameter for name, parameter in trained.items() if not name.startswith(tuple(own))]
+    groups: list[dict[str, Any]] = [{"params": body}]
+    for start, rate in own.items():
+        groups.append({"params": [p for name, p in trained.items() if name.startswith(start)], "lr": rate})
     return AdamW(
         [group for group in groups if group["params"]],
         lr=train.learning_rate,

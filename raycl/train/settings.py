@@ -26,6 +26,9 @@ class TrainConfig(Section):
     head_learning_rate: float | None = Field(
         None, gt=0, description="label head of encoder-only backbones, which starts at zero; null: learning_rate"
     )
+    attention_learning_rate: float | None = Field(
+        None, gt=0, description="keys and projection of SAPT (its attn_lr); null: learning_rate"
+    )
     lr_scheduler: str = Field("constant", description=f"one of {', '.join(SCHEDULERS)}")
     warmup_steps: int = Field(0, ge=0)
     warmup_ratio: float = Field(0.0, ge=0, lt=1, description="share of the task's steps; used if warmup_steps is 0")

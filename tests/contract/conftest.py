@@ -38,12 +38,17 @@ def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Complete:
 
 @pytest.fixture(scope="session")
 def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
-    """(backbone kind, method) -> a run of more epochs; method `slm` with `Lab.slots`, `prompts` with soft prompts."""
+    """(backbone kind, method) -> a run of more epochs; `slm` with `Lab.slots`, `prompts` with soft prompts."""
     done: dict[tuple[str, str], Done] = {}
 
     def get(kind: str, method: str) -> Done:
         if (kind, method) not in done:
-            settings = {"slm": lab.slots(), "prompts": lab.slots(value="prompt", retrieval={"rule": "vote"})}
+            sapt = {"name": "sapt", "arm": {"fraction": 1.0, "weight": 2.0}}
+            settings = {
+                "slm": lab.slots(),
+                "sapt": sapt,
+                "prompts": lab.slots(value="prompt", retrieval={"rule": "vote"}),
+            }
             config = lab.config(kind, settings.get(method, method), train={"epochs": 6, "learning_rate": 0.03})
             storage = Storage.at(tmp_path_factory.mktemp(f"{kind}-{method}"))
             done[kind, method] = Done(config, storage, run(config, storage).parts)

@@ -29,7 +29,7 @@ LONG = Sampling(100)
 """More tokens than any test waits for."""
 
 
-@pytest.mark.parametrize("method", ["separate", "slm"])
+@pytest.mark.parametrize("method", ["separate", "slm", "sapt"])
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_texts_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
     bank = bank_of(taught(kind, method), tmp_path)
@@ -84,7 +84,7 @@ def test_who_has_no_soft_prompt_reads_the_same_text(taught: Taught, tmp_path: Pa
         ]
 
 
-@pytest.mark.parametrize("method", ["separate", "slm"])
+@pytest.mark.parametrize("method", ["separate", "slm", "sapt"])
 def test_labels_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, method: str) -> None:
     bank = bank_of(taught("bert", method), tmp_path)
     asked = examples(taught("bert", method), bank)

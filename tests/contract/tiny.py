@@ -61,8 +61,12 @@ ENGINES: dict[str, Any] = {
 }
 """Short name -> config node."""
 
-VARIANTS: dict[str, Any] = {"slm-adapter": {"name": "slm", "value": "adapter", "retrieval": {"rule": "vote"}}}
-"""Short name -> settings that must keep what their method promises: the ablation DTKR+Adapter (methods.md 1.8)."""
+VARIANTS: dict[str, Any] = {
+    "slm-adapter": {"name": "slm", "value": "adapter", "retrieval": {"rule": "vote"}},
+    "sapt-prompt": {"name": "sapt", "value": "prompt", "prompt_length": 3},
+}
+"""Short name -> settings that must keep what their method promises: the ablation DTKR+Adapter (methods.md 1.8), and
+SAPT-Prompt."""
 
 TRAIN_ROWS, TEST_ROWS = 14, 6
 """14 rows in batches of 4 leave a last batch of 2."""

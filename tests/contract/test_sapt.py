@@ -1,0 +1,309 @@
+"""SAPT end to end on tiny models: the properties of methods.md 9.2 that need a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import KINDS, Complete, Lab, Stop, exported, matrix, opened, run, tokenizer, trace
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from raycl.adapters import AdapterStack
+from raycl.adapters.prompts import MixedPrompts
+from raycl.bank import Bank
+from raycl.bank.routers import get_router
+from raycl.bank.upkeep import verify
+from raycl.data.loader import eval_batches
+from raycl.errors import RayclError
+from raycl.forgetting import evaluate, forget
+from raycl.methods.sapt import Sapt
+from raycl.methods.stage_rows import StageRows
+from raycl.run import build, check
+from raycl.storage import Storage
+from raycl.train.world import World
+from raycl.types import AdapterState, Batch, Mixture
+
+WORLD = World.alone(torch.device("cpu"))
+
+
+def started(lab: Lab, kind: str, learned: int = 1, **settings: Any) -> tuple[Sapt, Batch]:
+    """The method in its task number `learned` (from 0), every earlier block drawn at random; a batch of that task."""
+    parts, _ = build(lab.config(kind, {"name": "sapt", **settings}), WORLD)
+    method, codec = parts.method, parts.backbone.codec
+    assert isinstance(method, Sapt)
+    for number in range(learned + 1):
+        stage = parts.stages[number]
+        method.show(StageRows(stage, 4, parts.stream, codec))
+        method.begin_task(stage, resumed=False)
+        torch.manual_seed(number)
+        with torch.no_grad():
+            for layer in method.stack.layers.values():
+                assert layer.lora_B is not None
+                layer.lora_B.normal_(std=0.1)
+        if number < learned:
+            own = dict(parts.backbone.named_parameters())
+            method.end_task(stage, {name: own[name].detach().clone() for name in method.learned_names()})
+    table = parts.stream.table(parts.stages[learned].tasks[0], "train", codec)
+    labels = parts.backbone.label_ids() if codec.needs_labels else None
+    return method, next(iter(eval_batches(table, labels, 0, 1, 4, codec.pad_id, texts=True)))
+
+
+def loss(method: Sapt, batch: Batch) -> Tensor:
+    with method.speaking(batch):
+        return method.backbone(batch).loss_sum  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_the_first_task_is_plain_lora(lab: Lab, complete: Complete, kind: str) -> None:
+    """9.2.1: alpha = 1, scale 32 / r: the same loss and gradient norm in every step, and no KL."""
+    mine, plain = (trace(complete(kind, method, "torch").storage) for method in ("sapt", "lora"))
+    assert mine[:4] == plain[:4] and mine[4:] != plain[4:]
+
+
+def test_the_first_task_leaves_attention_alone(lab: Lab) -> None:
+    """9.2.1: key and projection get zero gradient."""
+    method, batch = started(lab, "llama", learned=0)
+    loss(method, batch).backward()  # type: ignore[no-untyped-call]
+    assert method.penalty(batch, None) is None  # type: ignore[arg-type]
+    own = dict(method.attention.named_parameters())
+    assert len(own) == 5 and not any(p.grad is not None and p.grad.any() for p in own.values())
+    blocks = [p for name, p in method.backbone.named_parameters() if ".lora_B" in name]
+    assert blocks and all(p.grad is not None and p.grad.any() for p in blocks)
+
+
+def test_outputs_are_mixed_and_never_matrices() -> None:
+    """9.2.4: the sum of the blocks' outputs; the product of mixed matrices is something else."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"l": torch.nn.Linear(6, 5)})
+    stack = AdapterStack(model, ["l"])
+    blocks = {name: (torch.randn(2, 6), torch.randn(5, 2)) for name in ("a", "b")}
+    for name, pair in blocks.items():
+        stack.load(name, AdapterState({"l": pair}, 4.0))
+    x, alpha = torch.randn(3, 4, 6), torch.tensor([[0.3, 0.7], [0.9, 0.1], [0.5, 0.5]], requires_grad=True)
+    with stack.mixing(Mixture(("a", "b"), alpha)):
+        found = model["l"](x) - stack.layers["l"].base(x)
+    pairs = list(blocks.values())
+    right = sum(4.0 * alpha[:, n, None, None] * (x @ low.T @ high.T) for n, (low, high) in enumerate(pairs))
+    mixed_low = torch.einsum("bn,nrd->brd", alpha, torch.stack([low for low, _ in pairs]))
+    mixed_high = torch.einsum("bn,nor->bor", alpha, torch.stack([high for _, high in pairs]))
+    wrong = 4.0 * torch.einsum("btd,brd,bor->bto", x, mixed_low, mixed_high)
+    torch.testing.assert_close(found, right)
+    assert not torch.allclose(found, wrong, atol=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_come_from_the_source_alone(lab: Lab, kind: str) -> None:
+    """9.2.7, 9.2.6: neither label tokens nor padding nor neighbours change them; trained as evaluated."""
+    method, batch = started(lab, kind)
+    trained = method.route(batch).weights
+    assert trained.requires_grad and trained.shape == (4, 2)
+    other = Batch(*(tensor.clone() for tensor in batch.tensors()))
+    other.target_ids.random_(0, 5)
+    other.label_ids.zero_()
+    pad = torch.full((4, 6), method.backbone.codec.pad_id)
+    other.source_ids = torch.cat([other.source_ids, pad], dim=1)
+    other.source_mask = torch.cat([other.source_mask, pad * 0], dim=1)
+    with torch.no_grad():
+        torch.testing.assert_close(method.route(other).weights, trained, atol=1e-6, rtol=1e-6)
+        for row in range(4):
+            one = Batch(*(tensor[row : row + 1] for tensor in batch.tensors()))
+            torch.testing.assert_close(method.route(one).weights[0], trained[row], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_generation_attends_once_per_prompt(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """9.2.7: one set of weights for all decoding steps, and a longer answer asks for no more."""
+    method, batch = started(lab, kind)
+    seen: list[int] = []
+    method.attention.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    method.backbone.eval()
+    with method.speaking(batch):
+        method.backbone.predict(batch, 8)
+    assert seen == [4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_learned_never_changes(complete: Complete, kind: str) -> None:
+    """9.2.8: blocks and keys bit for bit; the projection goes on."""
+    bank = Bank(complete(kind, "sapt", "torch").storage.sub("bank"))
+    first, second = bank.open(1), bank.open(2)
+    assert [entry.name for entry in second.adapters] == ["animal", "colour"]
+    assert second.adapter("colour").tensors == first.adapter("colour").tensors
+    one, two = (get_router(bank, snapshot) for snapshot in (first, second))
+    assert (one.kind, two.kind) == ("attention", "attention")
+    assert set(two.tensors) - set(one.tensors) == {"key/animal"}
+    assert torch.equal(one.tensors["key/colour"], two.tensors["key/colour"])
+    for name in ("down", "up", "norm_weight", "norm_bias"):
+        assert not torch.equal(one.tensors[name], two.tensors[name]), name
+
+
+def test_without_reflection_the_projection_follows_the_task_alone(lab: Lab) -> None:
+    """9.2.8: lambda = 0 takes the KL's gradient away and nothing else."""
+    found = {}
+    for weight in (0.0, 1.0, 2.0):
+        method, batch = started(lab, "llama", arm={"weight": weight})
+        term = method.penalty(batch, None)  # type: ignore[arg-type]
+        assert (term is None) is (weight == 0)
+        total = loss(method, batch)
+        (total if term is None else total + term * 10).backward()  # type: ignore[no-untyped-call]
+        assert method.attention.down.grad is not None
+        found[weight] = method.attention.down.grad
+    torch.testing.assert_close(found[2.0] - found[0.0], 2 * (found[1.0] - found[0.0]), atol=1e-5, rtol=1e-3)
+    assert not torch.equal(found[1.0], found[0.0])
+
+
+def tasks(lab: Lab, count: int) -> list[dict[str, Any]]:
+    """So many tasks, over and over the two that the laboratory has."""
+    return [{"name": f"task{number}", "path": lab.tasks[number % 2]["path"]} for number in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_accumulation_changes_nothing_in_any_task(lab: Lab, tmp_path: Path, kind: str) -> None:
+    """9.2.9: in the first task and in the fifth, with reflection on up to four tasks; not with the released scale."""
+    found = {}
+    stream = {"tasks": tasks(lab, 5), "train_rows": 9}
+    for name, micro, scaled in (("joined", None, False), ("two", 2, False), ("one", 1, False), ("scaled", 1, True)):
+        method = {"name": "sapt", "arm": {"weight": 2.0, "kl_scale_with_accum": scaled}}
+        storage = Storage.at(tmp_path / name)
+        run(lab.config(kind, method, stream=stream, train={"micro_batch_size": micro, "max_steps": 2}), storage)
+        found[name] = trace(storage)
+    assert {step[0] for step in found["joined"]} == set(range(5))
+    for name in ("two", "one"):
+        for mine, other in zip(found[name], found["joined"], strict=True):
+            assert mine == pytest.approx(other, abs=2e-4, rel=2e-4)
+    assert found["scaled"][-1][3] != pytest.approx(found["joined"][-1][3], rel=1e-2)
+
+
+def test_no_gradient_through_old_blocks_when_told(lab: Lab) -> None:
+    """9.2.11: lower layers see another gradient, the value is the same; the layer above is not concerned."""
+    values, gradients = [], []
+    for stop in (False, True):
+        method, batch = started(lab, "llama", stop_grad_old_blocks=stop, arm={"weight": 0.0})
+        total = loss(method, batch)
+        total.backward()  # type: ignore[no-untyped-call]
+        values.append(total.detach())
+        layers = method.backbone.model.model.layers
+        gradients.append([layer.self_attn.q_proj.lora_B.grad for layer in layers])
+    assert torch.equal(values[0], values[1])
+    lower, upper = zip(*gradients, strict=True)
+    assert not torch.allclose(lower[0], lower[1], rtol=1e-3) and torch.equal(upper[0], upper[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_keep_their_length_and_the_first_is_prompt_tuning(lab: Lab, kind: str) -> None:
+    """9.2.12."""
+    method, batch = started(lab, kind, learned=0, value="prompt")
+    prefix = method.backbone.prefix
+    assert isinstance(prefix, MixedPrompts) and prefix.live is not None and prefix.live.shape == (1, 10, 32)
+    with method.speaking(batch):
+        found = prefix(4, torch.device("cpu"))
+        assert found is not None and torch.equal(found[0], prefix.live.expand(4, -1, -1))
+    words = method.backbone.model.get_input_embeddings().weight
+    assert all(any(torch.equal(row, word) for word in words) for row in prefix.live[0]), "drawn from the vocabulary"
+    method, batch = started(lab, kind, learned=1, value="prompt")
+    prefix = method.backbone.prefix
+    assert isinstance(prefix, MixedPrompts) and prefix.live is not None
+    alpha = method.route(batch).weights
+    with method.speaking(batch):
+        found = prefix(4, torch.device("cpu"))
+    old = method.stack.states["colour"].prompt
+    assert found is not None and old is not None
+    torch.testing.assert_close(found[0], torch.einsum("bn,npd->bpd", alpha, torch.stack([old, prefix.live[0]])))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"value": "prompt", "prompt_length": 3},
+        {"attention": {"proj_act": "between", "tau": 2.0, "floor": 0.3}},
+        {"head_rule": "logit", "stop_grad_old_blocks": True, "dropout": 0.1, "arm": {"abar_split": "test"}},
+    ],
+    ids=["prompt", "between", "logit"],
+)
+def test_a_snapshot_says_what_was_evaluated(lab: Lab, tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    """Serving opens it by the router's name; the method is not asked."""
+    storage = Storage.at(tmp_path)
+    run(lab.config(kind, {"name": "sapt", **settings}), storage)
+    bank = Bank(storage.sub("bank"))
+    newest = bank.newest()
+    assert newest is not None and newest.router.kind == "attention" and newest.encoder is None
+    evaluated = evaluate(bank, newest)
+    assert [evaluated[task].value for task in ("colour", "animal")] == matrix(storage)[-1]
+    told = storage.read_json("results.json")["stage_facts"][-1]["attention"]
+    assert told["keys"] == ["colour", "animal"] and told["train"]["colour"] == [1.0]
+    for weights in (told["train"]["animal"], told["test"]["colour"], told["test"]["animal"]):
+        assert len(weights) == 2 and sum(weights) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_pseudo_samples_lie_beside_the_adapter_and_go_with_it(complete: Complete, tmp_path: Path) -> None:
+    bank = Bank(complete("bert", "sapt", "torch").copy(tmp_path).sub("bank"))
+    newest = bank.newest()
+    assert newest is not None
+    for entry in newest.adapters:
+        kept = bank.get(entry.extras["pseudo"], "pseudo samples")
+        assert kept["source_lengths"].tolist() == [len(kept["source_ids"])], "2 % of 14 rows is one, inputs only"
+        assert set(kept) == {"source_ids", "source_lengths"}
+    result = forget(bank, newest, "colour")
+    left = bank.open(result.new)
+    assert result.removed == ["colour"] and [entry.name for entry in left.adapters] == ["animal"]
+    assert "key/colour" not in get_router(bank, left).tensors
+    assert result.after["animal"].value >= result.before["animal"].value, "one task less to be confused with"
+    assert verify(bank).problems == [] and verify(bank).leftovers == []
+
+
+@pytest.mark.parametrize("value", ["lora", "prompt"])
+def test_told_the_task_each_block_speaks_alone(lab: Lab, tmp_path: Path, value: str) -> None:
+    """`separate`, the reference of forward transfer: the same block without attention, so nothing is forgotten."""
+    storage = Storage.at(tmp_path)
+    run(lab.config("t5", {"name": "separate", "learner": {"name": "sapt", "value": value}}), storage)
+    assert matrix(storage)[0][0] == matrix(storage)[1][0]
+    newest = Bank(storage.sub("bank")).newest()
+    assert newest is not None and newest.router.kind == "task"
+    assert {entry.name for entry in newest.adapters} == {"colour", "animal"}
+
+
+@pytest.mark.parametrize("after", [1, 5, 7])
+def test_prompts_go_on_where_they_stopped(lab: Lab, tmp_path: Path, after: int) -> None:
+    config = lab.config("t5", {"name": "sapt", "value": "prompt", "arm": {"fraction": 0.5, "batch": 3}})
+    whole, parts = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "parts")
+    run(config, whole)
+    with pytest.raises(Stop):
+        run(config, parts, after)
+    run(config, parts)
+    assert trace(parts) == trace(whole) and exported(parts) == exported(whole) and matrix(parts) == matrix(whole)
+
+
+def test_grouped_queries_have_values_of_their_own_width(lab: Lab, tmp_path: Path) -> None:
+    """Trap A14: fewer key and value heads than query heads."""
+    words, folder = tokenizer("llama"), tmp_path / "grouped"
+    words.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), num_key_value_heads=1, **sizes, **special)).save_pretrained(
+        folder
+    )
+    storage = Storage.at(tmp_path / "run")
+    run(lab.config("llama", "sapt", backbone={"name": str(folder)}), storage)
+    newest = Bank(storage.sub("bank")).newest()
+    assert newest is not None
+    shapes = set(next(iter(newest.layouts.values())).values())
+    assert shapes == {(32, 32), (32, 8)}
+
+
+def test_a_router_of_another_backbone_is_refused(complete: Complete, lab: Lab) -> None:
+    done = complete("bert", "sapt", "torch")
+    bank = Bank(done.storage.sub("bank"))
+    newest = bank.newest()
+    assert newest is not None
+    model = opened(bank, newest)
+    with pytest.raises(RayclError, match="reads prompts with the backbone's own embeddings"):
+        model.hosted.mixture(["fire is"])
+
+
+def test_bad_settings_are_said_before_anything_starts(lab: Lab) -> None:
+    with pytest.raises(RayclError, match="target 'nowhere' matches no linear layer"):
+        check(lab.config("bert", {"name": "sapt", "targets": ["nowhere"]}))

@@ -1,0 +1,232 @@
+"""SAPT's pseudo inputs from each source, its ablations, and snapshots of tasks with templates of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from served import bank_of, examples, serving
+from tiny import Done, Lab, Stop, exported, matrix, run, trace
+
+from raycl.bank import Bank
+from raycl.bank.routers import get_router
+from raycl.errors import ConfigError, DataError, RunError
+from raycl.forgetting import evaluate
+from raycl.methods import writer as writers
+from raycl.methods.sapt import Sapt
+from raycl.run import build, check, load_config
+from raycl.storage import Storage
+from raycl.train.world import World
+
+WORLD = World.alone(torch.device("cpu"))
+WRITER = {"steps": 30, "rate": 0.02, "max_tokens": 8}
+ABLATIONS = ("arm", "replay", "alignment", "shared_attention")
+
+
+def sapt(**settings: Any) -> dict[str, Any]:
+    return {"name": "sapt", **settings}
+
+
+def stopped_and_continued(config: Any, folder: Path, after: int) -> Storage:
+    """The same run, left once."""
+    storage = Storage.at(folder)
+    with pytest.raises(Stop):
+        run(config, storage, after)
+    run(config, storage)
+    return storage
+
+
+def pseudo(storage: Storage, task: str) -> dict[str, Any]:
+    bank = Bank(storage.sub("bank"))
+    newest = bank.newest()
+    assert newest is not None
+    return bank.get(newest.adapter(task).extras["pseudo"], "pseudo samples")
+
+
+def generated(lab: Lab, kind: str, **settings: Any) -> dict[str, Any]:
+    """A generator of the run's own backbone, or a small decoder where that cannot write."""
+    writer: dict[str, Any] = {**WRITER}
+    if kind == "bert":
+        writer["backbone"] = {"name": str(lab.model_folder("llama")), "dtype": "float32"}
+    return sapt(arm={"source": "generated", "fraction": 0.3}, writer=writer, **settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("bert", {}), ("t5", {}), ("llama", {}), ("t5", {"value": "prompt", "prompt_length": 2})]
+)
+def test_a_generator_writes_inputs_and_the_run_goes_on_where_it_stopped(
+    lab: Lab, tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    config = lab.config(kind, generated(lab, kind, **settings))
+    whole = Storage.at(tmp_path / "whole")
+    done = run(config, whole)
+    kept = pseudo(whole, "colour")
+    assert len(kept["source_lengths"]) == 4 and int(kept["source_lengths"].min()) >= 2, "30 % of 14 rows, with template"
+    method = done.parts.method
+    assert isinstance(method, Sapt) and not method.stack.live and method.learned_names()
+    names = [name for name, _ in method.backbone.named_parameters() if ".lora_" in name]
+    assert names == [], "the generator is forgotten when it has written"
+    again = stopped_and_continued(config, tmp_path / "again", 6)
+    assert trace(again) == trace(whole) and exported(again) == exported(whole) and matrix(again) == matrix(whole)
+    assert torch.equal(pseudo(again, "animal")["source_ids"], pseudo(whole, "animal")["source_ids"])
+
+
+def test_a_trained_generator_writes_like_its_task(lab: Lab, tmp_path: Path) -> None:
+    """Words of the task's texts; untrained it writes anything (trap A13: the released one trains nothing)."""
+    shares = {}
+    for steps in (1, 150):
+        settings = generated(lab, "llama")
+        settings["writer"] = {**settings["writer"], "steps": steps, "repetition_penalty": 1.0}
+        settings["arm"]["fraction"] = 1.0
+        parts, _ = build(lab.config("llama", settings), WORLD)
+        storage = Storage.at(tmp_path / str(steps))
+        run(lab.config("llama", settings), storage)
+        ids = pseudo(storage, "colour")["source_ids"]
+        words = parts.backbone.codec.tokenizer.convert_ids_to_tokens(ids.tolist())
+        said = [word for word in words if word not in ("<s>", "Output", ":")]
+        shares[steps] = sum(word in "fire is warm very the sea cold a" for word in said) / len(said)
+    assert shares[150] > 0.9 > shares[1]
+
+
+def test_a_generator_that_writes_nothing_is_said(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers.Writer, "_train", lambda *given: None)
+    monkeypatch.setattr("raycl.backbone.codec.HFCodec.decode", lambda self, ids: [""] * len(ids))
+    with pytest.raises(RunError, match="the generator wrote 0 texts that are not empty in 16 tries, 4 are needed"):
+        run(lab.config("llama", generated(lab, "llama")), Storage.at(tmp_path))
+
+
+def test_who_cannot_write_is_said_before_anything_starts(lab: Lab) -> None:
+    with pytest.raises(ConfigError, match="needs a backbone that writes, and this run's is encoder-only: name a small"):
+        check(lab.config("bert", sapt(arm={"source": "generated"})))
+    writer = {"backbone": {"name": str(lab.model_folder("bert"))}}
+    with pytest.raises(ConfigError, match="is encoder-only and cannot write texts: expected an encoder-decoder"):
+        check(lab.config("bert", sapt(arm={"source": "generated"}, writer=writer)))
+    check(lab.config("bert", generated(lab, "bert")))
+
+
+def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
+    for task, text in (("colour", "fire is warm"), ("animal", "it purrs a")):
+        (tmp_path / f"{task}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    config = lab.config("llama", sapt(arm={"source": "file", "files": str(tmp_path)}))
+    storage = Storage.at(tmp_path / "run")
+    done = run(config, storage)
+    ids = pseudo(storage, "colour")["source_ids"]
+    assert done.parts.backbone.codec.tokenizer.decode(ids) == "<s> fire is warm Output :", "with the task's template"
+    (tmp_path / "animal.jsonl").unlink()
+    with pytest.raises(DataError, match=r"animal.jsonl' with pseudo inputs is missing"):
+        run(config, Storage.at(tmp_path / "short"))
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+@pytest.mark.parametrize("ablation", ABLATIONS)
+def test_every_ablation_is_whole_and_goes_on_where_it_stopped(
+    lab: Lab, tmp_path: Path, kind: str, ablation: str
+) -> None:
+    settings = sapt(ablation=ablation, arm={"fraction": 0.5}, selector={"steps": 20})
+    config = lab.config(kind, settings, train={"epochs": 2})
+    whole = Storage.at(tmp_path / "whole")
+    run(config, whole)
+    bank = Bank(whole.sub("bank"))
+    newest = bank.newest()
+    assert newest is not None and len(newest.adapters) == 2
+    evaluated = evaluate(bank, newest)
+    assert [evaluated[task].value for task in ("colour", "animal")] == matrix(whole)[-1]
+    state = get_router(bank, newest)
+    assert state.kind == "attention" and bool(state.settings["hard"]) is (ablation == "shared_attention")
+    again = stopped_and_continued(config, tmp_path / "again", 11)
+    assert trace(again) == trace(whole) and exported(again) == exported(whole) and matrix(again) == matrix(whole)
+
+
+def test_without_shared_attention_a_block_is_what_it_is_alone(lab: Lab, tmp_path: Path) -> None:
+    """-SA learns every block as the reference does; only who speaks at test differs."""
+    alone, reference = Storage.at(tmp_path / "alone"), Storage.at(tmp_path / "reference")
+    run(lab.config("t5", sapt(ablation="shared_attention", selector={"steps": 5})), alone)
+    run(lab.config("t5", {"name": "separate", "learner": "sapt"}), reference)
+    assert trace(alone) == trace(reference) and exported(alone) == exported(reference)
+
+
+def test_a_selector_finds_the_tasks_of_its_pseudo_inputs(lab: Lab, tmp_path: Path) -> None:
+    storage = Storage.at(tmp_path)
+    run(lab.config("bert", sapt(ablation="shared_attention", arm={"fraction": 1.0})), storage)
+    told = storage.read_json("results.json")["stage_facts"][-1]["attention"]
+    assert told["test"]["colour"][0] > 0.9 and told["test"]["animal"][1] > 0.9
+    assert told["train"] == {"colour": [1.0], "animal": [0.0, 1.0]}
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_replayed_rows_are_each_trained_on_once_an_epoch(lab: Lab, tmp_path: Path, kind: str) -> None:
+    config = lab.config(kind, sapt(ablation="replay", arm={"fraction": 0.5}), train={"epochs": 2})
+    parts, _ = build(config, WORLD)
+    method = parts.method
+    assert isinstance(method, Sapt)
+    seen: list[tuple[int, Any]] = []
+    join = Sapt.prepare_batch
+
+    def watched(self: Sapt, batch: Any) -> Any:
+        found = join(self, batch)
+        new = found.source_ids[len(batch) :], found.source_mask[len(batch) :], found.label_ids[len(batch) :]
+        seen.extend((self._epoch, (ids[mask > 0].tolist(), int(label))) for ids, mask, label in zip(*new, strict=True))
+        assert bool(found.weight.all()) and found.target_ids.shape[0] == len(found)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sapt, "prepare_batch", watched)
+        done = run(config, Storage.at(tmp_path))
+    method = done.parts.method
+    assert isinstance(method, Sapt)
+    kept = method.reflection.memories["colour"].samples
+    rows = method.backbone.label_ids() if kind == "bert" else {}
+    labels = [rows["blue"], rows["red"]] if kind == "bert" else []
+    expected = sorted((s, labels[row] if labels else -100) for s, row in zip(kept.sources, kept.labels, strict=True))
+    for epoch in range(2):
+        assert sorted(pair for when, pair in seen if when == epoch) == expected
+
+
+def test_replay_is_the_same_for_any_accumulation(lab: Lab, tmp_path: Path) -> None:
+    found = []
+    for micro in (None, 1):
+        storage = Storage.at(tmp_path / str(micro))
+        settings = sapt(ablation="replay", arm={"fraction": 1.0})
+        run(lab.config("bert", settings, train={"micro_batch_size": micro}), storage)
+        found.append(trace(storage))
+    for mine, other in zip(*found, strict=True):
+        assert mine == pytest.approx(other, abs=1e-4, rel=1e-4)
+
+
+def test_replay_needs_answers() -> None:
+    with pytest.raises(ConfigError, match=r"method\.ablation=replay trains on answers"):
+        load_config(None, ["method=sapt", "method.ablation=replay", "method.arm.source=generated"])
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_each_text_is_read_with_the_template_of_its_task(lab: Lab, tmp_path: Path, kind: str) -> None:
+    """Tasks with instructions of their own: named, guessed from the bare text, or not put around it at all."""
+    tasks = [{**task, "definition": words} for task, words in zip(lab.tasks, ("red red", "cat cat"), strict=True)]
+    config = lab.config(
+        kind,
+        sapt(arm={"fraction": 1.0}),
+        stream={"tasks": tasks, "prompt": "long"},
+        train={"epochs": 6, "learning_rate": 0.03},
+    )
+    storage = Storage.at(tmp_path / "run")
+    done = Done(config, storage, run(config, storage).parts)
+    bank = bank_of(done, tmp_path)
+    asked = examples(done, bank)
+    with serving(bank, max_batch=5) as desk:
+        with desk.paused():
+            told = [desk.ask(one.text, task=one.task) for one in asked]
+            free = [desk.ask(one.text) for one in asked]
+            bare = desk.ask("red red\nfire is\nOutput: ", templated=False)
+        assert [reply.text for reply in told] == [one.answer for one in asked]
+        assert all(reply.made.template == one.task for reply, one in zip(told, asked, strict=True))
+        by_name = {(one.task, one.text): reply for one, reply in zip(asked, told, strict=True)}
+        for one, reply in zip(asked, free, strict=True):
+            assert reply.made.template in ("colour", "animal")
+            same = by_name.get((reply.made.template, one.text))
+            if same is not None:
+                assert reply.text == same.text and reply.made.weights == pytest.approx(same.made.weights, abs=1e-5)
+        named = desk.ask("fire is", task="colour")
+        assert bare.text == named.text and bare.made.weights == pytest.approx(named.made.weights, abs=1e-5)

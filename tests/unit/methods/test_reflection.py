@@ -1,0 +1,181 @@
+"""ARM by itself: which inputs a step draws, what it adds, and how much of a task is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Lab
+
+from raycl.errors import ConfigError, DataError
+from raycl.methods.pseudo import PseudoSamples, read_file, take_real, volume
+from raycl.methods.reflection import Memory, Reflection, ReflectionConfig
+from raycl.methods.stage_rows import StageRows
+from raycl.retrieval.attention import Attention, AttentionConfig, divergence
+from raycl.run import build, load_config
+from raycl.train.world import World
+
+WIDE = 8
+
+
+def remembered(tasks: int, rows: int = 20, weight: float = 0.5, **settings: Any) -> tuple[Reflection, Attention]:
+    """A reflection on so many earlier tasks, and an attention that has a key more."""
+    attention = Attention(WIDE, AttentionConfig(width=3), 0)
+    found = Reflection(ReflectionConfig(**settings), weight)
+    draw = torch.Generator().manual_seed(5)
+    for number in range(tasks + 1):
+        attention.begin(f"t{number}", number)
+        if number < tasks:
+            assert attention.key is not None
+            attention.end({**attention.tensors(), "key": attention.key})
+            abar = torch.rand(number + 1, generator=draw).softmax(0)
+            found.memories[f"t{number}"] = Memory(PseudoSamples([[1]] * rows, [], []), abar)
+            found.pooled[f"t{number}"] = torch.randn(rows, WIDE, generator=draw)
+    return found, attention
+
+
+def value(reflection: Reflection, attention: Attention) -> float:
+    term = reflection.term(attention)
+    assert term is not None
+    return float(term)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept"),
+    [(126, 2), (142, 2), (160, 3), (250, 5), (338, 6), (975, 19), (1000, 20), (14000, 280), (4000, 80), (5000, 100)],
+)
+def test_how_many_pseudo_samples(rows: int, kept: int) -> None:
+    """9.2.10."""
+    assert volume(0.02, rows) == kept
+    assert volume(0.02, 1) == 1 and volume(1.0, rows) == rows
+
+
+def test_the_term_is_the_mean_over_inputs_summed_over_tasks() -> None:
+    reflection, attention = remembered(3, rows=6)  # fewer than a draw: all of them count
+    expected = 0.0
+    for number in range(3):
+        kept = torch.zeros(4)
+        kept[: number + 1] = reflection.memories[f"t{number}"].abar
+        rows = divergence(kept.expand(6, -1), attention(reflection.pooled[f"t{number}"]))
+        expected += 0.5 * float(rows.mean())
+    assert value(reflection, attention) == pytest.approx(expected, rel=1e-5)
+    mean, _ = remembered(3, rows=6, kl_reduction="mean")
+    assert value(mean, attention) == pytest.approx(expected / 3, rel=1e-5)
+
+
+def test_gradients_reach_projection_and_new_key_alone() -> None:
+    reflection, attention = remembered(2)
+    term = reflection.term(attention)
+    assert term is not None
+    term.backward()  # type: ignore[no-untyped-call]
+    assert {name for name, parameter in attention.named_parameters() if parameter.grad is not None} == {
+        *("down", "up", "norm_weight", "norm_bias", "key")
+    }
+    assert all(parameter.grad is None or parameter.grad.any() for parameter in attention.parameters())
+
+
+def test_the_first_task_has_nothing_to_reflect_on() -> None:
+    """9.2.1: the term is absent."""
+    assert remembered(0)[0].term(remembered(0)[1]) is None
+    reflection, attention = remembered(2, weight=0.0)
+    assert reflection.term(attention) is None, "and with lambda = 0 there is none either"
+
+
+def test_a_draw_depends_on_the_step_alone() -> None:
+    reflection, attention = remembered(2, batch=4)
+    found = []
+    for seed, micro_batches in ((1, 1), (2, 1), (1, 4)):
+        reflection.begin_step(0, seed, micro_batches)
+        found.append((value(reflection, attention), value(reflection, attention)))
+    assert found[0] == found[2] and found[0][0] == found[0][1], "every micro-batch of every worker adds the same"
+    assert found[0] != found[1], "another step draws others"
+    drawn = reflection.draw()
+    assert all(len(places) == len(set(places.tolist())) == 4 for places in drawn.values())
+    assert drawn["t0"].tolist() != drawn["t1"].tolist()
+
+
+def test_which_steps_reflect() -> None:
+    reflection, attention = remembered(1, every=3, skip_steps=1)
+    due = []
+    for step in range(8):
+        reflection.begin_step(step, step, 1)
+        due.append(reflection.term(attention) is not None)
+    assert due == [False, False, False, True, False, False, True, False]
+
+
+def test_the_released_scale_grows_with_accumulation() -> None:
+    """Trap A2."""
+    plain, attention = remembered(2)
+    scaled, _ = remembered(2, kl_scale_with_accum=True)
+    for reflection in (plain, scaled):
+        reflection.begin_step(0, 7, 4)
+    assert value(scaled, attention) == pytest.approx(4 * value(plain, attention))
+
+
+def test_memories_come_back_as_they_were() -> None:
+    first, _attention = remembered(2)
+    first.memories["t1"] = Memory(PseudoSamples([[1, 2], [3]], [[4], []], [0, -1]), first.memories["t1"].abar)
+    second = Reflection(first.config, 0.5)
+    second.take(["t0", "t1"], first.tensors())
+    assert [memory.samples for memory in second.memories.values()] == [
+        memory.samples for memory in first.memories.values()
+    ]
+    assert all(torch.equal(second.target(task, 3), first.target(task, 3)) for task in ("t0", "t1"))
+
+
+def rows_of(lab: Lab, stage: int = 0) -> StageRows:
+    parts, _ = build(lab.config("bert"), World.alone(torch.device("cpu")))
+    return StageRows(parts.stages[stage], 4, parts.stream, parts.backbone.codec)
+
+
+def test_real_inputs_are_drawn_by_seed_and_without_answers(lab: Lab) -> None:
+    rows = rows_of(lab)
+    half = take_real(rows, 0.5, 3)
+    known = [ids.tolist() for ids in rows.tables("train")[0].columns(range(14)).source_ids]
+    assert len(half) == 7 and all(source in known for source in half.sources)
+    assert half.labels == [] and half.targets == []
+    assert half == take_real(rows, 0.5, 3) and half.sources != take_real(rows, 0.5, 4).sources
+    answered = take_real(rows, 0.5, 3, answers=True)
+    assert answered.sources == half.sources and set(answered.labels) == {0, 1}
+
+
+def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
+    rows = rows_of(lab)
+    file = tmp_path / "colour.jsonl"
+    file.write_text("\n".join(json.dumps({"text": text}) for text in ("fire is warm", "the sea", "cold sky")))
+    found = read_file(rows, str(tmp_path), 0.15)
+    codec = build(lab.config("bert"), World.alone(torch.device("cpu")))[0].backbone.codec
+    assert found.sources == codec.encode_source(["fire is warm", "the sea"]), "as many as 15 % of 14 rows"
+    for text, said in (
+        ("", "holds no pseudo input"),
+        ('{"text": " "}', "line 1 has no text"),
+        ("fire", "line 1 is no pseudo input"),
+    ):
+        file.write_text(text)
+        with pytest.raises(DataError, match=said):
+            read_file(rows, str(tmp_path), 0.15)
+    with pytest.raises(DataError, match=r"animal.jsonl' with pseudo inputs is missing"):
+        read_file(rows_of(lab, 1), str(tmp_path), 0.15)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["method.arm.weight=-1"], "config key 'method.arm.weight' is -1: input should be greater than or equal to 0"),
+        (["method.arm.source=file"], "method.arm.source=file needs method.arm.files"),
+        (["method.arm.files=there"], "and no other source does"),
+        (["method.arm.source=none"], "config key 'method.arm.source' is 'none': input should be 'real', 'generated'"),
+        (["method.arm.fraction=0"], "config key 'method.arm.fraction' is 0: input should be greater than 0"),
+        (["method.attention.tau=0"], "config key 'method.attention.tau' is 0"),
+        (["method.attention.floor=0.7"], "config key 'method.attention.floor' is 0.7"),
+        (["method.attention.proj_act=before"], "config key 'method.attention.proj_act' is 'before'"),
+        (["method.value=adapter"], "config key 'method.value' is 'adapter'"),
+    ],
+)
+def test_bad_settings_are_said_in_the_users_words(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["method=sapt", *overrides])
+    assert said in str(caught.value)
