@@ -187,7 +187,8 @@ class Sapt(Method):
         with torch.no_grad():
             embedded = self.backbone.embedded(batch.source_ids)
             pooled_BD = max_pooled(embedded, batch.source_mask, config.attention.pool_pads)
-        alpha_BT = chooser(pooled_BD).exp()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self._task)):
+            alpha_BT = chooser(pooled_BD).exp()
         if not self._task:
             self._hear(batch, alpha_BT)
         hard = self._alone and not self._task

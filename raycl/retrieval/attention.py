@@ -99,10 +99,10 @@ class Attention(nn.Module):
         self.fill(values)
 
     def fill(self, values: Mapping[str, Tensor]) -> None:
-        """Set the projection."""
-        with torch.no_grad():
-            for name in SHARED:
-                getattr(self, name).copy_(values[name])
+        """Set the projection, in float32 whatever an engine has made of it."""
+        for name in SHARED:
+            parameter = getattr(self, name)
+            parameter.data = values[name].detach().to(parameter.device, torch.float32, copy=True)
 
     # ---- weights ---------------------------------------------------------------------------------------------
 
