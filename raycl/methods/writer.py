@@ -41,7 +41,11 @@ class WriterConfig(Section):
     rank: int = Field(8, ge=1)
     alpha: float = Field(32.0, gt=0)
     dropout: float = Field(0.1, ge=0, lt=1)
-    targets: tuple[str, ...] = Field(("attention.query", "attention.value"), min_length=1)
+    targets: tuple[str, ...] = Field(
+        ("attention.query", "attention.value"),
+        min_length=1,
+        description="on a named backbone, and with prompts; else the linears that the tasks' blocks are on",
+    )
     steps: int = Field(5000, ge=1, description="optimizer steps for each task")
     batch: int = Field(16, ge=1)
     rate: float = Field(1e-3, gt=0, description="of AdamW, constant")

@@ -225,11 +225,13 @@ def mixture_of(
 
     Args:
         hard: the loudest alone, with weight 1.
-        always: a name whose column stays whatever its weights are (the block in training).
+        always: a name whose weights stay whatever they are: the block in training, which alone knows its labels.
     """
     if hard:
         alpha_BT = torch.zeros_like(alpha_BT).scatter(1, alpha_BT.argmax(1, keepdim=True), 1.0)
     kept_BT = alpha_BT >= (0.0 if hard else floor / len(names))
+    if always:
+        kept_BT[:, names.index(always)] = True
     weights_BT = torch.where(kept_BT, alpha_BT, 0.0)
     spoken = (weights_BT.detach() != 0).any(0).tolist()
     columns = [column for column, name in enumerate(names) if spoken[column] or name == always]

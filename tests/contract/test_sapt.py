@@ -60,7 +60,9 @@ def loss(method: Sapt, batch: Batch) -> Tensor:
 def test_the_first_task_is_plain_lora(lab: Lab, complete: Complete, kind: str) -> None:
     """9.2.1: alpha = 1, scale 32 / r: the same loss and gradient norm in every step, and no KL."""
     mine, plain = (trace(complete(kind, method, "torch").storage) for method in ("sapt", "lora"))
-    assert mine[:4] == plain[:4] and mine[4:] != plain[4:]
+    for step, other in zip(mine[:4], plain[:4], strict=True):
+        assert step == pytest.approx(other, rel=1e-5)
+    assert mine[0][2] == plain[0][2] and mine[4][2] != pytest.approx(plain[4][2], rel=1e-3)
 
 
 def test_the_first_task_leaves_attention_alone(lab: Lab) -> None:
@@ -90,7 +92,7 @@ def test_outputs_are_mixed_and_never_matrices() -> None:
     mixed_low = torch.einsum("bn,nrd->brd", alpha, torch.stack([low for low, _ in pairs]))
     mixed_high = torch.einsum("bn,nor->bor", alpha, torch.stack([high for _, high in pairs]))
     wrong = 4.0 * torch.einsum("btd,brd,bor->bto", x, mixed_low, mixed_high)
-    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(found, wrong, atol=0.1)
 
 
@@ -294,14 +296,12 @@ def test_grouped_queries_have_values_of_their_own_width(lab: Lab, tmp_path: Path
     assert shapes == {(32, 32), (32, 8)}
 
 
-def test_a_router_of_another_backbone_is_refused(complete: Complete, lab: Lab) -> None:
-    done = complete("bert", "sapt", "torch")
-    bank = Bank(done.storage.sub("bank"))
+def test_texts_alone_are_refused(complete: Complete) -> None:
+    bank = Bank(complete("bert", "sapt", "torch").storage.sub("bank"))
     newest = bank.newest()
     assert newest is not None
-    model = opened(bank, newest)
     with pytest.raises(RayclError, match="reads prompts with the backbone's own embeddings"):
-        model.hosted.mixture(["fire is"])
+        opened(bank, newest).hosted.mixture(["fire is"])
 
 
 def test_bad_settings_are_said_before_anything_starts(lab: Lab) -> None:

@@ -76,10 +76,11 @@ def test_a_generator_writes_inputs_and_the_run_goes_on_where_it_stopped(
 
 def test_a_trained_generator_writes_like_its_task(lab: Lab, tmp_path: Path) -> None:
     """Words of the task's texts; untrained it writes anything (trap A13: the released one trains nothing)."""
-    shares = {}
-    for steps in (1, 150):
-        settings = generated(lab, "llama")
-        settings["writer"] = {**settings["writer"], "steps": steps, "repetition_penalty": 1.0}
+    shares, known = {}, set("fire is warm very the sea cold a".split())
+    for steps in (1, 200):
+        settings = generated(lab, "llama", targets=["attention", "ffn"])
+        more = {"steps": steps, "repetition_penalty": 1.0, "dropout": 0.0}
+        settings["writer"] = {**settings["writer"], **more}
         settings["arm"]["fraction"] = 1.0
         parts, _ = build(lab.config("llama", settings), WORLD)
         storage = Storage.at(tmp_path / str(steps))
@@ -87,8 +88,8 @@ def test_a_trained_generator_writes_like_its_task(lab: Lab, tmp_path: Path) -> N
         ids = pseudo(storage, "colour")["source_ids"]
         words = parts.backbone.codec.tokenizer.convert_ids_to_tokens(ids.tolist())
         said = [word for word in words if word not in ("<s>", "Output", ":")]
-        shares[steps] = sum(word in "fire is warm very the sea cold a" for word in said) / len(said)
-    assert shares[150] > 0.9 > shares[1]
+        shares[steps] = sum(word in known for word in said) / len(said)
+    assert shares[200] > 0.8 > shares[1] + 0.1
 
 
 def test_a_generator_that_writes_nothing_is_said(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +115,8 @@ def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
     storage = Storage.at(tmp_path / "run")
     done = run(config, storage)
     ids = pseudo(storage, "colour")["source_ids"]
-    assert done.parts.backbone.codec.tokenizer.decode(ids) == "<s> fire is warm Output :", "with the task's template"
+    words = done.parts.backbone.codec.tokenizer.convert_ids_to_tokens(ids.tolist())
+    assert words == ["<s>", "fire", "is", "warm", "Output", ":"], "with the task's template"
     (tmp_path / "animal.jsonl").unlink()
     with pytest.raises(DataError, match=r"animal.jsonl' with pseudo inputs is missing"):
         run(config, Storage.at(tmp_path / "short"))
@@ -169,7 +171,7 @@ def test_replayed_rows_are_each_trained_on_once_an_epoch(lab: Lab, tmp_path: Pat
         found = join(self, batch)
         new = found.source_ids[len(batch) :], found.source_mask[len(batch) :], found.label_ids[len(batch) :]
         seen.extend((self._epoch, (ids[mask > 0].tolist(), int(label))) for ids, mask, label in zip(*new, strict=True))
-        assert bool(found.weight.all()) and found.target_ids.shape[0] == len(found)
+        assert bool(found.weight[len(batch) :].all()) and found.target_ids.shape[0] == len(found)
         return found
 
     with pytest.MonkeyPatch.context() as patch:

@@ -61,7 +61,7 @@ def test_weights_and_divergence_by_hand() -> None:
     alpha = with_scores([0.0, math.log(3)])(texts(2)).exp()
     torch.testing.assert_close(alpha, torch.tensor([[0.25, 0.75]] * 2))
     known = divergence(torch.tensor([[1.0, 0.0]]), alpha[:1].log())
-    assert float(known) == pytest.approx(math.log(4)) == pytest.approx(1.3863, abs=1e-4)
+    assert known.item() == pytest.approx(math.log(4)) == pytest.approx(1.3863, abs=1e-4)
     padded = divergence(torch.tensor([[0.0, 0.25, 0.75]]), torch.tensor([[0.2, 0.3, 0.5]]).log())
     assert float(padded) == pytest.approx(0.25 * math.log(0.25 / 0.3) + 0.75 * math.log(0.75 / 0.5))
 
@@ -147,7 +147,8 @@ def test_what_is_below_the_floor_is_left_out_for_each_text() -> None:
     assert torch.equal(sparse.weights, torch.tensor([[0.5, 0.4999, 0.0], [0.9, 0.0, 0.0998], [0.9999, 0.0, 0.0]]))
     one = mixture_of(("a", "b", "c"), alpha[2:], floor=1e-3)
     assert one.names == ("a",), "what nobody hears is not evaluated"
-    assert mixture_of(("a", "b", "c"), alpha[2:], floor=1e-3, always="c").names == ("a", "c")
+    live = mixture_of(("a", "b", "c"), alpha[2:], floor=1e-3, always="c")
+    assert live.names == ("a", "c") and torch.equal(live.weights, alpha[2:, [0, 2]]), "who is in training is heard"
     assert torch.equal(mixture_of(("a", "b", "c"), alpha, floor=0.0).weights, alpha)
 
 
