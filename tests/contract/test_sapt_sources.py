@@ -76,7 +76,7 @@ def test_a_generator_writes_inputs_and_the_run_goes_on_where_it_stopped(
 
 def test_a_trained_generator_writes_like_its_task(lab: Lab, tmp_path: Path) -> None:
     """Words of the task's texts; untrained it writes anything (trap A13: the released one trains nothing)."""
-    shares, known = {}, set(["fire", "is", "warm", "very", "the", "sea", "cold", "a"])
+    shares, known = {}, {"fire", "is", "warm", "very", "the", "sea", "cold", "a"}
     for steps in (1, 200):
         settings = generated(lab, "llama", targets=["attention", "ffn"])
         more = {"steps": steps, "repetition_penalty": 1.0, "dropout": 0.0}
