@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from raycl.data.tokens import TokenTable
+from raycl.data.tokens import Split, TokenTable
 from raycl.errors import DataError
 from raycl.methods.stage_rows import StageRows
 
@@ -117,11 +117,9 @@ def _texts(path: Path) -> list[str]:
     return found
 
 
-def sources_of(rows: StageRows, split: str) -> list[list[int]]:
-    """Prompt ids of all rows of `split` ("train", "dev" or "test") of the stage's tasks."""
-    assert split in ("train", "dev", "test"), split
-    tables = rows.tables(split)  # type: ignore[arg-type]
-    return [ids.tolist() for table in tables for ids in table.columns(range(len(table))).source_ids]
+def sources_of(rows: StageRows, split: Split) -> list[list[int]]:
+    """Prompt ids of all rows of a split of the stage's tasks."""
+    return [ids.tolist() for table in rows.tables(split) for ids in table.columns(range(len(table))).source_ids]
 
 
 def _flat(rows: Sequence[Ids]) -> Tensor:

@@ -12,6 +12,7 @@ What it does not know: engines, files other than pseudo inputs'.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -209,7 +210,7 @@ class Sapt(Method):
                 total, count = self._heard.get(task, (torch.zeros_like(alpha_T), 0))
                 self._heard[task] = (total + alpha_T, count + 1)
 
-    def all_live(self, examples: int) -> Any:
+    def all_live(self, examples: int) -> AbstractContextManager[None]:
         """The block in training speaks fully; attention takes part with a gradient of zero."""
         if not self._task or self._alone:
             return super().all_live(examples)
@@ -271,10 +272,11 @@ class Sapt(Method):
         """`[i]`: over the dev split, or what `abar_split` says; over the training rows where there are none."""
         assert self._rows is not None
         if self._alone:
-            return torch.nn.functional.one_hot(torch.tensor(len(self._learned) - 1), len(self._learned)).float()
+            return torch.eye(len(self._learned))[-1]
         wanted = self.config.arm.abar_split
         sources = sources_of(self._rows, wanted) or sources_of(self._rows, "train")
-        return self.attention(self._pooled(sources)).exp().mean(0).cpu()
+        alpha_BT: Tensor = self.attention(self._pooled(sources)).exp()
+        return alpha_BT.mean(0).cpu()
 
     @torch.no_grad()
     def _pooled(self, sources: Sequence[Sequence[int]]) -> Tensor:
