@@ -131,4 +131,4 @@ def _lengths(rows: Sequence[Ids]) -> Tensor:
 
 
 def _split(flat: Tensor, lengths: Tensor) -> list[list[int]]:
-    return [part.tolist() for part in flat.split(lengths.tolist())]
+    return [part.tolist() for part in torch.split(flat, lengths.tolist())]

@@ -17,6 +17,8 @@ from raycl.errors import ConfigError, DataError, RunError
 from raycl.forgetting import evaluate
 from raycl.methods import writer as writers
 from raycl.methods.sapt import Sapt
+from raycl.methods.stage_rows import StageRows
+from raycl.methods.writer import Writer, WriterConfig
 from raycl.run import build, check, load_config
 from raycl.storage import Storage
 from raycl.train.world import World
@@ -74,22 +76,24 @@ def test_a_generator_writes_inputs_and_the_run_goes_on_where_it_stopped(
     assert torch.equal(pseudo(again, "animal")["source_ids"], pseudo(whole, "animal")["source_ids"])
 
 
-def test_a_trained_generator_writes_like_its_task(lab: Lab, tmp_path: Path) -> None:
-    """Words of the task's texts; untrained it writes anything (trap A13: the released one trains nothing)."""
-    shares, known = {}, {"fire", "is", "warm", "very", "the", "sea", "cold", "a"}
-    for steps in (1, 200):
-        settings = generated(lab, "llama", targets=["attention", "ffn"])
-        more = {"steps": steps, "repetition_penalty": 1.0, "dropout": 0.0}
-        settings["writer"] = {**settings["writer"], **more}
-        settings["arm"]["fraction"] = 1.0
-        parts, _ = build(lab.config("llama", settings), WORLD)
-        storage = Storage.at(tmp_path / str(steps))
-        run(lab.config("llama", settings), storage)
-        ids = pseudo(storage, "colour")["source_ids"]
-        words = parts.backbone.codec.tokenizer.convert_ids_to_tokens(ids.tolist())
-        said = [word for word in words if word not in ("<s>", "Output", ":")]
-        shares[steps] = sum(word in known for word in said) / len(said)
-    assert shares[200] > 0.8 > shares[1] + 0.1
+@pytest.mark.parametrize(("kind", "falls"), [("t5", 2.0), ("llama", 0.25)])
+def test_a_generator_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: str, falls: float) -> None:
+    """Trap A13: the released one trains nothing. Its loss on the task's texts falls, [Gen] and LoRA move."""
+    parts, _ = build(lab.config(kind, sapt(targets=["attention", "ffn"])), WORLD)
+    method, losses = parts.method, list[float]()
+    assert isinstance(method, Sapt)
+    rows = StageRows(parts.stages[0], 4, parts.stream, parts.backbone.codec)
+    writer = Writer(WriterConfig(steps=100, rate=0.003, max_tokens=8, dropout=0.0), parts.backbone, method.stack, 0)
+    plain = Writer._loss
+
+    def told(self: Writer, labels: Any, token: Any) -> Any:
+        found = plain(self, labels, token)
+        losses.append(found.item() / int((labels != -100).sum()))
+        return found
+
+    monkeypatch.setattr(Writer, "_loss", told)
+    assert len(writer.write(rows, 0.5)) == 7
+    assert losses[0] - losses[-1] > falls
 
 
 def test_a_generator_that_writes_nothing_is_said(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

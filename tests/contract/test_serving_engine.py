@@ -29,8 +29,10 @@ LONG = Sampling(100)
 """More tokens than any test waits for."""
 
 
-@pytest.mark.parametrize("method", ["separate", "slm", "sapt"])
-@pytest.mark.parametrize("kind", ["llama", "t5"])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [*((kind, method) for kind in ("llama", "t5") for method in ("separate", "slm")), ("llama", "sapt")],
+)
 def test_texts_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
     bank = bank_of(taught(kind, method), tmp_path)
     asked = examples(taught(kind, method), bank)
