@@ -26,7 +26,7 @@ from raycl.data.loader import batch_of
 from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
 from raycl.serve.asks import CLOSED, FAILURES, Ask, Event, Failed, Labelled, Made, Started, is_last
-from raycl.serve.choosing import head_of, loudest, mixtures_of
+from raycl.serve.choosing import head_of, loudest, mixtures_of, unfamiliar_of
 from raycl.serve.decoding import OVERFLOW, Decoding, Ready
 from raycl.serve.fitting import Fitted, Fitting
 from raycl.serve.host import Host, Hosted, stacked
@@ -232,9 +232,13 @@ class Engine:
     def _routed(self, asks: list[Ask]) -> list[Ready]:
         began = time.perf_counter()
         mixtures: dict[int, Mixture] = {}
+        strange: dict[int, float] = {}
         for hosted in {id(ask.hosted): ask.hosted for ask in asks}.values():
             mine = [number for number, ask in enumerate(asks) if ask.hosted is hosted]
-            mixtures |= dict(zip(mine, mixtures_of(hosted, [asks[number] for number in mine]), strict=True))
+            group = [asks[number] for number in mine]
+            mixtures |= dict(zip(mine, mixtures_of(hosted, group), strict=True))
+            told = unfamiliar_of(hosted, group)
+            strange |= {number: told[asks[number].text] for number in mine if asks[number].text in told}
         spent = (time.perf_counter() - began) * 1e3
         self._retrieval_s += spent / 1e3
         fit = cache(self._fitting.fit)  # several answers to one text read it once
@@ -242,6 +246,7 @@ class Engine:
         for number, ask in enumerate(asks):
             one = self._prompted(ask, mixtures[number], fit)
             made = replace(one.made, queue_ms=(began - ask.began) * 1e3, retrieval_ms=spent, batch=len(asks))
+            made = replace(made, unfamiliar=strange.get(number))
             ready.append(replace(one, made=made))
         return ready
 
