@@ -26,16 +26,21 @@ ADAPTER = "lora"
 """Name of the one adapter."""
 
 
-class LoraConfig(MethodConfig):
-    """LoRA settings; `alpha / rank` is the scale of the update."""
+class LoraSettings(MethodConfig):
+    """What every LoRA has; `alpha / rank` is the scale of the update."""
 
-    name: Literal["lora"] = "lora"
     rank: int = Field(8, ge=1)
     alpha: float = Field(32.0, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: tuple[str, ...] = Field(
         ("attention.query", "attention.value"), min_length=1, description="roles or regular expressions of linear paths"
     )
+
+
+class LoraConfig(LoraSettings):
+    """No settings beyond those."""
+
+    name: Literal["lora"] = "lora"
 
 
 class Lora(Method):
@@ -47,7 +52,7 @@ class Lora(Method):
         super().__init__(config, backbone, seed)
         self.stack: AdapterStack = AdapterStack(backbone.model, linear_names(backbone.model, config.targets))
         torch.manual_seed(seed)
-        self.stack.begin_live({ADAPTER: config.rank}, config.alpha / config.rank, _as_peft_draws, config.dropout)
+        self.stack.begin_live({ADAPTER: config.rank}, config.alpha / config.rank, as_peft_draws, config.dropout)
 
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """LoRA and label head are live, the backbone is frozen."""
@@ -69,7 +74,7 @@ class Lora(Method):
         return Learned({ADAPTER: state})
 
 
-def _as_peft_draws(low: Tensor, outputs: int) -> None:
+def as_peft_draws(low: Tensor, outputs: int) -> None:
     """Kaiming-uniform for A. PEFT first draws values for A and B that it throws away: so do we, to start as it does."""
     rank, inputs = low.shape
     nn.Linear(inputs, rank, bias=False)

@@ -26,7 +26,7 @@ from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
 from raycl.data.cache import cache_folder
 from raycl.errors import ConfigError
-from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
+from raycl.methods.base import Learned, Method, MethodConfig, packed, stage_labels, under, unpacked
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.keys import KeyConfig, check_keys, split_groups
 from raycl.retrieval.maps import newest_rows, plane, similarity
@@ -233,9 +233,7 @@ class Slm(Method):
         studied = self._ahead if self.studies_ahead else self.router
         found = {f"router/{name}": tensor for name, tensor in studied.tensors().items()}
         found |= {f"dev/{task}": queries for task, queries in studied.dev.items()}
-        for name, state in self._learned.items():
-            found |= {f"slot/{name}/{part}": tensor for part, tensor in state.tensors().items()}
-        return found
+        return found | packed(self._learned)
 
     def state_dict(self) -> dict[str, Any]:
         """Label rows, the router's settings, and which task is being learned."""
@@ -253,22 +251,16 @@ class Slm(Method):
         router = RouterState(state["router"]["kind"], state["router"]["settings"])
         self.router = _restored(router, carried)
         self._ahead = _restored(replace(router, settings={**router.settings, "tasks": state["ahead"]}), carried)
-        for name, labels in state["learned"].items():
-            parts = _under(f"slot/{name}/", carried)
-            self._keep({name: AdapterState.from_tensors(parts, 1.0, labels, self.stack.activation)})
+        self._keep(unpacked(state["learned"], carried, 1.0, self.stack.activation))
         if state["task"]:
             self._begin(state["task"], state["live_labels"])
 
 
 def _restored(state: RouterState, carried: Mapping[str, Tensor]) -> SlotRouter:
-    router = SlotRouter.restored(replace(state, tensors=_under("router/", carried)))
+    router = SlotRouter.restored(replace(state, tensors=under("router/", carried)))
     for task in router.tasks:
         router.hold_out(task, carried[f"dev/{task}"])
     return router
-
-
-def _under(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
 def _is_own(name: str) -> bool:

@@ -27,6 +27,7 @@ CASES = [
     *(("bert", "finetune", engine, None) for engine in ("torch", "zero3")),
     ("llama", "lora", "torch", None),
     ("bert", "separate", "torch", None),
+    *(("bert", "olora", engine, 1) for engine in ("torch", "zero3")),
     *((kind, "lora", engine, 1) for kind in ("bert", "t5") for engine in ("torch", "zero2")),
     ("bert", "lora", "zero3", 1),
 ]
