@@ -151,6 +151,11 @@ def stage_labels(stage: Stage) -> list[str]:
     return list(dict.fromkeys(label for task in stage.tasks for label in task.labels or ()))
 
 
+def in_head(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter of the backbone is the label head's and holds anything (it does not without labels)."""
+    return name.startswith("head.") and parameter.numel() > 0
+
+
 def packed(states: Mapping[str, AdapterState]) -> dict[str, Tensor]:
     """Frozen adapters as tensors of a checkpoint: `slot/<adapter>/<part>`."""
     return {f"slot/{name}/{part}": value for name, state in states.items() for part, value in state.tensors().items()}

@@ -22,7 +22,7 @@ from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
-from raycl.methods.base import Learned, Method, MethodConfig, packed, stage_labels, unpacked
+from raycl.methods.base import Learned, Method, MethodConfig, in_head, packed, stage_labels, unpacked
 from raycl.methods.lora import LoraSettings, as_peft_draws
 from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage
 
@@ -65,7 +65,7 @@ class IncLora(Method):
         if not resumed:
             self._begin(stage.name, self._rows_for(stage_labels(stage)))
         for name, parameter in self.backbone.named_parameters():
-            parameter.requires_grad_(".lora_" in name or name.startswith("head."))
+            parameter.requires_grad_(".lora_" in name or in_head(name, parameter))
 
     def _rows_for(self, labels: list[str]) -> list[str]:
         """Labels whose head rows are trained."""
@@ -93,7 +93,7 @@ class IncLora(Method):
         """The adapter becomes resident and never changes again; it goes to the bank with its part of the head."""
         states = self.stack.live_states(tensors)
         head = self.backbone.head
-        if isinstance(head, MixedHead):
+        if isinstance(head, MixedHead) and head.live_labels:
             states = head.with_rows(states, tensors["head.weight"], tensors["head.bias"])
             head.end_live()
         self.stack.end_live()

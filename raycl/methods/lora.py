@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
-from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
+from raycl.methods.base import Learned, Method, MethodConfig, in_head, stage_labels
 from raycl.types import Batch, Mixture, Stage
 
 ADAPTER = "lora"
@@ -58,7 +58,7 @@ class Lora(Method):
         """LoRA and label head are live, the backbone is frozen."""
         self.backbone.learn_labels(stage_labels(stage))
         for name, parameter in self.backbone.named_parameters():
-            parameter.requires_grad_(".lora_" in name or name.startswith("head."))
+            parameter.requires_grad_(".lora_" in name or in_head(name, parameter))
 
     def route(self, batch: Batch) -> Mixture:
         """The one adapter, fully, for every example."""
@@ -68,7 +68,7 @@ class Lora(Method):
         """The adapter with the label head."""
         state = self.stack.live_states(tensors)[ADAPTER]
         head = self.backbone.head
-        if head is not None:
+        if head is not None and head.labels:
             labels = tuple(head.labels)
             state = replace(state, labels=labels, head_weight=tensors["head.weight"], head_bias=tensors["head.bias"])
         return Learned({ADAPTER: state})

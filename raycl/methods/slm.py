@@ -138,7 +138,7 @@ class Slm(Method):
         head = self.backbone.head
         frozen = "head." if isinstance(head, MixedHead) and head.frozen else "-"
         for name, parameter in self.backbone.named_parameters():
-            parameter.requires_grad_(_is_own(name) and not name.startswith(frozen))
+            parameter.requires_grad_(_is_own(name) and not name.startswith(frozen) and parameter.numel() > 0)
 
     def _begin(self, task: str, labels: list[str]) -> None:
         std = self.config.a_init_std
@@ -193,7 +193,7 @@ class Slm(Method):
             pairs = zip(states.items(), prompts, strict=True)
             states = {name: replace(state, prompt=prompt) for (name, state), prompt in pairs}
             prefix.end_live()
-        if isinstance(head, MixedHead):
+        if isinstance(head, MixedHead) and head.live_labels:
             found = {"head.weight": head.weight.detach(), "head.bias": head.bias.detach(), **tensors}
             states = head.with_rows(states, found["head.weight"], found["head.bias"])
             head.end_live()
