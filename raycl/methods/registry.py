@@ -15,6 +15,8 @@ from raycl.methods.base import Method, MethodConfig
 METHODS: dict[str, str] = {
     "finetune": "raycl.methods.finetune:Finetune",
     "lora": "raycl.methods.lora:Lora",
+    "inclora": "raycl.methods.inclora:IncLora",
+    "olora": "raycl.methods.olora:OLora",
     "slm": "raycl.methods.slm:Slm",
     "separate": "raycl.methods.reference:Separate",
     "joint": "raycl.methods.reference:Joint",

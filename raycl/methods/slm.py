@@ -26,7 +26,7 @@ from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
 from raycl.data.cache import cache_folder
 from raycl.errors import ConfigError
-from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
+from raycl.methods.base import Learned, Method, MethodConfig, packed, stage_labels, under, unpacked
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.keys import KeyConfig, check_keys, split_groups
 from raycl.retrieval.maps import newest_rows, plane, similarity
@@ -138,7 +138,7 @@ class Slm(Method):
         head = self.backbone.head
         frozen = "head." if isinstance(head, MixedHead) and head.frozen else "-"
         for name, parameter in self.backbone.named_parameters():
-            parameter.requires_grad_(_is_own(name) and not name.startswith(frozen))
+            parameter.requires_grad_(_is_own(name) and not name.startswith(frozen) and parameter.numel() > 0)
 
     def _begin(self, task: str, labels: list[str]) -> None:
         std = self.config.a_init_std
@@ -193,7 +193,7 @@ class Slm(Method):
             pairs = zip(states.items(), prompts, strict=True)
             states = {name: replace(state, prompt=prompt) for (name, state), prompt in pairs}
             prefix.end_live()
-        if isinstance(head, MixedHead):
+        if isinstance(head, MixedHead) and head.live_labels:
             found = {"head.weight": head.weight.detach(), "head.bias": head.bias.detach(), **tensors}
             states = head.with_rows(states, found["head.weight"], found["head.bias"])
             head.end_live()
@@ -233,9 +233,7 @@ class Slm(Method):
         studied = self._ahead if self.studies_ahead else self.router
         found = {f"router/{name}": tensor for name, tensor in studied.tensors().items()}
         found |= {f"dev/{task}": queries for task, queries in studied.dev.items()}
-        for name, state in self._learned.items():
-            found |= {f"slot/{name}/{part}": tensor for part, tensor in state.tensors().items()}
-        return found
+        return found | packed(self._learned)
 
     def state_dict(self) -> dict[str, Any]:
         """Label rows, the router's settings, and which task is being learned."""
@@ -253,22 +251,16 @@ class Slm(Method):
         router = RouterState(state["router"]["kind"], state["router"]["settings"])
         self.router = _restored(router, carried)
         self._ahead = _restored(replace(router, settings={**router.settings, "tasks": state["ahead"]}), carried)
-        for name, labels in state["learned"].items():
-            parts = _under(f"slot/{name}/", carried)
-            self._keep({name: AdapterState.from_tensors(parts, 1.0, labels, self.stack.activation)})
+        self._keep(unpacked(state["learned"], carried, 1.0, self.stack.activation))
         if state["task"]:
             self._begin(state["task"], state["live_labels"])
 
 
 def _restored(state: RouterState, carried: Mapping[str, Tensor]) -> SlotRouter:
-    router = SlotRouter.restored(replace(state, tensors=_under("router/", carried)))
+    router = SlotRouter.restored(replace(state, tensors=under("router/", carried)))
     for task in router.tasks:
         router.hold_out(task, carried[f"dev/{task}"])
     return router
-
-
-def _under(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
 def _is_own(name: str) -> bool:

@@ -53,6 +53,17 @@ class SingleRouter:
         return Mixture.same(self._weights, len(texts))
 
 
+class SumRouter:
+    """Every adapter at once, for methods that learn each one on top of all earlier ones (O-LoRA)."""
+
+    def __init__(self, owners: Owners) -> None:
+        self._weights = dict.fromkeys(owners, 1.0)
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """All of them, fully."""
+        return Mixture.same(self._weights, len(texts))
+
+
 class TaskRouter:
     """Each task's own adapter: an upper reference that must be told the task."""
 
@@ -100,6 +111,7 @@ def _from_text(state: RouterState, owners: Owners, cache: Path | None) -> Router
 
 ROUTERS: dict[str, Any] = {
     "single": lambda state, owners, cache: SingleRouter(owners),
+    "sum": lambda state, owners, cache: SumRouter(owners),
     "task": lambda state, owners, cache: TaskRouter(owners),
     "keys": _from_text,
     "discriminant": _from_text,

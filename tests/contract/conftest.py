@@ -43,7 +43,8 @@ def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
 
     def get(kind: str, method: str) -> Done:
         if (kind, method) not in done:
-            settings = {"slm": lab.slots(), "prompts": lab.slots(value="prompt", retrieval={"rule": "vote"})}
+            prompts = lab.slots(value="prompt", retrieval={"rule": "vote"})
+            settings = {"slm": lab.slots(), "prompts": prompts, "olora": {"name": "olora", "head": "own"}}
             config = lab.config(kind, settings.get(method, method), train={"epochs": 6, "learning_rate": 0.03})
             storage = Storage.at(tmp_path_factory.mktemp(f"{kind}-{method}"))
             done[kind, method] = Done(config, storage, run(config, storage).parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,7 @@ LONG = Sampling(100)
 """More tokens than any test waits for."""
 
 
-@pytest.mark.parametrize("method", ["separate", "slm"])
-@pytest.mark.parametrize("kind", ["llama", "t5"])
+@pytest.mark.parametrize(("kind", "method"), [*product(("llama", "t5"), ("separate", "slm")), ("t5", "olora")])
 def test_texts_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
     bank = bank_of(taught(kind, method), tmp_path)
     asked = examples(taught(kind, method), bank)
@@ -84,11 +84,12 @@ def test_who_has_no_soft_prompt_reads_the_same_text(taught: Taught, tmp_path: Pa
         ]
 
 
-@pytest.mark.parametrize("method", ["separate", "slm"])
+@pytest.mark.parametrize("method", ["separate", "slm", "olora"])
 def test_labels_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, method: str) -> None:
     bank = bank_of(taught("bert", method), tmp_path)
     asked = examples(taught("bert", method), bank)
-    assert {one.answer for one in asked} == {"red", "blue", "cat", "dog"}
+    forgot = {"red"} if method == "olora" else set()
+    assert {one.answer for one in asked} == {"red", "blue", "cat", "dog"} - forgot
     with serving(bank, max_batch=5) as desk:
         with desk.paused():
             replies = [

@@ -27,6 +27,8 @@ CASES = [
     *(("bert", "finetune", engine, None) for engine in ("torch", "zero3")),
     ("llama", "lora", "torch", None),
     ("bert", "separate", "torch", None),
+    *(("bert", "olora", engine, 1) for engine in ("torch", "zero3")),
+    ("masked", "finetune", "torch", None),
     *((kind, "lora", engine, 1) for kind in ("bert", "t5") for engine in ("torch", "zero2")),
     ("bert", "lora", "zero3", 1),
 ]
@@ -39,8 +41,13 @@ Alone = Callable[[str, str], Storage]
 
 
 def tree(lab: Lab, kind: str, method: str, engine: str, micro: int | None = None) -> dict[str, Any]:
-    sections = {"stream": {"train_rows": ROWS}, "train": {"micro_batch_size": micro}}
+    sections = {"stream": stream(kind), "train": {"micro_batch_size": micro}}
     return lab.tree(kind, method, ENGINES[engine], **sections)
+
+
+def stream(kind: str) -> dict[str, Any]:
+    """Encoders with a mask learn texts."""
+    return {"train_rows": ROWS, "objective": "mlm" if kind == "masked" else "answer"}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +57,7 @@ def alone(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
     def get(kind: str, method: str) -> Storage:
         if (kind, method) not in done:
-            sections = {"stream": {"train_rows": ROWS}}
+            sections = {"stream": stream(kind)}
             done[kind, method] = Storage.at(tmp_path_factory.mktemp(f"alone-{kind}-{method}"))
             run(lab.config(kind, method, **sections), done[kind, method])
         return done[kind, method]
