@@ -103,7 +103,7 @@ class Migu(GradientModifier):
         self._active = self._measured = self._counts = False
         self._left, self._seed = 0, 0
         self._reduce: Reduce = _alone
-        self._sums = self._mask = torch.zeros(0)
+        self._sums = self._mask = self._still = torch.zeros(0)
         self._weights: dict[tuple[str, int], Tensor | None] = {}
         self._real: Mapping[Any, Tensor] = {}
 
@@ -132,6 +132,7 @@ class Migu(GradientModifier):
         self._group()
         self._sums = torch.zeros(self._layout.size, device=backbone.device)
         self._mask = torch.ones(self._layout.size, device=backbone.device, dtype=torch.bool)
+        self._still = ~self._mask
         self.record.begin(self._layout, backbone.device, resumed)
         self._attach(layers)
 
@@ -170,9 +171,14 @@ class Migu(GradientModifier):
             else:
                 handle = layer.register_forward_hook(partial(self._observe_output, seen))
                 self._stop.append(handle.remove)
-            if self._active and self.config.row_sparse and self.config.threshold and isinstance(layer, nn.Linear):
+            if self._active and self.config.row_sparse and self.config.threshold and self._owns_rows(layer, seen):
                 self._choices[path, part] = RowChoice()
                 self._stop.append(choose_rows(layer, self._choices[path, part]))
+
+    def _owns_rows(self, layer: nn.Module, seen: Seen) -> bool:
+        """Whether the rows of a plain linear's weight are its outputs', and not those of a layer it is tied to."""
+        own = self._layout.rows.get(f"model.{seen.path}.weight")
+        return isinstance(layer, nn.Linear) and own is not None and own.place == seen.place
 
     def end_task(self) -> None:
         """Take our hooks away; what was seen stays as facts."""
@@ -183,7 +189,7 @@ class Migu(GradientModifier):
         self.record.end(self._layout)
         self.reach = self.names = ()
         self._layout, self._groups, self._clusters = Layout({}, {}, 0), [], None
-        self._sums = self._mask = torch.zeros(0)
+        self._sums = self._mask = self._still = torch.zeros(0)
 
     # ---- a step ----------------------------------------------------------------------------------------------
 
@@ -257,6 +263,7 @@ class Migu(GradientModifier):
             self._sums = self._reduce(self._sums)
         for groups in self._groups:
             groups.choose(self._sums, self.config.threshold, self.config.rule, self._mask)
+        self._still = ~self._mask
         self.record.count(self._mask)
         if self._choices and not self._measured:  # what is measured must be whole
             self._tell_layers(self._mask.nonzero().squeeze(1))
@@ -276,14 +283,14 @@ class Migu(GradientModifier):
 
     def __call__(self, name: str, gradient: Tensor) -> Tensor:
         """Zero where masked; exactly so, whatever stood there."""
-        masked = self._layout.rows[name].on(~self._mask)
+        masked = self._layout.rows[name].on(self._still)
         if self._measured:
             self.record.measure(gradient, masked)
         return gradient.masked_fill_(masked, 0) if self._active else gradient
 
     def masked(self, name: str) -> Tensor | None:
         """The rows (columns, where a weight is kept the other way round) that are not updated in this step."""
-        return self._layout.rows[name].on(~self._mask) if self._active and name in self.names else None
+        return self._layout.rows[name].on(self._still) if self._active and name in self.names else None
 
     def held(self, name: str) -> Tensor | None:
         """Masked rows, under `mask_update`."""
