@@ -1,4 +1,4 @@
-"""Print accuracy matrices, routing and a comparison of finished runs; draw them and write them as CSV on request.
+"""Print accuracy matrices, routing, kept rows and a comparison of finished runs; on request as pictures and CSV.
 
     python jobs/report.py runs/sapt runs/lora
     python jobs/report.py runs --png matrices.png --csv comparison.csv
@@ -17,11 +17,12 @@ from pathlib import Path
 
 from raycl.errors import RayclError
 from raycl.report.compare import to_csv
+from raycl.report.kept_rows import has_kept_rows
 from raycl.report.plots import heatmaps
 from raycl.report.results import find_results
 from raycl.report.router_plots import router_maps
 from raycl.report.routing import has_routing
-from raycl.report.tables import comparison_table, matrix_table, routing_comparison, routing_table
+from raycl.report.tables import comparison_table, kept_rows_table, matrix_table, routing_comparison, routing_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(matrix_table(result), end="\n\n")
             if has_routing(result):
                 print(routing_table(result), end="\n\n")
+            if has_kept_rows(result):
+                print(kept_rows_table(result), end="\n\n")
         if len(routed) > 1:
             print(routing_comparison(routed), end="\n\n")
         print(comparison_table(results))

@@ -133,9 +133,22 @@ def _as_mapping(node: Any) -> Tree | None:
         return {}
     if isinstance(node, str):
         return {"name": node} if "${" not in node else None
-    if isinstance(node, list) and all(isinstance(item, str) for item in node):
-        return {item: {} for item in node}
+    if isinstance(node, list):
+        names = [_name_of(item) for item in node]
+        return (
+            {name: _without_name(item) for name, item in zip(names, node, strict=True) if name} if all(names) else None
+        )
     return node if isinstance(node, dict) else None
+
+
+def _name_of(item: Any) -> str | None:
+    """Of an item in a list of names or of mappings that carry theirs; None for anything else."""
+    name = item.get("name") if isinstance(item, dict) else item
+    return name if isinstance(name, str) else None
+
+
+def _without_name(item: Any) -> Tree:
+    return {key: value for key, value in item.items() if key != "name"} if isinstance(item, dict) else {}
 
 
 def _assign(node: Tree, key: str, value: Any) -> None:
@@ -235,7 +248,10 @@ def _place(model: type[BaseModel], tree: Any, loc: Sequence[int | str]) -> tuple
             continue
         parts.append(str(part))
         owners, left_out = here, others
-        node = node[part] if written and (isinstance(node, dict) or isinstance(part, int)) else None
+        if written and isinstance(node, list) and isinstance(part, str):
+            node = next(item for item in node if _name_of(item) == part)
+        else:
+            node = node[part] if written else None
         here, others = (_sections(field.annotation), []) if field is not None else (here, others)
     return parts, owners, left_out
 
@@ -244,7 +260,7 @@ def _is_written(part: int | str, node: Any) -> bool:
     """Whether the user's tree has that key, place in a list, or name in a list of names."""
     if isinstance(node, dict):
         return part in node
-    return isinstance(node, list) and (isinstance(part, int) or part in node)
+    return isinstance(node, list) and (isinstance(part, int) or part in [_name_of(item) for item in node])
 
 
 def _names(kind: type[BaseModel], part: int | str) -> bool:
@@ -270,6 +286,34 @@ def named(value: Any, default: str) -> Any:
     if isinstance(value, str):
         return {"name": value}
     return {"name": default, **value} if isinstance(value, dict) else value
+
+
+def named_each(value: Any, known: Iterable[str]) -> Any:
+    """A list of names, or of mappings with a `name`, as a mapping from name to settings; null settings are left out.
+
+    Raises:
+        ValueError: a name that is not `known`, twice, or not the one that its settings carry.
+    """
+    if isinstance(value, list | tuple):
+        pairs = [(_name_of(item), _without_name(item)) for item in value]
+    elif isinstance(value, dict):
+        pairs = [(name, item) for name, item in value.items() if item is not None]
+    else:
+        return value
+    found: Tree = {}
+    for name, item in pairs:
+        if name is None:
+            raise ValueError(f"an entry with {item!r} has no name: expected some of {', '.join(known)}")
+        if name not in known:
+            near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+            hint = f"did you mean '{near[0]}'?" if near else f"expected some of {', '.join(known)}"
+            raise ValueError(f"'{name}' is unknown: {hint}")
+        if name in found:
+            raise ValueError(f"'{name}' stands there twice: give each name once")
+        found[name] = {"name": name, **item} if isinstance(item, dict) else item
+        if isinstance(item, dict) and item.get("name", name) != name:
+            raise ValueError(f"the settings of '{name}' call themselves '{item['name']}': expected the same name")
+    return found
 
 
 def to_yaml(config: BaseModel) -> str:

@@ -23,7 +23,8 @@ from raycl.eval.metrics import check_metric
 from raycl.eval.settings import EvalConfig
 from raycl.methods.base import Method
 from raycl.methods.lora import LoraConfig
-from raycl.methods.registry import REFERENCES, MethodChoice, method_class
+from raycl.methods.modifier import Modifiers
+from raycl.methods.registry import MODIFIERS, REFERENCES, MethodChoice, ModifierChoice, method_class, modifier_class
 from raycl.report.results import read_results
 from raycl.storage import Storage
 from raycl.tracking import TrackingConfig
@@ -81,7 +82,7 @@ class RunConfig(Section):
     stream: StreamConfig = StreamConfig()
     backbone: BackboneConfig = BackboneConfig()
     method: MethodChoice = LoraConfig()
-    modifiers: dict[str, Any] = Field(default_factory=dict, description="gradient modifiers by name")
+    modifiers: dict[str, ModifierChoice] = Field(default_factory=dict, description="gradient modifiers by name")
     train: TrainConfig = TrainConfig()
     engine: EngineChoice = TorchConfig()
     eval: EvalConfig = EvalConfig()
@@ -103,11 +104,8 @@ class RunConfig(Section):
 
     @field_validator("modifiers", mode="before")
     @classmethod
-    def _known_modifiers(cls, value: Any) -> Any:
-        named = {name: {} for name in value} if isinstance(value, list | tuple) else value
-        for name in named or {}:
-            raise ValueError(f"unknown modifier '{name}': this version has none, leave modifiers=[]")
-        return named
+    def _modifiers_by_name(cls, value: Any) -> Any:
+        return configs.named_each(value, MODIFIERS)
 
 
 def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
@@ -143,7 +141,8 @@ def check(config: RunConfig) -> Stream:
         micro_batch_size(config.train.batch_size, config.train.micro_batch_size, workers),
         workers,
     )
-    method_class(config.method.name)(config.method, load_skeleton(config.backbone, codec), config.seed)
+    skeleton = load_skeleton(config.backbone, codec)
+    make_modifiers(config, method_class(config.method.name)(config.method, skeleton, config.seed))
     stream = open_stream(config.stream, config.seed)
     stream.check(codec)
     for task in stream.tasks:
@@ -172,6 +171,11 @@ def check_engine(config: RunConfig) -> None:
         )
 
 
+def make_modifiers(config: RunConfig, method: Method) -> Modifiers:
+    """The configured gradient modifiers over the method's backbone."""
+    return Modifiers({name: modifier_class(name)(chosen, method) for name, chosen in config.modifiers.items()})
+
+
 def build(config: RunConfig, world: World, singles: dict[str, float] | None = None) -> tuple[Parts, OpenEngine]:
     """One worker's parts of the run, and what opens an engine for a stage."""
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
@@ -185,6 +189,7 @@ def build(config: RunConfig, world: World, singles: dict[str, float] | None = No
         stream=stream,
         backbone=backbone,
         method=method,
+        modifiers=make_modifiers(config, method),
         train=config.train,
         engine=config.engine,
         evaluation=config.eval,
@@ -223,7 +228,7 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
     """Task -> score when trained alone, from `eval.singles`.
 
     Raises:
-        ConfigError: that run was not the same method on the same data, backbone, training and seed.
+        ConfigError: that run was not the same method and modifiers on the same data, backbone, training and seed.
     """
     if config.eval.singles is None:
         return None
@@ -234,11 +239,9 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
             f"eval.singles '{config.eval.singles}' is a run of '{theirs['method']['name']}': expected separate"
         )
     learner = mine["method"].get("learner", mine["method"]) if config.method.name in REFERENCES else mine["method"]
-    expected = {"method": learner, **{key: mine[key] for key in ("seed", "stream", "backbone", "train")}}
-    found = {
-        "method": theirs["method"]["learner"],
-        **{key: theirs[key] for key in ("seed", "stream", "backbone", "train")},
-    }
+    shared = ("seed", "stream", "backbone", "train", "modifiers")
+    expected = {"method": learner, **{key: mine[key] for key in shared}}
+    found = {"method": theirs["method"]["learner"], **{key: theirs.get(key, {}) for key in shared}}
     differing = _single_differences(expected, found)
     if differing:
         raise ConfigError(

@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from raycl.backbone.codec import HFCodec
 from raycl.types import IGNORE, Batch
+
+Side = Literal["source", "target"]
+"""Which text a layer's positions are of: encoder-decoder models read two, all others one (their "source")."""
 
 
 @dataclass
@@ -140,6 +143,17 @@ class Backbone(nn.Module, ABC):
     def exported_name(self, name: str) -> str:
         """Name of a parameter in the files of a Hugging Face model folder."""
         return name.removeprefix("model.")
+
+    def side(self, path: str) -> Side:
+        """Whose positions the layer at `path` in the model works on."""
+        return "source"
+
+    def real_tokens(self, batch: Batch) -> dict[Side, Tensor]:
+        """For each side `[B, S]` bool, as the model sees the batch: false on padding and in examples of weight 0.
+
+        A prefix stands in front of these S positions and is no text.
+        """
+        return {"source": (batch.source_mask > 0) & (batch.weight > 0).unsqueeze(1)}
 
     def learn_labels(self, labels: Sequence[str]) -> None:
         """Make sure the label head has a row for each of `labels`; nothing to do where there is no head."""

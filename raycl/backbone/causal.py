@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from raycl.backbone.base import Backbone, Guesses, Output, summed_cross_entropy
+from raycl.backbone.base import Backbone, Guesses, Output, Side, summed_cross_entropy
 from raycl.types import IGNORE, Batch
 
 
@@ -33,6 +33,11 @@ class CausalBackbone(Backbone):
             logits_BSV = self.model(**inputs, use_cache=False).logits[:, prefix:]
         rows, places = (labels_BS[:, 1:] != IGNORE).nonzero(as_tuple=True)
         return Guesses(logits_BSV[rows, places], labels_BS[rows, places + 1], rows)
+
+    def real_tokens(self, batch: Batch) -> dict[Side, Tensor]:
+        """Prompt and answer as `join` packs them."""
+        _, mask_BS, _ = join(batch, self.codec.pad_id)
+        return {"source": (mask_BS > 0) & (batch.weight > 0).unsqueeze(1)}
 
     @torch.no_grad()
     def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:

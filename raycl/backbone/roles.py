@@ -39,7 +39,15 @@ def linear_names(model: nn.Module, targets: Sequence[str]) -> list[str]:
     Raises:
         BackboneError: a target matches nothing; the message lists the linears there are.
     """
-    linears = [name for name, module in model.named_modules() if _is_linear(module)]
+    return matching([name for name, module in model.named_modules() if is_linear(module)], targets)
+
+
+def matching(linears: Sequence[str], targets: Sequence[str]) -> list[str]:
+    """Those of the paths `linears` that `targets` select, in their order; see `linear_names`.
+
+    Raises:
+        BackboneError: a target matches nothing.
+    """
     chosen: set[str] = set()
     for target in targets:
         found = {name for name in linears if any(re.search(f"{pattern}$", name) for pattern in _patterns(target))}
@@ -59,7 +67,7 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             found[name] = (module.in_features, module.out_features)
-        elif _is_linear(module):
+        elif is_linear(module):
             inputs, outputs = module.weight.shape
             found[name] = (int(inputs), int(outputs))
     return found
@@ -71,5 +79,6 @@ def _patterns(target: str) -> tuple[str, ...]:
     return ROLES.get(target, (rf"(^|\.){target}",))
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is one of the two kinds of linear: torch's, or Hugging Face's `Conv1D`."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

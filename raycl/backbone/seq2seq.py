@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import torch
+import re
 
-from raycl.backbone.base import Backbone, Output, summed_cross_entropy
+import torch
+from torch import Tensor
+
+from raycl.backbone.base import Backbone, Output, Side, summed_cross_entropy
 from raycl.types import IGNORE, Batch
+
+READS_SOURCE = re.compile(r"(EncDecAttention\.[kv]|(encoder_attn|cross_attn|crossattention)\.[kv]_proj)$")
+"""Cross attention's keys and values: layers of the decoder that work on the encoder's positions (T5, BART)."""
 
 
 class Seq2SeqBackbone(Backbone):
@@ -13,13 +19,19 @@ class Seq2SeqBackbone(Backbone):
 
     def forward(self, batch: Batch) -> Output:
         """Cross-entropy summed over target tokens (end-of-sequence included)."""
-        labels_BT = batch.target_ids
-        if labels_BT.shape[1] == 0:  # a batch of fill-ups only: the decoder still needs one position
-            labels_BT = labels_BT.new_full((len(batch), 1), IGNORE)
+        labels_BT = _labels(batch)
         with self.precision():
             inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)
             logits_BTV = self.model(**inputs, labels=labels_BT, use_cache=False).logits
         return Output(summed_cross_entropy(logits_BTV, labels_BT), logits_BTV)
+
+    def side(self, path: str) -> Side:
+        """The encoder and what the decoder makes of its states work on the source, all else on the target."""
+        return "source" if re.search(r"(^|\.)encoder\.", path) or READS_SOURCE.search(path) else "target"
+
+    def real_tokens(self, batch: Batch) -> dict[Side, Tensor]:
+        """Source tokens, and the decoder's positions that have a target."""
+        return {**super().real_tokens(batch), "target": (_labels(batch) != IGNORE) & (batch.weight > 0).unsqueeze(1)}
 
     @torch.no_grad()
     def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
@@ -33,3 +45,9 @@ class Seq2SeqBackbone(Backbone):
                 num_beams=1,
             )
         return self.codec.decode(ids_BT)
+
+
+def _labels(batch: Batch) -> Tensor:
+    """Targets `[B, T]`; a batch of fill-ups only has none, and the decoder still needs one position."""
+    labels_BT = batch.target_ids
+    return labels_BT if labels_BT.shape[1] else labels_BT.new_full((len(batch), 1), IGNORE)

@@ -1,4 +1,4 @@
-"""The two literal tables of what a run can be made of, and the config types built from them.
+"""The literal tables of what a run can be made of, and the config types built from them.
 
 Why literal: the same on every worker, no import side effects, and a name that is missing is visible in a diff.
 """
@@ -6,11 +6,14 @@ Why literal: the same on every worker, no import side effects, and a name that i
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import Field
 
+from raycl.config import Section
 from raycl.methods.base import Method, MethodConfig
+from raycl.methods.modifier import GradientModifier, ModifierConfig
 
 METHODS: dict[str, str] = {
     "finetune": "raycl.methods.finetune:Finetune",
@@ -22,6 +25,11 @@ METHODS: dict[str, str] = {
     "joint": "raycl.methods.reference:Joint",
 }
 """Method name -> class."""
+
+MODIFIERS: dict[str, str] = {
+    "migu": "raycl.methods.migu:Migu",
+}
+"""Gradient modifier name -> class; a run takes any number of them beside its one method."""
 
 REFERENCES = ("separate", "joint")
 """Methods that wrap another one (their `learner`) to give an upper reference."""
@@ -35,20 +43,32 @@ def method_class(name: str) -> type[Method]:
     return found
 
 
+def modifier_class(name: str) -> type[GradientModifier]:
+    """The class behind a name of `MODIFIERS`."""
+    module, _, attribute = MODIFIERS[name].partition(":")
+    found = getattr(importlib.import_module(module), attribute)
+    assert isinstance(found, type) and issubclass(found, GradientModifier), f"MODIFIERS['{name}'] is no modifier"
+    return found
+
+
 if TYPE_CHECKING:
     MethodChoice = MethodConfig
     LearnerChoice = MethodConfig
+    ModifierChoice = ModifierConfig
 else:
 
     def __getattr__(attribute: str) -> Any:
-        """`LearnerChoice` and `MethodChoice`: unions of config classes, told apart by their `name`."""
+        """`LearnerChoice`, `MethodChoice`, `ModifierChoice`: config classes, told apart by their `name`."""
         if attribute == "LearnerChoice":
-            return _union([name for name in METHODS if name not in REFERENCES])
+            return _union([method_class(name).Config for name in METHODS if name not in REFERENCES])
         if attribute == "MethodChoice":
-            return _union(list(METHODS))
+            return _union([method_class(name).Config for name in METHODS])
+        if attribute == "ModifierChoice":
+            return _union([modifier_class(name).Config for name in MODIFIERS])
         raise AttributeError(attribute)
 
 
-def _union(names: list[str]) -> Any:
-    configs = tuple(method_class(name).Config for name in names)
-    return Annotated[Union[configs], Field(discriminator="name")]  # noqa: UP007  built at run time
+def _union(configs: Sequence[type[Section]]) -> Any:
+    if len(configs) == 1:
+        return configs[0]
+    return Annotated[Union[tuple(configs)], Field(discriminator="name")]  # noqa: UP007  built at run time

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from raycl.config import Tree
 from raycl.report.compare import METRICS, Spread, compare, grouped
+from raycl.report.kept_rows import KeptRows
 from raycl.report.results import (
     backbone_of,
     method_of,
@@ -119,6 +120,24 @@ def routing_comparison(results: Sequence[Tree]) -> str:
         table.add_section()
     head = "routers: dev texts that find their task, in percent; used: * chose the adapters"
     return _render(Group(Text(head), table))
+
+
+def kept_rows_table(result: Tree) -> str:
+    """Tasks by tasks: percent of the rows that one kept most often which the other kept too; and what the mask left.
+
+    Raises:
+        RunError: the run had no modifier that keeps rows.
+    """
+    kept = KeptRows.of(result)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("")
+    for name in [*short_names(kept.tasks, 14 if len(kept.tasks) <= 6 else 8), "norm kept"]:
+        table.add_column(name, justify="right")
+    for task, row, norm, masked in zip(kept.tasks, kept.overlap(), kept.norm_kept, kept.masked, strict=True):
+        table.add_row(task if masked else f"{task} (not masked)", *map(_number, row), _number(norm))
+    head = f"rows kept most often that another task kept too, in percent, mean over {len(kept.layers)} layers"
+    note = f"{kept.chance:.1f} is chance; norm kept: of the gradient of these layers, in percent"
+    return _render(Group(Text(f"{head}: {title_of(result)}"), table, Text(note)))
 
 
 def metrics_line(result: Tree) -> str:

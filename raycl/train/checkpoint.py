@@ -37,7 +37,8 @@ class Checkpoint:
         optimizer: `<parameter>/<moment>` -> tensor; empty when the stage is over.
         spent: seconds and tokens of the stage so far, added up over attempts.
         published: what went to the bank at the end of the stage (`raycl.train.publish`).
-        carried: the method's tensors that are no parameters.
+        carried: tensors of the method and of modifiers that are no parameters.
+        modifiers: state of gradient modifiers by name.
     """
 
     stage: int
@@ -49,6 +50,7 @@ class Checkpoint:
     spent: dict[str, float] = field(default_factory=dict)
     published: dict[str, Any] = field(default_factory=dict)
     carried: dict[str, Tensor] = field(default_factory=dict)
+    modifiers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_stage_end(self) -> bool:
@@ -74,6 +76,7 @@ def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint) -> Non
         "method": checkpoint.method,
         "spent": checkpoint.spent,
         "published": checkpoint.published,
+        "modifiers": checkpoint.modifiers,
         "sha256": {file: hashlib.sha256(data).hexdigest() for file, data in files.items()},
     }
     folder.write(MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -108,6 +111,7 @@ def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
         manifest["spent"],
         manifest.get("published", {}),
         load(files[CARRIED]),
+        manifest.get("modifiers", {}),
     )
 
 

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from raycl.backbone import Backbone, Output
-from raycl.train.engine import MOMENTS, adamw, advance, schedule
+from raycl.methods.modifier import Modifiers
+from raycl.train.engine import MOMENTS, NONE, adamw, advance, schedule
 from raycl.train.settings import DeepSpeedConfig, TrainConfig
 from raycl.train.world import World
 from raycl.types import Batch
@@ -78,7 +79,7 @@ class DeepSpeedEngine:
             config=_ds_config(train, config, accumulation, bf16, world.size),
         )
         self.schedule = schedule(self.optimizer, train, steps)
-        self._pending = False
+        self._pending, self._fresh = False, True
 
     @property
     def _is_plain(self) -> bool:
@@ -98,14 +99,46 @@ class DeepSpeedEngine:
         self.engine.backward(loss_sum * (self.world.size / total), scale_wrt_gas=False)
         self._pending = True
 
-    def step(self) -> float:
-        """Clip and update at the accumulation boundary."""
+    def step(self, modifiers: Modifiers = NONE) -> float:
+        """Modify, clip and update at the accumulation boundary."""
         assert self.engine.is_gradient_accumulation_boundary(), "fewer micro-batches than the accumulation"
+        for name in modifiers.names:
+            self._modify(modifiers, name)
         norm = self._plain_norm() if self._is_plain else None
+        held = [hold for name in modifiers.names for hold in self._hold(modifiers, name)]
         self.engine.step()
-        self._pending = False
+        for name, part, mask, old in held:
+            self._put_back(name, part, mask, old)
+        self._pending, self._fresh = False, False
         self.schedule.step()
         return float(norm if norm is not None else self.engine.get_global_grad_norm() or 0.0)
+
+    def _modify(self, modifiers: Modifiers, name: str) -> None:
+        """Where the optimizer reads the reduced gradient: editing `.grad` has no effect at ZeRO 1 to 3."""
+        parameter, utils = self.trained[name], self.library.utils
+        if self._is_plain:
+            if parameter.grad is not None:
+                parameter.grad = modifiers(name, parameter.grad)
+            return
+        gradient = utils.safe_get_full_grad(parameter)
+        if gradient is not None:
+            utils.safe_set_full_grad(parameter, modifiers(name, gradient))
+
+    def _hold(self, modifiers: Modifiers, name: str) -> list[tuple[str, str, Tensor, Tensor]]:
+        """(parameter, moment or "" for itself, where it must not change, its whole value now)."""
+        mask, parameter = modifiers.held(name), self.trained[name]
+        if mask is None:
+            return []
+        value = self._whole(parameter)
+        moments = {moment: self._moment(parameter, moment) for moment in MOMENTS}
+        return [(name, part, mask, old.to(mask.device)) for part, old in {"": value, **moments}.items()]
+
+    def _put_back(self, name: str, part: str, mask: Tensor, old: Tensor) -> None:
+        parameter = self.trained[name]
+        if not part:
+            self._fill(parameter, torch.where(mask, old, self._whole(parameter).to(mask.device)))
+            return
+        self._set_moment(parameter, part, torch.where(mask, old, self._moment(parameter, part)))
 
     def _plain_norm(self) -> Tensor:
         """DeepSpeed keeps no norm at ZeRO 0 in float32; its gradients are already reduced here."""
@@ -135,20 +168,28 @@ class DeepSpeedEngine:
             parameters, modifier_rank=0 if write else None, enabled=self.stage == 3
         )
 
-    def optimizer_state(self) -> dict[str, Tensor]:
+    def optimizer_state(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Adam's moments, whole, on the CPU."""
         return {
-            f"{name}/{moment}": self._moment(parameter, moment).detach().cpu().clone()
-            for name, parameter in self.trained.items()
+            f"{name}/{moment}": self._moment(self.trained[name], moment).detach().cpu().clone()
+            for name in (self.trained if names is None else names)
             for moment in MOMENTS
         }
 
     def _moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
+        if self._fresh:
+            return torch.zeros(getattr(parameter, "ds_shape", parameter.shape), device=self.world.device)
         if self._is_plain:
             value = self.optimizer.state[parameter].get(moment)
         else:
             value = self.library.utils.safe_get_full_optimizer_state(parameter, moment)
         return torch.zeros_like(parameter) if value is None else value
+
+    def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
+        if self._is_plain:
+            self.optimizer.state[parameter][moment].copy_(value)
+        else:
+            self.library.utils.safe_set_full_optimizer_state(parameter, value, moment)
 
     def restore(self, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], steps: int) -> None:
         """Fill parameters and Adam's state, which one step with a zero gradient has brought into being."""
@@ -158,11 +199,7 @@ class DeepSpeedEngine:
             self._fill(own[name], value.to(self.world.device))
         for name, parameter in self.trained.items():
             for moment in MOMENTS:
-                value = optimizer[f"{name}/{moment}"].to(self.world.device)
-                if self._is_plain:
-                    self.optimizer.state[parameter][moment].copy_(value)
-                else:
-                    self.library.utils.safe_set_full_optimizer_state(parameter, value, moment)
+                self._set_moment(parameter, moment, optimizer[f"{name}/{moment}"].to(self.world.device))
         for state in self.optimizer.state.values():
             state["step"].fill_(float(steps))
         advance(self.schedule, steps)

@@ -17,9 +17,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from raycl.backbone import Backbone, Output
+from raycl.kernels.row_gradient import adamw_rows
+from raycl.methods.modifier import Modifiers
 from raycl.train.settings import TrainConfig
 from raycl.train.world import World
 from raycl.types import Batch
+
+NONE = Modifiers()
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's state tensors, by torch's names; DeepSpeed uses the same."""
@@ -36,8 +40,12 @@ class Engine(Protocol):
         """Add the gradient of `loss_sum / total`; `total` is the step's count over all workers."""
         ...
 
-    def step(self) -> float:
-        """Clip, update, advance the schedule, clear gradients; returns the gradient norm before clipping."""
+    def step(self, modifiers: Modifiers = NONE) -> float:
+        """Sum over workers, modify, clip, update, advance the schedule, clear gradients.
+
+        Returns:
+            the norm of the modified gradient before clipping.
+        """
         ...
 
     @property
@@ -49,8 +57,8 @@ class Engine(Protocol):
         """Whole parameters on the CPU, in full precision where they are trained. Collective: call on every worker."""
         ...
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """`<parameter>/exp_avg`, `<parameter>/exp_avg_sq` whole on the CPU. Collective."""
+    def optimizer_state(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """`<parameter>/exp_avg`, `<parameter>/exp_avg_sq` whole on the CPU; None: of all that train. Collective."""
         ...
 
     def restore(self, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], steps: int) -> None:
@@ -111,18 +119,41 @@ class TorchEngine:
         """Add the gradient of `loss_sum / total`."""
         (loss_sum / total).backward()  # type: ignore[no-untyped-call]
 
-    def step(self) -> float:
-        """Sum gradients over workers, clip, update."""
+    def step(self, modifiers: Modifiers = NONE) -> float:
+        """Sum gradients over workers, modify, clip, update."""
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.trained.values()]
         if self.world.size > 1:
             gradients = self._summed(gradients)
         for parameter, gradient in zip(self.trained.values(), gradients, strict=True):
             parameter.grad = gradient
+        for name in modifiers.names:
+            parameter = self.trained[name]
+            assert parameter.grad is not None
+            parameter.grad = modifiers(name, parameter.grad)
         norm = nn.utils.clip_grad_norm_(self.trained.values(), self.max_grad_norm or float("inf"))
+        for name in modifiers.names:
+            self._step_rows(modifiers, name)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
         return float(norm)
+
+    def _step_rows(self, modifiers: Modifiers, name: str) -> None:
+        """Update the rows that may move, where others are held, and leave nothing to the optimizer's own step."""
+        held, parameter = modifiers.held(name), self.trained[name]
+        if held is None:
+            return
+        axis = max(range(held.dim()), key=lambda axis: held.shape[axis])
+        assert held.numel() == held.shape[axis], "only whole rows can be held"
+        state = self.optimizer.state[parameter]
+        if not state:  # as Adam itself begins
+            state["step"] = torch.tensor(0.0)
+            state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+        state["step"] += 1
+        group = next(group for group in self.optimizer.param_groups if any(p is parameter for p in group["params"]))
+        rows = (~held).flatten().nonzero().squeeze(1)
+        adamw_rows(parameter, (state["exp_avg"], state["exp_avg_sq"]), rows, axis, int(state["step"]), group)
+        parameter.grad = None
 
     def _summed(self, gradients: list[Tensor]) -> list[Tensor]:
         flat = self.world.sum(torch.cat([gradient.reshape(-1) for gradient in gradients]))
@@ -139,11 +170,12 @@ class TorchEngine:
         own = dict(self.backbone.named_parameters())
         return {name: own[name].detach().cpu().clone() for name in names}
 
-    def optimizer_state(self) -> dict[str, Tensor]:
+    def optimizer_state(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Adam's moments on the CPU; zeros before the first step."""
+        wanted = {name: self.trained[name] for name in (self.trained if names is None else names)}
         return {
             f"{name}/{moment}": self.optimizer.state[p].get(moment, torch.zeros_like(p)).detach().cpu().clone()
-            for name, p in self.trained.items()
+            for name, p in wanted.items()
             for moment in MOMENTS
         }
 

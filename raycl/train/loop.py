@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Protocol
 
 import psutil
@@ -30,6 +31,7 @@ from raycl.train.engine import Engine, load_parameters
 from raycl.train.ledger import Ledger, RunState, read_state
 from raycl.train.parts import Parts
 from raycl.train.progress import Progress, Trace, clock
+from raycl.train.proof import Proof
 from raycl.train.publish import publish
 from raycl.train.results import build_results
 from raycl.train.row import evaluate_row
@@ -99,6 +101,7 @@ class StreamLoop:
             return None
         found = checkpoints.read_checkpoint(self.storage, self.state.checkpoints[-1])
         self.parts.method.load_state_dict(found.method, found.carried)
+        self.parts.modifiers.load_state(found.modifiers, found.carried)
         if found.is_stage_end:
             load_parameters(self.parts.backbone, found.parameters)
         return found if found.stage == len(self.state.stages) else None
@@ -107,7 +110,10 @@ class StreamLoop:
         parts = self.parts
         self._prepare(stage, resumed=resume is not None)
         parts.method.begin_task(stage, resumed=resume is not None)
+        parts.modifiers.begin_task(stage, only=len(parts.stages) == 1, resumed=resume is not None)
         loader, order = self._loader(stage)
+        if resume is None:
+            parts.modifiers.study(partial(self._show, loader, order), self.world.sum)
         engine = self.open_engine(loader.accumulation, order.steps)
         start, spent = 0, {"train_s": 0.0, "tokens": 0.0}
         if resume is not None:
@@ -118,19 +124,34 @@ class StreamLoop:
             later = sum(self._order(other, self._rows(other)).steps for other in parts.stages[stage.index + 1 :])
             self.progress.begin(stage.index, stage.name, order.count, order.steps, start, later)
         parts.backbone.train()
+        proof = Proof(engine, parts.modifiers, parts.train.betas[0])
         for step in range(start, order.steps):
             began = time.perf_counter()
             seed = stable_seed(parts.info.seed, "step", stage.index, step)
-            result = train_step(engine, parts.method, loader.micro_batches(step), self.world, seed)
+            proof.before_step()
+            batches = loader.micro_batches(step)
+            result = train_step(engine, parts.method, batches, self.world, seed, parts.modifiers)
+            proof.after_step()
             seconds = time.perf_counter() - began
             spent = {"train_s": spent["train_s"] + seconds, "tokens": spent["tokens"] + result.tokens}
             self._say(stage, step + 1, order.steps, result, seconds)
             if is_due(step + 1, order.steps, parts.checkpoint.every_steps):
                 self._save(self._snapshot(stage, engine, step + 1, order.steps, spent))
         done = self._snapshot(stage, engine, order.steps, order.steps, spent)
+        parts.modifiers.end_task()
         engine.close()
         self._finish(stage, done)
         return done
+
+    def _show(self, loader: Loader, order: GlobalOrder, examples: int) -> None:
+        """The first training examples, run through the model before anything is learned, for modifiers to look at."""
+        parts, rows = self.parts, min(examples, order.count)
+        parts.backbone.eval()
+        for step in range(min(order.steps, -(-rows // parts.train.batch_size))):
+            for batch in loader.micro_batches(step):
+                now = batch.to(self.world.device)
+                with torch.no_grad(), parts.method.speaking(now):
+                    parts.modifiers.watched(parts.backbone, now)
 
     def _prepare(self, stage: Stage, resumed: bool) -> None:
         """The preparation stage of methods that route by texts; of all stages at once for those that look ahead."""
@@ -185,17 +206,20 @@ class StreamLoop:
 
     def _snapshot(self, stage: Stage, engine: Engine, step: int, steps: int, spent: dict[str, float]) -> Checkpoint:
         """A checkpoint of now; collective."""
-        method = self.parts.method
+        method, modifiers = self.parts.method, self.parts.modifiers
         parameters = engine.parameters(method.learned_names())
         optimizer = {} if step == steps else engine.optimizer_state()
-        state, carried = method.state_dict(), method.carried()
-        return Checkpoint(stage.index, step, steps, state, parameters, optimizer, spent, carried=carried)
+        state, carried = method.state_dict(), method.carried() | modifiers.tensors()
+        return Checkpoint(
+            stage.index, step, steps, state, parameters, optimizer, spent, carried=carried, modifiers=modifiers.state()
+        )
 
     def _finish(self, stage: Stage, done: Checkpoint) -> None:
         """End of training: what the method remembers, its export, then the checkpoint: with it, training is over."""
         learned = self.parts.method.end_task(stage, done.parameters)
         method = self.parts.method
         done.method, done.carried = method.state_dict(), method.carried()
+        done.modifiers = self.parts.modifiers.state()
         done.parameters = {name: done.parameters[name] for name in method.learned_names()}
         if learned and self.ledger:
             self.ledger.ensure_current()
@@ -249,7 +273,7 @@ class StreamLoop:
             "resident_memory_mb": max(self.world.gather(resident_memory_mb())),
         }
         cells = {name: asdict(cell) for name, cell in row.items()}
-        facts = self.parts.method.facts() if self.ledger else {}
+        facts = self.parts.method.facts() | self.parts.modifiers.facts() if self.ledger else {}
         ended = {"ended": time.time()}
         return {"stage": stage.index, "row": cells, "times": times, "bank": done.published, "facts": facts, **ended}
 

@@ -12,6 +12,7 @@ from raycl.backbone import Backbone
 from raycl.data.stream import Stream
 from raycl.eval.settings import EvalConfig
 from raycl.methods.base import Method
+from raycl.methods.modifier import Modifiers
 from raycl.train.settings import BankConfig, CheckpointConfig, EngineConfig, TrainConfig
 from raycl.types import Stage
 
@@ -43,6 +44,7 @@ class Parts:
     stream: Stream
     backbone: Backbone
     method: Method
+    modifiers: Modifiers
     train: TrainConfig
     engine: EngineConfig
     evaluation: EvalConfig

@@ -13,7 +13,8 @@ import torch
 from raycl.backbone.base import loss_count
 from raycl.errors import RunError
 from raycl.methods.base import Method
-from raycl.train.engine import Engine
+from raycl.methods.modifier import Modifiers
+from raycl.train.engine import NONE, Engine
 from raycl.train.world import World
 from raycl.types import Batch
 
@@ -24,7 +25,7 @@ class StepResult:
 
     Attributes:
         loss: mean task loss per loss position, before the update, penalties left out.
-        grad_norm: norm of the whole gradient before clipping.
+        grad_norm: norm of the whole gradient, after modifiers and before clipping.
         learning_rate: the rate that was used.
         tokens: source and target tokens read.
     """
@@ -35,11 +36,14 @@ class StepResult:
     tokens: int
 
 
-def train_step(engine: Engine, method: Method, batches: Sequence[Batch], world: World, seed: int) -> StepResult:
+def train_step(
+    engine: Engine, method: Method, batches: Sequence[Batch], world: World, seed: int, modifiers: Modifiers = NONE
+) -> StepResult:
     """Accumulate over this worker's micro-batches, then update.
 
     Args:
         seed: fixes dropout for this step, so that nothing random needs to be kept in a checkpoint.
+        modifiers: what changes the step's gradient before it is clipped; they have begun the task.
 
     Raises:
         RunError: the loss is not finite.
@@ -47,17 +51,18 @@ def train_step(engine: Engine, method: Method, batches: Sequence[Batch], world: 
     torch.manual_seed(seed + world.rank)
     batches = [method.prepare_batch(batch).to(world.device) for batch in batches]
     count, tokens = world.total(sum(map(loss_count, batches)), sum(map(token_count, batches)))
+    modifiers.begin_step(seed, len(batches), world.sum)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
         with method.speaking(batch):  # until backward has ended: recomputation reads the mixture again
-            output = engine.forward(batch)
+            output = modifiers.watched(engine.forward, batch)
             loss_sum += output.loss_sum.detach()
             penalty = method.penalty(batch, output)
             objective = output.loss_sum if penalty is None else output.loss_sum + penalty * loss_count(batch)
             engine.backward(objective, max(count, 1.0))
     loss = float(world.sum(loss_sum)) / max(count, 1.0)
     rate = engine.learning_rate
-    norm = engine.step()
+    norm = engine.step(modifiers)
     if not torch.isfinite(torch.tensor([loss, norm])).all():
         raise RunError(f"the loss is {loss} and the gradient norm {norm}: lower train.learning_rate (now {rate:g})")
     return StepResult(loss, norm, rate, int(tokens))

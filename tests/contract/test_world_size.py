@@ -31,8 +31,10 @@ CASES = [
     ("masked", "finetune", "torch", None),
     *((kind, "lora", engine, 1) for kind in ("bert", "t5") for engine in ("torch", "zero2")),
     ("bert", "lora", "zero3", 1),
+    *(("bert", "finetune+migu", engine, micro) for engine, micro in (("torch", None), ("torch", 1), ("zero2", 1))),
+    *(("t5", "lora+migu", engine, None) for engine in ("torch", "zero1", "zero3")),
 ]
-"""Kind, method, engine, micro-batch size."""
+"""Kind, method (and a modifier), engine, micro-batch size."""
 
 LEFT = [("bert", "lora", "torch"), ("bert", "lora", "zero3"), ("t5", "finetune", "zero2")]
 """Runs that two workers leave unfinished."""
@@ -41,8 +43,15 @@ Alone = Callable[[str, str], Storage]
 
 
 def tree(lab: Lab, kind: str, method: str, engine: str, micro: int | None = None) -> dict[str, Any]:
-    sections = {"stream": stream(kind), "train": {"micro_batch_size": micro}}
-    return lab.tree(kind, method, ENGINES[engine], **sections)
+    return lab.tree(kind, method.partition("+")[0], ENGINES[engine], **sections(kind, method, micro))
+
+
+def sections(kind: str, method: str, micro: int | None = None) -> dict[str, Any]:
+    """With MIGU for `<method>+migu`."""
+    found: dict[str, Any] = {"stream": stream(kind), "train": {"micro_batch_size": micro}}
+    if method.endswith("+migu"):
+        found["modifiers"] = [{"name": "migu", "skip_first_task": False}]
+    return found
 
 
 def stream(kind: str) -> dict[str, Any]:
@@ -57,9 +66,8 @@ def alone(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
     def get(kind: str, method: str) -> Storage:
         if (kind, method) not in done:
-            sections = {"stream": stream(kind)}
             done[kind, method] = Storage.at(tmp_path_factory.mktemp(f"alone-{kind}-{method}"))
-            run(lab.config(kind, method, **sections), done[kind, method])
+            run(lab.config(kind, method.partition("+")[0], **sections(kind, method)), done[kind, method])
         return done[kind, method]
 
     return get
@@ -111,6 +119,14 @@ def test_two_workers_equal_one(together: Path, alone: Alone, case: tuple[str, st
     found = Storage.at(together / name(case))
     same(found, alone(case[0], case[1]), 1e-4)
     assert found.read_json("results.json")["workers"] == 2
+    assert rows_kept(found) == rows_kept(alone(case[0], case[1]))
+    assert bool(rows_kept(found)) is case[1].endswith("+migu")
+
+
+def rows_kept(storage: Storage) -> list[Any]:
+    """What modifiers tell of every stage: the same rows, chosen by both workers together."""
+    facts = [stage.get("modifiers", {}).get("migu") for stage in storage.read_json("results.json")["stage_facts"]]
+    return [(told["steps"], told["layers"]) for told in facts if told]
 
 
 @pytest.mark.parametrize("case", LEFT, ids=name)

@@ -32,6 +32,7 @@ from transformers import (
 from raycl import config as configs
 from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
+from raycl.methods.modifier import Modifiers
 from raycl.run import RunConfig, build
 from raycl.serve.model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.storage import Storage
@@ -192,11 +193,11 @@ class StoppingEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def step(self) -> float:
+    def step(self, modifiers: Modifiers) -> float:
         if self.left[0] == 0:
             raise Stop("before a step")
         self.left[0] -= 1
-        return self.engine.step()
+        return self.engine.step(modifiers)
 
 
 def stopping(open_engine: OpenEngine, after: int) -> OpenEngine:

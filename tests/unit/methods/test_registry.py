@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from raycl.config import as_tree, validate
 from raycl.errors import ConfigError
 from raycl.methods.finetune import FinetuneConfig
 from raycl.methods.lora import LoraConfig
+from raycl.methods.migu import MiguConfig
 from raycl.methods.reference import SeparateConfig
-from raycl.methods.registry import METHODS, REFERENCES, method_class
-from raycl.run import load_config
+from raycl.methods.registry import METHODS, MODIFIERS, REFERENCES, method_class, modifier_class
+from raycl.run import RunConfig, fingerprint, load_config
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -50,7 +52,27 @@ def test_every_name_finds_its_class_and_its_config_carries_the_name(name: str) -
             ["engine=deepspeed", "engine.zero_stage=0", "engine.offload_optimizer=true"],
             "engine.offload_optimizer needs engine.zero_stage 1, 2 or 3, not 0",
         ),
-        (["modifiers=[migu]"], "modifiers: unknown modifier 'migu': this version has none, leave modifiers=[]"),
+        (["modifiers=[mgu]"], "modifiers: 'mgu' is unknown: did you mean 'migu'?"),
+        (["modifiers=[ewc]"], "modifiers: 'ewc' is unknown: expected some of migu"),
+        (["modifiers=[migu,migu]"], "modifiers: 'migu' stands there twice: give each name once"),
+        (["modifiers=[{threshold: 0.7}]"], "modifiers: an entry with {'threshold': 0.7} has no name: expected"),
+        (["modifiers={migu: {name: x}}"], "modifiers: the settings of 'migu' call themselves 'x': expected the same"),
+        (
+            ["modifiers=[{name: migu, treshold: 0.7}]"],
+            "unknown config key 'modifiers.migu.treshold': did you mean 'mod",
+        ),
+        (
+            ["modifiers.migu.threshold=1.5"],
+            "config key 'modifiers.migu.threshold' is 1.5: input should be less",
+        ),
+        (
+            ["modifiers=[{name: migu, threshold: -1}]"],
+            "config key 'modifiers.migu.threshold' is -1: input should",
+        ),
+        (
+            ["modifiers=[migu]", "modifiers.migu.rule=ceil"],
+            "config key 'modifiers.migu.rule' is 'ceil': input should",
+        ),
         (["stream.tasks=[{name: a, pth: x}]"], "unknown config key 'stream.tasks.0.pth': did you mean "),
         (["stream.tasks=[{name: a}]"], "stream.tasks.0: task 'a' has no data: give 'path', or both "),
     ],
@@ -69,3 +91,30 @@ def test_a_reference_takes_its_learners_settings() -> None:
     assert load_config(None, ["method=separate", "method.learner=finetune"]).method == SeparateConfig(
         learner=FinetuneConfig()
     )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["modifiers.migu.threshold=0.1"],
+        ["modifiers=[migu]", "modifiers.migu.threshold=0.1"],
+        ["modifiers=[{name: migu, threshold: 0.1}]"],
+        ["modifiers=[{name: migu, rule: floor}]", "modifiers.migu.threshold=0.1"],
+        ["modifiers={migu: {threshold: 0.1}}"],
+    ],
+)
+def test_ways_to_name_a_modifier(overrides: list[str]) -> None:
+    assert load_config(None, overrides).modifiers == {"migu": MiguConfig(threshold=0.1)}
+
+
+@pytest.mark.parametrize("overrides", [[], ["modifiers=[]"], ["modifiers={migu: null}"]])
+def test_a_run_without_modifiers_is_the_run_it_was(overrides: list[str]) -> None:
+    assert as_tree(load_config(None, overrides))["modifiers"] == {}
+
+
+@pytest.mark.parametrize("name", MODIFIERS)
+def test_every_modifier_finds_its_class(name: str) -> None:
+    assert modifier_class(name).Config().name == name
+    config = load_config(None, [f"modifiers=[{name}]"])
+    assert validate(RunConfig, as_tree(config)) == config
+    assert fingerprint(config) != fingerprint(load_config(None, []))

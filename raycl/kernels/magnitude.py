@@ -1,0 +1,38 @@
+"""The summed magnitude of every output unit over a layer's real tokens: one read of the layer's output.
+
+Sums are float32 whatever the output's type: a bfloat16 sum of thousands of tokens loses the ranking, and quantiles of
+bfloat16 do not exist (trap M10).
+What it does not know: which tokens are real, what the sums are for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def summed_magnitude(y_NO: Tensor, weight_N: Tensor | None = None) -> Tensor:
+    """`[O]` float32: sum over the N tokens of `weight * |y|`.
+
+    Args:
+        weight_N: float32, 1 for tokens that count and 0 for the others; None: all count.
+    """
+    if y_NO.device.type == "cpu" and y_NO.dtype == torch.float32:
+        ones_N = y_NO.new_ones(len(y_NO)) if weight_N is None else weight_N
+        return torch.mv(y_NO.abs().T, ones_N)
+    if weight_N is not None:
+        y_NO = y_NO[weight_N.nonzero().squeeze(1)]
+    found: Tensor = torch.linalg.vector_norm(y_NO, 1, dim=0, dtype=torch.float32)
+    return found
+
+
+def summed_gated_magnitude(h_BTR: Tensor, gate_BR: Tensor, weight_BT: Tensor | None = None) -> Tensor:
+    """`[R]` float32: sum over examples and tokens of `weight * |gate * h|`; few rows, so nothing is fused.
+
+    Args:
+        gate_BR: of each row for each example.
+    """
+    magnitudes_BTR = h_BTR.abs().float()
+    if weight_BT is not None:
+        magnitudes_BTR = magnitudes_BTR * weight_BT.unsqueeze(-1)
+    return (magnitudes_BTR.sum(1) * gate_BR.abs().float()).sum(0)

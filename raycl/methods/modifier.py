@@ -1,0 +1,198 @@
+"""The hooks of a gradient modifier, and any number of them as one.
+
+A modifier watches layers during the forward passes of a step and then changes whole gradients, after they were summed
+over workers and before they are clipped: there the optimizer reads them under every engine. It composes with every
+method because neither knows the other.
+What it does not know: engines, workers (it is given a sum over them), files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor
+
+from raycl.config import Section
+from raycl.methods.base import Method
+from raycl.types import Batch, Stage
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sum of a tensor over all workers, in place."""
+
+T = TypeVar("T")
+
+
+class ModifierConfig(Section):
+    """Base of every modifier's settings; `name` picks the modifier."""
+
+    name: str
+
+
+class GradientModifier:
+    """One way to change gradients. Subclasses override the hooks they need.
+
+    Class attributes:
+        Config: its settings class.
+
+    Attributes:
+        examples: how many training examples of a task it wants to see before the task's first step.
+        reach: parameters whose gradients it may change in the present task, by the backbone's names.
+        names: those that it wants to see at the end of the present step.
+    """
+
+    Config: ClassVar[type[ModifierConfig]] = ModifierConfig
+    examples: int = 0
+    reach: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+    def __init__(self, config: Any, method: Method) -> None:
+        """Fit it to the method's backbone, on which the method has attached what it needs.
+
+        Raises:
+            RayclError: the backbone has not what the settings name.
+        """
+        self.config, self.method = config, method
+
+    def begin_task(self, stage: Stage, only: bool, resumed: bool) -> None:
+        """After the method's `begin_task` and before the first batch: watch what is live.
+
+        Args:
+            only: the run has no other stage. resumed: the task goes on; `load_state` came before.
+        """
+
+    def study(self, show: Callable[[], None], reduce: Reduce) -> None:
+        """After `begin_task` of a new task, where it wants `examples`: `show()` runs them through the model once."""
+
+    def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
+        """Before the first of so many forward passes of an optimizer step, on every worker."""
+
+    def watched(self, forward: Callable[[Batch], T], batch: Batch) -> T:
+        """`forward(batch)`, watched; collective."""
+        return forward(batch)
+
+    def __call__(self, name: str, gradient: Tensor) -> Tensor:
+        """The changed gradient (perhaps in place) of a parameter in `names`, whole and summed over workers."""
+        return gradient
+
+    def masked(self, name: str) -> Tensor | None:
+        """Where this step's gradient of a parameter was set to zero, as a bool that broadcasts to it; None: nowhere."""
+        return None
+
+    def held(self, name: str) -> Tensor | None:
+        """Where a parameter and its optimizer state must not move at all in this step; as `masked`."""
+        return None
+
+    def end_task(self) -> None:
+        """After the last step: watch nothing any more."""
+
+    def facts(self) -> dict[str, Any]:
+        """JSON-able: what people should know about the stage that has just ended; goes into the results."""
+        return {}
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """For checkpoints: JSON-able state, and tensors on the CPU."""
+        return {}, {}
+
+    def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` gave, before `begin_task`."""
+
+
+class Modifiers:
+    """All modifiers of a run as one; none at all costs nothing.
+
+    Attributes:
+        members: name -> modifier, in the order in which they act.
+    """
+
+    def __init__(self, members: Mapping[str, GradientModifier] | None = None) -> None:
+        self.members = dict(members or {})
+
+    @property
+    def reach(self) -> list[str]:
+        """Parameters whose gradients any of them may change in this task, each once."""
+        return list(dict.fromkeys(name for member in self.members.values() for name in member.reach))
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters whose gradients any of them wants at the end of this step, each once."""
+        return list(dict.fromkeys(name for member in self.members.values() for name in member.names))
+
+    def begin_task(self, stage: Stage, only: bool, resumed: bool) -> None:
+        """As each does."""
+        for member in self.members.values():
+            member.begin_task(stage, only, resumed)
+
+    def study(self, show: Callable[[int], None], reduce: Reduce) -> None:
+        """Each that wants it has `show(examples)` run so many examples through the model; collective."""
+        for member in self.members.values():
+            if member.examples:
+                member.study(partial(show, member.examples), reduce)
+
+    def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
+        """As each does."""
+        for member in self.members.values():
+            member.begin_step(seed, micro_batches, reduce)
+
+    def watched(self, forward: Callable[[Batch], T], batch: Batch) -> T:
+        """`forward(batch)`, watched by all of them."""
+        for member in self.members.values():
+            forward = _watched_by(member, forward)
+        return forward(batch)
+
+    def __call__(self, name: str, gradient: Tensor) -> Tensor:
+        """The gradient after all of them."""
+        for member in self.members.values():
+            if name in member.names:
+                gradient = member(name, gradient)
+        return gradient
+
+    def masked(self, name: str) -> Tensor | None:
+        """Where any of them has set the gradient to zero."""
+        return _any([member.masked(name) for member in self.members.values()])
+
+    def held(self, name: str) -> Tensor | None:
+        """Where any of them wants that nothing moves."""
+        return _any([member.held(name) for member in self.members.values()])
+
+    def end_task(self) -> None:
+        """As each does."""
+        for member in self.members.values():
+            member.end_task()
+
+    def facts(self) -> dict[str, Any]:
+        """`{"modifiers": {name: its facts}}`; empty without modifiers, so that such runs' results look as ever."""
+        return {"modifiers": {name: member.facts() for name, member in self.members.items()}} if self.members else {}
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able state of each by its name."""
+        return {name: member.state()[0] for name, member in self.members.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`modifier/<name>/<tensor>` of each."""
+        return {
+            f"modifier/{name}/{key}": tensor
+            for name, member in self.members.items()
+            for key, tensor in member.state()[1].items()
+        }
+
+    def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """What `state` and `tensors` gave, to each its own."""
+        for name, member in self.members.items():
+            start = f"modifier/{name}/"
+            own = {key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)}
+            member.load_state(state.get(name, {}), own)
+
+
+def _watched_by(member: GradientModifier, forward: Callable[[Batch], T]) -> Callable[[Batch], T]:
+    return lambda batch: member.watched(forward, batch)
+
+
+def _any(masks: list[Tensor | None]) -> Tensor | None:
+    """Their union; None if there is none."""
+    found: Tensor | None = None
+    for mask in masks:
+        if mask is not None:
+            found = mask if found is None else found | mask
+    return found

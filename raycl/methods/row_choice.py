@@ -1,0 +1,78 @@
+"""Which rows of each weight are updated: the largest by magnitude, chosen within every layer, for all layers at once.
+
+Rows of one weight that compete with each other are a group. All groups of all layers lie one after another in one
+flat vector, so that workers exchange one small tensor and groups of one size are ranked together.
+What it does not know: where magnitudes come from, what becomes of rows that are not chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Rule = Literal["floor", "quantile"]
+"""`floor`: exactly floor(T rows) are masked (the paper). `quantile`: all at or above the T-quantile stay (its code)."""
+
+
+def masked_count(share: float, rows: int) -> int:
+    """floor(T rows), safe from products like 0.29 * 100 that land just under an integer (trap M2)."""
+    return math.floor(round(share * rows, 9))
+
+
+def kept(n_KS: Tensor, share: float, rule: Rule) -> Tensor:
+    """`[K, S]` bool: in each of K groups of S units, those that are updated.
+
+    Args:
+        n_KS: magnitudes, float32. share: T, of units that are masked.
+    """
+    if rule == "quantile":
+        return n_KS >= torch.quantile(n_KS, share, dim=1, keepdim=True)
+    order_KS = n_KS.argsort(dim=1, stable=True)  # of equal ones the first is masked, on every worker
+    found_KS = torch.ones_like(n_KS, dtype=torch.bool)
+    return found_KS.scatter_(1, order_KS[:, : masked_count(share, n_KS.shape[1])], False)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All groups of one size S: where they lie in the flat vector `[K, S]`, and their clusters, if rows share bits.
+
+    Attributes:
+        clusters: `[K, S]` cluster of each unit; None: each unit by itself.
+    """
+
+    places: Tensor
+    clusters: Tensor | None = None
+
+    def choose(self, n_F: Tensor, share: float, rule: Rule, into_F: Tensor) -> None:
+        """Fill the places of these groups in `into_F` with what `kept` says of them."""
+        n_KS = n_F[self.places]
+        if self.clusters is None:
+            chosen_KS = kept(n_KS, share, rule)
+        else:  # a cluster's magnitude is the sum of its members' (methods.md 3.5, our reading)
+            count = int(self.clusters.max()) + 1
+            sums_KC = n_KS.new_zeros(len(n_KS), count).scatter_add_(1, self.clusters, n_KS)
+            chosen_KS = kept(sums_KC, share, rule).gather(1, self.clusters)
+        into_F[self.places] = chosen_KS
+
+
+def by_size(sizes: Sequence[int], device: torch.device, clusters_F: Tensor | None = None) -> list[Groups]:
+    """Groups that lie one after another, put together by size.
+
+    Args:
+        clusters_F: cluster of every unit within its group.
+    """
+    starts: dict[int, list[int]] = {}
+    first = 0
+    for size in sizes:
+        starts.setdefault(size, []).append(first)
+        first += size
+    found = []
+    for size, begins in starts.items():
+        places_KS = torch.tensor(begins, device=device).unsqueeze(1) + torch.arange(size, device=device)
+        found.append(Groups(places_KS, None if clusters_F is None else clusters_F[places_KS]))
+    return found

@@ -1,0 +1,89 @@
+"""Which rows of the weights each task of a run kept for its updates, read from its result file (modifier `migu`).
+
+Two tasks that update the same rows disturb each other: the share of rows that both kept most often, layer by layer, is
+the similarity map of the MIGU paper (there from 100 samples a task, here from the training itself).
+What it does not know: how rows were chosen, how anything is shown.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycl.config import Tree
+from raycl.errors import RunError
+from raycl.report.results import title_of
+
+Bits = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Kept rows of one run.
+
+    Attributes:
+        tasks: names of its stages, those that were evaluated.
+        masked: whether the task was trained under the mask, or only measured (a skipped first task).
+        norm_kept: share of the watched gradient's norm that the mask left, in percent, where it was measured.
+        layers: path -> for each task, a bit per row; layers that not every task has watched are left out.
+    """
+
+    tasks: list[str]
+    masked: list[bool]
+    norm_kept: list[float | None]
+    layers: dict[str, list[Bits]]
+
+    @staticmethod
+    def of(result: Tree) -> KeptRows:
+        """Of a run.
+
+        Raises:
+            RunError: it had no such modifier, or no stage has ended yet.
+        """
+        if not has_kept_rows(result):
+            raise RunError(f"'{title_of(result)}' tells of no kept rows: only runs with modifiers=[migu] do")
+        told = [stage["modifiers"]["migu"] for stage in result["stage_facts"]]
+        paths = [path for path in told[0]["layers"] if all(path in facts["layers"] for facts in told)]
+        return KeptRows(
+            [str(name) for name in result["stages"][: len(told)]],
+            [bool(facts["masked"]) for facts in told],
+            [_percent(facts["gradient_norm_kept"]) for facts in told],
+            {path: [_bits(facts["layers"][path]) for facts in told] for path in paths},
+        )
+
+    @property
+    def chance(self) -> float:
+        """Percent of rows that a task keeps: the overlap of tasks that have nothing to do with each other."""
+        kept = [bits.mean() for layer in self.layers.values() for bits in layer]
+        return 100 * float(np.mean(kept)) if kept else 0.0
+
+    def overlap(self, paths: Sequence[str] | None = None) -> list[list[float]]:
+        """Percent of the rows that task i kept most often which task j kept too; mean over layers (None: all)."""
+        chosen = [self.layers[path] for path in (self.layers if paths is None else paths)]
+        places = range(len(self.tasks))
+        return [[100 * float(np.mean([_shared(bits[i], bits[j]) for bits in chosen])) for j in places] for i in places]
+
+
+def has_kept_rows(result: Tree) -> bool:
+    """Whether every stage so far tells which rows it kept."""
+    stages = result.get("stage_facts") or []
+    return bool(stages) and all("layers" in stage.get("modifiers", {}).get("migu", {}) for stage in stages)
+
+
+def _shared(mine: Bits, other: Bits) -> float:
+    """Share of `mine` that is in `other`; 0 of nothing."""
+    return float((mine & other).sum() / max(1, mine.sum()))
+
+
+def _bits(told: Mapping[str, Any]) -> Bits:
+    packed = np.frombuffer(base64.b64decode(told["kept"]), dtype=np.uint8)
+    return np.unpackbits(packed)[: int(told["rows"])].astype(bool)
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share

@@ -1,0 +1,122 @@
+"""Gradient modifiers compose with every method on every engine: streams run, stop, go on, and every engine agrees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import ENGINES, Complete, Lab, Stop, exported, matrix, run, trace
+
+from raycl import config as configs
+from raycl.errors import RunError
+from raycl.methods.modifier import Modifiers
+from raycl.methods.registry import METHODS
+from raycl.report.kept_rows import KeptRows
+from raycl.report.tables import kept_rows_table
+from raycl.run import RunConfig
+from raycl.storage import Storage
+
+MIGU = {"name": "migu", "threshold": 0.7, "skip_first_task": False}
+CASES = [
+    *(("bert", method, "torch") for method in METHODS),
+    *((kind, method, "torch") for kind in ("t5", "llama") for method in ("lora", "finetune")),
+    *(("bert", method, engine) for engine in ENGINES if engine != "torch" for method in ("lora", "finetune")),
+]
+
+
+def masked(lab: Lab, kind: str, method: Any, engine: str, **settings: Any) -> Any:
+    sections = {name: settings.pop(name) for name in ("train", "backbone") if name in settings}
+    method = lab.slots() if method == "slm" else method
+    return lab.config(kind, method, ENGINES[engine], modifiers=[{**MIGU, **settings}], **sections)
+
+
+@pytest.fixture(scope="module")
+def complete_masked(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(kind, method, engine, settings) -> storage of its complete run."""
+    done: dict[str, Storage] = {}
+
+    def get(kind: str, method: str, engine: str, **settings: Any) -> Storage:
+        key = f"{kind}-{method}-{engine}-{settings}"
+        if key not in done:
+            done[key] = Storage.at(tmp_path_factory.mktemp(f"{kind}-{method}-{engine}"))
+            run(masked(lab, kind, method, engine, **settings), done[key])
+        return done[key]
+
+    return get
+
+
+@pytest.mark.parametrize(("kind", "method", "engine"), CASES)
+def test_it_runs_with_every_method_and_stops_and_goes_on_bit_for_bit(
+    lab: Lab, complete_masked: Any, complete: Complete, tmp_path: Path, kind: str, method: str, engine: str
+) -> None:
+    whole = complete_masked(kind, method, engine)
+    results = whole.read_json("results.json")
+    assert results["finished"]
+    kept = KeptRows.of(results)
+    assert kept.tasks == results["stages"] and all(kept.masked) and all(0 < share < 100 for share in kept.norm_kept)
+    assert "norm kept" in kept_rows_table(results)
+    storage, steps = Storage.at(tmp_path), len(trace(whole))
+    config = masked(lab, kind, method, engine)
+    with pytest.raises(Stop):
+        run(config, storage, after=steps - 1)
+    run(config, storage)
+    assert trace(storage) == trace(whole)
+    assert matrix(storage) == matrix(whole)
+    assert exported(storage) == exported(whole)
+    assert storage.read_json("results.json")["stage_facts"] == results["stage_facts"]
+    if method != "slm":
+        assert trace(whole) != trace(complete(kind, method, engine).storage), "the mask did nothing"
+
+
+@pytest.mark.parametrize(("kind", "method", "engine"), [case for case in CASES if case[2] != "torch"])
+@pytest.mark.parametrize("mask_update", [False, True])
+def test_every_engine_gives_the_losses_of_plain_torch(
+    complete_masked: Any, kind: str, method: str, engine: str, mask_update: bool
+) -> None:
+    plain, found = (trace(complete_masked(kind, method, name, mask_update=mask_update)) for name in ("torch", engine))
+    for mine, other in zip(found, plain, strict=True):
+        assert mine == pytest.approx(other, abs=1e-4, rel=1e-3)
+
+
+@pytest.mark.parametrize("engine", ["torch", "zero0", "zero2", "zero3"])
+@pytest.mark.parametrize("method", ["lora", "finetune"])
+def test_a_threshold_of_zero_is_plain_training(
+    complete_masked: Any, complete: Complete, method: str, engine: str
+) -> None:
+    plain = complete("bert", method, engine).storage
+    found = complete_masked("bert", method, engine, threshold=0.0)
+    assert trace(found) == trace(plain)
+    assert exported(found) == exported(plain)
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype"),
+    [*((engine, "float32") for engine in ENGINES), *((engine, "bfloat16") for engine in ENGINES if engine != "zero0")],
+)
+def test_the_optimizer_saw_the_mask_in_every_engine_and_precision(
+    lab: Lab, tmp_path: Path, engine: str, dtype: str
+) -> None:
+    """The run checks it itself, here with moments of earlier steps too: it is left and goes on."""
+    config = masked(lab, "bert", "finetune", engine, backbone={"dtype": dtype}, train={"micro_batch_size": 2})
+    with pytest.raises(Stop):
+        run(config, Storage.at(tmp_path), after=3)
+    run(config, Storage.at(tmp_path))
+    assert len(trace(Storage.at(tmp_path))) == 8
+
+
+def test_an_engine_that_ignores_edited_gradients_is_refused(lab: Lab, tmp_path: Path) -> None:
+    """ZeRO 1 in bfloat16 with float32 accumulation copies gradients before they can be edited (trap M4)."""
+    copying = {"name": "deepspeed", "zero_stage": 1, "extra": {"data_types": {"grad_accum_dtype": "fp32"}}}
+    tree = lab.tree("bert", "finetune", copying, backbone={"dtype": "bfloat16"}, modifiers=[MIGU])
+    with pytest.raises(RunError, match=r"the optimizer saw a gradient in \d+ of \d+ masked weights of 'model.encoder"):
+        run(configs.validate(RunConfig, tree), Storage.at(tmp_path))
+    assert not Storage.at(tmp_path).list("checkpoints")
+    run(configs.validate(RunConfig, {**tree, "modifiers": []}), Storage.at(tmp_path / "plain"))
+
+
+def test_an_edit_after_clipping_would_be_seen(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that forgets the modifiers on torch: the check is no formality there either."""
+    monkeypatch.setattr(Modifiers, "__call__", lambda self, name, gradient: gradient)
+    with pytest.raises(RunError, match="this engine ignores edited gradients"):
+        run(masked(lab, "bert", "finetune", "torch"), Storage.at(tmp_path))

@@ -1,0 +1,99 @@
+"""Rows that share a mask bit: equal sizes, and the two ends, one row a cluster and one cluster a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from migu_started import Started
+from tiny import Lab, Stop, run, trace
+
+from raycl.methods.clusters import CoMagnitude, balanced_kmeans, sequential, spectral
+from raycl.methods.row_choice import Groups, kept, masked_count
+from raycl.methods.row_watch import Layout, Seen
+from raycl.storage import Storage
+
+WAYS = ("weight", "co_magnitude", "sequential")
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("rows", "count"), [(12, 4), (12, 12), (12, 1), (13, 5), (8, 100)])
+def test_clusters_are_of_equal_size(rows: int, count: int) -> None:
+    sizes = torch.bincount(sequential(rows, count))
+    assert len(sizes) == min(rows, count) and int(sizes.max() - sizes.min()) <= 1
+    for found in (balanced_kmeans(drawn(rows, 6), count, 0), spectral(drawn(rows, rows).abs(), count, 0)):
+        assert torch.equal(torch.bincount(found).sort()[0], sizes.sort()[0])
+    assert torch.equal(balanced_kmeans(drawn(rows, 6), count, 0), balanced_kmeans(drawn(rows, 6), count, 0))
+
+
+def test_kmeans_finds_rows_of_one_direction_whatever_their_length() -> None:
+    directions = torch.eye(4).repeat(3, 1) * torch.rand(12, 1, generator=torch.Generator().manual_seed(1)).add(0.1)
+    found = balanced_kmeans(directions, 4, 3).view(3, 4)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and len(set(found[0].tolist())) == 4
+
+
+def test_spectral_clusters_are_the_blocks_of_the_affinity() -> None:
+    block = torch.arange(12) % 3
+    affinity = (block.unsqueeze(0) == block.unsqueeze(1)).float() + 0.01
+    found = spectral(affinity, 3, 0)
+    assert torch.equal(found.unsqueeze(0) == found.unsqueeze(1), block.unsqueeze(0) == block.unsqueeze(1))
+
+
+def test_a_cluster_has_the_sum_of_its_members() -> None:
+    n, into = torch.tensor([1.0, 5.0, 2.0, 2.0, 4.0, 1.0]), torch.ones(6, dtype=torch.bool)
+    groups = Groups(torch.arange(6).unsqueeze(0), torch.tensor([[0, 1, 0, 2, 1, 2]]))
+    groups.choose(n, 0.4, "floor", into)  # floor(0.4 * 3) = 1 cluster: of 3 = 1 + 2 = 2 + 1 the first
+    assert into.tolist() == [False, True, False, True, True, True]
+
+
+def test_co_magnitude_sums_products_of_magnitudes_over_real_tokens() -> None:
+    key = ("x", "output")
+    layout = Layout({key: Seen("x", slice(0, 3), "source", (2, 1))}, {}, 3)  # type: ignore[dict-item]
+    seen = CoMagnitude(layout, torch.device("cpu"))
+    y = torch.tensor([[[1.0, -2.0, 3.0], [-1.0, 1.0, 1.0], [9.0, 9.0, 9.0]]])
+    seen.add(key, y, torch.tensor([[1.0, 1.0, 0.0]]))
+    assert [found.tolist() for found in seen.affinities[key]] == [[[2.0, 3.0], [3.0, 5.0]], [[10.0]]]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", ["finetune", "lora"])
+def test_one_row_a_cluster_is_no_clustering_and_one_cluster_is_plain_training(
+    lab: Lab, tmp_path: Any, method: str, way: str
+) -> None:
+    def losses(name: str, *modifiers: Any) -> list[Any]:
+        storage = Storage.at(tmp_path / name)
+        run(lab.config("bert", method, modifiers=[*modifiers], train={"max_steps": 3}), storage)
+        return trace(storage)
+
+    migu = {"name": "migu", "threshold": 0.5, "skip_first_task": False}
+    alone = losses("alone", migu)
+    assert losses("all", {**migu, "clusters": 1024, "cluster_by": way}) == alone
+    assert losses("one", {**migu, "clusters": 1, "cluster_by": way}) == losses("plain") != alone
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_clusters_stay_for_the_task_and_survive_a_stop(lab: Lab, tmp_path: Any, way: str) -> None:
+    migu = {"name": "migu", "clusters": 4, "cluster_by": way, "cluster_samples": 6, "skip_first_task": False}
+    config = lab.config("bert", "finetune", modifiers=[migu])
+    run(config, Storage.at(tmp_path / "whole"))
+    with pytest.raises(Stop):
+        run(config, Storage.at(tmp_path / "left"), after=3)
+    run(config, Storage.at(tmp_path / "left"))
+    assert trace(Storage.at(tmp_path / "left")) == trace(Storage.at(tmp_path / "whole"))
+
+
+def test_members_share_a_bit(lab: Lab) -> None:
+    started = Started(lab, clusters=8, cluster_by="weight", threshold=0.5)
+    started.step(started.batch([0, 1, 2]))
+    clusters = started.migu._clusters
+    assert clusters is not None
+    for seen in started.migu._layout.seen.values():
+        bits, own = started.mask()[seen.place], clusters[seen.place]
+        of_cluster = torch.stack([bits[own == number].float().mean() for number in range(8)])
+        assert set(of_cluster.tolist()) == {0.0, 1.0}
+        assert int((of_cluster == 0).sum()) == masked_count(0.5, 8)
+        assert not torch.equal(bits, kept(started.migu._sums[seen.place].unsqueeze(0), 0.5, "floor")[0])

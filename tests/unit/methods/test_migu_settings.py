@@ -1,0 +1,170 @@
+"""MIGU on adapters, its settings, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from migu_started import WORLD, Started, sgd
+from tiny import Lab
+from torch import Tensor
+
+from raycl.errors import ConfigError, RunError
+from raycl.methods.modifier import Modifiers
+from raycl.methods.row_choice import masked_count
+from raycl.run import check
+from raycl.train.parts import Parts
+from raycl.train.step import train_step
+from raycl.types import Stage
+
+# ---- adapters ------------------------------------------------------------------------------------------------------
+
+
+def test_lora_masks_a_by_its_units_and_b_by_the_whole_output(lab: Lab) -> None:
+    """At the start B is 0, so `B A x` says nothing: B's mask comes from `W x`."""
+    started = Started(lab, "bert", {"name": "lora", "rank": 8}, threshold=0.7)
+    path = "encoder.layer.0.attention.self.query"
+    layer: Any = started.parts.backbone.model.get_submodule(path)
+    batch = started.batch([0, 1, 4])
+    inputs: list[Tensor] = []
+    handle = layer.base.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+    sums = started.magnitudes(batch)
+    handle.remove()
+    x, real = inputs[0], (batch.source_mask > 0).unsqueeze(-1)
+    low, output = (started.migu._layout.seen[path, part].place for part in ("low", "output"))  # type: ignore[index]
+    torch.testing.assert_close(sums[low], 4 * ((x @ layer.lora_A.T).abs() * real).sum((0, 1)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sums[output], (layer.base(x).abs() * real).sum((0, 1)), rtol=1e-4, atol=1e-4)
+    rows = started.migu._layout.rows
+    assert rows[f"model.{path}.lora_A"].place == low and rows[f"model.{path}.lora_B"].place == output
+    assert int(started.mask()[low].sum()) == 3 and int(started.mask()[output].sum()) == 32 - 22
+    assert f"model.{path}.base.weight" not in rows
+
+
+def test_every_slot_of_slm_competes_by_itself(lab: Lab) -> None:
+    started = Started(lab, "bert", lab.slots(rank=4), threshold=0.5)
+    batch = started.batch([0, 1, 2, 3])
+    started.step(batch)
+    for (_, part), seen in started.migu._layout.seen.items():
+        if part == "low":
+            assert seen.groups == (4, 4, 4, 4)
+            assert started.mask()[seen.place].view(4, 4).sum(1).tolist() == [2, 2, 2, 2]
+
+
+def test_gpt2_keeps_its_weights_the_other_way_round(lab: Lab) -> None:
+    started = Started(lab, "gpt2")
+    sgd(started.engine)
+    before = started.values()
+    started.step(started.batch([0, 1]))
+    name = "model.transformer.h.0.mlp.c_fc.weight"
+    own = started.migu._layout.rows[name]
+    moved = (started.values()[name] != before[name]).any(0)
+    still = ~started.mask()[own.place]
+    assert own.axis == 1 and not moved[still].any() and moved[~still].any()
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------
+
+
+def test_the_control_draws_as_many_rows_anew_in_every_step(lab: Lab) -> None:
+    started = Started(lab, random_update=True, threshold=0.7)
+    masks = []
+    for seed in (1, 2, 2):
+        train_step(started.engine, started.parts.method, [started.batch([0, 1])], WORLD, seed, started.parts.modifiers)
+        masks.append(started.mask())
+    for seen in started.migu._layout.seen.values():
+        size = seen.place.stop - seen.place.start
+        assert int((~masks[0][seen.place]).sum()) == masked_count(0.7, size)
+    assert not torch.equal(masks[0], masks[1]) and torch.equal(masks[1], masks[2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "settings"),
+    [
+        *((kind, "float32", {}) for kind in ("bert", "t5", "llama")),
+        ("bert", "bfloat16", {}),
+        *(("bert", "float32", {name: value}) for name, value in [("rule", "quantile"), ("mask_scope", "micro_batch")]),
+        ("bert", "float32", {"mask_update": True}),
+    ],
+)
+def test_row_sparse_is_the_masked_dense_step_to_rounding(
+    lab: Lab, kind: str, dtype: str, settings: dict[str, Any]
+) -> None:
+    """Weights after a few steps of two micro-batches, and the loss they give."""
+    left, losses = [], []
+    for sparse in (True, False):
+        started = Started(lab, kind, row_sparse=sparse, backbone={"dtype": dtype}, **settings)
+        if not settings.get("mask_update"):
+            sgd(started.engine)
+        started.migu.record.steps = 2  # the first ones are measured, and therefore dense
+        for rows in ([0, 1, 2, 3], [4, 5], [6, 7, 8]):
+            started.step(started.batch(rows), started.batch(rows[:1]))
+        assert any(choice.rows is not None for choice in started.migu._choices.values()) is sparse
+        losses.append(started.step(started.batch([9])).loss)
+        left.append(started.values())
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    assert losses[0] == pytest.approx(losses[1], rel=tolerance)
+    for name, value in left[0].items():
+        torch.testing.assert_close(value, left[1][name], rtol=tolerance, atol=tolerance)
+
+
+def test_layers_forward_as_ever_when_the_task_is_over(lab: Lab) -> None:
+    started = Started(lab)
+    layers = [module for module in started.parts.backbone.modules() if "forward" in vars(module)]
+    assert len(layers) == 12
+    started.parts.modifiers.end_task()
+    assert not any("forward" in vars(module) for module in started.parts.backbone.modules())
+
+
+@pytest.mark.parametrize("scope", ["step", "micro_batch"])
+def test_whose_magnitudes_decide(lab: Lab, scope: str) -> None:
+    started = Started(lab, mask_scope=scope)
+    first, second = started.batch([0, 1]), started.batch([2, 3])
+    alone = started.magnitudes(first)
+    both = started.magnitudes(first, second)
+    assert torch.equal(both, alone) is (scope == "micro_batch")
+
+
+@pytest.mark.parametrize(
+    ("setting", "only", "index", "masks"),
+    [
+        (None, False, 0, False),
+        (None, True, 0, True),
+        (True, True, 0, False),
+        (False, False, 0, True),
+        (True, False, 1, True),
+    ],
+)
+def test_the_first_task_is_skipped_where_there_are_others(
+    lab: Lab, setting: bool | None, only: bool, index: int, masks: bool
+) -> None:
+    started = Started(lab, skip_first_task=setting)
+    started.parts.modifiers.end_task()
+    started.parts.modifiers.begin_task(Stage(index, "x", started.stage.tasks), only, resumed=False)
+    started.step(started.batch([0, 1]))
+    name = next(iter(started.migu._layout.rows))
+    assert (started.parts.modifiers.masked(name) is not None) is masks
+    started.parts.modifiers.end_task()
+    facts = started.parts.modifiers.facts()["modifiers"]["migu"]
+    assert facts["masked"] is masks and facts["steps"] == 1 and facts["layers"], "seen in measured steps all the same"
+    assert 0 < facts["gradient_norm_kept"] < 1
+
+
+def test_settings_that_fit_no_layer_are_one_clear_sentence(lab: Lab) -> None:
+    with pytest.raises(ConfigError, match=r"modifiers.migu.layers: target 'atention' matches no linear layer"):
+        check(lab.config("bert", modifiers=[{"name": "migu", "layers": ["atention"]}]))
+    with pytest.raises(ConfigError, match=r"modifiers.migu.include_lm_head is true, but this backbone has no"):
+        check(lab.config("bert", modifiers=[{"name": "migu", "include_lm_head": True}]))
+    with pytest.raises(RunError, match=r"modifiers.migu finds no trained weight in the layers ffn at task 'colour'"):
+        Started(lab, "bert", "lora", layers=["ffn"])
+
+
+def test_no_modifier_changes_nothing() -> None:
+    nothing, gradient = Modifiers(), torch.ones(2)
+    assert nothing.names == [] and nothing.facts() == {} and nothing.tensors() == {} and nothing.state() == {}
+    assert nothing("x", gradient) is gradient and nothing.masked("x") is None and nothing.held("x") is None
+
+
+def test_parts_carry_the_modifiers(lab: Lab) -> None:
+    parts: Parts = Started(lab).parts
+    assert list(parts.modifiers.members) == ["migu"]
