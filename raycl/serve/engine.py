@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +35,9 @@ from raycl.types import Mixture
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+TOGETHER = 8
+"""Adapters brought to the device between two batches: a few milliseconds."""
 
 
 class Engine:
@@ -88,12 +91,15 @@ class Engine:
         return done
 
     def take_on(self, hosted: Hosted) -> None:
-        """Put a snapshot on the host, between two batches; blocks until it is there.
+        """Put a snapshot on the host, and its adapters on the device if that is little, between batches; blocks.
 
         Raises:
             BankError: see `Host.add`.
         """
         self.call(lambda: self.host.add(hosted)).result()
+        keys = self.host.ahead(hosted)
+        for first in range(0, len(keys), TOGETHER):
+            self.call(partial(self.host.bring, keys[first : first + TOGETHER])).result()
 
     def let_go(self, number: int) -> None:
         """Take a snapshot from the host, between two batches."""

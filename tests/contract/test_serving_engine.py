@@ -47,7 +47,8 @@ def test_texts_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, kind: 
         assert [reply.text for reply in joining] == [one.answer for one in asked[::-1]]
         assert all(reply.made.cut_tokens == 0 for reply in joining)
         desk.settle()
-        assert desk.engine.counts["rows"] > len(asked) and desk.engine.counts["misses"] >= 2
+        counts = desk.engine.counts
+        assert counts["rows"] > len(asked) < counts["hits"] and not counts["misses"], "small adapters are there before"
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
