@@ -42,10 +42,13 @@ def test_what_is_small_is_there_before_anybody_asks(taught: Taught, tmp_path: Pa
     for settings, count in (({}, 2), ({"resident_rows": 2 * rank - 1}, 1), ({"resident_rows": rank - 1}, 0)):
         with serving(bank, **settings) as desk:
             assert len(desk.engine.host.stack.states) == count
-    Path(bank.storage.path(bank.open(2).adapters[0].tensors.file)).unlink()
+    lost, other = bank.open(2).adapters
+    Path(bank.storage.path(lost.tensors.file)).unlink()
     with serving(bank) as desk:
-        assert "adapter colour@1 cannot be had now" in desk.ask("fire is", weights={"colour": 1.0}).error
-        assert desk.ask("fire is", weights={"animal": 1.0}).finish, "one that is lost keeps no snapshot from answering"
+        assert f"adapter {lost} cannot be had now" in desk.ask("fire is", weights={lost.name: 1.0}).error
+        assert desk.ask("fire is", weights={other.name: 1.0}).finish, (
+            "one that is lost keeps no snapshot from answering"
+        )
 
 
 def test_labels_on_a_small_device(taught: Taught, tmp_path: Path) -> None:
