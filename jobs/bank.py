@@ -45,7 +45,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names.add_parser("verify", help="read everything and check every hash")
     export = names.add_parser("export", help="a mixture as a PEFT folder, or merged into the backbone")
     export.add_argument("--snapshot", type=int, help="default: the newest")
-    export.add_argument("--adapters", required=True, help="name, or name=weight,name=weight")
+    export.add_argument("--adapters", help="name, or name=weight,name=weight; default: all that always speak")
     export.add_argument("--to", required=True, metavar="FOLDER")
     export.add_argument("--merged", action="store_true", help="a plain model folder instead of an adapter")
     export.add_argument("--without-head", action="store_true", help="leave label heads out")

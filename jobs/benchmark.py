@@ -5,6 +5,7 @@ python jobs/benchmark.py stream --backbones minilm     just the packaged backbon
 python jobs/benchmark.py mixing                        the mixture layer against backbone, PEFT and merging
 python jobs/benchmark.py retrieval                     what routing costs per request
 python jobs/benchmark.py growth                        what 5, 20 and 100 tasks cost SLM
+python jobs/benchmark.py migu                          step time with and without MIGU, masked and row-sparse
 python jobs/benchmark.py bank                          the bank against the disk, the shelf against copying
 python jobs/benchmark.py serve                         the endpoint beside the model alone and Ray Serve alone
 python jobs/benchmark.py stream --json figures.json --check
@@ -25,6 +26,7 @@ from raycl.errors import RayclError
 BENCHMARKS = {
     "stream": "raycl.bench.stream",
     "mixing": "raycl.bench.mixing",
+    "migu": "raycl.bench.migu",
     "bank": "raycl.bench.bank",
     "retrieval": "raycl.bench.retrieval",
     "growth": "raycl.bench.growth",

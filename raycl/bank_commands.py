@@ -105,13 +105,27 @@ def _verify(bank: Bank, options: Namespace) -> Answer:
 
 def _export(bank: Bank, options: Namespace) -> Answer:
     snapshot = snapshot_of(bank, options.snapshot)
-    weights = _weights(options.adapters)
+    weights = _weights(options.adapters) if options.adapters else _always(snapshot)
     state = mixed(bank, snapshot, weights, head=not options.without_head)
     if options.merged:
         storage = export_merged(state, backbone_of(snapshot, options.backbone), options.to)
     else:
         storage = export_peft(state, options.backbone or snapshot.backbone.name, options.to)
     return Answer(f"wrote {storage.uri}", {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number})
+
+
+def _always(snapshot: Snapshot) -> dict[str, float]:
+    """The mixture that every text gets, for routers that choose nothing.
+
+    Raises:
+        BankError: the mixture depends on the text.
+    """
+    if snapshot.router.kind not in ("single", "sum"):
+        raise BankError(
+            f"router '{snapshot.router.kind}' of snapshot {snapshot.number} mixes adapters for each text: name some of "
+            f"{', '.join(entry.name for entry in snapshot.adapters)} with --adapters"
+        )
+    return {entry.name: 1.0 for entry in snapshot.adapters}
 
 
 def _weights(text: str) -> dict[str, float]:

@@ -43,7 +43,7 @@ def mixed(bank: Bank, snapshot: Snapshot, weights: Mapping[str, float], head: bo
         states = {name: replace(held, labels=(), head_weight=None, head_bias=None) for name, held in states.items()}
     if list(weights.values()) == [1.0]:
         return next(iter(states.values()))  # as it was learned, not its scale folded into B
-    return combine(weights, states)
+    return combine(weights, states, snapshot.router.settings.get("head_rule", "probability"))
 
 
 def export_peft(state: AdapterState, backbone: str, folder: str) -> Storage:

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 
 from raycl import config as configs
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
+from raycl.backbone.encoder import EncoderBackbone
 from raycl.config import Section, Tree
 from raycl.data.loader import check_batch
 from raycl.data.stream import Stream, StreamConfig, open_stream
@@ -145,7 +146,8 @@ def check(config: RunConfig) -> Stream:
     stream = open_stream(config.stream, config.seed)
     stream.check(codec)
     for task in stream.tasks:
-        check_metric(task.metric)
+        if task.objective == "answer":
+            check_metric(task.metric)
     unknown = set(config.train.epochs_by_task) - {task.name for task in stream.tasks}
     if unknown:
         names = ", ".join(task.name for task in stream.tasks)
@@ -178,8 +180,9 @@ def build(config: RunConfig, world: World, singles: dict[str, float] | None = No
     """One worker's parts of the run, and what opens an engine for a stage."""
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)
-    backbone = load_backbone(config.backbone, codec, world.device, config.seed)
+    backbone = load_backbone(config.backbone, codec, world.device, config.seed, stream.learns_texts)
     method = method_class(config.method.name)(config.method, backbone, config.seed)
+    check_language_head(method)
     info = RunInfo(config.seed, configs.as_tree(config), fingerprint(config), singles)
     parts = Parts(
         info=info,
@@ -195,6 +198,21 @@ def build(config: RunConfig, world: World, singles: dict[str, float] | None = No
         identity=identity(config.backbone) if world.is_first else "",
     )
     return parts, partial(open_engine, parts, world)
+
+
+def check_language_head(method: Method) -> None:
+    """Adapters are learned beside a language head, which stays as it is: a new one would stay at random.
+
+    Raises:
+        ConfigError: the backbone came without one.
+    """
+    backbone = method.backbone
+    if isinstance(backbone, EncoderBackbone) and backbone.language and backbone.language.is_fresh and method.stack:
+        raise ConfigError(
+            f"stream.objective is mlm and method '{method.config.name}' trains adapters alone, but the backbone has no "
+            "language head: use method=finetune, or name as backbone what such a run left (RUN/learned/...) or a "
+            "checkpoint with that head"
+        )
 
 
 def open_engine(parts: Parts, world: World, accumulation: int, steps: int) -> Engine:

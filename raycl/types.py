@@ -22,6 +22,11 @@ Activation = Literal["", "relu"]
 """What stands between A and B of an adapter: nothing (a weight increment, LoRA), or a non-linearity (a bottleneck)."""
 
 
+Objective = Literal["answer", "mlm", "clm"]
+"""What is learned from a text: its answer, or the text itself, by guessing hidden words (encoder-only backbones) or
+each next word (decoder-only ones)."""
+
+
 @dataclass(frozen=True)
 class Task:
     """One task of a stream.
@@ -29,12 +34,13 @@ class Task:
     Attributes:
         name: unique in its stream, safe as a file name.
         labels: the closed label set in a fixed order, or None for free text.
-        metric: name of its score in `raycl.eval.metrics`.
+        metric: name of its score in `raycl.eval.metrics`; `token_accuracy` where texts themselves are learned.
     """
 
     name: str
     labels: tuple[str, ...] | None
     metric: str
+    objective: Objective = "answer"
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,14 @@ class TextCodec(Protocol):
     """Changes whenever the same text could give other ids; part of the cache key of tokenised data."""
     needs_labels: bool
     """True for encoder-only backbones: every task must have a closed label set, targets stay empty."""
+    kind: str
+    """encoder, encoder-decoder or decoder."""
+    mask_id: int
+    """What a hidden token is replaced by; -1 where the tokenizer has no such token."""
+    special_ids: frozenset[int]
+    """Ids that are no part of a text."""
+    vocabulary: int
+    """Ids are below this."""
 
     def encode_source(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of whole prompts with the model's special tokens, **not** truncated."""

@@ -60,8 +60,19 @@ class StackedLora(nn.Module):
         """The base's own bias."""
         return self.base.bias  # type: ignore[return-value]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., D]` to `[..., O]`; the first axis of x is the example (times beams or samples)."""
+    def live(self) -> tuple[Tensor, Tensor]:
+        """A and B in training with their gradients, whole even where the engine keeps parts (ZeRO 3)."""
+        assert self.lora_A is not None and self.lora_B is not None, "no adapter is in training"
+        if self.lora_A.numel() and self.lora_B.numel():
+            return self.lora_A, self.lora_B
+        pair: tuple[Tensor, Tensor] = self(None)  # for a forward pass, and its backward, engines gather
+        return pair
+
+    def forward(self, x: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        """`[..., D]` to `[..., O]`; the first axis of x is the example (times beams or samples). None: see `live`."""
+        if x is None:
+            assert self.lora_A is not None and self.lora_B is not None
+            return self.lora_A.clone(), self.lora_B.clone()
         y: Tensor = self.base(x)
         stack = self._stack
         if stack.static is not None:

@@ -63,6 +63,12 @@ class RowTable:
             AdapterError: pinned and kept adapters leave too few rows.
         """
         assert name not in self.rows, f"'{name}' has rows already"
+        if self.free < count:
+            self._make_room(name, count, set(keep))
+        self.rows[name] = [heapq.heappop(self._free) for _ in range(count)]
+        return self.rows[name]
+
+    def _make_room(self, name: str, count: int, keep: set[str]) -> None:
         losers = [other for other in self.rows if not self._pins[other] and other not in keep]
         most = self.free + sum(len(self.rows[other]) for other in losers)
         if most < count:
@@ -75,8 +81,6 @@ class RowTable:
                 break
             self.remove(other)
             self.evicted += 1
-        self.rows[name] = [heapq.heappop(self._free) for _ in range(count)]
-        return self.rows[name]
 
     def remove(self, name: str) -> None:
         """Free its rows."""

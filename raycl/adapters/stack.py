@@ -124,9 +124,11 @@ class AdapterStack:
             more = max(2 * self.table.capacity, self.table.capacity + state.rank - self.table.free)
             self.table.grow(more)
             self.pool.grow(more)
+        evicted = self.table.evicted
         rows = self.table.place(name, state.rank, keep)
-        for gone in self.states.keys() - self.table.rows.keys():
-            del self.states[gone]
+        if self.table.evicted > evicted:
+            for gone in self.states.keys() - self.table.rows.keys():
+                del self.states[gone]
         self.pool.write(rows, state.linears)
         self.states[name] = state
 

@@ -61,11 +61,14 @@ def check_increment(what: str, state: AdapterState) -> None:
         )
 
 
-def combine(weights: Mapping[str, float], states: Mapping[str, AdapterState]) -> AdapterState:
+def combine(
+    weights: Mapping[str, float], states: Mapping[str, AdapterState], head_rule: str = "probability"
+) -> AdapterState:
     """A fixed mixture as one adapter of scale 1.
 
     Args:
         weights: adapter -> weight; zero leaves it out.
+        head_rule: of the label heads (`raycl.adapters.head.Rule`); only `logit` makes several heads one linear head.
 
     Raises:
         AdapterError: parts that do not add up to one adapter: several label heads, soft prompts, non-linear blocks.
@@ -84,6 +87,9 @@ def combine(weights: Mapping[str, float], states: Mapping[str, AdapterState]) ->
         for path, pairs in parts.items()
     }
     heads = [name for name in used if states[name].labels]
+    if heads and head_rule == "logit":
+        prompt = states[with_prompt[0]].prompt if with_prompt else None
+        return AdapterState(linears, 1.0, prompt, *_summed_heads(used, states))
     if len(heads) > 1:
         raise AdapterError(
             f"{', '.join(heads)} each bring a label head, and a mixture of heads is not one linear head: "
@@ -93,6 +99,22 @@ def combine(weights: Mapping[str, float], states: Mapping[str, AdapterState]) ->
         return AdapterState(linears, prompt=states[with_prompt[0]].prompt if with_prompt else None)
     one = states[heads[0]]
     return AdapterState(linears, 1.0, one.prompt, one.labels, one.head_weight, one.head_bias)
+
+
+def _summed_heads(
+    weights: Mapping[str, float], states: Mapping[str, AdapterState]
+) -> tuple[tuple[str, ...], Tensor, Tensor]:
+    """Labels, weight `[C, D]` and bias `[C]` of the one head whose logits are the weighted sum of all."""
+    with_head = {name: states[name] for name in weights if states[name].labels}
+    labels = list(dict.fromkeys(label for state in with_head.values() for label in state.labels))
+    width = next(state.head_weight.shape[1] for state in with_head.values() if state.head_weight is not None)
+    weight, bias = torch.zeros(len(labels), width), torch.zeros(len(labels))
+    for name, state in with_head.items():
+        assert state.head_weight is not None and state.head_bias is not None
+        rows = torch.tensor([labels.index(label) for label in state.labels])
+        weight.index_add_(0, rows, state.head_weight.float(), alpha=weights[name])
+        bias.index_add_(0, rows, state.head_bias.float(), alpha=weights[name])
+    return tuple(labels), weight, bias
 
 
 def fold(model: nn.Module, state: AdapterState) -> None:

@@ -29,11 +29,24 @@ class Output:
 
     Attributes:
         loss_sum: scalar float32, cross-entropy **summed** over the batch's loss positions (see `loss_count`).
-        logits: `[B, C]` (encoder-only) or `[B, T, V]`, as the model computed them.
+        logits: `[B, C]` (label heads), `[B, T, V]`, or `[M, V]` for M hidden words, as the model computed them.
     """
 
     loss_sum: Tensor
     logits: Tensor
+
+
+@dataclass
+class Guesses:
+    """What a model says at every loss position of texts that it learns.
+
+    Attributes:
+        logits: `[M, V]`. labels: `[M]`, the true token. rows: `[M]`, example that each position belongs to.
+    """
+
+    logits: Tensor
+    labels: Tensor
+    rows: Tensor
 
 
 def loss_count(batch: Batch) -> int:
@@ -112,6 +125,24 @@ class Backbone(nn.Module, ABC):
         Args:
             max_new_tokens: limit of a generated answer; unused by encoder-only backbones.
         """
+
+    def guesses(self, batch: Batch) -> Guesses:
+        """For batches of texts that are learned themselves."""
+        raise AssertionError(f"{type(self).__name__} learns no texts")
+
+    @torch.no_grad()
+    def read(self, batch: Batch) -> Tensor:
+        """`[B, 3]` float64 for texts that are learned: tokens guessed right, tokens, cross-entropy in nats."""
+        found = self.guesses(batch)
+        loss_M = nn.functional.cross_entropy(found.logits.float(), found.labels, ignore_index=IGNORE, reduction="none")
+        counted_M = found.labels != IGNORE
+        right_M = (found.logits.argmax(-1) == found.labels) & counted_M
+        parts = torch.stack([right_M.double(), counted_M.double(), loss_M.double()], dim=1)
+        return parts.new_zeros(len(batch), 3).index_add_(0, found.rows, parts)
+
+    def exported_name(self, name: str) -> str:
+        """Name of a parameter in the files of a Hugging Face model folder."""
+        return name.removeprefix("model.")
 
     def side(self, path: str) -> Side:
         """Whose positions the layer at `path` in the model works on."""

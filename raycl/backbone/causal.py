@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from raycl.backbone.base import Backbone, Output, Side, summed_cross_entropy
+from raycl.backbone.base import Backbone, Guesses, Output, Side, summed_cross_entropy
 from raycl.types import IGNORE, Batch
 
 
@@ -24,6 +24,15 @@ class CausalBackbone(Backbone):
             logits_BSV = self.model(**inputs, use_cache=False).logits[:, prefix:]
         next_BS = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)  # cheaper than cutting the logits
         return Output(summed_cross_entropy(logits_BSV, next_BS), logits_BSV)
+
+    def guesses(self, batch: Batch) -> Guesses:
+        """Every token of the targets, given all before it."""
+        ids_BS, mask_BS, labels_BS = join(batch, self.codec.pad_id)
+        with self.precision():
+            inputs, prefix = self.prefixed(ids_BS, mask_BS)
+            logits_BSV = self.model(**inputs, use_cache=False).logits[:, prefix:]
+        rows, places = (labels_BS[:, 1:] != IGNORE).nonzero(as_tuple=True)
+        return Guesses(logits_BSV[rows, places], labels_BS[rows, places + 1], rows)
 
     def real_tokens(self, batch: Batch) -> dict[Side, Tensor]:
         """Prompt and answer as `join` packs them."""

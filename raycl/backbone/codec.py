@@ -34,6 +34,9 @@ class HFCodec:
                 f"the tokenizer of this {kind} backbone has no end-of-sequence token, so answers never end"
             )
         self.eos_id: int = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        self.mask_id: int = -1 if tokenizer.mask_token_id is None else tokenizer.mask_token_id
+        self.special_ids = frozenset(tokenizer.all_special_ids)
+        self.vocabulary = len(tokenizer)
         self.fingerprint = hashlib.sha256(
             f"{kind}|{self.pad_id}|{self.eos_id}|{tokenizer.backend_tokenizer.to_str()}".encode()
         ).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Encoder-only backbones (BERT, RoBERTa, MiniLM): pooled states into a growing label head."""
+"""Encoder-only backbones (BERT, RoBERTa, MiniLM): pooled states into a growing label head, or hidden words guessed."""
 
 from __future__ import annotations
 
@@ -7,30 +7,41 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from raycl.backbone.base import Backbone, Head, Output, summed_cross_entropy
+from raycl.backbone.base import Backbone, Guesses, Head, Output, summed_cross_entropy
 from raycl.backbone.codec import HFCodec
 from raycl.backbone.head import LabelHead
-from raycl.types import Batch
+from raycl.backbone.language import LanguageHead
+from raycl.types import IGNORE, Batch
 
 
 class EncoderBackbone(Backbone):
-    """Mean or first-token pooling of the last hidden states, then `LabelHead`."""
+    """Mean or first-token pooling of the last hidden states, then `LabelHead`.
 
-    def __init__(self, model: nn.Module, codec: HFCodec, pooling: str) -> None:
+    Attributes:
+        language: where texts themselves are learned, the head that guesses hidden words; `forward` then does that.
+    """
+
+    def __init__(self, model: nn.Module, codec: HFCodec, pooling: str, language: LanguageHead | None = None) -> None:
         super().__init__(model, codec)
         self.pooling = pooling
         self.head: Head = LabelHead(self.model.config.hidden_size)
+        self.language = language
 
     def learn_labels(self, labels: Sequence[str]) -> None:
         """Add head rows for labels not seen before."""
         self.head.grow(labels)
 
-    def pooled(self, batch: Batch) -> Tensor:
-        """Sentence states `[B, D]`; padding never takes part."""
+    def states(self, batch: Batch) -> Tensor:
+        """Last hidden states `[B, L, D]` of the text."""
         inputs, prefix = self.prefixed(batch.source_ids, batch.source_mask)
         if prefix:
             inputs["position_ids"] = self._positions(inputs["attention_mask"])
-        states_BLD = self.model(**inputs).last_hidden_state[:, prefix:]
+        found: Tensor = self.model(**inputs).last_hidden_state[:, prefix:]
+        return found
+
+    def pooled(self, batch: Batch) -> Tensor:
+        """Sentence states `[B, D]`; padding never takes part."""
+        states_BLD = self.states(batch)
         if self.pooling == "cls":
             first: Tensor = states_BLD[:, 0]
             return first
@@ -47,10 +58,37 @@ class EncoderBackbone(Backbone):
         return (mask_BS.cumsum(1) - 1).clamp(min=0) + first
 
     def forward(self, batch: Batch) -> Output:
-        """Cross-entropy over all labels seen so far, summed over examples."""
+        """Cross-entropy over all labels seen so far, summed over examples; over hidden words with a language head."""
+        if self.language is not None:
+            found = self.guesses(batch)
+            return Output(summed_cross_entropy(found.logits, found.labels), found.logits)
         with self.precision():
             logits_BC = self.head(self.pooled(batch))
         return Output(summed_cross_entropy(logits_BC, batch.label_ids), logits_BC)
+
+    def guesses(self, batch: Batch) -> Guesses:
+        """Every hidden word; in batches without any, one position that carries no loss."""
+        assert self.language is not None, "the backbone was loaded without its language head"
+        labels_BL = batch.target_ids
+        hidden = labels_BL != IGNORE
+        if not bool(hidden.any()):
+            hidden = torch.zeros_like(batch.source_ids, dtype=torch.bool)
+            hidden[0, 0] = True
+            labels_BL = torch.full_like(batch.source_ids, IGNORE)
+        rows, places = hidden.nonzero(as_tuple=True)
+        with self.precision():
+            logits_MV = self.language(self.states(batch)[rows, places])
+        return Guesses(logits_MV, labels_BL[rows, places], rows)
+
+    def exported_name(self, name: str) -> str:
+        """With a language head, that of the whole model: it loads with and without the head."""
+        return super().exported_name(name) if self.language is None else self.language.exported(name)
+
+    def model_files(self) -> dict[str, bytes]:
+        """As every backbone; the config says what is in the weights."""
+        if self.language is not None:
+            self.model.config.architectures = [self.language.architecture]
+        return super().model_files()
 
     @torch.no_grad()
     def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:

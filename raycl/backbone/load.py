@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PretrainedConfig,
@@ -30,10 +31,13 @@ from raycl.backbone.base import Backbone
 from raycl.backbone.causal import CausalBackbone
 from raycl.backbone.codec import HFCodec
 from raycl.backbone.encoder import EncoderBackbone
+from raycl.backbone.language import LanguageHead
 from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.config import Section
 from raycl.errors import BackboneError
 from raycl.pretrained import fingerprint_of, resolve, resolve_path
+
+log = logging.getLogger("raycl")
 
 DROPOUTS = (
     "hidden_dropout_prob",
@@ -88,8 +92,13 @@ def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens
     return HFCodec(tokenizer, kind, max_source_tokens, max_target_tokens)
 
 
-def load_backbone(config: BackboneConfig, codec: HFCodec, device: torch.device, seed: int) -> Backbone:
+def load_backbone(
+    config: BackboneConfig, codec: HFCodec, device: torch.device, seed: int, language: bool = False
+) -> Backbone:
     """Weights on `device` in evaluation-ready state; `seed` fixes any weight the checkpoint lacks.
+
+    Args:
+        language: texts themselves will be learned: encoder-only models come with the head that guesses hidden words.
 
     Raises:
         BackboneError: the model cannot be loaded.
@@ -103,18 +112,32 @@ def load_backbone(config: BackboneConfig, codec: HFCodec, device: torch.device, 
         for field in DROPOUTS:
             if isinstance(getattr(settings, field, None), float):
                 setattr(settings, field, config.dropout)
+        options = {
+            "config": settings,
+            "revision": config.revision,
+            "dtype": pick_dtype(config.dtype, device),
+            "use_safetensors": None if config.allow_pickle else True,
+            "trust_remote_code": config.trust_remote_code,
+        }
         torch.manual_seed(seed)
-        model = _loader(kind).from_pretrained(
-            where,
-            config=settings,
-            revision=config.revision,
-            dtype=pick_dtype(config.dtype, device),
-            use_safetensors=None if config.allow_pickle else True,
-            trust_remote_code=config.trust_remote_code,
-        )
+        model = _loader(kind).from_pretrained(where, **options)
+        head = _language_head(model, where, options) if language and kind == "encoder" else None
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    return _wrap(kind, model, codec, config).to(device)
+    return _wrap(kind, model, codec, config, head).to(device)
+
+
+def _language_head(model: nn.Module, where: str, options: dict[str, Any]) -> LanguageHead:
+    """The checkpoint's own, or a new one over the tied embeddings; says which."""
+    whole, facts = AutoModelForMaskedLM.from_pretrained(where, output_loading_info=True, **options)
+    missing = [name for name in facts["missing_keys"] if not name.startswith(f"{whole.base_model_prefix}.")]
+    if missing:
+        log.info(
+            "the backbone comes without a language head: %s starts at random (its output words are the input "
+            "embeddings), so the first scores say little",
+            ", ".join(sorted(missing)),
+        )
+    return LanguageHead(whole, model, bool(missing))
 
 
 def load_skeleton(config: BackboneConfig, codec: HFCodec) -> Backbone:
@@ -145,9 +168,11 @@ def _loader(kind: str) -> Any:
     return {"encoder": AutoModel, "encoder-decoder": AutoModelForSeq2SeqLM, "decoder": AutoModelForCausalLM}[kind]
 
 
-def _wrap(kind: str, model: nn.Module, codec: HFCodec, config: BackboneConfig) -> Backbone:
+def _wrap(
+    kind: str, model: nn.Module, codec: HFCodec, config: BackboneConfig, language: LanguageHead | None = None
+) -> Backbone:
     if kind == "encoder":
-        return EncoderBackbone(model, codec, "mean" if config.pooling == "auto" else config.pooling)
+        return EncoderBackbone(model, codec, "mean" if config.pooling == "auto" else config.pooling, language)
     return Seq2SeqBackbone(model, codec) if kind == "encoder-decoder" else CausalBackbone(model, codec)
 
 

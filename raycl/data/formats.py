@@ -1,8 +1,8 @@
-"""Readers: a file of one of five formats becomes a stream of rows, one at a time.
+"""Readers: a file of one of six formats becomes a stream of rows, one at a time.
 
-Why it exists: data comes as NaturalInstructions objects, lists of sentences, JSON lines, CSV or Parquet, and
-everything behind the reader should see one thing. Every error names file and row, what was found, what was
-expected and what to do. What it does not know: label sets, splits, prompts.
+Why it exists: data comes as NaturalInstructions objects, lists of sentences, JSON lines, CSV, Parquet or plain
+text, and everything behind the reader should see one thing. Every error names file and row, what was found, what
+was expected and what to do. What it does not know: label sets, splits, prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyarrow import ArrowException
 
 from raycl.data.source import SourceFile
 
-Format = Literal["auto", "natural_instructions", "olora", "jsonl", "csv", "parquet"]
+Format = Literal["auto", "natural_instructions", "olora", "jsonl", "csv", "parquet", "text"]
 
 TEXT_NAMES = ("text", "input", "sentence")
 LABEL_NAMES = ("label", "output")
@@ -34,7 +34,7 @@ class Row:
     Attributes:
         number: 1-based place in its file: the line for JSON lines, the row below the header for CSV.
         text: the input.
-        references: acceptable answers, at least one.
+        references: acceptable answers, at least one; an empty text where no answers are read.
     """
 
     number: int
@@ -44,7 +44,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Columns:
-    """Names under which text and label are looked for (the first that a row has), and a missing CSV header."""
+    """Names under which text and label are looked for (the first that a row has), and a missing CSV header.
+
+    No names for the label: texts alone are read.
+    """
 
     text: tuple[str, ...] = TEXT_NAMES
     label: tuple[str, ...] = LABEL_NAMES
@@ -73,7 +76,8 @@ def detect(file: SourceFile) -> Format:
         return _SUFFIXES[suffix]
     if suffix != ".json":
         file.refuse(
-            f"the suffix '{suffix}' tells no format: expected .json, .jsonl, .csv, .tsv or .parquet, or set 'format'"
+            f"the suffix '{suffix}' tells no format: expected .json, .jsonl, .csv, .tsv, .parquet or .txt, or set "
+            "'format'"
         )
     with file.open() as stream:
         head = stream.read(_PEEK).lstrip()
@@ -112,7 +116,7 @@ def read_definition(file: SourceFile) -> str:
 
 def _natural_instructions(file: SourceFile, columns: Columns) -> Iterator[Row]:
     for number, item in enumerate(_json_items(file, "Instances.item"), start=1):
-        yield _row(file, number, item, Columns(("input",), ("output",)))
+        yield _row(file, number, item, Columns(("input",), ("output",) if columns.label else ()))
 
 
 def _olora(file: SourceFile, columns: Columns) -> Iterator[Row]:
@@ -200,9 +204,18 @@ def _parquet(file: SourceFile, columns: Columns) -> Iterator[Row]:
             file.refuse(f"not a readable Parquet file ({' '.join(str(error).split())}): re-export the file")
 
 
+def _text(file: SourceFile, columns: Columns) -> Iterator[Row]:
+    """A text on each line; empty lines are left out."""
+    if columns.label:
+        file.refuse("plain text has no answers: expected rows with a label, or set stream.objective to mlm or clm")
+    for number, line in file.lines():
+        if line.strip():
+            yield Row(number, line.strip(), ("",))
+
+
 def _require_columns(file: SourceFile, names: Sequence[str], columns: Columns) -> None:
     for role, wanted in (("text", columns.text), ("label", columns.label)):
-        if not set(wanted) & set(names):
+        if wanted and not set(wanted) & set(names):
             file.refuse(
                 f"no {role} column among {', '.join(names) or 'no columns'}: expected {' or '.join(wanted)}, "
                 f"or set columns.{role}"
@@ -211,10 +224,13 @@ def _require_columns(file: SourceFile, names: Sequence[str], columns: Columns) -
 
 def _row(file: SourceFile, number: int, item: Any, columns: Columns) -> Row:
     if not isinstance(item, dict):
-        file.refuse(f"found a {_kind(item)}: expected an object with {columns.text[0]} and {columns.label[0]}", number)
+        wanted = " and ".join((columns.text[0], *columns.label[:1]))
+        file.refuse(f"found a {_kind(item)}: expected an object with {wanted}", number)
     text = _field(item, columns.text)
     if not isinstance(text, str):
         file.refuse(f"the {columns.text[0]} is a {_kind(text)}: expected a string, repair or remove the row", number)
+    if not columns.label:
+        return Row(number, text, ("",))
     return Row(number, text, _references(file, number, _field(item, columns.label), columns.label[0]))
 
 
@@ -247,6 +263,7 @@ _SUFFIXES: Mapping[str, Format] = {
     ".csv": "csv",
     ".tsv": "csv",
     ".parquet": "parquet",
+    ".txt": "text",
 }
 
 _READERS: Mapping[str, Callable[[SourceFile, Columns], Iterator[Row]]] = {
@@ -255,4 +272,5 @@ _READERS: Mapping[str, Callable[[SourceFile, Columns], Iterator[Row]]] = {
     "jsonl": _jsonl,
     "csv": _csv,
     "parquet": _parquet,
+    "text": _text,
 }

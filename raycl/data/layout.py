@@ -19,7 +19,7 @@ from raycl.storage import Storage
 log = logging.getLogger(__name__)
 
 SPLITS = ("train", "dev", "test")
-_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
+_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
 _CONTAINERS = frozenset(fold(name) for name in ("CL_Benchmark", "SuperNI", "Long_Sequence", *OLORA_GROUPS))
 
 

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raycl.data.language import Exercise
 from raycl.data.selection import Indices
 from raycl.data.tokens import TokenTable
 from raycl.errors import ConfigError
@@ -64,6 +65,10 @@ class GlobalOrder:
         steps = self.steps_per_epoch * self.epochs
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
+    def epoch(self, step: int) -> int:
+        """Pass over the rows that optimizer step `step` belongs to, from 0."""
+        return step // self.steps_per_epoch
+
     def rows(self, step: int) -> Indices:
         """Rows of optimizer step `step` (from 0), at most `batch_size`, without repetition."""
         assert 0 <= step < self.steps, f"step {step} is outside 0..{self.steps - 1}"
@@ -92,18 +97,20 @@ class Loader:
         batch_size: int,
         pad_id: int,
         texts: bool = False,
+        exercise: Exercise | None = None,
     ) -> None:
         """Take a worker's seat.
 
         Args:
             label_ids: label text -> row of the label head; None where there is no head.
             texts: batches carry their input texts.
+            exercise: what makes source and target of a text that is learned itself.
 
         Raises:
             ConfigError: see `check_batch`.
         """
         self.accumulation = check_batch(batch_size, micro_batch_size, world_size)
-        self._collate = Collate(tables, label_ids, pad_id, texts)
+        self._collate = Collate(tables, label_ids, pad_id, texts, exercise)
         assert order.batch_size == batch_size, "order and loader must agree on the batch size"
         assert order.count == self._collate.count, "the order must cover exactly the rows of the tables"
         self._order = order
@@ -115,8 +122,8 @@ class Loader:
         `Batch.rows` counts through the concatenated tables.
         """
         mine = self._collate.by_length(self._order.rows(step))[self._rank :: self._world]
-        starts = range(0, self.accumulation * self._micro, self._micro)
-        return [self._collate(mine[start : start + self._micro], self._micro) for start in starts]
+        starts, epoch = range(0, self.accumulation * self._micro, self._micro), self._order.epoch(step)
+        return [self._collate(mine[start : start + self._micro], self._micro, epoch) for start in starts]
 
 
 def eval_batches(
@@ -127,12 +134,13 @@ def eval_batches(
     batch_size: int,
     pad_id: int,
     texts: bool = False,
+    exercise: Exercise | None = None,
 ) -> Iterator[Batch]:
     """One worker's share of a split, sorted by length; every worker yields equally many batches.
 
     The real rows of all workers together are each row of the table once.
     """
-    collate = Collate([table], label_ids, pad_id, texts)
+    collate = Collate([table], label_ids, pad_id, texts, exercise)
     mine = collate.by_length(np.arange(len(table)))[rank::world_size]
     most = -(-len(table) // world_size)
     for start in range(0, most, batch_size):
@@ -143,12 +151,18 @@ class Collate:
     """Rows of concatenated tables become one right-padded batch."""
 
     def __init__(
-        self, tables: Sequence[TokenTable], label_ids: Mapping[str, int] | None, pad_id: int, texts: bool = False
+        self,
+        tables: Sequence[TokenTable],
+        label_ids: Mapping[str, int] | None,
+        pad_id: int,
+        texts: bool = False,
+        exercise: Exercise | None = None,
     ) -> None:
         self._tables = tables
         self._label_ids = label_ids
         self._pad_id = pad_id
         self._with_texts = texts
+        self._exercise = exercise
         self._starts = np.concatenate([[0], np.cumsum([len(table) for table in tables], dtype=np.int64)])
         self._lengths = np.concatenate([table.source_lengths for table in tables])
         self._has_targets = any(table.has_targets for table in tables)
@@ -162,7 +176,7 @@ class Collate:
         """`rows` with the shortest prompt first; rows of one length stay in ascending order of row."""
         return rows[np.lexsort((rows, self._lengths[rows]))]
 
-    def __call__(self, rows: Indices, size: int) -> Batch:
+    def __call__(self, rows: Indices, size: int, epoch: int = 0) -> Batch:
         """A batch of `size` examples: `rows`, then fill-ups of weight 0.
 
         A fill-up's source is one visible padding token, so that no attention row is empty.
@@ -173,6 +187,8 @@ class Collate:
         labels: list[int] = []
         for row in rows.tolist():
             source, target, label = self._example(row)
+            if self._exercise is not None:
+                source, target = self._exercise(source, row, epoch)
             sources.append(source)
             targets.append(target)
             labels.append(label)

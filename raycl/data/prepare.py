@@ -16,6 +16,7 @@ import pyarrow as pa
 from raycl.data.cache import Facts, entry, key_of
 from raycl.data.chunks import ChunkedRows
 from raycl.data.ingest import RawRows
+from raycl.data.language import check_objective, whole_texts
 from raycl.data.prompts import Prompt
 from raycl.data.selection import Indices
 from raycl.data.tokens import Split, TokenTable
@@ -69,9 +70,10 @@ def check_codec(task: Task, prompt: Prompt, codec: TextCodec, lengths: Lengths) 
 
     Raises:
         DataError: a free-text task for an encoder-only backbone.
-        ConfigError: the prompt alone fills the source.
+        ConfigError: the prompt alone fills the source, or the backbone cannot learn this way.
     """
-    if codec.needs_labels and task.labels is None:
+    check_objective(task.objective, codec)
+    if codec.needs_labels and task.labels is None and task.objective == "answer":
         raise DataError(
             f"task '{task.name}' has free-text answers: an encoder-only backbone needs a closed label set, "
             "choose a text-to-text backbone or give the task labels"
@@ -97,7 +99,7 @@ def prepare(
     picks = None if chosen.picks is None else chosen.picks.tolist()
     key = key_of(
         *(_VERSION, chosen.raw.key, task.name, task.labels, split, chosen.rows.tolist(), picks),
-        *(asdict(prompt), codec.fingerprint, codec.needs_labels, asdict(lengths)),
+        *(asdict(prompt), codec.fingerprint, codec.needs_labels, asdict(lengths), task.objective),
     )
 
     def build(writer: pa.RecordBatchFileWriter) -> Facts:
@@ -125,10 +127,15 @@ def _tokenise(
         rows = chosen.rows[part]
         texts = raw.values("text", rows)
         references = _references(raw, rows, None if chosen.picks is None else chosen.picks[part])
-        sources, cut = fit_sources(texts, prompt, codec, lengths.source)
+        if task.objective == "clm":
+            sources, cut = whole_texts(texts, codec, lengths.source)
+        else:
+            sources, cut = fit_sources(texts, prompt, codec, lengths.source)
         cut_sources += cut
-        targets, cut = fit_targets([names[0] for names in references], codec, lengths.target)
-        cut_targets += cut
+        targets: list[list[int]] = [[]] * len(texts)
+        if task.objective == "answer":
+            targets, cut = fit_targets([names[0] for names in references], codec, lengths.target)
+            cut_targets += cut
         labels = _codes(task, references)
         columns = [sources, targets, labels, references, raw.values("row", rows), texts]
         writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))
@@ -136,7 +143,7 @@ def _tokenise(
         "count": len(chosen.rows),
         "truncated_sources": cut_sources,
         "truncated_targets": cut_targets,
-        "has_targets": not codec.needs_labels,
+        "has_targets": not codec.needs_labels or task.objective != "answer",
     }
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raycl.data import builtin
 from raycl.data.benchmarks import Benchmark, find, require
 from raycl.data.formats import LABEL_NAMES, TEXT_NAMES, Columns, detect
 from raycl.data.ingest import Labels, Reading
 from raycl.data.knowledge import OLORA_INSTRUCTIONS, TASKS, TaskInfo, canonical
+from raycl.data.language import TOKEN_ACCURACY
 from raycl.data.layout import SPLITS, TaskFolder, check_name, locate, task_folder
 from raycl.data.prompts import PromptName
 from raycl.data.settings import ColumnNames, StreamConfig, TaskSpec
@@ -78,7 +79,16 @@ def resolve(config: StreamConfig) -> StreamPlan:
     dropped = [name for name in names if name not in named]
     notes = (f"tasks left out because they are missing on disk: {', '.join(dropped)}",) if dropped else ()
     kept = tuple(plan for plan in plans if plan is not None)
+    if config.objective != "answer":
+        kept = tuple(map(_texts_alone, kept))
     return StreamPlan(benchmark.name if benchmark else _free_name(config, kept), kept, notes)
+
+
+def _texts_alone(plan: TaskPlan) -> TaskPlan:
+    """The task without its answers; files need not have any."""
+    columns = replace(plan.reading.columns, label=())
+    reading = replace(plan.reading, columns=columns, labels=None, unlabelled=(), first_label=None)
+    return replace(plan, reading=reading if plan.files else plan.reading, metric=TOKEN_ACCURACY, definition="")
 
 
 def _free_name(config: StreamConfig, plans: Sequence[TaskPlan]) -> str:
@@ -148,8 +158,8 @@ def _custom(spec: TaskSpec, config: StreamConfig) -> TaskPlan:
     for split in ("train", "test", *(("dev",) if config.dev == "file" else ())):
         if split not in files:
             raise ConfigError(
-                f"task '{spec.name}' has no {split} file: expected {split}.json, .jsonl, .csv, .tsv or .parquet in "
-                f"'{spec.path}', or set its '{split}' to a file"
+                f"task '{spec.name}' has no {split} file: expected {split}.json, .jsonl, .csv, .tsv, .parquet or .txt "
+                f"in '{spec.path}', or set its '{split}' to a file"
             )
     labels: Labels = spec.labels
     if labels == "auto" and folder is not None:

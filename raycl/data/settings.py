@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 from raycl.config import Section
 from raycl.data.formats import Format
 from raycl.data.prompts import PromptName
+from raycl.types import Objective
 
 
 def _absolute(place: str | None) -> str | None:
@@ -77,6 +78,12 @@ class StreamConfig(Section):
         None, min_length=1, description="explicit order: names below root and custom tasks; None: the named order"
     )
     allow_missing: bool = Field(False, description="drop tasks that are not on disk, with a warning")
+    objective: Objective = Field(
+        "answer",
+        description="what is learned: each text's answer, or (continual pre-training, no labels needed) the texts "
+        "themselves: mlm hidden words with an encoder-only backbone, clm each next word with a decoder-only one",
+    )
+    mask_share: float = Field(0.15, gt=0, lt=1, description="mlm: share of a text's tokens that are guessed")
     train_rows: int | None = Field(
         None, ge=1, description="rows of a task to train on, sampled; None: all (builtin: 320)"
     )
@@ -108,5 +115,10 @@ class StreamConfig(Section):
         if self.per_class is not None and self.train_rows is not None:
             raise ValueError(
                 f"per_class is {self.per_class} and train_rows is {self.train_rows}: both limit the train rows, set one"
+            )
+        if self.objective != "answer" and self.prompt not in ("auto", "plain"):
+            raise ValueError(
+                f"prompt is '{self.prompt}' and objective is '{self.objective}': no prompt is put around texts that "
+                "are learned themselves, leave prompt at auto"
             )
         return self

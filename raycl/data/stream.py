@@ -18,6 +18,7 @@ import numpy as np
 from raycl.data import builtin, prompts
 from raycl.data.cache import cache_folder, key_of
 from raycl.data.ingest import RawRows, ingest, ingest_pairs
+from raycl.data.language import Exercise, exercise
 from raycl.data.prepare import Chosen, Lengths, check_codec, prepare
 from raycl.data.prompts import Prompt
 from raycl.data.resolve import StreamPlan, TaskPlan, resolve
@@ -91,6 +92,15 @@ class Stream:
         chosen = self._chosen(task, split)
         return prepare(task, split, chosen, self.prompt(task, codec), codec, self._lengths(codec), self._cache)
 
+    @property
+    def learns_texts(self) -> bool:
+        """Whether texts themselves are learned, and not their answers."""
+        return self._config.objective != "answer"
+
+    def exercise(self, codec: TextCodec, seed: int) -> Exercise | None:
+        """How texts become batches where they themselves are learned; None where their answers are."""
+        return exercise(self._config.objective, codec, self._config.mask_share, seed)
+
     def check(self, codec: TextCodec) -> None:
         """Raise what `table` would raise because of the codec, for all tasks, without reading rows.
 
@@ -102,6 +112,8 @@ class Stream:
 
     def prompt(self, task: Task, codec: TextCodec) -> Prompt:
         """The template around the inputs of `task`."""
+        if self.learns_texts:
+            return Prompt()
         found = self._open[task.name]
         name = self._config.prompt
         if name == "auto":
@@ -196,9 +208,9 @@ def _open_task(plan: TaskPlan, config: StreamConfig, seed: int, cache: Path) -> 
             reading = replace(reading, labels=raws[split].labels)
         elif not plan.files and split != "dev":
             raws[split] = _generate(plan, split, config, seed, cache)
-    labels = next(iter(raws.values())).labels
+    labels = next(iter(raws.values())).labels if config.objective == "answer" else None
     metric = plan.metric or ("rouge_l" if labels is None else "exact_match")
-    return OpenTask(Task(plan.name, labels, metric), plan, raws)
+    return OpenTask(Task(plan.name, labels, metric, config.objective), plan, raws)
 
 
 def _generate(plan: TaskPlan, split: str, config: StreamConfig, seed: int, cache: Path) -> RawRows:

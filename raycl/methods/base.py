@@ -7,7 +7,7 @@ What it does not know: engines, workers, files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from raycl.backbone import Backbone, Output
 from raycl.config import Section
 from raycl.methods.stage_rows import StageRows
 from raycl.retrieval.encoder import SentenceEncoder
-from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage
+from raycl.types import Activation, AdapterState, Batch, Mixture, RouterState, Stage
 
 
 class MethodConfig(Section):
@@ -168,3 +168,32 @@ class Method:
 def stage_labels(stage: Stage) -> list[str]:
     """All labels of a stage's tasks in order, without repeats."""
     return list(dict.fromkeys(label for task in stage.tasks for label in task.labels or ()))
+
+
+def in_head(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter of the backbone is the label head's and holds anything (it does not without labels)."""
+    return name.startswith("head.") and parameter.numel() > 0
+
+
+def packed(states: Mapping[str, AdapterState]) -> dict[str, Tensor]:
+    """Frozen adapters as tensors of a checkpoint: `slot/<adapter>/<part>`."""
+    return {f"slot/{name}/{part}": value for name, state in states.items() for part, value in state.tensors().items()}
+
+
+def unpacked(
+    labels: Mapping[str, Sequence[str]], carried: Mapping[str, Tensor], scale: float, activation: Activation = ""
+) -> dict[str, AdapterState]:
+    """Back from what `packed` gave.
+
+    Args:
+        labels: adapter -> labels of its head rows, in the order in which they were learned.
+    """
+    return {
+        name: AdapterState.from_tensors(under(f"slot/{name}/", carried), scale, rows, activation)
+        for name, rows in labels.items()
+    }
+
+
+def under(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with `start`, by the rest of their names."""
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}

@@ -14,6 +14,7 @@ from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
 from raycl.adapters.prompts import MixedPrompts
 from raycl.backbone import Backbone
+from raycl.methods.base import in_head
 from raycl.types import AdapterState
 
 
@@ -30,7 +31,7 @@ def end_live(backbone: Backbone, stack: AdapterStack, tensors: Mapping[str, Tens
         pairs = zip(states.items(), prompts, strict=True)
         states = {name: replace(state, prompt=prompt) for (name, state), prompt in pairs}
         prefix.end_live()
-    if isinstance(head, MixedHead):
+    if isinstance(head, MixedHead) and head.live_labels:
         found = {"head.weight": head.weight.detach(), "head.bias": head.bias.detach(), **tensors}
         states = head.with_rows(states, found["head.weight"], found["head.bias"])
         head.end_live()
@@ -38,11 +39,6 @@ def end_live(backbone: Backbone, stack: AdapterStack, tensors: Mapping[str, Tens
     return states
 
 
-def is_live(name: str) -> bool:
+def is_live(name: str, parameter: Tensor) -> bool:
     """Whether a parameter of the backbone belongs to the adapters in training."""
-    return ".lora_" in name or name.startswith("head.") or name == "prefix.live"
-
-
-def under(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those whose names begin with `start`, by the rest of their names."""
-    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+    return ".lora_" in name or name == "prefix.live" or in_head(name, parameter)

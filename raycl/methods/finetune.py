@@ -25,10 +25,11 @@ class Finetune(Method):
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """All parameters are live; the head gains the stage's labels."""
         self.backbone.learn_labels(stage_labels(stage))
-        self.backbone.requires_grad_(True)
+        for parameter in self.backbone.parameters():
+            parameter.requires_grad_(parameter.numel() > 0)  # a label head without labels is nothing to train
 
     def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned:
         """The whole model under its Hugging Face names, the label head beside it."""
-        exported = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        exported = {self.backbone.exported_name(name): tensor for name, tensor in tensors.items()}
         head = self.backbone.head
         return Learned(model=exported, labels=[] if head is None else list(head.labels))

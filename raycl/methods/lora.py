@@ -19,23 +19,28 @@ from torch import Tensor, nn
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
-from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
+from raycl.methods.base import Learned, Method, MethodConfig, in_head, stage_labels
 from raycl.types import Batch, Mixture, Stage
 
 ADAPTER = "lora"
 """Name of the one adapter."""
 
 
-class LoraConfig(MethodConfig):
-    """LoRA settings; `alpha / rank` is the scale of the update."""
+class LoraSettings(MethodConfig):
+    """What every LoRA has; `alpha / rank` is the scale of the update."""
 
-    name: Literal["lora"] = "lora"
     rank: int = Field(8, ge=1)
     alpha: float = Field(32.0, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: tuple[str, ...] = Field(
         ("attention.query", "attention.value"), min_length=1, description="roles or regular expressions of linear paths"
     )
+
+
+class LoraConfig(LoraSettings):
+    """No settings beyond those."""
+
+    name: Literal["lora"] = "lora"
 
 
 class Lora(Method):
@@ -53,7 +58,7 @@ class Lora(Method):
         """LoRA and label head are live, the backbone is frozen."""
         self.backbone.learn_labels(stage_labels(stage))
         for name, parameter in self.backbone.named_parameters():
-            parameter.requires_grad_(".lora_" in name or name.startswith("head."))
+            parameter.requires_grad_(".lora_" in name or in_head(name, parameter))
 
     def route(self, batch: Batch) -> Mixture:
         """The one adapter, fully, for every example."""
@@ -63,7 +68,7 @@ class Lora(Method):
         """The adapter with the label head."""
         state = self.stack.live_states(tensors)[ADAPTER]
         head = self.backbone.head
-        if head is not None:
+        if head is not None and head.labels:
             labels = tuple(head.labels)
             state = replace(state, labels=labels, head_weight=tensors["head.weight"], head_bias=tensors["head.bias"])
         return Learned({ADAPTER: state})

@@ -19,16 +19,16 @@ from typing import Any, Literal, TypeVar
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from raycl.errors import RunError
 from raycl.kernels.magnitude import summed_gated_magnitude, summed_magnitude
+from raycl.kernels.row_gradient import RowChoice, choose_rows
 from raycl.methods.base import Method
 from raycl.methods.clusters import CoMagnitude, sequential_clusters, weight_clusters
 from raycl.methods.modifier import GradientModifier, ModifierConfig, Reduce
 from raycl.methods.row_choice import Groups, Rule, by_size
 from raycl.methods.row_record import RowRecord
-from raycl.methods.row_watch import Layout, Seen, layout_of, watched_layers
+from raycl.methods.row_watch import Layout, Part, Seen, layout_of, watched_layers
 from raycl.types import Batch, Stage
 
 MEASURED, FIRST = 50, 2
@@ -73,6 +73,9 @@ class MiguConfig(ModifierConfig):
         "examples), or blocks of neighbours",
     )
     cluster_samples: int = Field(500, ge=1)
+    row_sparse: bool = Field(
+        True, description="masked rows of a weight's gradient are not computed where the mask is known in time"
+    )
     random_update: bool = Field(False, description="control: as many rows, drawn at random in every step")
 
 
@@ -91,8 +94,8 @@ class Migu(GradientModifier):
         self.config: MiguConfig
         watched_layers(method.backbone, config.layers, config.include_lm_head)
         self.record = RowRecord()
-        self._handles: list[RemovableHandle] = []
         self._stop: list[Callable[[], None]] = []
+        self._choices: dict[tuple[str, Part], RowChoice] = {}
         self._layout = Layout({}, {}, 0)
         self._groups: list[Groups] = []
         self._clusters: Tensor | None = None
@@ -100,7 +103,7 @@ class Migu(GradientModifier):
         self._active = self._measured = self._counts = False
         self._left, self._seed = 0, 0
         self._reduce: Reduce = _alone
-        self._sums = self._mask = torch.zeros(0)
+        self._sums = self._mask = self._still = torch.zeros(0)
         self._weights: dict[tuple[str, int], Tensor | None] = {}
         self._real: Mapping[Any, Tensor] = {}
 
@@ -129,6 +132,7 @@ class Migu(GradientModifier):
         self._group()
         self._sums = torch.zeros(self._layout.size, device=backbone.device)
         self._mask = torch.ones(self._layout.size, device=backbone.device, dtype=torch.bool)
+        self._still = ~self._mask
         self.record.begin(self._layout, backbone.device, resumed)
         self._attach(layers)
 
@@ -167,16 +171,25 @@ class Migu(GradientModifier):
             else:
                 handle = layer.register_forward_hook(partial(self._observe_output, seen))
                 self._stop.append(handle.remove)
+            if self._active and self.config.row_sparse and self.config.threshold and self._owns_rows(layer, seen):
+                self._choices[path, part] = RowChoice()
+                self._stop.append(choose_rows(layer, self._choices[path, part]))
+
+    def _owns_rows(self, layer: nn.Module, seen: Seen) -> bool:
+        """Whether the rows of a plain linear's weight are its outputs', and not those of a layer it is tied to."""
+        own = self._layout.rows.get(f"model.{seen.path}.weight")
+        return isinstance(layer, nn.Linear) and own is not None and own.place == seen.place
 
     def end_task(self) -> None:
         """Take our hooks away; what was seen stays as facts."""
         for stop in self._stop:
             stop()
         self._stop.clear()
+        self._choices.clear()
         self.record.end(self._layout)
         self.reach = self.names = ()
         self._layout, self._groups, self._clusters = Layout({}, {}, 0), [], None
-        self._sums = self._mask = torch.zeros(0)
+        self._sums = self._mask = self._still = torch.zeros(0)
 
     # ---- a step ----------------------------------------------------------------------------------------------
 
@@ -186,6 +199,7 @@ class Migu(GradientModifier):
         self._left = (1 if self.config.mask_scope == "micro_batch" else micro_batches) * self._works
         self._seed, self._reduce = seed, reduce
         self._sums.zero_()
+        self._tell_layers(None)
         self.names = self.reach if self._works else ()
 
     @property
@@ -249,20 +263,34 @@ class Migu(GradientModifier):
             self._sums = self._reduce(self._sums)
         for groups in self._groups:
             groups.choose(self._sums, self.config.threshold, self.config.rule, self._mask)
+        self._still = ~self._mask
         self.record.count(self._mask)
+        if self._choices and not self._measured:  # what is measured must be whole
+            self._tell_layers(self._mask.nonzero().squeeze(1))
+
+    def _tell_layers(self, kept_F: Tensor | None) -> None:
+        """From here on the layers' backward forms these rows of their weights' gradients only; None: all."""
+        places = [self._layout.seen[key].place for key in self._choices]
+        if kept_F is None:
+            bounds = [(0, 0)] * len(places)
+        else:
+            ends = torch.tensor([(place.start, place.stop) for place in places], device=kept_F.device)
+            bounds = torch.searchsorted(kept_F, ends).tolist()
+        for choice, place, (first, last) in zip(self._choices.values(), places, bounds, strict=True):
+            choice.rows = None if kept_F is None else kept_F[first:last] - place.start
 
     # ---- gradients -------------------------------------------------------------------------------------------
 
     def __call__(self, name: str, gradient: Tensor) -> Tensor:
         """Zero where masked; exactly so, whatever stood there."""
-        masked = self._layout.rows[name].on(~self._mask)
+        masked = self._layout.rows[name].on(self._still)
         if self._measured:
             self.record.measure(gradient, masked)
         return gradient.masked_fill_(masked, 0) if self._active else gradient
 
     def masked(self, name: str) -> Tensor | None:
         """The rows (columns, where a weight is kept the other way round) that are not updated in this step."""
-        return self._layout.rows[name].on(~self._mask) if self._active and name in self.names else None
+        return self._layout.rows[name].on(self._still) if self._active and name in self.names else None
 
     def held(self, name: str) -> Tensor | None:
         """Masked rows, under `mask_update`."""

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from raycl.config import Section
-from raycl.methods.blocks import under
+from raycl.methods.base import under
 from raycl.methods.pseudo import PseudoSamples
 from raycl.retrieval.attention import Attention, divergence
 

@@ -18,6 +18,8 @@ from raycl.methods.modifier import GradientModifier, ModifierConfig
 METHODS: dict[str, str] = {
     "finetune": "raycl.methods.finetune:Finetune",
     "lora": "raycl.methods.lora:Lora",
+    "inclora": "raycl.methods.inclora:IncLora",
+    "olora": "raycl.methods.olora:OLora",
     "slm": "raycl.methods.slm:Slm",
     "sapt": "raycl.methods.sapt:Sapt",
     "separate": "raycl.methods.reference:Separate",

@@ -25,8 +25,8 @@ from raycl.adapters.prompts import MixedPrompts
 from raycl.backbone import Backbone, Output
 from raycl.backbone.roles import linear_names
 from raycl.data.loader import batch_of
-from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
-from raycl.methods.blocks import end_live, is_live, under
+from raycl.methods.base import Learned, Method, MethodConfig, packed, stage_labels, under, unpacked
+from raycl.methods.blocks import end_live, is_live
 from raycl.methods.companions import Companions
 from raycl.methods.lora import as_peft_draws
 from raycl.methods.pseudo import PseudoSamples, read_file, sources_of, take_real
@@ -141,7 +141,8 @@ class Sapt(Method):
             self._begin(stage.name, stage_labels(stage))
         self._heard = {}
         for name, parameter in self.backbone.named_parameters():
-            parameter.requires_grad_(is_live(name) or (not self._alone and name.startswith("attention.")))
+            attends = not self._alone and name.startswith("attention.")
+            parameter.requires_grad_(attends or is_live(name, parameter))
         self.reflection.pooled = self._pooled_memories() if self.reflection.weight and not self._alone else {}
         self._companions = self._ride_along(stage) if self.config.ablation == "replay" and not self._alone else None
 
@@ -329,9 +330,7 @@ class Sapt(Method):
         found |= self.reflection.tensors()
         if self.selector is not None:
             found |= {f"selector/{name}": tensor for name, tensor in self.selector.tensors().items()}
-        for name, state in self._learned.items():
-            found |= {f"block/{name}/{part}": tensor for part, tensor in state.tensors().items()}
-        return found
+        return found | packed(self._learned)
 
     def state_dict(self) -> dict[str, Any]:
         """Label rows of each block, and which task is being learned."""
@@ -351,9 +350,7 @@ class Sapt(Method):
             selector = Attention(self.attention.dimensions, self.config.attention, 0, self.backbone.device)
             selector.take(state["selector"], under("selector/", carried))
             self.selector = selector.requires_grad_(False)
-        scale = self.config.alpha / self.config.rank
-        for name, labels in state["learned"].items():
-            self._keep({name: AdapterState.from_tensors(under(f"block/{name}/", carried), scale, labels)})
+        self._keep(unpacked(state["learned"], carried, self.config.alpha / self.config.rank))
         if state["task"]:
             self._begin(state["task"], state["live_labels"])
 

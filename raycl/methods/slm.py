@@ -26,8 +26,8 @@ from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
 from raycl.data.cache import cache_folder
 from raycl.errors import ConfigError
-from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
-from raycl.methods.blocks import end_live, is_live, under
+from raycl.methods.base import Learned, Method, MethodConfig, packed, stage_labels, under, unpacked
+from raycl.methods.blocks import end_live, is_live
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.keys import KeyConfig, check_keys, split_groups
 from raycl.retrieval.maps import newest_rows, plane, similarity
@@ -139,7 +139,7 @@ class Slm(Method):
         head = self.backbone.head
         frozen = "head." if isinstance(head, MixedHead) and head.frozen else "-"
         for name, parameter in self.backbone.named_parameters():
-            parameter.requires_grad_(is_live(name) and not name.startswith(frozen))
+            parameter.requires_grad_(is_live(name, parameter) and not name.startswith(frozen))
 
     def _begin(self, task: str, labels: list[str]) -> None:
         std = self.config.a_init_std
@@ -203,7 +203,8 @@ class Slm(Method):
         """The live slots; none between tasks."""
         if not self._task:
             return []
-        return [name for name in super().learned_names() if is_live(name)]
+        parameters = self.backbone.named_parameters()
+        return [name for name, parameter in parameters if parameter.requires_grad and is_live(name, parameter)]
 
     def router_state(self) -> RouterState:
         """Keys, statistics, rules and encoder."""
@@ -223,9 +224,7 @@ class Slm(Method):
         studied = self._ahead if self.studies_ahead else self.router
         found = {f"router/{name}": tensor for name, tensor in studied.tensors().items()}
         found |= {f"dev/{task}": queries for task, queries in studied.dev.items()}
-        for name, state in self._learned.items():
-            found |= {f"slot/{name}/{part}": tensor for part, tensor in state.tensors().items()}
-        return found
+        return found | packed(self._learned)
 
     def state_dict(self) -> dict[str, Any]:
         """Label rows, the router's settings, and which task is being learned."""
@@ -243,9 +242,7 @@ class Slm(Method):
         router = RouterState(state["router"]["kind"], state["router"]["settings"])
         self.router = _restored(router, carried)
         self._ahead = _restored(replace(router, settings={**router.settings, "tasks": state["ahead"]}), carried)
-        for name, labels in state["learned"].items():
-            parts = under(f"slot/{name}/", carried)
-            self._keep({name: AdapterState.from_tensors(parts, 1.0, labels, self.stack.activation)})
+        self._keep(unpacked(state["learned"], carried, 1.0, self.stack.activation))
         if state["task"]:
             self._begin(state["task"], state["live_labels"])
 

@@ -54,6 +54,17 @@ class SingleRouter:
         return Mixture.same(self._weights, len(texts))
 
 
+class SumRouter:
+    """Every adapter at once, for methods that learn each one on top of all earlier ones (O-LoRA)."""
+
+    def __init__(self, owners: Owners) -> None:
+        self._weights = dict.fromkeys(owners, 1.0)
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """All of them, fully."""
+        return Mixture.same(self._weights, len(texts))
+
+
 class TaskRouter:
     """Each task's own adapter: an upper reference that must be told the task."""
 
@@ -82,6 +93,10 @@ class TextRouter:
         """By each text's query; with `task_id`, among the slots of its own task alone."""
         return self.router.route(self.encoder.embed(texts), tasks if self.router.config.task_id else None)
 
+    def unfamiliar(self, texts: Sequence[str]) -> list[float] | None:
+        """From 0 to 1 for each text (`SlotRouter.unfamiliar`); None: no texts were kept to compare with."""
+        return self.router.unfamiliar(self.encoder.embed(texts)).tolist() if self.router.samples else None
+
 
 def _from_text(state: RouterState, owners: Owners, cache: Path | None) -> Router:
     if state.encoder is None:
@@ -97,6 +112,7 @@ def _from_text(state: RouterState, owners: Owners, cache: Path | None) -> Router
 
 ROUTERS: dict[str, Any] = {
     "single": lambda state, owners, cache: SingleRouter(owners),
+    "sum": lambda state, owners, cache: SumRouter(owners),
     "task": lambda state, owners, cache: TaskRouter(owners),
     "keys": _from_text,
     "discriminant": _from_text,

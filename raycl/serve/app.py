@@ -65,7 +65,7 @@ class Model:
     def __init__(self, tree: dict[str, Any]) -> None:
         """Load the backbone and the first snapshot."""
         logging.getLogger("raycl").setLevel(logging.INFO)
-        self.service = open_service(configs.validate(ServeConfig, tree), shelf=True)
+        self.service = open_service(configs.validate(ServeConfig, tree), shelf=True, routes=False)
         self.metrics = Metrics(self.service)
 
     async def answer(self, spec: Spec) -> AsyncGenerator[Event, None]:

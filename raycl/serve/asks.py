@@ -61,6 +61,7 @@ class Made:
         snapshot: number. weights: adapter -> weight of those that spoke.
         template: task whose prompt was put around the text, "" for none.
         cut_tokens: of the prompt, to fit what the snapshot was trained on.
+        unfamiliar: from 0 to 1, near 1 for a text like none that was learned; None: not asked, or not known.
         queue_ms, retrieval_ms: waiting, and choosing (encoder, search, weights; shared by those chosen for together).
     """
 
@@ -69,6 +70,7 @@ class Made:
     template: str = ""
     prompt_tokens: int = 0
     cut_tokens: int = 0
+    unfamiliar: float | None = None
     queue_ms: float = 0.0
     retrieval_ms: float = 0.0
     batch: int = 1

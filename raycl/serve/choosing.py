@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from raycl.retrieval.router import TextRouter
 from raycl.serve.asks import Ask
 from raycl.serve.host import Hosted
 from raycl.serve.model import heads_of
@@ -35,6 +36,14 @@ def mixtures_of(hosted: Hosted, asks: Sequence[Ask], attend: Attend | None = Non
     for group in (told, [number for number in free if asks[number].choice.task is None]):
         found |= _routed(hosted, asks, group, attend)
     return [found[number] for number in range(len(asks))]
+
+
+def unfamiliar_of(hosted: Hosted, asks: Sequence[Ask]) -> dict[str, float]:
+    """Text -> how unfamiliar it is, where it is only to be routed: then somebody looks. {} if it cannot be told."""
+    texts = list(dict.fromkeys(ask.text for ask in asks if ask.route_only and ask.choice.weights is None))
+    if not texts or not isinstance(hosted.router, TextRouter):
+        return {}
+    return dict(zip(texts, hosted.router.unfamiliar(texts) or [], strict=False))
 
 
 def _routed(hosted: Hosted, asks: Sequence[Ask], group: Sequence[int], attend: Attend | None) -> dict[int, Mixture]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +26,7 @@ from raycl.data.loader import batch_of
 from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
 from raycl.serve.asks import CLOSED, FAILURES, Ask, Event, Failed, Labelled, Made, Started, is_last
-from raycl.serve.choosing import head_of, loudest, mixtures_of
+from raycl.serve.choosing import head_of, loudest, mixtures_of, unfamiliar_of
 from raycl.serve.decoding import OVERFLOW, Decoding, Ready
 from raycl.serve.fitting import Fitted, Fitting
 from raycl.serve.host import Host, Hosted, stacked
@@ -35,6 +35,9 @@ from raycl.types import Mixture
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+TOGETHER = 8
+"""Adapters brought to the device between two batches: a few milliseconds."""
 
 
 class Engine:
@@ -88,12 +91,15 @@ class Engine:
         return done
 
     def take_on(self, hosted: Hosted) -> None:
-        """Put a snapshot on the host, between two batches; blocks until it is there.
+        """Put a snapshot on the host, and its adapters on the device if that is little, between batches; blocks.
 
         Raises:
             BankError: see `Host.add`.
         """
         self.call(lambda: self.host.add(hosted)).result()
+        keys = self.host.ahead(hosted)
+        for first in range(0, len(keys), TOGETHER):
+            self.call(partial(self.host.bring, keys[first : first + TOGETHER])).result()
 
     def let_go(self, number: int) -> None:
         """Take a snapshot from the host, between two batches."""
@@ -232,10 +238,13 @@ class Engine:
     def _routed(self, asks: list[Ask]) -> list[Ready]:
         began = time.perf_counter()
         mixtures: dict[int, Mixture] = {}
+        strange: dict[int, float] = {}
         for hosted in {id(ask.hosted): ask.hosted for ask in asks}.values():
             mine = [number for number, ask in enumerate(asks) if ask.hosted is hosted]
-            found = mixtures_of(hosted, [asks[number] for number in mine], self._attend)
-            mixtures |= dict(zip(mine, found, strict=True))
+            group = [asks[number] for number in mine]
+            mixtures |= dict(zip(mine, mixtures_of(hosted, group, self._attend), strict=True))
+            told = unfamiliar_of(hosted, group)
+            strange |= {number: told[asks[number].text] for number in mine if asks[number].text in told}
         spent = (time.perf_counter() - began) * 1e3
         self._retrieval_s += spent / 1e3
         fit = cache(self._fitting.fit)  # several answers to one text read it once
@@ -243,6 +252,7 @@ class Engine:
         for number, ask in enumerate(asks):
             one = self._prompted(ask, mixtures[number], fit)
             made = replace(one.made, queue_ms=(began - ask.began) * 1e3, retrieval_ms=spent, batch=len(asks))
+            made = replace(made, unfamiliar=strange.get(number))
             ready.append(replace(one, made=made))
         return ready
 

@@ -7,6 +7,7 @@ What it does not know: requests, where snapshots come from, when one is no longe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ from raycl.retrieval.attention import AttentionRouter
 from raycl.retrieval.router import Router
 from raycl.serve.refusals import UnavailableError
 from raycl.types import Activation, AdapterState, Mixture
+
+log = logging.getLogger(__name__)
+
+AHEAD_BYTES = 256 * 2**20
+"""Adapters of one snapshot that are brought ahead take so much at most, as files."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +206,29 @@ class Host:
         """Who speaks for each prompt of a snapshot that reads them; see `Hosted.mixture`."""
         assert isinstance(hosted.router, AttentionRouter), "this snapshot's router reads texts"
         return hosted.named(hosted.router.read(self.backbone.embedded(ids_BL), mask_BL))
+
+    def ahead(self, hosted: Hosted) -> list[str]:
+        """Adapters of a snapshot worth bringing to the device before anybody asks: so many as take little."""
+        room, found = AHEAD_BYTES, []
+        for entry in hosted.snapshot.adapters:
+            room -= entry.tensors.bytes
+            if room < 0:
+                break
+            found.append(str(entry))
+        return found
+
+    def bring(self, keys: Sequence[str]) -> None:
+        """Have them on the device if there is room; what cannot be had now is left to those who ask for it."""
+        for key in keys:
+            if key in self._sources and key not in self.stack.states and self._has_room(self._ranks[key]):
+                try:
+                    self.stack.need([key])
+                except UnavailableError as error:
+                    log.warning("%s", error)
+                    return
+
+    def _has_room(self, rows: int) -> bool:
+        return self.stack.grows or self.stack.table.free >= rows
 
     def hold(self, keys: Sequence[str]) -> None:
         """Keep these adapters on the device until they are released as often as they were held."""

@@ -33,11 +33,12 @@ SOURCE_TOKENS, TARGET_TOKENS = 256, 64
 WARMING = "a first text, to which nobody waits for an answer"
 
 
-def open_service(config: ServeConfig, shelf: bool = False) -> Service:
+def open_service(config: ServeConfig, shelf: bool = False, routes: bool = True) -> Service:
     """Load everything; blocks for as long as that takes.
 
     Args:
         shelf: adapters come through the cluster's object store, once per node.
+        routes: texts are routed here; else whatever the router reads texts with is loaded when first needed.
 
     Raises:
         BankError: no snapshot, or damaged. BackboneError: the backbone cannot be loaded, or is another one.
@@ -57,7 +58,7 @@ def open_service(config: ServeConfig, shelf: bool = False) -> Service:
     host = Host(backbone, config.resident_rows)
     engine = Engine(host, config.max_batch, source, target, config.limits.prompt_tokens)
     roster = Roster(bank, engine, config, snapshot.backbone.sha256, Shelf(bank) if shelf else None)
-    _warm(engine, roster.active)
+    _warm(engine, roster.active, routes)
     return Service(config, engine, roster)
 
 
@@ -79,12 +80,13 @@ def open_front(config: ServeConfig, stream: Stream) -> Service:
     return Service(config, engine, roster)
 
 
-def _warm(engine: Engine, hosted: Hosted) -> None:
+def _warm(engine: Engine, hosted: Hosted, routes: bool) -> None:
     """Answer something once: encoder, adapters and kernels are loaded and chosen now, not while somebody waits."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     task = hosted.snapshot.tasks[0].name if hosted.snapshot.tasks else None
-    ask = Ask(WARMING, hosted, Choice(task=task), events.put, None if engine.kind == "encoder" else Sampling(2))
+    weights = None if routes else dict.fromkeys(list(hosted.keys)[:1], 1.0)
+    ask = Ask(WARMING, hosted, Choice(weights, task), events.put, None if engine.kind == "encoder" else Sampling(2))
     engine.submit(ask)
     event = events.get()
     while not is_last(ask, event):

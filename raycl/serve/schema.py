@@ -151,6 +151,9 @@ class How(BaseModel):
     tasks: dict[str, float]
     template: str = ""
     cut_tokens: int = 0
+    unfamiliar: float | None = Field(
+        None, description="POST /v1/route: from 0 to 1, near 1 for a text like none that was learned"
+    )
     queue_ms: float = 0.0
     retrieval_ms: float = 0.0
     batch: int = 1

@@ -265,6 +265,7 @@ def how(hosted: Hosted, made: Made) -> How:
         tasks=_rounded(tasks),
         template=made.template,
         cut_tokens=made.cut_tokens,
+        unfamiliar=None if made.unfamiliar is None else round(made.unfamiliar, 3),
         queue_ms=round(made.queue_ms, 3),
         retrieval_ms=round(made.retrieval_ms, 3),
         batch=made.batch,

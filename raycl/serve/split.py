@@ -13,13 +13,14 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ray.exceptions import RayError
 
 from raycl.errors import RayclError
 from raycl.retrieval.router import NEEDS_BACKBONE
 from raycl.serve.asks import CLOSED, FAILURES, Ask, Choice, Event, Failed, Sampling, Started
-from raycl.serve.choosing import mixtures_of
+from raycl.serve.choosing import mixtures_of, unfamiliar_of
 from raycl.serve.host import Hosted
 
 
@@ -108,6 +109,7 @@ class RemoteEngine:
         free = [ask for ask in asks if hosted.snapshot.router.kind not in NEEDS_BACKBONE]
         try:
             found = dict(zip(map(id, free), mixtures_of(hosted, free), strict=True))
+            strange = unfamiliar_of(hosted, free)
         except (*FAILURES, RayError) as error:  # a request must never end the thread
             if len(asks) > 1:
                 for ask in asks:
@@ -123,9 +125,10 @@ class RemoteEngine:
                 choice = Choice({hosted.names[key]: weight for key, weight in pairs}, choice.task)
             spec = Spec(ask.text, hosted.snapshot.number, choice, ask.sampling, ask.templated, ask.route_only)
             waited = (began - ask.began) * 1e3
-            asyncio.run_coroutine_threadsafe(self._listen(ask, spec, waited, spent), self._loop)
+            facts = {"queue_ms": waited, "retrieval_ms": spent, "unfamiliar": strange.get(ask.text)}
+            asyncio.run_coroutine_threadsafe(self._listen(ask, spec, facts), self._loop)
 
-    async def _listen(self, ask: Ask, spec: Spec, waited: float, spent: float) -> None:
+    async def _listen(self, ask: Ask, spec: Spec, facts: dict[str, Any]) -> None:
         try:
             async with aclosing(self._stream(spec)) as events:
                 async for event in events:
@@ -133,8 +136,8 @@ class RemoteEngine:
                         break
                     if isinstance(event, Started):
                         made = event.made
-                        waits, chose = waited + made.queue_ms, spent + made.retrieval_ms
-                        event = Started(replace(made, queue_ms=waits, retrieval_ms=chose))
+                        later = {name: facts[name] + getattr(made, name) for name in ("queue_ms", "retrieval_ms")}
+                        event = Started(replace(made, **{**facts, **later}))
                     ask.send(event)
         except (*FAILURES, RayError) as error:  # a replica that dies fails its own answers only
             known = (

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from raycl.backbone import Backbone, Output
+from raycl.kernels.row_gradient import adamw_rows
 from raycl.methods.modifier import Modifiers
 from raycl.train.settings import TrainConfig
 from raycl.train.world import World
@@ -131,24 +132,29 @@ class TorchEngine:
             assert parameter.grad is not None
             parameter.grad = modifiers(name, parameter.grad)
         norm = nn.utils.clip_grad_norm_(self.trained.values(), self.max_grad_norm or float("inf"))
-        held = [hold for name in modifiers.names for hold in self._hold(modifiers, name)]
+        for name in modifiers.names:
+            self._step_rows(modifiers, name)
         self.optimizer.step()
-        for tensor, mask, old in held:
-            tensor.copy_(torch.where(mask, old, tensor))
         self.schedule.step()
         self.optimizer.zero_grad()
         return float(norm)
 
-    def _hold(self, modifiers: Modifiers, name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(what the update will change, where it must not, its value now) of a parameter and its moments."""
-        mask, parameter = modifiers.held(name), self.trained[name]
-        if mask is None:
-            return []
+    def _step_rows(self, modifiers: Modifiers, name: str) -> None:
+        """Update the rows that may move, where others are held, and leave nothing to the optimizer's own step."""
+        held, parameter = modifiers.held(name), self.trained[name]
+        if held is None:
+            return
+        axis = max(range(held.dim()), key=lambda axis: held.shape[axis])
+        assert held.numel() == held.shape[axis], "only whole rows can be held"
         state = self.optimizer.state[parameter]
         if not state:  # as Adam itself begins
             state["step"] = torch.tensor(0.0)
             state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-        return [(tensor, mask, tensor.clone()) for tensor in (parameter.data, *(state[moment] for moment in MOMENTS))]
+        state["step"] += 1
+        group = next(group for group in self.optimizer.param_groups if any(p is parameter for p in group["params"]))
+        rows = (~held).flatten().nonzero().squeeze(1)
+        adamw_rows(parameter, (state["exp_avg"], state["exp_avg_sq"]), rows, axis, int(state["step"]), group)
+        parameter.grad = None
 
     def _summed(self, gradients: list[Tensor]) -> list[Tensor]:
         flat = self.world.sum(torch.cat([gradient.reshape(-1) for gradient in gradients]))

@@ -194,7 +194,9 @@ class StreamLoop:
         micro = micro_batch_size(train.batch_size, train.micro_batch_size, world.size)
         labels = parts.backbone.label_ids() if codec.needs_labels else None
         reads = parts.method.reads_batches
-        loader = Loader(tables, labels, order, world.rank, world.size, micro, train.batch_size, codec.pad_id, reads)
+        exercise = parts.stream.exercise(codec, stable_seed(parts.info.seed, "exercise", stage.index))
+        sizes = (world.rank, world.size, micro, train.batch_size)
+        loader = Loader(tables, labels, order, *sizes, codec.pad_id, reads, exercise)
         return loader, order
 
     def _order(self, stage: Stage, rows: int) -> GlobalOrder:

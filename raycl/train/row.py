@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
 
 from raycl.data.loader import eval_batches
+from raycl.data.tokens import TokenTable
 from raycl.eval.evaluator import evaluate
+from raycl.eval.language import score_texts
 from raycl.storage import Storage
 from raycl.train.parts import Parts
 from raycl.train.world import World
 from raycl.types import Batch, Score, Stage, Task
 
 log = logging.getLogger("raycl")
+
+EXERCISE_SEED = 0
+"""Hides the same words of a text in every evaluation of every run, so that scores can be compared."""
 
 
 def evaluate_row(parts: Parts, stage: Stage, world: World, storage: Storage) -> dict[str, Score]:
@@ -37,12 +44,16 @@ def _tasks(parts: Parts, stage: Stage) -> list[Task]:
 def _score(parts: Parts, stage: Stage, task: Task, world: World, storage: Storage) -> Score:
     settings, codec = parts.evaluation, parts.backbone.codec
     table = parts.stream.table(task, settings.split, codec)
-    limit = settings.max_new_tokens or codec.max_target_tokens
     encoder = parts.method.encoder
     if encoder is not None:
         encoder.embed_all(table.texts(range(len(table))), (world.rank, world.size), world.gather)
     reads = parts.method.reads_batches
-    batches = eval_batches(table, None, world.rank, world.size, settings.batch_size, codec.pad_id, reads)
+    exercise = parts.stream.exercise(codec, EXERCISE_SEED)
+    sizes = (world.rank, world.size, settings.batch_size)
+    batches = eval_batches(table, None, *sizes, codec.pad_id, reads, exercise)
+    if exercise is not None:
+        return _text_score(parts, task, table, batches, world)
+    limit = settings.max_new_tokens or codec.max_target_tokens
     references = table.references(range(len(table)))
     others = {label for other in parts.stream.tasks if other is not task for label in other.labels or ()}
     answers, cell = evaluate(
@@ -55,6 +66,22 @@ def _score(parts: Parts, stage: Stage, task: Task, world: World, storage: Storag
         if settings.save_predictions:
             name = f"predictions/{stage.index:03d}-{stage.name}/{task.name}.jsonl"
             storage.write(name, _jsonl(table.texts(range(len(table))), references, answers))
+    return cell
+
+
+def _text_score(parts: Parts, task: Task, table: TokenTable, batches: Iterable[Batch], world: World) -> Score:
+    """Where texts themselves are learned."""
+
+    def read(batch: Batch) -> Tensor:
+        batch = batch.to(world.device)
+        with parts.method.speaking(batch):
+            return parts.backbone.read(batch).cpu()
+
+    cell = score_texts(batches, read, len(table), world.gather)
+    cell.extra |= {"truncated_sources": float(table.truncated_sources)}
+    if world.is_first:
+        shown = (task.name, cell.value, cell.extra["perplexity"], cell.extra["tokens"])
+        log.info("    %-36s %5.1f  (perplexity %.4g, %d tokens)", *shown)
     return cell
 
 

@@ -43,11 +43,11 @@ def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
 
     def get(kind: str, method: str) -> Done:
         if (kind, method) not in done:
-            sapt = {"name": "sapt", "arm": {"fraction": 1.0, "weight": 2.0}}
             settings = {
                 "slm": lab.slots(),
-                "sapt": sapt,
+                "sapt": {"name": "sapt", "arm": {"fraction": 1.0, "weight": 2.0}},
                 "prompts": lab.slots(value="prompt", retrieval={"rule": "vote"}),
+                "olora": {"name": "olora", "head": "own"},
             }
             config = lab.config(kind, settings.get(method, method), train={"epochs": 6, "learning_rate": 0.03})
             storage = Storage.at(tmp_path_factory.mktemp(f"{kind}-{method}"))

@@ -135,14 +135,15 @@ def test_of_many_tasks_the_loudest_are_shown(page: Page, served: Get) -> None:
     loud = {"task17": 0.9, "task3": 0.3, "task5": -0.2, "task9": 0.001}
     tasks = {f"task{number}": 0.0 for number in range(20)} | loud
     facts = {"active": 1, "tasks": list(tasks), "kind": "decoder", "data": [1], "problem": ""}
-    how = {"tasks": loud, "adapters": {"one": 1.5, "two": -0.5}}
+    how = {"tasks": loud, "adapters": {"one": 1.5, "two": -0.5}, "unfamiliar": 0.994}
     page.route("**/v1/snapshots", lambda route: route.fulfill(json=facts))
     page.route("**/v1/route", lambda route: route.fulfill(json={"data": [{"raycl": how}]}))
     opened(page, served("llama"))
     page.fill("#text", COLOUR)
     expect(mixture(page).locator(".value")).to_have_text(["0.00", "0.00", "0.30", "−0.20", "< 0.01", "0.90"])
     assert list(shown(mixture(page))) == ["task0", "task1", "task3", "task5", "task9", "task17"]
-    assert page.locator("#auto .hint").inner_text() == "and 14 quieter tasks"
+    strange = "unlike what was learned: 99 % of known texts are nearer to a task"
+    assert page.locator("#auto .hint").inner_text() == f"and 14 quieter tasks · {strange}"
     page.locator("#auto .mixture summary").click()
     assert shown(page.locator("#auto .mixture details .bars")) == {"one": "1.50", "two": "−0.50"}
 

@@ -36,6 +36,21 @@ def test_adapters_that_are_evicted_come_back(taught: Taught, tmp_path: Path) -> 
         assert shown.wait(lambda event: isinstance(event, Started)).made.weights == {"colour": 1.0, "animal": 1.0}
 
 
+def test_what_is_small_is_there_before_anybody_asks(taught: Taught, tmp_path: Path) -> None:
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    rank = bank.open(2).adapters[0].rank
+    for settings, count in (({}, 2), ({"resident_rows": 2 * rank - 1}, 1), ({"resident_rows": rank - 1}, 0)):
+        with serving(bank, **settings) as desk:
+            assert len(desk.engine.host.stack.states) == count
+    lost, other = bank.open(2).adapters
+    Path(bank.storage.path(lost.tensors.file)).unlink()
+    with serving(bank) as desk:
+        assert f"adapter {lost} cannot be had now" in desk.ask("fire is", weights={lost.name: 1.0}).error
+        assert desk.ask("fire is", weights={other.name: 1.0}).finish, (
+            "one that is lost keeps no snapshot from answering"
+        )
+
+
 def test_labels_on_a_small_device(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("bert", "separate"), tmp_path)
     asked = examples(taught("bert", "separate"), bank)

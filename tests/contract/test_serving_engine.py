@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,7 @@ LONG = Sampling(100)
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"),
-    [*((kind, method) for kind in ("llama", "t5") for method in ("separate", "slm")), ("llama", "sapt")],
+    ("kind", "method"), [*product(("llama", "t5"), ("separate", "slm")), ("t5", "olora"), ("llama", "sapt")]
 )
 def test_texts_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
     bank = bank_of(taught(kind, method), tmp_path)
@@ -49,7 +49,8 @@ def test_texts_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, kind: 
         assert [reply.text for reply in joining] == [one.answer for one in asked[::-1]]
         assert all(reply.made.cut_tokens == 0 for reply in joining)
         desk.settle()
-        assert desk.engine.counts["rows"] > len(asked) and desk.engine.counts["misses"] >= 2
+        counts = desk.engine.counts
+        assert counts["rows"] > len(asked) < counts["hits"] and not counts["misses"], "small adapters are there before"
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
@@ -86,11 +87,12 @@ def test_who_has_no_soft_prompt_reads_the_same_text(taught: Taught, tmp_path: Pa
         ]
 
 
-@pytest.mark.parametrize("method", ["separate", "slm", "sapt"])
+@pytest.mark.parametrize("method", ["separate", "slm", "olora", "sapt"])
 def test_labels_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, method: str) -> None:
     bank = bank_of(taught("bert", method), tmp_path)
     asked = examples(taught("bert", method), bank)
-    assert {one.answer for one in asked} == {"red", "blue", "cat", "dog"}
+    forgot = {"red"} if method == "olora" else set()
+    assert {one.answer for one in asked} == {"red", "blue", "cat", "dog"} - forgot
     with serving(bank, max_batch=5) as desk:
         with desk.paused():
             replies = [

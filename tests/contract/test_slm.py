@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import KINDS, Complete, Lab, Stop, exported, matrix, model, opened, run, tokenizer, trace
+from wired import listening
 
 from raycl.adapters import AdapterStack
 from raycl.backbone.roles import linear_names
@@ -224,6 +225,11 @@ def test_dev_texts_that_are_kept_tell_new_texts_from_known_ones(lab: Lab, tmp_pa
     routings = [Routing.of(storage.read_json("results.json")) for storage in (whole, stopped)]
     assert routings[0] == routings[1] and list(routings[0].novelty) == ["animal"]
     assert 0.1 < float(routers[0].unfamiliar(first["sample/colour"]).mean()) < 0.9
+    asked = ["fire is warm", "the annual report of the company lists its subsidiaries in Norway"]
+    with listening(Bank(whole.sub("bank"))) as wire:
+        found = [one["raycl"]["unfamiliar"] for one in wire.post("/v1/route", {"input": asked}).json()["data"]]
+        answered = wire.post("/v1/classify", {"input": asked[0]}).json()["data"][0]["raycl"]
+    assert found[0] < found[1] == 1.0 and answered["unfamiliar"] is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -27,6 +27,8 @@ CASES = [
     *(("bert", "finetune", engine, None) for engine in ("torch", "zero3")),
     ("llama", "lora", "torch", None),
     ("bert", "separate", "torch", None),
+    *(("bert", "olora", engine, 1) for engine in ("torch", "zero3")),
+    ("masked", "finetune", "torch", None),
     *((kind, "lora", engine, 1) for kind in ("bert", "t5") for engine in ("torch", "zero2")),
     ("bert", "lora", "zero3", 1),
     *(("bert", "finetune+migu", engine, micro) for engine, micro in (("torch", None), ("torch", 1), ("zero2", 1))),
@@ -41,15 +43,20 @@ Alone = Callable[[str, str], Storage]
 
 
 def tree(lab: Lab, kind: str, method: str, engine: str, micro: int | None = None) -> dict[str, Any]:
-    return lab.tree(kind, method.partition("+")[0], ENGINES[engine], **sections(method, micro))
+    return lab.tree(kind, method.partition("+")[0], ENGINES[engine], **sections(kind, method, micro))
 
 
-def sections(method: str, micro: int | None = None) -> dict[str, Any]:
+def sections(kind: str, method: str, micro: int | None = None) -> dict[str, Any]:
     """With MIGU for `<method>+migu`."""
-    found: dict[str, Any] = {"stream": {"train_rows": ROWS}, "train": {"micro_batch_size": micro}}
+    found: dict[str, Any] = {"stream": stream(kind), "train": {"micro_batch_size": micro}}
     if method.endswith("+migu"):
         found["modifiers"] = [{"name": "migu", "skip_first_task": False}]
     return found
+
+
+def stream(kind: str) -> dict[str, Any]:
+    """Encoders with a mask learn texts."""
+    return {"train_rows": ROWS, "objective": "mlm" if kind == "masked" else "answer"}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +67,7 @@ def alone(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     def get(kind: str, method: str) -> Storage:
         if (kind, method) not in done:
             done[kind, method] = Storage.at(tmp_path_factory.mktemp(f"alone-{kind}-{method}"))
-            run(lab.config(kind, method.partition("+")[0], **sections(method)), done[kind, method])
+            run(lab.config(kind, method.partition("+")[0], **sections(kind, method)), done[kind, method])
         return done[kind, method]
 
     return get

@@ -18,6 +18,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertModel,
     GPT2Config,
     GPT2LMHeadModel,
@@ -72,15 +73,21 @@ TRAIN_ROWS, TEST_ROWS = 14, 6
 """14 rows in batches of 4 leave a last batch of 2."""
 
 
+BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+
+
 def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     """Whole words, with the special tokens that each kind of model is used to (the decoder has no padding token)."""
     special = {
-        "bert": {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"},
+        "bert": BERT,
+        "masked": {**BERT, "mask_token": "[MASK]"},
         "t5": {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"},
         "llama": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
         "gpt2": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     }[kind]
-    shape = {"bert": "[CLS] $A [SEP]", "t5": "$A </s>", "llama": "<s> $A", "gpt2": "$A"}[kind]
+    shape = {"bert": "[CLS] $A [SEP]", "masked": "[CLS] $A [SEP]", "t5": "$A </s>", "llama": "<s> $A", "gpt2": "$A"}[
+        kind
+    ]
     ids = {word: number for number, word in enumerate([*special.values(), *WORDS])}
     made = Tokenizer(models.WordLevel(ids, unk_token=special["unk_token"]))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -94,6 +101,8 @@ def model(kind: str, vocabulary: int, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     if kind == "bert":
         return BertModel(BertConfig(vocab_size=vocabulary, max_position_embeddings=64, **SIZES))
+    if kind == "masked":
+        return BertForMaskedLM(BertConfig(vocab_size=vocabulary, max_position_embeddings=64, **SIZES))
     if kind == "t5":
         sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
         return T5ForConditionalGeneration(

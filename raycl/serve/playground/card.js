@@ -2,6 +2,7 @@
 // Names, labels and answers are anybody's text: they become text nodes, never markup.
 
 const SHOWN = 6;
+const STRANGE = 0.95;
 const LIKELY = 4;
 
 export const milliseconds = (ms) => (ms < 999.5 ? `${ms < 9.95 ? ms.toFixed(1) : Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
@@ -81,7 +82,9 @@ export class Card {
     const rest = shares.size - loud.length;
     const adapters = Object.entries(how.adapters);
     drawMore(this.adapters, adapters, `${adapters.length} ${adapters.length === 1 ? "adapter" : "adapters"}`);
-    this.say(rest > 0 ? `and ${rest} quieter tasks` : "");
+    const words = rest > 0 ? [`and ${rest} quieter tasks`] : [];
+    if (how.unfamiliar >= STRANGE) words.push(`unlike what was learned: ${Math.round(100 * how.unfamiliar)} % of known texts are nearer to a task`);
+    this.say(words.join(" · "));
   }
 
   /** Words instead of bars, or below them. */

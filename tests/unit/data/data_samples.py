@@ -30,6 +30,10 @@ class MiniLMCodec:
         self.max_source_tokens = max_source_tokens
         self.max_target_tokens = max_target_tokens
         self.needs_labels = needs_labels
+        self.kind = "encoder" if needs_labels else "decoder"
+        self.mask_id = self.tokenizer.token_to_id("[MASK]")
+        self.special_ids = frozenset(map(self.tokenizer.token_to_id, ("[PAD]", "[CLS]", SEP, "[MASK]")))
+        self.vocabulary = self.tokenizer.get_vocab_size()
         self.fingerprint = "minilm"
         self.calls = 0
 

@@ -12,7 +12,7 @@ from raycl.data.loader import Collate
 from raycl.methods.migu import Migu
 from raycl.run import build
 from raycl.train.engine import Engine
-from raycl.train.step import train_step
+from raycl.train.step import StepResult, train_step
 from raycl.train.world import World
 from raycl.types import Batch
 
@@ -54,8 +54,8 @@ class Started:
         collate = Collate([table], labels, codec.pad_id, texts=texts)
         return collate(torch.tensor(rows).numpy(), size or len(rows))
 
-    def step(self, *batches: Batch) -> None:
-        train_step(self.engine, self.parts.method, batches, WORLD, 1, self.parts.modifiers)
+    def step(self, *batches: Batch) -> StepResult:
+        return train_step(self.engine, self.parts.method, batches, WORLD, 1, self.parts.modifiers)
 
     def magnitudes(self, *batches: Batch) -> Tensor:
         """What the step sees, without taking it."""

@@ -198,6 +198,7 @@ def test_adam_moves_masked_rows_by_momentum_unless_the_update_is_masked(lab: Lab
             mask[own.place][: own.place.stop - own.place.start] = False
             mask[own.place.start] = keeps_first
             mask[own.place.start + 1] = not keeps_first
+            started.migu._still = ~mask
             for parameter in started.engine.trained.values():  # type: ignore[attr-defined]
                 parameter.grad = torch.ones_like(parameter)
             started.engine.step(started.parts.modifiers)

@@ -78,6 +78,44 @@ def test_the_control_draws_as_many_rows_anew_in_every_step(lab: Lab) -> None:
     assert not torch.equal(masks[0], masks[1]) and torch.equal(masks[1], masks[2])
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "settings"),
+    [
+        *((kind, "float32", {}) for kind in ("bert", "t5", "llama")),
+        ("bert", "bfloat16", {}),
+        *(("bert", "float32", {name: value}) for name, value in [("rule", "quantile"), ("mask_scope", "micro_batch")]),
+        ("bert", "float32", {"mask_update": True}),
+    ],
+)
+def test_row_sparse_is_the_masked_dense_step_to_rounding(
+    lab: Lab, kind: str, dtype: str, settings: dict[str, Any]
+) -> None:
+    """Weights after a few steps of two micro-batches, and the loss they give."""
+    left, losses = [], []
+    for sparse in (True, False):
+        started = Started(lab, kind, row_sparse=sparse, backbone={"dtype": dtype}, **settings)
+        if not settings.get("mask_update"):
+            sgd(started.engine)
+        started.migu.record.steps = 2  # the first ones are measured, and therefore dense
+        for rows in ([0, 1, 2, 3], [4, 5], [6, 7, 8]):
+            started.step(started.batch(rows), started.batch(rows[:1]))
+        assert any(choice.rows is not None for choice in started.migu._choices.values()) is sparse
+        losses.append(started.step(started.batch([9])).loss)
+        left.append(started.values())
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    assert losses[0] == pytest.approx(losses[1], rel=tolerance)
+    for name, value in left[0].items():
+        torch.testing.assert_close(value, left[1][name], rtol=tolerance, atol=tolerance)
+
+
+def test_layers_forward_as_ever_when_the_task_is_over(lab: Lab) -> None:
+    started = Started(lab)
+    layers = [module for module in started.parts.backbone.modules() if "forward" in vars(module)]
+    assert len(layers) == 12
+    started.parts.modifiers.end_task()
+    assert not any("forward" in vars(module) for module in started.parts.backbone.modules())
+
+
 @pytest.mark.parametrize("scope", ["step", "micro_batch"])
 def test_whose_magnitudes_decide(lab: Lab, scope: str) -> None:
     started = Started(lab, mask_scope=scope)

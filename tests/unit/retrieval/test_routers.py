@@ -172,7 +172,7 @@ def test_another_encoder_than_the_keys_were_made_with_is_refused() -> None:
         make_router(state, {})
     with pytest.raises(BankError, match="must name its sentence encoder"):
         make_router(replace(state, encoder=None), {})
-    with pytest.raises(BankError, match="unknown router kind 'oracle': this version knows single, task, keys"):
+    with pytest.raises(BankError, match="unknown router kind 'oracle': this version knows single, sum, task, keys"):
         make_router(replace(state, kind="oracle"), {})
 
 
@@ -233,3 +233,10 @@ def test_memory_of_texts_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = SentenceEncoder(EncoderConfig())
     assert encoder.embed([f"text {number}" for number in range(5)]).shape == (5, 384)
     assert list(encoder._known) == ["text 2", "text 3", "text 4"]
+
+
+def test_router_sum_lets_everybody_speak_and_reads_nothing() -> None:
+    state = RouterState("sum", {"head_rule": "logit"})
+    mixture = make_router(state, {"one": ("one",), "two": ("two",)}).route(["a", "b", "c"], None)
+    assert mixture.names == ("one", "two") and torch.equal(mixture.weights, torch.ones(3, 2))
+    assert without(state, "one") == state

@@ -1,0 +1,106 @@
+"""Texts as something to learn from without answers: hidden words to guess, or each next word.
+
+Why it exists: which words are hidden must differ from epoch to epoch and yet follow from (seed, epoch, row) alone, so
+that a run can stop and go on anywhere and N workers equal one.
+What it does not know: models, batches, which rows come when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycl.errors import ConfigError
+from raycl.types import IGNORE, Objective, TextCodec
+
+Ids = NDArray[np.int32]
+
+Exercise = Callable[[Ids, int, int], tuple[Ids, Ids]]
+"""(ids of a text, its row, epoch) -> what the model reads and what it must say, as `Batch` holds them."""
+
+TOKEN_ACCURACY = "token_accuracy"
+"""Percent of the tokens to be guessed that the model's first choice gets right, given all that it may read."""
+
+MASKED, REPLACED = 0.8, 0.1
+"""Of the tokens to be guessed, shown as the mask and as another word; the rest are shown as they are (Devlin et al.
+2019, section 3.1)."""
+
+KINDS: dict[str, str] = {"mlm": "encoder", "clm": "decoder"}
+"""Objective -> kind of backbone that learns it."""
+
+
+@dataclass(frozen=True)
+class HiddenWords:
+    """Masked language modelling; the released BERT code's count: `max(1, round(share * tokens))` of each text.
+
+    Attributes:
+        words: ids that a replacement is drawn from.
+    """
+
+    share: float
+    mask_id: int
+    special_ids: frozenset[int]
+    words: NDArray[np.int64] = field(repr=False)
+    seed: int
+
+    def __call__(self, ids: Ids, row: int, epoch: int) -> tuple[Ids, Ids]:
+        """Source with hidden words, and a target as long that is IGNORE elsewhere."""
+        draw = np.random.Generator(np.random.PCG64([self.seed, epoch, row]))
+        places = np.flatnonzero(~np.isin(ids, list(self.special_ids)))
+        count = min(len(places), max(1, round(self.share * len(places))))
+        hidden = draw.permutation(places)[:count]
+        kind, words = draw.random(count), draw.choice(self.words, count)
+        source, target = ids.copy(), np.full_like(ids, IGNORE)
+        target[hidden] = ids[hidden]
+        source[hidden[kind < MASKED]] = self.mask_id
+        other = (kind >= MASKED) & (kind < MASKED + REPLACED)
+        source[hidden[other]] = words[other]
+        return source, target
+
+
+def next_words(ids: Ids, row: int, epoch: int) -> tuple[Ids, Ids]:
+    """Causal language modelling: the first token is read, every other one is to be said."""
+    return ids[:1], ids[1:]
+
+
+def exercise(objective: Objective, codec: TextCodec, share: float, seed: int) -> Exercise | None:
+    """What makes batches of texts; None where answers are learned."""
+    if objective == "answer":
+        return None
+    if objective == "clm":
+        return next_words
+    words = np.setdiff1d(np.arange(codec.vocabulary), list(codec.special_ids))
+    return HiddenWords(share, codec.mask_id, codec.special_ids, words, seed)
+
+
+def check_objective(objective: Objective, codec: TextCodec) -> None:
+    """Refuse an objective that the backbone cannot learn.
+
+    Raises:
+        ConfigError: another kind of backbone, or one without a mask token.
+    """
+    if objective == "answer":
+        return
+    if codec.kind != KINDS[objective]:
+        known = " and ".join(f"{name} for {kind}-only" for name, kind in KINDS.items())
+        raise ConfigError(
+            f"stream.objective is {objective}, but the backbone is of kind {codec.kind}: expected {known} backbones "
+            "(texts themselves are not learned with encoder-decoder ones)"
+        )
+    if objective == "mlm" and codec.mask_id < 0:
+        raise ConfigError("stream.objective is mlm, but the tokenizer has no mask token: choose another backbone")
+
+
+def whole_texts(texts: Sequence[str], codec: TextCodec, limit: int) -> tuple[list[list[int]], int]:
+    """Ids of texts to go on from, a first token ahead and end-of-sequence behind, and how many were cut to `limit`.
+
+    The first is what the tokenizer puts in front of a text; where that is nothing, end-of-sequence (as GPT-2 was
+    trained). A text that is cut has no end.
+    """
+    (end,) = codec.encode_target([""])
+    (start,) = codec.encode_source([""])
+    ids = [[*(start or end), *text] for text in codec.encode_target(texts)]
+    return [found[:limit] for found in ids], sum(len(found) > limit for found in ids)

@@ -1,0 +1,252 @@
+"""IncLoRA and O-LoRA: the properties of methods.md 9.4, and what the sum of adapters promises."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import ENGINES, KINDS, Lab, exported, matrix, opened, run, trace
+
+from raycl.adapters.state import combine
+from raycl.backbone import load_backbone, load_codec
+from raycl.bank import Bank
+from raycl.data.loader import eval_batches
+from raycl.methods.inclora import IncLora
+from raycl.methods.olora import OLora, abssum
+from raycl.run import build
+from raycl.serve.model import backbone_of
+from raycl.storage import Storage
+from raycl.train.parts import Parts
+from raycl.train.world import World
+from raycl.types import AdapterState, Batch, Mixture
+
+WORLD = World.alone(torch.device("cpu"))
+REPO = Path(__file__).resolve().parents[3]
+
+
+def second_task(lab: Lab, kind: str, **settings: Any) -> tuple[OLora, Parts, Batch]:
+    """At the beginning of task 2, with a first adapter of random numbers, and a batch of task 1."""
+    parts, _ = build(lab.config(kind, {"name": "olora", **settings}), WORLD)
+    method, codec = parts.method, parts.backbone.codec
+    assert isinstance(method, OLora)
+    method.begin_task(parts.stages[0], resumed=False)
+    randomise(method)
+    method.end_task(parts.stages[0], {name: p.detach() for name, p in parts.backbone.named_parameters()})
+    method.begin_task(parts.stages[1], resumed=False)
+    table = parts.stream.table(parts.stream.tasks[0], "test", codec)
+    labels = parts.backbone.label_ids() if codec.needs_labels else None
+    return method, parts, next(iter(eval_batches(table, labels, 0, 1, 4, codec.pad_id)))
+
+
+def randomise(method: IncLora) -> None:
+    torch.manual_seed(0)
+    for name, parameter in method.backbone.named_parameters():
+        if ".lora_B" in name or name.startswith("head."):
+            torch.nn.init.normal_(parameter, std=0.1)
+
+
+def finished(lab: Lab, folder: Path, method: Any, kind: str = "bert", **sections: Any) -> Storage:
+    storage = Storage.at(folder)
+    run(lab.config(kind, method, **sections), storage)
+    return storage
+
+
+def slots(storage: Storage) -> dict[str, AdapterState]:
+    """Adapters of the newest snapshot, the first task's first."""
+    bank = Bank(storage.sub("bank"))
+    newest = bank.newest()
+    assert newest is not None
+    found = {entry.name: bank.fetch(entry, newest.layouts[entry.layout]) for entry in newest.adapters}
+    return {name: found[name] for name in ("colour", "animal")}
+
+
+# ---- methods.md 9.4 ------------------------------------------------------------------------------------------------
+
+
+def test_the_overlap_counts_entries() -> None:
+    one, other = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+    assert float(abssum(one, other)) == 0
+    assert float(abssum(one, one)) == float(abssum(one, -one)) == 1
+    assert float(abssum(one.repeat(2, 1), one.repeat(2, 1))) == 4
+
+
+def test_without_penalty_olora_is_inclora_bit_for_bit(lab: Lab, tmp_path: Path) -> None:
+    free = finished(lab, tmp_path / "olora", {"name": "olora", "lambda_1": 0, "lambda_2": 0})
+    plain = finished(lab, tmp_path / "inclora", "inclora")
+    assert trace(free) == trace(plain) and matrix(free) == matrix(plain) and exported(free) == exported(plain)
+    bound = finished(lab, tmp_path / "bound", "olora")
+    steps = len(trace(bound)) // 2
+    assert trace(bound)[:steps] == trace(plain)[:steps], "nothing is there yet to be at right angles to"
+    assert trace(bound)[steps + 1 :] != trace(plain)[steps + 1 :]
+
+
+def test_the_penalty_by_hand(lab: Lab) -> None:
+    method, parts, _ = second_task(lab, "bert", lambda_1=0.25, lambda_2_by_task={"animal": 2.0})
+    old = method.stack.states["colour"].linears
+    live = {path: (layer.lora_A, layer.lora_B) for path, layer in method.stack.layers.items()}
+    assert len(live) == 4
+    overlap = sum(float((old[path][0] @ a.detach().T).abs().sum()) for path, (a, _) in live.items() if a is not None)
+    size = sum(float(part.detach().norm()) for pair in live.values() for part in pair if part is not None)
+    penalty = method.penalty(None, None)  # type: ignore[arg-type]
+    assert penalty is not None and overlap > 1
+    assert float(penalty) == pytest.approx(0.25 * overlap + 2.0 * size, rel=1e-5)
+    penalty.backward()  # type: ignore[no-untyped-call]
+    moved = {name for name, p in parts.backbone.named_parameters() if p.grad is not None}
+    assert moved == {n for n, _ in parts.backbone.named_parameters() if ".lora_" in n}
+    path, (a, b) = next(iter(live.items()))
+    assert a is not None and b is not None and a.grad is not None and b.grad is not None
+    expected = 0.25 * (old[path][0] @ a.detach().T).sign().T @ old[path][0] + 2.0 * a.detach() / a.detach().norm()
+    torch.testing.assert_close(a.grad, expected, atol=1e-6, rtol=1e-4)
+    assert not b.grad.any(), "the norm of zeros has no direction"
+
+
+def test_no_penalty_costs_nothing(lab: Lab) -> None:
+    method, _, _ = second_task(lab, "bert", lambda_1=0)
+    assert method.penalty(None, None) is None  # type: ignore[arg-type]
+
+
+def test_the_penalty_turns_the_new_adapter_away(lab: Lab, tmp_path: Path) -> None:
+    overlap = {}
+    for weight in (0.0, 0.5):
+        found = slots(finished(lab, tmp_path / str(weight), {"name": "olora", "lambda_1": weight}))
+        (old, new) = (state.linears for state in found.values())
+        overlap[weight] = sum(float(abssum(old[path][0], new[path][0])) for path in old)
+    assert overlap[0.5] < 0.8 * overlap[0.0]
+
+
+@pytest.mark.parametrize(("engine", "micro"), [("torch", 2), ("zero2", 1), ("zero3", None)])
+def test_the_penalty_counts_once_a_step(lab: Lab, tmp_path: Path, engine: str, micro: int | None) -> None:
+    """Whatever the accumulation, and where the engine keeps parameters in parts."""
+    settings = {"name": "olora", "lambda_2": 0.1}
+    plain = trace(finished(lab, tmp_path / "plain", settings))
+    other = finished(lab, tmp_path / "other", settings, engine=ENGINES[engine], train={"micro_batch_size": micro})
+    for mine, step in zip(trace(other), plain, strict=True):
+        assert mine == pytest.approx(step, abs=1e-4, rel=1e-3)
+
+
+# ---- the sum -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fresh_adapter_says_nothing_and_a_mixture_of_zeros_is_the_backbone(lab: Lab, kind: str) -> None:
+    method, parts, batch = second_task(lab, kind)
+    bare, _ = build(lab.config(kind, "inclora"), WORLD)
+
+    def states(backbone: Any) -> torch.Tensor:
+        return backbone.pooled(batch) if kind == "bert" else backbone(batch).logits  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        with method.speaking(batch):
+            both = states(parts.backbone)
+        with method.stack.mixing(Mixture.same({"colour": 1.0}, 4)):
+            assert torch.equal(both, states(parts.backbone)), "B starts at zero"
+        with method.stack.mixing(Mixture.same({"colour": 0.0, "animal": 0.0}, 4)):
+            assert torch.equal(states(parts.backbone), states(bare.backbone))
+    assert not torch.equal(both, states(bare.backbone))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_learned_never_changes(lab: Lab, tmp_path: Path, kind: str) -> None:
+    bank = Bank(finished(lab, tmp_path, "olora", kind).sub("bank"))
+    first, second = bank.open(1), bank.open(2)
+    assert [str(entry) for entry in first.adapters] == ["colour@1"]
+    assert sorted(str(entry) for entry in second.adapters) == ["animal@1", "colour@1"]
+    assert second.adapter("colour").tensors == first.adapter("colour").tensors
+    assert [(entry.name, entry.tasks) for entry in second.adapters] == [(t, (t,)) for t in ("animal", "colour")]
+    assert second.router.kind == "sum"
+
+
+def test_the_first_task_is_plain_lora(lab: Lab, tmp_path: Path) -> None:
+    plain, found = (trace(finished(lab, tmp_path / name, name)) for name in ("lora", "inclora"))
+    steps = len(plain) // 2
+    for mine, other in zip(found[:steps], plain[:steps], strict=True):
+        assert mine == pytest.approx(other, abs=1e-5)
+
+
+def test_apart_each_adapter_is_a_plain_lora_trained_afresh(lab: Lab, tmp_path: Path) -> None:
+    plain, found = (finished(lab, tmp_path / name, {"name": "separate", "learner": name}) for name in ("lora", "olora"))
+    for mine, other in zip(trace(found), trace(plain), strict=True):
+        assert mine == pytest.approx(other, abs=1e-5)
+    assert matrix(found) == matrix(plain)
+    mine, other = slots(found), slots(plain)
+    for name, state in mine.items():
+        assert state.labels == other[name].labels
+        for path, (a, b) in state.linears.items():
+            torch.testing.assert_close(a, other[name].linears[path][0], atol=1e-4, rtol=1e-3)
+            torch.testing.assert_close(b, other[name].linears[path][1], atol=1e-4, rtol=1e-3)
+
+
+# ---- the label head ------------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_the_head_are_one_head_that_keeps_training(lab: Lab) -> None:
+    """The same loss and the same gradient as one linear head with a row for each label seen so far."""
+    method, parts, batch = second_task(lab, "bert")
+    head = parts.backbone.head
+    assert head is not None and head.labels == ["blue", "red", "cat", "dog"]
+    old = method.stack.states["colour"]
+    assert old.head_weight is not None and old.head_bias is not None
+    whole = torch.nn.Linear(old.head_weight.shape[1], 4)
+    with torch.no_grad(), method.speaking(batch):
+        pooled = parts.backbone.pooled(batch)  # type: ignore[operator]
+        whole.weight.copy_(torch.cat([old.head_weight, torch.zeros_like(old.head_weight)]))
+        whole.bias.copy_(torch.cat([old.head_bias, torch.zeros(2)]))
+    torch.nn.functional.cross_entropy(whole(pooled), batch.label_ids, reduction="sum").backward()
+    with method.speaking(batch):
+        output = parts.backbone(batch)
+    torch.testing.assert_close(output.logits, whole(pooled))
+    output.loss_sum.backward()
+    torch.testing.assert_close(head.weight.grad, whole.weight.grad)
+    torch.testing.assert_close(head.bias.grad, whole.bias.grad)
+
+
+def test_whose_rows_are_trained(lab: Lab, tmp_path: Path) -> None:
+    shared = slots(finished(lab, tmp_path / "shared", "inclora"))
+    own = slots(finished(lab, tmp_path / "own", {"name": "inclora", "head": "own"}))
+    assert [state.labels for state in shared.values()] == [("blue", "red"), ("blue", "red", "cat", "dog")]
+    assert [state.labels for state in own.values()] == [("blue", "red"), ("cat", "dog")]
+    moved = shared["animal"].head_bias
+    assert moved is not None and bool(moved[:2].any()), "the shared head keeps training"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_merged_model_answers_as_the_snapshot(lab: Lab, tmp_path: Path, kind: str) -> None:
+    """`jobs/bank.py export` without names takes what always speaks, heads included."""
+    bank = Bank(finished(lab, tmp_path / "run", "olora", kind, train={"learning_rate": 0.03}).sub("bank"))
+    snapshot, folder = bank.newest(), tmp_path / "merged"
+    assert snapshot is not None
+    main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
+    assert main(["--bank", bank.storage.uri, "export", "--merged", "--to", str(folder)]) == 0
+    config = backbone_of(snapshot).model_copy(update={"name": str(folder)})
+    merged = load_backbone(config, load_codec(config, 24, 4), WORLD.device, 0).eval()
+    served = opened(bank, snapshot)
+    parts, _ = build(lab.config(kind, "olora"), WORLD)
+    table = parts.stream.table(parts.stream.tasks[0], "test", parts.backbone.codec)
+    batch = next(iter(eval_batches(table, None, 0, 1, 4, parts.backbone.codec.pad_id)))
+    if kind == "bert":
+        head = load_file(folder / "label_head.safetensors")
+        assert Storage.at(str(folder)).read_json("labels.json") == ["blue", "red", "cat", "dog"]
+        batch.label_ids.fill_(0)
+        found = merged.pooled(batch) @ head["weight"].T + head["bias"]  # type: ignore[operator]
+    else:
+        found = merged(batch).logits
+    with torch.no_grad(), served.host.speaking(served.hosted.mixture(["x"] * 4), served.hosted.head_rule):
+        torch.testing.assert_close(found, served.backbone(batch).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_heads_add_up_only_where_they_are_meant_to(lab: Lab) -> None:
+    states = {
+        name: AdapterState(
+            {}, 1.0, None, labels, torch.full((len(labels), 2), value), torch.full((len(labels),), value)
+        )
+        for name, labels, value in (("one", ("a", "b"), 1.0), ("two", ("b", "c"), 2.0))
+    }
+    both = combine({"one": 1.0, "two": 0.5}, states, "logit")
+    assert both.labels == ("a", "b", "c") and both.head_bias is not None and both.head_weight is not None
+    assert both.head_bias.tolist() == [1.0, 2.0, 1.0] and both.head_weight[:, 1].tolist() == [1.0, 2.0, 1.0]
+    halved = combine({"one": 0.5}, states, "logit")
+    assert halved.head_bias is not None and halved.head_bias.tolist() == [0.5, 0.5]
