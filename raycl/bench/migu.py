@@ -41,6 +41,8 @@ CPU_LIMITS = {"finetune": 1.00, "lora": 1.03}
 GPU_LIMITS = {("finetune", 64): 0.95, ("finetune", 8): 1.02, ("lora", 64): 1.03}
 """Row-sparse step time over plain training's; on a GPU by batch size."""
 GPU_TOKENS, GPU_TARGETS = 512, 8
+WORDS = (1000, 20_000)
+"""Ids of ordinary words in the vocabularies of both."""
 T5_LARGE = {
     "d_model": 1024,
     "d_kv": 64,
@@ -207,24 +209,24 @@ def t5_large(device: torch.device) -> Backbone:
     return Seq2SeqBackbone(model, HFCodec(codec.tokenizer, "encoder-decoder", GPU_TOKENS, GPU_TARGETS))
 
 
-def encoder_batch(size: int, tokens: int, seed: int) -> Batch:
+def encoder_batch(size: int, tokens: int, seed: int, words: tuple[int, int] = WORDS) -> Batch:
     """Random words of random lengths with a random label of two."""
-    ids_BL, mask_BL, draw = _texts(size, tokens, seed)
+    ids_BL, mask_BL, draw = _texts(size, tokens, seed, words)
     labels_B = torch.randint(0, 2, (size,), generator=draw)
     return Batch(ids_BL, mask_BL, ids_BL[:, :0], labels_B, torch.ones(size), torch.arange(size))
 
 
 def seq2seq_batch(size: int, tokens: int, targets: int, seed: int) -> Batch:
     """Random words with random answers."""
-    ids_BL, mask_BL, draw = _texts(size, tokens, seed)
-    answers_BT = torch.randint(1000, 20_000, (size, targets), generator=draw)
+    ids_BL, mask_BL, draw = _texts(size, tokens, seed, WORDS)
+    answers_BT = torch.randint(*WORDS, (size, targets), generator=draw)
     labels_B = torch.full((size,), IGNORE)
     return Batch(ids_BL, mask_BL, answers_BT, labels_B, torch.ones(size), torch.arange(size))
 
 
-def _texts(size: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, torch.Generator]:
+def _texts(size: int, tokens: int, seed: int, words: tuple[int, int]) -> tuple[Tensor, Tensor, torch.Generator]:
     draw = torch.Generator().manual_seed(seed)
-    ids_BL = torch.randint(1000, 20_000, (size, tokens), generator=draw)
+    ids_BL = torch.randint(*words, (size, tokens), generator=draw)
     lengths_B1 = torch.randint(tokens // 2, tokens + 1, (size, 1), generator=draw)
     lengths_B1[0] = tokens
     mask_BL = (torch.arange(tokens) < lengths_B1).long()

@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+BLOCK = 2**17
+"""Numbers of one block: half a MiB."""
+
 
 def summed_magnitude(y_NO: Tensor, weight_N: Tensor | None = None) -> Tensor:
     """`[O]` float32: sum over the N tokens of `weight * |y|`.
@@ -18,12 +21,21 @@ def summed_magnitude(y_NO: Tensor, weight_N: Tensor | None = None) -> Tensor:
         weight_N: float32, 1 for tokens that count and 0 for the others; None: all count.
     """
     if y_NO.device.type == "cpu" and y_NO.dtype == torch.float32:
-        ones_N = y_NO.new_ones(len(y_NO)) if weight_N is None else weight_N
-        return torch.mv(y_NO.abs().T, ones_N)
+        return _in_blocks(y_NO, y_NO.new_ones(len(y_NO)) if weight_N is None else weight_N)
     if weight_N is not None:
         y_NO = y_NO[weight_N.nonzero().squeeze(1)]
     found: Tensor = torch.linalg.vector_norm(y_NO, 1, dim=0, dtype=torch.float32)
     return found
+
+
+def _in_blocks(y_NO: Tensor, weight_N: Tensor) -> Tensor:
+    """Block by block, so that magnitudes are summed while they are in the cache: about half the time of all at once."""
+    size = max(1, BLOCK // y_NO.shape[1])
+    sums_O, buffer = y_NO.new_zeros(y_NO.shape[1]), y_NO.new_empty(min(size, len(y_NO)), y_NO.shape[1])
+    for block, weights in zip(y_NO.split(size), weight_N.split(size), strict=True):  # type: ignore[no-untyped-call]
+        magnitudes = torch.abs(block, out=buffer[: len(block)])
+        sums_O.addmv_(magnitudes.T, weights)
+    return sums_O
 
 
 def summed_gated_magnitude(h_BTR: Tensor, gate_BR: Tensor, weight_BT: Tensor | None = None) -> Tensor:

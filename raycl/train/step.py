@@ -49,9 +49,9 @@ def train_step(
         RunError: the loss is not finite.
     """
     torch.manual_seed(seed + world.rank)
+    modifiers.begin_step(seed, len(batches), world.sum)
     batches = [method.prepare_batch(batch).to(world.device) for batch in batches]
     count, tokens = world.total(sum(map(loss_count, batches)), sum(map(token_count, batches)))
-    modifiers.begin_step(seed, len(batches), world.sum)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
         with method.speaking(batch):  # until backward has ended: recomputation reads the mixture again

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import ENGINES, Complete, Lab, Stop, exported, matrix, run, trace
+from tiny import ENGINES, TASKS, Complete, Lab, Stop, exported, matrix, run, trace
 
 from raycl import config as configs
-from raycl.errors import RunError
+from raycl.errors import ConfigError, RunError
 from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import METHODS
 from raycl.report.kept_rows import KeptRows
 from raycl.report.tables import kept_rows_table
-from raycl.run import RunConfig
+from raycl.run import RunConfig, read_singles
 from raycl.storage import Storage
 
 MIGU = {"name": "migu", "threshold": 0.7, "skip_first_task": False}
@@ -26,7 +26,7 @@ CASES = [
 
 
 def masked(lab: Lab, kind: str, method: Any, engine: str, **settings: Any) -> Any:
-    sections = {name: settings.pop(name) for name in ("train", "backbone") if name in settings}
+    sections = {name: settings.pop(name) for name in ("train", "backbone", "eval") if name in settings}
     method = lab.slots() if method == "slm" else method
     return lab.config(kind, method, ENGINES[engine], modifiers=[{**MIGU, **settings}], **sections)
 
@@ -120,3 +120,15 @@ def test_an_edit_after_clipping_would_be_seen(lab: Lab, tmp_path: Path, monkeypa
     monkeypatch.setattr(Modifiers, "__call__", lambda self, name, gradient: gradient)
     with pytest.raises(RunError, match="this engine ignores edited gradients"):
         run(masked(lab, "bert", "finetune", "torch"), Storage.at(tmp_path))
+
+
+def test_scores_of_tasks_trained_alone_are_of_the_same_modifiers(lab: Lab, complete_masked: Any) -> None:
+    alone = {"singles": complete_masked("bert", "separate", "torch").uri}
+    found = read_singles(masked(lab, "bert", "lora", "torch", eval=alone))
+    assert found is not None and list(found) == list(TASKS)
+    for other in (
+        lab.config("bert", "lora", eval=alone),
+        masked(lab, "bert", "lora", "torch", threshold=0.4, eval=alone),
+    ):
+        with pytest.raises(ConfigError, match=r"is another setting; it differs in modifiers"):
+            read_singles(other)

@@ -120,7 +120,7 @@ def test_ten_tasks_leave_nothing_behind(lab: Lab, engine: str) -> None:
         assert all(type(p) is nn.Parameter and p.numel() and p.grad is None for p in parts.backbone.parameters())
         if task in (2, 6, 10):
             counts[task] = living()
-    assert counts[2] == counts[6] == counts[10]
+    assert not Counter(counts[10]) - Counter(counts[2])  # fewer may be left: what earlier tests held goes any time
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
