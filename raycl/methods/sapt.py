@@ -25,6 +25,7 @@ from raycl.adapters.prompts import MixedPrompts
 from raycl.backbone import Backbone, Output
 from raycl.backbone.roles import linear_names
 from raycl.data.loader import batch_of
+from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, packed, stage_labels, under, unpacked
 from raycl.methods.blocks import end_live, is_live
 from raycl.methods.companions import Companions
@@ -129,7 +130,12 @@ class Sapt(Method):
     # ---- a task ----------------------------------------------------------------------------------------------
 
     def show(self, rows: StageRows) -> None:
-        """Remember where the stage's rows are; pseudo inputs from files are read now, so that errors come early."""
+        """Remember where the stage's rows are; pseudo inputs from files are read now, so that errors come early.
+
+        Raises:
+            ConfigError: the stage's texts are not what this method can learn. DataError: see `read_file`.
+        """
+        _check_objectives(rows.stage, self.config)
         self._rows = rows
         if self.config.arm.source == "file":
             assert self.config.arm.files is not None
@@ -353,6 +359,17 @@ class Sapt(Method):
         self._keep(unpacked(state["learned"], carried, self.config.alpha / self.config.rank))
         if state["task"]:
             self._begin(state["task"], state["live_labels"])
+
+
+def _check_objectives(stage: Stage, config: SaptConfig) -> None:
+    """Next words have no prompt that could be attended to, and hidden words no answer that could be replayed."""
+    for task in stage.tasks:
+        if task.objective == "clm" or (task.objective != "answer" and config.ablation == "replay"):
+            what = "method.ablation=replay trains on answers" if config.ablation == "replay" else "sapt reads prompts"
+            raise ConfigError(
+                f"{what}, which stream.objective={task.objective} of task '{task.name}' does not have: expected "
+                "objective answer (or mlm, without that ablation)"
+            )
 
 
 def _weight(config: SaptConfig, kind: str) -> float:

@@ -29,7 +29,7 @@ def halves(lab: Lab, method: Any) -> tuple[RunConfig, RunConfig, str]:
     return whole, first, yaml.safe_dump(lab.tasks[1], default_flow_style=True, width=1000).strip()
 
 
-@pytest.mark.parametrize("method", ["lora", "slm", "finetune"])
+@pytest.mark.parametrize("method", ["lora", "slm", "sapt", "finetune"])
 def test_a_task_that_comes_later_is_learned_as_if_it_had_been_known(lab: Lab, method: str, tmp_path: Path) -> None:
     whole, first, later = halves(lab, lab.slots() if method == "slm" else method)
     run(whole, Storage.at(tmp_path / "whole"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ from raycl.bank import Bank
 from raycl.bank.routers import get_router
 from raycl.bank.upkeep import verify
 from raycl.data.loader import eval_batches
-from raycl.errors import RayclError
+from raycl.errors import ConfigError, RayclError
 from raycl.forgetting import evaluate, forget
 from raycl.methods.sapt import Sapt
 from raycl.methods.stage_rows import StageRows
 from raycl.run import build, check
 from raycl.storage import Storage
 from raycl.train.world import World
-from raycl.types import AdapterState, Batch, Mixture
+from raycl.types import AdapterState, Batch, Mixture, Objective
 
 WORLD = World.alone(torch.device("cpu"))
 
@@ -307,3 +308,23 @@ def test_texts_alone_are_refused(complete: Complete) -> None:
 def test_bad_settings_are_said_before_anything_starts(lab: Lab) -> None:
     with pytest.raises(RayclError, match="target 'nowhere' matches no linear layer"):
         check(lab.config("bert", {"name": "sapt", "targets": ["nowhere"]}))
+
+
+@pytest.mark.parametrize(
+    ("objective", "settings", "said"),
+    [
+        ("clm", {}, "sapt reads prompts, which stream.objective=clm of task 'colour' does not have"),
+        (
+            "mlm",
+            {"ablation": "replay"},
+            "replay trains on answers, which stream.objective=mlm of task 'colour' does not",
+        ),
+    ],
+)
+def test_texts_without_prompts_or_answers_are_refused(
+    lab: Lab, objective: Objective, settings: dict[str, Any], said: str
+) -> None:
+    parts, _ = build(lab.config("bert", {"name": "sapt", **settings}), WORLD)
+    stage = replace(parts.stages[0], tasks=(replace(parts.stages[0].tasks[0], objective=objective),))
+    with pytest.raises(ConfigError, match=said):
+        parts.method.show(StageRows(stage, 4, parts.stream, parts.backbone.codec))

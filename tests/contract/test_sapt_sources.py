@@ -1,4 +1,4 @@
-"""SAPT's pseudo inputs from each source, its ablations, and snapshots of tasks with templates of their own."""
+"""SAPT's pseudo inputs from each source, and its ablations."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from served import bank_of, examples, serving
-from tiny import Done, Lab, Stop, exported, matrix, run, trace
+from tiny import Lab, Stop, exported, matrix, run, trace
 
 from raycl.bank import Bank
 from raycl.bank.routers import get_router
@@ -205,34 +204,3 @@ def test_replay_is_the_same_for_any_accumulation(lab: Lab, tmp_path: Path) -> No
 def test_replay_needs_answers() -> None:
     with pytest.raises(ConfigError, match=r"method\.ablation=replay trains on answers"):
         load_config(None, ["method=sapt", "method.ablation=replay", "method.arm.source=generated"])
-
-
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_each_text_is_read_with_the_template_of_its_task(lab: Lab, tmp_path: Path, kind: str) -> None:
-    """Tasks with instructions of their own: named, guessed from the bare text, or not put around it at all."""
-    tasks = [{**task, "definition": words} for task, words in zip(lab.tasks, ("red red", "cat cat"), strict=True)]
-    config = lab.config(
-        kind,
-        sapt(arm={"fraction": 1.0}),
-        stream={"tasks": tasks, "prompt": "long"},
-        train={"epochs": 6, "learning_rate": 0.03},
-    )
-    storage = Storage.at(tmp_path / "run")
-    done = Done(config, storage, run(config, storage).parts)
-    bank = bank_of(done, tmp_path)
-    asked = examples(done, bank)
-    with serving(bank, max_batch=5) as desk:
-        with desk.paused():
-            told = [desk.ask(one.text, task=one.task) for one in asked]
-            free = [desk.ask(one.text) for one in asked]
-            bare = desk.ask("red red\nfire is\nOutput: ", templated=False)
-        assert [reply.text for reply in told] == [one.answer for one in asked]
-        assert all(reply.made.template == one.task for reply, one in zip(told, asked, strict=True))
-        by_name = {(one.task, one.text): reply for one, reply in zip(asked, told, strict=True)}
-        for one, reply in zip(asked, free, strict=True):
-            assert reply.made.template in ("colour", "animal")
-            same = by_name.get((reply.made.template, one.text))
-            if same is not None:
-                assert reply.text == same.text and reply.made.weights == pytest.approx(same.made.weights, abs=1e-5)
-        named = desk.ask("fire is", task="colour")
-        assert bare.text == named.text and bare.made.weights == pytest.approx(named.made.weights, abs=1e-5)

@@ -1,0 +1,67 @@
+"""SAPT served: the attention runs beside the model, on each request's own prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from served import bank_of, examples, serving
+from tiny import KINDS, Done, Lab, Taught, opened, run
+
+from raycl.data.loader import eval_batches
+from raycl.serve.asks import Sampling
+from raycl.storage import Storage
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path: Path, kind: str) -> None:
+    """Trap A17: in one batch with others of other lengths, as alone, and as the evaluation had them."""
+    done = taught(kind, "sapt")
+    bank = bank_of(done, tmp_path)
+    model, expected = opened(bank, bank.open(2)), {}
+    codec = model.backbone.codec
+    for task in done.parts.stream.tasks:
+        table = done.parts.stream.table(task, "test", codec)
+        for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
+            mixture = model.host.attended(model.hosted, batch.source_ids, batch.source_mask)
+            names = [model.hosted.names[key] for key in mixture.names]
+            expected[table.texts(batch.rows.tolist())[0]] = dict(zip(names, mixture.weights[0].tolist(), strict=True))
+    assert len({round(weights.get("colour", 0.0), 4) for weights in expected.values()}) >= 3, "a mix-up would be seen"
+    sampling = None if kind == "bert" else Sampling(3)
+    with serving(bank, max_batch=len(expected)) as desk:
+        with desk.paused():
+            replies = {text: desk.ask(text, sampling=sampling) for text in expected}
+        for text, reply in replies.items():
+            found = {name: weight for name, weight in reply.made.weights.items() if weight}
+            assert found == pytest.approx({name: one for name, one in expected[text].items() if one}, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_each_text_is_read_with_the_template_of_its_task(lab: Lab, tmp_path: Path, kind: str) -> None:
+    """Tasks with instructions of their own: named, guessed from the bare text, or not put around it at all."""
+    tasks = [{**task, "definition": words} for task, words in zip(lab.tasks, ("red red", "cat cat"), strict=True)]
+    config = lab.config(
+        kind,
+        {"name": "sapt", "arm": {"fraction": 1.0}},
+        stream={"tasks": tasks, "prompt": "long"},
+        train={"epochs": 6, "learning_rate": 0.03},
+    )
+    storage = Storage.at(tmp_path / "run")
+    done = Done(config, storage, run(config, storage).parts)
+    bank = bank_of(done, tmp_path)
+    asked = examples(done, bank)
+    with serving(bank, max_batch=5) as desk:
+        with desk.paused():
+            told = [desk.ask(one.text, task=one.task) for one in asked]
+            free = [desk.ask(one.text) for one in asked]
+            bare = desk.ask("red red\nfire is\nOutput: ", templated=False)
+        assert [reply.text for reply in told] == [one.answer for one in asked]
+        assert all(reply.made.template == one.task for reply, one in zip(told, asked, strict=True))
+        by_name = {(one.task, one.text): reply for one, reply in zip(asked, told, strict=True)}
+        for one, reply in zip(asked, free, strict=True):
+            assert reply.made.template in ("colour", "animal")
+            same = by_name.get((reply.made.template, one.text))
+            if same is not None:
+                assert reply.text == same.text and reply.made.weights == pytest.approx(same.made.weights, abs=1e-5)
+        named = desk.ask("fire is", task="colour")
+        assert bare.text == named.text and bare.made.weights == pytest.approx(named.made.weights, abs=1e-5)
