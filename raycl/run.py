@@ -23,7 +23,7 @@ from raycl.eval.metrics import check_metric
 from raycl.eval.settings import EvalConfig
 from raycl.methods.base import Method
 from raycl.methods.lora import LoraConfig
-from raycl.methods.registry import REFERENCES, MethodChoice, method_class
+from raycl.methods.registry import WRAPPERS, MethodChoice, method_class
 from raycl.report.results import read_results
 from raycl.storage import Storage
 from raycl.tracking import TrackingConfig
@@ -233,7 +233,7 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
         raise ConfigError(
             f"eval.singles '{config.eval.singles}' is a run of '{theirs['method']['name']}': expected separate"
         )
-    learner = mine["method"].get("learner", mine["method"]) if config.method.name in REFERENCES else mine["method"]
+    learner = mine["method"]["learner"] if config.method.name in WRAPPERS else mine["method"]
     expected = {"method": learner, **{key: mine[key] for key in ("seed", "stream", "backbone", "train")}}
     found = {
         "method": theirs["method"]["learner"],

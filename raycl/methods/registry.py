@@ -18,6 +18,7 @@ METHODS: dict[str, str] = {
     "inclora": "raycl.methods.inclora:IncLora",
     "olora": "raycl.methods.olora:OLora",
     "slm": "raycl.methods.slm:Slm",
+    "replay": "raycl.methods.replay:Replay",
     "separate": "raycl.methods.reference:Separate",
     "joint": "raycl.methods.reference:Joint",
 }
@@ -25,6 +26,9 @@ METHODS: dict[str, str] = {
 
 REFERENCES = ("separate", "joint")
 """Methods that wrap another one (their `learner`) to give an upper reference."""
+
+WRAPPERS = ("replay", *REFERENCES)
+"""All methods with a `learner`, which is none of them."""
 
 
 def method_class(name: str) -> type[Method]:
@@ -43,7 +47,7 @@ else:
     def __getattr__(attribute: str) -> Any:
         """`LearnerChoice` and `MethodChoice`: unions of config classes, told apart by their `name`."""
         if attribute == "LearnerChoice":
-            return _union([name for name in METHODS if name not in REFERENCES])
+            return _union([name for name in METHODS if name not in WRAPPERS])
         if attribute == "MethodChoice":
             return _union(list(METHODS))
         raise AttributeError(attribute)
