@@ -24,7 +24,7 @@ from raycl.eval.settings import EvalConfig
 from raycl.methods.base import Method
 from raycl.methods.lora import LoraConfig
 from raycl.methods.modifier import Modifiers
-from raycl.methods.registry import MODIFIERS, REFERENCES, MethodChoice, ModifierChoice, method_class, modifier_class
+from raycl.methods.registry import MODIFIERS, WRAPPERS, MethodChoice, ModifierChoice, method_class, modifier_class
 from raycl.report.results import read_results
 from raycl.storage import Storage
 from raycl.tracking import TrackingConfig
@@ -238,7 +238,7 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
         raise ConfigError(
             f"eval.singles '{config.eval.singles}' is a run of '{theirs['method']['name']}': expected separate"
         )
-    learner = mine["method"].get("learner", mine["method"]) if config.method.name in REFERENCES else mine["method"]
+    learner = mine["method"]["learner"] if config.method.name in WRAPPERS else mine["method"]
     shared = ("seed", "stream", "backbone", "train", "modifiers")
     expected = {"method": learner, **{key: mine[key] for key in shared}}
     found = {"method": theirs["method"]["learner"], **{key: theirs.get(key, {}) for key in shared}}

@@ -101,6 +101,14 @@ class Stream:
         """How texts become batches where they themselves are learned; None where their answers are."""
         return exercise(self._config.objective, codec, self._config.mask_share, seed)
 
+    def stored(self, task: Task, share: float) -> Indices:
+        """Rows of the task's train table that are kept for later, ascending: `max(1, floor(share * rows))` of them.
+
+        SAPT's count (methods.md 9.2.10); the same on every machine.
+        """
+        count = len(self.rows(task, "train"))
+        return sample(self._seed, task.name, "stored", np.arange(count), max(1, int(round(share * count, 9))))
+
     def check(self, codec: TextCodec) -> None:
         """Raise what `table` would raise because of the codec, for all tasks, without reading rows.
 

@@ -40,16 +40,31 @@ class TokenTable:
     Pickles as the name of its cache entry, so it can only travel between processes of one node.
     """
 
-    def __init__(self, task: Task, split: Split, entry: Entry) -> None:
+    def __init__(self, task: Task, split: Split, entry: Entry, part: NDArray[np.int64] | None = None) -> None:
+        """Open it.
+
+        Args:
+            part: rows of the entry that the table has; None: all.
+        """
         self.task = task
         self.split: Split = split
         self._entry = entry
+        self._part = part
 
-    def __reduce__(self) -> tuple[type[TokenTable], tuple[Task, Split, Entry]]:
-        return TokenTable, (self.task, self.split, self._entry)
+    def __reduce__(self) -> tuple[type[TokenTable], tuple[Task, Split, Entry, NDArray[np.int64] | None]]:
+        return TokenTable, (self.task, self.split, self._entry, self._part)
 
     def __len__(self) -> int:
-        return int(self._entry.facts["count"])
+        return int(self._entry.facts["count"]) if self._part is None else len(self._part)
+
+    def part(self, rows: NDArray[np.int64]) -> TokenTable:
+        """A table of these rows alone; how often something was cut is still said of the whole."""
+        return TokenTable(self.task, self.split, self._entry, self._places(rows))
+
+    def _places(self, rows: RowIndices) -> NDArray[np.int64]:
+        """Where rows of the table are in the entry."""
+        found = np.asarray(rows, dtype=np.int64)
+        return found if self._part is None else self._part[found]
 
     @property
     def truncated_sources(self) -> int:
@@ -73,26 +88,28 @@ class TokenTable:
     @cached_property
     def source_lengths(self) -> NDArray[np.int64]:
         """`[len]` prompt tokens of each row."""
-        return self._rows.list_lengths("source_ids")
+        lengths = self._rows.list_lengths("source_ids")
+        return lengths if self._part is None else lengths[self._part]
 
     def columns(self, rows: RowIndices) -> TokenColumns:
         """Ids and labels of `rows`, in their order."""
+        places = self._places(rows)
         return TokenColumns(
-            self._rows.lists("source_ids", rows), self._rows.lists("target_ids", rows), self.labels(rows)
+            self._rows.lists("source_ids", places), self._rows.lists("target_ids", places), self.labels(rows)
         )
 
     def labels(self, rows: RowIndices) -> NDArray[np.int32]:
         """`[len(rows)]` index in `task.labels`, -1 for free text."""
-        return self._rows.numbers("label", rows)
+        return self._rows.numbers("label", self._places(rows))
 
     def texts(self, rows: RowIndices) -> list[str]:
         """Input texts without the prompt, whole."""
-        return self._rows.values("text", rows)
+        return self._rows.values("text", self._places(rows))
 
     def references(self, rows: RowIndices) -> list[tuple[str, ...]]:
         """Acceptable answers of each row; the first is the one that was tokenised."""
-        return [tuple(names) for names in self._rows.values("references", rows)]
+        return [tuple(names) for names in self._rows.values("references", self._places(rows))]
 
     def row_numbers(self, rows: RowIndices) -> NDArray[np.int64]:
         """`[len(rows)]` 1-based number of each row in its source file."""
-        return self._rows.numbers("row", rows)
+        return self._rows.numbers("row", self._places(rows))

@@ -51,6 +51,7 @@ class Method:
     Attributes:
         stack: adapters over the backbone, if it has any.
         told_task: evaluation may use each example's task (`Batch.tasks`), as an upper reference does.
+        memory_share: of each earlier task's train rows, learned again in every later stage.
         studies_ahead: `study` is called for all stages before the first one, not for each before its own.
 
     Class attributes:
@@ -72,6 +73,7 @@ class Method:
         self.stack: AdapterStack | None = None
         self.told_task = False
         self.studies_ahead = False
+        self.memory_share = 0.0
 
     @property
     def encoder(self) -> SentenceEncoder | None:

@@ -22,6 +22,7 @@ METHODS: dict[str, str] = {
     "olora": "raycl.methods.olora:OLora",
     "slm": "raycl.methods.slm:Slm",
     "sapt": "raycl.methods.sapt:Sapt",
+    "replay": "raycl.methods.replay:Replay",
     "separate": "raycl.methods.reference:Separate",
     "joint": "raycl.methods.reference:Joint",
 }
@@ -34,6 +35,9 @@ MODIFIERS: dict[str, str] = {
 
 REFERENCES = ("separate", "joint")
 """Methods that wrap another one (their `learner`) to give an upper reference."""
+
+WRAPPERS = ("replay", *REFERENCES)
+"""All methods with a `learner`, which is none of them."""
 
 
 def method_class(name: str) -> type[Method]:
@@ -61,7 +65,7 @@ else:
     def __getattr__(attribute: str) -> Any:
         """`LearnerChoice`, `MethodChoice`, `ModifierChoice`: config classes, told apart by their `name`."""
         if attribute == "LearnerChoice":
-            return _union([method_class(name).Config for name in METHODS if name not in REFERENCES])
+            return _union([method_class(name).Config for name in METHODS if name not in WRAPPERS])
         if attribute == "MethodChoice":
             return _union([method_class(name).Config for name in METHODS])
         if attribute == "ModifierChoice":

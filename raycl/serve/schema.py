@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 MAX_STOPS, MAX_STOP, MAX_NAME, MAX_WEIGHT, MAX_NUMBER = 16, 256, 200, 1000.0, 10**9
 """Stops of an answer, characters of one, characters of a name, an adapter's weight either way, a snapshot's number."""
@@ -23,8 +24,24 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP)]
 Weight = Annotated[FiniteFloat, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
 
 
+def _asks_nothing(value: Any) -> None:
+    if value:
+        raise PydanticCustomError("unsupported", "Input is not supported by this endpoint: leave it out")
+
+
+Unsupported = Annotated[
+    Any,
+    AfterValidator(_asks_nothing),
+    WithJsonSchema({"enum": [None, False, 0, [], {}], "description": "not supported: empty, or left out"}),
+]
+"""A field of OpenAI's that would change the answer; clients that send what it is by default are understood."""
+
+
 class _Wire(BaseModel):
-    """Unknown fields are ignored, as clients of many versions send them; wrong types are not, null is the default."""
+    """Unknown fields are ignored, as clients of many versions send them; wrong types are not, null is the default.
+
+    Known fields that would change the answer and are not supported are refused (`Unsupported`).
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -57,6 +74,12 @@ class StreamOptions(_Wire):
     include_usage: bool | None = None
 
 
+class ResponseFormat(_Wire):
+    """What an answer looks like."""
+
+    type: Literal["text"]
+
+
 class Generation(Request):
     """Settings of a text answer."""
 
@@ -68,6 +91,10 @@ class Generation(Request):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    frequency_penalty: Unsupported = None
+    presence_penalty: Unsupported = None
+    logit_bias: Unsupported = None
+    logprobs: Unsupported = None
 
     @property
     def answers(self) -> int:
@@ -109,6 +136,9 @@ class ChatRequest(Generation):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    response_format: ResponseFormat | None = None
+    tools: Unsupported = None
+    functions: Unsupported = None
 
     @property
     def prompt(self) -> str:
@@ -121,6 +151,8 @@ class CompletionRequest(Generation):
 
     prompt: Text | list[Text]
     echo: bool | None = Field(None, description="the prompt before the answer")
+    suffix: Unsupported = None
+    best_of: int | None = Field(None, ge=1, le=1)
 
 
 class ClassifyRequest(Request):

@@ -12,6 +12,7 @@ from typing import Protocol
 from raycl.backbone import Backbone
 from raycl.data.loader import eval_batches
 from raycl.data.stream import Stream
+from raycl.errors import BankError
 from raycl.eval.evaluator import evaluate
 from raycl.eval.settings import EvalConfig
 from raycl.types import Batch, Score, Task
@@ -30,11 +31,20 @@ class Answering(Protocol):
 
 
 def score_snapshot(model: Answering, stream: Stream, tasks: Sequence[Task], settings: EvalConfig) -> dict[str, Score]:
-    """Task -> score, for these tasks of the stream."""
+    """Task -> score, for these tasks of the stream.
+
+    Raises:
+        BankError: a task without answers.
+    """
     return {task.name: _score(model, stream, task, settings) for task in tasks}
 
 
 def _score(model: Answering, stream: Stream, task: Task, settings: EvalConfig) -> Score:
+    if task.objective != "answer":
+        raise BankError(
+            f"task '{task.name}' taught texts themselves (stream.objective={task.objective}), so there are no answers "
+            "to judge a snapshot by: expected tasks with answers; see the run's own matrix"
+        )
     codec, device = model.backbone.codec, model.backbone.device
     table = stream.table(task, settings.split, codec)
     limit = settings.max_new_tokens or codec.max_target_tokens

@@ -21,6 +21,7 @@ import psutil
 import torch
 
 from raycl.data.loader import GlobalOrder, Loader
+from raycl.data.selection import Indices
 from raycl.data.tokens import Split
 from raycl.methods.base import Learned
 from raycl.methods.stage_rows import StageRows
@@ -38,7 +39,7 @@ from raycl.train.results import build_results
 from raycl.train.row import evaluate_row
 from raycl.train.step import StepResult, train_step
 from raycl.train.world import World
-from raycl.types import Score, Stage
+from raycl.types import Score, Stage, Task
 
 log = logging.getLogger("raycl")
 
@@ -190,6 +191,7 @@ class StreamLoop:
     def _loader(self, stage: Stage) -> tuple[Loader, GlobalOrder]:
         parts, train, codec, world = self.parts, self.parts.train, self.parts.backbone.codec, self.world
         tables = [parts.stream.table(task, "train", codec) for task in stage.tasks]
+        tables += [parts.stream.table(task, "train", codec).part(rows) for task, rows in self._stored(stage)]
         order = self._order(stage, sum(map(len, tables)))
         micro = micro_batch_size(train.batch_size, train.micro_batch_size, world.size)
         labels = parts.backbone.label_ids() if codec.needs_labels else None
@@ -205,7 +207,14 @@ class StreamLoop:
         return GlobalOrder(rows, train.batch_size, train.epochs_of(stage.name), seed, train.max_steps)
 
     def _rows(self, stage: Stage) -> int:
-        return sum(len(self.parts.stream.rows(task, "train")) for task in stage.tasks)
+        own = sum(len(self.parts.stream.rows(task, "train")) for task in stage.tasks)
+        return own + sum(len(rows) for _, rows in self._stored(stage))
+
+    def _stored(self, stage: Stage) -> list[tuple[Task, Indices]]:
+        """Earlier tasks and their rows that are learned again in this stage."""
+        share = self.parts.method.memory_share
+        before = self.parts.stages[: stage.index] if share else ()
+        return [(task, self.parts.stream.stored(task, share)) for done in before for task in done.tasks]
 
     def _snapshot(self, stage: Stage, engine: Engine, step: int, steps: int, spent: dict[str, float]) -> Checkpoint:
         """A checkpoint of now; collective."""

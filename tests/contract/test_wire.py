@@ -165,7 +165,8 @@ def test_stops(wire: Wire) -> None:
 def test_what_is_null_is_as_if_it_were_not_said(wire: Wire) -> None:
     settings = ("temperature", "top_p", "n", "seed", "stop", "stream", "stream_options", "max_tokens", "raycl")
     body = {"messages": [{"role": "user", "content": "fire is"}]}
-    bodies = [body, {**body, **dict.fromkeys(settings)}, {**body, "logit_bias": {}, "user": "somebody"}]
+    neutral = {"logit_bias": {}, "presence_penalty": 0.0, "logprobs": False, "response_format": {"type": "text"}}
+    bodies = [body, {**body, **dict.fromkeys(settings)}, {**body, **neutral, "tools": [], "user": "somebody"}]
     found = [wire.post("/v1/chat/completions", one).json()["choices"][0]["message"] for one in bodies]
     assert found[0] == found[1] == found[2]
 

@@ -1,0 +1,106 @@
+"""Replay: what is stored, and that it is learned again beside every later task."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import TRAIN_ROWS, Lab, matrix, run, trace
+
+from raycl.bank import Bank
+from raycl.data.stream import StreamConfig, open_stream
+from raycl.errors import ConfigError
+from raycl.run import build
+from raycl.storage import Storage
+from raycl.train.loop import StreamLoop
+from raycl.train.world import World
+
+WORLD = World.alone(torch.device("cpu"))
+
+
+def texts_of_each_step(lab: Lab, folder: Path, stage: int, method: Any, epochs: int = 1) -> list[list[bytes]]:
+    """What every optimizer step of a stage reads, as sorted token rows."""
+    parts, engines = build(lab.config("t5", method, train={"epochs": epochs}), WORLD)
+    loop = StreamLoop(parts, engines, Storage.at(folder), WORLD)
+    loader, order = loop._loader(parts.stages[stage])
+    steps = []
+    for step in range(order.steps):
+        (batch,) = loader.micro_batches(step)
+        rows = zip(batch.source_ids.numpy(), batch.target_ids.numpy(), batch.source_mask.sum(1).tolist(), strict=True)
+        steps.append(sorted(s[:n].tobytes() + t[t >= 0].tobytes() for s, t, n in rows if n > 1))
+    return steps
+
+
+def flat(steps: list[list[bytes]]) -> list[bytes]:
+    return list(chain.from_iterable(steps))
+
+
+@pytest.mark.parametrize(
+    ("rows", "stored"), [(126, 2), (142, 2), (160, 3), (250, 5), (338, 6), (975, 19), (1000, 20), (20, 1)]
+)
+def test_two_percent_and_one_at_least(rows: int, stored: int) -> None:
+    """SAPT's own counts (methods.md 9.2.10)."""
+    stream = open_stream(StreamConfig(tasks=("topic",), train_rows=rows, test_rows=4, dev_fraction=0), 3)
+    found = stream.stored(stream.tasks[0], 0.02)
+    assert len(found) == stored and found.max() < rows
+    assert np.array_equal(found, stream.stored(stream.tasks[0], 0.02)), "drawn once per task"
+
+
+def test_old_samples_come_with_every_later_task_in_every_epoch(lab: Lab, tmp_path: Path) -> None:
+    method = {"name": "replay", "share": 0.2}
+    first = flat(texts_of_each_step(lab, tmp_path / "first", 0, method))
+    alone = flat(texts_of_each_step(lab, tmp_path / "alone", 1, "lora"))
+    mixed = texts_of_each_step(lab, tmp_path / "mixed", 1, method, epochs=2)
+    assert len(first) == len(alone) == TRAIN_ROWS
+    epochs = [flat(mixed[:4]), flat(mixed[4:])]
+    for epoch in epochs:
+        assert len(epoch) == TRAIN_ROWS + 2
+        old = list(epoch)
+        for row in alone:
+            old.remove(row)
+        assert len(old) == 2 and set(old) <= set(first)
+    assert sorted(epochs[0]) == sorted(epochs[1]) and mixed[:4] != mixed[4:], "one data set, shuffled each time"
+
+
+def test_everything_stored_is_joint_training(lab: Lab, tmp_path: Path) -> None:
+    """9.4: Replay at 100 % has the joint data in its last stage."""
+    replayed = texts_of_each_step(lab, tmp_path / "replay", 1, {"name": "replay", "share": 1.0})
+    joint = texts_of_each_step(lab, tmp_path / "joint", 0, "joint")
+    assert len(replayed) == len(joint) == 7
+    assert sorted(flat(replayed)) == sorted(flat(joint))
+
+
+def test_the_first_task_is_the_learners_own_and_the_second_forgets_less(lab: Lab, tmp_path: Path) -> None:
+    found = {}
+    for name, method in (("lora", "lora"), ("replay", {"name": "replay", "share": 0.5})):
+        storage = Storage.at(tmp_path / name)
+        run(lab.config("bert", method, train={"epochs": 4, "learning_rate": 0.03}), storage)
+        found[name] = (trace(storage), matrix(storage))
+    assert found["replay"][0][:16] == found["lora"][0][:16]
+    assert found["replay"][1][0] == found["lora"][1][0]
+    assert found["replay"][1][1][0] > found["lora"][1][1][0]
+    assert len(found["replay"][0]) == 16 + 4 * 6, "14 rows, then 14 and 7"
+
+
+def test_adapters_say_whose_samples_they_saw(lab: Lab, tmp_path: Path) -> None:
+    storage = Storage.at(tmp_path)
+    run(lab.config("bert", {"name": "replay", "learner": "inclora"}), storage)
+    newest = Bank(storage.sub("bank")).newest()
+    assert newest is not None and newest.router.kind == "sum"
+    assert {entry.name: entry.tasks for entry in newest.adapters} == {
+        "colour": ("colour",),
+        "animal": ("colour", "animal"),
+    }
+
+
+def test_a_learner_whose_texts_speak_for_their_own_task_alone_is_refused(lab: Lab) -> None:
+    with pytest.raises(
+        ConfigError, match=r"method\.learner is slm, which trains each task's adapters on its own texts"
+    ):
+        build(lab.config("bert", {"name": "replay", "learner": lab.slots()}), WORLD)
+    with pytest.raises(ConfigError, match=r"'method\.learner' names 'joint'"):
+        lab.config("bert", {"name": "replay", "learner": "joint"})
