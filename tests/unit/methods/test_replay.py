@@ -102,5 +102,7 @@ def test_a_learner_whose_texts_speak_for_their_own_task_alone_is_refused(lab: La
         ConfigError, match=r"method\.learner is slm, which trains each task's adapters on its own texts"
     ):
         build(lab.config("bert", {"name": "replay", "learner": lab.slots()}), WORLD)
+    with pytest.raises(ConfigError, match=r"method\.learner is sapt, which trains each task's"):
+        build(lab.config("bert", {"name": "replay", "learner": "sapt"}), WORLD)
     with pytest.raises(ConfigError, match=r"'method\.learner' names 'joint'"):
         lab.config("bert", {"name": "replay", "learner": "joint"})
