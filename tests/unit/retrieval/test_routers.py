@@ -22,7 +22,7 @@ from raycl.retrieval.weights import RetrievalConfig
 from raycl.types import RouterState
 
 TASKS = {"one": 0, "two": 1, "three": 2}
-KEYS = KeyConfig(groups=2, slots=3, rate=5e-3)
+KEYS = KeyConfig(groups=2, slots=3, rate=5e-3, steps=300)
 
 
 def texts_of(task: str, count: int = 80, seed: int = 0) -> Tensor:
