@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import mean, median
 from typing import Any
 
@@ -34,6 +34,9 @@ from raycl.types import AdapterState, Batch, Stage
 
 STEP_LIMIT, ANSWER_LIMIT, BUSY = 1.1, 1.5, 0.5
 SETTINGS = ("tasks", "batch_size", "rounds", "threads", "method", "router", "sharpness")
+WARM = 2
+"""Rounds before those that count."""
+
 PSEUDO_INPUTS = 20
 """2 % of a thousand rows."""
 
@@ -63,24 +66,30 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _figures(options: argparse.Namespace) -> Iterator[Figure]:
-    first: tuple[float, float] | None = None
     is_slm = options.method == "slm"  # the bars are SLM's: SAPT evaluates every block that is heard
     step_limit, answer_limit = (STEP_LIMIT, ANSWER_LIMIT) if is_slm else (None, None)
-    for tasks in options.tasks:
+
+    def make(tasks: int) -> Grown:
         size = (tasks, options.batch_size, options.rounds)
-        grown = GrownSlm(*size, options.router) if is_slm else GrownSapt(*size, options.sharpness)
-        step, answer = grown.step_s(), grown.answer_s()
-        first = first or (step, answer)
-        base = f"{options.tasks[0]} tasks'"
+        return GrownSlm(*size, options.router) if is_slm else GrownSapt(*size, options.sharpness)
+
+    few = options.tasks[0]
+    for tasks in options.tasks:
+        grown = make(tasks)
+        memory = psutil.Process().memory_info().rss / 2**20
+        pair = [grown] if tasks == few else [grown, make(few)]  # step by step in turn: a machine's speed drifts
+        (step, *others), (answer, *answers) = steps_s(pair), answers_s(pair)
         yield Figure(f"{tasks} tasks: time per step", step * 1e3, "ms")
-        yield Figure(f"{tasks} tasks: time per step over {base}", step / first[0], "x", step_limit)
         yield Figure(
             f"{tasks} tasks: time per answer", answer * 1e3 / options.batch_size, "ms", detail="encoder left out"
         )
-        yield Figure(f"{tasks} tasks: time per answer over {base}", answer / first[1], "x", answer_limit)
+        for other in others:
+            yield Figure(f"{tasks} tasks: time per step over {few} tasks'", step / other, "x", step_limit)
+        for other in answers:
+            yield Figure(f"{tasks} tasks: time per answer over {few} tasks'", answer / other, "x", answer_limit)
         yield Figure(f"{tasks} tasks: blocks heard in a batch", grown.heard(), "")
         yield Figure(f"{tasks} tasks: slots, on the device", grown.stack.pool.bytes / 2**20, "MiB")
-        yield Figure(f"{tasks} tasks: resident memory", psutil.Process().memory_info().rss / 2**20, "MiB")
+        yield Figure(f"{tasks} tasks: resident memory", memory, "MiB")
 
 
 class Grown:
@@ -132,31 +141,53 @@ class Grown:
         """Mean number of adapters in a batch's mixture, between tasks."""
         return mean(len(self.method.route(batch).names) for batch in self.batches)
 
-    def step_s(self) -> float:
-        """Median seconds of an optimizer step on the new task."""
-        engine = self.open_engine(1, self.rounds + 2)
-        self.parts.backbone.train()
-        spent = []
-        for number in range(self.rounds + 2):
-            began = time.perf_counter()
-            train_step(engine, self.method, [self.batches[number % len(self.batches)]], self.world, number)
-            spent.append(time.perf_counter() - began)
-        self.tensors = engine.parameters(self.method.learned_names())
-        engine.close()
-        return median(spent[2:])
+    def batch(self, number: int) -> Batch:
+        """The batch of a round."""
+        return self.batches[number % len(self.batches)]
 
-    def answer_s(self) -> float:
-        """Median seconds to answer a batch whose queries are known, choosing among all tasks."""
-        self.method.end_task(self.parts.stages[0], self.tensors)
-        self.parts.backbone.eval()
-        spent = []
-        for number in range(self.rounds + 2):
-            batch = self.batches[number % len(self.batches)]
+    def answer(self, number: int) -> None:
+        """To a batch whose queries are known, choosing among all tasks."""
+        batch = self.batch(number)
+        with self.method.speaking(batch):
+            self.parts.backbone.predict(batch, 1)
+
+
+def steps_s(all_grown: Sequence[Grown]) -> list[float]:
+    """Median seconds of an optimizer step of each on its new task, which ends with the last step."""
+    rounds = all_grown[0].rounds + WARM
+    engines = [grown.open_engine(1, rounds) for grown in all_grown]
+    for grown in all_grown:
+        grown.parts.backbone.train()
+
+    def step(place: int, number: int) -> None:
+        grown = all_grown[place]
+        train_step(engines[place], grown.method, [grown.batch(number)], grown.world, number)
+
+    found = _in_turn(step, len(all_grown), rounds)
+    for grown, engine in zip(all_grown, engines, strict=True):
+        tensors = engine.parameters(grown.method.learned_names())
+        engine.close()
+        grown.method.end_task(grown.parts.stages[0], tensors)
+    return found
+
+
+@torch.no_grad()
+def answers_s(all_grown: Sequence[Grown]) -> list[float]:
+    """Median seconds of each to answer a batch, between tasks."""
+    for grown in all_grown:
+        grown.parts.backbone.eval()
+    rounds = all_grown[0].rounds + WARM
+    return _in_turn(lambda place, number: all_grown[place].answer(number), len(all_grown), rounds)
+
+
+def _in_turn(act: Callable[[int, int], None], places: int, rounds: int) -> list[float]:
+    spent: list[list[float]] = [[] for _ in range(places)]
+    for number in range(rounds):
+        for place in range(places):
             began = time.perf_counter()
-            with self.method.speaking(batch):
-                self.parts.backbone.predict(batch, 1)
-            spent.append(time.perf_counter() - began)
-        return median(spent[2:])
+            act(place, number)
+            spent[place].append(time.perf_counter() - began)
+    return [median(times[WARM:]) for times in spent]
 
 
 class GrownSlm(Grown):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
 from raycl.bench.figures import Figure, Report, machine
-from raycl.bench.growth import GrownSlm
+from raycl.bench.growth import GrownSlm, steps_s
 from raycl.bench.stream import default_models
 from raycl.retrieval.discriminant import Statistics
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
@@ -83,7 +83,7 @@ def _learning(options: argparse.Namespace) -> Iterator[Figure]:
     config = KeyConfig(groups=options.groups, slots=options.slots)
     spent = _ms(lambda: learn_keys(queries, config, options.top_k, 0)) / 1000
     yield Figure(f"learning keys from {options.texts:,} encoded texts", spent, "s", detail=f"{config.steps:,} steps")
-    step, steps = GrownSlm(1, BATCH, 8, "keys").step_s(), EPOCHS * options.texts // BATCH
+    step, steps = steps_s([GrownSlm(1, BATCH, 8, "keys")])[0], EPOCHS * options.texts // BATCH
     detail = f"{steps} steps of {step * 1e3:,.0f} ms: {EPOCHS} epochs in batches of {BATCH}, 64 tokens, MiniLM"
     yield Figure("share of key learning in fine-tuning", 100 * spent / (step * steps), "%", 10.0, "<=", detail)
 
