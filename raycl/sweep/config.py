@@ -168,7 +168,7 @@ def _at(tree: Tree, name: str) -> Any:
     """The value at a dotted path; of a node that names its choice, the name."""
     node: Any = tree
     for part in name.split("."):
-        if not isinstance(node, dict):
+        if not isinstance(node, dict) or part not in node:
             raise KeyError(name)
         node = node[part]
     return node["name"] if isinstance(node, dict) and "name" in node else node

@@ -180,7 +180,9 @@ def pareto(rows: Sequence[Row], modes: Sequence[str]) -> list[int]:
     """Numbers of trials that no other beats in one metric without being worse in another."""
     points = {
         row.number: [
-            value if mode == "max" else -value for value, mode in zip(row.scores, modes, strict=True) if value is not None
+            value if mode == "max" else -value
+            for value, mode in zip(row.scores, modes, strict=True)
+            if value is not None
         ]
         for row in rows
     }
@@ -189,9 +191,7 @@ def pareto(rows: Sequence[Row], modes: Sequence[str]) -> list[int]:
     def beats(one: list[float], other: list[float]) -> bool:
         return one != other and all(a >= b for a, b in zip(one, other, strict=True))
 
-    return [
-        number for number, point in points.items() if not any(beats(other, point) for other in points.values())
-    ]
+    return [number for number, point in points.items() if not any(beats(other, point) for other in points.values())]
 
 
 def _best(sweep: SweepConfig, rows: Sequence[Row], groups: Sequence[Group]) -> int | None:

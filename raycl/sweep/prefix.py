@@ -50,7 +50,7 @@ def _whole(config: RunConfig, tasks: Sequence[str]) -> Tree:
     specs = [json.dumps(task, sort_keys=True) for task in given or tasks]
     ordered = config.method.looks_ahead or config.eval.tasks == "all"
     kept["stream"]["all"] = specs if ordered else sorted(specs)
-    kept["train"].pop("epochs_by_task")
+    kept["train"] = {key: value for key, value in kept["train"].items() if key not in ("epochs", "epochs_by_task")}
     kept["eval"].pop("singles")
     workers = {key: tree["launch"][key] for key in ("workers", "cpus_per_worker", "gpus_per_worker")}
     return {**kept, "raycl": __version__, "workers": workers}

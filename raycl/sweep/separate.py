@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 
-from raycl import __version__
+from raycl import __version__, launch
 from raycl import config as configs
-from raycl import launch
 from raycl.config import Tree
 from raycl.methods.registry import REFERENCES
 from raycl.run import RunConfig

@@ -127,4 +127,3 @@ def crossed(space: Space, follow: Callable[[Settings], Settings]) -> list[Settin
 def in_order(settings: Settings, space: Space) -> Settings:
     """As the file lists them."""
     return {path: settings[path] for path in space if path in settings}
-

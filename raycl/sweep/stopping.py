@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
@@ -26,13 +26,11 @@ SCORE = f"{SCORES}0"
 NEVER = 10**9
 
 
-class Hashable(SimpleNamespace):
-    """A stand-in for Tune's trial, which rules only tell apart by identity and `trial_id`."""
+@dataclass(frozen=True, eq=False)
+class Earlier:
+    """A stand-in for Tune's trial, which rules tell apart by identity and `trial_id`."""
 
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    trial_id: str
 
 
 def rule_of(sweep: SweepConfig, tasks: int) -> Any:
@@ -63,7 +61,7 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
         """A trial of an earlier session, so that the rule knows what later ones are compared with."""
         if self.rule is None:
             return
-        trial: Any = Hashable(trial_id=f"earlier-{number}")
+        trial = Earlier(f"earlier-{number}")
         results = [{TASKS: tasks, SCORE: score} for tasks, score in enumerate(scores, 1) if score is not None]
         self.rule.on_trial_add(None, trial)
         for result in results:
