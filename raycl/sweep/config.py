@@ -11,8 +11,10 @@ import copy
 import json
 from collections.abc import Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
@@ -53,7 +55,7 @@ class ResourcesConfig(Section):
     gpus_per_worker: float | None = Field(None, ge=0, description="null: 1 where the cluster has GPUs")
 
 
-Numbers = Annotated[tuple[str, ...], Field(min_length=1, max_length=3)]
+Metrics = Annotated[tuple[str, ...], Field(min_length=1, max_length=3)]
 
 
 class SweepConfig(Section):
@@ -62,7 +64,7 @@ class SweepConfig(Section):
     name: str = Field(pattern=r"^[\w.-]+$")
     base: Tree = Field(default_factory=dict, description="config tree that all trials share")
     space: dict[str, Draw] = Field(min_length=1, description="dotted path -> its values")
-    metric: Numbers = Field(("ap",), description="ap, ap - f_ra, task('agnews'), ...; several: a Pareto front")
+    metric: Metrics = Field(("ap",), description="ap, ap - f_ra, task('agnews'), ...; several: a Pareto front")
     mode: tuple[Mode, ...] = Field(("max",), description="of each metric")
     search: SearchConfig = SearchConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -124,13 +126,20 @@ class SweepConfig(Section):
     def trials(self) -> list[Settings]:
         """The settings of every trial of a planned search, in order.
 
+        With a scheduler a grid is shuffled: where the best stand last, each is better than all before it, and a rule
+        that compares with earlier trials stops nobody.
+
         Raises:
             ConfigError: an expression cannot be computed.
         """
         assert self.plans, "tpe finds its trials on the way"
         if self.search.name == "grid":
-            return crossed(self.space, self.follow)
-        return planned(self.space, self.samples, self.search.seed, self.follow)
+            found = crossed(self.space, self.follow)
+        else:
+            found = planned(self.space, self.samples, self.search.seed, self.follow)
+        if self.scheduler.name == "none":
+            return found
+        return [found[place] for place in np.random.default_rng(self.search.seed).permutation(len(found))]
 
     def follow(self, settings: Settings) -> Settings:
         """The settings with those that follow from others, in the file's order.
@@ -209,6 +218,8 @@ def check_space(sweep: SweepConfig) -> None:
     Raises:
         ConfigError: names the path, and the nearest field where there is no such path.
     """
+    if sweep.search.name == "tpe" and find_spec("optuna") is None:
+        raise ConfigError("search=tpe needs Optuna: pip install 'raycl[sweep]', or use search=random")
     configs.validate(RunConfig, sweep.tree({}))
     first = {path: draw.corners[0] for path, draw in sweep.space.items() if draw.expr is None}
     for path, draw in sweep.space.items():

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ from ray import tune
 
 from raycl import config as configs
 from raycl import launch, run
-from raycl.config import Tree
 from raycl.data.stream import open_stream
 from raycl.errors import ConfigError, LaunchError, ResumeError, RunError
 from raycl.run import RunConfig
@@ -34,6 +34,8 @@ log = logging.getLogger("raycl")
 
 SMALL = 1.0
 """Bytes of memory that a trial's own process asks of the cluster: its workers take what it needs, CPUs above all."""
+
+QUIET = {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_WARN_THRESHOLD_S": "60"}
 
 MAY_CHANGE = ("retries", "concurrency", "resources")
 """Settings of a sweep that may differ when it goes on; with other resources, float sums may differ too."""
@@ -100,8 +102,8 @@ def make_plan(sweep: SweepConfig, place: Place) -> Plan:
     lengths = {len(run.stages(config, open_stream(config.stream, config.seed))) for config, _ in found}
     if len(lengths) > 1 and sweep.scheduler.name != "none":
         raise ConfigError(
-            f"trials have between {min(lengths)} and {max(lengths)} tasks, so scheduler '{sweep.scheduler.name}' cannot "
-            "compare them: leave stream.tasks of one length, or use scheduler=none"
+            f"trials have between {min(lengths)} and {max(lengths)} stages, so scheduler '{sweep.scheduler.name}' "
+            "cannot compare them: leave stream.tasks of one length, or use scheduler=none"
         )
     for config in _kinds([config for config, _ in found]):
         run.check(config)
@@ -223,21 +225,19 @@ def concurrency(sweep: SweepConfig) -> int:
     return int(min(rooms)) if sweep.concurrency is None else min(sweep.concurrency, int(min(rooms)))
 
 
-class _quiet:
-    """Tune's own lines and warnings, off while it runs; ours say what happens."""
-
-    VARIABLES: Tree = {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_WARN_THRESHOLD_S": "60"}
-
-    def __enter__(self) -> None:
-        self.before = {name: os.environ.get(name) for name in self.VARIABLES}
-        os.environ.update(self.VARIABLES)
-        self.level = logging.getLogger("ray.tune").level
-        logging.getLogger("ray.tune").setLevel(logging.ERROR)
-
-    def __exit__(self, *problem: object) -> None:
-        logging.getLogger("ray.tune").setLevel(self.level)
-        for name, value in self.before.items():
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Tune's own lines, warnings and files off while it runs; ours say what happens."""
+    logger = logging.getLogger("ray.tune")
+    level, before = logger.level, {name: os.environ.get(name) for name in QUIET}
+    os.environ.update(QUIET)
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for name, value in before.items():
             if value is None:
-                os.environ.pop(name, None)
+                del os.environ[name]
             else:
                 os.environ[name] = value

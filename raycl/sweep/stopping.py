@@ -23,7 +23,7 @@ from raycl.train.verdict import give_word
 log = logging.getLogger("raycl")
 
 SCORE = f"{SCORES}0"
-NEVER = 10**9
+NEVER = float("inf")
 
 
 @dataclass(frozen=True, eq=False)

@@ -104,6 +104,16 @@ def test_random_trials_repeat_the_grid_and_are_functions_of_the_file() -> None:
     assert {trial["train.epochs"] for trial in found} == {1, 5}
 
 
+def test_a_scheduler_meets_a_grid_in_no_order() -> None:
+    """ASHA over trials that only get better would stop none."""
+    values = [round(0.05 * number, 2) for number in range(20)]
+    changes = space(modifiers__migu__threshold={"grid": values})
+    found = [trial["modifiers.migu.threshold"] for trial in sweep(**changes, scheduler="asha").trials()]
+    assert sorted(found) == values != found
+    assert [trial["modifiers.migu.threshold"] for trial in sweep(**changes).trials()] == values
+    assert sweep(**changes, scheduler="asha").trials() == sweep(**changes, scheduler="median").trials()
+
+
 def test_a_node_is_set_before_what_is_in_it() -> None:
     found = sweep(**space(method__rank={"grid": [3]}, method={"grid": ["inclora"]}))
     assert found.config(found.trials()[0]).method.model_dump()["rank"] == 3
