@@ -21,6 +21,7 @@ from raycl import launch, run
 from raycl.data.stream import open_stream
 from raycl.errors import ConfigError, LaunchError, ResumeError, RunError
 from raycl.run import RunConfig
+from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.outcome import Outcome, collect
 from raycl.sweep.place import SWEEP, Place, plain
@@ -35,7 +36,7 @@ log = logging.getLogger("raycl")
 SMALL = 1.0
 """Bytes of memory that a trial's own process asks of the cluster: its workers take what it needs, CPUs above all."""
 
-QUIET = {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_WARN_THRESHOLD_S": "60"}
+QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_WARN_THRESHOLD_S": "60"}
 
 MAY_CHANGE = ("retries", "concurrency", "resources")
 """Settings of a sweep that may differ when it goes on; with other resources, float sums may differ too."""
@@ -62,6 +63,7 @@ def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Outco
         RunError: the folder holds a sweep already and `resume` is not set, or nothing could run.
         ResumeError: the sweep there is another one. ConfigError, DataError: a trial that cannot run.
     """
+    directory = Storage.at(directory).address
     place = Place.of(sweep, directory)
     _claim(sweep, place, resume)
     plan = make_plan(sweep, place)
@@ -152,7 +154,7 @@ def _tune(sweep: SweepConfig, directory: str, place: Place, plan: Plan) -> None:
         return
     done = collect(sweep, place, plan.tasks)
     scheduler = AtTaskEnds(place, rule_of(sweep, plan.tasks), plan.tasks, plan.total)
-    searcher: Remembering = Planned(place, left) if sweep.plans else Guided(sweep, place, left)
+    searcher: Remembering = Planned(sweep, place, left) if sweep.plans else Guided(sweep, place, left)
     for number in over:
         rows = done.row(number)
         scheduler.replay(number, [values[0] for values in rows.curve])
@@ -185,6 +187,7 @@ def _fit(
             num_samples=todo,
             max_concurrent_trials=at_once,
             reuse_actors=True,
+            trial_dirname_creator=lambda trial: f"{trial.config['number']:04d}-{trial.trial_id}",
         ),
         run_config=tune.RunConfig(
             name=uuid.uuid4().hex[:12],

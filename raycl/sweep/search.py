@@ -7,12 +7,14 @@ What it does not know: how trials run, who stops them.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.tune.search import Searcher
 
+from raycl import config as configs
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.place import Place, plain
 from raycl.sweep.space import Draw, Settings, in_order, step_value
@@ -29,9 +31,9 @@ class Remembering(Searcher):  # type: ignore[misc]
         numbers: Tune's trial id -> number of the trial.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, sweep: SweepConfig, place: Place) -> None:
         super().__init__()
-        self.place = place
+        self.sweep, self.place = sweep, place
         self.numbers: dict[str, int] = {}
 
     def next_trial(self) -> tuple[int, Settings] | None:
@@ -47,7 +49,8 @@ class Remembering(Searcher):  # type: ignore[misc]
         self.numbers[trial_id] = number
         self.place.forgive(number)
         self.place.remember(number, settings)
-        return {"number": number, "settings": settings}
+        run = configs.as_tree(self.place.config(self.sweep, number, settings))  # here, where paths mean what they say
+        return {"number": number, "settings": settings, "run": json.dumps(run)}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Nothing to learn from it."""
@@ -69,8 +72,8 @@ class Remembering(Searcher):  # type: ignore[misc]
 class Planned(Remembering):
     """Trials of a list, in order."""
 
-    def __init__(self, place: Place, trials: Mapping[int, Settings]) -> None:
-        super().__init__(place)
+    def __init__(self, sweep: SweepConfig, place: Place, trials: Mapping[int, Settings]) -> None:
+        super().__init__(sweep, place)
         self.left = dict(trials)
 
     def next_trial(self) -> tuple[int, Settings] | None:
@@ -89,8 +92,7 @@ class Guided(Remembering):
         """Args:
         again: trials that were proposed in an earlier session and not finished; they come first.
         """
-        super().__init__(place)
-        self.sweep = sweep
+        super().__init__(sweep, place)
         self.again = dict(again)
         self.study = _study(sweep)
         self.asked: dict[int, Any] = {}

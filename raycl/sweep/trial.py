@@ -8,6 +8,7 @@ What it does not know: which trials there are, and who stops them.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -30,7 +31,6 @@ from raycl.sweep.measure import measured
 from raycl.sweep.place import Place
 from raycl.sweep.prefix import lent_records, prefix_keys
 from raycl.sweep.separate import singles_of
-from raycl.sweep.space import Settings
 from raycl.train.branch import borrow, read_place
 from raycl.train.ledger import last_attempt, read_state
 from raycl.train.verdict import is_stopped
@@ -49,7 +49,7 @@ class Work:
     """What all trials of a sweep are given; plain values, since they travel to other processes.
 
     Attributes:
-        sweep: the config. directory: that holds the sweep's folder.
+        sweep: the config. directory: address of what holds the sweep's folder.
         shared: prefix keys that several trials have (`raycl.sweep.prefix`).
     """
 
@@ -58,13 +58,17 @@ class Work:
     shared: frozenset[str] = field(default_factory=frozenset)
 
 
-def run_trial(work: Work, number: int, settings: Settings) -> None:
-    """Run, or go on with, trial `number`; what fails is tried again, then written down and reported."""
+def run_trial(work: Work, number: int, config: RunConfig) -> None:
+    """Run, or go on with, trial `number`; what fails is tried again, then written down and reported.
+
+    Args:
+        config: of its run, all paths absolute: this process works in a folder of Tune's.
+    """
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # how soon the end of a run is seen
     log.handlers = [logging.NullHandler()]  # what a run says is in its own log
     log.propagate = False
     sweep = configs.validate(SweepConfig, work.sweep)
-    trial = Trial(sweep, Place.of(sweep, work.directory), number, settings, work)
+    trial = Trial(sweep, Place.of(sweep, work.directory), number, config, work)
     for left in range(sweep.retries, -1, -1):
         try:
             trial.learn()
@@ -83,8 +87,8 @@ class Trial:
         reported: rows that Tune has got from this process.
     """
 
-    def __init__(self, sweep: SweepConfig, place: Place, number: int, settings: Settings, work: Work) -> None:
-        self.sweep, self.place, self.number, self.settings, self.work = sweep, place, number, settings, work
+    def __init__(self, sweep: SweepConfig, place: Place, number: int, config: RunConfig, work: Work) -> None:
+        self.sweep, self.place, self.number, self.config, self.work = sweep, place, number, config, work
         self.reported = 0
 
     def learn(self) -> None:
@@ -111,10 +115,8 @@ class Trial:
         self._fit(prepared, Hosting(asks=self.sweep.scheduler.name != "none", lends=lends), judge)
 
     def _prepared(self) -> Prepared:
-        config = self.place.config(self.sweep, self.number, self.settings)
-        if self.sweep.singles:
-            config = singles_of(config, self.work.directory)
-        return launch.prepare(config)
+        needed = singles_of(self.config, self.work.directory) if self.sweep.singles else self.config
+        return launch.prepare(needed)
 
     def _borrow(self, storage: Storage, config: RunConfig, keys: Sequence[str]) -> None:
         """Begin with the longest stretch that another trial has already learned."""
@@ -169,6 +171,6 @@ def as_trainable(work: Work) -> Callable[[dict[str, Any]], None]:
     """The function that Tune calls for each trial."""
 
     def trial(config: dict[str, Any]) -> None:
-        run_trial(work, int(config["number"]), dict(config["settings"]))
+        run_trial(work, int(config["number"]), configs.validate(RunConfig, json.loads(config["run"])))
 
     return trial

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,12 @@ def go(searcher: Any, count: int) -> list[dict[str, Any]]:
 def test_planned_trials_are_handed_out_once_and_written_down(tmp_path: Path) -> None:
     place = Place.of(sweep(), str(tmp_path))
     place.fail(3, "before")
-    searcher = Planned(place, {1: {"seed": 5}, 3: {"seed": 6}})
-    assert searcher.suggest("a") == {"number": 1, "settings": {"seed": 5}}
-    assert searcher.suggest("b") == {"number": 3, "settings": {"seed": 6}}
+    searcher = Planned(sweep(), place, {1: {"seed": 5}, 3: {"seed": 6}})
+    for number, seed in ((1, 5), (3, 6)):
+        found = searcher.suggest(f"id{number}")
+        assert isinstance(found, dict) and (found["number"], found["settings"]) == (number, {"seed": seed})
+        run = configs.validate(RunConfig, json.loads(found["run"]))
+        assert run.seed == seed and run.output.name == f"s-000{number}" and str(run.output.dir).startswith(str(tmp_path))
     assert searcher.suggest("c") == "FINISHED"
     assert place.settings() == {1: {"seed": 5}, 3: {"seed": 6}} and place.error(3) is None
 
@@ -86,8 +90,8 @@ def test_tpe_goes_on_with_what_it_was_told(tmp_path: Path) -> None:
     for settings in before[:3]:
         again.tell_finished(settings, [[score(settings)]], stopped=False)
     assert [trial.value for trial in again.study.trials] == [score(settings) for settings in before[:3]]
-    assert again.suggest("x") == {"number": 3, "settings": before[3]}
-    fresh = again.suggest("y")
+    unfinished, fresh = again.suggest("x"), again.suggest("y")
+    assert isinstance(unfinished, dict) and (unfinished["number"], unfinished["settings"]) == (3, before[3])
     assert isinstance(fresh, dict) and fresh["number"] == 4 and fresh["settings"] not in before
 
 
