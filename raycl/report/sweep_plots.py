@@ -124,8 +124,8 @@ class Column:
     def of(values: Sequence[Any]) -> Column:
         """Numbers by size (in the logarithm where they span much), anything else by first appearance."""
         if is_numeric(values):
-            scale = math.log if is_wide(values) else float
-            places = [scale(value) for value in values]
+            wide = is_wide(values)
+            places = [math.log(value) if wide else float(value) for value in values]
             low, high = min(places), max(places)
             heights = [(place - low) / (high - low) if high > low else 0.5 for place in places]
             chosen = _spread_out(sorted(set(zip(heights, values, strict=True))))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
@@ -151,7 +151,7 @@ class SweepConfig(Section):
         for path, draw in self.space.items():
             if draw.expr is not None:
                 tree = configs.as_tree(configs.validate(RunConfig, self.tree(found)))
-                found[path] = parse(draw.expr).value(lambda name, tree=tree: _at(tree, name))  # type: ignore[misc]
+                found[path] = parse(draw.expr).value(partial(_at, tree))
         return in_order(found, self.space)
 
     def tree(self, settings: Settings) -> Tree:
