@@ -181,7 +181,8 @@ def _study(sweep: SweepConfig) -> Any:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     search = sweep.search
     sampler = optuna.samplers.TPESampler(seed=search.seed, n_startup_trials=search.startup, constant_liar=True)
-    directions = ["maximize" if mode == "max" else "minimize" for mode in sweep.mode]
+    better = optuna.study.StudyDirection
+    directions = [better.MAXIMIZE if mode == "max" else better.MINIMIZE for mode in sweep.mode]
     return optuna.create_study(sampler=sampler, directions=directions)
 
 

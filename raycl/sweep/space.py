@@ -83,7 +83,7 @@ class Draw(Section):
             return self.values[int(draw.integers(len(self.values)))]
         low, high = self.range[:2]
         if self.randint:
-            return int(draw.integers(low, high, endpoint=True))
+            return int(draw.integers(int(low), int(high), endpoint=True))
         if self.loguniform:
             return min(high, max(low, math.exp(float(draw.uniform(math.log(low), math.log(high))))))
         if self.quniform:

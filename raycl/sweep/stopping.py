@@ -84,7 +84,7 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
             last = result[TASKS] >= self.tasks
             goes_on = decision != TrialScheduler.STOP or last
             give_word(self.place.run(trial.config["number"]), int(result[TASKS]), goes_on)
-        self._say(trial.config["number"], result, goes_on)
+        self._say(trial.config, result, goes_on)
         return str(TrialScheduler.CONTINUE)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
@@ -95,9 +95,9 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         """Rules forget it."""
 
-    def _say(self, number: int, result: dict[str, Any], goes_on: bool) -> None:
-        places = range(sum(key.startswith(SCORES) for key in result))
-        scores = ", ".join(f"{result[f'{SCORES}{place}']:.2f}" for place in places if f"{SCORES}{place}" in result)
+    def _say(self, given: dict[str, Any], result: dict[str, Any], goes_on: bool) -> None:
+        scores = [f"{value:.2f}" for key, value in sorted(result.items()) if key.startswith(SCORES)]
+        settings = " ".join(f"{path.rpartition('.')[2]}={value}" for path, value in given.get("settings", {}).items())
         stopped = "" if goes_on else ", stopped"
-        shown = (number + 1, self.total, result[TASKS], self.tasks, scores or "-", stopped)
-        log.info("trial %d of %d: %d of %d tasks, %s%s", *shown)
+        place = (given["number"] + 1, self.total, settings, result[TASKS], self.tasks)
+        log.info("trial %d of %d (%s): %d of %d tasks, %s%s", *place, " ".join(scores) or "-", stopped)

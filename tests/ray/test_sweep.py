@@ -6,7 +6,6 @@ The killed process is a driver that the test started itself.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -162,4 +161,4 @@ def test_what_is_behind_is_stopped_after_a_task(ray_cluster: dict[str, str], lab
     assert "stopped" in said
     again = run_sweep(sweep, str(tmp_path), resume=True)
     assert [row.state for row in again.rows] == ["done", "stopped"], "a stopped trial stays stopped"
-    assert os.path.isdir(tmp_path / "asha" / "trials" / "asha-0001")
+    assert (tmp_path / "asha" / "trials" / "asha-0001").is_dir()

@@ -60,7 +60,9 @@ def test_planned_trials_are_handed_out_once_and_written_down(tmp_path: Path) -> 
         found = searcher.suggest(f"id{number}")
         assert isinstance(found, dict) and (found["number"], found["settings"]) == (number, {"seed": seed})
         run = configs.validate(RunConfig, json.loads(found["run"]))
-        assert run.seed == seed and run.output.name == f"s-000{number}" and str(run.output.dir).startswith(str(tmp_path))
+        assert (
+            run.seed == seed and run.output.name == f"s-000{number}" and str(run.output.dir).startswith(str(tmp_path))
+        )
     assert searcher.suggest("c") == "FINISHED"
     assert place.settings() == {1: {"seed": 5}, 3: {"seed": 6}} and place.error(3) is None
 
