@@ -69,14 +69,15 @@ def run_trial(work: Work, number: int, config: RunConfig) -> None:
     log.propagate = False
     sweep = configs.validate(SweepConfig, work.sweep)
     trial = Trial(sweep, Place.of(sweep, work.directory), number, config, work)
-    for left in range(sweep.retries, -1, -1):
+    for tries in range(1, sweep.retries + 2):
         try:
             trial.learn()
             return
         except RayclError as error:
-            if not left or isinstance(error, ConfigError | DataError):
-                trial.place.fail(number, str(error))
-                tune.report({FAILED: str(error)})
+            if tries > sweep.retries or isinstance(error, ConfigError | DataError):
+                said = f"{error} (tried {tries} times)" if tries > 1 else str(error)
+                trial.place.fail(number, said)
+                tune.report({FAILED: said})
                 return
 
 

@@ -20,9 +20,10 @@ from tiny import Lab, matrix, run, trace
 
 from raycl import config as configs
 from raycl import launch
+from raycl.errors import ResumeError, RunError
 from raycl.run import RunConfig, load_config
 from raycl.storage import Storage
-from raycl.sweep.config import SweepConfig
+from raycl.sweep.config import SweepConfig, load_sweep
 from raycl.sweep.drive import run_sweep
 from raycl.sweep.place import Place
 from raycl.sweep.write import write_outcome
@@ -64,17 +65,20 @@ def wait(ready: Callable[[], bool], process: subprocess.Popen[str], seconds: flo
     assert ready(), process.communicate(timeout=5)[0] if process.poll() is not None else "it did not get there"
 
 
+pytestmark = pytest.mark.timeout(600)
+
+
 @pytest.fixture(scope="module")
 def swept(ray_cluster: dict[str, str], lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Swept:
-    """Three trials, one at a time: MIGU's threshold, which does not act on the first task; the last one diverges."""
+    """Three trials in turn: MIGU's threshold, which does not act on the first task; the last one cannot begin."""
     folder = tmp_path_factory.mktemp("sweep")
-    base = lab.tree("bert", "lora", modifiers=["migu"], train={"epochs": 4, "max_grad_norm": 0})
+    base = lab.tree("bert", "lora", modifiers=["migu"], train={"epochs": 4})
     tree = {
         "name": "mine",
         "base": base,
         "space": {
             "modifiers.migu.threshold": {"grid": [0.2, 0.8, 0.9]},
-            "train.head_learning_rate": {"expr": "1e30 if modifiers.migu.threshold == 0.9 else 0.01"},
+            "eval.singles": {"expr": "'/nowhere' if modifiers.migu.threshold == 0.9 else None"},
         },
         "search": "grid",
         "concurrency": 1,
@@ -108,9 +112,8 @@ def test_a_killed_sweep_goes_on_where_it_was(swept: Swept) -> None:
 
 
 def test_a_failed_trial_is_tried_again_and_then_said(swept: Swept) -> None:
-    assert "failed: trial 3: the loss is" in swept.output
-    assert "lower train.learning_rate" in swept.row(2)["error"]
-    assert len(read_state(swept.place.run(2)).attempts) == 2, "one try and one more"
+    assert "failed: trial 3: there is no results.json in '/nowhere'" in swept.output
+    assert "(tried 2 times)" in swept.row(2)["error"]
 
 
 def test_the_first_task_is_learned_once(swept: Swept, lab: Lab, tmp_path: Path) -> None:
@@ -133,13 +136,11 @@ def test_the_best_config_alone_gives_the_same_numbers(swept: Swept, tmp_path: Pa
 
 
 def test_a_sweep_is_not_overwritten_nor_changed(swept: Swept) -> None:
-    file = f"{swept.place.storage.uri}.yaml"
-    again = start(Path(file))
-    output, _ = again.communicate(timeout=200)
-    assert again.returncode == 1 and "holds a sweep already: go on with --resume" in output
-    other = start(Path(file), "--resume", "--set", "base.seed=7")
-    output, _ = other.communicate(timeout=200)
-    assert other.returncode == 1 and "base.seed was None, now 7" in output
+    folder, file = str(Path(swept.place.storage.uri).parent), f"{swept.place.storage.uri}.yaml"
+    with pytest.raises(RunError, match="holds a sweep already: go on with --resume"):
+        run_sweep(load_sweep(file), folder)
+    with pytest.raises(ResumeError, match=r"base\.seed was None, now 7"):
+        run_sweep(load_sweep(file, ["base.seed=7"]), folder, resume=True)
 
 
 def test_what_is_behind_is_stopped_after_a_task(ray_cluster: dict[str, str], lab: Lab, tmp_path: Path) -> None:
