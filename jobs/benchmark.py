@@ -7,6 +7,7 @@ python jobs/benchmark.py retrieval                     what routing costs per re
 python jobs/benchmark.py growth                        what 5, 20 and 100 tasks cost SLM
 python jobs/benchmark.py migu                          step time with and without MIGU, masked and row-sparse
 python jobs/benchmark.py bank                          the bank against the disk, the shelf against copying
+python jobs/benchmark.py sweep                         a trial above the run alone, ASHA against the full grid
 python jobs/benchmark.py serve                         the endpoint beside the model alone and Ray Serve alone
 python jobs/benchmark.py stream --json figures.json --check
 """
@@ -31,6 +32,7 @@ BENCHMARKS = {
     "retrieval": "raycl.bench.retrieval",
     "growth": "raycl.bench.growth",
     "serve": "raycl.bench.serving",
+    "sweep": "raycl.bench.sweep",
 }
 """Name -> module with `add_flags(parser)` and `measure(options) -> Report`."""
 

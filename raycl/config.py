@@ -108,20 +108,38 @@ def apply_override(tree: Tree, override: str) -> None:
     Raises:
         ConfigError: no `=`, an empty key, or a value that is not YAML.
     """
+    key, value = read_override(override)
+    assign(tree, key, value, f"override '{override}'")
+
+
+def read_override(override: str) -> tuple[str, Any]:
+    """Dotted key and value of `key.path=value`.
+
+    Raises:
+        ConfigError: see `apply_override`.
+    """
     key, sign, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not sign or not all(parts):
+    if not sign or not all(key.strip().split(".")):
         raise ConfigError(f"override '{override}' is not of the form key.path=value, for example method.rank=8")
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[call-overload, index]
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"override '{override}': the value is not valid YAML: {_one_line(error)}") from error
-    node = tree
+    return key.strip(), value
+
+
+def assign(tree: Tree, key: str, value: Any, source: str) -> None:
+    """Set the value at a dotted key in `tree`, in place, as an override does; `source` names it in errors.
+
+    Raises:
+        ConfigError: a value stands where keys are expected.
+    """
+    parts, node = key.split("."), tree
     for position, part in enumerate(parts[:-1]):
         child = _as_mapping(node.get(part))
         if child is None:
             path = ".".join(parts[: position + 1])
-            raise ConfigError(f"override '{override}': '{path}' is {node[part]!r} and has no keys below it")
+            raise ConfigError(f"{source}: '{path}' is {node[part]!r} and has no keys below it")
         node[part] = child
         node = child
     _assign(node, parts[-1], value)

@@ -17,7 +17,8 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -35,10 +36,12 @@ from raycl.extension import other_changes, with_tasks
 from raycl.run import EXEMPT, RunConfig
 from raycl.storage import Storage
 from raycl.tracking import open_tracker
+from raycl.train.branch import lend
 from raycl.train.ledger import last_attempt, read_state
 from raycl.train.loop import StreamLoop
 from raycl.train.parts import RunInfo
 from raycl.train.results import build_results
+from raycl.train.verdict import is_stopped, wait_for_word
 from raycl.train.world import World
 from raycl.types import Stage
 
@@ -141,8 +144,21 @@ def _config_of(storage: Storage, overrides: tuple[str, ...] = ()) -> RunConfig:
     return configs.validate(RunConfig, tree)
 
 
-def train(prepared: Prepared) -> dict[str, Any]:
-    """Run the stream on Ray to its end and return the results.
+@dataclass(frozen=True)
+class Hosting:
+    """What a host of many runs (a sweep) asks of each.
+
+    Attributes:
+        asks: after every stage but the last the workers wait for the host's word (`raycl.train.verdict`).
+        lends: number of finished stages -> folder that then gets a place to go on from (`raycl.train.branch`).
+    """
+
+    asks: bool = False
+    lends: dict[int, str] = field(default_factory=dict)
+
+
+def train(prepared: Prepared, hosting: Hosting | None = None) -> dict[str, Any]:
+    """Run the stream on Ray to its end, or to where its host stops it, and return the results.
 
     Raises:
         LaunchError: the cluster cannot ever give the workers.
@@ -152,8 +168,8 @@ def train(prepared: Prepared) -> dict[str, Any]:
     if prepared.done < stages:
         with cluster(prepared.config):
             scaling = scaling_of(prepared.config)
-            while (done := prepared.done) < stages:
-                _fit(prepared, scaling, done)
+            while (done := prepared.done) < stages and not is_stopped(prepared.storage, done):
+                _fit(prepared, scaling, done, hosting or Hosting())
     return finish(prepared)
 
 
@@ -168,8 +184,12 @@ def finish(prepared: Prepared) -> dict[str, Any]:
 
 
 @contextmanager
-def cluster(config: RunConfig) -> Iterator[None]:
-    """Join the cluster, or start one on this machine; a cluster that we started is stopped again."""
+def cluster(config: RunConfig, dashboard: bool = False) -> Iterator[None]:
+    """Join the cluster, or start one on this machine; a cluster that we started is stopped again.
+
+    Args:
+        dashboard: start it too; without it Train's cleaner of what a dead trial leaves behind cannot work.
+    """
     if ray.is_initialized():
         yield
         return
@@ -177,7 +197,8 @@ def cluster(config: RunConfig) -> Iterator[None]:
     began = time.monotonic()
     # Progress comes through the run's own log (`follow`): Ray's forwarding would mix in its helpers' chatter. Without
     # the dashboard a local start takes a third of the time; what it would clean up ends with the cluster anyway.
-    ray.init(address=address, include_dashboard=None if address else False, log_to_driver=False, logging_level="error")
+    with_dashboard = None if address else dashboard
+    ray.init(address=address, include_dashboard=with_dashboard, log_to_driver=False, logging_level="error")
     log.info("Ray %s in %.0f s", "joined" if address else "started on this machine", time.monotonic() - began)
     try:
         yield
@@ -206,7 +227,7 @@ def scaling_of(config: RunConfig) -> ScalingConfig:
     return ScalingConfig(num_workers=launch.workers, use_gpu=bool(gpu), resources_per_worker=resources)
 
 
-def _fit(prepared: Prepared, scaling: ScalingConfig, done: int) -> None:
+def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting) -> None:
     """One Ray Train run: the whole stream, or one stage of it with fresh workers."""
     config, storage = prepared.config, prepared.storage
     driver = uuid.uuid4().hex[:12]
@@ -218,6 +239,9 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int) -> None:
         "singles": prepared.singles,
         "stop_after": 1 if config.launch.fresh_workers_per_task else None,
         "threads": max(1, int(scaling.num_cpus_per_worker)),
+        "asks": hosting.asks,
+        "stages": len(prepared.stages),
+        "lends": hosting.lends,
     }
     ray_run = RayRunConfig(
         name=f"{prepared.name}-{driver}",
@@ -276,7 +300,7 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
     config = configs.validate(RunConfig, job["config"])
     parts, open_engine = runs.build(config, world, job["singles"])
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
-    loop = StreamLoop(parts, open_engine, storage, world, tracker, _report, job["driver"])
+    loop = StreamLoop(parts, open_engine, storage, world, tracker, partial(_report, job, storage, world), job["driver"])
     if loop.ledger is not None:
         log_to(RunLog(storage, loop.ledger.attempt))
     loop.run(job["stop_after"])
@@ -284,10 +308,16 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
         tracker.close()
 
 
-def _report(record: dict[str, Any]) -> None:
-    """Tell Ray Train about a finished stage (all workers, equally often)."""
+def _report(job: dict[str, Any], storage: Storage, world: World, record: dict[str, Any]) -> bool:
+    """Tell Ray Train about a finished stage (all workers, equally often); whether to go on."""
+    done = record["stage"] + 1
+    if world.is_first and done in job["lends"]:
+        lend(storage, done, Storage.at(job["lends"][done]))
     scores = {f"score/{task}": cell["value"] for task, cell in record["row"].items()}
     ray.train.report({"stage": record["stage"], **scores, **record["times"]})
+    if not job["asks"] or done == job["stages"]:
+        return True
+    return world.broadcast(wait_for_word(storage, done) if world.is_first else True)
 
 
 class RunLog(logging.Handler):

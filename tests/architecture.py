@@ -21,7 +21,8 @@ LAYERS = (
     ("run", "forgetting"),
     ("extension",),
     ("launch",),
-    ("tune", "comparison", "bench", "bank_commands"),
+    ("sweep", "comparison", "bank_commands"),
+    ("bench",),
     ("jobs",),
 )
 """A unit (a module or package right below raycl/, or jobs/) imports units of rows above its own, no others."""
@@ -32,13 +33,14 @@ APART = {
 """Pairs that the order alone would allow: serving knows snapshots, never the method that made them."""
 
 DOORS = {
-    "ray": ("raycl/launch.py", "raycl/tune.py", "raycl/bank/shelf.py", "raycl/serve/", "raycl/bench/"),
+    "ray": ("raycl/launch.py", "raycl/sweep/", "raycl/bank/shelf.py", "raycl/serve/", "raycl/bench/"),
     "deepspeed": ("raycl/train/deepspeed.py",),
     "omegaconf": ("raycl/config.py",),
     "boto3": ("raycl/storage/exclusive.py",),
     "botocore": ("raycl/storage/exclusive.py",),
     "google": ("raycl/storage/exclusive.py",),
     "faiss": ("raycl/retrieval/index.py",),
+    "optuna": ("raycl/sweep/search.py",),
     "sentence_transformers": ("raycl/retrieval/encoder.py",),
     "triton": ("raycl/kernels/",),
     "matplotlib": ("raycl/report/",),

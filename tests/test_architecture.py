@@ -63,7 +63,7 @@ BROKEN = [
     ("direction", "raycl/data/__init__.py", "from ..train.step import step", "data imports train"),
     ("direction", "raycl/data/x.py", "def f():\n    import raycl.launch", "data imports launch"),
     ("direction", "raycl/data/x.py", "if TYPE_CHECKING:\n    from raycl.run import RunConfig", "data imports run"),
-    ("direction", "raycl/data/x.py", "importlib.import_module('raycl.tune')", "data imports tune"),
+    ("direction", "raycl/data/x.py", "importlib.import_module('raycl.sweep')", "data imports sweep"),
     ("direction", "raycl/train/x.py", "import raycl.report.tables", "train imports report"),
     ("direction", "raycl/train/x.py", "import jobs.sweep", "train imports jobs"),
     ("direction", "raycl/types.py", "from raycl.errors import RayclError", "types imports errors"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone, Output
-from raycl.config import Section
+from raycl.config import Section, Tree, as_tree
 from raycl.methods.stage_rows import StageRows
 from raycl.retrieval.encoder import SentenceEncoder
 from raycl.types import Activation, AdapterState, Batch, Mixture, RouterState, Stage
@@ -26,6 +26,22 @@ class MethodConfig(Section):
     """Base of every method's settings; `name` picks the method."""
 
     name: str
+
+    def acting(self, index: int, tasks: Sequence[str]) -> Tree:
+        """The settings that can change anything about stage `index`: what is learned, remembered or measured in it.
+
+        Runs whose acting settings agree up to some stage are the same run up to there, bit for bit, and sweeps train
+        it once. So leave out only what provably has no part; by default nothing is left out.
+
+        Args:
+            tasks: names of the stages.
+        """
+        return as_tree(self)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether texts of later tasks are read before the first one is learned (`Method.studies_ahead`)."""
+        return False
 
 
 @dataclass

@@ -12,7 +12,7 @@ What it does not know: engines, the method it works with, files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +20,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from raycl.config import Tree
 from raycl.errors import RunError
 from raycl.kernels.magnitude import summed_gated_magnitude, summed_magnitude
 from raycl.kernels.row_gradient import RowChoice, choose_rows
@@ -78,6 +79,19 @@ class MiguConfig(ModifierConfig):
     )
     random_update: bool = Field(False, description="control: as many rows, drawn at random in every step")
 
+    def masks(self, index: int, only: bool) -> bool:
+        """Whether a stage is masked at all; `only`: the run has no other."""
+        skip = self.skip_first_task if self.skip_first_task is not None else not only
+        return not (skip and index == 0)
+
+    def acting(self, index: int, tasks: Sequence[str]) -> Tree:
+        """Where nothing is masked, how much would be does not matter."""
+        settings = super().acting(index, tasks)
+        if self.masks(index, only=len(tasks) == 1):
+            return settings | {"skip_first_task": False}
+        without = ("threshold", "mask_update", "random_update")
+        return {key: value for key, value in settings.items() if key not in without} | {"skip_first_task": True}
+
 
 class Migu(GradientModifier):
     """The mask of an optimizer step."""
@@ -116,8 +130,7 @@ class Migu(GradientModifier):
             RunError: there is none.
         """
         config, backbone = self.config, self.method.backbone
-        skip = config.skip_first_task if config.skip_first_task is not None else not only
-        self._active = not (skip and stage.index == 0)
+        self._active = config.masks(stage.index, only)
         layers = watched_layers(backbone, config.layers, config.include_lm_head)
         self._layout = layout_of(backbone, layers, config.bias)
         if not self._layout.rows:

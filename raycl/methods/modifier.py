@@ -8,13 +8,13 @@ What it does not know: engines, workers (it is given a sum over them), files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from raycl.config import Section
+from raycl.config import Section, Tree, as_tree
 from raycl.methods.base import Method
 from raycl.types import Batch, Stage
 
@@ -28,6 +28,10 @@ class ModifierConfig(Section):
     """Base of every modifier's settings; `name` picks the modifier."""
 
     name: str
+
+    def acting(self, index: int, tasks: Sequence[str]) -> Tree:
+        """The settings that can change what stage `index` learns; see `MethodConfig.acting`. Its facts may differ."""
+        return as_tree(self)
 
 
 class GradientModifier:

@@ -12,6 +12,7 @@ Earlier adapters are compared in the precision that they speak in.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -19,6 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from raycl.backbone import Output
+from raycl.config import Tree
 from raycl.methods.base import MethodConfig
 from raycl.methods.inclora import IncLora, IncLoraSettings
 from raycl.types import Batch
@@ -31,6 +33,14 @@ class OLoraConfig(IncLoraSettings):
     lambda_1: float = Field(0.5, ge=0, description="weight of the overlap between the new adapter and all earlier ones")
     lambda_2: float = Field(0.0, ge=0, description="weight of the size of the new adapter")
     lambda_2_by_task: dict[str, float] = Field(default_factory=dict, description="for tasks that want another lambda_2")
+
+    def acting(self, index: int, tasks: Sequence[str]) -> Tree:
+        """The first task has nothing to be at right angles to; each task has one lambda_2."""
+        settings = super().acting(index, tasks)
+        settings["lambda_2"] = settings.pop("lambda_2_by_task").get(tasks[index], self.lambda_2)
+        if index == 0:
+            del settings["lambda_1"]
+        return settings
 
 
 class OLora(IncLora):

@@ -34,6 +34,11 @@ class ReferenceConfig(MethodConfig):
     def _by_name(cls, value: Any) -> Any:
         return named(value, "lora")
 
+    @property
+    def looks_ahead(self) -> bool:
+        """As the learner does."""
+        return self.learner.looks_ahead
+
 
 class SeparateConfig(ReferenceConfig):
     """PerTaskFT of MIGU, "separate fine-tune" of SLM."""

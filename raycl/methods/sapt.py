@@ -24,6 +24,7 @@ from raycl.adapters.head import MixedHead
 from raycl.adapters.prompts import MixedPrompts
 from raycl.backbone import Backbone, Output
 from raycl.backbone.roles import linear_names
+from raycl.config import Tree
 from raycl.data.loader import batch_of
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, packed, stage_labels, under, unpacked
@@ -70,6 +71,14 @@ class SaptConfig(MethodConfig):
     )
     selector: SelectorConfig = SelectorConfig()
     writer: WriterConfig = WriterConfig()
+
+    def acting(self, index: int, tasks: Sequence[str]) -> Tree:
+        """In the first task there is nothing to reflect on."""
+        settings = super().acting(index, tasks)
+        if index == 0:
+            kept = ("source", "fraction", "files", "abar_split")
+            settings["arm"] = {name: settings["arm"][name] for name in kept}
+        return settings
 
     @model_validator(mode="after")
     def _replay_has_answers(self) -> SaptConfig:

@@ -70,6 +70,11 @@ class SlmConfig(MethodConfig):
     retrieval: RetrievalConfig = RetrievalConfig()
     encoder: EncoderConfig = EncoderConfig()
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Keys of all tasks, where all compete."""
+        return self.train_scope == "all"
+
 
 class Slm(Method):
     """Slots over a frozen backbone."""
@@ -100,7 +105,7 @@ class Slm(Method):
         kind: Kind = "discriminant" if config.router == "discriminant" else "keys"
         self.router = SlotRouter(kind, config.keys.groups, config.retrieval, per_group)
         self._ahead = SlotRouter(kind, config.keys.groups, config.retrieval, per_group)
-        self.studies_ahead = config.train_scope == "all"
+        self.studies_ahead = config.looks_ahead
         self._learned: dict[str, AdapterState] = {}
         self._task = ""
         if backbone.head is not None:

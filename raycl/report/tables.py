@@ -40,7 +40,7 @@ GAP = " " * 4
 
 def matrix_table(result: Tree) -> str:
     """The matrix with one decimal, `after <task>` by task, the headline numbers and the stream's notes below."""
-    return _render(_matrix(result))
+    return render(_matrix(result))
 
 
 def side_by_side(results: Sequence[Tree], width: int = 160) -> str:
@@ -68,7 +68,7 @@ def comparison_table(results: Sequence[Tree]) -> str:
         points = [_points(line.numbers[name]) for name in METRICS]
         cost = [_duration(line.numbers["wall_s"]), _rate(line.numbers["tokens_per_s"])]
         table.add_row(method, line.stream, line.backbone, str(line.runs), *points, *cost)
-    return _render(table)
+    return render(table)
 
 
 def routing_table(result: Tree) -> str:
@@ -92,7 +92,7 @@ def routing_table(result: Tree) -> str:
     table.add_section()
     table.add_row("mean", *(_number(mean_of(column)) for column in columns.values()))
     head = f"dev texts that find their task, in percent: {title_of(result)}"
-    return _render(Group(Text(head), table, Text("; ".join(notes))))
+    return render(Group(Text(head), table, Text("; ".join(notes))))
 
 
 def routing_comparison(results: Sequence[Tree]) -> str:
@@ -120,7 +120,7 @@ def routing_comparison(results: Sequence[Tree]) -> str:
             label = [""] * len(label)
         table.add_section()
     head = "routers: dev texts that find their task, in percent; used: * chose the adapters"
-    return _render(Group(Text(head), table))
+    return render(Group(Text(head), table))
 
 
 def kept_rows_table(result: Tree) -> str:
@@ -138,7 +138,7 @@ def kept_rows_table(result: Tree) -> str:
         table.add_row(task if masked else f"{task} (not masked)", *map(_number, row), _number(norm))
     head = f"rows kept most often that another task kept too, in percent, mean over {len(kept.layers)} layers"
     note = f"{kept.chance:.1f} is chance; norm kept: of the gradient of these layers, in percent"
-    return _render(Group(Text(f"{head}: {title_of(result)}"), table, Text(note)))
+    return render(Group(Text(f"{head}: {title_of(result)}"), table, Text(note)))
 
 
 def attention_table(result: Tree) -> str:
@@ -161,7 +161,7 @@ def attention_table(result: Tree) -> str:
             table.add_row(task, *cells, _number(moved.get(task)) if when.startswith("at") else "")
         parts += [Text(f"who speaks for each task's texts, in percent, {when}"), table]
     note = f"moved: weight that speaks through other blocks now; {sum(told.pseudo.values())} pseudo inputs in all"
-    return _render(Group(Text(title_of(result)), *parts, Text(note)))
+    return render(Group(Text(title_of(result)), *parts, Text(note)))
 
 
 def tables_of(result: Tree) -> list[str]:
@@ -263,7 +263,7 @@ def _duration(spread: Spread | None) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
-def _render(content: RenderableType) -> str:
+def render(content: RenderableType) -> str:
     """Plain text without empty ends, on a page so wide that no table is squeezed."""
     text = io.StringIO()
     Console(file=text, width=10_000, markup=False, highlight=False, emoji=False, color_system=None).print(content)

@@ -93,6 +93,11 @@ class Ledger:
         """Record a stage that is trained and evaluated."""
         self._append({"stages": [*self.state.stages, record]})
 
+    def begin_with(self, checkpoints: list[str], stages: list[dict[str, Any]]) -> None:
+        """Record what another run has done for this one, which has done nothing yet (`raycl.train.branch`)."""
+        assert not self.state.checkpoints and not self.state.stages, "the run has begun already"
+        self._append({"checkpoints": checkpoints, "stages": stages})
+
     def ensure_current(self) -> None:
         """Check that no newer attempt has claimed the run.
 

@@ -69,14 +69,14 @@ class StreamLoop:
         storage: Storage,
         world: World,
         sink: MetricsSink | None = None,
-        on_stage: Callable[[dict[str, Any]], None] | None = None,
+        on_stage: Callable[[dict[str, Any]], bool | None] | None = None,
         driver: str = "",
     ) -> None:
         """Claim the run.
 
         Args:
             sink: rank 0's tracker, if any.
-            on_stage: called on every worker after each stage with its record (Ray Train's report).
+            on_stage: called on every worker after each stage with its record; False: the run stops there.
             driver: who started the workers, for the ledger.
         """
         self.parts, self.open_engine = parts, open_engine
@@ -94,7 +94,8 @@ class StreamLoop:
         last = None if stop_after is None else first + stop_after
         for stage in self.parts.stages[first:last]:
             done = pending if pending and pending.is_stage_end else self._train(stage, pending)
-            self._record(stage, self._evaluate(stage, done))
+            if not self._record(stage, self._evaluate(stage, done)):
+                return
             pending = None
 
     def _restore(self) -> Checkpoint | None:
@@ -289,7 +290,8 @@ class StreamLoop:
         ended = {"ended": time.time()}
         return {"stage": stage.index, "row": cells, "times": times, "bank": done.published, "facts": facts, **ended}
 
-    def _record(self, stage: Stage, record: dict[str, Any]) -> None:
+    def _record(self, stage: Stage, record: dict[str, Any]) -> bool:
+        """Whether to go on."""
         self.state = replace(self.state, stages=[*self.state.stages, record])  # the ledger's own state stays its own
         if self.ledger is not None:
             self.ledger.stage_done(record)
@@ -299,8 +301,7 @@ class StreamLoop:
         if self.sink:
             scores = {f"score/{name}": float(cell["value"]) for name, cell in record["row"].items()}
             self.sink.log(self._steps_done(stage, record["times"]["steps"]), scores)
-        if self.on_stage:
-            self.on_stage(record)
+        return self.on_stage is None or self.on_stage(record) is not False
 
     def results(self) -> dict[str, Any]:
         """The result tree so far, from the ledger."""

@@ -224,7 +224,7 @@ def run(
     config: RunConfig,
     storage: Storage,
     after: int | None = None,
-    on_stage: Callable[[dict[str, Any]], None] | None = None,
+    on_stage: Callable[[dict[str, Any]], bool | None] | None = None,
     world: World | None = None,
 ) -> StreamLoop:
     """Build and run the stream as a worker does, without Ray; `after` steps of this attempt raise Stop."""

@@ -1,0 +1,122 @@
+"""Sweeps: what a trial costs above the same run alone, and what ASHA saves against the full grid.
+
+Both in one cluster of this machine: the run alone and trials one at a time; then the same grid of learning rates and
+ranks over all built-in tasks twice, whole and with ASHA.
+What it does not know: how a sweep works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from raycl import config as configs
+from raycl import launch
+from raycl.bench.figures import Figure, Report, machine
+from raycl.run import RunConfig
+from raycl.sweep.config import SweepConfig
+from raycl.sweep.drive import run_sweep
+from raycl.sweep.outcome import Outcome
+
+log = logging.getLogger("raycl.bench")
+
+SHARE, START_S, ASHA_LIMIT, WINNER_LIMIT, BUSY = 0.10, 8.0, 0.5, 0.5, 0.5
+"""A trial may take 10 % + 8 s more than the run alone; ASHA half the grid's time, its winner at most 0.5 AP behind."""
+
+TASKS = ("topic", "sentiment", "question_type", "intent", "entailment")
+RATES, RANKS = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3), (2, 4, 8, 16)
+SETTINGS = ("rows", "test_rows", "epochs", "repeats", "concurrency", "only")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Sizes; the defaults take about an hour on two cores, nearly all of it the grid."""
+    parser.add_argument("--rows", type=int, default=160, help="train rows per task")
+    parser.add_argument("--test-rows", type=int, default=60, help="test rows per task")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3, help="runs alone, and trials, that overhead is measured on")
+    parser.add_argument("--concurrency", type=int, default=2, help="trials at a time, grid and ASHA")
+    parser.add_argument("--only", choices=["overhead", "asha"], help="just this part")
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Run everything and report."""
+    before = os.getloadavg()[0]
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory(prefix="raycl-bench-") as folder, launch.cluster(base(options), dashboard=True):
+        if options.only != "asha":
+            figures += overhead(options, Path(folder))
+        if options.only != "overhead":
+            figures += against_grid(options, Path(folder))
+    notes = [f"the load was {before:.1f} when this began: times say little"] if before > BUSY else []
+    settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
+    return Report("sweep", settings, figures, machine(before), notes)
+
+
+def tree(options: argparse.Namespace, tasks: tuple[str, ...]) -> dict[str, Any]:
+    """What all runs here share."""
+    stream = {"tasks": list(tasks), "train_rows": options.rows, "test_rows": options.test_rows, "max_source_tokens": 48}
+    train = {"epochs": options.epochs, "batch_size": 16, "lr_scheduler": "linear"}
+    return {"stream": stream, "train": train, "launch": {"workers": 1, "cpus_per_worker": 1.0}}
+
+
+def base(options: argparse.Namespace) -> RunConfig:
+    """The run alone, of two tasks."""
+    return configs.validate(RunConfig, tree(options, TASKS[:2]))
+
+
+def overhead(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
+    """Runs alone and trials alternate, so that a machine that slows down slows both."""
+    alone, trials = [], []
+    for number in range(options.repeats):
+        log.info("run alone, then as a trial: %d of %d", number + 1, options.repeats)
+        own = {**tree(options, TASKS[:2]), "seed": number, "output": {"dir": str(folder), "name": f"alone-{number}"}}
+        began = time.monotonic()
+        launch.train(launch.prepare(configs.validate(RunConfig, own)))
+        alone.append(time.monotonic() - began)
+        space = {"seed": {"grid": [number]}}
+        one = {"name": f"one-{number}", "base": tree(options, TASKS[:2]), "space": space, "search": "grid"}
+        began = time.monotonic()
+        run_sweep(configs.validate(SweepConfig, one), str(folder))
+        trials.append(time.monotonic() - began)
+    mine, theirs = median(trials), median(alone)
+    detail = f"{mine:.1f} s as a sweep of one trial against {theirs:.1f} s alone; {len(alone)} of each"
+    yield Figure("a trial above the run alone", mine - theirs, "s", SHARE * theirs + START_S, detail=detail)
+
+
+def against_grid(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
+    """The same twenty trials, all of them to the end and with ASHA."""
+    whole, whole_s = _swept("grid", "none", options, folder)
+    halved, halved_s = _swept("asha", "asha", options, folder)
+    learned = [sum(row.tasks for row in outcome.rows) for outcome in (whole, halved)]
+    detail = f"{halved_s:.0f} s, {learned[1]} tasks, against {whole_s:.0f} s, {learned[0]} tasks"
+    yield Figure("ASHA's time against the grid's", halved_s / whole_s, "x", ASHA_LIMIT, detail=detail)
+    scores = [_score(whole, outcome.best) for outcome in (whole, halved)]
+    winners = [whole.row(outcome.best).settings for outcome in (whole, halved) if outcome.best is not None]
+    yield Figure("ASHA's winner behind the grid's", scores[0] - scores[1], "AP", WINNER_LIMIT, detail=f"{winners}")
+
+
+def _score(outcome: Outcome, number: int | None) -> float:
+    score = None if number is None else outcome.row(number).scores[0]
+    return float("-inf") if score is None else score
+
+
+def _swept(name: str, scheduler: str, options: argparse.Namespace, folder: Path) -> tuple[Outcome, float]:
+    log.info("twenty trials: %s", name)
+    found = {
+        "name": name,
+        "base": tree(options, TASKS),
+        "space": {"train.learning_rate": {"grid": list(RATES)}, "method.rank": {"grid": list(RANKS)}},
+        "search": "grid",
+        "scheduler": {"name": scheduler, "grace": 1, "reduction": 4},
+        "concurrency": options.concurrency,
+    }
+    began = time.monotonic()
+    outcome = run_sweep(configs.validate(SweepConfig, found), str(folder))
+    return outcome, time.monotonic() - began

@@ -1,0 +1,181 @@
+"""Pictures of a sweep: which settings go with which scores, how far each setting matters, and the Pareto front.
+
+What it does not know: how trials were chosen or run. It reads the tree of a sweep's `summary.json`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+
+from raycl.config import Tree
+from raycl.errors import RunError
+from raycl.report.plots import COLOUR_MAP, COLOURS, new_figure, save_png
+from raycl.report.sweeps import text
+
+PANEL, HEIGHT = 3.2, 3.0
+"""Inches of one setting's panel."""
+
+LOG_FROM = 20
+"""Positive numbers are drawn on a logarithmic axis where the largest is more than so many times the smallest."""
+
+
+def parallel_coordinates(summary: Tree, path: str | Path) -> Path:
+    """Every trial that is done as a line over its settings and scores, coloured by the first metric, as a PNG.
+
+    Raises:
+        RunError: no trial is done.
+    """
+    rows = done_rows(summary)
+    titles = [*map(_short, summary["paths"]), *summary["metric"]]
+    columns = [Column.of([row["settings"].get(one) for row in rows]) for one in summary["paths"]]
+    columns += [Column.of([row["scores"][place] for row in rows]) for place in range(len(summary["metric"]))]
+    figure = new_figure(max(5.0, 1.7 * len(columns)), 4.2)
+    axes = figure.subplots()
+    scores = [row["scores"][0] for row in rows]
+    colour = Normalize(min(scores), max(scores) if max(scores) > min(scores) else min(scores) + 1)
+    for place in sorted(range(len(rows)), key=lambda place: scores[place]):
+        points = [column.heights[place] for column in columns]
+        axes.plot(points, color=colormaps[COLOUR_MAP](colour(scores[place])), linewidth=1.4, alpha=0.85)
+    for place, column in enumerate(columns):
+        axes.axvline(place, color="0.7", linewidth=0.8, zorder=0)
+        for height, name in column.ticks:
+            axes.text(place + 0.03, height, name, fontsize=7, va="center")
+    axes.set_xticks(range(len(columns)), titles, fontsize=8, rotation=15)
+    axes.set_yticks([])
+    axes.set_ylim(-0.06, 1.06)
+    axes.spines[["left", "right", "top", "bottom"]].set_visible(False)
+    figure.colorbar(ScalarMappable(colour, COLOUR_MAP), ax=axes, label=summary["metric"][0])
+    return save_png(figure, path)
+
+
+def sensitivity(summary: Tree, path: str | Path) -> Path:
+    """The first metric over each setting: a point a trial, a line through the means of equal values, as a PNG.
+
+    Raises:
+        RunError: no trial is done.
+    """
+    rows = done_rows(summary)
+    paths = summary["paths"]
+    figure = new_figure(PANEL * len(paths) + 0.6, HEIGHT)
+    panels = figure.subplots(1, len(paths), sharey=True, squeeze=False)[0]
+    for axes, one in zip(panels, paths, strict=True):
+        _draw_setting(axes, [row["settings"].get(one) for row in rows], [row["scores"][0] for row in rows])
+        axes.set_xlabel(_short(one), fontsize=9)
+    panels[0].set_ylabel(summary["metric"][0], fontsize=9)
+    figure.tight_layout()
+    return save_png(figure, path)
+
+
+def pareto_front(summary: Tree, path: str | Path) -> Path:
+    """The first two metrics against each other, the front joined by a line, as a PNG.
+
+    Raises:
+        RunError: no trial is done, or there is one metric only.
+    """
+    if len(summary["metric"]) < 2:
+        raise RunError(f"a front needs two metrics, but '{summary['name']}' has {summary['metric'][0]} alone")
+    rows = done_rows(summary)
+    figure = new_figure(4.6, 4.0)
+    axes = figure.subplots()
+    axes.scatter(*_points(rows), color=COLOURS[5], s=22, label="trials")
+    front = sorted((row for row in rows if row["number"] in summary["front"]), key=lambda row: row["scores"][0])
+    axes.plot(*_points(front), color=COLOURS[1], marker="o", markersize=5, label="Pareto front")
+    for row in front:
+        axes.annotate(str(row["number"] + 1), row["scores"][:2], textcoords="offset points", xytext=(4, 4), fontsize=7)
+    axes.set_xlabel(f"{summary['metric'][0]} ({summary['mode'][0]})", fontsize=9)
+    axes.set_ylabel(f"{summary['metric'][1]} ({summary['mode'][1]})", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    return save_png(figure, path)
+
+
+def done_rows(summary: Tree) -> list[Tree]:
+    """Trials that are done and have all scores.
+
+    Raises:
+        RunError: there is none.
+    """
+    rows = [row for row in summary["rows"] if row["state"] == "done" and None not in row["scores"]]
+    if not rows:
+        raise RunError(f"no trial of '{summary['name']}' is done, so there is nothing to draw")
+    return rows
+
+
+class Column:
+    """One upright axis of the parallel coordinates.
+
+    Attributes:
+        heights: 0 to 1, of each trial. ticks: height and name.
+    """
+
+    def __init__(self, heights: list[float], ticks: list[tuple[float, str]]) -> None:
+        self.heights, self.ticks = heights, ticks
+
+    @staticmethod
+    def of(values: Sequence[Any]) -> Column:
+        """Numbers by size (in the logarithm where they span much), anything else by first appearance."""
+        if is_numeric(values):
+            wide = is_wide(values)
+            places = [math.log(value) if wide else float(value) for value in values]
+            low, high = min(places), max(places)
+            heights = [(place - low) / (high - low) if high > low else 0.5 for place in places]
+            chosen = _spread_out(sorted(set(zip(heights, values, strict=True))))
+            return Column(heights, [(height, text(value)) for height, value in chosen])
+        names = list(dict.fromkeys(map(text, values)))
+        step = 1 / max(1, len(names) - 1)
+        return Column(
+            [names.index(text(value)) * step for value in values],
+            [(place * step, name) for place, name in enumerate(names)],
+        )
+
+
+def is_numeric(values: Sequence[Any]) -> bool:
+    """Whether all values are numbers."""
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def is_wide(values: Sequence[float]) -> bool:
+    """Whether a logarithmic axis tells more."""
+    return min(values) > 0 and max(values) > LOG_FROM * min(values)
+
+
+def _spread_out(points: list[tuple[float, Any]], gap: float = 0.06) -> list[tuple[float, Any]]:
+    """Points that are far enough apart for their names."""
+    kept: list[tuple[float, Any]] = []
+    for point in points:
+        if not kept or point[0] - kept[-1][0] >= gap:
+            kept.append(point)
+    return kept
+
+
+def _draw_setting(axes: Axes, values: Sequence[Any], scores: Sequence[float]) -> None:
+    numeric = is_numeric(values)
+    names = list(dict.fromkeys(map(text, values)))
+    places = list(values) if numeric else [names.index(text(value)) for value in values]
+    means = [(place, fmean(s for p, s in zip(places, scores, strict=True) if p == place)) for place in set(places)]
+    axes.scatter(places, scores, color=COLOURS[5], s=16)
+    axes.plot(*zip(*sorted(means), strict=True), color=COLOURS[0], linewidth=1.4)
+    if numeric and is_wide(values):
+        axes.set_xscale("log")
+    if not numeric:
+        axes.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=7)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _points(rows: Sequence[Tree]) -> tuple[list[float], list[float]]:
+    return [row["scores"][0] for row in rows], [row["scores"][1] for row in rows]
+
+
+def _short(path: str) -> str:
+    return ".".join(path.split(".")[-2:])

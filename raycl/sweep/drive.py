@@ -1,0 +1,246 @@
+"""A whole sweep: checked, run through Ray Tune, gone on with, and summed up.
+
+What it does not know: how a trial learns, how a table or picture is drawn.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import tune
+
+from raycl import config as configs
+from raycl import launch, run
+from raycl.data.stream import open_stream
+from raycl.errors import ConfigError, LaunchError, ResumeError, RunError
+from raycl.run import RunConfig
+from raycl.storage import Storage
+from raycl.sweep.config import SweepConfig
+from raycl.sweep.outcome import Outcome, collect
+from raycl.sweep.place import SWEEP, Place, plain
+from raycl.sweep.prefix import prefix_keys, shared_keys
+from raycl.sweep.search import Guided, Planned, Remembering
+from raycl.sweep.space import Settings
+from raycl.sweep.stopping import AtTaskEnds, rule_of
+from raycl.sweep.trial import Work, as_trainable
+
+log = logging.getLogger("raycl")
+
+SMALL = 1.0
+"""Bytes of memory that a trial's own process asks of the cluster: its workers take what it needs, CPUs above all."""
+
+QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_WARN_THRESHOLD_S": "60"}
+
+MAY_CHANGE = ("retries", "concurrency", "resources")
+"""Settings of a sweep that may differ when it goes on; with other resources, float sums may differ too."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known before the first trial.
+
+    Attributes:
+        trials: by number; of a search that plans nothing, those of earlier sessions. tasks: stages of each.
+    """
+
+    trials: dict[int, Settings]
+    tasks: int
+    shared: frozenset[str]
+    total: int
+
+
+def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Outcome:
+    """Run every trial that is not over yet, and sum up all of them.
+
+    Raises:
+        RunError: the folder holds a sweep already and `resume` is not set, or nothing could run.
+        ResumeError: the sweep there is another one. ConfigError, DataError: a trial that cannot run.
+    """
+    directory = Storage.at(directory).address
+    place = Place.of(sweep, directory)
+    _claim(sweep, place, resume)
+    plan = make_plan(sweep, place)
+    with launch.cluster(_first(sweep, plan), dashboard=True):
+        _tune(sweep, directory, place, plan)
+    return collect(sweep, place, plan.tasks)
+
+
+def _claim(sweep: SweepConfig, place: Place, resume: bool) -> None:
+    """Take the folder, or find the same sweep there."""
+    if not place.storage.exists(SWEEP):
+        place.storage.write(SWEEP, configs.to_yaml(sweep).encode())
+        return
+    if not resume:
+        raise RunError(
+            f"'{place.storage.uri}' holds a sweep already: go on with --resume, or choose another name or --dir"
+        )
+    old = configs.from_yaml(place.storage.read(SWEEP).decode(), f"{place.storage.uri}/{SWEEP}")
+    changed = configs.differences(old, plain(configs.as_tree(sweep)), without=MAY_CHANGE)
+    if sweep.search.name != "grid":
+        changed.pop("samples", None)  # more of the same is welcome
+    if changed:
+        listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
+        raise ResumeError(f"'{place.storage.uri}' cannot go on with a changed sweep: {listed}; give it another name")
+    place.storage.write(SWEEP, configs.to_yaml(sweep).encode())
+
+
+def make_plan(sweep: SweepConfig, place: Place) -> Plan:
+    """All trials that are known, checked as runs are: data, backbone, method.
+
+    Raises:
+        RayclError: one of them cannot run.
+    """
+    trials = dict(enumerate(sweep.trials())) if sweep.plans else place.settings()
+    examples = list(trials.values()) if sweep.plans else _examples(sweep)
+    found = [(place.config(sweep, 0, settings), settings) for settings in examples]
+    names = [_task_names(config) for config, _ in found]
+    lengths = {len(run.stages(config, open_stream(config.stream, config.seed))) for config, _ in found}
+    if len(lengths) > 1 and sweep.scheduler.name != "none":
+        raise ConfigError(
+            f"trials have between {min(lengths)} and {max(lengths)} stages, so scheduler '{sweep.scheduler.name}' "
+            "cannot compare them: leave stream.tasks of one length, or use scheduler=none"
+        )
+    for config in _kinds([config for config, _ in found]):
+        run.check(config)
+    keys = [prefix_keys(config, tasks) for (config, _), tasks in zip(found, names, strict=True)]
+    shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
+    total = len(trials) if sweep.plans else sweep.samples
+    return Plan(trials, max(lengths), shared, total)
+
+
+def _examples(sweep: SweepConfig) -> list[Settings]:
+    """Settings that a search without a plan may come to: each value of each setting beside the others' first."""
+    first = {path: draw.corners[0] for path, draw in sweep.space.items() if draw.expr is None}
+    return [
+        sweep.follow(first | {path: value})
+        for path, draw in sweep.space.items()
+        if draw.expr is None
+        for value in draw.corners
+    ]
+
+
+def _kinds(found: list[RunConfig]) -> list[RunConfig]:
+    """One config of each method, backbone and stream: a check of all would take longer than some sweeps."""
+    kinds: dict[tuple[Any, ...], RunConfig] = {}
+    for config in found:
+        key = (config.method.name, tuple(config.modifiers), config.backbone.name, str(config.stream))
+        kinds.setdefault(key, config)
+    return list(kinds.values())
+
+
+def _task_names(config: RunConfig) -> list[str]:
+    return [task.name for task in open_stream(config.stream, config.seed).tasks]
+
+
+def _first(sweep: SweepConfig, plan: Plan) -> RunConfig:
+    settings = next(iter(plan.trials.values()), None)
+    return sweep.config(settings if settings is not None else _examples(sweep)[0])
+
+
+def _tune(sweep: SweepConfig, directory: str, place: Place, plan: Plan) -> None:
+    """Everything that is left, through Tune."""
+    states = {number: place.state(number, plan.tasks) for number in plan.trials}
+    over = [number for number, (state, _) in states.items() if state in ("done", "stopped")]
+    left = {number: settings for number, settings in plan.trials.items() if number not in over}
+    todo = len(left) if sweep.plans else len(left) + sweep.samples - len(plan.trials)
+    if todo <= 0:
+        return
+    done = collect(sweep, place, plan.tasks)
+    scheduler = AtTaskEnds(place, rule_of(sweep, plan.tasks), plan.tasks, plan.total)
+    searcher: Remembering = Planned(sweep, place, left) if sweep.plans else Guided(sweep, place, left)
+    for number in over:
+        rows = done.row(number)
+        scheduler.replay(number, [values[0] for values in rows.curve])
+        if isinstance(searcher, Guided):
+            searcher.tell_finished(plan.trials[number], rows.curve, states[number][0] == "stopped")
+    at_once = concurrency(sweep)
+    log.info("%s: %d of %d trials to run, %d at a time", place.storage.uri, todo, plan.total, at_once)
+    work = Work(configs.as_tree(sweep), directory, plan.shared)
+    errors = _fit(sweep, place, work, searcher, scheduler, todo, at_once)
+    for number, error in errors.items():
+        place.fail(number, error)
+
+
+def _fit(
+    sweep: SweepConfig,
+    place: Place,
+    work: Work,
+    searcher: Remembering,
+    scheduler: AtTaskEnds,
+    todo: int,
+    at_once: int,
+) -> dict[int, str]:
+    """Run Tune to the end; number and error of trials whose own process died too often."""
+    storage = place.storage
+    tuner = tune.Tuner(
+        tune.with_resources(as_trainable(work), {"CPU": 0, "memory": SMALL}),
+        tune_config=tune.TuneConfig(
+            search_alg=searcher,
+            scheduler=scheduler,
+            num_samples=todo,
+            max_concurrent_trials=at_once,
+            reuse_actors=True,
+            trial_dirname_creator=lambda trial: f"{trial.config['number']:04d}-{trial.trial_id}",
+        ),
+        run_config=tune.RunConfig(
+            name=uuid.uuid4().hex[:12],
+            storage_path=storage.path("tune"),
+            storage_filesystem=None if storage.is_local else storage.filesystem,
+            failure_config=tune.FailureConfig(max_failures=sweep.retries),
+            verbose=0,
+        ),
+    )
+    with _quiet():
+        grid = tuner.fit()
+    return {
+        int(result.config["number"]): str(result.error).strip().splitlines()[-1]
+        for result in grid
+        if result.error is not None and result.config
+    }
+
+
+def concurrency(sweep: SweepConfig) -> int:
+    """Trials at a time: what was asked for, or as many as the cluster holds.
+
+    Raises:
+        LaunchError: it does not hold one.
+    """
+    have: Mapping[str, float] = ray.cluster_resources()
+    wanted = sweep.resources
+    cpus, gpus = wanted.workers * wanted.cpus_per_worker, wanted.workers * (wanted.gpus_per_worker or 0)
+    rooms = [have.get("CPU", 0.0) // cpus]
+    if gpus:
+        rooms.append(have.get("GPU", 0.0) // gpus)
+    elif wanted.gpus_per_worker is None and have.get("GPU", 0.0) >= wanted.workers:
+        rooms.append(have["GPU"] // wanted.workers)
+    if min(rooms) < 1:
+        raise LaunchError(
+            f"a trial needs {cpus:g} CPUs and {gpus:g} GPUs, but the cluster has {have.get('CPU', 0):g} CPUs and "
+            f"{have.get('GPU', 0):g} GPUs: lower resources.workers, cpus_per_worker or gpus_per_worker"
+        )
+    return int(min(rooms)) if sweep.concurrency is None else min(sweep.concurrency, int(min(rooms)))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Tune's own lines, warnings and files off while it runs; ours say what happens."""
+    logger = logging.getLogger("ray.tune")
+    level, before = logger.level, {name: os.environ.get(name) for name in QUIET}
+    os.environ.update(QUIET)
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

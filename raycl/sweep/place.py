@@ -1,0 +1,112 @@
+"""The folder of a sweep: what lies where, and what became of each trial, read from files alone.
+
+    sweep.yaml              the sweep as it was started
+    settings/0003.json      what trial 3 was given, before it starts
+    trials/NAME-0003/       its run, like any other
+    failed/0003.json        why its last try failed
+    prefixes/KEY/           the first stages that several trials have in common
+    bank/                   adapters and snapshots of all trials
+    best.yaml, summary.*    what it found
+
+Why it exists: a sweep goes on from what is here, never from Ray's own records, which are pickles of one version.
+What it does not know: how trials are chosen, run or compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from raycl import config as configs
+from raycl.config import Tree
+from raycl.run import RunConfig
+from raycl.storage import Storage
+from raycl.sweep.config import SweepConfig, json_safe
+from raycl.sweep.space import Settings
+from raycl.train.ledger import RunState, read_state
+from raycl.train.verdict import is_stopped
+
+SWEEP, SETTINGS, FAILED = "sweep.yaml", "settings", "failed"
+
+State = Literal["done", "stopped", "failed", "unfinished"]
+"""`stopped`: by the scheduler."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A sweep's folder."""
+
+    storage: Storage
+    name: str
+
+    @staticmethod
+    def of(sweep: SweepConfig, directory: str) -> Place:
+        """Where the sweep writes; nothing is created."""
+        return Place(Storage.at(directory).sub(sweep.name), sweep.name)
+
+    def run_name(self, number: int) -> str:
+        """Folder of a trial, and its name for trackers."""
+        return f"{self.name}-{number:04d}"
+
+    def run(self, number: int) -> Storage:
+        """A trial's run folder."""
+        return self.storage.sub(f"trials/{self.run_name(number)}")
+
+    def prefix(self, key: str) -> Storage:
+        """Where the stages with this key are kept for others."""
+        return self.storage.sub(f"prefixes/{key}")
+
+    def config(self, sweep: SweepConfig, number: int, settings: Settings) -> RunConfig:
+        """A trial's run, with a place of its own.
+
+        Raises:
+            ConfigError: the settings make no valid config.
+        """
+        tree = json_safe(sweep.tree(settings))
+        tree["output"] = {"dir": self.storage.sub("trials").address, "name": self.run_name(number), "exists": "resume"}
+        tree["bank"] = {"dir": self.storage.sub("bank").address, **tree.get("bank", {})}
+        tree["tracking"] = {"group": sweep.name, **tree.get("tracking", {})}
+        return configs.validate(RunConfig, tree)
+
+    def remember(self, number: int, settings: Settings) -> None:
+        """Write down what a trial is given."""
+        self.storage.write_json(f"{SETTINGS}/{number:04d}.json", settings)
+
+    def settings(self) -> dict[int, Settings]:
+        """What each trial so far was given, by number."""
+        names = [name for name in self.storage.list(SETTINGS) if name.endswith(".json")]
+        return {int(name[:4]): dict(self.storage.read_json(f"{SETTINGS}/{name}")) for name in names}
+
+    def fail(self, number: int, error: str) -> None:
+        """Write down why a trial failed."""
+        self.storage.write_json(f"{FAILED}/{number:04d}.json", {"error": error})
+
+    def forgive(self, number: int) -> None:
+        """Forget a failure, before the trial is tried again."""
+        self.storage.delete(f"{FAILED}/{number:04d}.json")
+
+    def error(self, number: int) -> str | None:
+        """Why a trial failed; None: it did not."""
+        file = f"{FAILED}/{number:04d}.json"
+        return str(self.storage.read_json(file)["error"]) if self.storage.exists(file) else None
+
+    def state(self, number: int, stages: int) -> tuple[State, RunState]:
+        """What became of a trial of so many stages, and how far it got."""
+        run = self.run(number)
+        reached = read_state(run)
+        done = len(reached.stages)
+        if done == stages:
+            return "done", reached
+        if is_stopped(run, done):
+            return "stopped", reached
+        return ("failed" if self.error(number) is not None else "unfinished"), reached
+
+    def results(self, number: int) -> Tree | None:
+        """The result tree of a trial's run, if it has one."""
+        run = self.run(number)
+        return dict(run.read_json("results.json")) if run.exists("results.json") else None
+
+
+def plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return json_safe({"value": value})["value"]

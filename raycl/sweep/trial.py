@@ -1,0 +1,177 @@
+"""One trial: a run on a whole stream inside a Tune trial, on workers of its own.
+
+Why it exists: Tune's supported way to try Train runs is a function that builds a trainer and fits it. This one reads
+the rows of the accuracy matrix from the run's own ledger and reports them; Ray's callback for that would bring them
+through one more actor for each trial, two seconds later, and not after a crash.
+What it does not know: which trials there are, and who stops them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray import tune
+
+from raycl import config as configs
+from raycl import launch
+from raycl.config import Tree
+from raycl.errors import ConfigError, DataError, RayclError, RunError
+from raycl.launch import Hosting, Prepared
+from raycl.run import RunConfig
+from raycl.storage import Storage
+from raycl.sweep.config import SweepConfig
+from raycl.sweep.measure import measured
+from raycl.sweep.place import Place
+from raycl.sweep.prefix import lent_records, prefix_keys
+from raycl.sweep.separate import singles_of
+from raycl.train.branch import borrow, read_place
+from raycl.train.ledger import last_attempt, read_state
+from raycl.train.verdict import is_stopped
+
+log = logging.getLogger("raycl")
+
+TASKS, SCORES, FAILED = "tasks", "score", "failed"
+"""What is reported: tasks done, `score0`, `score1`, ... for the metrics in order, and why the trial failed."""
+
+POLL_S, POLL_REMOTE_S = 0.2, 2.0
+"""How often the ledger is read."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all trials of a sweep are given; plain values, since they travel to other processes.
+
+    Attributes:
+        sweep: the config. directory: address of what holds the sweep's folder.
+        shared: prefix keys that several trials have (`raycl.sweep.prefix`).
+    """
+
+    sweep: Tree
+    directory: str
+    shared: frozenset[str] = field(default_factory=frozenset)
+
+
+def run_trial(work: Work, number: int, config: RunConfig) -> None:
+    """Run, or go on with, trial `number`; what fails is tried again, then written down and reported.
+
+    Args:
+        config: of its run, all paths absolute: this process works in a folder of Tune's.
+    """
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # how soon the end of a run is seen
+    log.handlers = [logging.NullHandler()]  # what a run says is in its own log
+    log.propagate = False
+    sweep = configs.validate(SweepConfig, work.sweep)
+    trial = Trial(sweep, Place.of(sweep, work.directory), number, config, work)
+    for tries in range(1, sweep.retries + 2):
+        try:
+            trial.learn()
+            return
+        except RayclError as error:
+            if tries > sweep.retries or isinstance(error, ConfigError | DataError):
+                said = f"{error} (tried {tries} times)" if tries > 1 else str(error)
+                trial.place.fail(number, said)
+                tune.report({FAILED: said})
+                return
+
+
+class Trial:
+    """A trial while it runs.
+
+    Attributes:
+        reported: rows that Tune has got from this process.
+    """
+
+    def __init__(self, sweep: SweepConfig, place: Place, number: int, config: RunConfig, work: Work) -> None:
+        self.sweep, self.place, self.number, self.config, self.work = sweep, place, number, config, work
+        self.reported = 0
+
+    def learn(self) -> None:
+        """To the end of the stream, or to where it is stopped.
+
+        Raises:
+            RayclError: the run failed.
+        """
+        prepared = self._prepared()
+        stages = [stage.name for stage in prepared.stages]
+        tasks = [task.name for task in prepared.stream.tasks]
+        judge = Judge(self.sweep, tasks, stages, prepared.singles)
+        keys = prefix_keys(prepared.config, tasks) if self.sweep.share else []
+        if not last_attempt(prepared.storage):
+            self._borrow(prepared.storage, prepared.config, keys)
+        self._report(prepared.storage, judge)
+        if is_stopped(prepared.storage, self.reported):
+            return
+        lends = {
+            done: self.place.prefix(key).address
+            for done, key in enumerate(keys, 1)
+            if key in self.work.shared and done > prepared.done
+        }
+        self._fit(prepared, Hosting(asks=self.sweep.scheduler.name != "none", lends=lends), judge)
+
+    def _prepared(self) -> Prepared:
+        needed = singles_of(self.config, self.work.directory) if self.sweep.singles else self.config
+        return launch.prepare(needed)
+
+    def _borrow(self, storage: Storage, config: RunConfig, keys: Sequence[str]) -> None:
+        """Begin with the longest stretch that another trial has already learned."""
+        for key in reversed(keys):
+            lent = read_place(self.place.prefix(key))
+            if lent is None:
+                continue
+            lender = Storage.at(lent["run"])
+            theirs = configs.from_yaml(lender.read(launch.CONFIG).decode(), lender.uri)["modifiers"]
+            records = lent_records(lent["stages"], theirs, configs.as_tree(config)["modifiers"])
+            borrow(self.place.prefix(key), storage, records)
+            return
+
+    def _fit(self, prepared: Prepared, hosting: Hosting, judge: Judge) -> None:
+        """Workers learn; each row is reported as soon as it is in the ledger."""
+        pause = POLL_S if prepared.storage.is_local else POLL_REMOTE_S
+        with ThreadPoolExecutor(1, "fit") as pool:
+            fitting = pool.submit(launch.train, prepared, hosting)
+            while not fitting.done():
+                self._report(prepared.storage, judge)
+                time.sleep(pause)
+        fitting.result()
+        self._report(prepared.storage, judge)
+        if prepared.done < len(prepared.stages) and not is_stopped(prepared.storage, prepared.done):
+            raise RunError(f"the run in '{prepared.storage.uri}' ended early: see its log")
+
+    def _report(self, storage: Storage, judge: Judge) -> None:
+        """Rows that Tune has not got, one by one; returns when it has decided on the last of them."""
+        records = read_state(storage).stages
+        while self.reported < len(records) and not is_stopped(storage, self.reported):
+            self.reported += 1
+            tune.report(judge(records[: self.reported]))
+
+
+@dataclass(frozen=True)
+class Judge:
+    """From ledger records to what is reported."""
+
+    sweep: SweepConfig
+    tasks: Sequence[str]
+    stages: Sequence[str]
+    singles: dict[str, float] | None
+
+    def __call__(self, records: Sequence[Tree]) -> Tree:
+        """Tasks done, and each metric that is defined so far."""
+        values = measured(self.sweep.metrics, self.tasks, self.stages, records, self.singles)
+        scores = {f"{SCORES}{place}": value for place, value in enumerate(values) if value is not None}
+        return {TASKS: len(records), **scores}
+
+
+def as_trainable(work: Work) -> Callable[[dict[str, Any]], None]:
+    """The function that Tune calls for each trial."""
+
+    def trial(config: dict[str, Any]) -> None:
+        run_trial(work, int(config["number"]), configs.validate(RunConfig, json.loads(config["run"])))
+
+    return trial

@@ -1,0 +1,49 @@
+"""The word of a host (a sweep) on whether a run goes on after a stage: one small file of the run for each stage.
+
+Why it exists: workers must not begin a task that is about to be stopped, and killing them in the middle of one leaves
+their place on the cluster occupied for most of a minute. So they ask between two tasks, and end by themselves.
+What it does not know: why a run is stopped, and who decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from raycl.storage import Storage
+
+log = logging.getLogger("raycl")
+
+FOLDER = "verdict"
+POLL_S, PATIENCE_S = 0.05, 120.0
+"""How often workers look (object stores: every second), and when they go on without a word."""
+
+
+def give_word(storage: Storage, done: int, go_on: bool) -> None:
+    """Say whether the run goes on after `done` finished stages."""
+    storage.write_json(_file(done), {"go_on": go_on})
+
+
+def word(storage: Storage, done: int) -> bool | None:
+    """What was said; None: nothing yet."""
+    return bool(storage.read_json(_file(done))["go_on"]) if storage.exists(_file(done)) else None
+
+
+def is_stopped(storage: Storage, done: int) -> bool:
+    """Whether the run was told to stop after so many stages."""
+    return done > 0 and word(storage, done) is False
+
+
+def wait_for_word(storage: Storage, done: int) -> bool:
+    """Whether to go on; a host that says nothing for long (it died, or lost the question) does not hold the run up."""
+    end = time.monotonic() + PATIENCE_S
+    while (said := word(storage, done)) is None:
+        if time.monotonic() > end:
+            log.warning("no word on going on after %d stages for %.0f s: going on", done, PATIENCE_S)
+            return True
+        time.sleep(POLL_S if storage.is_local else 1.0)
+    return said
+
+
+def _file(done: int) -> str:
+    return f"{FOLDER}/{done:03d}.json"

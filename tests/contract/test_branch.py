@@ -1,0 +1,123 @@
+"""A run that goes on from where another one was equals, bit for bit, the run that learned everything itself.
+
+The pairs are those whose prefix keys agree: that is the promise behind the keys.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Lab, matrix, run, trace
+
+from raycl import config as configs
+from raycl.bank import Bank
+from raycl.bank.upkeep import verify
+from raycl.run import RunConfig
+from raycl.storage import Storage
+from raycl.sweep.prefix import prefix_keys
+from raycl.train.branch import borrow, lend, read_place
+from raycl.train.checkpoint import read_checkpoint
+from raycl.train.ledger import read_state
+
+MIGU = {"name": "migu", "layers": ["attention", "ffn"]}
+
+
+def three(lab: Lab) -> list[dict[str, Any]]:
+    """The two tasks of the laboratory and a third one, which has the first one's rows."""
+    return [*lab.tasks, {**copy.deepcopy(lab.tasks[0]), "name": "third"}]
+
+
+def pair(lab: Lab, case: str, engine: str) -> tuple[RunConfig, RunConfig]:
+    """Lender and borrower."""
+    tasks = three(lab)
+    names = [str(task["name"]) for task in tasks]
+    migu = [{"modifiers": [{**MIGU, "threshold": value}]} for value in (0.3, 0.8)]
+    olora = [{"method": {"name": "olora", "lambda_1": value}} for value in (0.1, 2.0)]
+    sapt = [{"method": {"name": "sapt", "arm": {"weight": value}}} for value in (0.1, 2.0)]
+    later = [{"method": lab.slots(), "train": {"epochs_by_task": {names[2]: epochs}}} for epochs in (1, 2)]
+    orders: list[dict[str, Any]] = [
+        {"method": "inclora", "stream": {"tasks": tasks}},
+        {"method": "inclora", "stream": {"tasks": [tasks[0], tasks[2], tasks[1]]}},
+    ]
+    finetune = [{"method": "finetune", "train": {"epochs_by_task": {names[1]: epochs}}} for epochs in (1, 2)]
+    chosen = {"migu": migu, "olora": olora, "sapt": sapt, "later": later, "orders": orders, "finetune": finetune}[case]
+    found = []
+    for sections in chosen:
+        merged = {"stream": {"tasks": tasks}, "checkpoint": {"keep": 1}, **copy.deepcopy(sections)}
+        found.append(lab.config("bert", merged.pop("method", "lora"), engine, **merged))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    ("case", "engine", "agreed"),
+    [
+        ("migu", "torch", 1),
+        ("migu", {"name": "deepspeed", "zero_stage": 2}, 1),
+        ("olora", "torch", 1),
+        ("sapt", "torch", 1),
+        ("later", "torch", 2),
+        ("orders", "torch", 1),
+        ("finetune", "torch", 1),
+    ],
+    ids=["migu", "migu-zero2", "olora", "sapt", "slm-later-epochs", "inclora-orders", "finetune-epochs"],
+)
+def test_what_is_borrowed_equals_what_is_learned(lab: Lab, tmp_path: Path, case: str, engine: Any, agreed: int) -> None:
+    lender, borrower = pair(lab, case, engine)
+    names = [[task.name for task in config.stream.tasks or ()] for config in (lender, borrower)]  # type: ignore[union-attr]
+    keys = [prefix_keys(config, one) for config, one in zip((lender, borrower), names, strict=True)]
+    assert [a == b for a, b in zip(*keys, strict=True)] == [True] * agreed + [False] * (2 - agreed)
+
+    bank = {"dir": str(tmp_path / "bank"), "publish": True}
+    lender, shared = (configs.validate(RunConfig, {**configs.as_tree(one), "bank": bank}) for one in (lender, borrower))
+    first, place = Storage.at(tmp_path / "lender"), Storage.at(tmp_path / "place")
+    run(lender, first, on_stage=lambda record: lend(first, agreed, place))
+    lent = read_place(place)
+    assert lent is not None and len(lent["stages"]) == agreed
+
+    second, alone = Storage.at(tmp_path / "borrower"), Storage.at(tmp_path / "alone")
+    borrow(place, second, lent["stages"])
+    run(shared, second)
+    run(borrower, alone)
+    assert matrix(second) == matrix(alone)
+    assert trace(second) == trace(alone) != trace(first)
+    cells = [read_state(one).stages for one in (second, alone)]
+    assert [record["row"] for record in cells[0]] == [record["row"] for record in cells[1]]
+    ends = [read_checkpoint(one, read_state(one).checkpoints[-1]) for one in (second, alone)]
+    for kind in ("parameters", "carried"):
+        mine, theirs = getattr(ends[0], kind), getattr(ends[1], kind)
+        assert mine.keys() == theirs.keys()
+        assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+    answers = [{name: one.read(name) for name in one.files("predictions")} for one in (second, alone)]
+    assert answers[0] == answers[1] and answers[0]
+    if case != "finetune":
+        both = [
+            Bank.at(str(tmp_path / "bank")).open(cells[0][-1]["bank"]["snapshot"]),
+            Bank(alone.sub("bank")).newest(),
+        ]
+        hashes = [{entry.name: entry.tensors.sha256 for entry in one.adapters} for one in both if one is not None]
+        assert hashes[0] == hashes[1] and verify(Bank.at(str(tmp_path / "bank"))).problems == []
+
+
+def test_a_place_is_kept_once_and_only_when_it_is_the_right_one(lab: Lab, tmp_path: Path) -> None:
+    config = lab.config("bert", stream={"tasks": three(lab)})
+    first, place, early = (Storage.at(tmp_path / name) for name in ("first", "place", "early"))
+    run(config, first, on_stage=lambda record: lend(first, 2, place))
+    lend(first, 1, early)
+    assert read_place(early) is None, "the checkpoint of the first stage is gone by now"
+    before = place.files()
+    lend(first, 2, place)
+    assert place.files().keys() == before.keys() and read_place(Storage.at(tmp_path / "nowhere")) is None
+
+
+def test_a_stage_may_be_the_last_one(lab: Lab, tmp_path: Path) -> None:
+    """What a scheduler's word comes to."""
+    storage = Storage.at(tmp_path)
+    config = lab.config("bert", stream={"tasks": three(lab)})
+    run(config, storage, on_stage=lambda record: record["stage"] < 1)
+    assert len(read_state(storage).stages) == 2
+    run(config, storage)
+    assert len(read_state(storage).stages) == 3 and storage.read_json("results.json")["finished"]

@@ -1,0 +1,165 @@
+"""Sweeps as users start them, on a real Ray cluster: killed, resumed, with a trial that fails and one that is stopped.
+
+The killed process is a driver that the test started itself.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny import Lab, matrix, run, trace
+
+from raycl import config as configs
+from raycl import launch
+from raycl.errors import ResumeError, RunError
+from raycl.run import RunConfig, load_config
+from raycl.storage import Storage
+from raycl.sweep.config import SweepConfig, load_sweep
+from raycl.sweep.drive import run_sweep
+from raycl.sweep.place import Place
+from raycl.sweep.write import write_outcome
+from raycl.train.ledger import read_state
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A sweep that was killed once and then finished."""
+
+    place: Place
+    summary: dict[str, Any]
+    killed: dict[int, int]
+    output: str
+    status: int
+
+    def row(self, number: int) -> dict[str, Any]:
+        return next(row for row in self.summary["rows"] if row["number"] == number)
+
+
+def start(file: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`jobs/sweep.py` as a process of its own, on the module's cluster."""
+    command = [sys.executable, str(REPO / "jobs/sweep.py"), str(file), "--dir", str(file.parent), *arguments]
+    return subprocess.Popen(command, cwd=file.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def reached(place: Place) -> dict[int, int]:
+    """Finished stages by trial."""
+    return {number: len(read_state(place.run(number)).stages) for number in place.settings()}
+
+
+def wait(ready: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 200) -> None:
+    """Until it is so, or the process has ended."""
+    end = time.monotonic() + seconds
+    while not ready() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    assert ready(), process.communicate(timeout=5)[0] if process.poll() is not None else "it did not get there"
+
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def swept(ray_cluster: dict[str, str], lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Swept:
+    """Three trials in turn: MIGU's threshold, which does not act on the first task; the last one cannot begin."""
+    folder = tmp_path_factory.mktemp("sweep")
+    base = lab.tree("bert", "lora", modifiers=["migu"], train={"epochs": 4})
+    tree = {
+        "name": "mine",
+        "base": base,
+        "space": {
+            "modifiers.migu.threshold": {"grid": [0.2, 0.8, 0.9]},
+            "eval.singles": {"expr": "'/nowhere' if modifiers.migu.threshold == 0.9 else None"},
+        },
+        "search": "grid",
+        "concurrency": 1,
+        "retries": 1,
+    }
+    file = folder / "mine.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    place = Place(Storage.at(folder).sub("mine"), "mine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", ray_cluster["address"])
+        first = start(file)
+        try:
+            wait(lambda: reached(place).get(1, 0) == 1, first)
+        finally:
+            first.kill()
+            first.communicate()
+        killed = reached(place)
+        second = start(file, "--resume")
+        output, _ = second.communicate(timeout=280)
+    summary = json.loads((folder / "mine" / "summary.json").read_text()) if second.returncode in (0, 1) else {}
+    return Swept(place, summary, killed, output, second.returncode)
+
+
+def test_a_killed_sweep_goes_on_where_it_was(swept: Swept) -> None:
+    assert swept.killed == {0: 2, 1: 1}
+    assert swept.status == 1, swept.output
+    assert [(row["number"], row["state"], row["tasks"]) for row in swept.summary["rows"]][-1] == (2, "failed", 0)
+    assert {row["number"] for row in swept.summary["rows"] if row["state"] == "done"} == {0, 1}
+    assert "2 of 3 trials to run" in swept.output, "the finished trial is not run again"
+    assert read_state(swept.place.run(0)).attempts[-1]["attempt"] == 1
+
+
+def test_a_failed_trial_is_tried_again_and_then_said(swept: Swept) -> None:
+    assert "failed: trial 3: there is no results.json in '/nowhere'" in swept.output
+    assert "(tried 2 times)" in swept.row(2)["error"]
+
+
+def test_the_first_task_is_learned_once(swept: Swept, lab: Lab, tmp_path: Path) -> None:
+    """And the second trial is the run alone, bit for bit."""
+    assert [swept.row(number)["borrowed"] for number in (0, 1)] == [0, 1]
+    trial = swept.place.run(1)
+    tree = configs.from_yaml(trial.read(launch.CONFIG).decode(), "trial")
+    alone = Storage.at(tmp_path)
+    run(configs.validate(RunConfig, {**tree, "bank": {}}), alone)
+    assert matrix(trial) == matrix(alone) and trace(trial) == trace(alone)
+    assert "modifiers" not in read_state(trial).stages[0]["facts"], "rows of another threshold are not its own"
+
+
+def test_the_best_config_alone_gives_the_same_numbers(swept: Swept, tmp_path: Path) -> None:
+    best = load_config(f"{swept.place.storage.uri}/best.yaml", [f"output.dir={tmp_path}"])
+    results = launch.train(launch.prepare(best))
+    trial = swept.row(swept.summary["best"])
+    assert results["metrics"]["ap"] == trial["scores"][0]
+    assert results["matrix"] == swept.place.run(trial["number"]).read_json("results.json")["matrix"]
+
+
+def test_a_sweep_is_not_overwritten_nor_changed(swept: Swept) -> None:
+    folder, file = str(Path(swept.place.storage.uri).parent), f"{swept.place.storage.uri}.yaml"
+    with pytest.raises(RunError, match="holds a sweep already: go on with --resume"):
+        run_sweep(load_sweep(file), folder)
+    with pytest.raises(ResumeError, match=r"base\.seed was None, now 7"):
+        run_sweep(load_sweep(file, ["base.seed=7"]), folder, resume=True)
+
+
+def test_what_is_behind_is_stopped_after_a_task(ray_cluster: dict[str, str], lab: Lab, tmp_path: Path) -> None:
+    """Two trials of unlike learning rates, the better one first; the other learns one task alone."""
+    tree = {
+        "name": "asha",
+        "base": lab.tree("bert", "lora", train={"epochs": 8}),
+        "space": {"train.learning_rate": {"grid": [0.01, 1e-9]}},
+        "search": {"name": "grid", "seed": 0},
+        "scheduler": {"name": "asha", "reduction": 2},
+        "concurrency": 1,
+    }
+    sweep = configs.validate(SweepConfig, tree)
+    assert sweep.trials()[0] == {"train.learning_rate": 0.01}
+    outcome = run_sweep(sweep, str(tmp_path))
+    assert [(row.state, row.tasks) for row in outcome.rows] == [("done", 2), ("stopped", 1)]
+    assert outcome.best == 0
+    said, _ = write_outcome(outcome, str(tmp_path))
+    assert "stopped" in said
+    again = run_sweep(sweep, str(tmp_path), resume=True)
+    assert [row.state for row in again.rows] == ["done", "stopped"], "a stopped trial stays stopped"
+    assert (tmp_path / "asha" / "trials" / "asha-0001").is_dir()

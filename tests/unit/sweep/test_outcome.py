@@ -1,0 +1,183 @@
+"""What a sweep found, from the folders of its trials: written by hand here, as runs leave them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raycl import config as configs
+from raycl.report.sweep_plots import parallel_coordinates, pareto_front, sensitivity
+from raycl.report.sweeps import group_table, sweep_csv, sweep_table, text
+from raycl.run import RunConfig
+from raycl.sweep.config import SweepConfig
+from raycl.sweep.outcome import Outcome, Row, collect, pareto
+from raycl.sweep.place import Place
+from raycl.sweep.space import Settings
+from raycl.sweep.write import write_outcome
+from raycl.train.ledger import Ledger
+from raycl.train.verdict import give_word
+
+TASKS = ["topic", "sentiment"]
+
+
+class Written:
+    """A sweep's folder with trials."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        tree: dict[str, Any] = {
+            "name": "mine",
+            "base": {"stream": {"tasks": TASKS}},
+            "space": {"train.learning_rate": {"grid": [1e-5, 1e-2]}, "seed": {"grid": [0, 1]}},
+            "search": "grid",
+        }
+        self.sweep = configs.validate(SweepConfig, {**tree, **changes})
+        self.folder = str(folder)
+        self.place = Place.of(self.sweep, self.folder)
+
+    def trial(self, number: int, settings: Settings, rows: list[list[float]]) -> None:
+        """A trial that got as far as `rows`."""
+        self.place.remember(number, settings)
+        run = self.place.run(number)
+        ledger = Ledger.claim(run, workers=1)
+        for stage, row in enumerate(rows):
+            cells = {task: {"value": value, "count": 10, "extra": {}} for task, value in zip(TASKS, row, strict=False)}
+            times = {"stage": TASKS[stage], "train_s": 2.0}
+            ended = ledger.state.attempts[0]["started"] + 10.0 * (stage + 1)
+            ledger.stage_done({"stage": stage, "row": cells, "times": times, "facts": {}, "ended": ended})
+        metrics = {"ap": sum(rows[-1]) / 2, "f_ra": 1.0, "bwt": -1.0, "fwt": None} if rows else {}
+        config = configs.as_tree(self.place.config(self.sweep, number, settings))
+        stream = {"tasks": TASKS}
+        run.write_json(
+            "results.json", {"config": config, "stream": stream, "stages": TASKS, "singles": None, "metrics": metrics}
+        )
+
+    def outcome(self) -> Outcome:
+        return collect(self.sweep, self.place, len(TASKS))
+
+
+def at(rate: float, seed: int) -> Settings:
+    return {"train.learning_rate": rate, "seed": seed}
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Written:
+    """Done twice, stopped, failed; and one that never got anywhere."""
+    written = Written(tmp_path, over=["seed"])
+    written.trial(0, at(1e-5, 0), [[50], [40, 60]])
+    written.trial(1, at(1e-2, 0), [[80], [60, 80]])
+    written.trial(2, at(1e-2, 1), [[70], [50, 80]])
+    written.trial(3, at(1e-5, 1), [[20]])
+    give_word(written.place.run(3), 1, go_on=False)
+    written.trial(4, at(1e-4, 1), [[30]])
+    written.place.fail(4, "the loss is nan")
+    written.place.remember(5, at(1e-3, 1))
+    return written
+
+
+def test_states_and_scores_are_read_from_the_folders(four: Written) -> None:
+    outcome = four.outcome()
+    states = {row.number: (row.state, row.tasks) for row in outcome.rows}
+    assert states == {
+        0: ("done", 2), 1: ("done", 2), 2: ("done", 2), 3: ("stopped", 1), 4: ("failed", 1), 5: ("unfinished", 0)
+    }  # fmt: skip
+    assert [row.number for row in outcome.rows] == [1, 2, 0, 3, 5, 4], "best first, then how far they got"
+    assert outcome.row(1).curve == [[80.0], [70.0]] and outcome.row(1).scores == [70.0]
+    assert outcome.row(0).train_s == 4.0 and outcome.row(0).wall_s == pytest.approx(20.0)
+    assert outcome.failed == {4: "the loss is nan"}
+
+
+def test_the_best_is_the_best_mean_over_seeds(four: Written) -> None:
+    outcome = four.outcome()
+    best = next(group for group in outcome.groups if 1 in group.numbers)
+    assert best.numbers == [1, 2] and best.means == [67.5] and best.spreads == [pytest.approx(3.5355, abs=1e-3)]
+    assert outcome.best == 1
+
+
+def test_less_can_be_better(tmp_path: Path) -> None:
+    written = Written(tmp_path, metric="f_ra", mode="min")
+    written.trial(0, at(1e-5, 0), [[50], [40, 60]])
+    written.trial(1, at(1e-2, 0), [[80], [60, 80]])
+    outcome = written.outcome()
+    assert outcome.best == 0 and [row.scores for row in outcome.rows] == [[10.0], [20.0]]
+
+
+def test_the_best_config_is_the_trials_own_without_its_place(four: Written) -> None:
+    found = four.outcome().best_yaml()
+    assert found is not None
+    config = configs.validate(RunConfig, configs.from_yaml(found, "best"))
+    trial = four.place.config(four.sweep, 1, at(1e-2, 0))
+    assert config.train.learning_rate == 1e-2 and config.launch == trial.launch
+    assert config.output.name is None and config.bank.dir is None and config.tracking.group is None
+    assert configs.fingerprint(config, ("output", "bank", "tracking")) == configs.fingerprint(
+        trial, ("output", "bank", "tracking")
+    )
+
+
+def test_the_front_is_what_no_other_beats() -> None:
+    points = {0: (70.0, 5.0), 1: (60.0, 1.0), 2: (65.0, 6.0), 3: (70.0, 5.0), 4: (50.0, 0.5)}
+    rows = [Row(number, {}, "done", 2, [list(point)]) for number, point in points.items()]
+    assert pareto(rows, ["max", "min"]) == [0, 1, 3, 4]
+    assert pareto(rows, ["max", "max"]) == [0, 2, 3]
+    assert pareto([Row(0, {}, "done", 2, [[1.0, None]])], ["max", "min"]) == []
+
+
+def test_all_files_are_written(four: Written) -> None:
+    said, files = write_outcome(four.outcome(), four.folder)
+    names = {file.rpartition("/")[2] for file in files}
+    assert names == {"summary.txt", "summary.csv", "best.yaml", "parallel.png", "sensitivity.png"}
+    assert "67.50 ± 3.54" in said and "failed" in said and "stopped" in said and "best" in said
+    rows = list(csv.DictReader(io.StringIO(four.place.storage.read("summary.csv").decode())))
+    assert [row["trial"] for row in rows] == ["2", "3", "1", "4", "6", "5"]
+    assert float(rows[0]["ap"]) == 70.0 and rows[0]["train.learning_rate"] == "0.01"
+    assert rows[-1]["error"] == "the loss is nan"
+    assert json.loads(four.place.storage.read("summary.json"))["best"] == 1
+    assert yaml.safe_load(four.place.storage.read("best.yaml"))["train"]["learning_rate"] == 0.01
+
+
+def test_a_sweep_without_a_finished_trial_has_a_table_all_the_same(tmp_path: Path) -> None:
+    written = Written(tmp_path)
+    written.trial(0, at(1e-5, 0), [])
+    said, files = write_outcome(written.outcome(), written.folder)
+    assert "unfinished" in said and {file.rpartition("/")[2] for file in files} == {"summary.txt", "summary.csv"}
+
+
+@pytest.fixture
+def summary(tmp_path: Path) -> dict[str, Any]:
+    """Two metrics, settings of all kinds."""
+    space = {
+        "train.learning_rate": {"loguniform": [1e-5, 1e-2]},
+        "method": {"choice": ["lora", {"name": "lora", "rank": 4}]},
+        "stream.tasks": {"choice": [TASKS, TASKS[::-1]]},
+    }
+    written = Written(tmp_path, space=space, metric=["ap", "f_ra"], mode=["max", "min"], search="tpe", samples=9)
+    kinds = ["lora", {"name": "lora", "rank": 4}]
+    for number in range(4):
+        settings = {"train.learning_rate": 10.0 ** -(number + 2), "method": kinds[number % 2], "stream.tasks": TASKS}
+        written.trial(number, settings, [[90 - number], [60 + 5 * number, 70]])
+    return written.outcome().tree()
+
+
+def test_pictures_of_all_kinds_of_settings(summary: dict[str, Any], tmp_path: Path) -> None:
+    for draw in (parallel_coordinates, sensitivity, pareto_front):
+        written = draw(summary, tmp_path / f"{draw.__name__}.png")
+        assert written.read_bytes().startswith(b"\x89PNG") and written.stat().st_size > 5000
+
+
+def test_tables_of_all_kinds_of_settings(summary: dict[str, Any]) -> None:
+    said = sweep_table(summary)
+    assert "lora (rank=4)" in said and "topic>sentiment" in said and "front" in said and "1e-05" in said
+    assert len(list(csv.reader(io.StringIO(sweep_csv(summary))))) == 5
+    assert "over stream.tasks" in group_table({**summary, "over": ["stream.tasks"]})
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.1, "0.1"), (1e-5, "1e-05"), (True, "true"), (None, "-"), ([1, 2], "[1, 2]"), ("x", "x")]
+)
+def test_settings_in_a_cell(value: Any, shown: str) -> None:
+    assert text(value) == shown

@@ -1,0 +1,200 @@
+"""Who proposes and who stops, without a cluster: a sweep that goes on proposes and decides as if it had not stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raycl import config as configs
+from raycl.run import RunConfig
+from raycl.sweep.config import SweepConfig
+from raycl.sweep.place import Place
+from raycl.sweep.search import Guided, Planned
+from raycl.sweep.separate import separate_key, separate_tree
+from raycl.sweep.stopping import AtTaskEnds, rule_of
+from raycl.sweep.trial import FAILED, SCORES, TASKS
+from raycl.train.verdict import give_word, is_stopped, word
+
+
+def sweep(**changes: Any) -> SweepConfig:
+    tree: dict[str, Any] = {
+        "name": "s",
+        "space": {
+            "train.learning_rate": {"loguniform": [1e-5, 1e-1]},
+            "method.rank": {"choice": [2, 4, 8]},
+            "train.weight_decay": {"quniform": [0, 0.5, 0.1]},
+            "train.epochs": {"randint": [1, 5]},
+            "method.alpha": {"expr": "2 * method.rank"},
+        },
+        "search": {"name": "tpe", "startup": 3},
+        "samples": 12,
+    }
+    return configs.validate(SweepConfig, {**tree, **changes})
+
+
+def score(settings: dict[str, Any]) -> float:
+    """Best at rank 8, decay 0.2 and many epochs."""
+    return float(settings["method.rank"] - 10 * abs(settings["train.weight_decay"] - 0.2) + settings["train.epochs"])
+
+
+def go(searcher: Any, count: int) -> list[dict[str, Any]]:
+    """So many trials, one after another."""
+    found = []
+    for number in range(count):
+        proposed = searcher.suggest(f"id{number}")
+        found.append(proposed["settings"])
+        result = {TASKS: 1, f"{SCORES}0": score(proposed["settings"])}
+        searcher.on_trial_result(f"id{number}", result)
+        searcher.on_trial_complete(f"id{number}", result)
+    return found
+
+
+def test_planned_trials_are_handed_out_once_and_written_down(tmp_path: Path) -> None:
+    place = Place.of(sweep(), str(tmp_path))
+    place.fail(3, "before")
+    searcher = Planned(sweep(), place, {1: {"seed": 5}, 3: {"seed": 6}})
+    for number, seed in ((1, 5), (3, 6)):
+        found = searcher.suggest(f"id{number}")
+        assert isinstance(found, dict) and (found["number"], found["settings"]) == (number, {"seed": seed})
+        run = configs.validate(RunConfig, json.loads(found["run"]))
+        assert (
+            run.seed == seed and run.output.name == f"s-000{number}" and str(run.output.dir).startswith(str(tmp_path))
+        )
+    assert searcher.suggest("c") == "FINISHED"
+    assert place.settings() == {1: {"seed": 5}, 3: {"seed": 6}} and place.error(3) is None
+
+
+def test_tpe_keeps_to_the_space_repeats_itself_and_learns(tmp_path: Path) -> None:
+    found = go(Guided(sweep(), Place.of(sweep(), str(tmp_path / "a")), {}), 12)
+    assert found == go(Guided(sweep(), Place.of(sweep(), str(tmp_path / "b")), {}), 12)
+    for settings in found:
+        assert settings["method.alpha"] == 2 * settings["method.rank"]
+        assert settings["train.weight_decay"] in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+        sweep().config(settings)
+    scores = [score(settings) for settings in found]
+    assert sum(scores[-4:]) > sum(scores[:4])
+
+
+def test_tpe_ends_after_its_samples(tmp_path: Path) -> None:
+    searcher = Guided(sweep(samples=2), Place.of(sweep(), str(tmp_path)), {})
+    go(searcher, 2)
+    assert searcher.suggest("last") == "FINISHED"
+
+
+def test_tpe_goes_on_with_what_it_was_told(tmp_path: Path) -> None:
+    """Unfinished trials come first; finished ones count; numbers go on."""
+    place = Place.of(sweep(), str(tmp_path))
+    before = go(Guided(sweep(), place, {}), 4)
+    again = Guided(sweep(), place, {3: before[3]})
+    for settings in before[:3]:
+        again.tell_finished(settings, [[score(settings)]], stopped=False)
+    assert [trial.value for trial in again.study.trials] == [score(settings) for settings in before[:3]]
+    unfinished, fresh = again.suggest("x"), again.suggest("y")
+    assert isinstance(unfinished, dict) and (unfinished["number"], unfinished["settings"]) == (3, before[3])
+    assert isinstance(fresh, dict) and fresh["number"] == 4 and fresh["settings"] not in before
+
+
+def test_tpe_knows_stopped_and_failed_trials(tmp_path: Path) -> None:
+    place = Place.of(sweep(), str(tmp_path))
+    searcher = Guided(sweep(), place, {})
+    for name in ("stopped", "failed", "died"):
+        searcher.suggest(name)
+    give_word(place.run(0), 1, go_on=False)
+    searcher.on_trial_result("stopped", {TASKS: 1, f"{SCORES}0": 1.0})
+    searcher.on_trial_complete("stopped", {TASKS: 1, f"{SCORES}0": 1.0})
+    searcher.on_trial_complete("failed", {FAILED: "no"})
+    searcher.on_trial_complete("died", error=True)
+    assert [trial.state.name for trial in searcher.study.trials] == ["PRUNED", "FAIL", "FAIL"]
+
+
+def test_tpe_with_two_metrics(tmp_path: Path) -> None:
+    two = sweep(metric=["ap", "f_ra"], mode=["max", "min"])
+    searcher = Guided(two, Place.of(two, str(tmp_path)), {})
+    for number in range(8):
+        found = searcher.suggest(str(number))
+        assert isinstance(found, dict)
+        result = {TASKS: 1, f"{SCORES}0": score(found["settings"]), f"{SCORES}1": float(number)}
+        searcher.on_trial_complete(str(number), result)
+    assert 0 in {trial.number for trial in searcher.study.best_trials}
+
+
+def decisions(scheduler: AtTaskEnds, curves: dict[int, list[float]]) -> dict[int, int]:
+    """Trials in turn, each until it is stopped: tasks that each learned."""
+    learned = {}
+    for number, curve in curves.items():
+        trial: Any = type("T", (), {"trial_id": f"t{number}", "config": {"number": number}})()
+        scheduler.on_trial_add(None, trial)
+        for tasks, value in enumerate(curve, 1):
+            result = {TASKS: tasks, f"{SCORES}0": value}
+            assert scheduler.on_trial_result(None, trial, result) == "CONTINUE", "the run itself stops, not Tune"
+            learned[number] = tasks
+            if is_stopped(scheduler.place.run(number), tasks):
+                break
+        scheduler.on_trial_complete(None, trial, result)
+    return learned
+
+
+CURVES = {number: [float(value)] * 4 for number, value in enumerate((50, 40, 60, 30, 70, 20))}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "mode", "expected"),
+    [
+        ({"name": "none"}, "max", [4, 4, 4, 4, 4, 4]),
+        ({"name": "asha", "reduction": 2}, "max", [4, 1, 4, 1, 4, 1]),
+        ({"name": "asha", "reduction": 2, "grace": 2}, "max", [4, 2, 4, 2, 4, 2]),
+        ({"name": "asha", "reduction": 2}, "min", [4, 4, 1, 4, 1, 4]),
+        ({"name": "median", "least": 2}, "max", [4, 4, 4, 1, 4, 1]),
+    ],
+)
+def test_rules_stop_between_tasks(tmp_path: Path, chosen: dict[str, Any], mode: str, expected: list[int]) -> None:
+    settings = sweep(scheduler=chosen, mode=mode)
+    place = Place.of(settings, str(tmp_path))
+    scheduler = AtTaskEnds(place, rule_of(settings, 4), 4, 6)
+    assert list(decisions(scheduler, CURVES).values()) == expected
+    told = word(place.run(0), 4)
+    assert told is (None if chosen["name"] == "none" else True), "the last task is never stopped"
+
+
+@pytest.mark.parametrize("chosen", [{"name": "asha", "reduction": 2}, {"name": "median", "least": 2}])
+def test_a_sweep_that_goes_on_decides_as_if_it_had_not_stopped(tmp_path: Path, chosen: dict[str, Any]) -> None:
+    settings = sweep(scheduler=chosen)
+    whole = decisions(AtTaskEnds(Place.of(settings, str(tmp_path / "a")), rule_of(settings, 4), 4, 6), CURVES)
+    resumed = AtTaskEnds(Place.of(settings, str(tmp_path / "b")), rule_of(settings, 4), 4, 6)
+    for number in range(3):
+        resumed.replay(number, CURVES[number][: whole[number]])
+    later = decisions(resumed, {number: CURVES[number] for number in range(3, 6)})
+    assert later == {number: whole[number] for number in range(3, 6)}
+
+
+def test_metrics_that_are_not_there_yet_stop_nobody(tmp_path: Path) -> None:
+    settings = sweep(scheduler="asha")
+    scheduler = AtTaskEnds(Place.of(settings, str(tmp_path)), rule_of(settings, 4), 4, 1)
+    trial: Any = type("T", (), {"trial_id": "t", "config": {"number": 0}})()
+    scheduler.on_trial_add(None, trial)
+    scheduler.on_trial_result(None, trial, {TASKS: 1})
+    assert word(scheduler.place.run(0), 1) is True
+
+
+def run_config(**sections: Any) -> RunConfig:
+    return configs.validate(RunConfig, {"stream": {"tasks": ["topic", "intent"]}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("sections", "same"),
+    [
+        ({"stream": {"tasks": ["intent", "topic"]}}, True),
+        ({"output": {"name": "x"}, "bank": {"dir": "b"}}, True),
+        ({"train": {"learning_rate": 0.5}}, False),
+        ({"method": {"name": "lora", "rank": 2}}, False),
+        ({"modifiers": ["migu"]}, False),
+        ({"seed": 7}, False),
+    ],
+)
+def test_tasks_are_trained_alone_once_for_what_it_depends_on(sections: dict[str, Any], same: bool) -> None:
+    keys = [separate_key(separate_tree(config)) for config in (run_config(), run_config(**sections))]
+    assert (keys[0] == keys[1]) is same
+    assert separate_tree(run_config(**sections))["method"]["name"] == "separate"

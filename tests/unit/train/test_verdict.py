@@ -1,0 +1,38 @@
+"""The host's word between two tasks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from raycl.storage import Storage
+from raycl.train import verdict
+from raycl.train.verdict import give_word, is_stopped, wait_for_word, word
+
+
+def test_a_word_holds_for_its_stage_alone(tmp_path: Path) -> None:
+    storage = Storage.at(tmp_path)
+    assert word(storage, 1) is None and not is_stopped(storage, 1)
+    give_word(storage, 1, go_on=True)
+    give_word(storage, 2, go_on=False)
+    assert (word(storage, 1), word(storage, 2), word(storage, 3)) == (True, False, None)
+    assert not is_stopped(storage, 1) and is_stopped(storage, 2) and not is_stopped(storage, 0)
+
+
+@pytest.mark.parametrize("go_on", [True, False])
+def test_workers_wait_for_it(tmp_path: Path, go_on: bool) -> None:
+    storage = Storage.at(tmp_path)
+    teller = threading.Timer(0.2, give_word, (storage, 1, go_on))
+    teller.start()
+    began = time.monotonic()
+    assert wait_for_word(storage, 1) is go_on
+    assert time.monotonic() - began > 0.15
+    teller.join()
+
+
+def test_a_silent_host_does_not_hold_a_run_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "PATIENCE_S", 0.1)
+    assert wait_for_word(Storage.at(tmp_path), 1) is True
