@@ -1,7 +1,7 @@
 """What every method promises on every engine and kind of backbone: streams run, stop, go on, and freeze what is frozen.
 
-All methods meet all kinds on plain torch and all ZeRO stages on the encoder (but those of `LIKE`);
-the two that differ in what they train also meet the text backbones on the ZeRO stages that partition.
+All methods meet all kinds on plain torch; the two that differ in what they train meet every ZeRO stage on the encoder
+and those that partition on the text backbones; methods with something of their own meet those on the encoder.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from raycl.storage import Storage
 from raycl.train import loop as loops
 from raycl.train.world import World
 
-LIKE = {"inclora": "olora", "replay": "lora"}
-"""Methods that are to an engine what another one is."""
+OWN = ("slm", "sapt", "olora", "separate", "joint")
+"""Methods that put more before an engine than `lora` and `finetune` do; IncLoRA is in O-LoRA, replay is its learner."""
 
 CASES = [
     *((kind, method, "torch") for kind in KINDS for method in (*METHODS, *VARIANTS)),
-    *(("bert", method, engine) for engine in ENGINES if engine != "torch" for method in METHODS if method not in LIKE),
+    *(("bert", method, engine) for engine in ENGINES if engine != "torch" for method in ("lora", "finetune")),
+    *(("bert", method, engine) for engine in ("zero2", "zero3") for method in OWN),
     *((kind, method, engine) for kind in KINDS[1:] for method in ("lora", "finetune") for engine in ("zero2", "zero3")),
 ]
 STEPS = 4

@@ -23,9 +23,6 @@ import psutil
 import pytest
 from filelock import FileLock
 
-from raycl.storage import Storage
-from raycl.train.ledger import read_state
-
 REPO = Path(__file__).resolve().parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
 
@@ -94,16 +91,15 @@ def submit(head: str, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_submitted_run_ends_with_results(head: str, tmp_path: Path) -> None:
-    """On two workers under DeepSpeed, which are others for the second task."""
+    """On two workers under DeepSpeed."""
     small = ["stream.tasks=[topic,sentiment]", "stream.train_rows=16", "stream.test_rows=10", "train.epochs=1"]
-    small += ["launch.workers=2", "engine=deepspeed", "launch.fresh_workers_per_task=true"]
+    small += ["launch.workers=2", "engine=deepspeed"]
     done = submit(head, *small, f"output.dir={tmp_path}", "output.name=submitted")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "after sentiment" in done.stdout and "AP" in done.stdout
     results = json.loads((tmp_path / "submitted" / "results.json").read_text())
     assert results["finished"] and results["stream"]["tasks"] == ["topic", "sentiment"]
-    assert results["workers"] == results["attempts"] == 2
-    assert len({attempt["pid"] for attempt in read_state(Storage.at(tmp_path / "submitted")).attempts}) == 2
+    assert (results["workers"], results["attempts"]) == (2, 1)
 
 
 def test_a_submitted_run_that_fails_says_why_and_exits_with_an_error(head: str, tmp_path: Path) -> None:

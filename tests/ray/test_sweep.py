@@ -128,11 +128,11 @@ def test_the_first_task_is_learned_once(swept: Swept, lab: Lab, tmp_path: Path) 
 
 
 def test_the_best_config_alone_gives_the_same_numbers(swept: Swept, tmp_path: Path) -> None:
-    best = load_config(f"{swept.place.storage.uri}/best.yaml", [f"output.dir={tmp_path}"])
-    results = launch.train(launch.prepare(best))
+    best, storage = load_config(f"{swept.place.storage.uri}/best.yaml", []), Storage.at(tmp_path)
+    run(best, storage)
     trial = swept.row(swept.summary["best"])
-    assert results["metrics"]["ap"] == trial["scores"][0]
-    assert results["matrix"] == swept.place.run(trial["number"]).read_json("results.json")["matrix"]
+    assert storage.read_json("results.json")["metrics"]["ap"] == trial["scores"][0]
+    assert matrix(storage) == matrix(swept.place.run(trial["number"]))
 
 
 def test_a_sweep_is_not_overwritten_nor_changed(swept: Swept) -> None:

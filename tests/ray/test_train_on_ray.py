@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import tiny
 
 from raycl import launch, run
 from raycl.bank import Bank
@@ -172,18 +173,22 @@ def test_an_error_of_ours_is_said_once_and_ends_the_run(ray_cluster: dict[str, s
 
 
 def test_a_newer_driver_takes_over_and_the_older_stops(
-    whole: tuple[Storage, dict[str, Any]], own_driver: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    own_driver: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "runs" / "mine"
-    old = own_driver(*SMALL, f"output.dir={tmp_path / 'runs'}", "output.name=mine", "launch.cpus_per_worker=0.5")
+    """On one worker, which is another one for the second task: as it is learned in this process, without Ray."""
+    folder, alone = tmp_path / "runs" / "mine", Storage.at(tmp_path / "alone")
+    small = [*SMALL, "launch.workers=1", "launch.cpus_per_worker=1", "launch.fresh_workers_per_task=true"]
+    old = own_driver(*small, f"output.dir={tmp_path / 'runs'}", "output.name=mine")
     storage = Storage.at(folder)
     late_writer = wait_for(storage, lambda state: bool(state.checkpoints)).attempts[-1]["pid"]
     os.kill(late_writer, signal.SIGSTOP)
-    new = own_driver("--resume", str(folder), "launch.cpus_per_worker=0.5")
+    new = own_driver("--resume", str(folder))
     wait_for(storage, lambda state: len(state.attempts) == 2)
     os.kill(late_writer, signal.SIGCONT)
+    tiny.run(run.load_config(None, small), alone)
     _, said_by_old = old.communicate(timeout=200)
     _, said_by_new = new.communicate(timeout=200)
     assert new.returncode == 0, said_by_new
     assert old.returncode == 1 and "was replaced by attempt" in said_by_old, said_by_old
-    assert losses(storage) == losses(whole[0])
+    assert len({attempt["pid"] for attempt in read_state(storage).attempts}) == 3
+    assert losses(storage) == losses(alone)
