@@ -4,7 +4,7 @@ python jobs/benchmark.py stream                        raycl against a plain PyT
 python jobs/benchmark.py stream --backbones minilm     just the packaged backbone
 python jobs/benchmark.py mixing                        the mixture layer against backbone, PEFT and merging
 python jobs/benchmark.py retrieval                     what routing costs per request
-python jobs/benchmark.py growth                        what 5, 20 and 100 tasks cost SLM
+python jobs/benchmark.py growth                        what 5, 20 and 100 tasks cost SLM (or SAPT)
 python jobs/benchmark.py migu                          step time with and without MIGU, masked and row-sparse
 python jobs/benchmark.py bank                          the bank against the disk, the shelf against copying
 python jobs/benchmark.py sweep                         a trial above the run alone, ASHA against the full grid

@@ -13,7 +13,7 @@ import json
 from raycl import __version__, launch
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.methods.registry import REFERENCES
+from raycl.methods.registry import WRAPPERS
 from raycl.run import RunConfig
 from raycl.storage import Storage
 
@@ -23,7 +23,7 @@ FOLDER = "separate"
 def separate_tree(config: RunConfig) -> Tree:
     """The run of `separate` with everything as in `config`; tasks sorted, since their order does not matter to it."""
     tree = configs.as_tree(config)
-    learner = tree["method"].get("learner", tree["method"]) if config.method.name in REFERENCES else tree["method"]
+    learner = tree["method"]["learner"] if config.method.name in WRAPPERS else tree["method"]
     tree["method"] = {"name": "separate", "learner": learner}
     tree["eval"]["singles"] = None
     tree["bank"]["publish"] = False
