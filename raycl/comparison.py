@@ -1,4 +1,4 @@
-"""A whole table with one command: several runs on the same stream, one after another, resumable run by run.
+"""A whole table with one command: several runs on the same stream, one or more at a time, resumable run by run.
 
 Why it exists: a comparison is honest only if every row shares data, backbone and training; so they share one base
 config here, and each run adds overrides in the language of the command line. Finished runs are read, not repeated.
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ from raycl import config as configs
 from raycl import launch
 from raycl.config import Section
 from raycl.errors import RayclError
+from raycl.launch import Hosting
 from raycl.run import RunConfig
 from raycl.storage import Storage
 
@@ -38,6 +41,7 @@ class ComparisonConfig(Section):
     base: dict[str, Any] = Field(default_factory=dict, description="config tree that all runs share")
     runs: dict[str, Entry]
     seeds: tuple[int, ...] = Field((42,), min_length=1)
+    at_once: int = Field(1, ge=1, description="runs at a time; small models gain more from it than from workers")
 
     @model_validator(mode="after")
     def _singles_come_first(self) -> ComparisonConfig:
@@ -67,17 +71,43 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
         for name, config in plan(comparison, directory).items()
         if not only or name.rsplit("-s", 1)[0] in only
     }
-    outcome = Outcome({}, {})
     if not planned:
-        return outcome
-    with launch.cluster(next(iter(planned.values()))):
-        for number, (name, config) in enumerate(planned.items(), 1):
-            log.info("== %s (%d of %d)", name, number, len(planned))
-            try:
-                outcome.results[name] = launch.train(launch.prepare(config))
-            except RayclError as error:
-                log.error("== %s failed: %s", name, error)
-                outcome.failed[name] = str(error)
+        return Outcome({}, {})
+    running: dict[str, Future[dict[str, Any]]] = {}
+    pool = ThreadPoolExecutor(comparison.at_once, "run")
+    try:
+        with launch.cluster(next(iter(planned.values()))):
+            for name, config in planned.items():
+                first = _needed(comparison, name)
+                running[name] = pool.submit(_run, name, config, running.get(first), comparison.at_once)
+            return _outcome(running)
+    finally:  # an interrupt ends the cluster first, and with it what runs
+        pool.shutdown(cancel_futures=True)
+
+
+def _needed(comparison: ComparisonConfig, name: str) -> str:
+    """The run that this one is compared with."""
+    entry, _, seed = name.rpartition("-s")
+    return f"{comparison.runs[entry].singles}-s{seed}"
+
+
+def _run(name: str, config: RunConfig, first: Future[dict[str, Any]] | None, at_once: int) -> dict[str, Any]:
+    if first is not None:
+        first.exception()  # what it needs stands above it, so is running already
+    log.info("== %s", name)
+    hosting = Hosting(share=at_once, label=f"{name}: " if at_once > 1 else "")
+    return launch.train(launch.prepare(config), hosting)
+
+
+def _outcome(running: Mapping[str, Future[dict[str, Any]]]) -> Outcome:
+    outcome = Outcome({}, {})
+    for number, (name, future) in enumerate(running.items(), 1):
+        try:
+            outcome.results[name] = future.result()
+            log.info("== %s is there (%d of %d)", name, number, len(running))
+        except RayclError as error:
+            log.error("== %s failed: %s", name, error)
+            outcome.failed[name] = str(error)
     return outcome
 
 

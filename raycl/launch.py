@@ -146,13 +146,17 @@ def _config_of(storage: Storage, overrides: tuple[str, ...] = ()) -> RunConfig:
 
 @dataclass(frozen=True)
 class Hosting:
-    """What a host of many runs (a sweep) asks of each.
+    """What a host of many runs (a sweep, a comparison) asks of each.
 
     Attributes:
+        share: runs that share the cluster, where the config does not say how many CPUs a worker gets.
+        label: said before each of the run's progress lines.
         asks: after every stage but the last the workers wait for the host's word (`raycl.train.verdict`).
         lends: number of finished stages -> folder that then gets a place to go on from (`raycl.train.branch`).
     """
 
+    share: int = 1
+    label: str = ""
     asks: bool = False
     lends: dict[int, str] = field(default_factory=dict)
 
@@ -167,9 +171,10 @@ def train(prepared: Prepared, hosting: Hosting | None = None) -> dict[str, Any]:
     stages = len(prepared.stages)
     if prepared.done < stages:
         with cluster(prepared.config):
-            scaling = scaling_of(prepared.config)
+            hosting = hosting or Hosting()
+            scaling = scaling_of(prepared.config, hosting.share)
             while (done := prepared.done) < stages and not is_stopped(prepared.storage, done):
-                _fit(prepared, scaling, done, hosting or Hosting())
+                _fit(prepared, scaling, done, hosting)
     return finish(prepared)
 
 
@@ -206,8 +211,8 @@ def cluster(config: RunConfig, dashboard: bool = False) -> Iterator[None]:
         ray.shutdown()
 
 
-def scaling_of(config: RunConfig) -> ScalingConfig:
-    """What to ask of the cluster.
+def scaling_of(config: RunConfig, share: int = 1) -> ScalingConfig:
+    """What to ask of the cluster, which so many runs share.
 
     Raises:
         LaunchError: it can never give that.
@@ -215,7 +220,7 @@ def scaling_of(config: RunConfig) -> ScalingConfig:
     launch, have = config.launch, ray.cluster_resources()
     cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
     gpu = launch.gpus_per_worker if launch.gpus_per_worker is not None else float(gpus >= launch.workers)
-    cpu = launch.cpus_per_worker or max(1.0, cpus // launch.workers if not gpu else 1.0)
+    cpu = launch.cpus_per_worker or max(1.0, cpus // (launch.workers * share) if not gpu else 1.0)
     wanted = (cpu * launch.workers, gpu * launch.workers)
     if not launch.wait_for_nodes and (wanted[0] > cpus or wanted[1] > gpus):
         raise LaunchError(
@@ -251,7 +256,7 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
     )
     trainer = TorchTrainer(worker_main, train_loop_config=job, scaling_config=scaling, run_config=ray_run)
     try:
-        with follow(storage):
+        with follow(storage, hosting.label):
             trainer.fit()
     except ray.train.TrainingFailedError as error:
         raise RunError(f"the workers failed: {_cause(error)}; go on with --resume {storage.uri}") from error
@@ -337,8 +342,8 @@ class RunLog(logging.Handler):
 
 
 @contextmanager
-def follow(storage: Storage) -> Iterator[None]:
-    """Say the workers' progress lines here, as they come; only what is written from now on."""
+def follow(storage: Storage, label: str = "") -> Iterator[None]:
+    """Say the workers' progress lines here, each after `label`, as they come; only what is written from now on."""
     seen = {name: len(storage.read(f"{LOGS}/{name}")) for name in storage.list(LOGS)}
     over = threading.Event()
 
@@ -347,7 +352,7 @@ def follow(storage: Storage) -> Iterator[None]:
             data = storage.read(f"{LOGS}/{name}")
             fresh, seen[name] = data[seen.get(name, 0) :], len(data)
             for line in fresh.decode().splitlines():
-                log.info("%s", line)
+                log.info("%s%s", label, line)
 
     def watch() -> None:
         while not over.wait(FOLLOW_S):

@@ -11,6 +11,7 @@ import pytest
 from raycl import config as configs
 from raycl.errors import ConfigError
 from raycl.sweep.config import SweepConfig, check_space, load_sweep
+from raycl.sweep.place import Place
 from raycl.sweep.space import Draw
 
 REPO = Path(__file__).resolve().parents[3]
@@ -156,3 +157,12 @@ def test_there_are_ready_sweeps() -> None:
         "seeds",
         "pareto",
     }
+
+
+def test_trials_of_a_sweep_are_one_group_in_the_tracker(tmp_path: Path) -> None:
+    found = sweep(**space(seed={"grid": [0, 1]}))
+    place = Place.of(found, str(tmp_path))
+    trackings = [place.config(found, number, settings).tracking for number, settings in enumerate(found.trials())]
+    assert [tracking.group for tracking in trackings] == [found.name, found.name]
+    own = sweep(**space(seed={"grid": [0]}), base={"tracking": {"group": "mine"}})
+    assert place.config(own, 0, {"seed": 0}).tracking.group == "mine"
