@@ -152,12 +152,14 @@ class Hosting:
         share: runs that share the cluster, where the config does not say how many CPUs a worker gets.
         label: said before each of the run's progress lines.
         asks: after every stage but the last the workers wait for the host's word (`raycl.train.verdict`).
+        weights: in the object store, the files of the run's backbone; None: every worker reads them itself.
         lends: number of finished stages -> folder that then gets a place to go on from (`raycl.train.branch`).
     """
 
     share: int = 1
     label: str = ""
     asks: bool = False
+    weights: ray.ObjectRef[list[Any]] | None = None
     lends: dict[int, str] = field(default_factory=dict)
 
 
@@ -247,6 +249,7 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
         "asks": hosting.asks,
         "stages": len(prepared.stages),
         "lends": hosting.lends,
+        "weights": hosting.weights,
     }
     ray_run = RayRunConfig(
         name=f"{prepared.name}-{driver}",
@@ -303,11 +306,14 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
         torch.cuda.set_device(device)
     world = World(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), device)
     config = configs.validate(RunConfig, job["config"])
-    parts, open_engine = runs.build(config, world, job["singles"])
+    files = ray.get(job["weights"]) if job["weights"] is not None else ()
+    parts, open_engine = runs.build(config, world, job["singles"], files)
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
     loop = StreamLoop(parts, open_engine, storage, world, tracker, partial(_report, job, storage, world), job["driver"])
     if loop.ledger is not None:
         log_to(RunLog(storage, loop.ledger.attempt))
+        if files:
+            log.info("the backbone's %.0f MiB came from the object store", sum(map(len, files)) / 2**20)
     loop.run(job["stop_after"])
     if tracker is not None:
         tracker.close()

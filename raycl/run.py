@@ -14,7 +14,9 @@ from pydantic import Field, field_validator
 
 from raycl import config as configs
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
+from raycl.backbone.base import Backbone
 from raycl.backbone.encoder import EncoderBackbone
+from raycl.bank.tensors import views
 from raycl.config import Section, Tree
 from raycl.data.loader import check_batch
 from raycl.data.stream import Stream, StreamConfig, open_stream
@@ -27,6 +29,7 @@ from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import MODIFIERS, WRAPPERS, MethodChoice, ModifierChoice, method_class, modifier_class
 from raycl.report.results import read_results
 from raycl.storage import Storage
+from raycl.storage.unfinished import Buffer
 from raycl.tracking import TrackingConfig
 from raycl.train.engine import Engine, TorchEngine
 from raycl.train.loop import OpenEngine, micro_batch_size
@@ -135,6 +138,11 @@ def check(config: RunConfig) -> Stream:
     """
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     check_engine(config)
+    if config.train.label_loss != "seen" and not codec.needs_labels:
+        raise ConfigError(
+            f"train.label_loss is '{config.train.label_loss}', but backbone '{config.backbone.name}' writes its "
+            "answers and has no label head: leave it at seen, or use an encoder-only backbone"
+        )
     workers = config.launch.workers
     check_batch(
         config.train.batch_size,
@@ -176,12 +184,21 @@ def make_modifiers(config: RunConfig, method: Method) -> Modifiers:
     return Modifiers({name: modifier_class(name)(chosen, method) for name, chosen in config.modifiers.items()})
 
 
-def build(config: RunConfig, world: World, singles: dict[str, float] | None = None) -> tuple[Parts, OpenEngine]:
-    """One worker's parts of the run, and what opens an engine for a stage."""
+def build(
+    config: RunConfig, world: World, singles: dict[str, float] | None = None, files: Sequence[Buffer] = ()
+) -> tuple[Parts, OpenEngine]:
+    """One worker's parts of the run, and what opens an engine for a stage.
+
+    Args:
+        files: the backbone's safetensors files, if they are in memory already; never written to.
+    """
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)
-    backbone = load_backbone(config.backbone, codec, world.device, config.seed, stream.learns_texts)
+    weights = {name: tensor for file in files for name, tensor in views(file, config.backbone.name).items()}
+    backbone = load_backbone(config.backbone, codec, world.device, config.seed, stream.learns_texts, weights)
     method = method_class(config.method.name)(config.method, backbone, config.seed)
+    if weights and (method.stack is None or config.engine.name != "torch"):
+        _own(backbone)
     check_language_head(method)
     info = RunInfo(config.seed, configs.as_tree(config), fingerprint(config), singles)
     parts = Parts(
@@ -198,6 +215,12 @@ def build(config: RunConfig, world: World, singles: dict[str, float] | None = No
         identity=identity(config.backbone) if world.is_first else "",
     )
     return parts, partial(open_engine, parts, world)
+
+
+def _own(backbone: Backbone) -> None:
+    """Weights of its own instead of shared ones: they will be trained, or an engine moves them about."""
+    for tensor in (*backbone.parameters(), *backbone.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def check_language_head(method: Method) -> None:

@@ -19,6 +19,7 @@ class EncoderBackbone(Backbone):
 
     Attributes:
         language: where texts themselves are learned, the head that guesses hidden words; `forward` then does that.
+        rivals: in training, the only labels that compete for an example which has one of them; (): all do.
     """
 
     def __init__(self, model: nn.Module, codec: HFCodec, pooling: str, language: LanguageHead | None = None) -> None:
@@ -26,6 +27,7 @@ class EncoderBackbone(Backbone):
         self.pooling = pooling
         self.head: Head = LabelHead(self.model.config.hidden_size)
         self.language = language
+        self.rivals: tuple[str, ...] = ()
 
     def learn_labels(self, labels: Sequence[str]) -> None:
         """Add head rows for labels not seen before."""
@@ -58,13 +60,20 @@ class EncoderBackbone(Backbone):
         return (mask_BS.cumsum(1) - 1).clamp(min=0) + first
 
     def forward(self, batch: Batch) -> Output:
-        """Cross-entropy over all labels seen so far, summed over examples; over hidden words with a language head."""
+        """Cross-entropy over all labels seen so far (see `rivals`), summed; over hidden words with a language head."""
         if self.language is not None:
             found = self.guesses(batch)
             return Output(summed_cross_entropy(found.logits, found.labels), found.logits)
         with self.precision():
             logits_BC = self.head(self.pooled(batch))
-        return Output(summed_cross_entropy(logits_BC, batch.label_ids), logits_BC)
+        rivals_BC = self._among_rivals(logits_BC, batch.label_ids) if self.training and self.rivals else logits_BC
+        return Output(summed_cross_entropy(rivals_BC, batch.label_ids), logits_BC)
+
+    def _among_rivals(self, logits_BC: Tensor, label_B: Tensor) -> Tensor:
+        """Examples of a rival label without all other labels; examples of other labels (replayed ones) as they are."""
+        competes_C = torch.tensor([label in self.rivals for label in self.head.labels], device=logits_BC.device)
+        alone_B1 = competes_C[label_B.clamp(min=0)].unsqueeze(1)
+        return logits_BC.masked_fill(alone_B1 & ~competes_C, -torch.inf)
 
     def guesses(self, batch: Batch) -> Guesses:
         """Every hidden word; in batches without any, one position that carries no loss."""

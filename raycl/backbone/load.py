@@ -8,13 +8,13 @@ What it does not know: what the model will be trained on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, Field
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -93,12 +93,19 @@ def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens
 
 
 def load_backbone(
-    config: BackboneConfig, codec: HFCodec, device: torch.device, seed: int, language: bool = False
+    config: BackboneConfig,
+    codec: HFCodec,
+    device: torch.device,
+    seed: int,
+    language: bool = False,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Backbone:
     """Weights on `device` in evaluation-ready state; `seed` fixes any weight the checkpoint lacks.
 
     Args:
         language: texts themselves will be learned: encoder-only models come with the head that guesses hidden words.
+        weights: what the checkpoint's files hold, by name, if somebody has read them already; where dtype and device
+            allow, the model looks at this very memory.
 
     Raises:
         BackboneError: the model cannot be loaded.
@@ -119,12 +126,24 @@ def load_backbone(
             "use_safetensors": None if config.allow_pickle else True,
             "trust_remote_code": config.trust_remote_code,
         }
-        torch.manual_seed(seed)
-        model = _loader(kind).from_pretrained(where, **options)
+        model = _filled(kind, weights, seed, options) if weights else _read(kind, where, seed, options)
         head = _language_head(model, where, options) if language and kind == "encoder" else None
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return _wrap(kind, model, codec, config, head).to(device)
+
+
+def _read(kind: str, where: str, seed: int, options: dict[str, Any]) -> Any:
+    torch.manual_seed(seed)
+    return _loader(kind).from_pretrained(where, **options)
+
+
+def _filled(kind: str, weights: Mapping[str, Tensor], seed: int, options: dict[str, Any]) -> Any:
+    """The same model from weights that are in memory; only the concrete class takes those."""
+    with torch.device("meta"):
+        made = type(_loader(kind).from_config(options["config"], trust_remote_code=options["trust_remote_code"]))
+    torch.manual_seed(seed)
+    return made.from_pretrained(None, state_dict=dict(weights), config=options["config"], dtype=options["dtype"])
 
 
 def _language_head(model: nn.Module, where: str, options: dict[str, Any]) -> LanguageHead:

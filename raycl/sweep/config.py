@@ -193,8 +193,8 @@ def load_sweep(path: str, overrides: Sequence[str] = ()) -> SweepConfig:
     """Read a sweep file and check every setting of its space against the config's fields and types.
 
     Args:
-        overrides: `key.path=value`; behind `space.` the whole rest is one path: `space.train.epochs={grid: [1, 2]}`,
-            and null takes it out of the space.
+        overrides: `key.path=value`; behind `space.` the rest is one path, with or without the kind of draw:
+            `space.train.epochs={grid: [1, 2]}` or `space.train.epochs.grid=[1,2]`; null takes it out of the space.
 
     Raises:
         ConfigError: the first thing that is wrong.
@@ -203,7 +203,9 @@ def load_sweep(path: str, overrides: Sequence[str] = ()) -> SweepConfig:
     for override in overrides:
         key, value = configs.read_override(override)
         if key.startswith("space."):
-            tree["space"] = {**tree.get("space", {}), key.removeprefix("space."): value}
+            path, _, kind = key.removeprefix("space.").rpartition(".")
+            named: Tree = {path: {kind: value}} if path and kind in Draw.model_fields else {key[6:]: value}
+            tree["space"] = {**tree.get("space", {}), **named}
         else:
             configs.assign(tree, key, value, f"override '{override}'")
     tree["space"] = {key: value for key, value in (tree.get("space") or {}).items() if value is not None}

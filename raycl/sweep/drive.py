@@ -18,6 +18,7 @@ from ray import tune
 
 from raycl import config as configs
 from raycl import launch, run
+from raycl.backbone import BackboneConfig
 from raycl.data.stream import open_stream
 from raycl.errors import ConfigError, LaunchError, ResumeError, RunError
 from raycl.run import RunConfig
@@ -30,6 +31,7 @@ from raycl.sweep.search import Guided, Planned, Remembering
 from raycl.sweep.space import Settings
 from raycl.sweep.stopping import AtTaskEnds, rule_of
 from raycl.sweep.trial import Work, as_trainable
+from raycl.sweep.weights import put_weights
 
 log = logging.getLogger("raycl")
 
@@ -48,12 +50,14 @@ class Plan:
 
     Attributes:
         trials: by number; of a search that plans nothing, those of earlier sessions. tasks: stages of each.
+        backbones: that trials may have.
     """
 
     trials: dict[int, Settings]
     tasks: int
     shared: frozenset[str]
     total: int
+    backbones: tuple[BackboneConfig, ...]
 
 
 def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Outcome:
@@ -112,7 +116,7 @@ def make_plan(sweep: SweepConfig, place: Place) -> Plan:
     keys = [prefix_keys(config, tasks) for (config, _), tasks in zip(found, names, strict=True)]
     shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
     total = len(trials) if sweep.plans else sweep.samples
-    return Plan(trials, max(lengths), shared, total)
+    return Plan(trials, max(lengths), shared, total, tuple(config.backbone for config, _ in found))
 
 
 def _examples(sweep: SweepConfig) -> list[Settings]:
@@ -162,7 +166,7 @@ def _tune(sweep: SweepConfig, directory: str, place: Place, plan: Plan) -> None:
             searcher.tell_finished(plan.trials[number], rows.curve, states[number][0] == "stopped")
     at_once = concurrency(sweep)
     log.info("%s: %d of %d trials to run, %d at a time", place.storage.uri, todo, plan.total, at_once)
-    work = Work(configs.as_tree(sweep), directory, plan.shared)
+    work = Work(configs.as_tree(sweep), directory, plan.shared, put_weights(plan.backbones))
     errors = _fit(sweep, place, work, searcher, scheduler, todo, at_once)
     for number, error in errors.items():
         place.fail(number, error)

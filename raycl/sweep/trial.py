@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,7 @@ from raycl.sweep.measure import measured
 from raycl.sweep.place import Place
 from raycl.sweep.prefix import lent_records, prefix_keys
 from raycl.sweep.separate import singles_of
+from raycl.sweep.weights import key_of
 from raycl.train.branch import borrow, read_place
 from raycl.train.ledger import last_attempt, read_state
 from raycl.train.verdict import is_stopped
@@ -51,11 +52,13 @@ class Work:
     Attributes:
         sweep: the config. directory: address of what holds the sweep's folder.
         shared: prefix keys that several trials have (`raycl.sweep.prefix`).
+        weights: of frozen backbones, in the object store (`raycl.sweep.weights`).
     """
 
     sweep: Tree
     directory: str
     shared: frozenset[str] = field(default_factory=frozenset)
+    weights: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_trial(work: Work, number: int, config: RunConfig) -> None:
@@ -113,7 +116,8 @@ class Trial:
             for done, key in enumerate(keys, 1)
             if key in self.work.shared and done > prepared.done
         }
-        self._fit(prepared, Hosting(asks=self.sweep.scheduler.name != "none", lends=lends), judge)
+        asks, weights = self.sweep.scheduler.name != "none", self.work.weights.get(key_of(self.config.backbone))
+        self._fit(prepared, Hosting(asks=asks, lends=lends, weights=weights), judge)
 
     def _prepared(self) -> Prepared:
         needed = singles_of(self.config, self.work.directory) if self.sweep.singles else self.config
@@ -171,7 +175,8 @@ class Judge:
 def as_trainable(work: Work) -> Callable[[dict[str, Any]], None]:
     """The function that Tune calls for each trial."""
 
-    def trial(config: dict[str, Any]) -> None:
+    def trial(config: dict[str, Any], work: Work) -> None:
         run_trial(work, int(config["number"]), configs.validate(RunConfig, json.loads(config["run"])))
 
-    return trial
+    given: Callable[[dict[str, Any]], None] = tune.with_parameters(trial, work=work)  # references travel in the store
+    return given

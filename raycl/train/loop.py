@@ -20,10 +20,11 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from raycl.backbone.encoder import EncoderBackbone
 from raycl.data.loader import GlobalOrder, Loader
 from raycl.data.selection import Indices
 from raycl.data.tokens import Split
-from raycl.methods.base import Learned
+from raycl.methods.base import Learned, stage_labels
 from raycl.methods.stage_rows import StageRows
 from raycl.retrieval.encoder import SentenceEncoder
 from raycl.storage import Storage
@@ -114,6 +115,8 @@ class StreamLoop:
         self._prepare(stage, resumed=resume is not None)
         parts.method.show(StageRows(stage, parts.train.batch_size, parts.stream, parts.backbone.codec))
         parts.method.begin_task(stage, resumed=resume is not None)
+        if isinstance(parts.backbone, EncoderBackbone):
+            parts.backbone.rivals = tuple(stage_labels(stage)) if parts.train.label_loss == "task" else ()
         parts.modifiers.begin_task(stage, only=len(parts.stages) == 1, resumed=resume is not None)
         loader, order = self._loader(stage)
         if resume is None:

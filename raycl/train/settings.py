@@ -29,6 +29,11 @@ class TrainConfig(Section):
     attention_learning_rate: float | None = Field(
         None, gt=0, description="keys and projection of SAPT (its attn_lr); null: learning_rate"
     )
+    label_loss: Literal["seen", "task"] = Field(
+        "seen",
+        description="labels that encoder-only backbones are trained against: all seen so far, or the task's own alone "
+        "(labels of earlier tasks are then not pushed down: Zeno et al. 2018, 'labels trick'; replayed rows meet all)",
+    )
     lr_scheduler: str = Field("constant", description=f"one of {', '.join(SCHEDULERS)}")
     warmup_steps: int = Field(0, ge=0)
     warmup_ratio: float = Field(0.0, ge=0, lt=1, description="share of the task's steps; used if warmup_steps is 0")

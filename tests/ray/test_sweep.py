@@ -127,6 +127,12 @@ def test_the_first_task_is_learned_once(swept: Swept, lab: Lab, tmp_path: Path) 
     assert "modifiers" not in read_state(trial).stages[0]["facts"], "rows of another threshold are not its own"
 
 
+def test_the_backbone_is_read_once(swept: Swept) -> None:
+    for number in (0, 1):
+        logs = swept.place.run(number).sub("log")
+        assert any("came from the object store" in logs.read(name).decode() for name in logs.list())
+
+
 def test_the_best_config_alone_gives_the_same_numbers(swept: Swept, tmp_path: Path) -> None:
     best, storage = load_config(f"{swept.place.storage.uri}/best.yaml", []), Storage.at(tmp_path)
     run(best, storage)

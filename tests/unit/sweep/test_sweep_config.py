@@ -128,6 +128,7 @@ def test_overrides_reach_into_the_space(tmp_path: Path) -> None:
     )
     assert found.trials() == [{"train.epochs": 2, "seed": 7}, {"train.epochs": 3, "seed": 7}]
     assert load_sweep(str(file), ["space.seed={grid: [7]}", "space.train.epochs=null"]).trials() == [{"seed": 7}]
+    assert load_sweep(str(file), ["space.train.epochs.grid=[4]"]).trials() == [{"train.epochs": 4}]
 
 
 @pytest.mark.parametrize("draw", [Draw(uniform=(0, 1)), Draw(grid=(1, 2)), Draw(expr="1 + 1")])

@@ -1,0 +1,62 @@
+"""Labels that compete in training: all seen so far, or the task's own, which leaves earlier ones alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Lab, run, trace
+
+from raycl.backbone.encoder import EncoderBackbone
+from raycl.data.loader import batch_of
+from raycl.errors import ConfigError
+from raycl.run import build, check
+from raycl.storage import Storage
+from raycl.train.loop import StreamLoop
+from raycl.train.world import World
+
+ALONE = World.alone(torch.device("cpu"))
+
+
+def test_a_task_competes_alone_and_a_replayed_row_with_all(lab: Lab) -> None:
+    backbone = build(lab.config("bert", "finetune"), ALONE)[0].backbone
+    assert isinstance(backbone, EncoderBackbone)
+    backbone.learn_labels(["old", "left", "right"])
+    torch.nn.init.normal_(backbone.head.weight, generator=torch.Generator().manual_seed(0))
+    batch = batch_of(backbone.codec.encode_source(["red blue cat", "a dog"]), backbone.codec.pad_id)
+    batch.label_ids[:] = torch.tensor([2, 0])
+    whole = backbone.train()(batch)
+    backbone.rivals = ("left", "right")
+    found = backbone(batch)
+    expected = whole.logits[0, 1:].logsumexp(0) - whole.logits[0, 2] + whole.logits[1].logsumexp(0) - whole.logits[1, 0]
+    torch.testing.assert_close(found.loss_sum, expected)
+    assert torch.equal(found.logits, whole.logits) and found.loss_sum < whole.loss_sum
+    torch.testing.assert_close(backbone.eval()(batch).loss_sum, whole.loss_sum)
+
+
+@pytest.mark.parametrize(("label_loss", "stays"), [("seen", False), ("task", True)])
+def test_earlier_labels_are_left_alone(lab: Lab, tmp_path: Path, label_loss: str, stays: bool) -> None:
+    parts, open_engine = build(lab.config("bert", "lora", train={"label_loss": label_loss}), ALONE)
+    backbone, heads = parts.backbone, []
+    assert isinstance(backbone, EncoderBackbone)
+
+    def look(record: dict[str, Any]) -> None:
+        heads.append(backbone.head.weight.detach().clone())
+
+    StreamLoop(parts, open_engine, Storage.at(tmp_path), ALONE, on_stage=look).run()
+    assert torch.equal(heads[1][:2], heads[0]) is stays
+    assert not torch.equal(heads[1][2:], torch.zeros_like(heads[1][2:]))
+
+
+def test_it_changes_nothing_in_the_first_task(lab: Lab, tmp_path: Path) -> None:
+    for name in ("seen", "task"):
+        run(lab.config("bert", "lora", train={"label_loss": name}), Storage.at(tmp_path / name))
+    seen, task = (trace(Storage.at(tmp_path / name)) for name in ("seen", "task"))
+    assert seen[:4] == task[:4] and seen[4:] != task[4:]
+
+
+def test_a_backbone_that_writes_has_no_labels(lab: Lab) -> None:
+    with pytest.raises(ConfigError, match=r"train\.label_loss is 'task', but backbone .* has no label head"):
+        check(lab.config("t5", "lora", train={"label_loss": "task"}))

@@ -1,0 +1,51 @@
+"""A backbone that looks at weights in shared memory learns what one with weights of its own learns, bit for bit.
+
+The memory is mapped read-only, as Ray's object store is: whoever writes there ends this process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import Lab, matrix, run, trace
+
+from raycl.pretrained import weight_files
+from raycl.run import build
+from raycl.storage import Storage
+from raycl.train.loop import StreamLoop
+from raycl.train.world import World
+
+ALONE = World.alone(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "engine", "shared"),
+    [
+        ("bert", "lora", "torch", True),
+        ("t5", "sapt", "torch", True),
+        ("llama", "slm", "torch", True),
+        ("bert", {"name": "separate", "learner": "inclora"}, "torch", True),
+        ("bert", {"name": "replay", "learner": "finetune"}, "torch", False),
+        ("bert", "lora", {"name": "deepspeed", "zero_stage": 2}, False),
+    ],
+    ids=["lora", "sapt", "slm", "separate", "finetune", "deepspeed"],
+)
+def test_shared_weights_change_nothing(
+    lab: Lab, tmp_path: Path, kind: str, method: Any, engine: Any, shared: bool
+) -> None:
+    config = lab.config(kind, lab.slots() if method == "slm" else method, engine)
+    files = [np.memmap(file, np.uint8, "r") for file in weight_files(config.backbone.name)]
+    assert files, "the laboratory saves safetensors"
+    first, last = files[0].ctypes.data, files[0].ctypes.data + files[0].nbytes
+
+    parts, open_engine = build(config, ALONE, files=files)
+    inside = [first <= weight.data_ptr() < last for weight in parts.backbone.model.parameters()]
+    assert any(inside) if shared else not any(inside)
+    own, mapped = Storage.at(tmp_path / "own"), Storage.at(tmp_path / "mapped")
+    StreamLoop(parts, open_engine, mapped, ALONE).run()
+    run(config, own)
+    assert matrix(mapped) == matrix(own) and trace(mapped) == trace(own)
