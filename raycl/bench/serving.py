@@ -30,35 +30,29 @@ from ray import serve
 
 from raycl import config as configs
 from raycl.adapters.head import MixedHead
-from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec
+from raycl.backbone import BackboneConfig, load_backbone, load_codec
 from raycl.backbone.encoder import EncoderBackbone
-from raycl.backbone.roles import linear_names, linear_shapes
 from raycl.bank import Bank
-from raycl.bank.manifest import ModelFacts, TaskFacts
-from raycl.bank.routers import put_router
+from raycl.bench.banks import LABELS, PLAIN, drawn, drawn_bank, texts_of
 from raycl.bench.clients import Seen, run_clients
 from raycl.bench.figures import Figure, Report, machine
 from raycl.bench.stream import default_models
 from raycl.data.loader import batch_of
-from raycl.retrieval.discriminant import Statistics
-from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
-from raycl.retrieval.slots import SlotRouter
-from raycl.retrieval.weights import RetrievalConfig
-from raycl.serve.app import Endpoint, options_of
+from raycl.retrieval.encoder import SentenceEncoder
+from raycl.serve.app import NAME, Endpoint, options_of
 from raycl.serve.asks import Ask, Labelled, Made, Started
 from raycl.serve.endpoint import start
 from raycl.serve.host import Host
 from raycl.serve.roster import decide_first
 from raycl.serve.settings import ServeConfig
-from raycl.types import AdapterState, Mixture, RouterState
+from raycl.types import Mixture
 
 log = logging.getLogger(__name__)
-BUSY, PLAIN = 0.5, "plain"
-EVERY_S = 60.0
-"""A replica is killed so often while load is held."""
+BUSY = 0.5
+EVERY_S, PAUSE_S = 60.0, 0.012
+"""A replica is killed so often while load is held; between two texts of one client so much time passes at least."""
 
-LABELS = ("first", "second", "third", "fourth")
-SETTINGS = ("adapters", "clients", "seconds", "warm_s", "publishes", "threads", "port", "tokens", "soak_s")
+SETTINGS = ("adapters", "clients", "seconds", "rounds", "warm_s", "publishes", "threads", "port", "tokens", "soak_s")
 KINDS = ("minilm", "mini-llama")
 
 
@@ -67,6 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapters", type=int, nargs="+", default=[4, 1000], help="adapters in the bank")
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=10.0, help="of load for every variant")
+    parser.add_argument("--rounds", type=int, default=4, help="in which the variants take turns")
     parser.add_argument("--warm-s", type=float, default=15.0, help="of load before a mixed endpoint is measured")
     parser.add_argument("--publishes", type=int, default=10, help="snapshots published while clients ask")
     parser.add_argument("--tokens", type=int, default=32, help="of a generated answer")
@@ -83,6 +78,7 @@ def measure(options: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         try:
             figures = [*_labels(Path(folder), options)]
+            serve.shutdown()
             if options.soak_s:
                 figures += _soak(Path(folder), options)
             llama = (options.models or default_models()) / "mini-llama"
@@ -97,70 +93,94 @@ def measure(options: argparse.Namespace) -> Report:
     return Report("serve", settings, figures, machine(before), notes)
 
 
-WORDS = "market shares village river phone waiter goal minister engine album novel film plant storm"
-
-
-def _texts_of(count: int) -> list[str]:
-    words = WORDS.split()
-
-    def word(number: int, place: int) -> str:
-        return words[(number * 7 + place * (number % 5 + 1)) % len(words)]
-
-    return [" ".join(word(number, place) for place in range(14)) + f" {number}" for number in range(count)]
-
-
 # ---- labels ------------------------------------------------------------------------------------------------------
 
 
 def _labels(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
-    texts = _texts_of(512)
-    banks = {count: _bank(folder / f"labels{count}", "minilm", count, texts) for count in options.adapters}
+    """All variants are up at once and measured in turn, since machines change their speed from minute to minute."""
+    texts = texts_of(512)
+    banks = {count: drawn_bank(folder / f"labels{count}", "minilm", count, texts) for count in options.adapters}
     small = banks[options.adapters[0]]
-    alone, model_ms, text_s = _in_process(texts, options)
-    yield Figure("(a) the batched model in process", alone, "/s", detail=f"batches of {options.clients}")
     pinned, free = [{"input": text, "model": PLAIN} for text in texts], [{"input": text} for text in texts]
-    seen: dict[str, Seen] = {}
-    ones: dict[str, Seen] = {}
-    spent_s: dict[str, float] = {}
     variants: list[tuple[str, Any, Bank, list[dict[str, str]]]] = [
         ("b", Instant, small, pinned),
         ("c", Endpoint, small, pinned),
         ("c'", Discarding, small, free),
         *((f"d {count}", Endpoint, bank, free) for count, bank in banks.items()),
     ]
-    for name, kind, bank, bodies in variants:
-        config = _started(kind, bank, options)
-        url = f"http://127.0.0.1:{config.port}/v1/classify"
+    model = Alone(options)
+    rounds = Rounds(model, texts, options)
+    for place, (name, kind, bank, bodies) in enumerate(variants):
+        url = f"{_started(kind, bank, options, f'v{place}', cpus=0.1)}/v1/classify"
+        rounds.ask[name] = (url, bodies)
         first = run_clients(url, bodies, options.clients, options.warm_s if name.startswith("d ") else 2.0)
         if name.startswith("d "):
             yield Figure(f"({name}) answers in the first {options.warm_s:g} s", first.rate, "/s")
-        began_s = _busy_s()
-        seen[name] = run_clients(url, bodies, options.clients, options.seconds)
-        spent_s[name] = (_busy_s() - began_s) / max(1, len(seen[name].ms))
-        ones[name] = run_clients(url, bodies, 1, min(3.0, options.seconds))
-        yield from _latencies(f"({name})", seen[name])
-        if name.startswith("d ") and bank is banks[options.adapters[-1]]:
-            yield from _following(bank, url, options)
-    ceiling = min(alone, seen["b"].rate)
-    yield Figure("(c) over the lesser of (a) and (b)", seen["c"].rate / ceiling, "x", 0.8, ">=")
-    cores = psutil.cpu_count() or 1
-    detail = f"{cores} cores; CPU: (a) {text_s * 1e3:.1f} ms a text, (b) {spent_s['b'] * 1e3:.1f} ms with its client"
-    allowed = min(alone, seen["b"].rate, cores / (text_s + spent_s["b"]))
-    yield Figure("(c) over what these cores can do", seen["c"].rate / allowed, "x", detail=detail)
-    for count in options.adapters:
-        one = seen[f"d {count}"]
-        share = 100 * one.facts["retrieval_ms"] / max(1e-9, one.facts["batch"] and sum(one.ms))
-        yield Figure(f"(d {count}) over (c')", one.rate / seen["c'"].rate, "x", 0.9, ">=")
-        yield Figure(f"(d {count}) retrieval's share of the latency", share, "%")
-        yield Figure(f"(d {count}) mean batch", one.facts["batch"] / len(one.ms), "texts")
-    added = ones["c"].at(50) - ones["b"].at(50) - model_ms
-    detail = f"one client: {ones['c'].at(50):.1f} ms, (b) {ones['b'].at(50):.1f} ms, the model {model_ms:.1f} ms"
-    yield Figure("what raycl adds to the median latency", added, "ms", 3.0, "<=", detail)
+    for _ in range(options.rounds):
+        rounds.measure()
+    yield from rounds.figures()
+    yield from _following(banks[options.adapters[-1]], rounds.ask[variants[-1][0]][0], options)
 
 
-def _latencies(name: str, seen: Seen) -> Iterator[Figure]:
-    detail = f"p50 {seen.at(50):.0f}, p95 {seen.at(95):.0f}, p99 {seen.at(99):.0f} ms, {len(seen.failed)} failed"
-    yield Figure(f"{name} answers", seen.rate, "/s", detail=detail)
+class Rounds:
+    """What was seen of every variant, round by round.
+
+    Attributes:
+        ask: variant -> its URL and what it is asked.
+    """
+
+    def __init__(self, model: Alone, texts: Sequence[str], options: argparse.Namespace) -> None:
+        self.model, self.texts, self.options = model, texts, options
+        self.ask: dict[str, tuple[str, list[dict[str, str]]]] = {}
+        self.alone: list[tuple[float, float]] = []
+        self.seen: dict[str, list[Seen]] = {}
+        self.spent_s: dict[str, float] = {}
+        self.added: list[tuple[float, float, float]] = []
+
+    def measure(self) -> None:
+        """One round: each for its share of the seconds, then one client at a time."""
+        seconds = self.options.seconds / self.options.rounds
+        self.alone.append(self.model.batches(self.texts, seconds / 2))
+        for name, (url, bodies) in self.ask.items():
+            began_s = _busy_s()
+            self.seen.setdefault(name, []).append(run_clients(url, bodies, self.options.clients, seconds))
+            self.spent_s[name] = self.spent_s.get(name, 0.0) + _busy_s() - began_s
+        instant, bare = (run_clients(*self.ask[name], 1, min(2.0, seconds)).at(50) for name in ("b", "c"))
+        self.added.append((instant, bare, self.model.one_ms(self.texts)))
+
+    def figures(self) -> Iterator[Figure]:
+        """Medians over the rounds; ratios are taken within each."""
+        rates = {name: [one.rate for one in seen] for name, seen in self.seen.items()}
+        alone = [rate for rate, _ in self.alone]
+        yield Figure("(a) the batched model in process", median(alone), "/s", detail=f"batches of {self.model.batch}")
+        for name, seen in self.seen.items():
+            found = [number for one in seen for number in one.ms]
+            at = [f"p{percent} {np.percentile(found, percent):.0f}" for percent in (50, 95, 99)]
+            failed = sum(len(one.failed) for one in seen)
+            yield Figure(f"({name}) answers", median(rates[name]), "/s", detail=f"{', '.join(at)} ms, {failed} failed")
+        ceilings = [min(pair) for pair in zip(alone, rates["b"], strict=True)]
+        yield Figure("(c) over the lesser of (a) and (b)", _ratio(rates["c"], ceilings), "x", 0.8, ">=")
+        cores, text_s = psutil.cpu_count() or 1, median(cpu_s for _, cpu_s in self.alone)
+        spent = {name: spent_s / sum(len(one.ms) for one in self.seen[name]) for name, spent_s in self.spent_s.items()}
+        allowed = [min(ceiling, cores / (text_s + spent["b"])) for ceiling in ceilings]
+        detail = f"{cores} cores; CPU a text: (a) {text_s * 1e3:.1f} ms, (b) {spent['b'] * 1e3:.1f} ms with its client"
+        detail += f", (c) {spent['c'] * 1e3:.1f}"
+        yield Figure("(c) over what these cores can do", _ratio(rates["c"], allowed), "x", detail=detail)
+        for name in [name for name in self.seen if name.startswith("d ")]:
+            ms = sum(sum(one.ms) for one in self.seen[name])
+            facts = {key: sum(one.facts[key] for one in self.seen[name]) for key in ("retrieval_ms", "batch")}
+            yield Figure(f"({name}) over (c')", _ratio(rates[name], rates["c'"]), "x", 0.9, ">=")
+            yield Figure(f"({name}) retrieval's share of the latency", 100 * facts["retrieval_ms"] / ms, "%")
+            count = sum(len(one.ms) for one in self.seen[name])
+            yield Figure(f"({name}) mean batch", facts["batch"] / count, "texts")
+        added = median(mixed - instant - model for instant, mixed, model in self.added)
+        instant, mixed, model = (median(part) for part in zip(*self.added, strict=True))
+        detail = f"one client: {mixed:.1f} ms, (b) {instant:.1f} ms, the model {model:.1f} ms"
+        yield Figure("what raycl adds to the median latency", added, "ms", 3.0, "<=", detail)
+
+
+def _ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    return median(one / other for one, other in zip(mine, theirs, strict=True))
 
 
 def _busy_s() -> float:
@@ -169,34 +189,45 @@ def _busy_s() -> float:
     return float(times.user + times.nice + times.system)
 
 
-def _in_process(texts: Sequence[str], options: argparse.Namespace) -> tuple[float, float, float]:
-    """Texts per second in batches of `clients`, ms of one text alone, and CPU seconds of a text in a batch."""
-    torch.set_num_threads(options.threads)
-    config = BackboneConfig()
-    backbone = load_backbone(config, load_codec(config, 64, 1), torch.device("cpu"), 0)
-    assert isinstance(backbone, EncoderBackbone)
-    host = Host(backbone)
-    host.stack.load(PLAIN, _state({}, 0, torch.Generator().manual_seed(0)))
+class Alone:
+    """The model in this process, without Ray: texts to labels."""
 
-    def answer(part: Sequence[str]) -> None:
-        batch = batch_of(backbone.codec.encode_source(part), backbone.codec.pad_id)
-        with torch.no_grad(), host.speaking(Mixture.same({PLAIN: 1.0}, len(part))):
+    def __init__(self, options: argparse.Namespace) -> None:
+        torch.set_num_threads(options.threads)
+        self.batch = int(options.clients)
+        config = BackboneConfig()
+        backbone = load_backbone(config, load_codec(config, 64, 1), torch.device("cpu"), 0)
+        assert isinstance(backbone, EncoderBackbone)
+        self.backbone, self.host = backbone, Host(backbone)
+        self.host.stack.load(PLAIN, drawn({}, 0, torch.Generator().manual_seed(0)))
+
+    def answer(self, texts: Sequence[str]) -> None:
+        """One batch."""
+        backbone = self.backbone
+        batch = batch_of(backbone.codec.encode_source(texts), backbone.codec.pad_id)
+        with torch.no_grad(), self.host.speaking(Mixture.same({PLAIN: 1.0}, len(texts))):
             assert isinstance(backbone.head, MixedHead)
             backbone.head(backbone.pooled(batch)).argmax(1).tolist()
 
-    answer(texts[: options.clients])
-    began, cpu, done = time.perf_counter(), time.process_time(), 0
-    while time.perf_counter() - began < options.seconds / 2:
-        first = done % (len(texts) - options.clients)
-        answer(texts[first : first + options.clients])
-        done += options.clients
-    rate, text_s = done / (time.perf_counter() - began), (time.process_time() - cpu) / done
-    ones = []
-    for text in texts[:40]:
-        start_s = time.perf_counter()
-        answer([text])
-        ones.append((time.perf_counter() - start_s) * 1e3)
-    return rate, median(ones[5:]), text_s
+    def batches(self, texts: Sequence[str], seconds: float) -> tuple[float, float]:
+        """Texts per second in full batches, and CPU seconds of a text."""
+        self.answer(texts[: self.batch])
+        began, cpu, done = time.perf_counter(), time.process_time(), 0
+        while time.perf_counter() - began < seconds:
+            first = done % (len(texts) - self.batch)
+            self.answer(texts[first : first + self.batch])
+            done += self.batch
+        return done / (time.perf_counter() - began), (time.process_time() - cpu) / done
+
+    def one_ms(self, texts: Sequence[str]) -> float:
+        """Of one text alone, after a pause as between two requests: what idled is cold."""
+        found = []
+        for text in texts[:30]:
+            time.sleep(PAUSE_S)
+            start_s = time.perf_counter()
+            self.answer([text])
+            found.append((time.perf_counter() - start_s) * 1e3)
+        return median(found)
 
 
 def _following(bank: Bank, url: str, options: argparse.Namespace) -> Iterator[Figure]:
@@ -260,19 +291,25 @@ class _Thrown:
         return Mixture.same({PLAIN: 1.0}, len(texts))
 
 
-def _started(kind: Any, bank: Bank, options: argparse.Namespace, **settings: Any) -> ServeConfig:
+def _started(kind: Any, bank: Bank, options: argparse.Namespace, place: str = "", **settings: Any) -> str:
+    """Bring a variant up; its URL.
+
+    Args:
+        place: its application and the first part of its paths, where several are up at once.
+    """
     tree = {"bank": bank.storage.address, "port": options.port, "threads": options.threads, **settings}
     config = configs.validate(ServeConfig, tree)
     decide_first(bank, config)
-    start(config, serve.deployment(serve.ingress()(kind), **options_of(config)).bind(configs.as_tree(config)))
-    return config
+    application = serve.deployment(serve.ingress()(kind), **options_of(config)).bind(configs.as_tree(config))
+    start(config, application, place or NAME, f"/{place}")
+    return f"http://127.0.0.1:{config.port}" + (f"/{place}" if place else "")
 
 
 def _soak(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     """Two replicas under load, one of them killed every minute: what is lost, and does memory grow?"""
-    texts = _texts_of(512)
-    config = _started(Endpoint, _bank(folder / "soak", "minilm", 16, texts), options, replicas=2, cpus=0.5)
-    url = f"http://127.0.0.1:{config.port}/v1/classify"
+    texts = texts_of(512)
+    bank = drawn_bank(folder / "soak", "minilm", 16, texts)
+    url = f"{_started(Endpoint, bank, options, replicas=2, cpus=0.5)}/v1/classify"
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(run_clients, url, [{"input": text} for text in texts], options.clients, options.soak_s)
         survivor, kills, before, began = _replicas()[0], 0, 0.0, time.monotonic()
@@ -308,10 +345,9 @@ def _memory_mb(name: str) -> float:
 
 
 def _texts(folder: Path, model: Path, options: argparse.Namespace) -> Iterator[Figure]:
-    texts = _texts_of(256)
-    bank = _bank(folder / "texts", str(model), 16, texts)
-    config = _started(Endpoint, bank, options)
-    url = f"http://127.0.0.1:{config.port}/v1/completions"
+    texts = texts_of(256)
+    bank = drawn_bank(folder / "texts", str(model), 16, texts)
+    url = f"{_started(Endpoint, bank, options)}/v1/completions"
     names = [f"task{number}.0" for number in range(16)]
     common = {"max_tokens": options.tokens, "raycl": {"template": False}}
     bare = [{"prompt": text, "model": "base", **common} for text in texts]
@@ -329,43 +365,3 @@ def _texts(folder: Path, model: Path, options: argparse.Namespace) -> Iterator[F
     detail = f"mini-llama, {options.clients} clients, {options.tokens} tokens an answer at most"
     yield Figure("texts, bare backbone", per_s["bare"], "tokens/s", detail=detail)
     yield Figure("texts, 16 mixtures over the bare backbone", per_s["mixed"] / per_s["bare"], "x", 0.85, ">=")
-
-
-# ---- banks -------------------------------------------------------------------------------------------------------
-
-
-def _state(shapes: dict[str, tuple[int, int]], rank: int, draw: torch.Generator, labels: bool = True) -> AdapterState:
-    def small(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=draw) * 0.01
-
-    linears = {path: (small(rank, inputs), small(outputs, rank)) for path, (inputs, outputs) in shapes.items()}
-    if not labels:
-        return AdapterState(linears)
-    return AdapterState(linears, 1.0, None, LABELS, small(len(LABELS), 384), small(len(LABELS)))
-
-
-def _bank(folder: Path, name: str, count: int, texts: Sequence[str]) -> Bank:
-    """`count` adapters of drawn weights, one slot a task, keys around the queries of real sentences."""
-    bank = Bank.at(folder)
-    config = BackboneConfig(name=name)
-    codec = load_codec(config, 64, 32)
-    backbone = load_backbone(config, codec, torch.device("cpu"), 0)
-    paths = set(linear_names(backbone.model, ["attention.out"]))
-    shapes = {path: shape for path, shape in linear_shapes(backbone.model).items() if path in paths}
-    draw = torch.Generator().manual_seed(0)
-    encoder = SentenceEncoder(EncoderConfig())
-    queries = encoder.embed(texts)
-    router = SlotRouter("keys", 6, RetrievalConfig(top_k=1))
-    facts = ModelFacts(name=config.name, sha256=identity(config), kind=codec.kind)
-    made = [bank.publish(PLAIN, _state({}, 0, draw, codec.needs_labels), facts, [PLAIN])]
-    for number in range(count):
-        task = f"task{number}"
-        near = queries[number % len(queries)] + 0.02 * torch.randn(queries.shape[1], generator=draw)
-        router.add(task, near.view(1, 6, -1), Statistics(2, near, torch.zeros(0, 0)))
-        made.append(bank.publish(f"{task}.0", _state(shapes, 8, draw, codec.needs_labels), facts, [task]))
-    state = RouterState("keys", router.settings(), router.tensors(), encoder.config.model_dump(mode="json"))
-    kept, encoder_facts = put_router(bank, replace(state, encoder_sha256=encoder.fingerprint))
-    tasks = [TaskFacts(name=manifest.tasks[0], labels=LABELS if codec.needs_labels else None) for manifest in made]
-    limits = {"stream": {"max_source_tokens": 64, "max_target_tokens": 32}, "backbone": {"name": config.name}}
-    bank.snapshot(made, facts, kept, tasks, encoder_facts, made={"config": limits})
-    return bank

@@ -48,8 +48,11 @@ def serve_forever(config: ServeConfig) -> None:
     ray.shutdown()
 
 
-def start(config: ServeConfig, application: object) -> None:
+def start(config: ServeConfig, application: object, name: str = NAME, prefix: str = "/") -> None:
     """Bring the application up and return.
+
+    Args:
+        name, prefix: of the application and of its paths, beside others on the same cluster.
 
     Raises:
         LaunchError: the cluster or a replica did not come up.
@@ -70,9 +73,9 @@ def start(config: ServeConfig, application: object) -> None:
         logging_config={"enable_access_log": config.access_log},
     )
     try:
-        serve.run(application, name=NAME, route_prefix="/")
+        serve.run(application, name=name, route_prefix=prefix)
     except RuntimeError as error:
-        status = serve.status().applications.get(NAME)
+        status = serve.status().applications.get(name)
         reason = " ".join(str(status.message if status else error).split())[-800:]
         raise LaunchError(f"the endpoint did not come up: {reason}") from error
 

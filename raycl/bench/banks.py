@@ -1,0 +1,78 @@
+"""Banks of drawn adapters to serve: as many as asked for, which mean nothing but cost what real ones cost.
+
+What it does not know: who asks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec
+from raycl.backbone.roles import linear_names, linear_shapes
+from raycl.bank import Bank
+from raycl.bank.manifest import ModelFacts, TaskFacts
+from raycl.bank.routers import put_router
+from raycl.retrieval.discriminant import Statistics
+from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
+from raycl.retrieval.slots import SlotRouter
+from raycl.retrieval.weights import RetrievalConfig
+from raycl.types import AdapterState, RouterState
+
+PLAIN = "plain"
+"""An adapter that adds nothing: the bare backbone with a label head."""
+
+LABELS = ("first", "second", "third", "fourth")
+WORDS = "market shares village river phone waiter goal minister engine album novel film plant storm"
+
+
+def texts_of(count: int) -> list[str]:
+    """Sentences of fourteen words, no two alike."""
+    words = WORDS.split()
+
+    def word(number: int, place: int) -> str:
+        return words[(number * 7 + place * (number % 5 + 1)) % len(words)]
+
+    return [" ".join(word(number, place) for place in range(14)) + f" {number}" for number in range(count)]
+
+
+def drawn(shapes: dict[str, tuple[int, int]], rank: int, draw: torch.Generator, labels: bool = True) -> AdapterState:
+    """An adapter of small random weights, with or without a label head."""
+
+    def small(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw) * 0.01
+
+    linears = {path: (small(rank, inputs), small(outputs, rank)) for path, (inputs, outputs) in shapes.items()}
+    if not labels:
+        return AdapterState(linears)
+    return AdapterState(linears, 1.0, None, LABELS, small(len(LABELS), 384), small(len(LABELS)))
+
+
+def drawn_bank(folder: Path, name: str, count: int, texts: Sequence[str]) -> Bank:
+    """`count` adapters of drawn weights, one slot a task, keys around the queries of real sentences."""
+    bank = Bank.at(folder)
+    config = BackboneConfig(name=name)
+    codec = load_codec(config, 64, 32)
+    backbone = load_backbone(config, codec, torch.device("cpu"), 0)
+    paths = set(linear_names(backbone.model, ["attention.out"]))
+    shapes = {path: shape for path, shape in linear_shapes(backbone.model).items() if path in paths}
+    draw = torch.Generator().manual_seed(0)
+    encoder = SentenceEncoder(EncoderConfig())
+    queries = encoder.embed(texts)
+    router = SlotRouter("keys", 6, RetrievalConfig(top_k=1))
+    facts = ModelFacts(name=config.name, sha256=identity(config), kind=codec.kind)
+    made = [bank.publish(PLAIN, drawn({}, 0, draw, codec.needs_labels), facts, [PLAIN])]
+    for number in range(count):
+        task = f"task{number}"
+        near = queries[number % len(queries)] + 0.02 * torch.randn(queries.shape[1], generator=draw)
+        router.add(task, near.view(1, 6, -1), Statistics(2, near, torch.zeros(0, 0)))
+        made.append(bank.publish(f"{task}.0", drawn(shapes, 8, draw, codec.needs_labels), facts, [task]))
+    state = RouterState("keys", router.settings(), router.tensors(), encoder.config.model_dump(mode="json"))
+    kept, encoder_facts = put_router(bank, replace(state, encoder_sha256=encoder.fingerprint))
+    tasks = [TaskFacts(name=manifest.tasks[0], labels=LABELS if codec.needs_labels else None) for manifest in made]
+    limits = {"stream": {"max_source_tokens": 64, "max_target_tokens": 32}, "backbone": {"name": config.name}}
+    bank.snapshot(made, facts, kept, tasks, encoder_facts, made={"config": limits})
+    return bank
