@@ -1,4 +1,4 @@
-"""IncLoRA and O-LoRA: the properties of methods.md 9.4, and what the sum of adapters promises."""
+"""IncLoRA and O-LoRA: what the penalty does, and what the sum of adapters promises."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def slots(storage: Storage) -> dict[str, AdapterState]:
     return {name: found[name] for name in ("colour", "animal")}
 
 
-# ---- methods.md 9.4 ------------------------------------------------------------------------------------------------
+# ---- the penalty ---------------------------------------------------------------------------------------------------
 
 
 def test_the_overlap_counts_entries() -> None:
