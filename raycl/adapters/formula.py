@@ -1,8 +1,8 @@
 """The one formula: `y += gate * (x A^T) B`, in the two shapes that are worth computing.
 
-Shared: all rows of all adapters in use, each example closes the gates it does not want (two GEMMs; design 5).
-Own: every example brings the few rows it wants (two batched GEMMs; SLM's form, methods.md 1.5), cheaper when an
-example uses a small part of what the batch uses. Both give the exact sum of weighted block outputs: A and B are
+Shared: all rows of all adapters in use, each example closes the gates it does not want (two GEMMs).
+Own: every example brings the few rows it wants (two batched GEMMs), cheaper when an example uses a small part of
+what the batch uses, as under SLM's retrieval. Both give the exact sum of weighted block outputs: A and B are
 never averaged.
 With an activation f between the two GEMMs, `y += gate * f(x A^T) B`, a block is no weight increment but a bottleneck
 (Houlsby et al. 2019, without biases) in parallel to its linear (He et al. 2022, "parallel adapter"). `relu_` works in

@@ -1,10 +1,10 @@
 """Label heads as part of adapters: an encoder-only model answers without a task id, its heads mixed like its weights.
 
 Every adapter brings rows for its own labels. Default rule `probability`: each head's own softmax, weighted by the
-mixture and added up per label text, so that labels of different tasks compete only as far as their adapters speak
-(methods.md 1.9, and trap S9: the released SLM code picks the head by the true number of labels). Rule `logit`:
-weighted logits added up per label. Rule `label_count`: that code's own, for comparison: one head for each number of
-labels, trained by the first task that has so many and frozen then; somebody must say whose task each text is.
+mixture and added up per label text, so that labels of different tasks compete only as far as their adapters speak (our
+own: neither SLM's paper nor SAPT's says how to mix heads). Rule `logit`: weighted logits added up per label. Rule
+`label_count`, for comparison: SLM's released code picks the head by the true number of labels: one head for each such
+number, trained by the first task that has so many and frozen then; somebody must say whose task each text is.
 What it does not know: who chose the mixture.
 """
 

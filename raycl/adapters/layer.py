@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StackedLora(nn.Module):
-    """`base(x)` plus the open mixture (design 5).
+    """`base(x)` plus the open mixture, as `formula` adds it.
 
     Attributes:
         base: the linear it stands for (`nn.Linear`, or Hugging Face's `Conv1D`), untouched.

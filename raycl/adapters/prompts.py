@@ -1,6 +1,6 @@
 """Soft prompts as adapters: a few learned positions in front of the text, mixed per example.
 
-`sum`: P(x) = sum_i w_i P_i, the length stays (SAPT-Prompt; methods.md 2.2). `concat`: the prompts of all adapters
+`sum`: P(x) = sum_i w_i P_i, the length stays (SAPT-Prompt: SAPT, eq. 3). `concat`: the prompts of all adapters
 that speak for an example, one after another, unweighted (progressive prompts, L2P).
 An example for which nobody speaks has its prompt positions masked.
 What it does not know: which model reads the positions.

@@ -104,7 +104,7 @@ class Stream:
     def stored(self, task: Task, share: float) -> Indices:
         """Rows of the task's train table that are kept for later, ascending: `max(1, floor(share * rows))` of them.
 
-        SAPT's count (methods.md 9.2.10); the same on every machine.
+        SAPT's count: 2 % (appendix C), rounded as in the files released with its code. The same on every machine.
         """
         count = len(self.rows(task, "train"))
         return sample(self._seed, task.name, "stored", np.arange(count), max(1, int(round(share * count, 9))))

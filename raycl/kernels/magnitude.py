@@ -1,7 +1,7 @@
 """The summed magnitude of every output unit over a layer's real tokens: one read of the layer's output.
 
 Sums are float32 whatever the output's type: a bfloat16 sum of thousands of tokens loses the ranking, and quantiles of
-bfloat16 do not exist (trap M10).
+bfloat16 do not exist.
 What it does not know: which tokens are real, what the sums are for.
 """
 

@@ -1,9 +1,10 @@
 """IncLoRA: every task trains a LoRA of its own beside the frozen ones of earlier tasks, and all of them speak.
 
-O-LoRA's plain sum without its penalty (methods.md section 4; "IncLoRA" in the tables of MIGU and O-LoRA): rank 8,
-alpha 32, query and value projections. Their dropout of 0.1 is an option here and off, so that N workers equal
-one. The authors' models write their answers as text; an encoder-only backbone needs a label head, of which the papers
-say nothing. It is treated like the weights: each task trains an increment, and logits are the sum of all increments.
+O-LoRA's plain sum without its penalty ("IncLoRA" in MIGU, section 4.1, and in the tables of both papers): rank 8,
+alpha 32, query and value projections, as in the code of both. Their dropout of 0.1 is an option here and off, so that
+N workers equal one. The authors' models write their answers as text; an encoder-only backbone needs a label head, of
+which the papers say nothing. It is treated like the weights: each task trains an increment, and logits are the sum of
+all increments.
 With rows for every label seen so far (`head=shared`, the default) that is exactly the one growing head that keeps
 training, as method `lora` has it, and yet nothing that an earlier snapshot holds ever changes. `head=own` trains rows
 of the task's own labels only.

@@ -1,8 +1,8 @@
 """One LoRA trained on the tasks in turn (SeqLoRA in SAPT, "LoRA" in MIGU): the adapter lower reference.
 
-Rank 8, alpha 32, query and value projections are the settings of O-LoRA, MIGU (paper section 4, code) and
-SAPT's long benchmark; their dropout of 0.1 (MIGU, O-LoRA) is an option here and off, so that N workers equal
-one. The label head of encoder-only backbones is trained with it.
+Rank 8, alpha 32, query and value projections are the settings of the code of O-LoRA and MIGU, and of SAPT's on the
+long-sequence benchmark; their dropout of 0.1 (MIGU, O-LoRA) is an option here and off, so that N workers equal one. The
+label head of encoder-only backbones is trained with it.
 """
 
 from __future__ import annotations

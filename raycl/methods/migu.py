@@ -1,12 +1,13 @@
-"""MIGU: only the rows of a weight whose outputs are large are updated (methods.md section 3; traps M1 to M13).
+"""MIGU: only the rows of a weight whose outputs are large are updated (sections 3.2 and 3.3 of its paper).
 
+"Unlocking Continual Learning Abilities in Language Models", Findings of EMNLP 2024.
 After the forward passes of an optimizer step, every layer knows the summed magnitude of each of its outputs over all
 real tokens on all workers. The share T of rows with the smallest ones gets no gradient in this step. Nothing is kept
 between steps, and nobody says which task it is. LoRA's A is masked by the magnitudes of `A x`, gated as they enter
 the output, each slot by itself; its B by those of the full output of the layer. A fused projection is one layer.
-Where the authors' code differs (pads counted, quantile, all linears, no mask on the first task), there is a setting
-or methods.md 8.4 says why not. Forward passes outside a training step (evaluation, generation) do not count, nor
-does recomputation.
+Where the authors' code differs (quantile, all linears, no mask on the first task), there is a setting; but not for its
+counting of padding, with which a mask would depend on how texts were put into batches. Forward passes outside a
+training step (evaluation, generation) do not count, nor does recomputation.
 What it does not know: engines, the method it works with, files.
 """
 
@@ -40,7 +41,7 @@ T = TypeVar("T")
 
 
 class MiguConfig(ModifierConfig):
-    """MIGU's settings; paper section 4 and the authors' scripts in methods.md 3.4 and 3.6."""
+    """MIGU's settings: thresholds from its section 5.1 and figure 4, layers from 3.3, else the authors' T5 scripts."""
 
     name: Literal["migu"] = "migu"
     threshold: float = Field(

@@ -1,4 +1,4 @@
-"""Pseudo samples: prompts that stand for a task after it was learned (methods.md 2.5).
+"""Pseudo samples: prompts that stand for a task after it was learned (SAPT, section 4.3).
 
 They are kept as token ids, beside the task's adapter. Inputs only, as SAPT's reflection needs no answers; answers are
 kept where they are trained on again (the ablation +Replay).
@@ -59,7 +59,7 @@ class PseudoSamples:
 
 
 def volume(fraction: float, rows: int) -> int:
-    """How many samples stand for so many rows: `max(1, floor(fraction rows))`, as the shipped files have it."""
+    """How many samples stand for so many rows: `max(1, floor(fraction rows))`, as in the files of SAPT's release."""
     return min(rows, max(1, int(Decimal(str(fraction)) * rows)))
 
 

@@ -1,4 +1,4 @@
-"""ARM, SAPT's attentive reflection: old tasks' inputs shall be attended to as they were (methods.md 2.4).
+"""ARM, SAPT's attentive reflection: old tasks' inputs shall be attended to as they were (SAPT, section 4.3).
 
 After a task its mean weights are kept. While a later one is trained, pseudo inputs of every earlier one go through
 the present projection and keys, and KL(kept || now) is added to the task loss. Which inputs a step draws depends on
@@ -25,7 +25,7 @@ from raycl.retrieval.attention import Attention, divergence
 
 
 class ReflectionConfig(Section):
-    """ARM's settings; values of the paper's runs in methods.md 2.6, deviations of the code in 8.3 (A2, A5)."""
+    """ARM's settings (SAPT, section 4.3 and appendix C); where its released code differs, a setting says so."""
 
     weight: float | None = Field(
         None, ge=0, description="lambda; null: 2 on decoders, 0.5 elsewhere (the paper: 0.1 on T5's long sequences)"
@@ -42,7 +42,7 @@ class ReflectionConfig(Section):
     skip_steps: int = Field(0, ge=0, description="first steps of a task without; as released: 1")
     kl_reduction: Literal["sum", "mean"] = Field("sum", description="over earlier tasks")
     kl_scale_with_accum: bool = Field(
-        False, description="not divided by the accumulation while the task loss is, as released (trap A2)"
+        False, description="not divided by the accumulation while the task loss is, as released"
     )
     abar_split: Literal["dev", "test"] = Field(
         "dev", description="whose mean weights are kept; test: the paper's words; without dev rows: the training rows"

@@ -1,9 +1,9 @@
 """Replay: a few real samples of every earlier task are learned again, mixed into each later one.
 
-SAPT and MIGU store 2 % of each task's training data, drawn once per task ("Replay" with `learner=finetune`,
-"LoRAReplay" with `learner=lora`; methods.md section 4). What is stored is which rows: they follow from the seed, and
-the rows themselves stay in the stream's files, so a run needs nothing more to go on. Stored samples and the new task's
-are one data set, shuffled together in every epoch.
+SAPT (appendix C) and MIGU (section 4.1) store 2 % of each task's training data, drawn once per task ("Replay" with
+`learner=finetune`, "LoRAReplay" with `learner=lora`). What is stored is which rows: they follow from the seed, and the
+rows themselves stay in the stream's files, so a run needs nothing more to go on. Stored samples and the new task's are
+one data set, shuffled together in every epoch.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Rule = Literal["floor", "quantile"]
 
 
 def masked_count(share: float, rows: int) -> int:
-    """floor(T rows), safe from products like 0.29 * 100 that land just under an integer (trap M2)."""
+    """floor(T rows), safe from products like 0.29 * 100 that land just under an integer."""
     return math.floor(round(share * rows, 9))
 
 
@@ -53,7 +53,7 @@ class Groups:
         n_KS = n_F[self.places]
         if self.clusters is None:
             chosen_KS = kept(n_KS, share, rule)
-        else:  # a cluster's magnitude is the sum of its members' (methods.md 3.5, our reading)
+        else:  # a cluster's magnitude is the sum of its members' (our reading of MIGU, appendix E)
             count = int(self.clusters.max()) + 1
             sums_KC = n_KS.new_zeros(len(n_KS), count).scatter_add_(1, self.clusters, n_KS)
             chosen_KS = kept(sums_KC, share, rule).gather(1, self.clusters)

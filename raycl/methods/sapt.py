@@ -1,11 +1,12 @@
-"""SAPT: one block per task, all of them heard by every text, as loudly as its attention says (methods.md section 2).
+"""SAPT: one block per task, all of them heard by every text, as loudly as its attention says (section 4 of its paper).
 
+"SAPT: A Shared Attention Framework for Parameter-Efficient Continual Learning of Large Language Models", ACL 2024.
 A task learns its block (LoRA on query and value projections, or a soft prompt), its key, and goes on with the shared
 projection; backbone, earlier blocks and earlier keys are frozen. The attention reads nothing but the source's raw
 embeddings, in training, evaluation, generation and serving alike, and once per prompt. Reflection (ARM) keeps old
 tasks' inputs attended to as they were. Encoder-only backbones, of which the paper has none, get label rows with every
 block, mixed by the same weights, so that no task id is needed.
-Where the authors' code differs from the paper, see the settings and methods.md 8.3 (A1 to A17).
+Where the authors' code differs from the paper, the settings say so (its attention's and reflection's too).
 What it does not know: engines, files other than pseudo inputs'.
 """
 
@@ -44,7 +45,7 @@ READ_AT_ONCE = 64
 
 
 class SaptConfig(MethodConfig):
-    """SAPT's settings; those of the paper's runs in methods.md 2.6."""
+    """SAPT's settings; those of the paper's runs: its appendix C, and the authors' scripts."""
 
     name: Literal["sapt"] = "sapt"
     value: Literal["lora", "prompt"] = Field("lora", description="a task's block: SAPT-LoRA, or SAPT-Prompt")
@@ -61,11 +62,11 @@ class SaptConfig(MethodConfig):
         "probability", description="how the blocks' label heads are mixed on encoder-only backbones"
     )
     stop_grad_old_blocks: bool = Field(
-        False, description="no gradient through old blocks into the layers below, as released (trap A6)"
+        False, description="no gradient through old blocks into the layers below, as released"
     )
     ablation: Literal["none", "arm", "replay", "alignment", "shared_attention"] = Field(
         "none",
-        description="what is left out (methods.md 2.7). arm: lambda = 0; replay: lambda = 0, and pseudo samples are "
+        description="what is left out (SAPT, section 6.3). arm: lambda = 0; replay: lambda = 0, and pseudo samples are "
         "trained on as ordinary data; alignment: a separate selector is learned from recorded weights and used at "
         "test; shared_attention: each block is learned alone, and a separate selector picks one",
     )

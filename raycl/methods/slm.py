@@ -1,9 +1,10 @@
-"""SLM: weight increments in slots, chosen and mixed for each text by the keys of its task (methods.md section 1).
+"""SLM: weight increments in slots, chosen and mixed for each text by the keys of its task (section 3 of its paper).
 
+"Scalable Language Model with Generalized Continual Learning", ICLR 2024.
 Each task learns m slots: LoRA pairs on the attention output projection without a scale factor, with label-head rows of
 their own where the backbone is an encoder, and frozen keys from a frozen sentence encoder. Nothing of earlier tasks is
 touched or replayed, and no task id is needed at test. Where the authors' code differs from the paper (choice per
-batch, heads picked by the true number of labels, drifting old slots: traps S1, S7, S9), this follows the paper.
+batch, heads picked by the true number of labels, drifting old slots), this follows the paper.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from raycl.types import Activation, AdapterState, Batch, Mixture, RouterState, S
 
 
 class SlmConfig(MethodConfig):
-    """SLM settings; paper and scripts in methods.md 1.2 to 1.7."""
+    """SLM's settings: its sections 3.2 and 4.2, tables 10 and 14, else the authors' scripts."""
 
     name: Literal["slm"] = "slm"
     rank: int = Field(8, ge=1, description="r of each slot; the paper: 12 for BERT, 8 for LLaMA")
@@ -58,13 +59,13 @@ class SlmConfig(MethodConfig):
     train_scope: Literal["own", "seen", "all"] = Field(
         "own",
         description="slots that compete while a task is trained: its own, or those of all tasks so far; all: of the "
-        "whole stream, as in the released BERT code, which reads the texts of tasks to come (trap S2)",
+        "whole stream, as in the released BERT code, which reads the texts of tasks to come",
     )
     value_layout: Literal["shared", "per_group"] = Field("shared", description="per_group: a value for every sub-key")
     head_rule: HeadRule = Field(
         "probability",
         description="how the label heads of an encoder-only backbone are mixed; label_count: as released, one head for "
-        "each number of labels, picked by the text's own task (it leaks the task: trap S9)",
+        "each number of labels, picked by the text's own task (it leaks the task)",
     )
     keys: KeyConfig = KeyConfig()
     retrieval: RetrievalConfig = RetrievalConfig()

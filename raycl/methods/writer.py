@@ -1,9 +1,10 @@
-"""SAPT's generator: a LoRA that learns to write a task's inputs, and is forgotten when it has (methods.md 2.5).
+"""SAPT's generator: a LoRA that learns to write a task's inputs, and is forgotten when it has (SAPT, section 4.3).
 
 It reads one special token, [Gen], whose embedding is trained with it, and writes an input text to its end token. The
-task's template is put around what it wrote, as around real data: so the instruction is the real one (trap A15), no
+task's template is put around what it wrote, as around real data: so the instruction is the real one, no
 separator has to be written and parsed, and no token is added to a vocabulary. The authors' generator writes
-instruction, separator and input, and as released trains nothing (trap A13).
+instruction, separator and input: its instructions can come out wrong (one in SAPT's table 12 does), and as released it
+trains nothing, since its LoRA weights are frozen.
 Every worker trains the same one: it is small, and no part of the stream's own training.
 What it does not know: the method, what its texts are used for.
 """
@@ -33,7 +34,7 @@ TRIES = 4
 
 
 class WriterConfig(Section):
-    """The generator's settings; the paper's in methods.md 2.5."""
+    """The generator's settings (rank, steps, batch, rate: SAPT, appendix C; else the authors' scripts)."""
 
     backbone: BackboneConfig | None = Field(
         None, description="who writes; null: the run's own backbone. Encoder-only backbones cannot, and must name one"

@@ -1,4 +1,4 @@
-"""SAPT's router: every learned task has a key, and a text attends to all of them (methods.md 2.1).
+"""SAPT's router: every learned task has a key, and a text attends to all of them (SAPT, section 4.2).
 
 Query of a text: elementwise maximum over its tokens' raw embeddings, brought down to p dimensions and up again, SiLU,
 LayerNorm. Weights: softmax over the products of query and keys, divided by tau. They depend on nothing but the text's
@@ -25,7 +25,7 @@ SHARED = ("down", "up", "norm_weight", "norm_bias")
 
 
 class AttentionConfig(Section):
-    """Settings of the attention; the released scripts' in methods.md 2.6."""
+    """Settings of the attention (SAPT, appendix C, and the authors' scripts)."""
 
     width: int = Field(100, ge=1, description="p, the narrow part of the projection; SAPT-Prompt: 150 to 200")
     proj_act: Literal["after_up", "between"] = Field(
@@ -206,7 +206,7 @@ def max_pooled(embeddings_BLD: Tensor, mask_BL: Tensor, pads: bool = False) -> T
     """Elementwise maximum over tokens, `[B, d]`; 0 for an example without any token.
 
     Args:
-        pads: padding takes part (trap A4).
+        pads: padding takes part, as released.
     """
     if pads:
         return embeddings_BLD.amax(1)
@@ -241,7 +241,7 @@ def mixture_of(
 
 
 def divergence(target_BT: Tensor, log_alpha_BT: Tensor) -> Tensor:
-    """KL(target || alpha) of each row, `[B]`; an entry of weight 0 adds 0, whatever alpha says (methods.md 2.4)."""
+    """KL(target || alpha) of each row, `[B]`; an entry of weight 0 adds 0, whatever alpha says (SAPT, eq. 5)."""
     known = target_BT > 0
     terms_BT = torch.xlogy(target_BT, target_BT) - target_BT * log_alpha_BT
     return torch.where(known, terms_BT, 0.0).sum(-1)

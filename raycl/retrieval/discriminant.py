@@ -1,4 +1,4 @@
-"""A router without training: streaming linear discriminant analysis over tasks (Hayes and Kanan 2020; methods.md 1.9).
+"""A router without training: streaming linear discriminant analysis over tasks (Hayes and Kanan 2020).
 
 Each task leaves its count, its mean and its scatter of normalised queries. These are sums: exact in one pass, the same
 for any order of tasks, and a task is taken out by leaving its sums out.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from raycl.errors import RetrievalError
 
 RIDGE = 0.01
-"""Of the mean variance, added to the diagonal; 0.001 to 0.1 route the same within 0.4 points (methods.md 1.9)."""
+"""Of the mean variance, added to the diagonal; 0.001 to 0.1 route the same within 0.4 points (measured on MiniLM)."""
 
 BACKGROUND = 0.9
 """Of the distance to the middle of all tasks, taken off the distance to the nearest (Ren et al. 2021, "A simple fix to

@@ -50,7 +50,7 @@ class EncoderConfig(Section):
 
 
 class SentenceEncoder:
-    """Texts to `[B, c]` float32 on the CPU, unnormalised means over real tokens (methods.md 1.1).
+    """Texts to `[B, c]` float32 on the CPU, unnormalised means over real tokens (SLM, section 3.2, and its code).
 
     An empty text has the query of the encoder's special tokens alone.
 

@@ -1,4 +1,4 @@
-"""Keys of dynamic task-related knowledge retrieval (SLM; methods.md 1.2, 1.3): made, learned, measured.
+"""Keys of dynamic task-related knowledge retrieval (SLM, section 3.2): made, learned, measured.
 
 A slot has one sub-key for each of g groups, that is for each slice of the query.
 What it does not know: what a slot's value is, where queries come from.
@@ -59,7 +59,10 @@ def split_groups(queries_BC: Tensor, groups: int) -> Tensor:
 
 
 def semi_orthogonal(slots: int, groups: int, width: int, seed: int) -> Tensor:
-    """`[m, g, h]`: in every group orthonormal rows, in chunks of at most h where there are more (trap S6)."""
+    """`[m, g, h]`: in every group orthonormal rows, in chunks of at most h where there are more.
+
+    The released routine makes h rows and leaves the rest as memory was.
+    """
     draw = torch.Generator().manual_seed(seed)
     keys = torch.empty(groups, slots, width)
     for group in keys:
@@ -135,7 +138,7 @@ def choose(similar_BgN: Tensor, top_k: int, mask: float, draw: torch.Generator |
 
 
 def _paper_step(keys: Tensor, queries_BgH: Tensor, chosen_BgK: Tensor, config: KeyConfig) -> Tensor:
-    """`k += rate * grad cos(q, k)` for every text and each key that it chose (SLM eq. 6)."""
+    """`k += rate * grad cos(q, k)` for every text and each key that it chose (SLM, eq. 5)."""
     return keys + config.rate * _gradient(keys, queries_BgH, chosen_BgK)
 
 

@@ -1,4 +1,4 @@
-"""A selector learned apart from the blocks, for SAPT's ablations -Alignment and -SA (methods.md 2.7).
+"""A selector learned apart from the blocks, for SAPT's ablations -Alignment and -SA (SAPT, section 6.3).
 
 The same network as the attention, trained after a task on the weights that every task's texts had when it was
 learned, with pseudo inputs of all tasks: what shared attention makes unnecessary.

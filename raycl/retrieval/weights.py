@@ -1,4 +1,4 @@
-"""From cosines to mixture weights: the rules of SLM (methods.md 1.5), per example unless asked otherwise.
+"""From cosines to mixture weights: the rules of SLM (section 3.2, eq. 4), per example unless asked otherwise.
 
 What it does not know: where cosines come from.
 """
@@ -25,7 +25,7 @@ class RetrievalConfig(Section):
         description="group_union: the paper's text; group_mean: the released forward pass; vote: most frequent, evenly",
     )
     scope: Literal["instance", "batch"] = Field(
-        "instance", description="batch: one choice for the whole batch, as released; it leaks the task (trap S1)"
+        "instance", description="batch: one choice for the whole batch, as released; it leaks the task"
     )
     task_id: bool = Field(False, description="SLM-TI: the task is told, and only its own slots are chosen")
     clamp: bool = Field(True, description="negative cosines count as 0; false: as released, weights may be negative")

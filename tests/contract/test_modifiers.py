@@ -106,7 +106,7 @@ def test_the_optimizer_saw_the_mask_in_every_engine_and_precision(
 
 
 def test_an_engine_that_ignores_edited_gradients_is_refused(lab: Lab, tmp_path: Path) -> None:
-    """ZeRO 1 in bfloat16 with float32 accumulation copies gradients before they can be edited (trap M4)."""
+    """ZeRO 1 in bfloat16 with float32 accumulation copies gradients before they can be edited."""
     copying = {"name": "deepspeed", "zero_stage": 1, "extra": {"data_types": {"grad_accum_dtype": "fp32"}}}
     tree = lab.tree("bert", "finetune", copying, backbone={"dtype": "bfloat16"}, modifiers=[MIGU])
     with pytest.raises(RunError, match=r"the optimizer saw a gradient in \d+ of \d+ masked weights of 'model.encoder"):

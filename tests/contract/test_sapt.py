@@ -1,4 +1,4 @@
-"""SAPT end to end on tiny models: the properties of methods.md 9.2 that need a model."""
+"""SAPT end to end on tiny models: those of its properties that need a model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def loss(method: Sapt, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])
 def test_the_first_task_is_plain_lora(lab: Lab, complete: Complete, kind: str) -> None:
-    """9.2.1: alpha = 1, scale 32 / r: the same loss and gradient norm in every step, and no KL."""
+    """Alpha = 1, scale 32 / r: the same loss and gradient norm in every step, and no KL."""
     mine, plain = (trace(complete(kind, method, "torch").storage) for method in ("sapt", "lora"))
     for step, other in zip(mine[:4], plain[:4], strict=True):
         assert step == pytest.approx(other, rel=1e-5)
@@ -67,7 +67,7 @@ def test_the_first_task_is_plain_lora(lab: Lab, complete: Complete, kind: str) -
 
 
 def test_the_first_task_leaves_attention_alone(lab: Lab) -> None:
-    """9.2.1: key and projection get zero gradient."""
+    """Key and projection get zero gradient."""
     method, batch = started(lab, "llama", learned=0)
     loss(method, batch).backward()  # type: ignore[no-untyped-call]
     assert method.penalty(batch, None) is None  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def test_the_first_task_leaves_attention_alone(lab: Lab) -> None:
 
 
 def test_outputs_are_mixed_and_never_matrices() -> None:
-    """9.2.4: the sum of the blocks' outputs; the product of mixed matrices is something else."""
+    """The sum of the blocks' outputs (SAPT, eq. 3); the product of mixed matrices is something else."""
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"l": torch.nn.Linear(6, 5)})
     stack = AdapterStack(model, ["l"])
@@ -99,7 +99,7 @@ def test_outputs_are_mixed_and_never_matrices() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_come_from_the_source_alone(lab: Lab, kind: str) -> None:
-    """9.2.7, 9.2.6: neither label tokens nor padding nor neighbours change them; trained as evaluated."""
+    """Neither label tokens nor padding nor neighbours change them; trained as evaluated."""
     method, batch = started(lab, kind)
     trained = method.route(batch).weights
     assert trained.requires_grad and trained.shape == (4, 2)
@@ -118,7 +118,7 @@ def test_weights_come_from_the_source_alone(lab: Lab, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])
 def test_generation_attends_once_per_prompt(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """9.2.7: one set of weights for all decoding steps, and a longer answer asks for no more."""
+    """One set of weights for all decoding steps, and a longer answer asks for no more."""
     method, batch = started(lab, kind)
     seen: list[int] = []
     method.attention.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
@@ -130,7 +130,7 @@ def test_generation_attends_once_per_prompt(lab: Lab, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_learned_never_changes(complete: Complete, kind: str) -> None:
-    """9.2.8: blocks and keys bit for bit; the projection goes on."""
+    """Blocks and keys bit for bit; the projection goes on."""
     bank = Bank(complete(kind, "sapt", "torch").storage.sub("bank"))
     first, second = bank.open(1), bank.open(2)
     assert [entry.name for entry in second.adapters] == ["animal", "colour"]
@@ -144,7 +144,7 @@ def test_what_was_learned_never_changes(complete: Complete, kind: str) -> None:
 
 
 def test_without_reflection_the_projection_follows_the_task_alone(lab: Lab) -> None:
-    """9.2.8: lambda = 0 takes the KL's gradient away and nothing else."""
+    """In SAPT's eq. 6 lambda = 0 takes the KL's gradient away and nothing else."""
     found = {}
     for weight in (0.0, 1.0, 2.0):
         method, batch = started(lab, "llama", arm={"weight": weight})
@@ -165,7 +165,7 @@ def tasks(lab: Lab, count: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_accumulation_changes_nothing_in_any_task(lab: Lab, tmp_path: Path, kind: str) -> None:
-    """9.2.9: in the first task and in the fifth, with reflection on up to four tasks; not with the released scale."""
+    """In the first task and in the fifth, with reflection on up to four tasks; not with the released scale."""
     found = {}
     stream = {"tasks": tasks(lab, 5), "train_rows": 9}
     for name, micro, scaled in (("joined", None, False), ("two", 2, False), ("one", 1, False), ("scaled", 1, True)):
@@ -181,7 +181,7 @@ def test_accumulation_changes_nothing_in_any_task(lab: Lab, tmp_path: Path, kind
 
 
 def test_no_gradient_through_old_blocks_when_told(lab: Lab) -> None:
-    """9.2.11: lower layers see another gradient, the value is the same; the layer above is not concerned."""
+    """Lower layers see another gradient, the value is the same; the layer above is not concerned."""
     values, gradients = [], []
     for stop in (False, True):
         method, batch = started(lab, "llama", stop_grad_old_blocks=stop, arm={"weight": 0.0})
@@ -197,7 +197,7 @@ def test_no_gradient_through_old_blocks_when_told(lab: Lab) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_keep_their_length_and_the_first_is_prompt_tuning(lab: Lab, kind: str) -> None:
-    """9.2.12."""
+    """SAPT-Prompt (appendix C): 10 positions, started from words of the vocabulary."""
     method, batch = started(lab, kind, learned=0, value="prompt")
     prefix = method.backbone.prefix
     assert isinstance(prefix, MixedPrompts) and prefix.live is not None and prefix.live.shape == (1, 10, 32)
@@ -281,7 +281,7 @@ def test_prompts_go_on_where_they_stopped(lab: Lab, tmp_path: Path, after: int) 
 
 
 def test_grouped_queries_have_values_of_their_own_width(lab: Lab, tmp_path: Path) -> None:
-    """Trap A14: fewer key and value heads than query heads."""
+    """Fewer key and value heads than query heads: the released code takes outputs to be as wide as inputs."""
     words, folder = tokenizer("llama"), tmp_path / "grouped"
     words.save_pretrained(folder)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}

@@ -15,7 +15,7 @@ from raycl.storage import Storage
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path: Path, kind: str) -> None:
-    """Trap A17: in one batch with others of other lengths, as alone, and as the evaluation had them."""
+    """In one batch with others of other lengths, as alone, and as the evaluation had them."""
     done = taught(kind, "sapt")
     bank = bank_of(done, tmp_path)
     model, expected = opened(bank, bank.open(2)), {}

@@ -77,7 +77,7 @@ def test_a_generator_writes_inputs_and_the_run_goes_on_where_it_stopped(
 
 @pytest.mark.parametrize(("kind", "falls"), [("t5", 2.0), ("llama", 0.25)])
 def test_a_generator_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: str, falls: float) -> None:
-    """Trap A13: the released one trains nothing. Its loss on the task's texts falls, [Gen] and LoRA move."""
+    """The one released with SAPT trains nothing. Its loss on the task's texts falls, [Gen] and LoRA move."""
     parts, _ = build(lab.config(kind, sapt(targets=["attention", "ffn"])), WORLD)
     method, losses = parts.method, list[float]()
     assert isinstance(method, Sapt)

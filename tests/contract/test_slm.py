@@ -1,4 +1,4 @@
-"""SLM end to end on tiny models: the properties of methods.md 9.1 that need a model."""
+"""SLM end to end on tiny models: those of its properties that need a model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def states(method: Slm, batch: Batch) -> torch.Tensor:
 @pytest.mark.parametrize("value", ["jare", "adapter"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fresh_slots_say_nothing(lab: Lab, kind: str, value: str) -> None:
-    """9.1.2: B = 0, so the output is the pretrained model's, bit for bit."""
+    """B = 0, so the output is the pretrained model's, bit for bit."""
     method, batch = started(lab, kind, value=value)
     with torch.no_grad():
         bare = states(method, batch)
@@ -65,7 +65,7 @@ def test_fresh_slots_say_nothing(lab: Lab, kind: str, value: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_slot_is_a_plain_lora(lab: Lab, kind: str) -> None:
-    """9.1.1: K = 1, g = 1, m = 1: weight 1 for any text, scale 1."""
+    """K = 1, g = 1, m = 1: weight 1 for any text, scale 1."""
     method, batch = started(lab, kind, keys={"groups": 1, "slots": 1}, retrieval={"top_k": 1})
     assert torch.equal(method.route(batch).weights, torch.ones(4, 1))
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def test_one_slot_is_a_plain_lora(lab: Lab, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_learned_never_changes(complete: Complete, kind: str) -> None:
-    """9.1.10: slots and keys of task 1 after task 2, the last optimizer step included, bit for bit."""
+    """Slots and keys of task 1 after task 2, the last optimizer step included, bit for bit."""
     bank = Bank(complete(kind, "slm", "torch").storage.sub("bank"))
     first, second = bank.open(1), bank.open(2)
     for entry in first.adapters:
@@ -96,7 +96,7 @@ def test_what_was_learned_never_changes(complete: Complete, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_do_not_meet(lab: Lab, kind: str) -> None:
-    """9.1.9: a batch of texts of both tasks equals each of them alone."""
+    """A batch of texts of both tasks equals each of them alone."""
     method, batch = started(lab, kind)
     routed = method.route(batch).weights
     for row in range(4):
@@ -162,7 +162,7 @@ def test_the_released_ways_go_on_where_they_stopped(
 
 
 def test_slots_of_tasks_to_come_take_weight_and_say_nothing(lab: Lab, tmp_path: Path) -> None:
-    """Trap S2: with `all`, the first task's texts lose weight to the second one's slots; with `seen` they do not."""
+    """With `all` (as released) the first task's texts lose weight to the second's slots, with `seen` they do not."""
     shares = {}
     for scope in ("all", "seen"):
         parts, _ = build(lab.config("bert", {"name": "slm", "train_scope": scope, "keys": {"steps": 0}}), WORLD)
@@ -184,7 +184,7 @@ def test_slots_of_tasks_to_come_take_weight_and_say_nothing(lab: Lab, tmp_path: 
 
 
 def test_one_head_for_each_number_of_labels(lab: Lab, tmp_path: Path) -> None:
-    """Trap S9: trained by the first task that has so many labels, frozen for later ones, all slots share it."""
+    """As released: trained by the first task that has so many labels, frozen for later ones, all slots share it."""
     storage = Storage.at(tmp_path)
     run(lab.config("bert", {"name": "slm", "head_rule": "label_count"}), storage)
     bank = Bank(storage.sub("bank"))
@@ -277,7 +277,7 @@ def test_slots_can_hold_bottleneck_adapters(complete: Complete, kind: str) -> No
 
 
 def test_memory_of_the_papers_slots() -> None:
-    """9.1.14: m = 4, r = 12 on twelve 768 x 768 linears is 3.54 MB; r = 8 on thirty-two of 4096 is 33.55 MB."""
+    """SLM, table 15 (3.6M, 33M): m = 4 with r = 12 on twelve 768 x 768 linears, with r = 8 on thirty-two of 4096."""
     for rank, layers, width, expected in ((12, 12, 768, 3_538_944), (8, 32, 4096, 33_554_432)):
         one = AdapterState({str(n): (torch.empty(rank, width), torch.empty(width, rank)) for n in range(layers)})
         assert 4 * sum(tensor.nbytes for tensor in one.tensors().values()) == expected
@@ -303,7 +303,7 @@ def test_bad_settings_are_said_before_anything_starts(lab: Lab, settings: dict[s
 
 
 def test_generation_asks_the_encoder_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """9.1.13: once per request, and a cached decode equals recomputation."""
+    """Once per request, and a cached decode equals recomputation."""
     method, batch = started(lab, "llama")
     asked: list[int] = []
     computed = method.encoder._computed

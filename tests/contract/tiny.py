@@ -66,7 +66,7 @@ VARIANTS: dict[str, Any] = {
     "slm-adapter": {"name": "slm", "value": "adapter", "retrieval": {"rule": "vote"}},
     "sapt-prompt": {"name": "sapt", "value": "prompt", "prompt_length": 3},
 }
-"""Short name -> settings that must keep what their method promises: the ablation DTKR+Adapter (methods.md 1.8), and
+"""Short name -> settings that must keep what their method promises: the ablation DTKR+Adapter (SLM, section 4.4), and
 SAPT-Prompt."""
 
 TRAIN_ROWS, TEST_ROWS = 14, 6

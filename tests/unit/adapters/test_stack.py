@@ -212,7 +212,7 @@ def test_generation_multiplies_the_mixture_with_its_rows(kind: str, cache: bool,
 
 
 def test_the_mixture_belongs_to_the_encoder_output() -> None:
-    """Two requests encoded in turn, then decoded in turn: each under its own mixture (SAPT's trap A17)."""
+    """Two requests encoded in turn, then decoded in turn: each under its own mixture (not so in SAPT's code)."""
     backbone, stack, _ = stacked("t5")
     first, second = mixture(WEIGHTS[:1]), mixture(WEIGHTS[1:2])
     encoded = []
@@ -317,7 +317,7 @@ def test_adapters_that_do_not_fit_are_refused_by_name() -> None:
 @pytest.mark.parametrize("form", ["shared", "own", "live", "static"])
 @each_activation
 def test_every_form_is_the_plain_sum(activation: Activation, form: str, recorded: bool) -> None:
-    """`W h + sum_i w_i s B_i f(A_i h)` (methods.md 1.4, 1.8), whether or not autograd records it."""
+    """`W h + sum_i w_i s B_i f(A_i h)` (SLM, eqs. 3 and 4; adapters have an f), whether or not autograd records it."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 5)).double()
     stack = AdapterStack(net, ["0"], activation=activation)
@@ -347,7 +347,7 @@ def test_every_form_is_the_plain_sum(activation: Activation, form: str, recorded
 
 
 def test_sums_are_of_block_outputs_never_of_blocks() -> None:
-    """methods.md 9.1.4 and 9.2.4: W h + sum w B (A h) = (W + sum w B A) h, and not (sum w B)(sum w A) h."""
+    """SLM, eqs. 3 and 4: W h + sum w B (A h) = (W + sum w B A) h, and not (sum w B)(sum w A) h."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 5)).double()
     stack = AdapterStack(net, ["0"])

@@ -1,4 +1,4 @@
-"""MIGU's properties (methods.md 9.3), each on real tiny models: which rows are masked and by what, and nothing else."""
+"""MIGU's properties (its section 3), each on real tiny models: which rows are masked and by what, and nothing else."""
 
 from __future__ import annotations
 

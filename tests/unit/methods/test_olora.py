@@ -1,4 +1,4 @@
-"""IncLoRA and O-LoRA: the properties of methods.md 9.4, and what the sum of adapters promises."""
+"""IncLoRA and O-LoRA: what the penalty does, and what the sum of adapters promises."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def slots(storage: Storage) -> dict[str, AdapterState]:
     return {name: found[name] for name in ("colour", "animal")}
 
 
-# ---- methods.md 9.4 ------------------------------------------------------------------------------------------------
+# ---- the penalty ---------------------------------------------------------------------------------------------------
 
 
 def test_the_overlap_counts_entries() -> None:
@@ -85,7 +85,9 @@ def test_without_penalty_olora_is_inclora_bit_for_bit(lab: Lab, tmp_path: Path) 
 
 
 def test_the_penalty_by_hand(lab: Lab) -> None:
-    method, parts, _ = second_task(lab, "bert", lambda_1=0.25, lambda_2_by_task={"animal": 2.0})
+    method, parts, _ = second_task(
+        lab, "bert", lambda_1=9, lambda_1_by_task={"animal": 0.25}, lambda_2_by_task={"animal": 2.0}
+    )
     old = method.stack.states["colour"].linears
     live = {path: (layer.lora_A, layer.lora_B) for path, layer in method.stack.layers.items()}
     assert len(live) == 4

@@ -48,7 +48,7 @@ def value(reflection: Reflection, attention: Attention) -> float:
     [(126, 2), (142, 2), (160, 3), (250, 5), (338, 6), (975, 19), (1000, 20), (14000, 280), (4000, 80), (5000, 100)],
 )
 def test_how_many_pseudo_samples(rows: int, kept: int) -> None:
-    """9.2.10."""
+    """2 % (SAPT, appendix C), rounded as in the files released with its code."""
     assert volume(0.02, rows) == kept
     assert volume(0.02, 1) == 1 and volume(1.0, rows) == rows
 
@@ -78,7 +78,7 @@ def test_gradients_reach_projection_and_new_key_alone() -> None:
 
 
 def test_the_first_task_has_nothing_to_reflect_on() -> None:
-    """9.2.1: the term is absent."""
+    """The term is absent."""
     assert remembered(0)[0].term(remembered(0)[1]) is None
     reflection, attention = remembered(2, weight=0.0)
     assert reflection.term(attention) is None, "and with lambda = 0 there is none either"
@@ -107,7 +107,7 @@ def test_which_steps_reflect() -> None:
 
 
 def test_the_released_scale_grows_with_accumulation() -> None:
-    """Trap A2."""
+    """SAPT's code divides the task loss by the accumulation and not the KL."""
     plain, attention = remembered(2)
     scaled, _ = remembered(2, kl_scale_with_accum=True)
     for reflection in (plain, scaled):

@@ -43,7 +43,7 @@ def flat(steps: list[list[bytes]]) -> list[bytes]:
     ("rows", "stored"), [(126, 2), (142, 2), (160, 3), (250, 5), (338, 6), (975, 19), (1000, 20), (20, 1)]
 )
 def test_two_percent_and_one_at_least(rows: int, stored: int) -> None:
-    """SAPT's own counts (methods.md 9.2.10)."""
+    """SAPT's counts (appendix C), rounded as in the files released with its code."""
     stream = open_stream(StreamConfig(tasks=("topic",), train_rows=rows, test_rows=4, dev_fraction=0), 3)
     found = stream.stored(stream.tasks[0], 0.02)
     assert len(found) == stored and found.max() < rows
@@ -67,7 +67,7 @@ def test_old_samples_come_with_every_later_task_in_every_epoch(lab: Lab, tmp_pat
 
 
 def test_everything_stored_is_joint_training(lab: Lab, tmp_path: Path) -> None:
-    """9.4: Replay at 100 % has the joint data in its last stage."""
+    """Replay at 100 % has the joint data in its last stage (SAPT, appendix E.2)."""
     replayed = texts_of_each_step(lab, tmp_path / "replay", 1, {"name": "replay", "share": 1.0})
     joint = texts_of_each_step(lab, tmp_path / "joint", 0, "joint")
     assert len(replayed) == len(joint) == 7

@@ -1,4 +1,4 @@
-"""SAPT's attention: the properties of methods.md 9.2 that need no model."""
+"""SAPT's attention (section 4.2): those of its properties that need no model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def with_scores(scores: list[float]) -> Attention:
 
 @pytest.mark.parametrize("proj_act", ["after_up", "between"])
 def test_one_task_takes_all_and_gets_no_gradient(proj_act: str) -> None:
-    """9.2.1, the attention's part."""
+    """Softmax over one key is 1 whatever the text (SAPT, eq. 2)."""
     one = attention(1, proj_act=proj_act)
     alpha = one(texts(5)).exp()
     assert torch.equal(alpha, torch.ones(5, 1))
@@ -57,7 +57,7 @@ def test_one_task_takes_all_and_gets_no_gradient(proj_act: str) -> None:
 
 
 def test_weights_and_divergence_by_hand() -> None:
-    """9.2.2."""
+    """SAPT, eqs. 2 and 5."""
     alpha = with_scores([0.0, math.log(3)])(texts(2)).exp()
     torch.testing.assert_close(alpha, torch.tensor([[0.25, 0.75]] * 2))
     known = divergence(torch.tensor([[1.0, 0.0]]), alpha[:1].log())
@@ -67,7 +67,7 @@ def test_weights_and_divergence_by_hand() -> None:
 
 
 def test_the_direction_of_the_divergence() -> None:
-    """9.2.3: none where both agree; finite where what was kept is 0, and there the reverse is not."""
+    """None where both agree; finite where what was kept is 0, and there the reverse is not."""
     log_alpha = with_scores([0.3, -1.0, 2.0])(texts(1))
     assert float(divergence(log_alpha.exp(), log_alpha)) == pytest.approx(0.0, abs=1e-6)
     kept = torch.tensor([[1.0, 0.0]])
@@ -81,7 +81,6 @@ def test_the_direction_of_the_divergence() -> None:
 
 
 def test_weights_sum_to_one_and_a_silent_key_changes_none() -> None:
-    """9.2.5."""
     scores = [0.4, -0.2, 1.0]
     old, more = with_scores(scores)(texts(4)).exp(), with_scores([*scores, -1e4])(texts(4)).exp()
     torch.testing.assert_close(old.sum(1), torch.ones(4))
@@ -90,7 +89,7 @@ def test_weights_sum_to_one_and_a_silent_key_changes_none() -> None:
 
 
 def test_keys_in_another_order_give_the_same_weights_by_name() -> None:
-    """9.2.5: names go with keys, so (keys, blocks) together may be re-ordered."""
+    """Names go with keys, so (keys, blocks) together may be re-ordered."""
     first = attention(4, live=False)
     second = attention(4, live=False)
     second.keys = dict(reversed(first.keys.items()))
@@ -101,7 +100,6 @@ def test_keys_in_another_order_give_the_same_weights_by_name() -> None:
 
 @pytest.mark.parametrize("proj_act", ["after_up", "between"])
 def test_pads_and_neighbours_do_not_count(proj_act: str) -> None:
-    """9.2.6."""
     three = attention(3, proj_act=proj_act)
     rows = [torch.randn(length, WIDE, generator=torch.Generator().manual_seed(length)) for length in (2, 5, 3)]
     pad = torch.full((WIDE,), 9.0)
@@ -116,7 +114,7 @@ def test_pads_and_neighbours_do_not_count(proj_act: str) -> None:
 
 
 def test_silu_stands_where_it_is_told() -> None:
-    """Trap A1, by the formula."""
+    """After both projections as in SAPT's code, or between them as in ATTEMPT, by the formula."""
     for proj_act in ("after_up", "between"):
         one = attention(2, proj_act=proj_act)
         x, silu = texts(3), torch.nn.functional.silu

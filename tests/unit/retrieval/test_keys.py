@@ -1,4 +1,4 @@
-"""Keys and weights of SLM: the properties of methods.md 9.1 that need neither model nor encoder."""
+"""Keys and weights of SLM (section 3.2): those of its properties that need neither model nor encoder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize(("slots", "width"), [(4, 64), (64, 64), (200, 128)])
 def test_keys_start_orthonormal_in_every_chunk(slots: int, width: int) -> None:
-    """9.1.6: also beyond h rows, where the released routine leaves memory as it found it."""
+    """Also beyond h rows, where the released routine leaves memory as it found it."""
     keys = semi_orthogonal(slots, 3, width, seed=1)
     assert keys.shape == (slots, 3, width) and bool(torch.isfinite(keys).all())
     for group in keys.transpose(0, 1):
@@ -30,7 +30,7 @@ def test_keys_start_orthonormal_in_every_chunk(slots: int, width: int) -> None:
 
 
 def test_one_step_of_the_papers_rule() -> None:
-    """9.1.5: k . grad = 0, a step raises the cosine, keys that nobody chose keep every bit."""
+    """SLM, eq. 5: k . grad = 0, a step raises the cosine, keys that nobody chose keep every bit."""
     query, config = drawn(1, 8), KeyConfig(groups=1, slots=4, mask=0.0, epochs=1, rate=0.05)
     before = semi_orthogonal(4, 1, 8, seed=3)
     after = learn_keys(query, config, top_k=2, seed=3)
@@ -61,7 +61,7 @@ def test_every_rule_pulls_keys_to_the_texts(update: str, start: str) -> None:
 
 
 def test_keys_without_a_hit_are_left_alone_unless_official() -> None:
-    """Trap S11: AdamW's momentum and decay would move them."""
+    """AdamW's momentum and decay would move them."""
     query = drawn(1, 8)
     for update, stays in (("adam", True), ("official", False)):
         config = KeyConfig(groups=1, slots=4, mask=0.0, epochs=3, update=update)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def test_keys_without_a_hit_are_left_alone_unless_official() -> None:
 
 @pytest.mark.parametrize("mask", [0.0, 0.99, 0.999999])
 def test_the_mask_leaves_k_slots_and_no_trace(mask: float) -> None:
-    """9.1.8."""
+    """SLM, eq. 7."""
     similar = drawn(5, 3, 4)
     chosen = choose(similar, 2, mask, torch.Generator().manual_seed(0))
     assert chosen.shape == (5, 3, 2) and all(len(set(pair)) == 2 for group in chosen.tolist() for pair in group)
@@ -97,7 +97,7 @@ UNION, MEAN = RetrievalConfig(top_k=1), RetrievalConfig(top_k=1, rule="group_mea
     ],
 )
 def test_weights_by_hand(groups: list[list[float]], top_k: int, rule: str, expected: list[float]) -> None:
-    """9.1.3, clamping and the even fallback."""
+    """Choice by group or by the mean over groups, clamping and the even fallback."""
     found = slot_weights(torch.tensor([groups]).float(), RetrievalConfig(top_k=top_k, rule=rule))  # type: ignore[arg-type]
     torch.testing.assert_close(found[0], torch.tensor(expected).float(), atol=1e-4, rtol=0)
 
@@ -114,7 +114,7 @@ def test_negative_weights_only_when_asked_for() -> None:
 def test_weights_sum_to_one_and_rows_do_not_meet(
     batch: int, groups: int, slots: int, top_k: int, rule: str, seed: int
 ) -> None:
-    """9.1.9: K is capped at the candidates; a batch equals its rows; permuting slots permutes weights (9.1.7)."""
+    """K is capped at the candidates; a batch equals its rows; permuting slots permutes weights."""
     similar = torch.rand(batch, groups, slots, generator=torch.Generator().manual_seed(seed)) * 2 - 1
     config = RetrievalConfig(top_k=top_k, rule=rule)  # type: ignore[arg-type]
     found = slot_weights(similar, config)
@@ -127,7 +127,7 @@ def test_weights_sum_to_one_and_rows_do_not_meet(
 
 
 def test_one_choice_for_the_batch_is_another_one() -> None:
-    """9.1.9: with batch scope two texts of different tasks get one mixture (trap S1)."""
+    """With batch scope, as released, two texts of different tasks get one mixture."""
     similar = torch.tensor([[[0.9, 0.1, 0.0]], [[0.0, 0.1, 0.8]]])
     together = slot_weights(similar, RetrievalConfig(top_k=1, scope="batch"))
     assert torch.equal(together[0], together[1])
@@ -150,7 +150,6 @@ def test_a_value_for_every_group() -> None:
 
 
 def test_far_tasks_change_nothing_under_clamping() -> None:
-    """9.1.11."""
     queries, keys = drawn(3, 2, 4).abs(), drawn(4, 2, 4, seed=1).abs()
     far = torch.cat([keys, -queries])
     config = RetrievalConfig(top_k=2)
@@ -159,14 +158,13 @@ def test_far_tasks_change_nothing_under_clamping() -> None:
 
 
 def test_scale_of_queries_and_keys_does_not_matter() -> None:
-    """9.1.7."""
     queries, keys = drawn(3, 2, 4), drawn(5, 2, 4, seed=1)
     torch.testing.assert_close(cosines(7 * queries, keys * torch.rand(5, 1, 1)), cosines(queries, keys))
 
 
 @pytest.mark.parametrize(("right", "counts"), [(6, False), (7, True)])
 def test_key_accuracy_wants_more_than_half(right: int, counts: bool) -> None:
-    """9.1.12: eq. 13 with g = 6 and K = 2."""
+    """SLM, eq. 13 with g = 6 and K = 2."""
     similar = torch.zeros(1, 6, 4)  # slots 0 and 1 are the task's own
     for entry in range(12):
         similar[0, entry // 2, entry % 2 if entry < right else 2 + entry % 2] = 1.0

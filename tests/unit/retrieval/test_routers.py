@@ -102,7 +102,7 @@ def test_texts_of_no_task_are_far_away() -> None:
 
 
 def test_the_told_task_is_the_only_candidate() -> None:
-    """9.1.11: SLM-TI equals SLM where all slots of the task are chosen and nobody else's."""
+    """SLM-TI equals SLM where all slots of the task are chosen and nobody else's."""
     router = studied("keys", list(TASKS))
     queries = texts_of("one", 3)
     told = router.route(queries, ["two", "one", "three"]).weights
