@@ -186,7 +186,8 @@ class Engine:
         taken, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
         ready = self._isolated(self._routed, taken, lambda ask: ask)
         for one in ready:
-            self._tell(one.ask, Started(one.made))
+            if one.sampling is not None or one.ask.route_only:  # a label follows at once: both are told together then
+                self._tell(one.ask, Started(one.made))
         ready = [one for one in ready if not one.ask.over]
         self._texts.joining += [one for one in ready if one.sampling is not None]
         for group in self._groups([one for one in ready if one.sampling is None]):
@@ -321,6 +322,7 @@ class Engine:
             scores = backbone.head(backbone.pooled(batch)).float()
         found = [_best(row, backbone.head.labels) for row in scores.cpu()]
         for one, event in zip(ready, found, strict=True):
+            self._tell(one.ask, Started(one.made))
             self._tell(one.ask, event)
         return ready
 

@@ -202,7 +202,10 @@ class Service:
         deadline = self.deadline if deadline is None else deadline
         while True:
             try:
-                event = await asyncio.wait_for(queue.get(), deadline - time.monotonic())
+                if queue.empty():  # else the timer, a task of its own, would cost more than the event
+                    event = await asyncio.wait_for(queue.get(), deadline - time.monotonic())
+                else:
+                    event = queue.get_nowait()
             except TimeoutError as error:
                 raise LateError(
                     f"no answer within {self.config.limits.timeout_s:g} s: ask for less, or later"
