@@ -155,6 +155,8 @@ class Sapt(Method):
         """The task's block and key are live, and the shared projection; all else is frozen."""
         if not resumed:
             self._begin(stage.name, stage_labels(stage))
+            if self.config.attention.standardize and not self._alone and self._rows is not None:
+                self.attention.look_at(self._pooled(sources_of(self._rows, "train")))
         self._heard = {}
         for name, parameter in self.backbone.named_parameters():
             attends = not self._alone and name.startswith("attention.")

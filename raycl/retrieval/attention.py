@@ -23,6 +23,9 @@ from raycl.types import Mixture, RouterState
 SHARED = ("down", "up", "norm_weight", "norm_bias")
 """Parameters that all tasks share, by name."""
 
+STANDARD = ("center", "spread")
+"""What standardizes the pooled embeddings, by name; seen once, never learned."""
+
 
 class AttentionConfig(Section):
     """Settings of the attention (SAPT, appendix C, and the authors' scripts)."""
@@ -38,6 +41,11 @@ class AttentionConfig(Section):
     )
     pool_pads: bool = Field(
         False, description="padding takes part in the maximum, as released: a text's weights then depend on its batch"
+    )
+    standardize: bool = Field(
+        False,
+        description="each dimension of the pooled embeddings is centred and scaled, as in the first task's texts: what "
+        "all prompts have in common else hides what tells tasks with one instruction apart (not in the paper)",
     )
     floor: float = Field(
         1e-3,
@@ -55,6 +63,7 @@ class Attention(nn.Module):
         key: `[d]` key of the task in training; None between tasks.
         keys: earlier task -> its key `[d]`, frozen, on the CPU.
         live: task in training, "" for none.
+        center, spread: `[d]` of the pooled embeddings that came first, where they are standardized; else None.
     """
 
     def __init__(self, dimensions: int, config: AttentionConfig, seed: int, device: torch.device | str = "cpu") -> None:
@@ -70,6 +79,8 @@ class Attention(nn.Module):
         self.key: nn.Parameter | None
         self.keys: dict[str, Tensor] = {}
         self.live = ""
+        self.center: Tensor | None = None
+        self.spread: Tensor | None = None
         self._frozen: Tensor | None = None
 
     @property
@@ -83,6 +94,17 @@ class Attention(nn.Module):
         return (*self.keys, self.live) if self.live else tuple(self.keys)
 
     # ---- a task ----------------------------------------------------------------------------------------------
+
+    def look_at(self, pooled_ND: Tensor) -> None:
+        """Take center and spread from the first texts that there are, if they are wanted and not known yet.
+
+        A dimension that hardly varies in them counts as if it varied like the median one.
+        """
+        if not self.config.standardize or self.center is not None:
+            return
+        found_ND = pooled_ND.detach().float().cpu()
+        self.center, spread_D = found_ND.mean(0), found_ND.std(0, correction=0)
+        self.spread = spread_D.clamp(min=max(float(spread_D.median()), 1e-6))
 
     def begin(self, task: str, seed: int) -> None:
         """A key for a new task, drawn from U(-1, 1) (the released code)."""
@@ -123,11 +145,17 @@ class Attention(nn.Module):
 
     def query(self, pooled_BD: Tensor) -> Tensor:
         """`[B, d]`."""
-        low_BP = linear(pooled_BD.float(), self.down.float())
+        low_BP = linear(self._standard(pooled_BD.float()), self.down.float())
         between = self.config.proj_act == "between"
         high_BD = linear(silu(low_BP) if between else low_BP, self.up.float())
         inner_BD = high_BD if between else silu(high_BD)
         return layer_norm(inner_BD, (self.dimensions,), self.norm_weight.float(), self.norm_bias.float())
+
+    def _standard(self, pooled_BD: Tensor) -> Tensor:
+        if self.center is None or self.spread is None:
+            return pooled_BD
+        self.center, self.spread = self.center.to(pooled_BD.device), self.spread.to(pooled_BD.device)
+        return (pooled_BD - self.center) / self.spread
 
     def _matrix(self, device: torch.device) -> Tensor:
         """`[T, d]` keys in the order of `names`."""
@@ -143,7 +171,8 @@ class Attention(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """`key/<task>` of earlier tasks, and the projection by `SHARED` (no slash: no task has such a name)."""
         found = {f"key/{task}": key for task, key in self.keys.items()}
-        return found | {name: getattr(self, name).detach().float().cpu().clone() for name in SHARED}
+        held = {name: getattr(self, name) for name in (*SHARED, *STANDARD)}
+        return found | {name: one.detach().float().cpu().clone() for name, one in held.items() if one is not None}
 
     def settings(self) -> dict[str, Any]:
         """JSON-able: everything but the tensors."""
@@ -153,6 +182,7 @@ class Attention(nn.Module):
     def take(self, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Become what `settings` and `tensors` gave; tasks whose keys were taken out are left out."""
         self.keys = {task: tensors[f"key/{task}"].float() for task in settings["tasks"] if f"key/{task}" in tensors}
+        self.center, self.spread = (tensors[name].float() if name in tensors else None for name in STANDARD)
         self._frozen = None
         self.fill(tensors)
 

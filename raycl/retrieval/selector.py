@@ -43,6 +43,7 @@ def learn_selector(
     rows = {task: found.float().cpu() for task, found in pooled.items()}
     dimensions = next(iter(rows.values())).shape[1]
     found = Attention(dimensions, attention, seed)
+    found.look_at(torch.cat(list(rows.values())))
     keys_TD = (torch.rand(len(rows), dimensions, generator=draw) * 2 - 1).requires_grad_()
     wanted = {task: pad(target, (0, len(rows) - len(target))) for task, target in targets.items()}
     optimizer = torch.optim.Adam([*found.parameters(), keys_TD], lr=config.rate)

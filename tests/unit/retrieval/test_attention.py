@@ -187,6 +187,23 @@ def test_a_snapshot_gives_the_same_weights() -> None:
     assert set(hard.read(embedded, mask).weights.unique().tolist()) <= {0.0, 1.0}
 
 
+def test_standardized_queries_do_not_see_what_all_texts_share() -> None:
+    plain, standard = attention(2, live=False), attention(2, live=False, standardize=True)
+    near, shift = texts(6), 50 * torch.ones(WIDE)
+    standard.look_at(near + shift)
+    assert torch.equal(attention(2, live=False, standardize=True)(near), plain(near)), "nothing was looked at yet"
+    shifted = standard(near + shift)
+    assert standard.center is not None and standard.spread is not None
+    torch.testing.assert_close(shifted, plain((near - near.mean(0)) / standard.spread), atol=1e-4, rtol=1e-4)
+    standard.look_at(near)
+    assert torch.equal(standard(near + shift), shifted), "the first texts count"
+
+    embedded, mask = (near + shift).view(2, 3, WIDE), torch.ones(2, 3, dtype=torch.long)
+    router = make_router(state(standard), {})
+    assert isinstance(router, AttentionRouter)
+    torch.testing.assert_close(router.read(embedded, mask).weights, standard(max_pooled(embedded, mask)).exp().detach())
+
+
 def test_a_task_taken_out_leaves_the_others_weights_among_themselves() -> None:
     source = attention(3, live=False)
     left = make_router(without(state(source), "t1"), {})
