@@ -24,6 +24,9 @@ from raycl.report.sweeps import text
 PANEL, HEIGHT = 3.2, 3.0
 """Inches of one setting's panel."""
 
+KINDS = 6
+"""At most so many words have a line each."""
+
 LOG_FROM = 20
 """Positive numbers are drawn on a logarithmic axis where the largest is more than so many times the smallest."""
 
@@ -60,6 +63,8 @@ def parallel_coordinates(summary: Tree, path: str | Path) -> Path:
 def sensitivity(summary: Tree, path: str | Path) -> Path:
     """The first metric over each setting: a point a trial, a line through the means of equal values, as a PNG.
 
+    Where one setting takes a few words (method: lora, olora), settings of numbers have a line for each of them.
+
     Raises:
         RunError: no trial is done.
     """
@@ -67,8 +72,10 @@ def sensitivity(summary: Tree, path: str | Path) -> Path:
     paths = summary["paths"]
     figure = new_figure(PANEL * len(paths) + 0.6, HEIGHT)
     panels = figure.subplots(1, len(paths), sharey=True, squeeze=False)[0]
+    kinds = kinds_of(paths, rows)
     for axes, one in zip(panels, paths, strict=True):
-        _draw_setting(axes, [row["settings"].get(one) for row in rows], [row["scores"][0] for row in rows])
+        values = [row["settings"].get(one) for row in rows]
+        draw_setting(axes, values, [row["scores"][0] for row in rows], kinds if is_numeric(values) else None)
         axes.set_xlabel(_short(one), fontsize=9)
     panels[0].set_ylabel(summary["metric"][0], fontsize=9)
     figure.tight_layout()
@@ -138,6 +145,15 @@ class Column:
         )
 
 
+def kinds_of(paths: Sequence[str], rows: Sequence[Tree]) -> list[str] | None:
+    """Each trial's value of the first setting that takes between two and `KINDS` words; None: no setting does."""
+    for path in paths:
+        values = [row["settings"].get(path) for row in rows]
+        if all(isinstance(value, str) for value in values) and 2 <= len(set(values)) <= KINDS:
+            return values
+    return None
+
+
 def is_numeric(values: Sequence[Any]) -> bool:
     """Whether all values are numbers."""
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
@@ -157,13 +173,24 @@ def _spread_out(points: list[tuple[float, Any]], gap: float = 0.06) -> list[tupl
     return kept
 
 
-def _draw_setting(axes: Axes, values: Sequence[Any], scores: Sequence[float]) -> None:
+def draw_setting(
+    axes: Axes, values: Sequence[Any], scores: Sequence[float], kinds: Sequence[str] | None = None
+) -> None:
+    """One panel of `sensitivity`: points, and a line for each of the kinds, if there are any."""
     numeric = is_numeric(values)
     names = list(dict.fromkeys(map(text, values)))
     places = list(values) if numeric else [names.index(text(value)) for value in values]
-    means = [(place, fmean(s for p, s in zip(places, scores, strict=True) if p == place)) for place in set(places)]
-    axes.scatter(places, scores, color=COLOURS[5], s=16)
-    axes.plot(*zip(*sorted(means), strict=True), color=COLOURS[0], linewidth=1.4)
+    found: dict[str, dict[float, list[float]]] = {}
+    for kind, place, score in zip(kinds or [""] * len(scores), places, scores, strict=True):
+        found.setdefault(kind, {}).setdefault(place, []).append(score)
+    for number, (kind, by_place) in enumerate(found.items()):
+        means = sorted((place, fmean(some)) for place, some in by_place.items())
+        wide = [place for place, some in by_place.items() for _ in some]
+        high = [score for some in by_place.values() for score in some]
+        axes.scatter(wide, high, color=COLOURS[number if kinds else 5], s=16)
+        axes.plot(*zip(*means, strict=True), color=COLOURS[number], linewidth=1.4, label=kind or None)
+    if kinds:
+        axes.legend(frameon=False, fontsize=7)
     if numeric and is_wide(values):
         axes.set_xscale("log")
     if not numeric:

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from raycl import config as configs
-from raycl.report.sweep_plots import parallel_coordinates, pareto_front, sensitivity
+from raycl.report.plots import new_figure
+from raycl.report.sweep_plots import draw_setting, kinds_of, parallel_coordinates, pareto_front, sensitivity
 from raycl.report.sweeps import group_table, sweep_csv, sweep_table, text
 from raycl.run import RunConfig
 from raycl.sweep.config import SweepConfig
@@ -167,6 +168,15 @@ def test_pictures_of_all_kinds_of_settings(summary: dict[str, Any], tmp_path: Pa
     for draw in (parallel_coordinates, sensitivity, pareto_front):
         written = draw(summary, tmp_path / f"{draw.__name__}.png")
         assert written.read_bytes().startswith(b"\x89PNG") and written.stat().st_size > 5000
+
+
+def test_each_method_has_a_curve_of_its_own() -> None:
+    rows = [{"settings": {"method": name, "t": t}} for name in ("lora", "olora") for t in (0.1, 0.7)]
+    assert kinds_of(["t", "method"], rows) == ["lora", "lora", "olora", "olora"]
+    assert kinds_of(["t"], rows) is None and kinds_of(["method"], rows[:2]) is None
+    panel = new_figure(3, 3).subplots()
+    draw_setting(panel, [0.1, 0.7, 0.1, 0.7], [1.0, 2.0, 3.0, 4.0], kinds_of(["method"], rows))
+    assert [(line.get_label(), list(line.get_ydata())) for line in panel.lines] == [("lora", [1, 2]), ("olora", [3, 4])]
 
 
 def test_tables_of_all_kinds_of_settings(summary: dict[str, Any]) -> None:
