@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from raycl import config as configs
 from raycl import launch
-from raycl.config import Section
+from raycl.config import Section, Tree
 from raycl.errors import RayclError
 from raycl.launch import Hosting
 from raycl.run import RunConfig
@@ -73,15 +75,26 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
     }
     if not planned:
         return Outcome({}, {})
-    running: dict[str, Future[dict[str, Any]]] = {}
+    with launch.cluster(next(iter(planned.values()))):
+        if comparison.at_once > 1:
+            return _side_by_side(comparison, planned)
+        return _outcome({name: partial(_run, name, config, None, 1) for name, config in planned.items()})
+
+
+def _side_by_side(comparison: ComparisonConfig, planned: Mapping[str, RunConfig]) -> Outcome:
+    running: dict[str, Future[Tree]] = {}
     pool = ThreadPoolExecutor(comparison.at_once, "run")
     try:
-        with launch.cluster(next(iter(planned.values()))):
-            for name, config in planned.items():
-                first = _needed(comparison, name)
-                running[name] = pool.submit(_run, name, config, running.get(first), comparison.at_once)
-            return _outcome(running)
-    finally:  # an interrupt ends the cluster first, and with it what runs
+        for name, config in planned.items():
+            first = running.get(_needed(comparison, name))
+            running[name] = pool.submit(_run, name, config, first, comparison.at_once)
+        return _outcome({name: future.result for name, future in running.items()})
+    except (KeyboardInterrupt, SystemExit) as stop:
+        # Threads inside Ray cannot be interrupted, and taking Ray away from them aborts the process. Workers and a
+        # cluster of our own end with it, and the ledgers keep what is done.
+        log.error("stopped: repeat the command to go on")
+        os._exit(stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130)
+    finally:
         pool.shutdown(cancel_futures=True)
 
 
@@ -91,7 +104,7 @@ def _needed(comparison: ComparisonConfig, name: str) -> str:
     return f"{comparison.runs[entry].singles}-s{seed}"
 
 
-def _run(name: str, config: RunConfig, first: Future[dict[str, Any]] | None, at_once: int) -> dict[str, Any]:
+def _run(name: str, config: RunConfig, first: Future[Tree] | None, at_once: int) -> Tree:
     if first is not None:
         first.exception()  # what it needs stands above it, so is running already
     log.info("== %s", name)
@@ -99,12 +112,12 @@ def _run(name: str, config: RunConfig, first: Future[dict[str, Any]] | None, at_
     return launch.train(launch.prepare(config), hosting)
 
 
-def _outcome(running: Mapping[str, Future[dict[str, Any]]]) -> Outcome:
+def _outcome(results: Mapping[str, Callable[[], Tree]]) -> Outcome:
     outcome = Outcome({}, {})
-    for number, (name, future) in enumerate(running.items(), 1):
+    for number, (name, result) in enumerate(results.items(), 1):
         try:
-            outcome.results[name] = future.result()
-            log.info("== %s is there (%d of %d)", name, number, len(running))
+            outcome.results[name] = result()
+            log.info("== %s is there (%d of %d)", name, number, len(results))
         except RayclError as error:
             log.error("== %s failed: %s", name, error)
             outcome.failed[name] = str(error)
