@@ -1,0 +1,54 @@
+"""A table of runs: each once, those that need another after it, one that fails alone. In this process, not on workers.
+
+What workers do is tested in tests/ray; `make demo` runs a whole comparison on them.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import Lab, run
+
+from raycl import config as configs
+from raycl import launch
+from raycl.comparison import ComparisonConfig, run_comparison
+from raycl.launch import Hosting, Prepared
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    one_at_a_time, hostings, done = threading.Lock(), [], []
+
+    def train(prepared: Prepared, hosting: Hosting) -> dict[str, Any]:
+        hostings.append(hosting)
+        if prepared.done < len(prepared.stages):
+            with one_at_a_time:  # torch draws from one generator
+                run(prepared.config, prepared.storage)
+            done.append(prepared.name)
+        return launch.finish(prepared)
+
+    monkeypatch.setattr(launch, "cluster", lambda config: nullcontext())
+    monkeypatch.setattr(launch, "train", train)
+    runs = {
+        "separate": {"set": ["method=separate"]},
+        "lora": {"set": ["method=lora"], "singles": "separate"},
+        "broken": {"set": ["stream.tasks=[nowhere]"]},
+        "finetune": {"set": ["method=finetune"]},
+    }
+    tree = {"name": "table", "base": lab.tree("bert"), "runs": runs, "seeds": [3], "at_once": at_once}
+    comparison = configs.validate(ComparisonConfig, tree)
+    outcome = run_comparison(comparison, str(tmp_path))
+    assert list(outcome.results) == ["separate-s3", "lora-s3", "finetune-s3"] and sorted(done) == sorted(
+        outcome.results
+    )
+    assert list(outcome.failed) == ["broken-s3"] and "nowhere" in outcome.failed["broken-s3"]
+    assert outcome.results["lora-s3"]["metrics"]["fwt"] is not None
+    assert {hosting.share for hosting in hostings} == {at_once}
+    assert all(bool(hosting.label) is (at_once > 1) for hosting in hostings)
+
+    again = run_comparison(comparison, str(tmp_path), only=("lora", "finetune"))
+    assert len(done) == 3 and again.results["lora-s3"]["metrics"] == outcome.results["lora-s3"]["metrics"]
