@@ -111,7 +111,7 @@ def _labels(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     model = Alone(options)
     rounds = Rounds(model, texts, options)
     for place, (name, kind, bank, bodies) in enumerate(variants):
-        url = f"{_started(kind, bank, options, f'v{place}', cpus=0.1)}/v1/classify"
+        url = f"{_started(kind, bank, options, f'variant{place}', cpus=0.1)}/v1/classify"
         rounds.ask[name] = (url, bodies)
         first = run_clients(url, bodies, options.clients, options.warm_s if name.startswith("d ") else 2.0)
         if name.startswith("d "):

@@ -40,8 +40,8 @@ from raycl.retrieval.attention import SHARED, Attention, AttentionConfig, max_po
 from raycl.retrieval.selector import SelectorConfig, learn_selector
 from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage
 
-READ_AT_ONCE = 64
-"""Prompts that are embedded together where only their maxima are wanted."""
+READ_AT_ONCE, LOOKED_AT = 64, 1000
+"""Prompts that are embedded together where only their maxima are wanted; the first so many tell what all share."""
 
 
 class SaptConfig(MethodConfig):
@@ -156,7 +156,7 @@ class Sapt(Method):
         if not resumed:
             self._begin(stage.name, stage_labels(stage))
             if self.config.attention.standardize and not self._alone and self._rows is not None:
-                self.attention.look_at(self._pooled(sources_of(self._rows, "train")))
+                self.attention.look_at(self._pooled(sources_of(self._rows, "train")[:LOOKED_AT]))
         self._heard = {}
         for name, parameter in self.backbone.named_parameters():
             attends = not self._alone and name.startswith("attention.")

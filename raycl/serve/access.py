@@ -107,7 +107,7 @@ class Gate:
             message = "without API keys only this machine may ask, by 127.0.0.1 or localhost: set auth.keys_file"
             await _answer(send, 403, message, "permission_error")
             return
-        refusal = self._unknown(scope["path"].removeprefix(scope.get("root_path", "")), headers)
+        refusal = self._unknown(scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")), headers)
         if refusal is not None:
             await _answer(send, 401, refusal, "authentication_error")
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from raycl.train.verdict import is_stopped
 log = logging.getLogger("raycl")
 
 
-class Remembering(Searcher):  # type: ignore[misc]
+class Remembering(Searcher, ABC):  # type: ignore[misc]
     """A searcher whose proposals are written down.
 
     Attributes:
@@ -36,9 +37,9 @@ class Remembering(Searcher):  # type: ignore[misc]
         self.sweep, self.place = sweep, place
         self.numbers: dict[str, int] = {}
 
+    @abstractmethod
     def next_trial(self) -> tuple[int, Settings] | None:
         """Number and settings of the next trial; None: there is none."""
-        raise NotImplementedError
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str:
         """What Tune asks for."""

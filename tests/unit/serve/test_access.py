@@ -12,7 +12,7 @@ from raycl.serve.access import Gate, Keys
 from raycl.serve.settings import AuthConfig, LimitsConfig
 
 
-@pytest.mark.parametrize("prefix", ["", "/models/mine"])
+@pytest.mark.parametrize("prefix", ["", "/", "/models/mine", "/models/mine/"])
 @pytest.mark.parametrize(
     ("path", "key", "status"),
     [
@@ -29,4 +29,4 @@ def test_a_prefix_changes_nobodys_rights(tmp_path: Path, prefix: str, path: str,
     gate = Gate(PlainTextResponse("in"), Keys(AuthConfig(keys_file=str(tmp_path / "keys"))), LimitsConfig())
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     client = TestClient(gate, base_url="http://localhost", root_path=prefix)
-    assert client.post(f"{prefix}{path}", headers=headers).status_code == status
+    assert client.post(f"{prefix.rstrip('/')}{path}", headers=headers).status_code == status
