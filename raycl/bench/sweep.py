@@ -32,7 +32,7 @@ SHARE, START_S, ASHA_LIMIT, WINNER_LIMIT, BUSY = 0.10, 8.0, 0.5, 0.5, 0.5
 
 TASKS = ("topic", "sentiment", "question_type", "intent", "entailment")
 RATES, RANKS = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3), (2, 4, 8, 16)
-SETTINGS = ("rows", "test_rows", "epochs", "repeats", "concurrency", "part")
+SETTINGS = ("rows", "test_rows", "epochs", "method", "repeats", "concurrency", "part")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +40,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=160, help="train rows per task")
     parser.add_argument("--test-rows", type=int, default=60, help="test rows per task")
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument(
+        "--method",
+        default="slm",
+        help="what is swept; where a method forgets, the AP after one task says little of the AP at the end",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="runs alone, and trials, that overhead is measured on")
     parser.add_argument("--concurrency", type=int, default=2, help="trials at a time, grid and ASHA")
     parser.add_argument(
@@ -65,7 +70,7 @@ def tree(options: argparse.Namespace, tasks: tuple[str, ...]) -> dict[str, Any]:
     """What all runs here share."""
     stream = {"tasks": list(tasks), "train_rows": options.rows, "test_rows": options.test_rows, "max_source_tokens": 48}
     train = {"epochs": options.epochs, "batch_size": 16, "lr_scheduler": "linear"}
-    return {"stream": stream, "train": train, "launch": {"workers": 1, "cpus_per_worker": 1.0}}
+    return {"method": options.method, "stream": stream, "train": train, "launch": {"workers": 1, "cpus_per_worker": 1.0}}
 
 
 def base(options: argparse.Namespace) -> RunConfig:
