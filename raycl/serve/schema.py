@@ -36,6 +36,13 @@ Unsupported = Annotated[
 ]
 """A field of OpenAI's that would change the answer; clients that send what it is by default are understood."""
 
+Chances = Annotated[
+    Any,
+    AfterValidator(lambda value: _asks_nothing(value is not None and value is not False)),
+    WithJsonSchema({"enum": [None, False], "description": "not supported: left out"}),
+]
+"""The same for a count of tokens' chances, of which 0 is one: that of the token taken."""
+
 
 class _Wire(BaseModel):
     """Unknown fields are ignored, as clients of many versions send them; wrong types are not, null is the default.
@@ -152,6 +159,7 @@ class CompletionRequest(Generation):
     prompt: Text | list[Text]
     echo: bool | None = Field(None, description="the prompt before the answer")
     suffix: Unsupported = None
+    logprobs: Chances = None
     best_of: int | None = Field(None, ge=1, le=1)
 
 

@@ -79,6 +79,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "a penalty": (CHAT, chat(presence_penalty=0.5), 400, "presence_penalty: Input is not supported"),
     "other chances": (TEXT, {"prompt": "fire", "logit_bias": {"5": -100}}, 400, "logit_bias: Input is not supported"),
     "chances": (CHAT, chat(logprobs=True), 400, "logprobs: Input is not supported"),
+    "a token's chance": (TEXT, {"prompt": "fire", "logprobs": 0}, 400, "logprobs: Input is not supported"),
     "JSON": (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format.type: Input should be 'text'"),
     "the best of some": (TEXT, {"prompt": "fire", "best_of": 3}, 400, "best_of: Input should be less than or equal"),
     "no prompt": (TEXT, {"prompt": ""}, 400, "prompt: String should have at least 1 character"),
