@@ -23,10 +23,9 @@ from raycl import launch
 from raycl.errors import ResumeError, RunError
 from raycl.run import RunConfig, load_config
 from raycl.storage import Storage
-from raycl.sweep.config import SweepConfig, load_sweep
+from raycl.sweep.config import load_sweep
 from raycl.sweep.drive import run_sweep
 from raycl.sweep.place import Place
-from raycl.sweep.write import write_outcome
 from raycl.train.ledger import read_state
 
 REPO = Path(__file__).resolve().parents[2]
@@ -124,7 +123,12 @@ def test_what_is_behind_is_stopped_after_a_task_and_stays_so(swept: Swept) -> No
     folder, file = str(Path(swept.place.storage.uri).parent), f"{swept.place.storage.uri}.yaml"
     attempts = read_state(swept.place.run(2)).attempts
     again = run_sweep(load_sweep(file, ["retries=0"]), folder, resume=True)
-    assert [row.state for row in sorted(again.rows, key=lambda row: row.number)] == ["done", "done", "stopped", "failed"]
+    assert [row.state for row in sorted(again.rows, key=lambda row: row.number)] == [
+        "done",
+        "done",
+        "stopped",
+        "failed",
+    ]
     assert read_state(swept.place.run(2)).attempts == attempts, "a stopped trial was started again"
 
 
