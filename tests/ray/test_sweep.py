@@ -71,7 +71,7 @@ IN_ORDER = 1
 
 @pytest.fixture(scope="module")
 def swept(ray_cluster: dict[str, str], lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Swept:
-    """Four trials in turn: MIGU's threshold, which does not act on the first task; one learns nothing, one cannot begin."""
+    """Four trials in turn: MIGU's threshold, which spares the first task; one learns nothing, one cannot begin."""
     folder = tmp_path_factory.mktemp("sweep")
     base = lab.tree("bert", "lora", modifiers=["migu"], train={"epochs": 8})
     tree = {
