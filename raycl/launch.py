@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -18,15 +17,13 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from types import FrameType
 from typing import Any
 
 import ray
-import torch
 from ray.train import FailureConfig, ScalingConfig
 from ray.train import RunConfig as RayRunConfig
-from ray.train.torch import TorchTrainer, get_device
+from ray.train.torch import TorchTrainer
 
 from raycl import config as configs
 from raycl import run as runs
@@ -35,19 +32,14 @@ from raycl.errors import LaunchError, RayclError, ResumeError, RunError
 from raycl.extension import other_changes, with_tasks
 from raycl.run import EXEMPT, RunConfig
 from raycl.storage import Storage
-from raycl.tracking import open_tracker
-from raycl.train.branch import lend
 from raycl.train.ledger import last_attempt, read_state
-from raycl.train.loop import StreamLoop
 from raycl.train.parts import RunInfo
 from raycl.train.results import build_results
-from raycl.train.verdict import is_stopped, wait_for_word
-from raycl.train.world import World
+from raycl.train.verdict import is_stopped
 from raycl.types import Stage
+from raycl.worker import CONFIG, LOGS, error_file, log_to, visiting, worker_main
 
 log = logging.getLogger("raycl")
-CONFIG = "config.yaml"
-LOGS = "log"
 FOLLOW_S = 1.0
 
 
@@ -149,6 +141,7 @@ class Hosting:
     """What a host of many runs (a sweep, a comparison) asks of each.
 
     Attributes:
+        here: the run's one worker works in this process, which has the worker's CPUs and GPUs: Ray Train's local mode.
         share: runs that share the cluster, where the config does not say how many CPUs a worker gets.
         label: said before each of the run's progress lines.
         asks: after every stage but the last the workers wait for the host's word (`raycl.train.verdict`).
@@ -156,6 +149,7 @@ class Hosting:
         lends: number of finished stages -> folder that then gets a place to go on from (`raycl.train.branch`).
     """
 
+    here: bool = False
     share: int = 1
     label: str = ""
     asks: bool = False
@@ -235,7 +229,7 @@ def scaling_of(config: RunConfig, share: int = 1) -> ScalingConfig:
 
 
 def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting) -> None:
-    """One Ray Train run: the whole stream, or one stage of it with fresh workers."""
+    """One Ray Train run: the whole stream, or one stage of it (with fresh workers, if not `here`)."""
     config, storage = prepared.config, prepared.storage
     driver = uuid.uuid4().hex[:12]
     job = {
@@ -246,6 +240,7 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
         "singles": prepared.singles,
         "stop_after": 1 if config.launch.fresh_workers_per_task else None,
         "threads": max(1, int(scaling.num_cpus_per_worker)),
+        "here": hosting.here,
         "asks": hosting.asks,
         "stages": len(prepared.stages),
         "lends": hosting.lends,
@@ -257,14 +252,17 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
         storage_filesystem=None if storage.is_local else storage.filesystem,
         failure_config=FailureConfig(max_failures=config.launch.max_failures),
     )
-    trainer = TorchTrainer(worker_main, train_loop_config=job, scaling_config=scaling, run_config=ray_run)
+    asked = ScalingConfig(num_workers=0, use_gpu=scaling.use_gpu) if hosting.here else scaling
+    trainer = TorchTrainer(worker_main, train_loop_config=job, scaling_config=asked, run_config=ray_run)
     try:
-        with follow(storage, hosting.label):
+        with visiting() if hosting.here else follow(storage, hosting.label):
             trainer.fit()
     except ray.train.TrainingFailedError as error:
         raise RunError(f"the workers failed: {_cause(error)}; go on with --resume {storage.uri}") from error
-    if storage.exists(_error_file(driver)):
-        raise RunError(f"{storage.read_json(_error_file(driver))['message']} (run {storage.uri})")
+    except RayclError as error:  # of a worker in this process
+        raise RunError(f"{error} (run {storage.uri})") from error
+    if storage.exists(error_file(driver)):
+        raise RunError(f"{storage.read_json(error_file(driver))['message']} (run {storage.uri})")
     if prepared.done == done:
         raise RunError(f"the workers ended without finishing a stage: see '{storage.uri}/{LOGS}'")
 
@@ -272,79 +270,6 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
 def _cause(error: BaseException) -> str:
     text = str(error.__cause__ or error).strip()
     return text.splitlines()[-1] if text else type(error).__name__
-
-
-def _error_file(driver: str) -> str:
-    return f"errors/{driver}.json"
-
-
-def worker_main(job: dict[str, Any]) -> None:
-    """What every Ray Train worker runs.
-
-    Ray starts a failed worker group again. That helps after a crash, not after an error of ours, which would only
-    come back: it is left on storage, and the new group ends at once, so that the driver can say it.
-    """
-    storage = Storage.at(job["folder"])
-    if not storage.exists(CONFIG):
-        raise RunError(
-            f"the worker on {socket.gethostname()} does not see '{storage.uri}': "
-            "set output.dir to a file system that all nodes share, or to s3://"
-        )
-    if storage.exists(_error_file(job["driver"])):
-        return
-    try:
-        _run_worker(job, storage)
-    except RayclError as error:
-        storage.write_json(_error_file(job["driver"]), {"type": type(error).__name__, "message": str(error)})
-        raise
-
-
-def _run_worker(job: dict[str, Any], storage: Storage) -> None:
-    torch.set_num_threads(job["threads"])
-    context, device = ray.train.get_context(), get_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    world = World(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), device)
-    config = configs.validate(RunConfig, job["config"])
-    files = ray.get(job["weights"]) if job["weights"] is not None else ()
-    parts, open_engine = runs.build(config, world, job["singles"], files)
-    tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
-    loop = StreamLoop(parts, open_engine, storage, world, tracker, partial(_report, job, storage, world), job["driver"])
-    if loop.ledger is not None:
-        log_to(RunLog(storage, loop.ledger.attempt))
-        if files:
-            log.info("the backbone's %.0f MiB came from the object store", sum(map(len, files)) / 2**20)
-    loop.run(job["stop_after"])
-    if tracker is not None:
-        tracker.close()
-
-
-def _report(job: dict[str, Any], storage: Storage, world: World, record: dict[str, Any]) -> bool:
-    """Tell Ray Train about a finished stage (all workers, equally often); whether to go on."""
-    done = record["stage"] + 1
-    if world.is_first and done in job["lends"]:
-        lend(storage, done, Storage.at(job["lends"][done]))
-    scores = {f"score/{task}": cell["value"] for task, cell in record["row"].items()}
-    ray.train.report({"stage": record["stage"], **scores, **record["times"]})
-    if not job["asks"] or done == job["stages"]:
-        return True
-    return world.broadcast(wait_for_word(storage, done) if world.is_first else True)
-
-
-class RunLog(logging.Handler):
-    """Progress lines of rank 0 as a file of the run, `log/attempt-0001.txt`, which the driver reads aloud."""
-
-    def __init__(self, storage: Storage, attempt: int) -> None:
-        super().__init__()
-        self.setFormatter(logging.Formatter("%(message)s"))
-        self.storage = storage
-        self.name_on_storage = f"{LOGS}/attempt-{attempt:04d}.txt"
-        self._text = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Add a line."""
-        self._text += self.format(record) + "\n"
-        self.storage.write(self.name_on_storage, self._text.encode())
 
 
 @contextmanager
@@ -379,13 +304,6 @@ def log_to_stderr() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log_to(handler)
-
-
-def log_to(handler: logging.Handler) -> None:
-    """Send raycl's own lines, from INFO on, to one place only."""
-    log.handlers = [handler]
-    log.setLevel(logging.INFO)
-    log.propagate = False
 
 
 def exit_on_sigterm() -> None:

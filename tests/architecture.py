@@ -33,7 +33,14 @@ APART = {
 """Pairs that the order alone would allow: serving knows snapshots, never the method that made them."""
 
 DOORS = {
-    "ray": ("raycl/launch.py", "raycl/sweep/", "raycl/bank/shelf.py", "raycl/serve/", "raycl/bench/"),
+    "ray": (
+        "raycl/launch.py",
+        "raycl/worker.py",
+        "raycl/sweep/",
+        "raycl/bank/shelf.py",
+        "raycl/serve/",
+        "raycl/bench/",
+    ),
     "deepspeed": ("raycl/train/deepspeed.py",),
     "omegaconf": ("raycl/config.py",),
     "boto3": ("raycl/storage/exclusive.py",),

@@ -184,7 +184,7 @@ def _fit(
     """Run Tune to the end; number and error of trials whose own process died too often."""
     storage = place.storage
     tuner = tune.Tuner(
-        tune.with_resources(as_trainable(work), {"CPU": 0, "memory": SMALL}),
+        tune.with_resources(as_trainable(work), _held(sweep)),
         tune_config=tune.TuneConfig(
             search_alg=searcher,
             scheduler=scheduler,
@@ -208,6 +208,14 @@ def _fit(
         for result in grid
         if result.error is not None and result.config
     }
+
+
+def _held(sweep: SweepConfig) -> dict[str, float]:
+    """What a trial's own process reserves: its worker's share if that works there, else next to nothing."""
+    if not sweep.in_process:
+        return {"CPU": 0, "memory": SMALL}
+    scaling = launch.scaling_of(configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}))
+    return dict(scaling.resources_per_worker)
 
 
 def concurrency(sweep: SweepConfig) -> int:

@@ -40,8 +40,11 @@ def separate_key(tree: Tree) -> str:
     return hashlib.sha256(json.dumps([kept, workers, __version__], sort_keys=True).encode()).hexdigest()[:24]
 
 
-def singles_of(config: RunConfig, directory: str) -> RunConfig:
+def singles_of(config: RunConfig, directory: str, hosting: launch.Hosting | None = None) -> RunConfig:
     """The config with `eval.singles` at the finished run of `separate`, which is made if nobody has.
+
+    Args:
+        hosting: where it runs.
 
     Two trials that need it at the same moment both make it; the first to finish is the one that counts.
 
@@ -54,7 +57,7 @@ def singles_of(config: RunConfig, directory: str) -> RunConfig:
     if not root.exists(pointer):
         name = f"{separate_key(tree)}-{config.output.name}"
         tree["output"] = {"dir": root.address, "name": name, "exists": "resume"}
-        launch.train(launch.prepare(configs.validate(RunConfig, tree)))
+        launch.train(launch.prepare(configs.validate(RunConfig, tree)), hosting)
         root.write_json(pointer, {"run": root.sub(name).address})
     found = configs.as_tree(config)
     found["eval"]["singles"] = root.read_json(pointer)["run"]

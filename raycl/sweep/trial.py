@@ -1,8 +1,9 @@
 """One trial: a run on a whole stream inside a Tune trial, on workers of its own.
 
-Why it exists: Tune's supported way to try Train runs is a function that builds a trainer and fits it. This one reads
-the rows of the accuracy matrix from the run's own ledger and reports them; Ray's callback for that would bring them
-through one more actor for each trial, two seconds later, and not after a crash.
+Why it exists: Tune's supported way to try Train runs is a function that builds a trainer and fits it. A trial of one
+worker fits it in its own process, which the next trial finds with everything imported (Train's local mode). This one
+reads the rows of the accuracy matrix from the run's own ledger and reports them; Ray's callback for that would bring
+them through one more actor for each trial, two seconds later, and not after a crash.
 What it does not know: which trials there are, and who stops them.
 """
 
@@ -35,6 +36,7 @@ from raycl.sweep.weights import key_of
 from raycl.train.branch import borrow, read_place
 from raycl.train.ledger import last_attempt, read_state
 from raycl.train.verdict import is_stopped
+from raycl.worker import CONFIG
 
 log = logging.getLogger("raycl")
 
@@ -117,10 +119,12 @@ class Trial:
             if key in self.work.shared and done > prepared.done
         }
         asks, weights = self.sweep.scheduler.name != "none", self.work.weights.get(key_of(self.config.backbone))
-        self._fit(prepared, Hosting(asks=asks, lends=lends, weights=weights), judge)
+        here = self.sweep.in_process
+        self._fit(prepared, Hosting(here=here, asks=asks, lends=lends, weights=weights), judge)
 
     def _prepared(self) -> Prepared:
-        needed = singles_of(self.config, self.work.directory) if self.sweep.singles else self.config
+        hosting = Hosting(here=self.sweep.in_process)
+        needed = singles_of(self.config, self.work.directory, hosting) if self.sweep.singles else self.config
         return launch.prepare(needed)
 
     def _borrow(self, storage: Storage, config: RunConfig, keys: Sequence[str]) -> None:
@@ -130,7 +134,7 @@ class Trial:
             if lent is None:
                 continue
             lender = Storage.at(lent["run"])
-            theirs = configs.from_yaml(lender.read(launch.CONFIG).decode(), lender.uri)["modifiers"]
+            theirs = configs.from_yaml(lender.read(CONFIG).decode(), lender.uri)["modifiers"]
             records = lent_records(lent["stages"], theirs, configs.as_tree(config)["modifiers"])
             borrow(self.place.prefix(key), storage, records)
             return

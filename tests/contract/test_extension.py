@@ -18,6 +18,7 @@ from raycl.run import RunConfig
 from raycl.storage import Storage
 from raycl.train.checkpoint import read_checkpoint
 from raycl.train.ledger import read_state
+from raycl.worker import CONFIG
 
 
 def halves(lab: Lab, method: Any) -> tuple[RunConfig, RunConfig, str]:
@@ -35,7 +36,7 @@ def test_a_task_that_comes_later_is_learned_as_if_it_had_been_known(lab: Lab, me
     run(whole, Storage.at(tmp_path / "whole"))
     folder = Storage.at(tmp_path / "first")
     run(first, folder)
-    folder.write(launch.CONFIG, configs.to_yaml(first).encode())
+    folder.write(CONFIG, configs.to_yaml(first).encode())
     before = launch.finish(launch.reopen(str(tmp_path / "first")))
     grown = launch.extend(str(tmp_path / "first"), [later])
     assert (grown.done, len(grown.stages)) == (1, 2)
@@ -51,8 +52,8 @@ def test_a_task_that_comes_later_is_learned_as_if_it_had_been_known(lab: Lab, me
 def test_what_cannot_be_taught_is_said_and_changes_nothing(lab: Lab, tmp_path: Path) -> None:
     _, first, later = halves(lab, "lora")
     folder = Storage.at(tmp_path / "run")
-    folder.write(launch.CONFIG, configs.to_yaml(first).encode())
-    written = folder.read(launch.CONFIG)
+    folder.write(CONFIG, configs.to_yaml(first).encode())
+    written = folder.read(CONFIG)
     for added, overrides, kind, message in (
         (["{name: "], (), ConfigError, "is neither a task's name nor YAML"),
         ([str(lab.tasks[0]["name"])], (), ConfigError, "stream"),
@@ -62,7 +63,7 @@ def test_what_cannot_be_taught_is_said_and_changes_nothing(lab: Lab, tmp_path: P
     ):
         with pytest.raises(kind, match=message):
             launch.extend(str(tmp_path / "run"), added, overrides)
-        assert folder.read(launch.CONFIG) == written
+        assert folder.read(CONFIG) == written
     own = str(lab.tasks[1]["name"])
     assert launch.extend(str(tmp_path / "run"), [later], (f"train.epochs_by_task.{own}=2",)).config.train.epochs_by_task
     with pytest.raises(ResumeError, match="holds no run"):

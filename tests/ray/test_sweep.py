@@ -19,7 +19,6 @@ import yaml
 from tiny import Lab, matrix, run, trace
 
 from raycl import config as configs
-from raycl import launch
 from raycl.errors import ResumeError, RunError
 from raycl.run import RunConfig, load_config
 from raycl.storage import Storage
@@ -27,6 +26,7 @@ from raycl.sweep.config import load_sweep
 from raycl.sweep.drive import run_sweep
 from raycl.sweep.place import Place
 from raycl.train.ledger import read_state
+from raycl.worker import CONFIG
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -141,7 +141,7 @@ def test_the_first_task_is_learned_once(swept: Swept, lab: Lab, tmp_path: Path) 
     """And the second trial is the run alone, bit for bit."""
     assert [swept.row(number)["borrowed"] for number in (0, 1)] == [0, 1]
     trial = swept.place.run(1)
-    tree = configs.from_yaml(trial.read(launch.CONFIG).decode(), "trial")
+    tree = configs.from_yaml(trial.read(CONFIG).decode(), "trial")
     alone = Storage.at(tmp_path)
     run(configs.validate(RunConfig, {**tree, "bank": {}}), alone)
     assert matrix(trial) == matrix(alone) and trace(trial) == trace(alone)

@@ -1,0 +1,140 @@
+"""What a worker of Ray Train does: builds the parts of its run, learns the stream, and writes its log.
+
+What it does not know: who started it, and what happens when it dies.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import ray
+import torch
+from ray.train.torch import get_device
+
+from raycl import config as configs
+from raycl import run as runs
+from raycl.errors import RayclError, RunError
+from raycl.run import RunConfig
+from raycl.storage import Storage
+from raycl.tracking import open_tracker
+from raycl.train.branch import lend
+from raycl.train.loop import StreamLoop
+from raycl.train.verdict import wait_for_word
+from raycl.train.world import World
+
+log = logging.getLogger("raycl")
+CONFIG = "config.yaml"
+LOGS = "log"
+
+
+def error_file(driver: str) -> str:
+    """Where on a run's storage an error of ours is left for its driver."""
+    return f"errors/{driver}.json"
+
+
+def worker_main(job: dict[str, Any]) -> None:
+    """What every Ray Train worker runs.
+
+    Ray starts a failed worker group again. That helps after a crash, not after an error of ours, which would only
+    come back: it is left on storage, and the new group ends at once, so that the driver can say it.
+    """
+    storage = Storage.at(job["folder"])
+    if not storage.exists(CONFIG):
+        raise RunError(
+            f"the worker on {socket.gethostname()} does not see '{storage.uri}': "
+            "set output.dir to a file system that all nodes share, or to s3://"
+        )
+    if storage.exists(error_file(job["driver"])):
+        return
+    try:
+        _run_worker(job, storage)
+    except RayclError as error:
+        storage.write_json(error_file(job["driver"]), {"type": type(error).__name__, "message": str(error)})
+        raise
+
+
+def _run_worker(job: dict[str, Any], storage: Storage) -> None:
+    torch.set_num_threads(job["threads"])
+    device = get_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    world = _world(job, device)
+    config = configs.validate(RunConfig, job["config"])
+    files = ray.get(job["weights"]) if job["weights"] is not None else ()
+    parts, open_engine = runs.build(config, world, job["singles"], files)
+    tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
+    try:
+        report = partial(_report, job, storage, world)
+        loop = StreamLoop(parts, open_engine, storage, world, tracker, report, job["driver"])
+        if loop.ledger is not None:
+            log_to(RunLog(storage, loop.ledger.attempt))
+            if files:
+                log.info("the backbone's %.0f MiB came from the object store", sum(map(len, files)) / 2**20)
+        loop.run(job["stop_after"])
+    finally:  # the process may go on: with another trial
+        if tracker is not None:
+            tracker.close()
+
+
+def _world(job: dict[str, Any], device: torch.device) -> World:
+    """Who else works; inside a Tune trial, where Train's context is refused, nobody."""
+    if job["here"]:
+        return World(0, 1, 0, device)
+    context = ray.train.get_context()
+    return World(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), device)
+
+
+@contextmanager
+def visiting() -> Iterator[None]:
+    """A worker inside a process of somebody else's: what it changes there is as before, what it held is free."""
+    handlers, level, propagate, threads = log.handlers, log.level, log.propagate, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        log.handlers, log.propagate = handlers, propagate
+        log.setLevel(level)
+        torch.set_num_threads(threads)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _report(job: dict[str, Any], storage: Storage, world: World, record: dict[str, Any]) -> bool:
+    """Tell Ray Train about a finished stage (all workers, equally often), if it listens; whether to go on."""
+    done = record["stage"] + 1
+    if world.is_first and done in job["lends"]:
+        lend(storage, done, Storage.at(job["lends"][done]))
+    if not job["here"]:
+        scores = {f"score/{task}": cell["value"] for task, cell in record["row"].items()}
+        ray.train.report({"stage": record["stage"], **scores, **record["times"]})
+    if not job["asks"] or done == job["stages"]:
+        return True
+    return world.broadcast(wait_for_word(storage, done) if world.is_first else True)
+
+
+class RunLog(logging.Handler):
+    """Progress lines of rank 0 as a file of the run, `log/attempt-0001.txt`, which the driver reads aloud."""
+
+    def __init__(self, storage: Storage, attempt: int) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(message)s"))
+        self.storage = storage
+        self.name_on_storage = f"{LOGS}/attempt-{attempt:04d}.txt"
+        self._text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add a line."""
+        self._text += self.format(record) + "\n"
+        self.storage.write(self.name_on_storage, self._text.encode())
+
+
+def log_to(handler: logging.Handler) -> None:
+    """Send raycl's own lines, from INFO on, to one place only."""
+    log.handlers = [handler]
+    log.setLevel(logging.INFO)
+    log.propagate = False
