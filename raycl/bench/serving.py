@@ -17,7 +17,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,7 +52,13 @@ BUSY = 0.5
 EVERY_S, PAUSE_S = 60.0, 0.012
 """A replica is killed so often while load is held; between two texts of one client so much time passes at least."""
 
-SETTINGS = ("adapters", "clients", "seconds", "rounds", "warm_s", "publishes", "threads", "port", "tokens", "soak_s")
+UNLIKE, FASTEST = 20_000, 400.0
+"""Texts, and how many a second are asked at most: none is asked twice."""
+
+SETTINGS = (
+    *("adapters", "clients", "seconds", "rounds", "warm_s", "publishes"),
+    *("threads", "dtype", "port", "tokens", "soak_s"),
+)
 KINDS = ("minilm", "mini-llama")
 
 
@@ -67,6 +73,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=32, help="of a generated answer")
     parser.add_argument("--soak-s", type=float, default=0.0, help="load held while a replica is killed every minute")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the replica")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the backbone")
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--models", type=Path, help="folder that holds mini-llama; None: as in the benchmark `stream`")
 
@@ -98,8 +105,8 @@ def measure(options: argparse.Namespace) -> Report:
 
 def _labels(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     """All variants are up at once and measured in turn, since machines change their speed from minute to minute."""
-    texts = texts_of(512)
-    banks = {count: drawn_bank(folder / f"labels{count}", "minilm", count, texts) for count in options.adapters}
+    texts = texts_of(UNLIKE)
+    banks = {count: drawn_bank(folder / f"labels{count}", "minilm", count, texts[:512]) for count in options.adapters}
     small = banks[options.adapters[0]]
     pinned, free = [{"input": text, "model": PLAIN} for text in texts], [{"input": text} for text in texts]
     variants: list[tuple[str, Any, Bank, list[dict[str, str]]]] = [
@@ -112,26 +119,42 @@ def _labels(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     rounds = Rounds(model, texts, options)
     for place, (name, kind, bank, bodies) in enumerate(variants):
         url = f"{_started(kind, bank, options, f'variant{place}', cpus=0.1)}/v1/classify"
-        rounds.ask[name] = (url, bodies)
-        first = run_clients(url, bodies, options.clients, options.warm_s if name.startswith("d ") else 2.0)
+        rounds.ask[name] = Asking(url, bodies)
+        first = rounds.ask[name].by(options.clients, options.warm_s if name.startswith("d ") else 2.0)
         if name.startswith("d "):
             yield Figure(f"({name}) answers in the first {options.warm_s:g} s", first.rate, "/s")
     for _ in range(options.rounds):
         rounds.measure()
     yield from rounds.figures()
-    yield from _following(banks[options.adapters[-1]], rounds.ask[variants[-1][0]][0], options)
+    yield from _following(banks[options.adapters[-1]], rounds.ask[variants[-1][0]].url, options)
+
+
+@dataclass
+class Asking:
+    """Requests to one variant, none of them twice: the query of a text that was asked before would be remembered."""
+
+    url: str
+    bodies: Sequence[dict[str, str]]
+    sent: int = 0
+
+    def by(self, clients: int, seconds: float) -> Seen:
+        """Let so many clients ask for so long."""
+        some = [self.bodies[(self.sent + number) % len(self.bodies)] for number in range(int(FASTEST * seconds))]
+        seen = run_clients(self.url, some, clients, seconds)
+        self.sent += len(seen.ms) + len(seen.failed)
+        return seen
 
 
 class Rounds:
     """What was seen of every variant, round by round.
 
     Attributes:
-        ask: variant -> its URL and what it is asked.
+        ask: variant -> what it is asked.
     """
 
     def __init__(self, model: Alone, texts: Sequence[str], options: argparse.Namespace) -> None:
         self.model, self.texts, self.options = model, texts, options
-        self.ask: dict[str, tuple[str, list[dict[str, str]]]] = {}
+        self.ask: dict[str, Asking] = {}
         self.alone: list[tuple[float, float]] = []
         self.seen: dict[str, list[Seen]] = {}
         self.spent_s: dict[str, float] = {}
@@ -141,11 +164,11 @@ class Rounds:
         """One round: each for its share of the seconds, then one client at a time."""
         seconds = self.options.seconds / self.options.rounds
         self.alone.append(self.model.batches(self.texts, seconds / 2))
-        for name, (url, bodies) in self.ask.items():
+        for name, asking in self.ask.items():
             began_s = _busy_s()
-            self.seen.setdefault(name, []).append(run_clients(url, bodies, self.options.clients, seconds))
+            self.seen.setdefault(name, []).append(asking.by(self.options.clients, seconds))
             self.spent_s[name] = self.spent_s.get(name, 0.0) + _busy_s() - began_s
-        instant, bare = (run_clients(*self.ask[name], 1, min(2.0, seconds)).at(50) for name in ("b", "c"))
+        instant, bare = (self.ask[name].by(1, min(2.0, seconds)).at(50) for name in ("b", "c"))
         self.added.append((instant, bare, self.model.one_ms(self.texts)))
 
     def figures(self) -> Iterator[Figure]:
@@ -195,7 +218,7 @@ class Alone:
     def __init__(self, options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
         self.batch = int(options.clients)
-        config = BackboneConfig()
+        config = BackboneConfig(dtype=options.dtype)
         backbone = load_backbone(config, load_codec(config, 64, 1), torch.device("cpu"), 0)
         assert isinstance(backbone, EncoderBackbone)
         self.backbone, self.host = backbone, Host(backbone)
@@ -205,7 +228,7 @@ class Alone:
         """One batch."""
         backbone = self.backbone
         batch = batch_of(backbone.codec.encode_source(texts), backbone.codec.pad_id)
-        with torch.no_grad(), self.host.speaking(Mixture.same({PLAIN: 1.0}, len(texts))):
+        with torch.no_grad(), self.host.speaking(Mixture.same({PLAIN: 1.0}, len(texts))), backbone.precision():
             assert isinstance(backbone.head, MixedHead)
             backbone.head(backbone.pooled(batch)).argmax(1).tolist()
 
@@ -297,7 +320,8 @@ def _started(kind: Any, bank: Bank, options: argparse.Namespace, place: str = ""
     Args:
         place: its application and the first part of its paths, where several are up at once.
     """
-    tree = {"bank": bank.storage.address, "port": options.port, "threads": options.threads, **settings}
+    tree = {"bank": bank.storage.address, "port": options.port, "threads": options.threads, "dtype": options.dtype}
+    tree |= settings
     config = configs.validate(ServeConfig, tree)
     decide_first(bank, config)
     application = serve.deployment(serve.ingress()(kind), **options_of(config)).bind(configs.as_tree(config))
@@ -307,8 +331,8 @@ def _started(kind: Any, bank: Bank, options: argparse.Namespace, place: str = ""
 
 def _soak(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     """Two replicas under load, one of them killed every minute: what is lost, and does memory grow?"""
-    texts = texts_of(512)
-    bank = drawn_bank(folder / "soak", "minilm", 16, texts)
+    texts = texts_of(int(FASTEST * options.soak_s))
+    bank = drawn_bank(folder / "soak", "minilm", 16, texts[:512])
     url = f"{_started(Endpoint, bank, options, replicas=2, cpus=0.5)}/v1/classify"
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(run_clients, url, [{"input": text} for text in texts], options.clients, options.soak_s)

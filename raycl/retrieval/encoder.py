@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, Field
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from raycl.config import Section
 from raycl.errors import RetrievalError
@@ -30,8 +30,11 @@ from raycl.pretrained import fingerprint_of, folder_of, resolve_path
 log = logging.getLogger("raycl")
 
 
-KEPT_TEXTS = 200_000
-"""Texts whose queries stay in memory, the oldest go first: 300 MB at 384 dimensions."""
+SAMPLE = "Which of these texts is about the same thing?"
+
+KEPT_TEXTS, ASKED_TEXTS = 200_000, 20_000
+"""Texts whose queries stay in memory, the oldest go first: in training, where every epoch brings them again (300 MB at
+384 dimensions), and of texts that are asked, which seldom come twice."""
 
 
 class EncoderConfig(Section):
@@ -58,11 +61,14 @@ class SentenceEncoder:
         width: c. truncated: distinct texts that were cut so far.
     """
 
-    def __init__(self, config: EncoderConfig, cache: Path | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self, config: EncoderConfig, cache: Path | None = None, device: str = "cpu", keeps: int = KEPT_TEXTS
+    ) -> None:
         """Prepare; the weights are loaded when the first unknown text comes.
 
         Args:
             cache: folder that keeps whole sets of queries over runs (`embed_all`); None: none.
+            keeps: texts whose queries stay in memory.
 
         Raises:
             BackboneError: it does not exist.
@@ -70,9 +76,10 @@ class SentenceEncoder:
         self.config = config
         self.fingerprint = fingerprint_of(config.name, config.revision)
         self.truncated = 0
-        self._cache = cache
+        self._cache, self._keeps = cache, keeps
         self._device = device
         self._model: Any = None
+        self._read: int | None = None
         self._known: dict[str, Tensor] = {}
         self._counted: set[str] = set()
 
@@ -93,7 +100,26 @@ class SentenceEncoder:
             self._model.eval()
             if self.config.layer != "last":
                 self._model[0].auto_model.config.output_hidden_states = True
+                self._shorten()
         return self._model
+
+    def _shorten(self) -> None:
+        """Drop the layers above the one that is read, where a text then has the very same query."""
+        inner = getattr(self._model[0].auto_model, "encoder", None)
+        layers = getattr(inner, "layer", None)
+        if inner is None or not isinstance(layers, nn.ModuleList) or not 0 < self._layer(len(layers) + 1) < len(layers):
+            return
+        before = self._passed([SAMPLE])
+        inner.layer = layers[: self._layer(len(layers) + 1)]
+        if not torch.equal(self._passed([SAMPLE]), before):
+            inner.layer = layers
+
+    def _layer(self, states: int) -> int:
+        """Which of so many hidden states (the embeddings are the first) is read."""
+        assert self.config.layer != "last"
+        if self._read is None:
+            self._read = round(2 * (states - 1) / 3) if self.config.layer == "auto" else self.config.layer
+        return self._read
 
     def embed(self, texts: Sequence[str]) -> Tensor:
         """Queries of texts, those seen before from memory.
@@ -105,7 +131,7 @@ class SentenceEncoder:
         if fresh:
             self.remember(fresh, self._computed(fresh))
         found = torch.stack([self._known[text] for text in texts]) if texts else torch.zeros(0, self.width)
-        while len(self._known) > KEPT_TEXTS:  # a server meets new texts for ever
+        while len(self._known) > self._keeps:  # a server meets new texts for ever
             self._known.pop(next(iter(self._known)))
         return found
 
@@ -145,7 +171,7 @@ class SentenceEncoder:
             whole: Tensor = out["sentence_embedding"]
             return whole.float().cpu()
         layers = out["all_layer_embeddings"]
-        number = round(2 * (len(layers) - 1) / 3) if self.config.layer == "auto" else self.config.layer
+        number = self._layer(len(layers))
         if number >= len(layers):
             raise RetrievalError(
                 f"encoder.layer={number}, but '{self.config.name}' has layers 0 to {len(layers) - 1}: name one of them"

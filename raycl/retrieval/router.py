@@ -13,7 +13,7 @@ import torch
 
 from raycl.errors import BankError, RetrievalError
 from raycl.retrieval.attention import AttentionRouter
-from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
+from raycl.retrieval.encoder import ASKED_TEXTS, EncoderConfig, SentenceEncoder
 from raycl.retrieval.slots import SlotRouter
 from raycl.types import Mixture, RouterState
 
@@ -101,7 +101,7 @@ class TextRouter:
 def _from_text(state: RouterState, owners: Owners, cache: Path | None) -> Router:
     if state.encoder is None:
         raise BankError(f"a snapshot with router '{state.kind}' must name its sentence encoder, this one does not")
-    encoder = SentenceEncoder(EncoderConfig(**{"layer": "last", **state.encoder}), cache)
+    encoder = SentenceEncoder(EncoderConfig(**{"layer": "last", **state.encoder}), cache, keeps=ASKED_TEXTS)
     if encoder.fingerprint != state.encoder_sha256:
         raise RetrievalError(
             f"the keys were made with encoder '{encoder.config.name}' ({state.encoder_sha256[:12]}), what has "

@@ -49,6 +49,8 @@ def open_service(config: ServeConfig, shelf: bool = False, routes: bool = True) 
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
     settings = backbone_of(snapshot, config.backbone)
+    if config.dtype != "auto":
+        settings = settings.model_copy(update={"dtype": config.dtype})
     limits = snapshot.made.get("config", {}).get("stream", {})
     source, target = (
         int(limits.get(name) or default)

@@ -63,6 +63,11 @@ class ServeConfig(Section):
     snapshot: int | None = Field(None, ge=1, description="answers at first; null: the newest")
     backbone: str | None = Field(None, description="where the backbone is now, if not where training found it")
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="what the backbone computes in; auto: what its run asked for; bfloat16 makes CPUs that know it "
+        "(AVX-512 BF16, AMX) more than twice as fast, and close calls may turn out otherwise",
+    )
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     layout: Literal["colocated", "split"] = Field(

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from served import LIMIT, WAIT_S, Reply, alone, bank_of, chunks, examples, is_piece, serving
 from tiny import Taught, opened
 
@@ -104,6 +105,18 @@ def test_labels_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, metho
         assert isinstance(one.last, Labelled) and isinstance(replies[0].last, Labelled)
         assert one.last.scores == pytest.approx(replies[0].last.scores, abs=1e-5)
         assert sum(one.last.scores.values()) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "method"), [("bert", "slm"), ("bert", "sapt"), ("llama", "slm"), ("t5", "separate")])
+def test_half_the_bits_say_nearly_the_same(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
+    bank = bank_of(taught(kind, method), tmp_path)
+    asked, sampling = examples(taught(kind, method), bank), None if kind == "bert" else Sampling(LIMIT)
+    with serving(bank, dtype="bfloat16") as desk:
+        assert desk.engine.host.backbone.dtype == torch.bfloat16
+        found = [desk.ask(one.text, task=one.task, sampling=sampling) for one in asked]
+        said = [reply.label if kind == "bert" else reply.text for reply in found]
+    same = sum(answer == one.answer for answer, one in zip(said, asked, strict=True))
+    assert same >= len(asked) - 2, f"{same} of {len(asked)}"
 
 
 def test_two_snapshots_answer_side_by_side(taught: Taught, tmp_path: Path) -> None:

@@ -228,11 +228,23 @@ def test_maps_of_keys() -> None:
     assert len(points) == 3 * 3 * 2 and {point["slot"] for point in points} == set(router.route(texts_of("one")).names)
 
 
-def test_memory_of_texts_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycl.retrieval.encoder.KEPT_TEXTS", 3)
-    encoder = SentenceEncoder(EncoderConfig())
+def test_memory_of_texts_has_an_end() -> None:
+    encoder = SentenceEncoder(EncoderConfig(), keeps=3)
     assert encoder.embed([f"text {number}" for number in range(5)]).shape == (5, 384)
     assert list(encoder._known) == ["text 2", "text 3", "text 4"]
+
+
+def test_layers_above_the_one_that_is_read_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["a cat sleeps", "where is the station and when does the train leave", ""]
+    short = SentenceEncoder(EncoderConfig())
+    queries = short.embed(texts)
+    assert len(short._model[0].auto_model.encoder.layer) == 4, "MiniLM has six layers, the fourth is read"
+    monkeypatch.setattr(SentenceEncoder, "_shorten", lambda self: None)
+    whole = SentenceEncoder(EncoderConfig())
+    assert torch.equal(whole.embed(texts), queries)
+    assert len(whole._model[0].auto_model.encoder.layer) == 6
+    with pytest.raises(RetrievalError, match="layers 0 to 6: name one of them"):
+        SentenceEncoder(EncoderConfig(layer=7)).embed(texts)
 
 
 def test_router_sum_lets_everybody_speak_and_reads_nothing() -> None:
