@@ -71,7 +71,10 @@ IN_ORDER = 1
 
 @pytest.fixture(scope="module")
 def swept(ray_cluster: dict[str, str], lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Swept:
-    """Four trials in turn: MIGU's threshold, which spares the first task; one learns nothing, one cannot begin."""
+    """Four trials in turn: MIGU's threshold, which spares the first task; one learns nothing, one cannot begin.
+
+    Before the kill a trial's worker is Tune's own process, afterwards each has one of its own.
+    """
     folder = tmp_path_factory.mktemp("sweep")
     base = lab.tree("bert", "lora", modifiers=["migu"], train={"epochs": 8})
     tree = {
@@ -99,7 +102,7 @@ def swept(ray_cluster: dict[str, str], lab: Lab, tmp_path_factory: pytest.TempPa
             first.kill()
             first.communicate()
         killed = reached(place)
-        second = start(file, "--resume")
+        second = start(file, "--resume", "resources.isolated=true")
         output, _ = second.communicate(timeout=280)
     summary = json.loads((folder / "mine" / "summary.json").read_text()) if second.returncode in (0, 1) else {}
     return Swept(place, summary, killed, output, second.returncode)
@@ -149,7 +152,8 @@ def test_the_first_task_is_learned_once(swept: Swept, lab: Lab, tmp_path: Path) 
 
 
 def test_the_backbone_is_read_once(swept: Swept) -> None:
-    for number in (0, 1):
+    assert len({read_state(swept.place.run(number)).attempts[-1]["pid"] for number in (0, 1, 2)}) == 3
+    for number in (0, 1, 2):
         logs = swept.place.run(number).sub("log")
         assert any("came from the object store" in logs.read(name).decode() for name in logs.list())
 
