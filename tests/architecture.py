@@ -19,7 +19,7 @@ LAYERS = (
     ("methods",),
     ("train", "serve", "report", "exchange"),
     ("run", "forgetting"),
-    ("extension",),
+    ("extension", "worker"),
     ("launch",),
     ("sweep", "comparison", "bank_commands"),
     ("bench",),
