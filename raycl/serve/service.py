@@ -9,9 +9,11 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from raycl.errors import BankError
@@ -50,6 +52,33 @@ class Answer:
 Observe = Callable[[Answer], None]
 
 
+class Mailbox:
+    """Brings events from the engine's thread to an event loop, all that are there with one wake-up.
+
+    A wake-up for each would hand the interpreter to the loop in the midst of a batch's answers, and again for every
+    token of every row.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._items: deque[tuple[asyncio.Queue[Event], Event]] = deque()
+        self._woken = False
+
+    def post(self, queue: asyncio.Queue[Event], event: Event) -> None:
+        """From any thread."""
+        self._items.append((queue, event))
+        if not self._woken:
+            self._woken = True
+            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                self.loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # before the first is taken: what comes from now on wakes again
+        while self._items:
+            queue, event = self._items.popleft()
+            queue.put_nowait(event)
+
+
 class Service:
     """Answers on one replica.
 
@@ -63,6 +92,7 @@ class Service:
         self.kind = engine.kind
         self.observe: Observe = lambda answer: None
         self._loading = 0
+        self._mailbox: Mailbox | None = None
 
     # ---- who speaks ------------------------------------------------------------------------------------------
 
@@ -173,12 +203,12 @@ class Service:
             for text in dict.fromkeys(texts):
                 log.info("asked: %r", text)
         samplings = settings.pop("sampling", None)
-        loop = asyncio.get_running_loop()
+        mailbox = self._mailbox_of(asyncio.get_running_loop())
         asks, queues = [], []
         for place, text in enumerate(texts):
             events: asyncio.Queue[Event] = asyncio.Queue()
             sampling = samplings[place] if isinstance(samplings, list) else samplings
-            asks.append(Ask(text, hosted, choice, _sender(loop, events), sampling, **settings))
+            asks.append(Ask(text, hosted, choice, partial(mailbox.post, events), sampling, **settings))
             queues.append(events)
         for ask in asks:
             self.engine.submit(ask)
@@ -187,6 +217,12 @@ class Service:
         finally:
             for ask in asks:
                 ask.cancelled = True
+
+    def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
+        """That of the loop where answers are waited for."""
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = Mailbox(loop)
+        return self._mailbox
 
     async def events(
         self, queue: asyncio.Queue[Event], until: Callable[[Event], bool], deadline: float | None = None
@@ -202,8 +238,9 @@ class Service:
         deadline = self.deadline if deadline is None else deadline
         while True:
             try:
-                if queue.empty():  # else the timer, a task of its own, would cost more than the event
-                    event = await asyncio.wait_for(queue.get(), deadline - time.monotonic())
+                if queue.empty():  # what is there is told even when it is late
+                    async with asyncio.timeout(deadline - time.monotonic()):
+                        event = await queue.get()
                 else:
                     event = queue.get_nowait()
             except TimeoutError as error:
@@ -278,14 +315,6 @@ def how(hosted: Hosted, made: Made) -> How:
 def _rounded(weights: Mapping[str, float]) -> dict[str, float]:
     """Without those that say nothing."""
     return {name: near for name, weight in weights.items() if (near := round(weight, 6))}
-
-
-def _sender(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event]) -> Callable[[Event], None]:
-    def send(event: Event) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            loop.call_soon_threadsafe(events.put_nowait, event)
-
-    return send
 
 
 def _number(model: str) -> int:
