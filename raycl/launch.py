@@ -241,6 +241,7 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
         "stop_after": 1 if config.launch.fresh_workers_per_task else None,
         "threads": max(1, int(scaling.num_cpus_per_worker)),
         "here": hosting.here,
+        "gpu": scaling.use_gpu,
         "asks": hosting.asks,
         "stages": len(prepared.stages),
         "lends": hosting.lends,

@@ -46,8 +46,12 @@ class Tracker(Protocol):
         """Record numbers of one step; steps may repeat after a resume."""
         ...
 
-    def close(self) -> None:
-        """Write out what is pending; nothing may be logged afterwards."""
+    def close(self, failed: bool = False) -> None:
+        """Write out what is pending; nothing may be logged afterwards.
+
+        Args:
+            failed: the run has not ended as it should.
+        """
         ...
 
 
@@ -77,7 +81,7 @@ class NoTracker:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Do nothing."""
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Do nothing."""
 
 
@@ -108,9 +112,9 @@ class WandbTracker:
         """Record numbers of one step."""
         self._run.log({"step": step, **metrics})
 
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+    def close(self, failed: bool = False) -> None:
+        """Finish the run; one that failed is shown as such."""
+        self._run.finish(exit_code=int(failed))
 
 
 class TensorBoardTracker:
@@ -134,7 +138,7 @@ class TensorBoardTracker:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Flush and close the event file."""
         if self._writer is not None:
             self._writer.close()

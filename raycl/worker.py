@@ -24,7 +24,7 @@ from raycl.run import RunConfig
 from raycl.storage import Storage
 from raycl.tracking import open_tracker
 from raycl.train.branch import lend
-from raycl.train.loop import StreamLoop
+from raycl.train.loop import StreamLoop, forget_peak
 from raycl.train.verdict import wait_for_word
 from raycl.train.world import World
 
@@ -61,7 +61,7 @@ def worker_main(job: dict[str, Any]) -> None:
 
 def _run_worker(job: dict[str, Any], storage: Storage) -> None:
     torch.set_num_threads(job["threads"])
-    device = get_device()
+    device = torch.device("cpu") if job["here"] and not job["gpu"] else get_device()  # local mode takes what it sees
     if device.type == "cuda":
         torch.cuda.set_device(device)
     world = _world(job, device)
@@ -69,6 +69,7 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
     files = ray.get(job["weights"]) if job["weights"] is not None else ()
     parts, open_engine = runs.build(config, world, job["singles"], files)
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
+    failed = True
     try:
         report = partial(_report, job, storage, world)
         loop = StreamLoop(parts, open_engine, storage, world, tracker, report, job["driver"])
@@ -77,9 +78,10 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
             if files:
                 log.info("the backbone's %.0f MiB came from the object store", sum(map(len, files)) / 2**20)
         loop.run(job["stop_after"])
+        failed = False
     finally:  # the process may go on: with another trial
         if tracker is not None:
-            tracker.close()
+            tracker.close(failed)
 
 
 def _world(job: dict[str, Any], device: torch.device) -> World:
@@ -94,6 +96,7 @@ def _world(job: dict[str, Any], device: torch.device) -> World:
 def visiting() -> Iterator[None]:
     """A worker inside a process of somebody else's: what it changes there is as before, what it held is free."""
     handlers, level, propagate, threads = log.handlers, log.level, log.propagate, torch.get_num_threads()
+    forget_peak()
     try:
         yield
     finally:

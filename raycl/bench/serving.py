@@ -131,7 +131,7 @@ def _labels(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
 
 @dataclass
 class Asking:
-    """Requests to one variant, none of them twice: the query of a text that was asked before would be remembered."""
+    """Requests to one variant, none twice unless it is very fast: a text seen before has its query remembered."""
 
     url: str
     bodies: Sequence[dict[str, str]]

@@ -54,7 +54,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reduction", type=float, default=8, help="ASHA: one trial in so many learns all tasks")
     parser.add_argument("--orders", type=int, default=2, help="ASHA: so often, with the trials in another order")
     parser.add_argument(
-        "--part", choices=["overhead", "asha", "both"], default="overhead", help="asha: 20 trials of five tasks, twice"
+        "--part",
+        choices=["overhead", "asha", "both"],
+        default="overhead",
+        help="asha: 20 trials, 1 + orders times",
     )
 
 

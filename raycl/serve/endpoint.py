@@ -28,10 +28,6 @@ from raycl.serve.settings import ServeConfig
 
 log = logging.getLogger("raycl")
 
-ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
-"""What Ray Serve is told where this process starts the cluster: our handlers never block its event loop (the model has
-a thread of its own), so a second one would only pass every request from thread to thread."""
-
 
 def serve_forever(config: ServeConfig) -> None:
     """Start the endpoint on this cluster, or on one of our own, and stay until a signal comes.
@@ -64,8 +60,6 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS")
         began = time.monotonic()
-        if not address:
-            os.environ.update({name: os.environ.get(name, value) for name, value in ONE_LOOP.items()})
         ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="error")
         log.info("Ray %s in %.0f s", "joined" if address else "started on this machine", time.monotonic() - began)
     have = ray.cluster_resources().get("CPU", 0.0)

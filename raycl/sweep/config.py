@@ -123,8 +123,14 @@ class SweepConfig(Section):
 
     @property
     def in_process(self) -> bool:
-        """Whether a trial's one worker works in the process that Tune has for the trial, and for the next one."""
-        return self.resources.workers == 1 and not self.resources.isolated
+        """Whether a trial's one worker works in the process that Tune has for the trial, and for the next one.
+
+        Not under DeepSpeed, whose process group ends with the run and is not made again.
+        """
+        base = self.tree({})
+        fresh = base["launch"].get("fresh_workers_per_task") or "launch.fresh_workers_per_task" in self.space
+        other = "deepspeed" in str(base.get("engine")) or any(path.split(".")[0] == "engine" for path in self.space)
+        return self.resources.workers == 1 and not (self.resources.isolated or fresh or other)
 
     @property
     def plans(self) -> bool:

@@ -197,7 +197,7 @@ def _fit(
             name=uuid.uuid4().hex[:12],
             storage_path=storage.path("tune"),
             storage_filesystem=None if storage.is_local else storage.filesystem,
-            failure_config=tune.FailureConfig(max_failures=sweep.retries),
+            failure_config=tune.FailureConfig(max_failures=_restarts(sweep)),
             verbose=0,
         ),
     )
@@ -216,6 +216,14 @@ def _held(sweep: SweepConfig) -> dict[str, float]:
         return {"CPU": 0, "memory": SMALL}
     scaling = launch.scaling_of(configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}))
     return dict(scaling.resources_per_worker)
+
+
+def _restarts(sweep: SweepConfig) -> int:
+    """Of a trial's own process after crashes (-1: no limit); it stands for the worker group where that works in it."""
+    crashes = configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}).launch.max_failures
+    if not sweep.in_process:
+        return sweep.retries
+    return -1 if crashes < 0 else max(crashes, sweep.retries)
 
 
 def concurrency(sweep: SweepConfig) -> int:

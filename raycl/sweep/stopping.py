@@ -18,7 +18,7 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, MedianStoppingRule
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.place import Place
 from raycl.sweep.trial import FAILED, SCORES, TASKS
-from raycl.train.verdict import give_word
+from raycl.train.verdict import give_word, word
 
 log = logging.getLogger("raycl")
 
@@ -82,8 +82,11 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
         if self.rule is not None:
             decision = self.rule.on_trial_result(tune_controller, trial, result)
             last = result[TASKS] >= self.tasks
-            goes_on = decision != TrialScheduler.STOP or last
-            give_word(self.place.run(trial.config["number"]), int(result[TASKS]), goes_on)
+            run = self.place.run(trial.config["number"])
+            said = word(run, int(result[TASKS]))  # by an earlier session, or before its process died: it holds
+            goes_on = decision != TrialScheduler.STOP or last if said is None else said
+            if said is None:
+                give_word(run, int(result[TASKS]), goes_on)
         self._say(trial.config, result, goes_on)
         return str(TrialScheduler.CONTINUE)
 

@@ -1,4 +1,4 @@
-"""One trial: a run on a whole stream inside a Tune trial, on workers of its own.
+"""One trial: a run on a whole stream inside a Tune trial, in its process or on workers of its own.
 
 Why it exists: Tune's supported way to try Train runs is a function that builds a trainer and fits it. A trial of one
 worker fits it in its own process, which the next trial finds with everything imported (Train's local mode). This one
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from raycl.run import RunConfig
 from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.measure import measured
-from raycl.sweep.place import Place
+from raycl.sweep.place import SWEEP, Place
 from raycl.sweep.prefix import lent_records, prefix_keys
 from raycl.sweep.separate import singles_of
 from raycl.sweep.weights import key_of
@@ -73,7 +74,12 @@ def run_trial(work: Work, number: int, config: RunConfig) -> None:
     log.handlers = [logging.NullHandler()]  # what a run says is in its own log
     log.propagate = False
     sweep = configs.validate(SweepConfig, work.sweep)
-    trial = Trial(sweep, Place.of(sweep, work.directory), number, config, work)
+    place = Place.of(sweep, work.directory)
+    if not place.storage.exists(SWEEP):
+        raise RunError(
+            f"the node {socket.gethostname()} does not see '{place.storage.uri}': use --dir on shared storage"
+        )
+    trial = Trial(sweep, place, number, config, work)
     for tries in range(1, sweep.retries + 2):
         try:
             trial.learn()

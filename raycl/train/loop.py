@@ -13,8 +13,10 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
@@ -345,6 +347,14 @@ def peak_memory_mb() -> float:
         return float(torch.cuda.max_memory_allocated()) / 2**20
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def forget_peak() -> None:
+    """The next peak is counted from now on; where the system has no word for that, from the start of the process."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def resident_memory_mb() -> float:
