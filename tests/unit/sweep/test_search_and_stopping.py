@@ -179,6 +179,15 @@ def test_metrics_that_are_not_there_yet_stop_nobody(tmp_path: Path) -> None:
     assert word(scheduler.place.run(0), 1) is True
 
 
+def test_a_word_that_was_given_holds(tmp_path: Path) -> None:
+    """The trial's process died after it, and what it has learned is reported again."""
+    settings = sweep(scheduler={"name": "asha", "reduction": 2})
+    place = Place.of(settings, str(tmp_path))
+    scheduler = AtTaskEnds(place, rule_of(settings, 4), 4, 2)
+    give_word(place.run(1), 1, go_on=True)
+    assert decisions(scheduler, {0: [50.0] * 4, 1: [40.0] * 4}) == {0: 4, 1: 2}
+
+
 def run_config(**sections: Any) -> RunConfig:
     return configs.validate(RunConfig, {"stream": {"tasks": ["topic", "intent"]}, **sections})
 

@@ -167,3 +167,19 @@ def test_trials_of_a_sweep_are_one_group_in_the_tracker(tmp_path: Path) -> None:
     assert [tracking.group for tracking in trackings] == [found.name, found.name]
     own = sweep(**space(seed={"grid": [0]}), base={"tracking": {"group": "mine"}})
     assert place.config(own, 0, {"seed": 0}).tracking.group == "mine"
+
+
+@pytest.mark.parametrize(
+    ("changes", "here"),
+    [
+        ({}, True),
+        ({"resources": {"isolated": True}}, False),
+        ({"resources": {"workers": 2}}, False),
+        ({"base": {"engine": "deepspeed"}, **space(seed={"grid": [1]})}, False),
+        ({"base": {"engine": {"name": "deepspeed", "zero_stage": 2}}, **space(seed={"grid": [1]})}, False),
+        (space(engine={"grid": ["torch", "deepspeed"]}), False),
+        ({"base": {"launch": {"fresh_workers_per_task": True}}, **space(seed={"grid": [1]})}, False),
+    ],
+)
+def test_only_what_leaves_nothing_behind_shares_a_process(changes: dict[str, Any], here: bool) -> None:
+    assert sweep(**changes).in_process is here
