@@ -52,7 +52,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs alone, and trials, that overhead is measured on")
     parser.add_argument("--concurrency", type=int, default=2, help="trials at a time, grid and ASHA")
     parser.add_argument("--reduction", type=float, default=8, help="ASHA: one trial in so many learns all tasks")
-    parser.add_argument("--orders", type=int, default=2, help="ASHA: so often, with the trials in another order")
+    parser.add_argument(
+        "--orders", type=int, default=2, choices=range(1, 11), help="ASHA: so often, with the trials in another order"
+    )
     parser.add_argument(
         "--part",
         choices=["overhead", "asha", "both"],
