@@ -119,10 +119,14 @@ def load_backbone(
         for field in DROPOUTS:
             if isinstance(getattr(settings, field, None), float):
                 setattr(settings, field, config.dropout)
+        dtype = pick_dtype(config.dtype, device)
+        if device.type == "cpu" and dtype == torch.bfloat16:
+            # torch's fused attention falls back to slow loops in its backward pass here: 4 to 9 times the time of this
+            settings._attn_implementation = "eager"
         options = {
             "config": settings,
             "revision": config.revision,
-            "dtype": pick_dtype(config.dtype, device),
+            "dtype": dtype,
             "use_safetensors": None if config.allow_pickle else True,
             "trust_remote_code": config.trust_remote_code,
         }

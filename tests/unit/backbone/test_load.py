@@ -108,3 +108,12 @@ def test_dropout_reaches_the_model_and_dtype_is_what_was_asked_for(lab: Lab) -> 
     assert {module.p for module in backbone.modules() if isinstance(module, torch.nn.Dropout)} == {0.25}  # type: ignore[attr-defined]
     assert backbone.dtype == torch.bfloat16  # type: ignore[attr-defined]
     assert pick_dtype("auto", CPU) == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
+def test_attention_in_bfloat16_on_a_cpu_is_the_kind_whose_backward_pass_is_fast(lab: Lab, kind: str) -> None:
+    chosen = {}
+    for dtype in ("float32", "bfloat16"):
+        backbone = load(BackboneConfig.model_validate({"name": str(lab.model_folder(kind)), "dtype": dtype}))
+        chosen[dtype] = backbone.model.config._attn_implementation  # type: ignore[attr-defined]
+    assert chosen == {"float32": "sdpa", "bfloat16": "eager"}
