@@ -20,6 +20,7 @@ class EncoderBackbone(Backbone):
     Attributes:
         language: where texts themselves are learned, the head that guesses hidden words; `forward` then does that.
         rivals: in training, the only labels that compete for an example which has one of them; (): all do.
+        choices: the only labels that are answered; (): all.
     """
 
     def __init__(self, model: nn.Module, codec: HFCodec, pooling: str, language: LanguageHead | None = None) -> None:
@@ -28,6 +29,7 @@ class EncoderBackbone(Backbone):
         self.head: Head = LabelHead(self.model.config.hidden_size)
         self.language = language
         self.rivals: tuple[str, ...] = ()
+        self.choices: tuple[str, ...] = ()
 
     def learn_labels(self, labels: Sequence[str]) -> None:
         """Add head rows for labels not seen before."""
@@ -71,9 +73,13 @@ class EncoderBackbone(Backbone):
 
     def _among_rivals(self, logits_BC: Tensor, label_B: Tensor) -> Tensor:
         """Examples of a rival label without all other labels; examples of other labels (replayed ones) as they are."""
-        competes_C = torch.tensor([label in self.rivals for label in self.head.labels], device=logits_BC.device)
+        competes_C = self._rows_of(self.rivals)
         alone_B1 = competes_C[label_B.clamp(min=0)].unsqueeze(1)
         return logits_BC.masked_fill(alone_B1 & ~competes_C, -torch.inf)
+
+    def _rows_of(self, labels: Sequence[str]) -> Tensor:
+        """`[C]`: which rows of the head are those of `labels`."""
+        return torch.tensor([label in labels for label in self.head.labels], dtype=torch.bool, device=self.device)
 
     def guesses(self, batch: Batch) -> Guesses:
         """Every hidden word; in batches without any, one position that carries no loss."""
@@ -101,8 +107,14 @@ class EncoderBackbone(Backbone):
 
     @torch.no_grad()
     def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
-        """The label text with the largest score among all labels seen so far; "" where nothing is known of any."""
+        """The label text with the largest score among all labels seen so far (see `choices`).
+
+        "" where nothing is known of any.
+        """
         with self.precision():
-            best_B, row_B = self.head(self.pooled(batch)).float().max(-1)
+            logits_BC = self.head(self.pooled(batch)).float()
+        if self.choices:
+            logits_BC = logits_BC.masked_fill(~self._rows_of(self.choices), -torch.inf)
+        best_B, row_B = logits_BC.max(-1)
         known = torch.isfinite(best_B).tolist()
         return [self.head.labels[row] if yes else "" for row, yes in zip(row_B.tolist(), known, strict=True)]

@@ -19,6 +19,11 @@ class EvalConfig(Section):
     """How a row of the accuracy matrix is filled."""
 
     tasks: Literal["seen", "all"] = Field("seen", description="all: also tasks not trained yet (zero-shot cells)")
+    labels: Literal["all", "task"] = Field(
+        "all",
+        description="what encoder-only backbones may answer with: any label seen so far (class-incremental), or the "
+        "task's own alone, as if told the task (task-incremental; van de Ven and Tolias 2019)",
+    )
     split: Literal["test", "dev"] = Field("test", description="dev for choosing settings; test is for reporting")
     batch_size: int = Field(64, ge=1, description="examples per worker per forward pass")
     max_new_tokens: int | None = Field(None, ge=1, description="limit of an answer; null: stream.max_target_tokens")

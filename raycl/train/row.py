@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from raycl.backbone.encoder import EncoderBackbone
 from raycl.data.loader import eval_batches
 from raycl.data.tokens import TokenTable
 from raycl.eval.evaluator import evaluate
@@ -54,6 +55,8 @@ def _score(parts: Parts, stage: Stage, task: Task, world: World, storage: Storag
     if exercise is not None:
         return _text_score(parts, task, table, batches, world)
     limit = settings.max_new_tokens or codec.max_target_tokens
+    if isinstance(parts.backbone, EncoderBackbone):
+        parts.backbone.choices = tuple(task.labels or ()) if settings.labels == "task" else ()
     references = table.references(range(len(table)))
     others = {label for other in parts.stream.tasks if other is not task for label in other.labels or ()}
     answers, cell = evaluate(

@@ -1,7 +1,8 @@
-"""Labels that compete in training: all seen so far, or the task's own, which leaves earlier ones alone."""
+"""Labels that compete, in training and in answers: all seen so far, or the task's own alone."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,31 @@ def test_a_task_competes_alone_and_a_replayed_row_with_all(lab: Lab) -> None:
     torch.testing.assert_close(backbone.eval()(batch).loss_sum, whole.loss_sum)
 
 
+def test_answers_among_the_choices_alone(lab: Lab) -> None:
+    backbone = build(lab.config("bert", "finetune"), ALONE)[0].backbone.eval()
+    assert isinstance(backbone, EncoderBackbone)
+    backbone.learn_labels(["old", "left", "right"])
+    with torch.no_grad():
+        backbone.head.bias.copy_(torch.tensor([2.0, 0.0, 1.0]))
+    batch = batch_of(backbone.codec.encode_source(["red blue cat", "a dog"]), backbone.codec.pad_id)
+    assert backbone.predict(batch, 1) == ["old", "old"]
+    backbone.choices = ("left", "right")
+    assert backbone.predict(batch, 1) == ["right", "right"]
+    backbone.choices = ("unseen",)
+    assert backbone.predict(batch, 1) == ["", ""]
+
+
+def test_a_run_whose_tasks_are_told_answers_with_their_labels_and_learns_the_same(lab: Lab, tmp_path: Path) -> None:
+    def off_task(labels: str) -> float:
+        folder = Storage.at(tmp_path / labels)
+        run(lab.config("bert", "lora", eval={"labels": labels}), folder)
+        rows = json.loads(folder.read("results.json"))["matrix"]
+        return sum(cell["extra"]["off_task"] for row in rows for cell in row if cell)
+
+    assert off_task("all") > 0 and off_task("task") == 0
+    assert trace(Storage.at(tmp_path / "all")) == trace(Storage.at(tmp_path / "task"))
+
+
 @pytest.mark.parametrize(("label_loss", "stays"), [("seen", False), ("task", True)])
 def test_earlier_labels_are_left_alone(lab: Lab, tmp_path: Path, label_loss: str, stays: bool) -> None:
     parts, open_engine = build(lab.config("bert", "lora", train={"label_loss": label_loss}), ALONE)
@@ -60,3 +86,5 @@ def test_it_changes_nothing_in_the_first_task(lab: Lab, tmp_path: Path) -> None:
 def test_a_backbone_that_writes_has_no_labels(lab: Lab) -> None:
     with pytest.raises(ConfigError, match=r"train\.label_loss is 'task', but backbone .* has no label head"):
         check(lab.config("t5", "lora", train={"label_loss": "task"}))
+    with pytest.raises(ConfigError, match=r"eval\.labels is 'task', but backbone .* has no label head"):
+        check(lab.config("t5", "lora", eval={"labels": "task"}))
