@@ -57,7 +57,7 @@ UNLIKE, FASTEST = 20_000, 400.0
 
 SETTINGS = (
     *("adapters", "clients", "seconds", "rounds", "warm_s", "publishes"),
-    *("threads", "dtype", "port", "tokens", "soak_s"),
+    *("threads", "dtype", "ingress", "port", "tokens", "soak_s"),
 )
 KINDS = ("minilm", "mini-llama")
 
@@ -74,7 +74,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--soak-s", type=float, default=0.0, help="load held while a replica is killed every minute")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the replica")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the backbone")
-    parser.add_argument("--port", type=int, default=8765)
+    parser.add_argument(
+        "--ingress", choices=["direct", "proxy"], default="direct", help="as in the endpoint's settings"
+    )
+    parser.add_argument("--port", type=int, default=8765, help="the first of several")
     parser.add_argument("--models", type=Path, help="folder that holds mini-llama; None: as in the benchmark `stream`")
 
 
@@ -118,7 +121,7 @@ def _labels(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     model = Alone(options)
     rounds = Rounds(model, texts, options)
     for place, (name, kind, bank, bodies) in enumerate(variants):
-        url = f"{_started(kind, bank, options, f'variant{place}', cpus=0.1)}/v1/classify"
+        url = f"{_started(kind, bank, options, place, cpus=0.1)}/v1/classify"
         rounds.ask[name] = Asking(url, bodies)
         first = rounds.ask[name].by(options.clients, options.warm_s if name.startswith("d ") else 2.0)
         if name.startswith("d "):
@@ -314,19 +317,23 @@ class _Thrown:
         return Mixture.same({PLAIN: 1.0}, len(texts))
 
 
-def _started(kind: Any, bank: Bank, options: argparse.Namespace, place: str = "", **settings: Any) -> str:
+def _started(kind: Any, bank: Bank, options: argparse.Namespace, place: int | None = None, **settings: Any) -> str:
     """Bring a variant up; its URL.
 
     Args:
-        place: its application and the first part of its paths, where several are up at once.
+        place: number of its application, where several are up at once: behind the proxy the first part of its paths
+            says which is meant, and one that listens itself has a port of its own.
     """
-    tree = {"bank": bank.storage.address, "port": options.port, "threads": options.threads, "dtype": options.dtype}
-    tree |= settings
+    tree: dict[str, Any] = {"bank": bank.storage.address, "threads": options.threads, "dtype": options.dtype}
+    direct = options.ingress == "direct"
+    tree |= {"ingress": options.ingress, "port": options.port + (place or 0) * direct, **settings}
     config = configs.validate(ServeConfig, tree)
     decide_first(bank, config)
     application = serve.deployment(serve.ingress()(kind), **options_of(config)).bind(configs.as_tree(config))
-    start(config, application, place or NAME, f"/{place}")
-    return f"http://127.0.0.1:{config.port}" + (f"/{place}" if place else "")
+    name = NAME if place is None else f"variant{place}"
+    prefix = "/" if place is None else f"/{name}"
+    start(config, application, name, prefix)
+    return f"http://127.0.0.1:{config.port}" + ("" if direct else prefix.rstrip("/"))
 
 
 def _soak(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:

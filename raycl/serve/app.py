@@ -25,16 +25,39 @@ from raycl.errors import BankError, DataError, RayclError
 from raycl.serve.access import Keys, check_access
 from raycl.serve.asks import FAILURES, Event, Failed
 from raycl.serve.gate import judge
+from raycl.serve.listening import Listener
 from raycl.serve.metrics import Metrics
 from raycl.serve.opening import close_service, open_front, open_service
 from raycl.serve.roster import decide_first
-from raycl.serve.service import Answer, labelled, routed, spoken_out, take
+from raycl.serve.service import Answer, Service, labelled, routed, spoken_out, take
 from raycl.serve.settings import ServeConfig
 from raycl.serve.split import Spec
 from raycl.serve.web import make_web
 
 NAME = "raycl"
 log = logging.getLogger(__name__)
+
+
+class Ingress:
+    """A service's wire.
+
+    Attributes:
+        web: the ASGI application, for Serve's proxy.
+    """
+
+    def __init__(self, service: Service, config: ServeConfig) -> None:
+        """Listen, if it is not the proxy that does."""
+        self.web = make_web(service, Keys(config.auth))
+        self.listener = Listener(self.web, config) if config.ingress == "direct" else None
+
+    def check_health(self) -> None:
+        """See `Endpoint.check_health`."""
+        assert self.listener is None or self.listener.alive, "the HTTP server has ended"
+
+    def close(self) -> None:
+        """Answer what has begun."""
+        if self.listener is not None:
+            self.listener.close()
 
 
 class Endpoint:
@@ -46,15 +69,19 @@ class Endpoint:
         self.config = configs.validate(ServeConfig, tree)
         self.service = open_service(self.config, shelf=True)
         self.metrics = Metrics(self.service)
+        self.ingress = Ingress(self.service, self.config)
 
     def __serve_build_asgi_app__(self) -> Any:
-        return make_web(self.service, Keys(self.config.auth))
+        return self.ingress.web
 
     def check_health(self) -> None:
         """Called by Serve every few seconds; a replica whose model thread has ended is replaced."""
         assert self.service.engine.alive, "the model's thread has ended"
+        self.ingress.check_health()
 
     def __del__(self) -> None:
+        if hasattr(self, "ingress"):
+            self.ingress.close()
         if hasattr(self, "service"):
             close_service(self.service)
 
@@ -107,13 +134,19 @@ class Front:
                 yield event
 
         self.service = open_front(self.config, stream)
+        self.ingress = Ingress(self.service, self.config)
 
     def __serve_build_asgi_app__(self) -> Any:
-        return make_web(self.service, Keys(self.config.auth))
+        return self.ingress.web
 
     def check_health(self) -> None:
         """See `Endpoint.check_health`."""
         assert self.service.engine.alive, "a thread has ended"
+        self.ingress.check_health()
+
+    def __del__(self) -> None:
+        if hasattr(self, "ingress"):
+            self.ingress.close()
 
 
 class Gatekeeper:
@@ -211,7 +244,7 @@ def options_of(config: ServeConfig) -> dict[str, Any]:
         "logging_config": {"enable_access_log": config.access_log},
         "ray_actor_options": {"num_cpus": 0 if gpu else config.reserved, "num_gpus": float(gpu)},
     }
-    if config.max_replicas is None or config.max_replicas == config.replicas:
+    if not config.scales:
         return {**options, "num_replicas": config.replicas}
     scaling = {
         "min_replicas": config.replicas,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -26,8 +27,9 @@ def mixtures_of(hosted: Hosted, asks: Sequence[Ask], attend: Attend | None = Non
     Args:
         attend: for snapshots whose router reads prompts; it needs the model.
     """
+    named = cache(lambda pairs: hosted.named(Mixture.same(dict(pairs), 1)))  # many ask for the same
     found = {
-        number: hosted.named(Mixture.same(ask.choice.weights, 1))
+        number: named(tuple(ask.choice.weights.items()))
         for number, ask in enumerate(asks)
         if ask.choice.weights is not None
     }

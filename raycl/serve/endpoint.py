@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import ray
 from ray import serve
@@ -24,6 +24,7 @@ from raycl.bank.activations import Activations
 from raycl.errors import LaunchError
 from raycl.serve.app import NAME, build_from
 from raycl.serve.gate import Verdict, judge
+from raycl.serve.listening import claimed
 from raycl.serve.settings import ServeConfig
 
 log = logging.getLogger("raycl")
@@ -35,6 +36,11 @@ def serve_forever(config: ServeConfig) -> None:
     Raises:
         LaunchError: it did not come up. RayclError: config or bank.
     """
+    with nullcontext(config) if os.environ.get("RAY_ADDRESS") else claimed(config) as settled:
+        _serve_forever(settled)
+
+
+def _serve_forever(config: ServeConfig) -> None:
     application = build_from(config)
     stopped = threading.Event()
     with suppress(KeyboardInterrupt):
@@ -52,7 +58,7 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
     """Bring the application up and return.
 
     Args:
-        name, prefix: of the application and of its paths, beside others on the same cluster.
+        name, prefix: of the application and of its paths behind a proxy, beside others on the same cluster.
 
     Raises:
         LaunchError: the cluster or a replica did not come up.
@@ -69,6 +75,7 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
             "threads, set cpus to what a replica may reserve, or set wait_for_nodes=true if the cluster grows"
         )
     serve.start(
+        proxy_location="Disabled" if config.ingress == "direct" else "EveryNode",
         http_options={"host": config.host, "port": config.port},
         logging_config={"enable_access_log": config.access_log},
     )

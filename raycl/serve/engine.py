@@ -320,7 +320,7 @@ class Engine:
         with self.host.speaking(mixture, rule, told), backbone.precision():
             assert isinstance(backbone, EncoderBackbone), "labels come from encoder-only backbones"
             scores = backbone.head(backbone.pooled(batch)).float()
-        found = [_best(row, backbone.head.labels) for row in scores.cpu()]
+        found = _best(scores.cpu(), backbone.head.labels)
         for one, event in zip(ready, found, strict=True):
             self._tell(one.ask, Started(one.made))
             self._tell(one.ask, event)
@@ -334,12 +334,21 @@ def _call(function: Callable[[], Any], done: Future[Any]) -> None:
         done.set_exception(error)
 
 
-def _best(scores_C: Tensor, labels: Sequence[str]) -> Labelled | Failed:
-    known = scores_C != -torch.inf
-    if not bool(torch.isfinite(scores_C[known]).all()):
-        return Failed(AdapterError(OVERFLOW))
-    if not bool(known.any()):
-        return Failed(AdapterError("nobody who speaks for this text knows any label: choose adapters with labels"))
-    chances = scores_C.softmax(0)
-    found = [(labels[place], float(chances[place])) for place in chances.argsort(descending=True, stable=True).tolist()]
-    return Labelled({label: chance for label, chance in found if chance > 0})
+def _best(scores_BC: Tensor, labels: Sequence[str]) -> list[Labelled | Failed]:
+    """Each row's labels by falling chance; scores of minus infinity are of labels that nobody knows."""
+    known_BC = scores_BC != -torch.inf
+    broken_B = (known_BC & ~torch.isfinite(scores_BC)).any(1).tolist()
+    mute_B = (~known_BC).all(1).tolist()
+    chances_BC, order_BC = torch.sort(scores_BC.softmax(1), dim=1, descending=True, stable=True)
+    found: list[Labelled | Failed] = []
+    for broken, mute, chances, order in zip(broken_B, mute_B, chances_BC.tolist(), order_BC.tolist(), strict=True):
+        if broken:
+            found.append(Failed(AdapterError(OVERFLOW)))
+        elif mute:
+            found.append(
+                Failed(AdapterError("nobody who speaks for this text knows any label: choose adapters with labels"))
+            )
+        else:
+            pairs = zip(order, chances, strict=True)
+            found.append(Labelled({labels[place]: chance for place, chance in pairs if chance > 0}))
+    return found

@@ -278,9 +278,12 @@ def stacked(mixtures: Sequence[Mixture]) -> Mixture:
     """The examples of several mixtures below each other, over the adapters of all."""
     names = tuple(dict.fromkeys(name for mixture in mixtures for name in mixture.names))
     column = {name: number for number, name in enumerate(names)}
-    blocks: list[Tensor] = []
+    rows: list[list[float]] = []  # numbers, since tensors of one row each cost more than what is in them
     for mixture in mixtures:
-        block = torch.zeros(len(mixture.weights), len(names))
-        block[:, [column[name] for name in mixture.names]] = mixture.weights.float().cpu()
-        blocks.append(block)
-    return Mixture(names, torch.cat(blocks) if blocks else torch.zeros(0, len(names)))
+        columns = [column[name] for name in mixture.names]
+        for weights in mixture.weights.tolist():
+            row = [0.0] * len(names)
+            for place, weight in zip(columns, weights, strict=True):
+                row[place] = weight
+            rows.append(row)
+    return Mixture(names, torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(names)))

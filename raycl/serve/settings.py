@@ -70,6 +70,12 @@ class ServeConfig(Section):
     )
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
+    ingress: Literal["auto", "proxy", "direct"] = Field(
+        "auto",
+        description="who listens on host:port. proxy: Ray Serve's, on every node, in front of replicas anywhere. "
+        "direct: the replicas themselves, those of one machine side by side; a small model answers much faster. auto: "
+        "direct where jobs/serve.py starts Ray on this machine and the number of replicas is fixed, else proxy",
+    )
     layout: Literal["colocated", "split"] = Field(
         "colocated", description="split: replicas that route texts (CPU) in front of replicas with the model"
     )
@@ -95,6 +101,11 @@ class ServeConfig(Section):
         return float(self.threads) if self.cpus is None else self.cpus
 
     @property
+    def scales(self) -> bool:
+        """Whether the number of replicas follows the load."""
+        return self.max_replicas is not None and self.max_replicas != self.replicas
+
+    @property
     def cpus_wanted(self) -> float:
         """CPUs of everything together, at least."""
         others = self.router_replicas if self.layout == "split" else 0
@@ -104,4 +115,9 @@ class ServeConfig(Section):
     def _replicas_fit(self) -> ServeConfig:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas={self.max_replicas} is below replicas={self.replicas}: raise it")
+        if self.ingress == "direct" and self.scales and self.layout == "colocated":
+            raise ValueError(
+                "ingress=direct hides requests from Ray Serve, which scales by them: drop max_replicas, set replicas, "
+                "or use ingress=proxy"
+            )
         return self

@@ -57,7 +57,7 @@ def served(bank: Bank, **settings: Any) -> httpx.Client:
     tree = {"bank": bank.storage.address, "port": PORT, "max_batch": 8, "cpus": 0.2, **settings}
     config = configs.validate(ServeConfig, tree)
     start(config, build_from(config))
-    return httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=60)
+    return httpx.Client(base_url=f"http://127.0.0.1:{config.port}", timeout=60)
 
 
 class Clients:
@@ -165,6 +165,24 @@ def test_router_and_model_apart_answer_the_same_and_survive_a_killed_replica(lab
         assert found.status_code in (200, 500, 503), found.text
     assert good >= 15, "the other replica goes on"
     until(lambda: serve.status().applications[NAME].deployments["endpoint"].status == "HEALTHY")
+
+
+@pytest.mark.timeout(240)
+def test_replicas_that_listen_themselves_share_a_port_and_free_it(lab: Lab, tmp_path: Path) -> None:
+    bank = Learner(lab, "bert", tmp_path).learn_one()
+    client = served(bank, ingress="direct", replicas=2, port=PORT + 1)
+    label = client.post("/v1/classify", json={"input": TEXTS[0]}).json()["data"][0]["label"]
+    names = [actor["name"] for actor in ray.util.list_named_actors(True) if "#endpoint#" in actor["name"]]
+    assert len(names) == 2
+    ray.kill(ray.get_actor(names[0], namespace="serve"))
+    until(lambda: serve.status().applications[NAME].deployments["endpoint"].status == "UNHEALTHY")
+    for _ in range(16):  # each on a connection of its own
+        found = httpx.post(f"{client.base_url}/v1/classify", json={"input": TEXTS[0]})
+        assert found.json()["data"][0]["label"] == label, "the other replica goes on"
+    until(lambda: serve.status().applications[NAME].deployments["endpoint"].status == "HEALTHY")
+    serve.delete(NAME)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{client.base_url}/healthz")
 
 
 @pytest.mark.timeout(240)
