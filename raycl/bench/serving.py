@@ -66,7 +66,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Sizes; the defaults end within five minutes on two cores."""
     parser.add_argument("--adapters", type=int, nargs="+", default=[4, 1000], help="adapters in the bank")
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=7.5, help="of load for every variant")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of load for every variant")
     parser.add_argument("--rounds", type=int, default=3, help="in which the variants take turns")
     parser.add_argument("--warm-s", type=float, default=10.0, help="of load before a mixed endpoint is measured")
     parser.add_argument("--publishes", type=int, default=5, help="snapshots published while clients ask")

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cache, partial
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from raycl.errors import AdapterError, RayclError
 from raycl.serve.asks import CLOSED, FAILURES, Ask, Event, Failed, Labelled, Made, Started, is_last
 from raycl.serve.choosing import head_of, loudest, mixtures_of, unfamiliar_of
 from raycl.serve.decoding import OVERFLOW, Decoding, Ready
-from raycl.serve.fitting import Fitted, Fitting
+from raycl.serve.fitting import Fitting, Wanted
 from raycl.serve.host import Host, Hosted, stacked
 from raycl.serve.refusals import BrokenError
 from raycl.types import Mixture
@@ -248,29 +248,42 @@ class Engine:
             strange |= {number: told[asks[number].text] for number in mine if asks[number].text in told}
         spent = (time.perf_counter() - began) * 1e3
         self._retrieval_s += spent / 1e3
-        fit = cache(self._fitting.fit)  # several answers to one text read it once
+        drafts = [self._drafted(ask, mixtures[number]) for number, ask in enumerate(asks)]
         ready = []
-        for number, ask in enumerate(asks):
-            one = self._prompted(ask, mixtures[number], fit)
-            made = replace(one.made, queue_ms=(began - ask.began) * 1e3, retrieval_ms=spent, batch=len(asks))
-            made = replace(made, unfamiliar=strange.get(number))
-            ready.append(replace(one, made=made))
+        for number, (one, fitted) in enumerate(
+            zip(drafts, self._fitting.fit([one.wanted for one in drafts]), strict=True)
+        ):
+            ask, sampling = asks[number], asks[number].sampling
+            if sampling is not None and fitted.room is not None:
+                sampling = replace(sampling, max_tokens=min(sampling.max_tokens, fitted.room))
+            made = Made(
+                snapshot=ask.hosted.snapshot.number,
+                weights=dict(sorted(one.weights.items(), key=lambda pair: -pair[1])),
+                template=one.template,
+                prompt_tokens=len(fitted.ids),
+                cut_tokens=fitted.cut,
+                queue_ms=(began - ask.began) * 1e3,
+                retrieval_ms=spent,
+                batch=len(asks),
+                unfamiliar=strange.get(number),
+            )
+            ready.append(Ready(ask, mixtures[number], fitted.ids, sampling, made))
         return ready
 
     def _attend(self, hosted: Hosted, asks: Sequence[Ask], tasks: Sequence[str]) -> Mixture:
         """Prompts as the model will read them, in the eyes of a router beside it."""
         ahead = max((entry.prompt[0] for entry in hosted.snapshot.adapters if entry.prompt), default=0)
-        ids = []
+        wanted = []
         for ask, task in zip(asks, tasks, strict=True):
             prompt = hosted.prompts.get(task, Prompt()) if ask.templated else Prompt()
-            is_input = ask.templated or ask.sampling is None
-            ids.append(self._fitting.fit(ask.text, prompt, is_input, ahead).ids)
+            wanted.append(Wanted(ask.text, prompt, ask.templated or ask.sampling is None, ahead))
+        ids = [fitted.ids for fitted in self._fitting.fit(wanted)]
         batch = batch_of(ids, self.host.backbone.codec.pad_id).to(self.host.backbone.device)
         return self.host.attended(hosted, batch.source_ids, batch.source_mask)
 
-    def _prompted(self, ask: Ask, mixture: Mixture, fit: Callable[[str, Prompt, bool, int], Fitted]) -> Ready:
+    def _drafted(self, ask: Ask, mixture: Mixture) -> Draft:
         """The prompt of the task that the request names, else of the one that speaks loudest."""
-        hosted, sampling = ask.hosted, ask.sampling
+        hosted = ask.hosted
         if not ask.route_only and not self.host.fit([mixture]):
             raise AdapterError(
                 f"{', '.join(mixture.names)} take {self.host.rows(mixture.names)} rows on the device together, this "
@@ -283,17 +296,8 @@ class Engine:
         ahead = max(
             (entry.prompt[0] for entry in hosted.snapshot.adapters if entry.prompt and entry.name in weights), default=0
         )
-        fitted = fit(ask.text, prompt, ask.templated or sampling is None, ahead)
-        if sampling is not None and fitted.room is not None:
-            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, fitted.room))
-        made = Made(
-            snapshot=hosted.snapshot.number,
-            weights=dict(sorted(weights.items(), key=lambda pair: -pair[1])),
-            template=task if prompt != Prompt() else "",
-            prompt_tokens=len(fitted.ids),
-            cut_tokens=fitted.cut,
-        )
-        return Ready(ask, mixture, fitted.ids, sampling, made)
+        wanted = Wanted(ask.text, prompt, ask.templated or ask.sampling is None, ahead)
+        return Draft(weights, task if prompt != Prompt() else "", wanted)
 
     # ---- labels ----------------------------------------------------------------------------------------------
 
@@ -325,6 +329,18 @@ class Engine:
             self._tell(one.ask, Started(one.made))
             self._tell(one.ask, event)
         return ready
+
+
+class Draft(NamedTuple):
+    """What is known of an answer before its text is read.
+
+    Attributes:
+        weights: adapter -> weight. template: the task whose prompt stands around the text; "": none does.
+    """
+
+    weights: dict[str, float]
+    template: str
+    wanted: Wanted
 
 
 def _call(function: Callable[[], Any], done: Future[Any]) -> None:

@@ -5,12 +5,28 @@ What it does not know: who asks, what is made of the ids.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from raycl.backbone import Backbone
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
 from raycl.serve.refusals import TooLongError, TooMuchError
+
+
+class Wanted(NamedTuple):
+    """What is to be read.
+
+    Attributes:
+        is_input: it may be cut.
+        ahead: positions that soft prompts take.
+    """
+
+    text: str
+    prompt: Prompt
+    is_input: bool
+    ahead: int
 
 
 @dataclass(frozen=True)
@@ -42,28 +58,29 @@ class Fitting:
         positions = getattr(backbone.model.config, "max_position_embeddings", None)
         self.positions: int | None = None if positions is None else int(positions)
 
-    def fit(self, text: str, prompt: Prompt, is_input: bool, ahead: int) -> Fitted:
-        """The ids of a text with its prompt around it.
-
-        Args:
-            is_input: it may be cut.
-            ahead: positions that soft prompts take.
+    def fit(self, wanted: Sequence[Wanted]) -> list[Fitted]:
+        """The ids of texts with their prompts around them; the same text is read once.
 
         Raises:
-            TooLongError: it may not be cut, and is too long. TooMuchError: there is nothing in it.
+            TooLongError: one may not be cut, and is too long. TooMuchError: there is nothing in one.
         """
-        most = self.max_source if is_input else self.max_prompt
+        unlike = list(dict.fromkeys(wanted))
+        read = self.codec.encode_source([one.prompt.around(one.text) for one in unlike])
+        found = {one: self._fitted(one, ids) for one, ids in zip(unlike, read, strict=True)}
+        return [found[one] for one in wanted]
+
+    def _fitted(self, wanted: Wanted, ids: list[int]) -> Fitted:
+        most = self.max_source if wanted.is_input else self.max_prompt
         if self.positions is not None:
-            most = min(most, self.positions - ahead - (self.codec.kind == "decoder"))
-        ids = self.codec.encode_source([prompt.around(text)])[0]
+            most = min(most, self.positions - wanted.ahead - (self.codec.kind == "decoder"))
         if not ids:
             raise TooMuchError("the text holds no token: expected at least one word")
         whole = len(ids)
-        if whole > most and not is_input:
+        if whole > most and not wanted.is_input:
             raise TooLongError(f"the prompt has {whole} tokens, this endpoint reads at most {most}: send less text")
         if whole > most:
-            ids = fit_sources([text], prompt, self.codec, most)[0][0]
-        return Fitted(ids, whole - len(ids), self._room(len(ids), ahead))
+            ids = fit_sources([wanted.text], wanted.prompt, self.codec, most)[0][0]
+        return Fitted(ids, whole - len(ids), self._room(len(ids), wanted.ahead))
 
     def _room(self, length: int, ahead: int) -> int | None:
         """A decoder's answer goes on where the prompt ends; another's has positions of its own."""
