@@ -200,7 +200,7 @@ def build(
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)
     weights = {name: tensor for file in files for name, tensor in views(file, config.backbone.name).items()}
-    backbone = load_backbone(config.backbone, codec, world.device, config.seed, stream.learns_texts, weights)
+    backbone = load_backbone(config.backbone, codec, world.device, config.seed, stream.learns_texts, weights, True)
     method = method_class(config.method.name)(config.method, backbone, config.seed)
     if weights and (method.stack is None or config.engine.name != "torch"):
         _own(backbone)

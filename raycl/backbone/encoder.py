@@ -73,13 +73,13 @@ class EncoderBackbone(Backbone):
 
     def _among_rivals(self, logits_BC: Tensor, label_B: Tensor) -> Tensor:
         """Examples of a rival label without all other labels; examples of other labels (replayed ones) as they are."""
-        competes_C = self._rows_of(self.rivals)
+        competes_C = self._rows_of(self.rivals, logits_BC.device)
         alone_B1 = competes_C[label_B.clamp(min=0)].unsqueeze(1)
         return logits_BC.masked_fill(alone_B1 & ~competes_C, -torch.inf)
 
-    def _rows_of(self, labels: Sequence[str]) -> Tensor:
+    def _rows_of(self, labels: Sequence[str], device: torch.device) -> Tensor:
         """`[C]`: which rows of the head are those of `labels`."""
-        return torch.tensor([label in labels for label in self.head.labels], dtype=torch.bool, device=self.device)
+        return torch.tensor([label in labels for label in self.head.labels], dtype=torch.bool, device=device)
 
     def guesses(self, batch: Batch) -> Guesses:
         """Every hidden word; in batches without any, one position that carries no loss."""
@@ -114,7 +114,7 @@ class EncoderBackbone(Backbone):
         with self.precision():
             logits_BC = self.head(self.pooled(batch)).float()
         if self.choices:
-            logits_BC = logits_BC.masked_fill(~self._rows_of(self.choices), -torch.inf)
+            logits_BC = logits_BC.masked_fill(~self._rows_of(self.choices, logits_BC.device), -torch.inf)
         best_B, row_B = logits_BC.max(-1)
         known = torch.isfinite(best_B).tolist()
         return [self.head.labels[row] if yes else "" for row, yes in zip(row_B.tolist(), known, strict=True)]

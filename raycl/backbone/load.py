@@ -99,6 +99,7 @@ def load_backbone(
     seed: int,
     language: bool = False,
     weights: Mapping[str, Tensor] | None = None,
+    trains: bool = False,
 ) -> Backbone:
     """Weights on `device` in evaluation-ready state; `seed` fixes any weight the checkpoint lacks.
 
@@ -106,6 +107,8 @@ def load_backbone(
         language: texts themselves will be learned: encoder-only models come with the head that guesses hidden words.
         weights: what the checkpoint's files hold, by name, if somebody has read them already; where dtype and device
             allow, the model looks at this very memory.
+        trains: there will be backward passes, for which torch's fused attention in bfloat16 on a CPU is not made: it
+            takes 4 to 9 times the time of plain products, which need more memory.
 
     Raises:
         BackboneError: the model cannot be loaded.
@@ -120,8 +123,7 @@ def load_backbone(
             if isinstance(getattr(settings, field, None), float):
                 setattr(settings, field, config.dropout)
         dtype = pick_dtype(config.dtype, device)
-        if device.type == "cpu" and dtype == torch.bfloat16:
-            # torch's fused attention falls back to slow loops in its backward pass here: 4 to 9 times the time of this
+        if trains and device.type == "cpu" and dtype == torch.bfloat16:
             settings._attn_implementation = "eager"
         options = {
             "config": settings,

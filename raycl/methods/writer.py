@@ -89,7 +89,7 @@ class Writer:
         self.backbone, own = backbone, stack
         if config.backbone is not None:
             codec = load_codec(config.backbone, 1, 1)
-            self.backbone, own = load_backbone(config.backbone, codec, backbone.device, seed), None
+            self.backbone, own = load_backbone(config.backbone, codec, backbone.device, seed, trains=True), None
         self._borrowed = own
         model = self.backbone.model
         self.stack = own or AdapterStack(model, linear_names(model, config.targets))

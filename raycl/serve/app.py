@@ -22,7 +22,7 @@ from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.errors import BankError, DataError, RayclError
-from raycl.serve.access import Keys, check_access
+from raycl.serve.access import check_access
 from raycl.serve.asks import FAILURES, Event, Failed
 from raycl.serve.gate import judge
 from raycl.serve.listening import Listener
@@ -46,8 +46,12 @@ class Ingress:
     """
 
     def __init__(self, service: Service, config: ServeConfig) -> None:
-        """Listen, if it is not the proxy that does."""
-        self.web = make_web(service, Keys(config.auth))
+        """Listen, if it is not the proxy that does.
+
+        Raises:
+            ConfigError: this process knows no keys, and others on the network would reach it.
+        """
+        self.web = make_web(service, check_access(config))
         self.listener = Listener(self.web, config) if config.ingress == "direct" else None
 
     def check_health(self) -> None:
@@ -224,11 +228,18 @@ def build_from(config: ServeConfig) -> Any:
         name="front",
         num_replicas=config.router_replicas,
         max_ongoing_requests=2 * config.limits.queue,
-        graceful_shutdown_timeout_s=config.limits.timeout_s,
+        **_drain(config),
         logging_config={"enable_access_log": config.access_log},
         ray_actor_options={"num_cpus": config.reserved},
     )
     return front.bind(tree, model, *others)
+
+
+def _drain(config: ServeConfig) -> dict[str, float]:
+    """How long a replica that ends may answer what it has begun; Serve does not see what it was asked directly."""
+    if config.ingress == "direct":
+        return {"graceful_shutdown_wait_loop_s": 0.1, "graceful_shutdown_timeout_s": config.limits.timeout_s + 15}
+    return {"graceful_shutdown_timeout_s": config.limits.timeout_s}
 
 
 def options_of(config: ServeConfig) -> dict[str, Any]:
@@ -239,7 +250,7 @@ def options_of(config: ServeConfig) -> dict[str, Any]:
         "name": "endpoint",
         # more than the service's own queue, so that it is the service that says 429
         "max_ongoing_requests": 2 * queue,
-        "graceful_shutdown_timeout_s": config.limits.timeout_s,
+        **_drain(config),
         "health_check_period_s": 5,
         "logging_config": {"enable_access_log": config.access_log},
         "ray_actor_options": {"num_cpus": 0 if gpu else config.reserved, "num_gpus": float(gpu)},

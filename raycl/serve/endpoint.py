@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import ray
 from ray import serve
@@ -36,7 +37,8 @@ def serve_forever(config: ServeConfig) -> None:
     Raises:
         LaunchError: it did not come up. RayclError: config or bank.
     """
-    with nullcontext(config) if os.environ.get("RAY_ADDRESS") else claimed(config) as settled:
+    joined = connect()
+    with nullcontext(config) if joined else claimed(config) as settled:
         _serve_forever(settled)
 
 
@@ -54,6 +56,24 @@ def _serve_forever(config: ServeConfig) -> None:
     ray.shutdown()
 
 
+def connect() -> bool:
+    """Join the cluster that RAY_ADDRESS names or that runs on this machine, else start one; whether it was joined."""
+    if ray.is_initialized():
+        return True
+    began, named = time.monotonic(), os.environ.get("RAY_ADDRESS")
+    settings: dict[str, Any] = {"namespace": "serve", "log_to_driver": False, "logging_level": "error"}
+    try:
+        ray.init(address=named or "auto", **settings)
+        joined = named != "local"
+    except ConnectionError:
+        if named:
+            raise LaunchError(f"there is no Ray at RAY_ADDRESS={named}: start it, or unset RAY_ADDRESS") from None
+        ray.init(address="local", **settings)
+        joined = False
+    log.info("Ray %s in %.0f s", "joined" if joined else "started on this machine", time.monotonic() - began)
+    return joined
+
+
 def start(config: ServeConfig, application: object, name: str = NAME, prefix: str = "/") -> None:
     """Bring the application up and return.
 
@@ -63,11 +83,9 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
     Raises:
         LaunchError: the cluster or a replica did not come up.
     """
-    if not ray.is_initialized():
-        address = os.environ.get("RAY_ADDRESS")
-        began = time.monotonic()
-        ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="error")
-        log.info("Ray %s in %.0f s", "joined" if address else "started on this machine", time.monotonic() - began)
+    connect()
+    if config.ingress == "direct" and not config.port:
+        raise LaunchError("port=0 lets every replica choose a port that nobody is told: name one with port=NUMBER")
     have = ray.cluster_resources().get("CPU", 0.0)
     if config.cpus_wanted > have and not config.wait_for_nodes:
         raise LaunchError(

@@ -7,6 +7,8 @@ What it does not know: what is answered.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import socket
 import threading
@@ -35,7 +37,9 @@ class Listener:
 
     def __init__(self, web: Any, config: ServeConfig) -> None:
         listens = bound(config.host, config.port, shared=True)
-        self._patience_s = config.limits.timeout_s
+        self._patience_s = max(1, math.ceil(config.limits.timeout_s))
+        if config.access_log:
+            _show_access()
         self._server = uvicorn.Server(
             uvicorn.Config(
                 web,
@@ -43,7 +47,7 @@ class Listener:
                 log_config=None,
                 access_log=config.access_log,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=round(self._patience_s),
+                timeout_graceful_shutdown=self._patience_s,
             )
         )
         self._thread = threading.Thread(target=self._server.run, args=([listens],), name="raycl-http", daemon=True)
@@ -77,12 +81,17 @@ def claimed(config: ServeConfig) -> Iterator[ServeConfig]:
     with bound(config.host, config.port) as found:
         port = int(found.getsockname()[1])
     ingress = config.ingress
-    if ingress == "auto":
-        ingress = "proxy" if config.scales else "direct"
-    held = socket.socket(_family(config.host))
-    with held:
+    if ingress == "auto":  # the kernel does not know which of several replicas is busy
+        several = config.scales or max(config.replicas, config.router_replicas) > 1
+        ingress = "proxy" if several else "direct"
+    with socket.socket(_family(config.host)) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind((config.host, port))
+        if held.family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(not _is_dual(config.host)))
+        try:
+            held.bind((config.host, port))
+        except OSError as error:
+            raise _refusal(config.host, port, error) from error
         yield config.model_copy(update={"port": port, "ingress": ingress})
 
 
@@ -97,14 +106,32 @@ def bound(host: str, port: int, shared: bool = False) -> socket.socket:
         LaunchError: the address is taken, or none of this machine's.
     """
     try:
-        return socket.create_server((host, port), family=_family(host), backlog=2048, reuse_port=shared)
+        return socket.create_server(
+            (host, port), family=_family(host), backlog=2048, reuse_port=shared, dualstack_ipv6=_is_dual(host)
+        )
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise LaunchError(
-            f"{host}:{port} cannot be listened on ({reason}): choose a free port with port=NUMBER, and a host that is "
-            "an address of this machine"
-        ) from error
+        raise _refusal(host, port, error) from error
+
+
+def _refusal(host: str, port: int, error: OSError) -> LaunchError:
+    reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+    return LaunchError(
+        f"{host}:{port} cannot be listened on ({reason}): choose a free port with port=NUMBER, and a host that is an "
+        "address of this machine"
+    )
 
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _is_dual(host: str) -> bool:
+    """Whether IPv4 clients come in by the same socket."""
+    return host == "::" and socket.has_dualstack_ipv6()
+
+
+def _show_access() -> None:
+    """Lines about requests go where Serve's own lines go."""
+    access, serve = logging.getLogger("uvicorn.access"), logging.getLogger("ray.serve")
+    access.setLevel(logging.INFO)
+    access.handlers = list(serve.handlers) or [logging.StreamHandler()]

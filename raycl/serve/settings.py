@@ -74,7 +74,7 @@ class ServeConfig(Section):
         "auto",
         description="who listens on host:port. proxy: Ray Serve's, on every node, in front of replicas anywhere. "
         "direct: the replicas themselves, those of one machine side by side; a small model answers much faster. auto: "
-        "direct where jobs/serve.py starts Ray on this machine and the number of replicas is fixed, else proxy",
+        "direct where jobs/serve.py starts Ray on this machine for one replica, else proxy, which knows who is busy",
     )
     layout: Literal["colocated", "split"] = Field(
         "colocated", description="split: replicas that route texts (CPU) in front of replicas with the model"

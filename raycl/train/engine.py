@@ -134,7 +134,7 @@ class TorchEngine:
         for name in modifiers.names:
             parameter = self.trained[name]
             assert parameter.grad is not None
-            parameter.grad = modifiers(name, parameter.grad)
+            parameter.grad = _laid_out_as(parameter, modifiers(name, parameter.grad))
         norm = nn.utils.clip_grad_norm_(self.trained.values(), self.max_grad_norm or float("inf"))
         for name in modifiers.names:
             self._step_rows(modifiers, name)
@@ -188,7 +188,7 @@ class TorchEngine:
         """Fill parameters and Adam's state, and move the schedule on."""
         load_parameters(self.backbone, parameters)
         for name, parameter in self.trained.items():
-            moments = {moment: optimizer[f"{name}/{moment}"].to(parameter.device) for moment in MOMENTS}
+            moments = {moment: _laid_out_as(parameter, optimizer[f"{name}/{moment}"]) for moment in MOMENTS}
             self.optimizer.state[parameter] = {"step": torch.tensor(float(steps)), **moments}
         advance(self.schedule, steps)
 
@@ -196,6 +196,12 @@ class TorchEngine:
         """Drop the optimizer."""
         self.optimizer.state.clear()
         self.optimizer.zero_grad()
+
+
+def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
+    """On the parameter's device, with its strides: AdamW's fused kernel reads memory as it lies."""
+    value = value.to(parameter.device)
+    return value if value.stride() == parameter.stride() else torch.empty_like(parameter).copy_(value)
 
 
 def advance(scheduler: LambdaLR, steps: int) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -55,13 +56,17 @@ def _score(parts: Parts, stage: Stage, task: Task, world: World, storage: Storag
     if exercise is not None:
         return _text_score(parts, task, table, batches, world)
     limit = settings.max_new_tokens or codec.max_target_tokens
-    if isinstance(parts.backbone, EncoderBackbone):
-        parts.backbone.choices = tuple(task.labels or ()) if settings.labels == "task" else ()
     references = table.references(range(len(table)))
     others = {label for other in parts.stream.tasks if other is not task for label in other.labels or ()}
-    answers, cell = evaluate(
-        task, batches, lambda batch: _answers(parts, batch.to(world.device), limit), references, others, world.gather
-    )
+    with _choosing(parts, task):
+        answers, cell = evaluate(
+            task,
+            batches,
+            lambda batch: _answers(parts, batch.to(world.device), limit),
+            references,
+            others,
+            world.gather,
+        )
     cell.extra |= {"truncated_sources": float(table.truncated_sources)}
     if world.is_first:
         off = f", {cell.extra['off_task']:g} off task" if cell.extra.get("off_task") else ""
@@ -86,6 +91,19 @@ def _text_score(parts: Parts, task: Task, table: TokenTable, batches: Iterable[B
         shown = (task.name, cell.value, cell.extra["perplexity"], cell.extra["tokens"])
         log.info("    %-36s %5.1f  (perplexity %.4g, %d tokens)", *shown)
     return cell
+
+
+@contextmanager
+def _choosing(parts: Parts, task: Task) -> Iterator[None]:
+    """Labels are chosen among the task's own, where the evaluation tells the task."""
+    if not isinstance(parts.backbone, EncoderBackbone) or parts.evaluation.labels == "all":
+        yield
+        return
+    parts.backbone.choices = tuple(task.labels or ())
+    try:
+        yield
+    finally:
+        parts.backbone.choices = ()
 
 
 def _answers(parts: Parts, batch: Batch, limit: int) -> list[str]:

@@ -114,6 +114,8 @@ def test_dropout_reaches_the_model_and_dtype_is_what_was_asked_for(lab: Lab) -> 
 def test_attention_in_bfloat16_on_a_cpu_is_the_kind_whose_backward_pass_is_fast(lab: Lab, kind: str) -> None:
     chosen = {}
     for dtype in ("float32", "bfloat16"):
-        backbone = load(BackboneConfig.model_validate({"name": str(lab.model_folder(kind)), "dtype": dtype}))
-        chosen[dtype] = backbone.model.config._attn_implementation  # type: ignore[attr-defined]
-    assert chosen == {"float32": "sdpa", "bfloat16": "eager"}
+        config = BackboneConfig.model_validate({"name": str(lab.model_folder(kind)), "dtype": dtype})
+        for trains in (True, False):
+            backbone = load_backbone(config, load_codec(config, 8, 8), CPU, 0, trains=trains)
+            chosen[dtype, trains] = backbone.model.config._attn_implementation
+    assert chosen.pop(("bfloat16", True)) == "eager" and set(chosen.values()) == {"sdpa"}

@@ -94,7 +94,8 @@ def test_a_second_endpoint_is_refused_before_the_first_listens_and_after() -> No
     ("changed", "expected"),
     [
         ({}, "direct"),
-        ({"replicas": 2}, "direct"),
+        ({"replicas": 2}, "proxy"),
+        ({"replicas": 2, "ingress": "direct"}, "direct"),
         ({"max_replicas": 3}, "proxy"),
         ({"ingress": "proxy"}, "proxy"),
         ({"layout": "split", "ingress": "direct", "max_replicas": 3}, "direct"),

@@ -15,6 +15,7 @@ from raycl.backbone.base import loss_count
 from raycl.data.loader import GlobalOrder, Loader
 from raycl.errors import RunError
 from raycl.methods.base import Method
+from raycl.methods.modifier import Modifiers
 from raycl.run import build
 from raycl.train.engine import Engine, TorchEngine
 from raycl.train.loop import micro_batch_size
@@ -163,3 +164,31 @@ def test_tokens_are_counted_without_padding_and_fill_ups(lab: Lab) -> None:
     table = parts.stream.table(parts.stream.tasks[0], "train", parts.backbone.codec)
     columns = table.columns(batch.rows[:2].tolist())
     assert token_count(batch) == sum(map(len, [*columns.source_ids, *columns.target_ids]))
+
+
+class Turned(Modifiers):
+    """Changes nothing; gradients come back with their memory the other way round, as matrix products may leave it."""
+
+    def __init__(self, weight: str) -> None:
+        super().__init__()
+        self.weight = weight
+
+    @property
+    def names(self) -> list[str]:
+        return [self.weight]
+
+    def __call__(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.mT.contiguous().mT
+
+    def held(self, name: str) -> None:
+        return None
+
+
+def test_how_a_gradient_lies_in_memory_changes_nothing(lab: Lab) -> None:
+    weights = []
+    for turns in (False, True):
+        parts, engine, loader = started(lab, "bert", "finetune")
+        name = next(name for name, p in parts.backbone.named_parameters() if p.dim() == 2 and p.shape[0] != p.shape[1])
+        train_step(engine, parts.method, loader.micro_batches(0), WORLD, 0, Turned(name) if turns else Modifiers())
+        weights.append(dict(parts.backbone.named_parameters())[name].detach())
+    assert torch.equal(*weights)
