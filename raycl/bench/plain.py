@@ -212,7 +212,9 @@ def load(sheet: dict[str, Any]) -> Model:
 def train(model: Model, rows: Sequence[Row], steps: Sequence[Any], sheet: dict[str, Any]) -> list[dict[str, float]]:
     """One task: every step is a list of micro-batches, each a list of rows."""
     fused = True if model.device.type == "cpu" else None  # as raycl's: ten times as fast there, and other roundings
-    optimizer = torch.optim.AdamW(model.trained(), **sheet["optimizer"], weight_decay=sheet["weight_decay"], fused=fused)
+    optimizer = torch.optim.AdamW(
+        model.trained(), **sheet["optimizer"], weight_decay=sheet["weight_decay"], fused=fused
+    )
     model.model.train()
     done = []
     for step in steps:

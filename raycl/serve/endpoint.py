@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from contextlib import nullcontext, suppress
-from typing import Any
 
 import ray
 from ray import serve
@@ -37,8 +36,7 @@ def serve_forever(config: ServeConfig) -> None:
     Raises:
         LaunchError: it did not come up. RayclError: config or bank.
     """
-    joined = connect()
-    with nullcontext(config) if joined else claimed(config) as settled:
+    with nullcontext(config) if _named_cluster() else claimed(config) as settled:
         _serve_forever(settled)
 
 
@@ -56,22 +54,21 @@ def _serve_forever(config: ServeConfig) -> None:
     ray.shutdown()
 
 
-def connect() -> bool:
-    """Join the cluster that RAY_ADDRESS names or that runs on this machine, else start one; whether it was joined."""
+def _named_cluster() -> str | None:
+    """Where the cluster is that RAY_ADDRESS names; None: a Ray of our own, never that of another endpoint here."""
+    named = os.environ.get("RAY_ADDRESS")
+    return None if named in (None, "", "local") else named
+
+
+def _connect() -> None:
     if ray.is_initialized():
-        return True
-    began, named = time.monotonic(), os.environ.get("RAY_ADDRESS")
-    settings: dict[str, Any] = {"namespace": "serve", "log_to_driver": False, "logging_level": "error"}
+        return
+    began, named = time.monotonic(), _named_cluster()
     try:
-        ray.init(address=named or "auto", **settings)
-        joined = named != "local"
-    except ConnectionError:
-        if named:
-            raise LaunchError(f"there is no Ray at RAY_ADDRESS={named}: start it, or unset RAY_ADDRESS") from None
-        ray.init(address="local", **settings)
-        joined = False
-    log.info("Ray %s in %.0f s", "joined" if joined else "started on this machine", time.monotonic() - began)
-    return joined
+        ray.init(address=named or "local", namespace="serve", log_to_driver=False, logging_level="error")
+    except ConnectionError as error:
+        raise LaunchError(f"no Ray answers at RAY_ADDRESS={named}: start it there, or unset RAY_ADDRESS") from error
+    log.info("Ray %s in %.0f s", "joined" if named else "started on this machine", time.monotonic() - began)
 
 
 def start(config: ServeConfig, application: object, name: str = NAME, prefix: str = "/") -> None:
@@ -83,7 +80,7 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
     Raises:
         LaunchError: the cluster or a replica did not come up.
     """
-    connect()
+    _connect()
     if config.ingress == "direct" and not config.port:
         raise LaunchError("port=0 lets every replica choose a port that nobody is told: name one with port=NUMBER")
     have = ray.cluster_resources().get("CPU", 0.0)

@@ -224,7 +224,12 @@ def test_the_load_counts_what_is_not_finished(taught: Taught, tmp_path: Path, mo
     with serving(bank, max_batch=4) as desk:
         seen: list[int] = []
         fit = desk.engine._fitting.fit
-        monkeypatch.setattr(desk.engine._fitting, "fit", lambda some: seen.append(desk.engine.load) or fit(some))  # type: ignore[func-returns-value]
+
+        def counting(wanted: Sequence[Wanted]) -> list[Fitted]:
+            seen.append(desk.engine.load)
+            return fit(wanted)
+
+        monkeypatch.setattr(desk.engine._fitting, "fit", counting)
         with desk.paused():
             replies = [desk.ask(f"fire is {number}", task="colour", sampling=None) for number in range(6)]
             replies.append(desk.ask("fire", task="colour", sampling=None, route_only=True))
