@@ -143,11 +143,6 @@ def check(config: RunConfig) -> Stream:
             f"train.label_loss is '{config.train.label_loss}', but backbone '{config.backbone.name}' writes its "
             "answers and has no label head: leave it at seen, or use an encoder-only backbone"
         )
-    if config.eval.labels != "all" and not codec.needs_labels:
-        raise ConfigError(
-            f"eval.labels is '{config.eval.labels}', but backbone '{config.backbone.name}' writes its answers and has "
-            "no label head: leave it at all, or use an encoder-only backbone"
-        )
     workers = config.launch.workers
     check_batch(
         config.train.batch_size,

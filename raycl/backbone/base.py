@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +90,7 @@ class Backbone(nn.Module, ABC):
         head: label head of encoder-only backbones, else None.
         prefix: what stands in front of every text, or None.
         dtype: what the model computes in, whatever an engine keeps trained parameters in.
+        choices: the only answers that `predict` gives; (): all.
     """
 
     head: Head | None
@@ -101,6 +102,7 @@ class Backbone(nn.Module, ABC):
         self.codec = codec
         self.head = None
         self.prefix = None
+        self.choices: tuple[str, ...] = ()
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
     @property
@@ -125,6 +127,22 @@ class Backbone(nn.Module, ABC):
         Args:
             max_new_tokens: limit of a generated answer; unused by encoder-only backbones.
         """
+
+    def constraint(self, prompt: int) -> dict[str, Callable[[int, Tensor], list[int]]]:
+        """What keeps `generate` to `choices`, token by token; nothing if there are none.
+
+        Args:
+            prompt: tokens in front of an answer in what `generate` gives back.
+        """
+        if not self.choices:
+            return {}
+        after: dict[tuple[int, ...], list[int]] = {}
+        for ids in self.codec.encode_target(self.choices):
+            for place, token in enumerate(ids):
+                known = after.setdefault(tuple(ids[:place]), [])
+                known += [token] if token not in known else []
+        end = [self.codec.eos_id]
+        return {"prefix_allowed_tokens_fn": lambda _, ids_S: after.get(tuple(ids_S[prompt:].tolist()), end)}
 
     def guesses(self, batch: Batch) -> Guesses:
         """For batches of texts that are learned themselves."""

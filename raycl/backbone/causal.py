@@ -45,6 +45,7 @@ class CausalBackbone(Backbone):
         with self.precision():
             inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)
             padded = pad_left(*inputs.values())
+            prompt = 0 if "inputs_embeds" in inputs else batch.source_ids.shape[1]  # embeddings are not given back
             ids_BS = self.model.generate(
                 **dict(zip(inputs, padded, strict=True)),
                 max_new_tokens=max_new_tokens,
@@ -52,8 +53,8 @@ class CausalBackbone(Backbone):
                 num_beams=1,
                 pad_token_id=self.codec.pad_id,
                 eos_token_id=self.codec.eos_id,
+                **self.constraint(prompt),
             )
-        prompt = 0 if "inputs_embeds" in inputs else batch.source_ids.shape[1]  # embeddings are not given back
         return self.codec.decode(ids_BS[:, prompt:])
 
 

@@ -20,7 +20,6 @@ class EncoderBackbone(Backbone):
     Attributes:
         language: where texts themselves are learned, the head that guesses hidden words; `forward` then does that.
         rivals: in training, the only labels that compete for an example which has one of them; (): all do.
-        choices: the only labels that are answered; (): all.
     """
 
     def __init__(self, model: nn.Module, codec: HFCodec, pooling: str, language: LanguageHead | None = None) -> None:
@@ -29,7 +28,6 @@ class EncoderBackbone(Backbone):
         self.head: Head = LabelHead(self.model.config.hidden_size)
         self.language = language
         self.rivals: tuple[str, ...] = ()
-        self.choices: tuple[str, ...] = ()
 
     def learn_labels(self, labels: Sequence[str]) -> None:
         """Add head rows for labels not seen before."""

@@ -21,8 +21,9 @@ class EvalConfig(Section):
     tasks: Literal["seen", "all"] = Field("seen", description="all: also tasks not trained yet (zero-shot cells)")
     labels: Literal["all", "task"] = Field(
         "all",
-        description="what encoder-only backbones may answer with: any label seen so far (class-incremental), or the "
-        "task's own alone, as if told the task (task-incremental; van de Ven and Tolias 2019)",
+        description="what may be answered: any label seen so far, or any text where answers are generated "
+        "(class-incremental); or the task's own labels alone, as if told the task (task-incremental; van de Ven and "
+        "Tolias 2019). Tasks without labels are answered freely",
     )
     split: Literal["test", "dev"] = Field("test", description="dev for choosing settings; test is for reporting")
     batch_size: int = Field(64, ge=1, description="examples per worker per forward pass")

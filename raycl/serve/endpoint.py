@@ -67,7 +67,10 @@ def _connect() -> None:
     try:
         ray.init(address=named or "local", namespace="serve", log_to_driver=False, logging_level="error")
     except ConnectionError as error:
-        raise LaunchError(f"no Ray answers at RAY_ADDRESS={named}: start it there, or unset RAY_ADDRESS") from error
+        raise LaunchError(
+            f"no Ray answers at RAY_ADDRESS={named}: start it there, unset RAY_ADDRESS for one here, or, where it asks "
+            "for a token, export RAY_AUTH_MODE=token"
+        ) from error
     log.info("Ray %s in %.0f s", "joined" if named else "started on this machine", time.monotonic() - began)
 
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from raycl.backbone.encoder import EncoderBackbone
 from raycl.data.loader import eval_batches
 from raycl.data.tokens import TokenTable
 from raycl.eval.evaluator import evaluate
@@ -96,10 +95,7 @@ def _text_score(parts: Parts, task: Task, table: TokenTable, batches: Iterable[B
 @contextmanager
 def _choosing(parts: Parts, task: Task) -> Iterator[None]:
     """Labels are chosen among the task's own, where the evaluation tells the task."""
-    if not isinstance(parts.backbone, EncoderBackbone) or parts.evaluation.labels == "all":
-        yield
-        return
-    parts.backbone.choices = tuple(task.labels or ())
+    parts.backbone.choices = tuple(task.labels or ()) if parts.evaluation.labels == "task" else ()
     try:
         yield
     finally:
