@@ -1,0 +1,42 @@
+"""Which Ray an endpoint runs on: one of its own, unless RAY_ADDRESS names another; never one that is just there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray
+
+from raycl.errors import LaunchError
+from raycl.serve.endpoint import start
+from raycl.serve.settings import ServeConfig
+
+
+class Reached(Exception):
+    """Ray would start now."""
+
+
+@pytest.mark.parametrize(
+    ("named", "reached"), [(None, "local"), ("", "local"), ("local", "local"), ("10.1.2.3:6379", "10.1.2.3:6379")]
+)
+def test_its_own_unless_one_is_named(monkeypatch: pytest.MonkeyPatch, named: str | None, reached: str) -> None:
+    def init(address: str, **settings: Any) -> None:
+        raise Reached(address)
+
+    monkeypatch.setattr(ray, "init", init)
+    if named is None:
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    else:
+        monkeypatch.setenv("RAY_ADDRESS", named)
+    with pytest.raises(Reached, match=rf"^{reached}$"):
+        start(ServeConfig(bank="bank"), None)
+
+
+def test_a_cluster_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**settings: Any) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
+    with pytest.raises(LaunchError, match=r"no Ray answers at RAY_ADDRESS=10\.1\.2\.3:6379: .*RAY_AUTH_MODE=token"):
+        start(ServeConfig(bank="bank"), None)
