@@ -277,7 +277,9 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
 
 def _single_differences(expected: Tree, found: Tree) -> list[str]:
     """Dotted keys that matter for a task trained alone: the order of tasks does not."""
-    return [key for key in configs.differences(found, expected) if key not in ("stream.name", "stream.tasks")]
+    idle = {("method", key) for key in method_class(str(expected["method"]["name"])).Config.idle_alone}
+    idle |= {("stream", "name"), ("stream", "tasks")}
+    return [key for key in configs.differences(found, expected) if tuple(key.split(".")[:2]) not in idle]
 
 
 def default_directory() -> str:

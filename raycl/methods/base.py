@@ -27,6 +27,9 @@ class MethodConfig(Section):
 
     name: str
 
+    idle_alone: ClassVar[tuple[str, ...]] = ()
+    """Settings without any part in the score of a task that is trained alone."""
+
     def acting(self, index: int, tasks: Sequence[str]) -> Tree:
         """The settings that can change anything about stage `index`: what is learned, remembered or measured in it.
 

@@ -73,6 +73,9 @@ class SaptConfig(MethodConfig):
     selector: SelectorConfig = SelectorConfig()
     writer: WriterConfig = WriterConfig()
 
+    idle_alone: ClassVar[tuple[str, ...]] = ("attention", "arm", "ablation", "selector", "writer")
+    """A single block is attended to with weight 1, and there is nothing to reflect on."""
+
     def acting(self, index: int, tasks: Sequence[str]) -> Tree:
         """In the first task there is nothing to reflect on."""
         settings = super().acting(index, tasks)

@@ -13,7 +13,7 @@ import json
 from raycl import __version__, launch
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.methods.registry import WRAPPERS
+from raycl.methods.registry import WRAPPERS, method_class
 from raycl.run import RunConfig
 from raycl.storage import Storage
 
@@ -36,6 +36,9 @@ def separate_tree(config: RunConfig) -> Tree:
 def separate_key(tree: Tree) -> str:
     """The same for settings that give the same scores."""
     kept = {key: tree[key] for key in ("seed", "stream", "backbone", "method", "modifiers", "train", "engine", "eval")}
+    learner = kept["method"]["learner"]
+    idle = method_class(learner["name"]).Config.idle_alone
+    kept["method"] = {key: value for key, value in learner.items() if key not in idle}
     workers = {key: tree["launch"][key] for key in ("workers", "cpus_per_worker", "gpus_per_worker")}
     return hashlib.sha256(json.dumps([kept, workers, __version__], sort_keys=True).encode()).hexdigest()[:24]
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import Lab, run
+from tiny import Lab, run, trace
 
 from raycl import config as configs
+from raycl.errors import ConfigError
 from raycl.run import RunConfig, read_singles
 from raycl.storage import Storage
 from raycl.sweep.separate import FOLDER, separate_key, separate_tree, singles_of
@@ -42,3 +43,38 @@ def test_tasks_alone_are_taken_from_where_they_were_computed(
     orders["stream"]["tasks"] = orders["stream"]["tasks"][::-1]
     if not modifiers:
         assert read_singles(singles_of(configs.validate(RunConfig, orders), str(tmp_path))) == singles
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ablation": "arm"},
+        {"ablation": "replay"},
+        {"ablation": "alignment"},
+        {"ablation": "shared_attention"},
+        {"attention": {"standardize": True, "width": 7}, "arm": {"fraction": 0.5, "weight": 3.0}},
+    ],
+    ids=["arm", "replay", "alignment", "shared_attention", "attention"],
+)
+def test_settings_without_a_part_in_tasks_alone_are_not_compared(
+    lab: Lab, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Rightly so: the very same scores and losses come of them."""
+    trial = lab.config("bert", {"name": "sapt", **settings})
+    plain, other = (separate_tree(one) for one in (lab.config("bert", "sapt"), trial))
+    assert separate_key(plain) == separate_key(other)
+    for name, tree in (("plain", plain), ("other", other)):
+        run(configs.validate(RunConfig, tree), Storage.at(tmp_path / name))
+    assert trace(Storage.at(tmp_path / "plain")) == trace(Storage.at(tmp_path / "other"))
+    scores = [
+        read_singles(trial.model_copy(update={"eval": trial.eval.model_copy(update={"singles": str(tmp_path / name)})}))
+        for name in ("plain", "other")
+    ]
+    assert scores[0] is not None and scores[0] == scores[1]
+
+
+def test_settings_that_have_a_part_are(lab: Lab, tmp_path: Path) -> None:
+    run(configs.validate(RunConfig, separate_tree(lab.config("bert", "sapt"))), Storage.at(tmp_path))
+    trial = lab.config("bert", {"name": "sapt", "rank": 3}, eval={"singles": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"is another setting; it differs in method\.rank: "):
+        read_singles(trial)
