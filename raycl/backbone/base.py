@@ -128,16 +128,18 @@ class Backbone(nn.Module, ABC):
             max_new_tokens: limit of a generated answer; unused by encoder-only backbones.
         """
 
-    def constraint(self, prompt: int) -> dict[str, Callable[[int, Tensor], list[int]]]:
+    def constraint(self, prompt: int, forced: int | None = None) -> dict[str, Callable[[int, Tensor], list[int]]]:
         """What keeps `generate` to `choices`, token by token; nothing if there are none.
 
         Args:
             prompt: tokens in front of an answer in what `generate` gives back.
+            forced: the model's own first token of every answer (BART), if it has one.
         """
         if not self.choices:
             return {}
         after: dict[tuple[int, ...], list[int]] = {}
-        for ids in self.codec.encode_target(self.choices):
+        for answer in self.codec.encode_target(self.choices):
+            ids = answer if forced is None else [forced, *answer]
             for place, token in enumerate(ids):
                 known = after.setdefault(tuple(ids[:place]), [])
                 known += [token] if token not in known else []

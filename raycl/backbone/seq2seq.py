@@ -43,7 +43,7 @@ class Seq2SeqBackbone(Backbone):
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
                 num_beams=1,
-                **self.constraint(prompt=1),  # the decoder's start
+                **self.constraint(1, self.model.generation_config.forced_bos_token_id),  # 1: the decoder's start
             )
         return self.codec.decode(ids_BT)
 

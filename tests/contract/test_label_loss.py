@@ -53,7 +53,9 @@ def test_answers_among_the_choices_alone(lab: Lab) -> None:
 
 @pytest.mark.parametrize("method", ["lora", VARIANTS["sapt-prompt"]])
 @pytest.mark.parametrize("kind", ["t5", "llama"])
-def test_generated_answers_are_one_of_the_choices(lab: Lab, kind: str, method: object) -> None:
+def test_generated_answers_are_one_of_the_choices(
+    lab: Lab, kind: str, method: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The likelier one at the first token where they part; with learned positions in front of the text, too."""
     parts, _ = build(lab.config(kind, method), ALONE)
     parts.method.begin_task(parts.stages[0], resumed=False)
@@ -67,6 +69,10 @@ def test_generated_answers_are_one_of_the_choices(lab: Lab, kind: str, method: o
         assert backbone.predict(batch, 6) == told
         backbone.choices = ("blue",)
         assert backbone.predict(batch, 6) == ["blue"] * 3
+        if kind == "t5":
+            monkeypatch.setattr(backbone.model.generation_config, "forced_bos_token_id", 0)
+            assert backbone.predict(batch, 6) == ["blue"] * 3
+            monkeypatch.undo()
         backbone.choices = ()
         assert backbone.predict(batch, 6) == free
     assert set(told) <= {"red cat", "red dog", "blue"} and not set(free) & set(told)
