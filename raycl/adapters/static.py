@@ -23,6 +23,7 @@ class StaticRows:
     """
 
     def __init__(self, pool: RowPool, rows: int, sequences: int) -> None:
+        self.rows = rows
         self.active = pool.picked(torch.zeros(rows, dtype=torch.long))
         dtype, device = next(iter(pool.a))[2:]
         self.gate = torch.zeros(sequences, rows, dtype=dtype, device=device)

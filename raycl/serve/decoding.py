@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from raycl.backbone import running
+from raycl.backbone.slots import Slots
 from raycl.errors import AdapterError
 from raycl.serve.asks import Ask, Event, Failed, Made, Piece, Sampling
 from raycl.serve.host import Host, stacked
@@ -58,18 +59,21 @@ class Decoding:
         tokens: generated so far.
     """
 
-    def __init__(self, host: Host, max_rows: int, tell: Callable[[Ask, Event], None]) -> None:
+    def __init__(self, host: Host, max_rows: int, tell: Callable[[Ask, Event], None], in_slots: bool = False) -> None:
         """Nothing speaks yet.
 
         Args:
             tell: takes every event.
+            in_slots: at fixed addresses (`raycl.backbone.slots`).
         """
         self.host, self.max_rows = host, max_rows
+        self._slots = Slots(host.backbone, max_rows) if in_slots else None
+        self._under = 0
         self.joining: list[Ready] = []
         self.tokens = 0
         self._tell = tell
         self._rows: list[Row] = []
-        self._state: running.Running | None = None
+        self._state: running.Running | Slots | None = None
         self._speaking = ExitStack()
 
     def __bool__(self) -> bool:
@@ -116,7 +120,8 @@ class Decoding:
             rows.append(Row(one.ask, one.mixture, Spoken(codec.tokenizer, codec.eos_id, one.sampling), draws))
         with self.host.speaking(mixture):
             state = running.begin(self.host.backbone, [one.ids for one in ready])
-        self._state = state if self._state is None else self._state.joined(state)
+        before = self._state if self._slots is None else self._slots
+        self._state = state if before is None else before.joined(state)
         self._rows += rows
         for row in rows:
             self.host.hold(row.mixture.names)
@@ -138,10 +143,20 @@ class Decoding:
         if self._state is None:
             return
         if not self.host.stack.is_open:
-            self._speaking.enter_context(self.host.speaking(stacked([row.mixture for row in self._rows])))
+            self._open(stacked([row.mixture for row in self._rows]))
         device = self.host.backbone.device
         chosen = torch.tensor([tokens[number] for number in going], device=device)
-        self._state = running.step(self.host.backbone, self._state, chosen)
+        if isinstance(self._state, Slots):
+            self._state.step(chosen, self._under)
+        else:
+            self._state = running.step(self.host.backbone, self._state, chosen)
+
+    def _open(self, mixture: Mixture) -> None:
+        if isinstance(self._state, Slots):
+            mixture = Mixture(mixture.names, self._state.placed(mixture.weights))
+            self._under = self._speaking.enter_context(self.host.speaking_in_place(mixture))
+        else:
+            self._speaking.enter_context(self.host.speaking(mixture))
 
     def forget(self) -> None:
         """Let go of what was cancelled."""
@@ -164,7 +179,11 @@ class Decoding:
         for number in set(range(len(self._rows))) - set(going):
             self.host.release(self._rows[number].mixture.names)
         self._rows = [self._rows[number] for number in going]
-        self._state = self._state.kept(going) if going and self._state is not None else None
+        if self._slots is not None and self._state is not None:
+            self._slots.kept(going)
+        elif going and self._state is not None:
+            self._state = self._state.kept(going)
+        self._state = self._state if going else None
 
 
 def _said(spoken: Spoken, token: int) -> Event | None:

@@ -48,7 +48,13 @@ class Engine:
     """
 
     def __init__(
-        self, host: Host, max_batch: int, max_source_tokens: int, max_target_tokens: int, max_prompt_tokens: int = 4096
+        self,
+        host: Host,
+        max_batch: int,
+        max_source_tokens: int,
+        max_target_tokens: int,
+        max_prompt_tokens: int = 4096,
+        in_slots: bool = False,
     ) -> None:
         """Start the thread.
 
@@ -57,13 +63,14 @@ class Engine:
             max_source_tokens: longest prompt; longer inputs are cut at their end, as in training.
             max_target_tokens: of an answer, where the ask does not say.
             max_prompt_tokens: longest prompt that is not an input; what is longer is refused.
+            in_slots: texts are decoded at fixed addresses (`raycl.backbone.slots`).
         """
         self.host, self.max_batch = host, max_batch
         self.max_target = max_target_tokens
         self._fitting = Fitting(host.backbone, max_source_tokens, max_prompt_tokens)
         self._inbox: queue.SimpleQueue[Ask | tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._waiting: list[Ask] = []
-        self._texts = Decoding(host, max_batch, self._tell)
+        self._texts = Decoding(host, max_batch, self._tell, in_slots)
         self._retrieval_s = 0.0
         self._lock = threading.Lock()  # of the three below
         self._unfinished = 0

@@ -20,6 +20,7 @@ from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
 from raycl.adapters.prompts import MixedPrompts
 from raycl.adapters.stack import Source
+from raycl.adapters.static import StaticRows
 from raycl.backbone import Backbone
 from raycl.bank import Snapshot
 from raycl.data.prompts import Prompt
@@ -139,6 +140,9 @@ class Host:
         self._sources: dict[str, tuple[Source, str]] = {}
         self._ranks: dict[str, int] = {}
         self.stack = AdapterStack(backbone.model, [], resident_rows, self._fetch)
+        self._room: StaticRows | None = None
+        self._room_for: object = None
+        self._room_number = 0
         if backbone.codec.needs_labels:
             backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size))
 
@@ -267,11 +271,37 @@ class Host:
         with self.stack.mixing(mixture):
             yield
 
+    @contextmanager
+    def speaking_in_place(self, mixture: Mixture) -> Iterator[int]:
+        """As `speaking`, at addresses that stay the same as long as the number that it gives.
+
+        Args:
+            mixture: as many examples every time.
+        """
+        self.stack.need([name for name, used in zip(mixture.names, (mixture.weights != 0).any(0), strict=True) if used])
+        rows, wanted = self.rows(mixture.names), (tuple(self.stack.layers), self.stack.activation)
+        if self._room is None or self._room.rows < rows or self._room_for != wanted:
+            self._room_for, self._room_number = wanted, self._room_number + 1
+            self._room = None
+            if self.stack.pool.rows:
+                self._room = StaticRows(self.stack.pool, _power_of_two(rows), len(mixture.weights))
+        self.stack.static = self._room
+        try:
+            with self.speaking(mixture):
+                yield self._room_number
+        finally:
+            self.stack.static = None
+
     def _count(self, mixture: Mixture) -> None:
         resident = sum(name in self.stack.states for name in mixture.names)
         more = {"batches": 1, "rows": len(mixture.weights), "adapters": len(mixture.names)}
         more |= {"hits": resident, "misses": len(mixture.names) - resident}
         self.counts = {name: value + more[name] for name, value in self.counts.items()}
+
+
+def _power_of_two(rows: int) -> int:
+    """The next one, since making room anew costs a capture."""
+    return 1 << max(4, (rows - 1).bit_length())
 
 
 def stacked(mixtures: Sequence[Mixture]) -> Mixture:

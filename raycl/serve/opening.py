@@ -11,11 +11,12 @@ from contextlib import suppress
 
 import torch
 
-from raycl.backbone import load_backbone, load_codec
+from raycl.backbone import Backbone, load_backbone, load_codec
+from raycl.backbone.slots import fits_slots
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.bank.shelf import Shelf
-from raycl.errors import RayclError
+from raycl.errors import ConfigError, RayclError
 from raycl.serve.asks import Ask, Choice, Event, Failed, Sampling, is_last
 from raycl.serve.engine import Engine
 from raycl.serve.host import Host, Hosted
@@ -58,10 +59,26 @@ def open_service(config: ServeConfig, shelf: bool = False, routes: bool = True) 
     )
     backbone = load_backbone(settings, load_codec(settings, source, target), device, 0)
     host = Host(backbone, config.resident_rows)
-    engine = Engine(host, config.max_batch, source, target, config.limits.prompt_tokens)
+    in_slots = decodes_in_slots(config, backbone)
+    engine = Engine(host, config.max_batch, source, target, config.limits.prompt_tokens, in_slots)
     roster = Roster(bank, engine, config, snapshot.backbone.sha256, Shelf(bank) if shelf else None)
     _warm(engine, roster.active, routes)
     return Service(config, engine, roster)
+
+
+def decodes_in_slots(config: ServeConfig, backbone: Backbone) -> bool:
+    """Whether texts are decoded at fixed addresses.
+
+    Raises:
+        ConfigError: they shall be, and cannot.
+    """
+    if config.decoding == "static" and not fits_slots(backbone):
+        raise ConfigError(
+            f"decoding is 'static', but '{backbone.codec.kind}' backbones, or those with an attention other than sdpa "
+            "and eager, are decoded in caches that grow: leave it at auto"
+        )
+    on_gpu = backbone.device.type == "cuda"
+    return config.decoding == "static" or (config.decoding == "auto" and on_gpu and fits_slots(backbone))
 
 
 def open_front(config: ServeConfig, stream: Stream) -> Service:

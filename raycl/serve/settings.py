@@ -86,6 +86,11 @@ class ServeConfig(Section):
     cpus: float | None = Field(None, ge=0, description="CPUs that a replica reserves in the cluster; null: its threads")
     wait_for_nodes: bool = Field(False, description="the cluster grows: wait for replicas that it cannot hold today")
     max_batch: int = Field(32, ge=1, description="rows computed together")
+    decoding: Literal["auto", "dynamic", "static"] = Field(
+        "auto",
+        description="of texts. static: caches of a fixed shape for max_batch rows, on GPUs one CUDA graph a step "
+        "(decoder-only backbones); dynamic: caches that grow and shrink; auto: static on GPUs, where it can be",
+    )
     resident_rows: int | None = Field(None, ge=1, description="ranks of adapters on the device; null: no limit")
     hosted: int = Field(3, ge=1, description="snapshots kept ready for rollback and pinned requests")
     log_prompts: bool = Field(False, description="write what is asked into the log")

@@ -12,7 +12,7 @@ import torch
 from served import LIMIT, WAIT_S, Reply, alone, bank_of, chunks, examples, is_piece, serving
 from tiny import Taught, opened
 
-from raycl.errors import RayclError
+from raycl.errors import ConfigError, RayclError
 from raycl.serve.asks import Labelled, Piece, Sampling, Started
 from raycl.serve.fitting import Fitted, Wanted
 
@@ -33,13 +33,20 @@ LONG = Sampling(100)
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"), [*product(("llama", "t5"), ("separate", "slm")), ("llama", "olora"), ("llama", "sapt")]
+    ("kind", "method", "decoding"),
+    [
+        *product(("llama", "t5"), ("separate", "slm"), ("dynamic",)),
+        *product(("llama",), ("olora", "sapt"), ("dynamic", "static")),
+        ("llama", "slm", "static"),
+    ],
 )
-def test_texts_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
+def test_texts_are_what_the_snapshot_says(
+    taught: Taught, tmp_path: Path, kind: str, method: str, decoding: str
+) -> None:
     bank = bank_of(taught(kind, method), tmp_path)
     asked = examples(taught(kind, method), bank)
     assert len({one.answer for one in asked}) >= 3, "answers must differ, or a mix-up would not be seen"
-    with serving(bank, max_batch=5) as desk:
+    with serving(bank, max_batch=5, decoding=decoding) as desk:
         task = {one.text: one.task if method == "separate" else None for one in asked}
         with desk.paused():
             at_once = [desk.ask(one.text, task=task[one.text]) for one in asked]
@@ -55,14 +62,14 @@ def test_texts_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, kind: 
         assert counts["rows"] > len(asked) < counts["hits"] and not counts["misses"], "small adapters are there before"
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_every_row_keeps_its_own_mixture(taught: Taught, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "decoding"), [("llama", "dynamic"), ("llama", "static"), ("t5", "dynamic")])
+def test_every_row_keeps_its_own_mixture(taught: Taught, tmp_path: Path, kind: str, decoding: str) -> None:
     bank = bank_of(taught(kind, "separate"), tmp_path)
     model = opened(bank, bank.open(2))
     asked = [(text, WEIGHTS[(place + turn) % len(WEIGHTS)]) for turn in range(2) for place, text in enumerate(TEXTS)]
     expected = [alone(model, text, weights, _loudest(weights)) for text, weights in asked]
     assert len(set(expected)) >= 4 and any(len(text.split()) == LIMIT for text in expected)
-    with serving(bank, max_batch=7) as desk:
+    with serving(bank, max_batch=7, decoding=decoding) as desk:
         first = [desk.ask(text, weights=weights) for text, weights in asked[:3]]
         first[0].wait(lambda event: isinstance(event, Started))
         rest = [desk.ask(text, weights=weights) for text, weights in asked[3:]]
@@ -73,13 +80,14 @@ def _loudest(weights: Mapping[str, float]) -> str:
     return max(weights, key=lambda name: weights[name], default="")
 
 
-def test_who_has_no_soft_prompt_reads_the_same_text(taught: Taught, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "decoding"), [("t5", "dynamic"), ("llama", "static")])
+def test_who_has_no_soft_prompt_reads_the_same_text(taught: Taught, tmp_path: Path, kind: str, decoding: str) -> None:
     """In a batch with soft prompts the others' first positions are masked, also when those have left."""
-    bank = bank_of(taught("t5", "prompts"), tmp_path)
+    bank = bank_of(taught(kind, "prompts"), tmp_path)
     model = opened(bank, bank.open(2))
     prompted = {name: 1.0 for name in model.hosted.keys if name.startswith("colour")}
     expected = [alone(model, text, {}, "") for text in TEXTS]
-    with serving(bank, max_batch=8) as desk:
+    with serving(bank, max_batch=8, decoding=decoding) as desk:
         with desk.paused():
             short = [desk.ask(text, weights=prompted, sampling=Sampling(2)) for text in TEXTS[:2]]
             bare = [desk.ask(text, weights={}) for text in TEXTS]
@@ -120,13 +128,14 @@ def test_half_the_bits_say_nearly_the_same(taught: Taught, tmp_path: Path, kind:
     assert same >= len(asked) - 2, f"{same} of {len(asked)}"
 
 
-def test_two_snapshots_answer_side_by_side(taught: Taught, tmp_path: Path) -> None:
+@pytest.mark.parametrize("decoding", ["dynamic", "static"])
+def test_two_snapshots_answer_side_by_side(taught: Taught, tmp_path: Path, decoding: str) -> None:
     done = taught("llama", "lora")  # one adapter that changes: version 1 knows colours, version 2 both tasks
     bank = bank_of(done, tmp_path)
     older = {one.text: one.answer for one in examples(done, bank, 1)}
     newer = {one.text: one.answer for one in examples(done, bank, 2)}
     assert any(newer[text] != answer for text, answer in older.items())
-    with serving(bank, max_batch=6) as desk:
+    with serving(bank, max_batch=6, decoding=decoding) as desk:
         desk.hosted(1)
         with desk.paused():
             pairs = [(desk.ask(text, 1, task="colour"), desk.ask(text, 2, task="colour")) for text in older]
@@ -173,11 +182,19 @@ def test_numbers_that_overflow_fail_alone(taught: Taught, tmp_path: Path) -> Non
         assert good.text == alone(model, "fire is", {"colour": -2.0}, "colour")
 
 
+@pytest.mark.parametrize(
+    ("decoding", "place"), [("dynamic", "raycl.backbone.running.step"), ("static", "raycl.backbone.slots.Slots.step")]
+)
 def test_a_fault_of_ours_is_told_and_ends_no_other(
-    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    taught: Taught,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    decoding: str,
+    place: str,
 ) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
-    with serving(bank) as desk:
+    with serving(bank, decoding=decoding) as desk:
         fit = desk.engine._fitting.fit
 
         def fault(wanted: Sequence[Wanted]) -> list[Fitted]:
@@ -197,7 +214,7 @@ def test_a_fault_of_ours_is_told_and_ends_no_other(
             raise ZeroDivisionError("in a step")
 
         with monkeypatch.context() as patch:
-            patch.setattr("raycl.backbone.running.step", step)
+            patch.setattr(place, step)
             assert "the model failed" in desk.ask("fire is", weights={}).error and broken.is_set()
         assert desk.ask("fire is", weights={}).finish and desk.engine.load == 0
 
@@ -338,3 +355,12 @@ def test_states_are_shared_by_snapshots_that_hold_the_same(taught: Taught, tmp_p
         text, state = before.text, desk.engine.host.stack.states["colour@1"]
         assert desk.ask("fire is", 2, weights={"colour": 1.0}).text == text
         assert desk.engine.host.stack.states["colour@1"] is state
+
+
+@pytest.mark.parametrize("kind", ["t5", "bert"])
+def test_what_cannot_be_decoded_in_place_is_refused_by_name(taught: Taught, tmp_path: Path, kind: str) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"decoding is 'static', but '(encoder|encoder-decoder)' backbones"),
+        serving(bank_of(taught(kind, "separate"), tmp_path), decoding="static"),
+    ):
+        pass

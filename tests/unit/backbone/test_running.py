@@ -10,6 +10,7 @@ from tiny import save_model
 
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.backbone.running import Running, begin, step
+from raycl.backbone.slots import Slots, fits_slots
 from raycl.errors import BackboneError
 
 TEXTS = ("red blue cat", "the sky is very much blue cold warm", "a dog", "fire runs sleeps")
@@ -50,6 +51,86 @@ def test_joining_and_leaving_change_nothing(kind: str, tmp_path: Path) -> None:
         for one, two in zip(mine[:10], other, strict=False):
             torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)
     assert state.mask.shape[1] <= 24, "columns that nobody needs are dropped"
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_slots_change_nothing(kind: str, attention: str, tmp_path: Path) -> None:
+    """Joined, left, taken by others and lengthened (8, 16, 32 columns); addresses stay but for that."""
+    backbone = loaded(kind, tmp_path)
+    backbone.model.set_attn_implementation(attention)
+    assert fits_slots(backbone)
+    sources = backbone.codec.encode_source(list(TEXTS))
+    expected = [alone(backbone, source, 12) for source in sources]
+    found: list[list[torch.Tensor]] = [[] for _ in sources]
+    slots, rows = Slots(backbone, 3, columns=8).joined(begin(backbone, sources[:2])), [0, 1]
+    seen = set()
+    for number in range(12):
+        if number in (2, 6):  # one takes the last slot, later another the first one's
+            joiner = 2 if number == 2 else 3
+            slots, rows = slots.joined(begin(backbone, [sources[joiner]])), [*rows, joiner]
+        if number == 5:
+            slots, rows = slots.kept([1, 2]), [1, 2]
+        for row, logits in zip(rows, slots.logits, strict=True):
+            found[row].append(logits.clone())
+        slots = slots.step(slots.logits.argmax(-1))
+        seen.add(tuple(tensor.data_ptr() for layer in slots._layers for tensor in (layer.keys, layer.values)))
+    assert sorted(slots.order) == [0, 1, 2] and slots.columns == 32 and len(seen) == 2
+    for mine, other in zip(found, expected, strict=True):
+        for one, two in zip(mine, other, strict=False):
+            torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)
+
+
+def test_a_slot_forgets_who_had_it(tmp_path: Path) -> None:
+    """Even numbers that are not finite: they are nowhere, and 0 times them is not 0."""
+    backbone = loaded("llama", tmp_path)
+    sources = backbone.codec.encode_source([TEXTS[1], TEXTS[2]])
+    slots = Slots(backbone, 1).joined(begin(backbone, sources[:1]))
+    for layer in slots._layers:
+        layer.values.fill_(torch.nan)
+    slots = slots.kept([]).joined(begin(backbone, sources[1:]))
+    expected = alone(backbone, sources[1], 3)
+    for logits in expected:
+        torch.testing.assert_close(slots.logits[0], logits, atol=1e-5, rtol=1e-4)
+        slots = slots.step(slots.logits.argmax(-1))
+
+
+def test_what_cannot_be_captured_is_decoded_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As here, where there is no GPU to capture on."""
+    backbone = loaded("llama", tmp_path)
+    source = backbone.codec.encode_source([TEXTS[1]])
+    slots = Slots(backbone, 2).joined(begin(backbone, source))
+    slots._captures = True
+    for logits in alone(backbone, source[0], 3):
+        torch.testing.assert_close(slots.logits[0], logits, atol=1e-5, rtol=1e-4)
+        slots = slots.step(slots.logits.argmax(-1))
+    assert caplog.text.count("decoding goes on without CUDA graphs") == 1 and not slots.captures
+
+
+def test_too_little_memory_ends_those_who_speak_and_nobody_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = loaded("llama", tmp_path)
+    source = backbone.codec.encode_source([TEXTS[1]])
+    slots = Slots(backbone, 2, columns=len(source[0])).joined(begin(backbone, source))
+
+    def none_left(*sizes: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        for layer in slots._layers[1:]:
+            patch.setattr(layer.keys, "new_zeros", none_left, raising=False)
+        slots.step(torch.tensor([1]))
+    assert not slots.order
+    slots = slots.joined(begin(backbone, source))
+    for logits in alone(backbone, source[0], 3):
+        torch.testing.assert_close(slots.logits[0], logits, atol=1e-5, rtol=1e-4)
+        slots = slots.step(slots.logits.argmax(-1))
+
+
+@pytest.mark.parametrize("kind", ["t5", "bert"])
+def test_slots_are_for_decoders(kind: str, tmp_path: Path) -> None:
+    assert not fits_slots(loaded(kind, tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])

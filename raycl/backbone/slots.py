@@ -1,0 +1,263 @@
+"""Sequences that are decoded at fixed addresses: one step is one CUDA graph, whoever speaks.
+
+Why it exists: on a GPU a step of a small batch is a thousand small kernels, whose launches take longer than they do.
+Here nothing changes its shape or address while sequences come and go: each has a slot in caches that are made once
+(and again, twice as long, when one of them outgrows them), so that a step can be captured and replayed. A slot's
+columns are filled from the first on, so a column is a position too. Slots that nobody has compute along unheard.
+Without a GPU the same steps run uncaptured. For decoder-only backbones; the others are decoded as `running` does.
+What it does not know: sampling, adapters (whoever opens them at fixed addresses names what the graph was captured
+under), when a sequence ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from raycl.backbone.base import Backbone
+from raycl.backbone.running import Running
+
+log = logging.getLogger("raycl")
+
+COLUMNS = 256
+"""Of the first caches."""
+
+WARM_STEPS = 3
+"""Before a capture, as torch asks for."""
+
+MASKED = ("sdpa", "eager")
+"""Attentions that take a mask of any shape."""
+
+
+def fits_slots(backbone: Backbone) -> bool:
+    """Whether its sequences can be decoded here."""
+    kind = getattr(backbone.model.config, "_attn_implementation", None)
+    return backbone.codec.kind == "decoder" and kind in MASKED
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values `[B, heads, T, width]` of one layer; a row's next ones go to its own column.
+
+    Attributes:
+        places: `[B]` these columns, shared by all layers.
+    """
+
+    is_compileable = True
+
+    def __init__(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self.places = keys, values, places
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to make."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write `[B, heads, 1, width]` of both, and give all."""
+        for held, fresh in ((self.keys, key_states), (self.values, value_states)):
+            index = self.places.view(-1, 1, 1, 1).expand(fresh.shape)
+            held.scatter_(2, index, fresh.to(held.dtype))
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """All columns, from the first on."""
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> int:
+        """Asked only where neither mask nor positions are given."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """T."""
+        return int(self.keys.shape[2])
+
+
+class Slots:
+    """Room for `rows` sequences; the order of those that have one is the order in which they joined.
+
+    Attributes:
+        rows: B.
+        order: slot of each sequence.
+        captures: graphs captured so far.
+    """
+
+    def __init__(self, backbone: Backbone, rows: int, columns: int = COLUMNS) -> None:
+        """Allocate nothing yet."""
+        self.backbone, self.rows, self.columns = backbone, rows, columns
+        self.order: list[int] = []
+        self.captures = 0
+        self._lengths = [0] * rows
+        device = backbone.device
+        self._ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self._places = torch.zeros(rows, dtype=torch.long, device=device)
+        self._moves = torch.zeros(rows, dtype=torch.long, device=device)
+        self._mask = self._closed(columns)
+        self._layers: list[SlotLayer] = []
+        self._logits: Tensor | None = None
+        self._captures = device.type == "cuda"
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured_under: Hashable = None
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def logits(self) -> Tensor:
+        """`[n, V]` of each sequence's next token."""
+        assert self._logits is not None, "nobody joined"
+        return self._logits[self._index(self.order)]
+
+    def joined(self, other: Running) -> Slots:
+        """These sequences too; there must be slots for them."""
+        free = [slot for slot in range(self.rows) if slot not in set(self.order)][: len(other)]
+        assert len(free) == len(other), "more sequences than slots"
+        lengths = other.mask.sum(1).tolist()
+        self._reserve(other, max(lengths))
+        assert self._logits is not None
+        index = self._index(free)
+        self._logits[index] = other.logits.to(self._logits.dtype)
+        self._places[index] = torch.tensor(lengths, device=index.device)
+        self._moves[index] = 1
+        width = other.mask.shape[1]
+        for row, (slot, length) in enumerate(zip(free, lengths, strict=True)):
+            self._lengths[slot] = length
+            self._mask[slot, :, :, :length] = 0.0
+            self._mask[slot, :, :, length:] = torch.finfo(self._mask.dtype).min
+            for layer, (keys, values) in zip(self._layers, other.layers, strict=True):
+                for held, fresh in ((layer.keys, keys), (layer.values, values)):
+                    held[slot, :, :length] = fresh[row, :, width - length :]
+                    held[slot, :, length:] = 0.0  # what is left there may not be finite, and 0 times that is not 0
+        self.order += free
+        return self
+
+    def kept(self, rows: Sequence[int]) -> Slots:
+        """Only these sequences; the slots of the others are free."""
+        kept = [self.order[row] for row in rows]
+        gone = self._index([slot for slot in self.order if slot not in set(kept)])
+        self._places[gone] = 0
+        self._moves[gone] = 0
+        self._mask[gone] = torch.finfo(self._mask.dtype).min
+        self._mask[gone, :, :, 0] = 0.0  # attention to nothing at all is not a number
+        self.order = kept
+        return self
+
+    def placed(self, rows_BN: Tensor) -> Tensor:
+        """A row for each slot, 0 for those that nobody has, from a row for each sequence."""
+        found = rows_BN.new_zeros(self.rows, rows_BN.shape[1])
+        found[self.order] = rows_BN
+        return found
+
+    @torch.no_grad()
+    def step(self, next_B: Tensor, under: Hashable = None) -> Slots:
+        """One more token for every sequence; the mixture of all slots must be open.
+
+        Args:
+            next_B: the token that each was given, int64.
+            under: what the addresses of the open mixture are known by: a captured step serves no other.
+        """
+        index = self._index(self.order)
+        self._ids[index, 0] = next_B
+        if max(self._lengths[slot] for slot in self.order) >= self.columns:
+            self._lengthen(2 * self.columns)
+        for slot in self.order:
+            self._lengths[slot] += 1
+        if self._captures and (self._graph is None or self._captured_under != under):
+            self._captured_under, self._graph = under, self._captured()
+        if self._graph is None:
+            self._forward()
+        else:
+            self._graph.replay()
+        return self
+
+    def _forward(self) -> None:
+        """The step itself: nothing in it may wait for the device or allocate what outlives it."""
+        assert self._logits is not None
+        self._mask.scatter_(3, self._places.view(-1, 1, 1, 1), 0.0)
+        with self.backbone.precision():
+            out = self.backbone.model(
+                input_ids=self._ids,
+                attention_mask=self._mask,
+                position_ids=self._places[:, None],
+                past_key_values=Cache(layers=list(self._layers)),
+                use_cache=True,
+            )
+        self._logits.copy_(out.logits[:, -1])
+        self._places.add_(self._moves)
+
+    def _captured(self) -> torch.cuda.CUDAGraph | None:
+        """None: this model waits for the device in its midst, or does else what cannot be captured."""
+        moves = self._moves.clone()
+        self._moves.zero_()  # what warm steps write is written again, since nobody moves on in them
+        try:
+            graph = self._capture()
+        except RuntimeError as error:
+            log.warning("decoding goes on without CUDA graphs: %s", error)
+            self._captures = False
+            return None
+        finally:
+            self._moves.copy_(moves)
+        self.captures += 1
+        log.info("decoding captured: %d sequences of %d tokens", self.rows, self.columns)
+        return graph
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_STEPS):
+                self._forward()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._forward()
+        return graph
+
+    # ---- room ------------------------------------------------------------------------------------------------
+
+    def _reserve(self, example: Running, columns: int) -> None:
+        """Caches as the example's, with so many columns at least."""
+        if self._logits is None:
+            layers = []
+            for keys, values in example.layers:
+                room = [one.new_zeros(self.rows, one.shape[1], self.columns, one.shape[3]) for one in (keys, values)]
+                layers.append(SlotLayer(room[0], room[1], self._places))
+            self._layers, self._logits = layers, example.logits.new_zeros(self.rows, example.logits.shape[1])
+        while self.columns < columns:
+            self._lengthen(2 * self.columns)
+
+    def _lengthen(self, columns: int) -> None:
+        """Other addresses: what was captured is of no use any more. Layer by layer, since there may be little memory.
+
+        Raises:
+            RuntimeError: there is not enough; nobody has a slot any more.
+        """
+        self._graph = None
+        try:
+            for layer in self._layers:
+                for name in ("keys", "values"):
+                    old: Tensor = getattr(layer, name)
+                    fresh = old.new_zeros(*old.shape[:2], columns, old.shape[3])
+                    fresh[:, :, : self.columns] = old
+                    setattr(layer, name, fresh)
+        except RuntimeError:
+            self.kept([])
+            self._layers, self._logits = [], None  # made anew for those who come next
+            raise
+        mask = self._closed(columns)
+        mask[..., : self.columns] = self._mask
+        self._mask, self.columns = mask, columns
+
+    def _closed(self, columns: int) -> Tensor:
+        """`[B, 1, 1, T]` what is added to the scores of attention: the first column alone is attended to."""
+        dtype, device = self.backbone.dtype, self.backbone.device
+        mask = torch.full((self.rows, 1, 1, columns), torch.finfo(dtype).min, dtype=dtype, device=device)
+        mask[..., 0] = 0.0
+        return mask
+
+    def _index(self, slots: Sequence[int]) -> Tensor:
+        return torch.tensor(list(slots), dtype=torch.long, device=self._places.device)
