@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from raycl.backbone.base import Backbone
@@ -33,11 +34,18 @@ WARM_STEPS = 3
 MASKED = ("sdpa", "eager")
 """Attentions that take a mask of any shape."""
 
+MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
+"""Kinds of models that are known to ask for nothing but positions and mask; others may count columns (ALiBi)."""
+
 
 def fits_slots(backbone: Backbone) -> bool:
-    """Whether its sequences can be decoded here."""
-    kind = getattr(backbone.model.config, "_attn_implementation", None)
-    return backbone.codec.kind == "decoder" and kind in MASKED
+    """Whether its sequences can be decoded here: every layer attends to everything before."""
+    config = backbone.model.config
+    if backbone.codec.kind != "decoder" or config.model_type not in MODELS:
+        return False
+    windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None) is not None
+    full = all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())
+    return full and not windowed and config._attn_implementation in MASKED
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -101,7 +109,8 @@ class Slots:
         self._logits: Tensor | None = None
         self._captures = device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._captured_under: Hashable = None
+        self._tried: Hashable = None
+        self._side: Any = None
 
     def __len__(self) -> int:
         return len(self.order)
@@ -166,8 +175,9 @@ class Slots:
             self._lengthen(2 * self.columns)
         for slot in self.order:
             self._lengths[slot] += 1
-        if self._captures and (self._graph is None or self._captured_under != under):
-            self._captured_under, self._graph = under, self._captured()
+        if self._captures and self._tried != (under, self.columns):
+            self._tried, self._graph = (under, self.columns), None  # the old one's memory is free before
+            self._graph = self._captured()
         if self._graph is None:
             self._forward()
         else:
@@ -190,14 +200,14 @@ class Slots:
         self._places.add_(self._moves)
 
     def _captured(self) -> torch.cuda.CUDAGraph | None:
-        """None: this model waits for the device in its midst, or does else what cannot be captured."""
+        """None: there is too little memory now, or this model does what cannot be captured, now or later."""
         moves = self._moves.clone()
         self._moves.zero_()  # what warm steps write is written again, since nobody moves on in them
         try:
             graph = self._capture()
         except RuntimeError as error:
             log.warning("decoding goes on without CUDA graphs: %s", error)
-            self._captures = False
+            self._captures = isinstance(error, torch.OutOfMemoryError)
             return None
         finally:
             self._moves.copy_(moves)
@@ -206,14 +216,15 @@ class Slots:
         return graph
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        if self._side is None:
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
             for _ in range(WARM_STEPS):
                 self._forward()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # a failed one stays on its own
             self._forward()
         return graph
 
@@ -231,25 +242,18 @@ class Slots:
             self._lengthen(2 * self.columns)
 
     def _lengthen(self, columns: int) -> None:
-        """Other addresses: what was captured is of no use any more. Layer by layer, since there may be little memory.
+        """Other addresses: what was captured is of no use any more.
 
         Raises:
-            RuntimeError: there is not enough; nobody has a slot any more.
+            torch.OutOfMemoryError: all stay where they are.
         """
-        self._graph = None
-        try:
-            for layer in self._layers:
-                for name in ("keys", "values"):
-                    old: Tensor = getattr(layer, name)
-                    fresh = old.new_zeros(*old.shape[:2], columns, old.shape[3])
-                    fresh[:, :, : self.columns] = old
-                    setattr(layer, name, fresh)
-        except RuntimeError:
-            self.kept([])
-            self._layers, self._logits = [], None  # made anew for those who come next
-            raise
+        self._graph, self._tried = None, None
+        gap = columns - self.columns
         mask = self._closed(columns)
         mask[..., : self.columns] = self._mask
+        made = [(pad(layer.keys, (0, 0, 0, gap)), pad(layer.values, (0, 0, 0, gap))) for layer in self._layers]
+        for layer, (keys, values) in zip(self._layers, made, strict=True):
+            layer.keys, layer.values = keys, values
         self._mask, self.columns = mask, columns
 
     def _closed(self, columns: int) -> Tensor:

@@ -279,12 +279,11 @@ class Host:
             mixture: as many examples every time.
         """
         self.stack.need([name for name, used in zip(mixture.names, (mixture.weights != 0).any(0), strict=True) if used])
-        rows, wanted = self.rows(mixture.names), (tuple(self.stack.layers), self.stack.activation)
-        if self._room is None or self._room.rows < rows or self._room_for != wanted:
-            self._room_for, self._room_number = wanted, self._room_number + 1
-            self._room = None
-            if self.stack.pool.rows:
-                self._room = StaticRows(self.stack.pool, _power_of_two(rows), len(mixture.weights))
+        rows, speaks = self.rows(mixture.names), bool(self.stack.layers and self.stack.pool.rows)
+        wanted = (tuple(self.stack.layers), self.stack.activation, speaks)
+        if self._room_for != wanted or (self._room is not None and self._room.rows < rows):
+            fresh = StaticRows(self.stack.pool, _power_of_two(rows), len(mixture.weights)) if speaks else None
+            self._room, self._room_for, self._room_number = fresh, wanted, self._room_number + 1
         self.stack.static = self._room
         try:
             with self.speaking(mixture):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,14 +81,19 @@ def _loudest(weights: Mapping[str, float]) -> str:
     return max(weights, key=lambda name: weights[name], default="")
 
 
-@pytest.mark.parametrize(("kind", "decoding"), [("t5", "dynamic"), ("llama", "static")])
-def test_who_has_no_soft_prompt_reads_the_same_text(taught: Taught, tmp_path: Path, kind: str, decoding: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("t5", {}), ("llama", {"decoding": "static"}), ("llama", {"decoding": "static", "resident_rows": 8})],
+)
+def test_who_has_no_soft_prompt_reads_the_same_text(
+    taught: Taught, tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
     """In a batch with soft prompts the others' first positions are masked, also when those have left."""
     bank = bank_of(taught(kind, "prompts"), tmp_path)
     model = opened(bank, bank.open(2))
     prompted = {name: 1.0 for name in model.hosted.keys if name.startswith("colour")}
     expected = [alone(model, text, {}, "") for text in TEXTS]
-    with serving(bank, max_batch=8, decoding=decoding) as desk:
+    with serving(bank, max_batch=8, **settings) as desk:
         with desk.paused():
             short = [desk.ask(text, weights=prompted, sampling=Sampling(2)) for text in TEXTS[:2]]
             bare = [desk.ask(text, weights={}) for text in TEXTS]

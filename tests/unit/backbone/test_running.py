@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import save_model
+from tiny import save_model, tokenizer
+from torch.nn.functional import pad
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.backbone.running import Running, begin, step
@@ -107,25 +109,50 @@ def test_what_cannot_be_captured_is_decoded_all_the_same(tmp_path: Path, caplog:
     assert caplog.text.count("decoding goes on without CUDA graphs") == 1 and not slots.captures
 
 
-def test_too_little_memory_ends_those_who_speak_and_nobody_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = loaded("llama", tmp_path)
     source = backbone.codec.encode_source([TEXTS[1]])
     slots = Slots(backbone, 2, columns=len(source[0])).joined(begin(backbone, source))
+    expected, made = alone(backbone, source[0], 3), []
 
-    def none_left(*sizes: int) -> torch.Tensor:
-        raise torch.OutOfMemoryError("out of memory")
+    def none_left(tensor: torch.Tensor, gap: object) -> torch.Tensor:
+        if len(made) == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        made.append(gap)
+        return pad(tensor, gap)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
-        for layer in slots._layers[1:]:
-            patch.setattr(layer.keys, "new_zeros", none_left, raising=False)
-        slots.step(torch.tensor([1]))
-    assert not slots.order
-    slots = slots.joined(begin(backbone, source))
-    for logits in alone(backbone, source[0], 3):
+        patch.setattr("raycl.backbone.slots.pad", none_left)
+        slots.step(slots.logits.argmax(-1))
+    for logits in expected:
         torch.testing.assert_close(slots.logits[0], logits, atol=1e-5, rtol=1e-4)
         slots = slots.step(slots.logits.argmax(-1))
+
+
+SMALL = {"vocab_size": 80, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "mistral", "opt", "qwen2", "qwen3"])
+def test_other_kinds_of_models_fit_slots(model_type: str, tmp_path: Path) -> None:
+    extra = {"opt": {"word_embed_proj_dim": 32, "ffn_dim": 64}, "mistral": {"sliding_window": None}}
+    sizes = {**SMALL, "max_position_embeddings": 64, **extra.get(model_type, {})}
+    if model_type in ("mistral", "qwen2", "qwen3"):
+        sizes["num_key_value_heads"] = 2
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)).save_pretrained(tmp_path)
+    tokenizer("llama").save_pretrained(tmp_path)
+    config = BackboneConfig(name=str(tmp_path))
+    backbone = load_backbone(config, load_codec(config, 24, 8), torch.device("cpu"), 0).eval()
+    assert fits_slots(backbone)
+    sources = backbone.codec.encode_source(list(TEXTS))
+    slots = Slots(backbone, 4, columns=8).joined(begin(backbone, sources))
+    expected = [alone(backbone, source, 6) for source in sources]
+    for number in range(6):
+        for row, logits in enumerate(slots.logits):
+            torch.testing.assert_close(logits, expected[row][number], atol=1e-5, rtol=1e-4)
+        slots = slots.step(slots.logits.argmax(-1))
+    backbone.model.config.sliding_window = 4
+    backbone.model.config.use_sliding_window = True
+    assert not fits_slots(backbone)
 
 
 @pytest.mark.parametrize("kind", ["t5", "bert"])
