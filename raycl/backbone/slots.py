@@ -12,7 +12,8 @@ under), when a sequence ends.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,6 +86,31 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return int(self.keys.shape[2])
 
 
+@cache
+def _side_stream() -> Any:
+    """One for all captures, since each stream keeps memory of its own."""
+    make: Any = torch.cuda.Stream
+    return make()
+
+
+def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A step on the GPU as a graph; it is warmed by running it before, and not run by being captured.
+
+    Raises:
+        RuntimeError: it does what cannot be captured, or there is no GPU.
+    """
+    side = _side_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_STEPS):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # a failed one stays on its own
+        step()
+    return graph
+
+
 class Slots:
     """Room for `rows` sequences; the order of those that have one is the order in which they joined.
 
@@ -98,6 +124,7 @@ class Slots:
         """Allocate nothing yet."""
         self.backbone, self.rows, self.columns = backbone, rows, columns
         self.order: list[int] = []
+        self._seated = self._indexed([])
         self.captures = 0
         self._lengths = [0] * rows
         device = backbone.device
@@ -110,7 +137,6 @@ class Slots:
         self._captures = device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tried: Hashable = None
-        self._side: Any = None
 
     def __len__(self) -> int:
         return len(self.order)
@@ -119,40 +145,41 @@ class Slots:
     def logits(self) -> Tensor:
         """`[n, V]` of each sequence's next token."""
         assert self._logits is not None, "nobody joined"
-        return self._logits[self._index(self.order)]
+        return self._logits[self._seated]
 
     def joined(self, other: Running) -> Slots:
         """These sequences too; there must be slots for them."""
         free = [slot for slot in range(self.rows) if slot not in set(self.order)][: len(other)]
         assert len(free) == len(other), "more sequences than slots"
         lengths = other.mask.sum(1).tolist()
-        self._reserve(other, max(lengths))
+        self._reserve(other, other.mask.shape[1])
         assert self._logits is not None
-        index = self._index(free)
-        self._logits[index] = other.logits.to(self._logits.dtype)
-        self._places[index] = torch.tensor(lengths, device=index.device)
+        index, length_N = self._indexed(free), self._indexed(lengths)
+        self._logits[index] = other.logits
+        self._places[index] = length_N
         self._moves[index] = 1
-        width = other.mask.shape[1]
-        for row, (slot, length) in enumerate(zip(free, lengths, strict=True)):
+        open_NT = torch.arange(self.columns, device=length_N.device) < length_N[:, None]
+        self._mask[index] = self._closed(self.columns)[:1].masked_fill(open_NT[:, None, None], 0.0)
+        wide = other.mask.shape[1]  # rows are moved from the right to the left
+        source_NW = (torch.arange(wide, device=length_N.device) - length_N[:, None]) % wide
+        for layer, (keys, values) in zip(self._layers, other.layers, strict=True):
+            for held, fresh in ((layer.keys, keys), (layer.values, values)):
+                held[index] = 0.0  # what was left there may not be finite, and 0 times that is not 0
+                held[index, :, :wide] = fresh.gather(2, source_NW[:, None, :, None].expand(fresh.shape))
+        for slot, length in zip(free, lengths, strict=True):
             self._lengths[slot] = length
-            self._mask[slot, :, :, :length] = 0.0
-            self._mask[slot, :, :, length:] = torch.finfo(self._mask.dtype).min
-            for layer, (keys, values) in zip(self._layers, other.layers, strict=True):
-                for held, fresh in ((layer.keys, keys), (layer.values, values)):
-                    held[slot, :, :length] = fresh[row, :, width - length :]
-                    held[slot, :, length:] = 0.0  # what is left there may not be finite, and 0 times that is not 0
-        self.order += free
+        self._seat([*self.order, *free])
         return self
 
     def kept(self, rows: Sequence[int]) -> Slots:
         """Only these sequences; the slots of the others are free."""
         kept = [self.order[row] for row in rows]
-        gone = self._index([slot for slot in self.order if slot not in set(kept)])
+        gone = self._indexed([slot for slot in self.order if slot not in set(kept)])
         self._places[gone] = 0
         self._moves[gone] = 0
         self._mask[gone] = torch.finfo(self._mask.dtype).min
         self._mask[gone, :, :, 0] = 0.0  # attention to nothing at all is not a number
-        self.order = kept
+        self._seat(kept)
         return self
 
     def placed(self, rows_BN: Tensor) -> Tensor:
@@ -169,8 +196,7 @@ class Slots:
             next_B: the token that each was given, int64.
             under: what the addresses of the open mixture are known by: a captured step serves no other.
         """
-        index = self._index(self.order)
-        self._ids[index, 0] = next_B
+        self._ids[self._seated, 0] = next_B
         if max(self._lengths[slot] for slot in self.order) >= self.columns:
             self._lengthen(2 * self.columns)
         for slot in self.order:
@@ -204,7 +230,7 @@ class Slots:
         moves = self._moves.clone()
         self._moves.zero_()  # what warm steps write is written again, since nobody moves on in them
         try:
-            graph = self._capture()
+            graph = captured(self._forward)
         except RuntimeError as error:
             log.warning("decoding goes on without CUDA graphs: %s", error)
             self._captures = isinstance(error, torch.OutOfMemoryError)
@@ -213,19 +239,6 @@ class Slots:
             self._moves.copy_(moves)
         self.captures += 1
         log.info("decoding captured: %d sequences of %d tokens", self.rows, self.columns)
-        return graph
-
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        if self._side is None:
-            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            for _ in range(WARM_STEPS):
-                self._forward()
-        torch.cuda.current_stream().wait_stream(self._side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # a failed one stays on its own
-            self._forward()
         return graph
 
     # ---- room ------------------------------------------------------------------------------------------------
@@ -263,5 +276,8 @@ class Slots:
         mask[..., 0] = 0.0
         return mask
 
-    def _index(self, slots: Sequence[int]) -> Tensor:
-        return torch.tensor(list(slots), dtype=torch.long, device=self._places.device)
+    def _seat(self, order: list[int]) -> None:
+        self.order, self._seated = order, self._indexed(order)
+
+    def _indexed(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(list(numbers), dtype=torch.long, device=self.backbone.device)

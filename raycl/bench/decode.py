@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from raycl.adapters import AdapterStack
 from raycl.backbone.roles import linear_names
+from raycl.backbone.slots import captured
 from raycl.bench.figures import Figure
 from raycl.types import AdapterState, Mixture
 
@@ -83,29 +84,12 @@ class _Decoder:
         self.cache = StaticCache(config=model.config, max_cache_len=shape.tokens + 8)
         self.ids = torch.zeros(shape.batch, 1, dtype=torch.long, device=device)
         with torch.no_grad(), speaking():
-            self._warm_up()
-            self.graph = self._captured() if device.type == "cuda" else None
+            self._step()
+            self.graph = captured(self._step) if device.type == "cuda" else None
 
     def _step(self) -> None:
         logits = self.model(input_ids=self.ids, past_key_values=self.cache, use_cache=True).logits
         self.ids.copy_(logits[:, -1].argmax(-1, keepdim=True))
-
-    def _warm_up(self) -> None:
-        if self.device.type != "cuda":
-            self._step()
-            return
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self._step()
-        torch.cuda.current_stream().wait_stream(side)
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        return graph
 
     def seconds_per_step(self) -> float:
         """Over as many steps as the cache has room for."""

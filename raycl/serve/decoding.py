@@ -153,8 +153,8 @@ class Decoding:
 
     def _open(self, mixture: Mixture) -> None:
         if isinstance(self._state, Slots):
-            mixture = Mixture(mixture.names, self._state.placed(mixture.weights))
-            self._under = self._speaking.enter_context(self.host.speaking_in_place(mixture))
+            opened = self.host.speaking_in_place(mixture, self._state.placed(mixture.weights))
+            self._under = self._speaking.enter_context(opened)
         else:
             self._speaking.enter_context(self.host.speaking(mixture))
 

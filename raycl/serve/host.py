@@ -272,21 +272,23 @@ class Host:
             yield
 
     @contextmanager
-    def speaking_in_place(self, mixture: Mixture) -> Iterator[int]:
-        """As `speaking`, at addresses that stay the same as long as the number that it gives.
+    def speaking_in_place(self, mixture: Mixture, weights_SN: Tensor) -> Iterator[int]:
+        """As `speaking` without labels, at addresses that stay the same as long as the number that it gives.
 
         Args:
-            mixture: as many examples every time.
+            weights_SN: those of `mixture`, at the places where its examples are; as many places every time.
         """
-        self.stack.need([name for name, used in zip(mixture.names, (mixture.weights != 0).any(0), strict=True) if used])
+        self._count(mixture)
+        used = (mixture.weights != 0).any(0).tolist()
+        self.stack.need([name for name, yes in zip(mixture.names, used, strict=True) if yes])
         rows, speaks = self.rows(mixture.names), bool(self.stack.layers and self.stack.pool.rows)
         wanted = (tuple(self.stack.layers), self.stack.activation, speaks)
         if self._room_for != wanted or (self._room is not None and self._room.rows < rows):
-            fresh = StaticRows(self.stack.pool, _power_of_two(rows), len(mixture.weights)) if speaks else None
+            fresh = StaticRows(self.stack.pool, _power_of_two(rows), len(weights_SN)) if speaks else None
             self._room, self._room_for, self._room_number = fresh, wanted, self._room_number + 1
         self.stack.static = self._room
         try:
-            with self.speaking(mixture):
+            with self.stack.mixing(Mixture(mixture.names, weights_SN)):
                 yield self._room_number
         finally:
             self.stack.static = None

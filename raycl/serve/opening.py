@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 
 from raycl.backbone import Backbone, load_backbone, load_codec
-from raycl.backbone.slots import fits_slots
+from raycl.backbone.slots import MODELS, fits_slots
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.bank.shelf import Shelf
@@ -74,8 +74,9 @@ def decodes_in_slots(config: ServeConfig, backbone: Backbone) -> bool:
     """
     if config.decoding == "static" and not fits_slots(backbone):
         raise ConfigError(
-            f"decoding is 'static', but '{backbone.codec.kind}' backbones, or those with an attention other than sdpa "
-            "and eager, are decoded in caches that grow: leave it at auto"
+            f"decoding is 'static', but a '{backbone.model.config.model_type}' model of this kind ("
+            f"{backbone.codec.kind}) is decoded in caches that grow: expected one of {', '.join(MODELS)} without a "
+            "sliding window, or decoding=auto"
         )
     on_gpu = backbone.device.type == "cuda"
     return config.decoding == "static" or (config.decoding == "auto" and on_gpu and fits_slots(backbone))

@@ -366,7 +366,22 @@ def test_states_are_shared_by_snapshots_that_hold_the_same(taught: Taught, tmp_p
 @pytest.mark.parametrize("kind", ["t5", "bert"])
 def test_what_cannot_be_decoded_in_place_is_refused_by_name(taught: Taught, tmp_path: Path, kind: str) -> None:
     with (
-        pytest.raises(ConfigError, match=r"decoding is 'static', but '(encoder|encoder-decoder)' backbones"),
+        pytest.raises(ConfigError, match=r"decoding is 'static', but a '(t5|bert)' model .* expected one of gpt2, "),
         serving(bank_of(taught(kind, "separate"), tmp_path), decoding="static"),
     ):
         pass
+
+
+@pytest.mark.parametrize("decoding", ["dynamic", "static"])
+def test_rows_are_counted_by_who_speaks(taught: Taught, tmp_path: Path, decoding: str) -> None:
+    """Slots that nobody has are no rows, and an adapter that had to be brought is a miss."""
+    with serving(bank_of(taught("llama", "separate"), tmp_path), max_batch=7, decoding=decoding) as desk:
+        for key in list(desk.engine.host.stack.states):
+            desk.engine.call(lambda key=key: desk.engine.host.stack.drop(key)).result()
+        before = dict(desk.engine.counts)
+        with desk.paused():
+            for reply in [desk.ask(text, weights={"colour": 1.0}, sampling=Sampling(3)) for text in TEXTS[:2]]:
+                assert reply is not None
+        desk.settle()
+        found = {name: desk.engine.counts[name] - before[name] for name in before}
+    assert 2 <= found["rows"] <= 2 * found["batches"] and found["misses"] >= 1

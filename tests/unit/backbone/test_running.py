@@ -115,11 +115,11 @@ def test_too_little_memory_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
     slots = Slots(backbone, 2, columns=len(source[0])).joined(begin(backbone, source))
     expected, made = alone(backbone, source[0], 3), []
 
-    def none_left(tensor: torch.Tensor, gap: object) -> torch.Tensor:
+    def none_left(tensor: torch.Tensor, gap: list[int]) -> torch.Tensor:
         if len(made) == 3:
             raise torch.OutOfMemoryError("out of memory")
         made.append(gap)
-        return pad(tensor, gap)  # type: ignore[arg-type]
+        return pad(tensor, gap)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
         patch.setattr("raycl.backbone.slots.pad", none_left)
