@@ -98,13 +98,16 @@ class Attention(nn.Module):
     def look_at(self, pooled_ND: Tensor) -> None:
         """Take center and spread from the first texts that there are, if they are wanted and not known yet.
 
-        A dimension that hardly varies in them counts as if it varied like the median one.
+        A dimension that hardly varies in them counts as if it varied like the median one. The center lies one spread
+        below their mean: around the mean itself these texts would be nothing but noise, which the layer norm makes as
+        loud as the direction that tells any later task, and no key could tell theirs.
         """
         if not self.config.standardize or self.center is not None:
             return
         found_ND = pooled_ND.detach().float().cpu()
-        self.center, spread_D = found_ND.mean(0), found_ND.std(0, correction=0)
+        spread_D = found_ND.std(0, correction=0)
         self.spread = spread_D.clamp(min=max(float(spread_D.median()), 1e-6))
+        self.center = found_ND.mean(0) - self.spread
 
     def begin(self, task: str, seed: int) -> None:
         """A key for a new task, drawn from U(-1, 1) (the released code)."""
