@@ -106,6 +106,7 @@ class Sapt(Method):
         Raises:
             BackboneError: `targets` names no linear. ConfigError: settings that do not fit the backbone.
         """
+        config = config.model_copy(update={"attention": config.attention.settled(backbone.head is not None)})
         super().__init__(config, backbone, seed)
         self.config: SaptConfig
         if config.arm.source == "generated":
@@ -158,7 +159,8 @@ class Sapt(Method):
         """The task's block and key are live, and the shared projection; all else is frozen."""
         if not resumed:
             self._begin(stage.name, stage_labels(stage))
-            if self.config.attention.standardize and not self._alone and self._rows is not None:
+            first = not self._learned and not self._alone
+            if first and self.config.attention.standardize and self._rows is not None:
                 self.attention.look_at(self._pooled(sources_of(self._rows, "train")[:LOOKED_AT]))
         self._heard = {}
         for name, parameter in self.backbone.named_parameters():

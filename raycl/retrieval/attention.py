@@ -42,10 +42,11 @@ class AttentionConfig(Section):
     pool_pads: bool = Field(
         False, description="padding takes part in the maximum, as released: a text's weights then depend on its batch"
     )
-    standardize: bool = Field(
-        False,
+    standardize: bool | None = Field(
+        None,
         description="each dimension of the pooled embeddings is centred and scaled, as in the first task's texts: what "
-        "all prompts have in common else hides what tells tasks with one instruction apart (not in the paper)",
+        "all prompts have in common else hides what tells tasks with one instruction apart (not in the paper); null: "
+        "on encoder-only backbones, of which the paper has none and whose embeddings are normalized",
     )
     floor: float = Field(
         1e-3,
@@ -53,6 +54,10 @@ class AttentionConfig(Section):
         lt=0.5,
         description="the smallest weights of a text, at most this share in all, are not evaluated; 0: all are",
     )
+
+    def settled(self, encoder: bool) -> AttentionConfig:
+        """With what null stands for beside an encoder-only backbone, or another one."""
+        return self if self.standardize is not None else self.model_copy(update={"standardize": encoder})
 
 
 class Attention(nn.Module):

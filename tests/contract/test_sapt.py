@@ -77,6 +77,25 @@ def test_the_first_task_leaves_attention_alone(lab: Lab) -> None:
     assert blocks and all(p.grad is not None and p.grad.any() for p in blocks)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "stands"),
+    [
+        ("bert", {}, True),
+        ("bert", {"standardize": False}, False),
+        ("t5", {}, False),
+        ("t5", {"standardize": True}, True),
+    ],
+    ids=["encoder", "encoder off", "others", "others on"],
+)
+def test_who_standardizes(lab: Lab, kind: str, settings: dict[str, Any], stands: bool) -> None:
+    """By the first task's texts, once."""
+    method, _ = started(lab, kind, learned=0, attention=settings)
+    first = method.attention.center
+    assert (first is not None) == stands == ("center" in method.attention.tensors())
+    later, _ = started(lab, kind, learned=1, attention=settings)
+    assert (later.attention.center is first) if first is None else torch.equal(later.attention.center, first)
+
+
 def test_outputs_are_mixed_and_never_matrices() -> None:
     """The sum of the blocks' outputs (SAPT, eq. 3); the product of mixed matrices is something else."""
     torch.manual_seed(0)
