@@ -150,9 +150,11 @@ def check(config: RunConfig) -> Stream:
         workers,
     )
     skeleton = load_skeleton(config.backbone, codec)
-    make_modifiers(config, method_class(config.method.name)(config.method, skeleton, config.seed))
+    method = method_class(config.method.name)(config.method, skeleton, config.seed)
+    make_modifiers(config, method)
     stream = open_stream(config.stream, config.seed)
     stream.check(codec)
+    method.check(stream.tasks)
     for task in stream.tasks:
         if task.objective == "answer":
             check_metric(task.metric)

@@ -19,7 +19,7 @@ from raycl.backbone import Backbone, Output
 from raycl.config import Section, Tree, as_tree
 from raycl.methods.stage_rows import StageRows
 from raycl.retrieval.encoder import SentenceEncoder
-from raycl.types import Activation, AdapterState, Batch, Mixture, RouterState, Stage
+from raycl.types import Activation, AdapterState, Batch, Mixture, RouterState, Stage, Task
 
 
 class MethodConfig(Section):
@@ -103,6 +103,13 @@ class Method:
     def reads_batches(self) -> bool:
         """Whether batches carry their texts and tasks (`Batch.texts`)."""
         return self.encoder is not None
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Before any work, with all tasks of the stream: can they be learned, and is what they need there?
+
+        Raises:
+            RayclError: the first thing that is wrong.
+        """
 
     def show(self, rows: StageRows) -> None:
         """Before `begin_task` of a stage, new or resumed: where its rows are, to be read when they are needed."""

@@ -92,19 +92,29 @@ def read_file(rows: StageRows, folder: str, fraction: float) -> PseudoSamples:
     sources: list[list[int]] = []
     counts = {table.task.name: len(table) for table in rows.tables("train")}
     for task in rows.stage.tasks:
-        texts = _texts(Path(folder).expanduser() / f"{task.name}.jsonl")
+        texts = read_texts(folder, task.name)
         sources += rows.prompts(task, texts[: volume(fraction, counts.get(task.name, len(texts)))])
     return PseudoSamples(sources, [], [])
 
 
-def _texts(path: Path) -> list[str]:
+def read_texts(folder: str, task: str) -> list[str]:
+    """Of `<folder>/<task>.jsonl`.
+
+    Raises:
+        DataError: the file is missing, not in UTF-8 or empty, or a line has no text.
+    """
+    path = Path(folder) / f"{task}.jsonl"
     if not path.is_file():
         raise DataError(
             f"'{path}' with pseudo inputs is missing: expected one JSON line {{\"text\": ...}} for each of them "
             "(method.arm.files), or choose method.arm.source=real"
         )
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"'{path}' with pseudo inputs is not in UTF-8 ({error}): save it in UTF-8") from error
+    for number, line in enumerate(lines, 1):
         try:
             text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError) as error:

@@ -6,7 +6,7 @@ Both wrap another method (`learner`), so that "trained alone" and "trained joint
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
@@ -21,7 +21,7 @@ from raycl.methods.lora import LoraConfig
 from raycl.methods.registry import LearnerChoice, method_class
 from raycl.methods.stage_rows import StageRows
 from raycl.retrieval.encoder import SentenceEncoder
-from raycl.types import Batch, Mixture, RouterState, Stage
+from raycl.types import Batch, Mixture, RouterState, Stage, Task
 
 
 class ReferenceConfig(MethodConfig):
@@ -70,6 +70,10 @@ class Reference(Method):
     def reads_batches(self) -> bool:
         """As the learner says."""
         return self.learner.reads_batches
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """As the learner does."""
+        self.learner.check(tasks)
 
     def show(self, rows: StageRows) -> None:
         """As the learner does."""

@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from raycl.config import Section
+from raycl.data.settings import Place
 from raycl.methods.base import under
 from raycl.methods.pseudo import PseudoSamples
 from raycl.retrieval.attention import Attention, divergence
@@ -36,7 +37,7 @@ class ReflectionConfig(Section):
         "or <files>/<task>.jsonl",
     )
     fraction: float = Field(0.02, gt=0, le=1, description="pseudo inputs per training row; at least one a task")
-    files: str | None = Field(None, description="folder of <task>.jsonl, lines of {text: ...}; source=file only")
+    files: Place = Field(None, description="folder of <task>.jsonl, lines of {text: ...}; source=file only")
     batch: int = Field(16, ge=1, description="pseudo inputs of each earlier task that a step draws")
     every: int = Field(1, ge=1, description="reflect in one step of so many (data_replay_freq of the scripts)")
     skip_steps: int = Field(0, ge=0, description="first steps of a task without; as released: 1")
@@ -47,6 +48,12 @@ class ReflectionConfig(Section):
     abar_split: Literal["dev", "test"] = Field(
         "dev", description="whose mean weights are kept; test: the paper's words; without dev rows: the training rows"
     )
+
+    def weight_on(self, kind: str) -> float:
+        """Lambda: unless given 2 on decoders (the paper's LLaMA), 0.5 elsewhere (its T5 on SuperNI)."""
+        if self.weight is not None:
+            return self.weight
+        return 2.0 if kind == "decoder" else 0.5
 
     @model_validator(mode="after")
     def _files_fit(self) -> ReflectionConfig:

@@ -32,13 +32,13 @@ from raycl.methods.base import Learned, Method, MethodConfig, packed, stage_labe
 from raycl.methods.blocks import end_live, is_live
 from raycl.methods.companions import Companions
 from raycl.methods.lora import as_peft_draws
-from raycl.methods.pseudo import PseudoSamples, read_file, sources_of, take_real
+from raycl.methods.pseudo import PseudoSamples, read_file, read_texts, sources_of, take_real
 from raycl.methods.reflection import Memory, Reflection, ReflectionConfig
 from raycl.methods.stage_rows import StageRows
 from raycl.methods.writer import Writer, WriterConfig, check_writer
-from raycl.retrieval.attention import SHARED, Attention, AttentionConfig, max_pooled, mixture_of
+from raycl.retrieval.attention import SHARED, Attention, AttentionConfig, loudest, max_pooled, mixture_of
 from raycl.retrieval.selector import SelectorConfig, learn_selector
-from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage
+from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage, Task
 
 READ_AT_ONCE, LOOKED_AT = 64, 1000
 """Prompts that are embedded together where only their maxima are wanted; the first so many tell what all share."""
@@ -106,7 +106,8 @@ class Sapt(Method):
         Raises:
             BackboneError: `targets` names no linear. ConfigError: settings that do not fit the backbone.
         """
-        config = config.model_copy(update={"attention": config.attention.settled(backbone.head is not None)})
+        attention = config.attention.settled(backbone.head is not None, config.head_rule == "logit")
+        config = config.model_copy(update={"attention": attention})
         super().__init__(config, backbone, seed)
         self.config: SaptConfig
         if config.arm.source == "generated":
@@ -121,7 +122,8 @@ class Sapt(Method):
         self.attention = Attention(width, config.attention, seed, backbone.device)
         backbone.add_module("attention", self.attention)
         self.selector: Attention | None = None
-        self.reflection = Reflection(config.arm, _weight(config, backbone.codec.kind))
+        reflects = config.ablation == "none"
+        self.reflection = Reflection(config.arm, config.arm.weight_on(backbone.codec.kind) if reflects else 0.0)
         if backbone.head is not None:
             backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), config.head_rule)
         self._learned: dict[str, AdapterState] = {}
@@ -143,17 +145,20 @@ class Sapt(Method):
 
     # ---- a task ----------------------------------------------------------------------------------------------
 
-    def show(self, rows: StageRows) -> None:
-        """Remember where the stage's rows are; pseudo inputs from files are read now, so that errors come early.
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Every task's objective, and its pseudo inputs where they come from files.
 
         Raises:
-            ConfigError: the stage's texts are not what this method can learn. DataError: see `read_file`.
+            ConfigError: texts that this method cannot learn. DataError: see `read_texts`.
         """
-        _check_objectives(rows.stage, self.config)
+        _check_objectives(tasks, self.config)
+        if self.config.arm.source == "file" and not self.told_task:
+            for task in tasks:
+                read_texts(self.config.arm.files or "", task.name)
+
+    def show(self, rows: StageRows) -> None:
+        """Remember where the stage's rows are."""
         self._rows = rows
-        if self.config.arm.source == "file":
-            assert self.config.arm.files is not None
-            read_file(rows, self.config.arm.files, self.config.arm.fraction)
 
     def begin_task(self, stage: Stage, resumed: bool) -> None:
         """The task's block and key are live, and the shared projection; all else is frozen."""
@@ -209,15 +214,16 @@ class Sapt(Method):
         if self.told_task or (self._alone and self._task):
             return self._told(batch)
         config, chooser = self.config, self.attention if self._task else self.selector or self.attention
+        floor = 0.0 if self._companions else config.attention.floor  # old answers are known to old blocks alone
         with torch.no_grad():
             embedded = self.backbone.embedded(batch.source_ids)
             pooled_BD = max_pooled(embedded, batch.source_mask, config.attention.pool_pads)
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self._task)):
             alpha_BT = chooser(pooled_BD).exp()
-        if not self._task:
-            self._hear(batch, alpha_BT)
         hard = self._alone and not self._task
-        return mixture_of(chooser.names, alpha_BT, config.attention.floor, hard, self._task)
+        if not self._task:
+            self._hear(batch, loudest(alpha_BT) if hard else alpha_BT)
+        return mixture_of(chooser.names, alpha_BT, floor, hard, self._task)
 
     def _told(self, batch: Batch) -> Mixture:
         """Each example's own block alone (the upper reference)."""
@@ -378,24 +384,15 @@ class Sapt(Method):
             self._begin(state["task"], state["live_labels"])
 
 
-def _check_objectives(stage: Stage, config: SaptConfig) -> None:
+def _check_objectives(tasks: Sequence[Task], config: SaptConfig) -> None:
     """Next words have no prompt that could be attended to, and hidden words no answer that could be replayed."""
-    for task in stage.tasks:
+    for task in tasks:
         if task.objective == "clm" or (task.objective != "answer" and config.ablation == "replay"):
             what = "method.ablation=replay trains on answers" if config.ablation == "replay" else "sapt reads prompts"
             raise ConfigError(
                 f"{what}, which stream.objective={task.objective} of task '{task.name}' does not have: expected "
                 "objective answer (or mlm, without that ablation)"
             )
-
-
-def _weight(config: SaptConfig, kind: str) -> float:
-    """Lambda: 2 on decoders (the paper's LLaMA), 0.5 elsewhere (its T5 on SuperNI), unless given; 0 without ARM."""
-    if config.ablation != "none":
-        return 0.0
-    if config.arm.weight is not None:
-        return config.arm.weight
-    return 2.0 if kind == "decoder" else 0.5
 
 
 def _rounded(values: Tensor) -> list[float]:

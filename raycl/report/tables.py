@@ -150,7 +150,7 @@ def attention_table(result: Tree) -> str:
     told = Attended.of(result)
     moved = told.moved()
     parts: list[RenderableType] = []
-    maps = {"when it was learned (dev texts)": told.train, "at the end (test texts)": told.test}
+    maps = {"when it was learned": told.train, "at the end (test texts)": told.test}
     for when, weights in maps.items():
         table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
         table.add_column("")

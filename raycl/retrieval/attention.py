@@ -55,9 +55,16 @@ class AttentionConfig(Section):
         description="the smallest weights of a text, at most this share in all, are not evaluated; 0: all are",
     )
 
-    def settled(self, encoder: bool) -> AttentionConfig:
-        """With what null stands for beside an encoder-only backbone, or another one."""
-        return self if self.standardize is not None else self.model_copy(update={"standardize": encoder})
+    def settled(self, encoder: bool, scores: bool) -> AttentionConfig:
+        """With what stands for null, and without floor where all must be heard.
+
+        Args:
+            encoder: the backbone is encoder-only.
+            scores: it mixes label heads' scores, where the least of a block lifts its labels from impossible to 0.
+        """
+        standardize = encoder if self.standardize is None else self.standardize
+        floor = 0.0 if encoder and scores else self.floor
+        return self.model_copy(update={"standardize": standardize, "floor": floor})
 
 
 class Attention(nn.Module):
@@ -103,7 +110,8 @@ class Attention(nn.Module):
     def look_at(self, pooled_ND: Tensor) -> None:
         """Take center and spread from the first texts that there are, if they are wanted and not known yet.
 
-        A dimension that hardly varies in them counts as if it varied like the median one. The center lies one spread
+        A dimension that hardly varies in them counts as if it varied like the median one of those that do at all (in
+        few texts most may be the same in all). The center lies one spread
         below their mean: around the mean itself these texts would be nothing but noise, which the layer norm makes as
         loud as the direction that tells any later task, and no key could tell theirs.
         """
@@ -111,7 +119,8 @@ class Attention(nn.Module):
             return
         found_ND = pooled_ND.detach().float().cpu()
         spread_D = found_ND.std(0, correction=0)
-        self.spread = spread_D.clamp(min=max(float(spread_D.median()), 1e-6))
+        varied = spread_D[spread_D > 1e-6]
+        self.spread = spread_D.clamp(min=float(varied.median()) if len(varied) else 1.0)
         self.center = found_ND.mean(0) - self.spread
 
     def begin(self, task: str, seed: int) -> None:
@@ -213,7 +222,7 @@ class AttentionRouter:
         """
         raise BankError(
             "the snapshot's router is 'attention', which reads prompts with the backbone's own embeddings: ask it "
-            "beside the model (layout=single, or the replicas that hold the model)"
+            "beside the model (layout=colocated, or the replicas that hold the model)"
         )
 
     @torch.no_grad()
@@ -266,7 +275,7 @@ def mixture_of(
         always: a name whose weights stay whatever they are: the block in training, which alone knows its labels.
     """
     if hard:
-        alpha_BT = torch.zeros_like(alpha_BT).scatter(1, alpha_BT.argmax(1, keepdim=True), 1.0)
+        alpha_BT = loudest(alpha_BT)
     kept_BT = alpha_BT >= (0.0 if hard else floor / len(names))
     if always:
         kept_BT[:, names.index(always)] = True
@@ -276,6 +285,11 @@ def mixture_of(
     if len(columns) == len(names):
         return Mixture(names, weights_BT)
     return Mixture(tuple(names[column] for column in columns), weights_BT[:, columns])
+
+
+def loudest(alpha_BT: Tensor) -> Tensor:
+    """The largest of each row is 1, all else 0."""
+    return torch.zeros_like(alpha_BT).scatter(1, alpha_BT.argmax(1, keepdim=True), 1.0)
 
 
 def divergence(target_BT: Tensor, log_alpha_BT: Tensor) -> Tensor:

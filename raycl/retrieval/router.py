@@ -139,9 +139,12 @@ def make_router(state: RouterState, owners: Owners, cache: Path | None = None) -
 
 def without(state: RouterState, task: str) -> RouterState:
     """The router with a task taken out: its keys, its statistics."""
-    kept = {name: value for name, value in state.tensors.items() if not _of(name.partition("/")[2], task)}
+    slots = state.kind != "attention"
+    kept = {name: value for name, value in state.tensors.items() if _owner(name, slots) != task}
     return RouterState(state.kind, state.settings, kept, state.encoder, state.encoder_sha256)
 
 
-def _of(name: str, task: str) -> bool:
-    return name == task or name.rpartition(".")[0] == task
+def _owner(name: str, slots: bool) -> str:
+    """The task of `key/<task>.<slot>` or `<part>/<task>` (tasks' names may hold dots), "" for what all share."""
+    part, _, owner = name.partition("/")
+    return owner.rpartition(".")[0] if slots and part == "key" else owner

@@ -344,6 +344,5 @@ def test_texts_without_prompts_or_answers_are_refused(
     lab: Lab, objective: Objective, settings: dict[str, Any], said: str
 ) -> None:
     parts, _ = build(lab.config("bert", {"name": "sapt", **settings}), WORLD)
-    stage = replace(parts.stages[0], tasks=(replace(parts.stages[0].tasks[0], objective=objective),))
     with pytest.raises(ConfigError, match=said):
-        parts.method.show(StageRows(stage, 4, parts.stream, parts.backbone.codec))
+        parts.method.check([replace(parts.stages[0].tasks[0], objective=objective)])

@@ -15,6 +15,7 @@ from raycl.bank.routers import get_router
 from raycl.errors import ConfigError, DataError, RunError
 from raycl.forgetting import evaluate
 from raycl.methods import writer as writers
+from raycl.methods.reflection import ReflectionConfig
 from raycl.methods.sapt import Sapt
 from raycl.methods.stage_rows import StageRows
 from raycl.methods.writer import Writer, WriterConfig
@@ -122,7 +123,17 @@ def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
     assert words == ["<s>", "fire", "is", "warm", "Output", ":"], "with the task's template"
     (tmp_path / "animal.jsonl").unlink()
     with pytest.raises(DataError, match=r"animal.jsonl' with pseudo inputs is missing"):
-        run(config, Storage.at(tmp_path / "short"))
+        check(config)  # before anything is learned, though it is the second task's
+    (tmp_path / "animal.jsonl").write_bytes(b'{"text": "caf\xe9"}')
+    with pytest.raises(DataError, match=r"is not in UTF-8 .*: save it in UTF-8"):
+        check(config)
+    alone = {"name": "separate", "learner": sapt(arm={"source": "file", "files": str(tmp_path)})}
+    check(lab.config("llama", alone))
+
+
+def test_a_folder_of_files_is_found_from_wherever_workers_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ReflectionConfig(source="file", files="mine").files == str(tmp_path / "mine")
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])

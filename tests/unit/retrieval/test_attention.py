@@ -235,6 +235,37 @@ def test_a_task_taken_out_leaves_the_others_weights_among_themselves() -> None:
     torch.testing.assert_close(found.weights, whole / whole.sum(1, keepdim=True))
 
 
+def test_names_with_dots_are_names() -> None:
+    """Not slots: who forgets one task keeps the key of the other."""
+    found = Attention(WIDE, AttentionConfig(width=3), 0)
+    for name in ("shop", "shop.v2"):
+        found.begin(name, 0)
+        assert found.key is not None
+        found.end({**found.tensors(), "key": found.key})
+    for gone, left in (("shop", "shop.v2"), ("shop.v2", "shop")):
+        router = make_router(without(state(found), gone), {})
+        assert isinstance(router, AttentionRouter) and router.attention.names == (left,)
+
+
+def test_dimensions_that_hardly_any_text_varies_do_not_drown_the_others() -> None:
+    """Of few short texts under one instruction most dimensions are the same in all: they count as the others do."""
+    first = texts(4)
+    first[:, :6] = 0.5
+    found = attention(1, live=False, standardize=True)
+    found.look_at(first)
+    assert found.spread is not None and found.spread.min() > 0.1
+    found = attention(1, live=False, standardize=True)
+    found.look_at(torch.ones(3, WIDE))
+    assert found.spread is not None and torch.equal(found.spread, torch.ones(WIDE))
+
+
+def test_scores_are_mixed_without_a_floor() -> None:
+    """The least of a block lifts its labels from impossible to 0, so no block may be left out."""
+    assert AttentionConfig().settled(encoder=True, scores=True).floor == 0.0
+    assert AttentionConfig().settled(encoder=True, scores=False).floor == AttentionConfig().floor
+    assert AttentionConfig().settled(encoder=False, scores=True).floor == AttentionConfig().floor
+
+
 def test_what_cannot_be_routed_is_said() -> None:
     router = AttentionRouter(attention(2, live=False))
     with pytest.raises(BankError, match="reads prompts with the backbone's own embeddings"):

@@ -1,0 +1,95 @@
+"""What SAPT keeps, in memory: mean weights, old blocks and keys, replayed answers, and all but what the floor drops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_sapt import WORLD, loss, started
+from tiny import Lab
+from torch import Tensor
+
+from raycl.methods.pseudo import sources_of
+from raycl.methods.sapt import Sapt
+from raycl.methods.stage_rows import StageRows
+from raycl.retrieval.attention import max_pooled
+from raycl.run import build
+from raycl.types import Mixture
+
+
+@pytest.mark.parametrize("split", ["dev", "test", "train"])
+def test_the_mean_weights_are_of_the_split_that_is_named(lab: Lab, split: str) -> None:
+    """Those of dev (trap A2: the released dev file is the test file), of test as the paper says; else of training."""
+    stream = {"dev_fraction": 0.0 if split == "train" else 0.25, "train_rows": 14}
+    arm = {"abar_split": "test" if split == "test" else "dev"}
+    parts, _ = build(lab.config("llama", {"name": "sapt", "arm": arm}, stream=stream), WORLD)
+    method, codec = parts.method, parts.backbone.codec
+    assert isinstance(method, Sapt)
+    for stage in parts.stages:
+        rows = StageRows(stage, 4, parts.stream, codec)
+        method.show(rows)
+        method.begin_task(stage, resumed=False)
+        own = dict(parts.backbone.named_parameters())
+        method.end_task(stage, {name: own[name].detach().clone() for name in method.learned_names()})
+    means = {
+        name: method.attention(method._pooled(sources_of(rows, name))).exp().mean(0).detach()
+        for name in ("train", "dev", "test")
+        if sources_of(rows, name)
+    }
+    assert len(means) == (2 if split == "train" else 3)
+    kept = method.reflection.memories["animal"].abar
+    torch.testing.assert_close(kept, means[split])
+    assert all(not torch.allclose(kept, mean, atol=1e-6) for name, mean in means.items() if name != split)
+
+
+def test_replayed_answers_are_possible_however_little_their_block_weighs(lab: Lab) -> None:
+    """Below the floor only its own block knows an old label: without it the loss would be infinite."""
+    method, batch = started(lab, "bert", ablation="replay", arm={"fraction": 0.5})
+    with torch.no_grad():
+        query = method.attention.query(max_pooled(method.backbone.embedded(batch.source_ids), batch.source_mask)).mean(
+            0
+        )
+        assert method.attention.key is not None
+        method.attention.key.add_(query * 30 * method.attention.tau / query.square().sum())
+    joined = method.prepare_batch(batch)
+    assert len(joined) > len(batch)
+    weights = method.route(joined)
+    assert weights.names == ("colour", "animal") and weights.weights[:, 0].min() < method.config.attention.floor / 2
+    assert loss(method, joined).isfinite()
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_what_the_floor_leaves_out_hardly_changes_the_output(lab: Lab, kind: str) -> None:
+    """Relatively by less than the floor, with a block that weighs just too little."""
+    method, batch = started(lab, kind)
+    with torch.no_grad():
+        pooled = max_pooled(method.backbone.embedded(batch.source_ids), batch.source_mask)
+        query = method.attention.query(pooled).mean(0)
+        assert method.attention.key is not None
+        method.attention.key.add_(query * 7 * method.attention.tau / query.square().sum())
+        floor = 2.1 * float(method.attention(pooled).exp()[:, 0].max())
+        found = []
+        for one in (0.0, floor):
+            attention = method.config.attention.model_copy(update={"floor": one})
+            method.config = method.config.model_copy(update={"attention": attention})
+            found.append((method.route(batch).names, float(loss(method, batch))))
+    assert found[0][0] == ("colour", "animal") and found[1][0] == ("animal",)
+    assert 1e-5 < floor < 0.02 and 0 < abs(found[0][1] - found[1][1]) < floor * found[0][1]
+
+
+@pytest.mark.parametrize("value", ["lora", "prompt"])
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_a_step_leaves_old_blocks_and_keys_as_they_are(lab: Lab, kind: str, value: str) -> None:
+    """However large it is: what the old block alone says stays, bit for bit; what the new one says does not."""
+    method, batch = started(lab, kind, value=value)
+    key = method.attention.keys["colour"].clone()
+
+    def said(task: str) -> Tensor:
+        with torch.no_grad(), method.stack.mixing(Mixture.same({task: 1.0}, len(batch))):
+            return method.backbone(batch).loss_sum  # type: ignore[no-any-return]
+
+    before = {task: said(task) for task in ("colour", "animal")}
+    live = [parameter for parameter in method.backbone.parameters() if parameter.requires_grad]
+    loss(method, batch).backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(live, lr=10.0).step()
+    assert torch.equal(said("colour"), before["colour"]) and not torch.equal(said("animal"), before["animal"])
+    assert torch.equal(method.attention.keys["colour"], key)
