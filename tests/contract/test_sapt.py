@@ -30,9 +30,15 @@ from raycl.types import AdapterState, Batch, Mixture, Objective
 WORLD = World.alone(torch.device("cpu"))
 
 
+def tasks(lab: Lab, count: int) -> list[dict[str, Any]]:
+    """So many tasks, over and over the two that the laboratory has."""
+    return [{"name": f"task{number}", "path": lab.tasks[number % 2]["path"]} for number in range(count)]
+
+
 def started(lab: Lab, kind: str, learned: int = 1, **settings: Any) -> tuple[Sapt, Batch]:
     """The method in its task number `learned` (from 0), every earlier block drawn at random; a batch of that task."""
-    parts, _ = build(lab.config(kind, {"name": "sapt", **settings}), WORLD)
+    stream = {"tasks": tasks(lab, learned + 1)} if learned > 1 else {}
+    parts, _ = build(lab.config(kind, {"name": "sapt", **settings}, stream=stream), WORLD)
     method, codec = parts.method, parts.backbone.codec
     assert isinstance(method, Sapt)
     for number in range(learned + 1):
@@ -177,11 +183,6 @@ def test_without_reflection_the_projection_follows_the_task_alone(lab: Lab) -> N
     assert not torch.equal(found[1.0], found[0.0])
 
 
-def tasks(lab: Lab, count: int) -> list[dict[str, Any]]:
-    """So many tasks, over and over the two that the laboratory has."""
-    return [{"name": f"task{number}", "path": lab.tasks[number % 2]["path"]} for number in range(count)]
-
-
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_accumulation_changes_nothing_in_any_task(lab: Lab, tmp_path: Path, kind: str) -> None:
     """In the first task and in the fifth, with reflection on up to four tasks; not with the released scale."""
@@ -225,15 +226,16 @@ def test_prompts_keep_their_length_and_the_first_is_prompt_tuning(lab: Lab, kind
         assert found is not None and torch.equal(found[0], prefix.live.expand(4, -1, -1))
     words = method.backbone.model.get_input_embeddings().weight
     assert all(any(torch.equal(row, word) for word in words) for row in prefix.live[0]), "drawn from the vocabulary"
-    method, batch = started(lab, kind, learned=1, value="prompt")
+    method, batch = started(lab, kind, learned=3, value="prompt", attention={"floor": 0.0})
     prefix = method.backbone.prefix
     assert isinstance(prefix, MixedPrompts) and prefix.live is not None
-    alpha = method.route(batch).weights
+    mixture = method.route(batch)
     with method.speaking(batch):
         found = prefix(4, torch.device("cpu"))
-    old = method.stack.states["colour"].prompt
-    assert found is not None and old is not None
-    torch.testing.assert_close(found[0], torch.einsum("bn,npd->bpd", alpha, torch.stack([old, prefix.live[0]])))
+    old = [method.stack.states[name].prompt for name in mixture.names[:-1]]
+    assert found is not None and len(old) == 3
+    spoken = torch.stack([*(one for one in old if one is not None), prefix.live[0]])
+    torch.testing.assert_close(found[0], torch.einsum("bn,npd->bpd", mixture.weights, spoken))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from test_sapt import WORLD, loss, started
-from tiny import Lab
+from tiny import KINDS, Lab
 from torch import Tensor
 
 from raycl.methods.pseudo import sources_of
@@ -93,3 +95,16 @@ def test_a_step_leaves_old_blocks_and_keys_as_they_are(lab: Lab, kind: str, valu
     torch.optim.SGD(live, lr=10.0).step()
     assert torch.equal(said("colour"), before["colour"]) and not torch.equal(said("animal"), before["animal"])
     assert torch.equal(method.attention.keys["colour"], key)
+
+
+@pytest.mark.parametrize("settings", [{}, {"value": "prompt"}, {"head_rule": "logit"}], ids=["lora", "prompt", "logit"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_order_of_keys_and_blocks_gives_the_same_output(lab: Lab, kind: str, settings: dict[str, Any]) -> None:
+    method, batch = started(lab, kind, learned=3, **settings)
+    with torch.no_grad():
+        first = loss(method, batch)
+        names = method.route(batch).names
+        method.attention.keys = dict(reversed(method.attention.keys.items()))
+        method.attention._frozen = None
+        assert method.route(batch).names != names and set(method.route(batch).names) == set(names)
+        torch.testing.assert_close(loss(method, batch), first, atol=1e-4, rtol=1e-5)
