@@ -112,6 +112,7 @@ def evaluate(
     seed = snapshot.made.get("config", {}).get("seed")
     if seed is None:
         raise BankError(f"snapshot {snapshot.number} does not say which data it was trained on: it cannot be evaluated")
+    tree["stream"]["unseen"] = None
     for override in overrides:
         configs.apply_override(tree, override)
     stream = open_stream(configs.validate(StreamConfig, tree["stream"]), int(seed))

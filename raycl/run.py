@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
@@ -43,7 +43,7 @@ from raycl.train.settings import (
     TrainConfig,
 )
 from raycl.train.world import World
-from raycl.types import Stage
+from raycl.types import Stage, TextCodec
 
 EXEMPT = ("launch", "tracking", "output", "bank")
 """Sections that cannot change what a run learns: they may differ on resume and stay out of the fingerprint."""
@@ -110,6 +110,15 @@ class RunConfig(Section):
     def _modifiers_by_name(cls, value: Any) -> Any:
         return configs.named_each(value, MODIFIERS)
 
+    @model_validator(mode="after")
+    def _unseen_are_not_told(self) -> Self:
+        if self.stream.unseen and self.method.needs_task:
+            raise ValueError(
+                f"stream.unseen is set and method '{self.method.name}' must be told each text's task, which nobody can "
+                "for a task that was never learned: set stream.unseen=null for this run, or choose another method"
+            )
+        return self
+
 
 def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
     """The validated tree from a file and overrides.
@@ -155,7 +164,8 @@ def check(config: RunConfig) -> Stream:
     stream = open_stream(config.stream, config.seed)
     stream.check(codec)
     method.check(stream.tasks)
-    for task in stream.tasks:
+    check_unseen(config, stream, codec)
+    for task in (*stream.tasks, *stream.unseen):
         if task.objective == "answer":
             check_metric(task.metric)
     unknown = set(config.train.epochs_by_task) - {task.name for task in stream.tasks}
@@ -165,6 +175,28 @@ def check(config: RunConfig) -> Stream:
             f"train.epochs_by_task names {sorted(unknown)}, which the stream lacks: expected some of {names}"
         )
     return stream
+
+
+def check_unseen(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
+    """What is never trained must have rows, and a label head can answer with learned labels alone.
+
+    Raises:
+        ConfigError: a task without dev rows where `eval.split` is dev, or with labels that no task teaches.
+    """
+    learned = {label for task in stream.tasks for label in task.labels or ()}
+    for task in stream.unseen:
+        if not len(stream.rows(task, config.eval.split)):
+            raise ConfigError(
+                f"unseen task '{task.name}' has no {config.eval.split} rows and eval.split is {config.eval.split}: "
+                "leave it out of stream.unseen, or use eval.split=test"
+            )
+        foreign = [label for label in task.labels or () if label not in learned]
+        if codec.needs_labels and foreign:
+            raise ConfigError(
+                f"unseen task '{task.name}' has labels that no task of the stream teaches ({', '.join(foreign)}), and "
+                f"encoder-only backbone '{config.backbone.name}' answers with learned labels alone: leave it out of "
+                "stream.unseen, add a task with these labels to the stream, or use a backbone that writes its answers"
+            )
 
 
 def check_engine(config: RunConfig) -> None:
@@ -280,7 +312,7 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
 def _single_differences(expected: Tree, found: Tree) -> list[str]:
     """Dotted keys that matter for a task trained alone: the order of tasks does not."""
     idle = {("method", key) for key in method_class(str(expected["method"]["name"])).Config.idle_alone}
-    idle |= {("stream", "name"), ("stream", "tasks")}
+    idle |= {("stream", "name"), ("stream", "tasks"), ("stream", "unseen")}
     return [key for key in configs.differences(found, expected) if tuple(key.split(".")[:2]) not in idle]
 
 

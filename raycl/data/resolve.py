@@ -52,10 +52,15 @@ class TaskPlan:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """A stream before its rows are read; `notes` say what differs from what was asked for."""
+    """A stream before its rows are read; `notes` say what differs from what was asked for.
+
+    Attributes:
+        unseen: tasks that are evaluated and never trained.
+    """
 
     name: str
     tasks: tuple[TaskPlan, ...]
+    unseen: tuple[TaskPlan, ...]
     notes: tuple[str, ...]
 
 
@@ -63,25 +68,36 @@ def resolve(config: StreamConfig) -> StreamPlan:
     """Find every task of `config`.
 
     Raises:
-        ConfigError: an unknown stream or task, a missing root, a task twice.
+        ConfigError: an unknown stream or task, a missing root, a task twice, an unseen task that is also trained.
         DataError, MissingTasksError: names or files that cannot be used.
     """
     benchmark = find(config.name)
-    wanted = _wanted(config, benchmark)
+    wanted, unseen = _wanted(config, benchmark), _unseen(config)
+    _refuse_twice(wanted, "stream.tasks")
+    _refuse_twice(unseen, "stream.unseen")
+    _refuse_trained(wanted, unseen)
+    kept, dropped = _plans(config, wanted, _needed(config, benchmark))
+    tested, absent = _plans(config, unseen, ("test",)) if unseen else ((), [])
+    missing = [*dropped, *absent]
+    notes = (f"tasks left out because they are missing on disk: {', '.join(missing)}",) if missing else ()
+    return StreamPlan(benchmark.name if benchmark else _free_name(config, kept), kept, tested, notes)
+
+
+def _plans(
+    config: StreamConfig, wanted: Sequence[str | TaskSpec], needed: Sequence[str]
+) -> tuple[tuple[TaskPlan, ...], list[str]]:
+    """The tasks in their order, and the names of those that `allow_missing` leaves out."""
     names = [task for task in wanted if isinstance(task, str)]
-    _refuse_twice([*names, *(task.name for task in wanted if isinstance(task, TaskSpec))])
     if config.root is None:
         named = {name: _builtin(name, config) for name in names}
     else:
-        folders = locate(Storage.at(config.root), names, _needed(config, benchmark), config.allow_missing)
+        folders = locate(Storage.at(config.root), names, needed, config.allow_missing)
         named = {name: _known(name, folder, config) for name, folder in folders.items()}
-    plans = [_custom(task, config) if isinstance(task, TaskSpec) else named.get(task) for task in wanted]
-    dropped = [name for name in names if name not in named]
-    notes = (f"tasks left out because they are missing on disk: {', '.join(dropped)}",) if dropped else ()
+    plans = [_custom(task, config, needed) if isinstance(task, TaskSpec) else named.get(task) for task in wanted]
     kept = tuple(plan for plan in plans if plan is not None)
     if config.objective != "answer":
         kept = tuple(map(_texts_alone, kept))
-    return StreamPlan(benchmark.name if benchmark else _free_name(config, kept), kept, notes)
+    return kept, [name for name in names if name not in named]
 
 
 def _texts_alone(plan: TaskPlan) -> TaskPlan:
@@ -109,11 +125,32 @@ def _wanted(config: StreamConfig, benchmark: Benchmark | None) -> list[str | Tas
     return list(builtin.TASKS)
 
 
-def _refuse_twice(names: Sequence[str]) -> None:
-    twice = [name for name, count in Counter(names).items() if count > 1]
+def _unseen(config: StreamConfig) -> list[str | TaskSpec]:
+    """Tasks that are evaluated only; the name of a benchmark order stands for its tasks."""
+    found: list[str | TaskSpec] = []
+    for task in config.unseen or ():
+        benchmark = find(task) if isinstance(task, str) else None
+        found += benchmark.tasks if benchmark else [canonical(task) if isinstance(task, str) else task]
+    return found
+
+
+def _names(tasks: Sequence[str | TaskSpec]) -> list[str]:
+    return [task if isinstance(task, str) else task.name for task in tasks]
+
+
+def _refuse_twice(tasks: Sequence[str | TaskSpec], key: str) -> None:
+    twice = [name for name, count in Counter(_names(tasks)).items() if count > 1]
     if twice:
+        raise ConfigError(f"{key} names {', '.join(twice)} more than once: a task comes once in a stream, rename it")
+
+
+def _refuse_trained(wanted: Sequence[str | TaskSpec], unseen: Sequence[str | TaskSpec]) -> None:
+    trained = set(_names(wanted))
+    both = [name for name in _names(unseen) if name in trained]
+    if both:
         raise ConfigError(
-            f"stream.tasks names {', '.join(twice)} more than once: a task comes once in a stream, rename it"
+            f"stream.unseen names {', '.join(both)}, which the stream trains: a task is either trained or unseen, "
+            "take it out of one of the two"
         )
 
 
@@ -126,7 +163,7 @@ def _needed(config: StreamConfig, benchmark: Benchmark | None) -> tuple[str, ...
 def _builtin(name: str, config: StreamConfig) -> TaskPlan:
     if name in builtin.TASKS:
         return TaskPlan(name, {}, Reading(labels=builtin.labels(name)))
-    if name in TASKS or config.tasks is None:
+    if name in TASKS or (config.tasks is None and config.name != "builtin"):
         raise ConfigError(
             f"task '{name}' of stream '{config.name}' comes from files: set stream.root to the folder of the benchmark"
         )
@@ -149,13 +186,13 @@ def _known(name: str, place: TaskFolder, config: StreamConfig) -> TaskPlan:
     return TaskPlan(name, files, reading, metric, definition, info.group, place.folder.uri.rpartition("/")[2], prompt)
 
 
-def _custom(spec: TaskSpec, config: StreamConfig) -> TaskPlan:
+def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> TaskPlan:
     check_name(spec.name)
     folder = None if spec.path is None else Storage.at(spec.path)
     files = dict(_without_unused_dev(task_folder(folder).files, config)) if folder else {}
     given = {"train": spec.train, "dev": spec.dev, "test": spec.test}
     files |= {split: SourceFile.at(uri) for split, uri in given.items() if uri is not None}
-    for split in ("train", "test", *(("dev",) if config.dev == "file" else ())):
+    for split in needed:
         if split not in files:
             raise ConfigError(
                 f"task '{spec.name}' has no {split} file: expected {split}.json, .jsonl, .csv, .tsv, .parquet or .txt "

@@ -6,9 +6,9 @@ What it does not know: how any of this is carried out.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from raycl.config import Section
 from raycl.data.formats import Format
@@ -77,6 +77,11 @@ class StreamConfig(Section):
     tasks: tuple[str | TaskSpec, ...] | None = Field(
         None, min_length=1, description="explicit order: names below root and custom tasks; None: the named order"
     )
+    unseen: tuple[str | TaskSpec, ...] | None = Field(
+        None,
+        description="tasks that are never trained and are evaluated once, after the last task, zero-shot, as SAPT's "
+        "unseen tasks: as in `tasks`, or benchmark orders (superni-unseen); no train files are needed",
+    )
     allow_missing: bool = Field(False, description="drop tasks that are not on disk, with a warning")
     objective: Objective = Field(
         "answer",
@@ -109,6 +114,12 @@ class StreamConfig(Section):
     max_source_tokens: int = Field(128, ge=8, description="longer prompts lose the end of their input text")
     max_target_tokens: int = Field(32, ge=2, description="longer answers are cut, keeping the end-of-sequence token")
     cache_dir: Place = Field(None, description="node-local cache; None: $RAYCL_CACHE, else ~/.cache/raycl")
+
+    @field_validator("unseen", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """A lone name is a list of one, and an empty list says nothing."""
+        return [value] if isinstance(value, str) else value or None
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -60,11 +60,13 @@ class Stream:
     Attributes:
         name: of the benchmark, or as configured.
         tasks: in the order in which they arrive.
+        unseen: tasks that are never trained, evaluated once after the last of `tasks`.
         notes: what differs from what was asked for, and row counts; for people.
     """
 
     name: str
     tasks: tuple[Task, ...]
+    unseen: tuple[Task, ...]
     notes: list[str]
     _config: StreamConfig = field(repr=False)
     _seed: int = field(repr=False)
@@ -115,7 +117,7 @@ class Stream:
         Raises:
             DataError, ConfigError: see `table`.
         """
-        for task in self.tasks:
+        for task in (*self.tasks, *self.unseen):
             check_codec(task, self.prompt(task, codec), codec, self._lengths(codec))
 
     def prompt(self, task: Task, codec: TextCodec) -> Prompt:
@@ -195,14 +197,15 @@ def open_stream(config: StreamConfig, seed: int) -> Stream:
     cache = cache_folder(config.cache_dir)
     plan = resolve(config)
     tasks = {task.name: _open_task(task, config, seed, cache) for task in plan.tasks}
+    unseen = {task.name: _open_task(task, config, seed, cache) for task in plan.unseen}
     for found in tasks.values():
         if config.per_class is not None and found.task.labels is None:
             raise ConfigError(
                 f"per_class is {config.per_class}, but the answers of task '{found.task.name}' are free text: "
                 "use train_rows"
             )
-    ordered = tuple(found.task for found in tasks.values())
-    stream = Stream(plan.name, ordered, [], config, seed, tasks, cache)
+    ordered, never = (tuple(found.task for found in opened.values()) for opened in (tasks, unseen))
+    stream = Stream(plan.name, ordered, never, [], config, seed, tasks | unseen, cache)
     stream.notes.extend(_notes(stream, plan, config))
     return stream
 

@@ -42,6 +42,11 @@ class MethodConfig(Section):
         return as_tree(self)
 
     @property
+    def needs_task(self) -> bool:
+        """Whether a text is answered only if evaluation tells its task; then a task never learned cannot be asked."""
+        return False
+
+    @property
     def looks_ahead(self) -> bool:
         """Whether texts of later tasks are read before the first one is learned (`Method.studies_ahead`)."""
         return False

@@ -35,6 +35,11 @@ class ReferenceConfig(MethodConfig):
         return named(value, "lora")
 
     @property
+    def needs_task(self) -> bool:
+        """As the learner does."""
+        return self.learner.needs_task
+
+    @property
     def looks_ahead(self) -> bool:
         """As the learner does."""
         return self.learner.looks_ahead
@@ -44,6 +49,11 @@ class SeparateConfig(ReferenceConfig):
     """PerTaskFT of MIGU, "separate fine-tune" of SLM."""
 
     name: Literal["separate"] = "separate"
+
+    @property
+    def needs_task(self) -> bool:
+        """Each task has a model of its own."""
+        return True
 
 
 class JointConfig(ReferenceConfig):

@@ -72,6 +72,11 @@ class SlmConfig(MethodConfig):
     encoder: EncoderConfig = EncoderConfig()
 
     @property
+    def needs_task(self) -> bool:
+        """Where `retrieval.task_id` chooses the slots."""
+        return self.retrieval.task_id
+
+    @property
     def looks_ahead(self) -> bool:
         """Keys of all tasks, where all compete."""
         return self.train_scope == "all"

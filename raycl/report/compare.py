@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raycl.config import Tree, flatten
-from raycl.report.results import backbone_of, method_of, metric_of, stream_of, title_of
+from raycl.report.results import backbone_of, method_of, metric_of, stream_of, title_of, unseen_mean
 
 NOT_COMPARED = frozenset(
     {"seed", "launch", "tracking", "output", "checkpoint", "eval.singles", "eval.save_predictions"}
@@ -25,6 +25,10 @@ NOT_COMPARED = frozenset(
 
 METRICS = {"ap": "AP", "f_ra": "F.Ra", "fwt": "FWT", "bwt": "BWT"}
 """Headline number -> column title."""
+
+
+UNSEEN = "unseen"
+"""The mean over tasks that were never trained: a column only where some run has such tasks."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Line:
         method: with its modifiers.
         settings: `key=value` where it differs from other lines of the same method, stream and backbone.
         runs: how many runs the numbers are means of, one a seed.
-        numbers: `ap`, `f_ra`, `fwt`, `bwt` (points), `wall_s` (seconds), `tokens_per_s`.
+        numbers: `ap`, `f_ra`, `fwt`, `bwt`, `unseen` (points), `wall_s` (seconds), `tokens_per_s`.
     """
 
     method: str
@@ -65,6 +69,12 @@ class Line:
 def compare(results: Sequence[Tree]) -> list[Line]:
     """One line per setting, by stream and backbone, in order of first appearance within them."""
     return [_line(group, settings) for settings, group in grouped(results)]
+
+
+def points_of(lines: Sequence[Line]) -> dict[str, str]:
+    """Numbers in points that these lines show -> column title."""
+    asked = any(line.numbers[UNSEEN] for line in lines)
+    return METRICS | {UNSEEN: UNSEEN} if asked else METRICS
 
 
 def grouped(results: Sequence[Tree]) -> list[tuple[str, list[Tree]]]:
@@ -89,10 +99,11 @@ def to_csv(results: Sequence[Tree]) -> str:
     """The comparison as CSV with means and standard deviations in full precision; empty cells where undefined."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    names = [*METRICS, "wall_s", "tokens_per_s"]
+    lines = compare(results)
+    names = [*points_of(lines), "wall_s", "tokens_per_s"]
     spreads = [title for name in names for title in (name, f"{name}_std")]
     writer.writerow(["method", "settings", "stream", "backbone", "runs", *spreads])
-    for line in compare(results):
+    for line in lines:
         cells = [cell for name in names for cell in _cells(line.numbers[name])]
         writer.writerow([line.method, line.settings, line.stream, line.backbone, line.runs, *cells])
     return text.getvalue()
@@ -105,6 +116,7 @@ def _cells(spread: Spread | None) -> list[float | None]:
 def _line(group: Sequence[Tree], settings: str) -> Line:
     first = group[0]
     numbers = {name: Spread.over([metric_of(result, name) for result in group]) for name in METRICS}
+    numbers[UNSEEN] = Spread.over([unseen_mean(result) for result in group])
     numbers |= {name: Spread.over([result.get(name) for result in group]) for name in ("wall_s", "tokens_per_s")}
     return Line(method_of(first), settings, stream_of(first), backbone_of(first), len(group), numbers)
 

@@ -4,7 +4,7 @@ Why it exists: tables, plots and comparisons share one reading of a result tree,
 What it does not know: who wrote the file, how a number was computed.
 
 A result tree is the parsed `results.json` of a run; the keys used here are `config` (with `seed`, `stream`,
-`backbone`, `method`, perhaps `modifiers`), `stream` (with `tasks`), `stages`, `matrix` and `metrics`.
+`backbone`, `method`, perhaps `modifiers`), `stream` (with `tasks`), `stages`, `matrix`, `metrics`, perhaps `unseen`.
 """
 
 from __future__ import annotations
@@ -103,6 +103,17 @@ def values_of(result: Tree) -> list[list[float | None]]:
 def metric_of(result: Tree, name: str) -> float | None:
     """A headline number, None where undefined or absent."""
     value = result["metrics"].get(name)
+    return None if value is None else float(value)
+
+
+def unseen_of(result: Tree) -> dict[str, float]:
+    """Task -> score of the tasks that were never trained; empty where the run has none."""
+    return {str(task): float(cell["value"]) for task, cell in ((result.get("unseen") or {}).get("cells") or {}).items()}
+
+
+def unseen_mean(result: Tree) -> float | None:
+    """Their mean, None where the run has none."""
+    value = (result.get("unseen") or {}).get("mean")
     return None if value is None else float(value)
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from raycl.config import Tree
 from raycl.report.attended import Attended, has_attention
-from raycl.report.compare import METRICS, Spread, compare, grouped
+from raycl.report.compare import METRICS, Spread, compare, grouped, points_of
 from raycl.report.kept_rows import KeptRows, has_kept_rows
 from raycl.report.results import (
     backbone_of,
@@ -27,6 +27,8 @@ from raycl.report.results import (
     stream_of,
     tasks_of,
     title_of,
+    unseen_mean,
+    unseen_of,
     values_of,
 )
 from raycl.report.routing import KINDS, Routing, has_routing, mean_of
@@ -56,16 +58,17 @@ def side_by_side(results: Sequence[Tree], width: int = 160) -> str:
 
 
 def comparison_table(results: Sequence[Tree]) -> str:
-    """One line per setting: AP, F.Ra, FWT, BWT, time, tokens/s; mean ± standard deviation over seeds."""
+    """One line per setting: AP, F.Ra, FWT, BWT, unseen, time, tokens/s; mean ± standard deviation over seeds."""
     lines = compare(results)
+    shown = points_of(lines)
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     for column in ("method", "stream", "backbone"):
         table.add_column(column)
-    for column in ("runs", *METRICS.values(), "time", "tokens/s"):
+    for column in ("runs", *shown.values(), "time", "tokens/s"):
         table.add_column(column, justify="right")
     for line in lines:
         method = f"{line.method} ({line.settings})" if line.settings else line.method
-        points = [_points(line.numbers[name]) for name in METRICS]
+        points = [_points(line.numbers[name]) for name in shown]
         cost = [_duration(line.numbers["wall_s"]), _rate(line.numbers["tokens_per_s"])]
         table.add_row(method, line.stream, line.backbone, str(line.runs), *points, *cost)
     return render(table)
@@ -187,7 +190,21 @@ def _matrix(result: Tree) -> RenderableType:
         table.add_column(name, justify="right")
     for stage, row in zip(result["stages"], values_of(result), strict=True):
         table.add_row(f"after {stage}", *("" if value is None else f"{value:.1f}" for value in row))
-    return Group(Text(title_of(result)), table, Text(metrics_line(result)), *_routing(result), *_notes(result))
+    numbers = [Text(metrics_line(result)), *_unseen(result)]
+    return Group(Text(title_of(result)), table, *numbers, *_routing(result), *_notes(result))
+
+
+def _unseen(result: Tree) -> list[RenderableType]:
+    """Scores of the tasks that were never trained, and their mean."""
+    scores = unseen_of(result)
+    if not scores:
+        return []
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("")
+    for name in [*short_names(list(scores), 14 if len(scores) <= 6 else 8), "mean"]:
+        table.add_column(name, justify="right")
+    table.add_row("never trained", *map(_number, [*scores.values(), unseen_mean(result)]))
+    return [table]
 
 
 def _routing(result: Tree) -> list[RenderableType]:

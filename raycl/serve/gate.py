@@ -88,7 +88,7 @@ def _stream(snapshot: Snapshot, config: ServeConfig) -> Stream:
     made = snapshot.made.get("config")
     if made is None:
         raise BankError(f"snapshot {snapshot.number} does not say which data it was trained on: it cannot be judged")
-    tree = {"stream": dict(made["stream"])}
+    tree = {"stream": {**made["stream"], "unseen": None}}
     for override in config.gate.stream:
         configs.apply_override(tree, f"stream.{override}")
     return open_stream(configs.validate(StreamConfig, tree["stream"]), int(made["seed"]))

@@ -6,9 +6,9 @@ no part in the first stages; what a method or modifier does not use yet, its own
 What it does not know: where the shared stages are kept.
 
 Taken out: tasks to come (their names stay, as a set: answers are also compared with the labels of all other tasks),
-epochs of tasks to come, `eval.singles` (it is read when results are written), sections about where a run writes
-and is followed. Kept besides the config: raycl's version, the number of stages, workers and their CPUs (sums of
-floats depend on both).
+epochs of tasks to come, `stream.unseen` (evaluated after the last stage), `eval.singles` (it is read when results are
+written), sections about where a run writes and is followed. Kept besides the config: raycl's version, the number of
+stages, workers and their CPUs (sums of floats depend on both).
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def _whole(config: RunConfig, tasks: Sequence[str]) -> Tree:
     tree = configs.as_tree(config)
     kept = {key: value for key, value in tree.items() if key not in (*EXEMPT, "method", "modifiers")}
     given = kept["stream"].pop("tasks")
+    kept["stream"].pop("unseen")
     specs = [json.dumps(task, sort_keys=True) for task in given or tasks]
     ordered = config.method.looks_ahead or config.eval.tasks == "all"
     kept["stream"]["all"] = specs if ordered else sorted(specs)

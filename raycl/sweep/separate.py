@@ -25,7 +25,7 @@ def separate_tree(config: RunConfig) -> Tree:
     tree = configs.as_tree(config)
     learner = tree["method"]["learner"] if config.method.name in WRAPPERS else tree["method"]
     tree["method"] = {"name": "separate", "learner": learner}
-    tree["eval"]["singles"] = None
+    tree["eval"]["singles"] = tree["stream"]["unseen"] = None
     tree["bank"]["publish"] = False
     tree["checkpoint"]["export"] = "none"
     if tree["stream"]["tasks"] is not None and not tree["modifiers"]:  # a modifier may leave the first task out

@@ -39,7 +39,7 @@ from raycl.train.progress import Progress, Trace, clock
 from raycl.train.proof import Proof
 from raycl.train.publish import publish
 from raycl.train.results import build_results
-from raycl.train.row import evaluate_row
+from raycl.train.row import evaluate_row, evaluate_unseen
 from raycl.train.step import StepResult, train_step
 from raycl.train.world import World
 from raycl.types import Score, Stage, Task
@@ -273,6 +273,8 @@ class StreamLoop:
         """The stage's record for the ledger."""
         began = time.perf_counter()
         row = evaluate_row(self.parts, stage, self.world, self.storage)
+        is_last = stage.index == len(self.parts.stages) - 1
+        unseen = evaluate_unseen(self.parts, self.world, self.storage) if is_last else {}
         eval_s = time.perf_counter() - began
         if self.parts.method.one_model_per_task and self.state.stages:
             row = {**{name: Score(**cell) for name, cell in self.state.stages[-1]["row"].items()}, **row}
@@ -292,8 +294,10 @@ class StreamLoop:
         }
         cells = {name: asdict(cell) for name, cell in row.items()}
         facts = self.parts.method.facts() | self.parts.modifiers.facts() if self.ledger else {}
-        ended = {"ended": time.time()}
-        return {"stage": stage.index, "row": cells, "times": times, "bank": done.published, "facts": facts, **ended}
+        record = {"stage": stage.index, "row": cells, "times": times, "bank": done.published, "facts": facts}
+        if unseen:
+            record["unseen"] = {name: asdict(cell) for name, cell in unseen.items()}
+        return {**record, "ended": time.time()}
 
     def _record(self, stage: Stage, record: dict[str, Any]) -> bool:
         """Whether to go on."""
@@ -305,6 +309,7 @@ class StreamLoop:
             log.info("    trained %s, evaluated %s", clock(times["train_s"]), clock(times["eval_s"]))
         if self.sink:
             scores = {f"score/{name}": float(cell["value"]) for name, cell in record["row"].items()}
+            scores |= {f"unseen/{name}": float(cell["value"]) for name, cell in record.get("unseen", {}).items()}
             self.sink.log(self._steps_done(stage, record["times"]["steps"]), scores)
         return self.on_stage is None or self.on_stage(record) is not False
 

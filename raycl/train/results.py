@@ -6,6 +6,7 @@ What it does not know: how to draw or print them (`raycl.report`).
 from __future__ import annotations
 
 import platform
+import statistics
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -44,6 +45,7 @@ def build_results(
         "stages": list(matrix.stages),
         "matrix": matrix.to_json()["cells"],
         "singles": info.singles,
+        "unseen": _unseen(state) if len(state.stages) == len(stages) else None,
         "metrics": summary(matrix, info.singles),
         "variants": compute_variants(matrix, info.singles),
         "stage_times": times,
@@ -56,6 +58,17 @@ def build_results(
         "workers": state.attempts[-1]["workers"] if state.attempts else None,
         "wall_s": state.stages[-1]["ended"] - state.attempts[0]["started"] if state.stages else None,
     }
+
+
+def _unseen(state: RunState) -> dict[str, Any] | None:
+    """Cells of the tasks that were never trained, and their mean; None where the stream has none.
+
+    A run that was taught more tasks has older ones in the records of former last stages.
+    """
+    cells = state.stages[-1].get("unseen")
+    if not cells:
+        return None
+    return {"cells": cells, "mean": statistics.fmean(cell["value"] for cell in cells.values())}
 
 
 def _versions() -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""One row of the accuracy matrix: after a stage, every task that counts, its examples spread over the workers.
+"""Evaluation after a stage: a row of the accuracy matrix, and at the end the tasks that were never trained.
+
+Every task's examples are spread over the workers.
 
 What it does not know: what was trained, and where the row is recorded.
 """
@@ -9,6 +11,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -27,10 +30,26 @@ EXERCISE_SEED = 0
 """Hides the same words of a text in every evaluation of every run, so that scores can be compared."""
 
 
+UNSEEN = "unseen"
+"""Folder of the answers to tasks that were never trained."""
+
+
 def evaluate_row(parts: Parts, stage: Stage, world: World, storage: Storage) -> dict[str, Score]:
     """Task name -> score after `stage`. Collective; rank 0 says each score and keeps the answers."""
     parts.backbone.eval()
-    return {task.name: _score(parts, stage, task, world, storage) for task in _tasks(parts, stage)}
+    folder = f"{stage.index:03d}-{stage.name}"
+    return {task.name: _score(parts, task, world, storage, folder) for task in _tasks(parts, stage)}
+
+
+def evaluate_unseen(parts: Parts, world: World, storage: Storage) -> dict[str, Score]:
+    """Task name -> score of tasks that were never trained, zero-shot; otherwise as `evaluate_row`.
+
+    What routes is never told such a task: a batch does not carry its name.
+    """
+    parts.backbone.eval()
+    if parts.stream.unseen and world.is_first:
+        log.info("    never trained:")
+    return {task.name: _score(parts, task, world, storage, UNSEEN) for task in parts.stream.unseen}
 
 
 def _tasks(parts: Parts, stage: Stage) -> list[Task]:
@@ -42,7 +61,7 @@ def _tasks(parts: Parts, stage: Stage) -> list[Task]:
     return [task for seen in parts.stages[: stage.index + 1] for task in seen.tasks]
 
 
-def _score(parts: Parts, stage: Stage, task: Task, world: World, storage: Storage) -> Score:
+def _score(parts: Parts, task: Task, world: World, storage: Storage, folder: str) -> Score:
     settings, codec = parts.evaluation, parts.backbone.codec
     table = parts.stream.table(task, settings.split, codec)
     encoder = parts.method.encoder
@@ -52,6 +71,8 @@ def _score(parts: Parts, stage: Stage, task: Task, world: World, storage: Storag
     exercise = parts.stream.exercise(codec, EXERCISE_SEED)
     sizes = (world.rank, world.size, settings.batch_size)
     batches = eval_batches(table, None, *sizes, codec.pad_id, reads, exercise)
+    if task in parts.stream.unseen:
+        batches = map(_nameless, batches)
     if exercise is not None:
         return _text_score(parts, task, table, batches, world)
     limit = settings.max_new_tokens or codec.max_target_tokens
@@ -71,7 +92,7 @@ def _score(parts: Parts, stage: Stage, task: Task, world: World, storage: Storag
         off = f", {cell.extra['off_task']:g} off task" if cell.extra.get("off_task") else ""
         log.info("    %-36s %5.1f  (%d examples%s)", task.name, cell.value, cell.count, off)
         if settings.save_predictions:
-            name = f"predictions/{stage.index:03d}-{stage.name}/{task.name}.jsonl"
+            name = f"predictions/{folder}/{task.name}.jsonl"
             storage.write(name, _jsonl(table.texts(range(len(table))), references, answers))
     return cell
 
@@ -90,6 +111,11 @@ def _text_score(parts: Parts, task: Task, table: TokenTable, batches: Iterable[B
         shown = (task.name, cell.value, cell.extra["perplexity"], cell.extra["tokens"])
         log.info("    %-36s %5.1f  (perplexity %.4g, %d tokens)", *shown)
     return cell
+
+
+def _nameless(batch: Batch) -> Batch:
+    """The batch as of no task, for tasks that the method cannot know."""
+    return replace(batch, tasks=("",) * len(batch.tasks))
 
 
 @contextmanager

@@ -45,12 +45,14 @@ Alone = Callable[[str, str], Storage]
 
 
 def tree(lab: Lab, kind: str, method: str, engine: str, micro: int | None = None) -> dict[str, Any]:
-    return lab.tree(kind, method.partition("+")[0], ENGINES[engine], **sections(kind, method, micro))
+    return lab.tree(kind, method.partition("+")[0], ENGINES[engine], **sections(lab, kind, method, micro))
 
 
-def sections(kind: str, method: str, micro: int | None = None) -> dict[str, Any]:
-    """With MIGU for `<method>+migu`."""
+def sections(lab: Lab, kind: str, method: str, micro: int | None = None) -> dict[str, Any]:
+    """With MIGU for `<method>+migu`, and a task that is never trained wherever nobody must tell it."""
     found: dict[str, Any] = {"stream": stream(kind), "train": {"micro_batch_size": micro}}
+    if method != "separate":
+        found["stream"]["unseen"] = [lab.unseen]
     if method.endswith("+migu"):
         found["modifiers"] = [{"name": "migu", "skip_first_task": False}]
     return found
@@ -69,7 +71,7 @@ def alone(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     def get(kind: str, method: str) -> Storage:
         if (kind, method) not in done:
             done[kind, method] = Storage.at(tmp_path_factory.mktemp(f"alone-{kind}-{method}"))
-            run(lab.config(kind, method.partition("+")[0], **sections(kind, method)), done[kind, method])
+            run(lab.config(kind, method.partition("+")[0], **sections(lab, kind, method)), done[kind, method])
         return done[kind, method]
 
     return get
@@ -121,8 +123,15 @@ def test_two_workers_equal_one(together: Path, alone: Alone, case: tuple[str, st
     found = Storage.at(together / name(case))
     same(found, alone(case[0], case[1]), 1e-4)
     assert found.read_json("results.json")["workers"] == 2
+    assert unseen(found) == unseen(alone(case[0], case[1])) and bool(unseen(found)) is (case[1] != "separate")
     assert rows_kept(found) == rows_kept(alone(case[0], case[1]))
     assert bool(rows_kept(found)) is case[1].endswith("+migu")
+
+
+def unseen(storage: Storage) -> dict[str, tuple[float, int]]:
+    """Value and count of every task that was never trained."""
+    cells = (storage.read_json("results.json")["unseen"] or {"cells": {}})["cells"]
+    return {task: (cell["value"], cell["count"]) for task, cell in cells.items()}
 
 
 def rows_kept(storage: Storage) -> list[Any]:

@@ -133,6 +133,14 @@ def save_tasks(root: Path) -> list[dict[str, Any]]:
     return [{"name": name, "path": str(root / name)} for name in TASKS]
 
 
+def save_unseen(root: Path) -> dict[str, Any]:
+    """A task to test only, whose labels are one of each trained task's, and its entry for `stream.unseen`."""
+    (root / "mixed").mkdir()
+    lines = [_row(tuple(classes[0] for classes in TASKS.values()), number) for number in range(TEST_ROWS)]
+    (root / "mixed" / "test.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return {"name": "mixed", "path": str(root / "mixed")}
+
+
 def _row(classes: tuple[tuple[str, str], ...], number: int) -> dict[str, str]:
     """Texts of different lengths: the label's words, turned by `number`, and one that says nothing."""
     label, words = classes[number % len(classes)]
@@ -148,6 +156,7 @@ class Lab:
         gc.freeze()  # closed engines collect garbage; what the libraries made on import need not be looked through
         self.root = root
         self.tasks = save_tasks(root / "tasks")
+        self.unseen = save_unseen(root / "tasks")
 
     def model_folder(self, kind: str) -> Path:
         """The saved model of that kind, made when first asked for."""

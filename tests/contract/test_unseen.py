@@ -1,0 +1,202 @@
+"""Tasks that are never trained: evaluated once, at the end, by a model that is not told which they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import KINDS, TASKS, TEST_ROWS, Lab, Stop, exported, matrix, run, trace
+
+from raycl import config as configs
+from raycl import forgetting, launch
+from raycl.bank import Bank
+from raycl.config import Tree
+from raycl.errors import ConfigError
+from raycl.report.compare import to_csv
+from raycl.report.tables import comparison_table, matrix_table
+from raycl.run import RunConfig, check, read_singles
+from raycl.storage import Storage
+from raycl.sweep.prefix import prefix_keys
+from raycl.sweep.separate import separate_key, separate_tree
+from raycl.train import loop as loops
+from raycl.types import Batch
+from raycl.worker import CONFIG
+
+
+def asked(lab: Lab, kind: str, method: Any = "lora", unseen: Any = None, **sections: Any) -> RunConfig:
+    return lab.config(kind, method, stream={"unseen": unseen or [lab.unseen]}, **sections)
+
+
+def results(storage: Storage) -> Tree:
+    return dict(storage.read_json("results.json"))
+
+
+CASES = [*((kind, method) for kind in KINDS for method in ("lora", "sapt", "slm")), ("t5", "olora"), ("bert", "joint")]
+
+
+@pytest.mark.parametrize(("kind", "method"), CASES)
+def test_they_are_evaluated_at_the_end_and_touch_nothing_else(lab: Lab, tmp_path: Path, kind: str, method: str) -> None:
+    """Trained weights, matrix, metrics and what is published are those of the run without them."""
+    chosen = lab.slots() if method == "slm" else method
+    plain, found = Storage.at(tmp_path / "plain"), Storage.at(tmp_path / "found")
+    run(lab.config(kind, chosen), plain)
+    stages: list[bool] = []
+    run(asked(lab, kind, chosen), found, on_stage=lambda record: stages.append("unseen" in record))
+    assert stages == ([True] if method == "joint" else [False, True]), "after the last task only"
+    assert trace(found) == trace(plain) and matrix(found) == matrix(plain) and exported(found) == exported(plain)
+    told, before = results(found), results(plain)
+    assert told["stream"]["tasks"] == list(TASKS) and told["metrics"] == before["metrics"]
+    assert told["stage_facts"] == before["stage_facts"] and before["unseen"] is None
+    (cell,) = told["unseen"]["cells"].values()
+    assert list(told["unseen"]["cells"]) == ["mixed"] and cell["count"] == TEST_ROWS
+    assert told["unseen"]["mean"] == cell["value"] and {"off_task", "empty"} <= cell["extra"].keys()
+    answers = [json.loads(line) for line in found.read("predictions/unseen/mixed.jsonl").decode().splitlines()]
+    right = sum(line["answer"] in line["references"] for line in answers)
+    assert len(answers) == TEST_ROWS and cell["value"] == pytest.approx(100 * right / TEST_ROWS)
+    if kind == "bert":
+        assert {line["answer"] for line in answers} <= {label for task in TASKS.values() for label, _ in task}
+
+
+def test_the_method_is_not_told(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SAPT's batches carry their tasks' names, except for those."""
+    from raycl.methods.sapt import Sapt
+
+    route, heard = Sapt.route, list[str]()
+
+    def listen(self: Sapt, batch: Batch) -> Any:
+        heard.extend(batch.tasks)
+        assert len(batch.tasks) == len(batch)
+        return route(self, batch)
+
+    monkeypatch.setattr(Sapt, "route", listen)
+    run(asked(lab, "t5", "sapt"), Storage.at(tmp_path))
+    assert set(heard) == {*TASKS, ""}
+
+
+def test_answers_are_the_tasks_own_labels_where_the_task_is_told(lab: Lab, tmp_path: Path) -> None:
+    for kind in ("t5", "bert"):
+        run(asked(lab, kind, eval={"labels": "task"}), Storage.at(tmp_path / kind))
+        lines = Storage.at(tmp_path / kind).read("predictions/unseen/mixed.jsonl").decode().splitlines()
+        assert {json.loads(line)["answer"] for line in lines} <= {"red", "cat"}
+
+
+def test_texts_that_are_learned_themselves(lab: Lab, tmp_path: Path) -> None:
+    config = lab.config("llama", stream={"unseen": [lab.unseen], "objective": "clm"})
+    check(config)
+    run(config, Storage.at(tmp_path))
+    assert results(Storage.at(tmp_path))["unseen"]["cells"]["mixed"]["extra"]["perplexity"] > 1
+
+
+@pytest.mark.parametrize(("kind", "method"), [("t5", "sapt"), ("bert", "lora")])
+def test_killed_before_them_it_evaluates_and_finished_it_keeps(
+    lab: Lab, tmp_path: Path, kind: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, whole, killed = asked(lab, kind, method), Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "killed")
+    run(config, whole)
+
+    def kill(*_: object) -> None:
+        raise Stop("between the last task and these")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loops, "evaluate_unseen", kill)
+        with pytest.raises(Stop):
+            run(config, killed)
+    assert results(killed)["unseen"] is None and not results(killed)["finished"]
+    run(config, killed, after=0)  # not a step more
+    assert results(killed)["unseen"] == results(whole)["unseen"] and results(killed)["finished"]
+    assert trace(killed) == trace(whole) and matrix(killed) == matrix(whole)
+
+    killed.write(CONFIG, configs.to_yaml(config).encode())
+    monkeypatch.setattr(loops, "evaluate_unseen", kill)
+    run(config, killed)
+    assert launch.finish(launch.reopen(killed.address))["unseen"] == results(whole)["unseen"]
+
+
+def test_a_run_that_is_taught_more_asks_again(lab: Lab, tmp_path: Path) -> None:
+    whole, first = asked(lab, "t5"), asked(lab, "t5")
+    tree = configs.as_tree(first)
+    tree["stream"]["tasks"] = tree["stream"]["tasks"][:1]
+    first, folder = configs.validate(RunConfig, tree), Storage.at(tmp_path / "first")
+    run(first, folder)
+    folder.write(CONFIG, configs.to_yaml(first).encode())
+    assert results(folder)["unseen"]["cells"].keys() == {"mixed"}
+    grown = launch.extend(folder.address, [json.dumps(lab.tasks[1])])
+    assert launch.finish(grown)["unseen"] is None, "that was of the model before"
+    run(grown.config, folder)
+    run(whole, Storage.at(tmp_path / "whole"))
+    assert results(folder)["unseen"] == results(Storage.at(tmp_path / "whole"))["unseen"]
+
+
+def test_they_stand_in_the_tables(lab: Lab, tmp_path: Path) -> None:
+    trees = []
+    for name, config in {"with": asked(lab, "t5"), "without": lab.config("t5", "inclora")}.items():
+        run(config, Storage.at(tmp_path / name))
+        trees.append(results(Storage.at(tmp_path / name)))
+    mean = f"{trees[0]['unseen']['mean']:.1f}"
+    (line,) = (line for line in matrix_table(trees[0]).splitlines() if "never trained" in line)
+    assert line.split() == ["never", "trained", mean, mean] and "never trained" not in matrix_table(trees[1])
+    both = comparison_table(trees).splitlines()
+    assert "unseen" in both[0] and [mean in both[2].split(), "unseen" in comparison_table(trees[1:])] == [True, False]
+    assert ",unseen,unseen_std," in to_csv(trees) and "unseen" not in to_csv(trees[1:]).splitlines()[0]
+
+
+def test_a_snapshot_is_scored_without_them(lab: Lab, tmp_path: Path) -> None:
+    """Their files may be gone where a snapshot is judged later."""
+    spec = {"name": "mixed", "path": shutil.copytree(str(lab.unseen["path"]), str(tmp_path / "gone"))}
+    storage = Storage.at(tmp_path / "run")
+    run(asked(lab, "t5", unseen=[spec]), storage)
+    shutil.rmtree(spec["path"])
+    bank = Bank(storage.sub("bank"))
+    newest = bank.newest()
+    assert newest is not None and set(forgetting.evaluate(bank, newest)) == set(TASKS)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "separate",
+        {"name": "separate", "learner": "sapt"},
+        {"name": "slm", "retrieval": {"task_id": True}},
+        {"name": "joint", "learner": {"name": "slm", "retrieval": {"task_id": True}}},
+    ],
+)
+def test_a_method_that_must_be_told_is_refused_as_the_config_is_read(lab: Lab, method: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^stream.unseen is set and method '\w+' must be told each text's task, "):
+        asked(lab, "t5", method)
+    lab.config("t5", method)
+
+
+def foreign(lab: Lab, root: Path) -> dict[str, Any]:
+    """A task with one label that is learned and one that is not."""
+    lines = [json.dumps({"text": "the sky", "label": label}) for label in ("red", "warm")]
+    (root / "test.jsonl").write_text("\n".join(lines))
+    return {"name": "temper", "path": str(root)}
+
+
+def test_an_encoder_answers_with_learned_labels_alone(lab: Lab, tmp_path: Path) -> None:
+    spec = foreign(lab, tmp_path)
+    words = (
+        r"unseen task 'temper' has labels that no task of the stream teaches \(warm\), and .* leave it out of stream"
+    )
+    for labels in ("all", "task"):
+        with pytest.raises(ConfigError, match=words):
+            check(asked(lab, "bert", unseen=[spec], eval={"labels": labels}))
+        check(asked(lab, "llama", unseen=[spec], eval={"labels": labels}))
+    assert [task.name for task in check(asked(lab, "bert")).unseen] == ["mixed"]
+
+
+def test_dev_rows_are_asked_for_before_work_starts(lab: Lab) -> None:
+    with pytest.raises(ConfigError, match=r"unseen task 'mixed' has no dev rows and eval.split is dev: leave it out"):
+        check(asked(lab, "t5", eval={"split": "dev"}))
+
+
+def test_what_is_trained_alone_or_shared_does_not_depend_on_them(lab: Lab, tmp_path: Path) -> None:
+    one, other = asked(lab, "bert"), lab.config("bert")
+    assert prefix_keys(one, list(TASKS)) == prefix_keys(other, list(TASKS))
+    assert separate_key(separate_tree(one)) == separate_key(separate_tree(other))
+    run(lab.config("bert", "separate"), Storage.at(tmp_path))
+    singles = read_singles(asked(lab, "bert", eval={"singles": str(tmp_path)}))
+    assert singles is not None and set(singles) == set(TASKS)
