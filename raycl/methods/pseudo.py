@@ -84,27 +84,33 @@ def _label(table: TokenTable, code: int, place: Mapping[str, int]) -> int:
 
 
 def read_file(rows: StageRows, folder: str, fraction: float) -> PseudoSamples:
-    """From `<task>.jsonl` of each of the stage's tasks, lines of `{"text": ...}`: the first ones, as many as count.
+    """Those of each of the stage's tasks: the first ones, as many as count.
+
+    From `<task>.jsonl`, lines of `{"text": ...}`; or from `<task>/train.json`, as SAPT's authors publish theirs:
+    `{"Instances": [{"input": ...}, ...]}`, of which instruction and outputs are left alone.
 
     Raises:
-        DataError: a file is missing or empty, or a line has no text.
+        DataError: a file is missing, empty or not UTF-8, or an input has no text.
     """
     sources: list[list[int]] = []
     counts = {table.task.name: len(table) for table in rows.tables("train")}
     for task in rows.stage.tasks:
-        texts = _texts(Path(folder).expanduser() / f"{task.name}.jsonl")
+        texts = _texts(Path(folder).expanduser(), task.name)
         sources += rows.prompts(task, texts[: volume(fraction, counts.get(task.name, len(texts)))])
     return PseudoSamples(sources, [], [])
 
 
-def _texts(path: Path) -> list[str]:
+def _texts(folder: Path, task: str) -> list[str]:
+    path, released = folder / f"{task}.jsonl", folder / task / "train.json"
+    if not path.is_file() and released.is_file():
+        return _released(released)
     if not path.is_file():
         raise DataError(
             f"'{path}' with pseudo inputs is missing: expected one JSON line {{\"text\": ...}} for each of them "
             "(method.arm.files), or choose method.arm.source=real"
         )
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(_utf8(path, 'a JSON line {"text": ...} for each input').splitlines(), 1):
         try:
             text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError) as error:
@@ -115,6 +121,26 @@ def _texts(path: Path) -> list[str]:
     if not found:
         raise DataError(f"'{path}' holds no pseudo input: write at least one line {{\"text\": ...}}")
     return found
+
+
+def _released(path: Path) -> list[str]:
+    expected = '{"Instances": [{"input": ...}, ...]}'
+    try:
+        found = [instance["input"] for instance in json.loads(_utf8(path, expected))["Instances"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"'{path}' holds no pseudo inputs: expected {expected}") from error
+    if not found or not all(isinstance(text, str) and text.strip() for text in found):
+        raise DataError(f"'{path}' holds an empty pseudo input, or none: expected {expected}, each input with text")
+    return found
+
+
+def _utf8(path: Path, expected: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"'{path}' with pseudo inputs is not UTF-8 (byte {error.start}): expected {expected}; save it as UTF-8"
+        ) from error
 
 
 def sources_of(rows: StageRows, split: Split) -> list[list[int]]:
