@@ -31,11 +31,13 @@ class PseudoSamples:
         sources: prompt ids of each, with the model's special tokens.
         targets: answer ids of each, or empty lists; empty where answers are not kept.
         labels: row of the stage's labels of each, -1 for none; empty where answers are not kept.
+        stand_ins: how many of them are training inputs because a generator wrote nothing.
     """
 
     sources: list[list[int]]
     targets: list[list[int]]
     labels: list[int]
+    stand_ins: int = 0
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -46,16 +48,26 @@ class PseudoSamples:
         if self.labels:
             found |= {"target_ids": _flat(self.targets), "target_lengths": _lengths(self.targets)}
             found["labels"] = torch.tensor(self.labels, dtype=torch.int32)
+        if self.stand_ins:
+            found["stand_ins"] = torch.tensor([self.stand_ins], dtype=torch.int32)
         return found
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> PseudoSamples:
         """Back from what `tensors` gave."""
         sources = _split(tensors["source_ids"], tensors["source_lengths"])
+        stand_ins = int(tensors["stand_ins"]) if "stand_ins" in tensors else 0
         if "labels" not in tensors:
-            return PseudoSamples(sources, [], [])
+            return PseudoSamples(sources, [], [], stand_ins)
         targets = _split(tensors["target_ids"], tensors["target_lengths"])
-        return PseudoSamples(sources, targets, tensors["labels"].tolist())
+        return PseudoSamples(sources, targets, tensors["labels"].tolist(), stand_ins)
+
+
+def counts_of(kept: Mapping[str, PseudoSamples]) -> dict[str, dict[str, int]]:
+    """For people: how many samples stand for each task; where a generator failed, also how many stand in for its."""
+    found = {"pseudo": {task: len(samples) for task, samples in kept.items()}}
+    stand_ins = {task: samples.stand_ins for task, samples in kept.items() if samples.stand_ins}
+    return found | ({"stand_ins": stand_ins} if stand_ins else {})
 
 
 def volume(fraction: float, rows: int) -> int:
@@ -70,13 +82,22 @@ def take_real(rows: StageRows, fraction: float, seed: int, answers: bool = False
     place = {label: number for number, label in enumerate(dict.fromkeys(all_labels))}
     found = PseudoSamples([], [], [])
     for table in rows.tables("train"):
-        chosen = torch.randperm(len(table), generator=draw)[: volume(fraction, len(table))].sort().values.tolist()
-        columns = table.columns(chosen)
+        columns = table.columns(_drawn(table, volume(fraction, len(table)), draw))
         found.sources.extend(ids.tolist() for ids in columns.source_ids)
         if answers:
             found.targets.extend(ids.tolist() for ids in columns.target_ids)
             found.labels.extend(_label(table, code, place) for code in columns.labels.tolist())
     return found
+
+
+def drawn_sources(table: TokenTable, count: int, draw: torch.Generator) -> list[list[int]]:
+    """Prompt ids of so many rows of a task."""
+    return [ids.tolist() for ids in table.columns(_drawn(table, count, draw)).source_ids]
+
+
+def _drawn(table: TokenTable, count: int, draw: torch.Generator) -> list[int]:
+    places: list[int] = torch.randperm(len(table), generator=draw)[:count].sort().values.tolist()
+    return places
 
 
 def _label(table: TokenTable, code: int, place: Mapping[str, int]) -> int:

@@ -11,7 +11,7 @@ import torch
 from tiny import Lab
 
 from raycl.errors import ConfigError, DataError
-from raycl.methods.pseudo import PseudoSamples, read_file, take_real, volume
+from raycl.methods.pseudo import PseudoSamples, counts_of, read_file, take_real, volume
 from raycl.methods.reflection import Memory, Reflection, ReflectionConfig
 from raycl.methods.stage_rows import StageRows
 from raycl.retrieval.attention import Attention, AttentionConfig, divergence
@@ -184,6 +184,17 @@ def test_inputs_from_the_files_of_sapts_authors(lab: Lab, tmp_path: Path) -> Non
             read_file(rows, str(tmp_path), 0.15)
     (tmp_path / "colour.jsonl").write_text('{"text": "cold"}')
     assert read_file(rows, str(tmp_path), 0.15).sources == codec.encode_source(["cold"]), "lines come first"
+
+
+def test_stand_ins_are_kept_in_mind() -> None:
+    samples = PseudoSamples([[1, 2], [3]], [], [], 2)
+    assert PseudoSamples.of(samples.tensors()) == samples
+    assert PseudoSamples.of(PseudoSamples([[1]], [[2]], [0]).tensors()) == PseudoSamples([[1]], [[2]], [0])
+    assert counts_of({"a": samples, "b": PseudoSamples([[1]], [], [])}) == {
+        "pseudo": {"a": 2, "b": 1},
+        "stand_ins": {"a": 2},
+    }
+    assert counts_of({}) == {"pseudo": {}}
 
 
 @pytest.mark.parametrize(
