@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from raycl.data.tokens import Split, TokenTable
@@ -61,6 +63,20 @@ class PseudoSamples:
             return PseudoSamples(sources, [], [], stand_ins)
         targets = _split(tensors["target_ids"], tensors["target_lengths"])
         return PseudoSamples(sources, targets, tensors["labels"].tolist(), stand_ins)
+
+
+def same_everywhere(samples: PseudoSamples, device: torch.device) -> PseudoSamples:
+    """The first worker's samples on all workers: texts sampled on several GPUs, or files of several nodes, may differ.
+
+    Args:
+        device: where this worker computes.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return samples
+    box: list[Any] = [samples]
+    dist.broadcast_object_list(box, src=0, device=device)
+    found: PseudoSamples = box[0]
+    return found
 
 
 def counts_of(kept: Mapping[str, PseudoSamples]) -> dict[str, dict[str, int]]:

@@ -32,7 +32,7 @@ from raycl.methods.base import Learned, Method, MethodConfig, packed, stage_labe
 from raycl.methods.blocks import end_live, is_live
 from raycl.methods.companions import Companions
 from raycl.methods.lora import as_peft_draws
-from raycl.methods.pseudo import PseudoSamples, counts_of, read_file, sources_of, take_real
+from raycl.methods.pseudo import PseudoSamples, counts_of, read_file, same_everywhere, sources_of, take_real
 from raycl.methods.reflection import Memory, Reflection, ReflectionConfig
 from raycl.methods.stage_rows import StageRows
 from raycl.methods.writer import Writer, WriterConfig, check_writer
@@ -255,7 +255,8 @@ class Sapt(Method):
         self._keep(states)
         if self.told_task:
             return Learned(dict(states))
-        self.reflection.memories[task] = Memory(self._samples(stage), self._mean_weights())
+        samples = same_everywhere(self._samples(stage), self.backbone.device)
+        self.reflection.memories[task] = Memory(samples, self._mean_weights())
         if self.config.ablation in ("alignment", "shared_attention"):
             self._select()
         return Learned(dict(states), extras={task: {"pseudo": self.reflection.memories[task].samples.tensors()}})

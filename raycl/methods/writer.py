@@ -14,7 +14,8 @@ Nothing that was learned is lost where it fails, for it works when its task is t
 there are stand for the task. None at all: stored training inputs do, as with method.arm.source=real. Both are logged
 as a warning, and the second is told in the run's results (`stand_ins`) and beside the samples. So who must never keep
 training inputs looks there, or brings texts along (method.arm.source=file).
-Every worker trains the same one: it is small, and no part of the stream's own training.
+Every worker trains the same one: it is small, and no part of the stream's own training; what the first one wrote
+counts (`raycl.methods.pseudo.same_everywhere`).
 What it does not know: the method, what its texts are used for.
 """
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +199,29 @@ def test_positions_are_counted_before_anything_starts(lab: Lab) -> None:
     with pytest.raises(ConfigError, match=r"reads 1 positions and writes up to method.writer.max_tokens=512"):
         check(lab.config("llama", generated({})))
     check(lab.config("t5", generated({"value": "prompt"})))
+
+
+def test_two_workers_keep_what_the_first_one_wrote(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(lab.tree("t5", generated({**LORA, "steps": 1}))))
+    command = [sys.executable, str(Path(__file__).with_name("two_writers.py"))]
+    logs = [(tmp_path / f"worker{rank}.log").open("w+") for rank in range(2)]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "rendezvous"), str(tmp_path)],
+            stdout=logs[rank],
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        codes = [worker.wait(timeout=200) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for log in logs:
+        log.seek(0)
+    assert codes == [0, 0], "\n".join(log.read()[-3000:] for log in logs)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second == {task: pseudo(Storage.at(tmp_path / "run"), task).sources for task in first}
+    assert len(first["colour"]) == 4
