@@ -32,7 +32,7 @@ from raycl.methods.base import Learned, Method, MethodConfig, packed, stage_labe
 from raycl.methods.blocks import end_live, is_live
 from raycl.methods.companions import Companions
 from raycl.methods.lora import as_peft_draws
-from raycl.methods.pseudo import PseudoSamples, read_file, read_texts, sources_of, take_real
+from raycl.methods.pseudo import PseudoSamples, counts_of, read_file, read_texts, same_everywhere, sources_of, take_real
 from raycl.methods.reflection import Memory, Reflection, ReflectionConfig
 from raycl.methods.stage_rows import StageRows
 from raycl.methods.writer import Writer, WriterConfig, check_writer
@@ -111,7 +111,7 @@ class Sapt(Method):
         super().__init__(config, backbone, seed)
         self.config: SaptConfig
         if config.arm.source == "generated":
-            check_writer(config.writer, backbone.codec.kind)
+            check_writer(config.writer, backbone)
         is_prompt = config.value == "prompt"
         paths = [] if is_prompt else linear_names(backbone.model, config.targets)
         self.stack: AdapterStack = AdapterStack(backbone.model, paths)
@@ -262,7 +262,8 @@ class Sapt(Method):
         self._keep(states)
         if self.told_task:
             return Learned(dict(states))
-        self.reflection.memories[task] = Memory(self._samples(stage), self._mean_weights())
+        samples = same_everywhere(self._samples(stage), self.backbone.device)
+        self.reflection.memories[task] = Memory(samples, self._mean_weights())
         if self.config.ablation in ("alignment", "shared_attention"):
             self._select()
         return Learned(dict(states), extras={task: {"pseudo": self.reflection.memories[task].samples.tensors()}})
@@ -276,14 +277,11 @@ class Sapt(Method):
         assert self._rows is not None, "show comes before the end of a stage"
         arm = self.config.arm
         if arm.source == "file":
-            assert arm.files is not None
-            return read_file(self._rows, arm.files, arm.fraction)
+            return read_file(self._rows, str(arm.files), arm.fraction)
         if arm.source == "generated":
-            stack = self.stack if self.stack.layers else None
-            writer = Writer(self.config.writer, self.backbone, stack, self.seed + stage.index)
+            writer = Writer(self.config.writer, self.backbone, self.stack, self.seed + stage.index)
             return writer.write(self._rows, arm.fraction)
-        answers = self.config.ablation == "replay"
-        return take_real(self._rows, arm.fraction, self.seed + stage.index, answers)
+        return take_real(self._rows, arm.fraction, self.seed + stage.index, self.config.ablation == "replay")
 
     def _select(self) -> None:
         """A separate selector for what the attention would do, learned anew from all memories."""
@@ -342,8 +340,8 @@ class Sapt(Method):
         names = self.attention.names
         abar = {task: _rounded(memory.abar) for task, memory in self.reflection.memories.items()}
         heard = {task: _rounded(total / count) for task, (total, count) in self._heard.items()}
-        counts = {task: len(memory.samples) for task, memory in self.reflection.memories.items()}
-        return {"attention": {"keys": list(names), "train": abar, "test": heard, "pseudo": counts}}
+        kept = {task: memory.samples for task, memory in self.reflection.memories.items()}
+        return {"attention": {"keys": list(names), "train": abar, "test": heard, **counts_of(kept)}}
 
     # ---- checkpoints -----------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 from tiny import Lab
 
 from raycl.errors import ConfigError, DataError
-from raycl.methods.pseudo import PseudoSamples, read_file, take_real, volume
+from raycl.methods.pseudo import PseudoSamples, counts_of, read_file, take_real, volume
 from raycl.methods.reflection import Memory, Reflection, ReflectionConfig
 from raycl.methods.stage_rows import StageRows
 from raycl.retrieval.attention import Attention, AttentionConfig, divergence
@@ -159,6 +159,42 @@ def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
             read_file(rows, str(tmp_path), 0.15)
     with pytest.raises(DataError, match=r"animal.jsonl' with pseudo inputs is missing"):
         read_file(rows_of(lab, 1), str(tmp_path), 0.15)
+    file.write_bytes('{"text": "caf\u00e9"}'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"colour.jsonl' with pseudo inputs is not UTF-8 \(byte 13\): expected a JSON"):
+        read_file(rows, str(tmp_path), 0.15)
+
+
+def test_inputs_from_the_files_of_sapts_authors(lab: Lab, tmp_path: Path) -> None:
+    rows, file = rows_of(lab), tmp_path / "colour" / "train.json"
+    file.parent.mkdir()
+    instances = [{"input": text, "output": "red"} for text in ("fire is warm", "the sea", "cold sky")]
+    file.write_text(json.dumps({"Definition": ["of no use"], "Positive Examples": [], "Instances": instances}))
+    found = read_file(rows, str(tmp_path), 0.15)
+    codec = build(lab.config("bert"), World.alone(torch.device("cpu")))[0].backbone.codec
+    assert found.sources == codec.encode_source(["fire is warm", "the sea"]) and not found.targets
+    for content, said in (
+        (b'[{"input": "x"}]', "holds no pseudo inputs: expected"),
+        (b'{"Instances": [{"text": "x"}]}', "holds no pseudo inputs: expected"),
+        (b'{"Instances": [{"input": " "}]}', "holds an empty pseudo input, or none"),
+        (b'{"Instances": []}', "holds an empty pseudo input, or none"),
+        (b"\xff\xfe", r"train.json' with pseudo inputs is not UTF-8 \(byte 0\)"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=said):
+            read_file(rows, str(tmp_path), 0.15)
+    (tmp_path / "colour.jsonl").write_text('{"text": "cold"}')
+    assert read_file(rows, str(tmp_path), 0.15).sources == codec.encode_source(["cold"]), "lines come first"
+
+
+def test_stand_ins_are_kept_in_mind() -> None:
+    samples = PseudoSamples([[1, 2], [3]], [], [], 2)
+    assert PseudoSamples.of(samples.tensors()) == samples
+    assert PseudoSamples.of(PseudoSamples([[1]], [[2]], [0]).tensors()) == PseudoSamples([[1]], [[2]], [0])
+    assert counts_of({"a": samples, "b": PseudoSamples([[1]], [], [])}) == {
+        "pseudo": {"a": 2, "b": 1},
+        "stand_ins": {"a": 2},
+    }
+    assert counts_of({}) == {"pseudo": {}}
 
 
 @pytest.mark.parametrize(
