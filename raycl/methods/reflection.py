@@ -39,7 +39,7 @@ class ReflectionConfig(Section):
     fraction: float = Field(0.02, gt=0, le=1, description="pseudo inputs per training row; at least one a task")
     files: Place = Field(
         None,
-        description="of source=file: folder of <task>.jsonl, lines of {text: ...}, or of the authors' <task>/train.json",
+        description="source=file: folder of <task>.jsonl, lines of {text: ...}, or of the authors' <task>/train.json",
     )
     batch: int = Field(16, ge=1, description="pseudo inputs of each earlier task that a step draws")
     every: int = Field(1, ge=1, description="reflect in one step of so many (data_replay_freq of the scripts)")
