@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def read_texts(folder: str, task: str) -> list[str]:
             "(method.arm.files), or choose method.arm.source=real"
         )
     found = []
-    for number, line in enumerate(_utf8(path, 'a JSON line {"text": ...} for each input').splitlines(), 1):
+    for number, line in enumerate(StringIO(_utf8(path, 'a JSON line {"text": ...} for each input')), 1):
         try:
             text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError) as error:

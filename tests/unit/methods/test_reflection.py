@@ -11,7 +11,7 @@ import torch
 from tiny import Lab
 
 from raycl.errors import ConfigError, DataError
-from raycl.methods.pseudo import PseudoSamples, counts_of, read_file, take_real, volume
+from raycl.methods.pseudo import PseudoSamples, counts_of, read_file, read_texts, take_real, volume
 from raycl.methods.reflection import Memory, Reflection, ReflectionConfig
 from raycl.methods.stage_rows import StageRows
 from raycl.retrieval.attention import Attention, AttentionConfig, divergence
@@ -149,6 +149,8 @@ def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
     found = read_file(rows, str(tmp_path), 0.15)
     codec = build(lab.config("bert"), World.alone(torch.device("cpu")))[0].backbone.codec
     assert found.sources == codec.encode_source(["fire is warm", "the sea"]), "as many as 15 % of 14 rows"
+    file.write_text('{"text": "the\u2028sea"}\r\n{"text": "cold sky"}\n', encoding="utf-8")
+    assert read_texts(str(tmp_path), "colour") == ["the\u2028sea", "cold sky"], "a line ends where JSON lines do"
     for text, said in (
         ("", "holds no pseudo input"),
         ('{"text": " "}', "line 1 has no text"),
