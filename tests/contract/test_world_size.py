@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import ENGINES, Lab, matrix, run, trace
+from tiny import ENGINES, Lab, matrix, run, trace, two_processes
 
 from raycl.storage import Storage
 
@@ -84,25 +81,7 @@ def together(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs = [{"tree": tree(lab, *case), "folder": str(root / name(case)), "after": None} for case in CASES]
     jobs += [{"tree": tree(lab, *case), "folder": str(root / f"left-{name(case)}"), "after": LEFT_AT} for case in LEFT]
     (root / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, str(Path(__file__).with_name("two_workers.py"))]
-    logs = [(root / f"worker{rank}.log").open("w+") for rank in range(2)]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(root / "rendezvous"), str(root / "jobs.json")],
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        codes = [worker.wait(timeout=280) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for log in logs:
-        log.seek(0)
-    assert codes == [0, 0], "\n".join(log.read()[-3000:] for log in logs)
+    two_processes("two_workers.py", root, "2", str(root / "rendezvous"), str(root / "jobs.json"), seconds=280)
     return root
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import Lab, Stop, exported, matrix, run, trace
+from tiny import Lab, Stop, exported, matrix, run, trace, two_processes
 
 from raycl.bank import Bank
 from raycl.errors import ConfigError
@@ -203,25 +200,7 @@ def test_positions_are_counted_before_anything_starts(lab: Lab) -> None:
 
 def test_two_workers_keep_what_the_first_one_wrote(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(lab.tree("t5", generated({**LORA, "steps": 1}))))
-    command = [sys.executable, str(Path(__file__).with_name("two_writers.py"))]
-    logs = [(tmp_path / f"worker{rank}.log").open("w+") for rank in range(2)]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "rendezvous"), str(tmp_path)],
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        codes = [worker.wait(timeout=200) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for log in logs:
-        log.seek(0)
-    assert codes == [0, 0], "\n".join(log.read()[-3000:] for log in logs)
+    two_processes("two_writers.py", tmp_path, str(tmp_path / "rendezvous"), str(tmp_path), seconds=200)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second == {task: pseudo(Storage.at(tmp_path / "run"), task).sources for task in first}
     assert len(first["colour"]) == 4

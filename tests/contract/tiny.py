@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,3 +298,26 @@ Complete = Callable[[str, str, str], Done]
 
 Taught = Callable[[str, str], Done]
 """(backbone kind, method) -> a complete run that is long enough to learn its tasks."""
+
+
+def two_processes(script: str, folder: Path, *arguments: str, seconds: float) -> None:
+    """Both ranks of `script` beside this file, called as `script RANK arguments`, to their end; they meet by gloo."""
+    command = [sys.executable, str(Path(__file__).with_name(script))]
+    logs = [(folder / f"worker{rank}.log").open("w+") for rank in range(2)]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), *arguments],
+            stdout=logs[rank],
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        codes = [worker.wait(timeout=seconds) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for log in logs:
+        log.seek(0)
+    assert codes == [0, 0], "\n".join(log.read()[-3000:] for log in logs)

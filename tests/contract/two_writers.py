@@ -11,6 +11,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from tiny import run
@@ -30,7 +31,8 @@ def main(rank: int, rendezvous: str, folder: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
-    Writer._sampled = lambda self, start, count: ["fire is warm", "the sky runs"][rank : rank + 1] * count  # type: ignore[method-assign]
+    texts = ["fire is warm", "the sky runs"][rank : rank + 1]
+    pytest.MonkeyPatch().setattr(Writer, "_sampled", lambda self, start, count: texts * count)
     config = configs.validate(RunConfig, json.loads((folder / "config.json").read_text()))
     done = run(config, Storage.at(folder / "run"), world=World(rank, 2, rank, torch.device("cpu")))
     method = done.parts.method

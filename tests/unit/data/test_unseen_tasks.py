@@ -39,7 +39,7 @@ def test_they_are_prepared_as_the_streams_tasks_and_never_become_stages(
 
 
 def test_an_order_stands_for_its_tasks_and_a_lone_name_for_itself() -> None:
-    assert StreamConfig(unseen="intent").unseen == ("intent",)  # type: ignore[arg-type]
+    assert StreamConfig.model_validate({"unseen": "intent"}).unseen == ("intent",)
     assert StreamConfig(unseen=()).unseen is None
     assert load(StreamConfig, None, ["unseen=superni-unseen"]).unseen == ("superni-unseen",)
     names = of(tasks=("topic",), unseen=("intent", "sentiment")).unseen
