@@ -42,11 +42,11 @@ class AttentionConfig(Section):
     pool_pads: bool = Field(
         False, description="padding takes part in the maximum, as released: a text's weights then depend on its batch"
     )
-    standardize: bool | None = Field(
-        None,
+    standardize: bool = Field(
+        True,
         description="each dimension of the pooled embeddings is centred and scaled, as in the first task's texts: what "
-        "all prompts have in common else hides what tells tasks with one instruction apart (not in the paper); null: "
-        "on encoder-only backbones, of which the paper has none and whose embeddings are normalized",
+        "all prompts have in common hides what tells tasks apart, and a short training does not unlearn it; false: as "
+        "in the paper",
     )
     floor: float = Field(
         1e-3,
@@ -56,15 +56,13 @@ class AttentionConfig(Section):
     )
 
     def settled(self, encoder: bool, scores: bool) -> AttentionConfig:
-        """With what stands for null, and without floor where all must be heard.
+        """Without floor where all blocks must be heard.
 
         Args:
             encoder: the backbone is encoder-only.
             scores: it mixes label heads' scores, where the least of a block lifts its labels from impossible to 0.
         """
-        standardize = encoder if self.standardize is None else self.standardize
-        floor = 0.0 if encoder and scores else self.floor
-        return self.model_copy(update={"standardize": standardize, "floor": floor})
+        return self.model_copy(update={"floor": 0.0}) if encoder and scores else self
 
 
 class Attention(nn.Module):
