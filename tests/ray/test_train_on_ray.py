@@ -177,8 +177,8 @@ def test_a_newer_driver_takes_over_and_the_older_stops(
 ) -> None:
     """On one worker, which is another one for the second task: as it is learned in this process, without Ray."""
     folder, alone = tmp_path / "runs" / "mine", Storage.at(tmp_path / "alone")
-    small = [*SMALL, "launch.workers=1", "launch.cpus_per_worker=1", "launch.fresh_workers_per_task=true"]
-    small.append("engine=torch")
+    launched = ["launch.workers=1", "launch.cpus_per_worker=1", "launch.fresh_workers_per_task=true"]
+    small = [*SMALL, "engine=torch", *launched]
     old = own_driver(*small, f"output.dir={tmp_path / 'runs'}", "output.name=mine")
     storage = Storage.at(folder)
     late_writer = wait_for(storage, lambda state: bool(state.checkpoints)).attempts[-1]["pid"]
