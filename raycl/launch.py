@@ -253,6 +253,7 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
         storage_filesystem=None if storage.is_local else storage.filesystem,
         failure_config=FailureConfig(max_failures=config.launch.max_failures),
     )
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # how soon the end of a run is seen; Ray's: 2 s
     asked = ScalingConfig(num_workers=0, use_gpu=scaling.use_gpu) if hosting.here else scaling
     trainer = TorchTrainer(worker_main, train_loop_config=job, scaling_config=asked, run_config=ray_run)
     try:

@@ -30,7 +30,6 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from transformers.optimization import Adafactor
 
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec, load_skeleton
@@ -238,6 +237,8 @@ class Writer:
     def _optimizer(self, parameters: list[nn.Parameter]) -> Any:
         if self.config.value == "lora":
             return torch.optim.AdamW(parameters, lr=self.config.rate, weight_decay=0.0)
+        from transformers.optimization import Adafactor  # half of a driver's start, which makes none
+
         return Adafactor(parameters, lr=self.config.prompt_rate, scale_parameter=False, relative_step=False)
 
     def _train(self, texts: Sequence[str], start_PD: Tensor, parameters: list[nn.Parameter], seed: int) -> None:

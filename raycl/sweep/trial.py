@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +69,6 @@ def run_trial(work: Work, number: int, config: RunConfig) -> None:
     Args:
         config: of its run, all paths absolute: this process works in a folder of Tune's.
     """
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # how soon the end of a run is seen
     log.handlers = [logging.NullHandler()]  # what a run says is in its own log
     log.propagate = False
     sweep = configs.validate(SweepConfig, work.sweep)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
 
 from raycl.backbone import Backbone, Output
 from raycl.kernels.row_gradient import adamw_rows
@@ -93,6 +92,8 @@ def adamw(trained: Mapping[str, nn.Parameter], train: TrainConfig) -> AdamW:
 
 def schedule(optimizer: AdamW, train: TrainConfig, steps: int) -> LambdaLR:
     """The Hugging Face schedule of that name over `steps` optimizer steps."""
+    from transformers import get_scheduler  # half of this process's start, and only workers make one
+
     made = get_scheduler(train.lr_scheduler, optimizer, num_warmup_steps=train.warmup(steps), num_training_steps=steps)
     assert isinstance(made, LambdaLR), f"{train.lr_scheduler} is no function of the step, so it cannot be resumed"
     return made
