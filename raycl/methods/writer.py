@@ -237,7 +237,7 @@ class Writer:
     def _optimizer(self, parameters: list[nn.Parameter]) -> Any:
         if self.config.value == "lora":
             return torch.optim.AdamW(parameters, lr=self.config.rate, weight_decay=0.0)
-        from transformers.optimization import Adafactor  # half of a driver's start, which makes none
+        from transformers.optimization import Adafactor  # brings peft: a third of a driver's start, which makes none
 
         return Adafactor(parameters, lr=self.config.prompt_rate, scale_parameter=False, relative_step=False)
 

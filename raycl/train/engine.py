@@ -92,7 +92,7 @@ def adamw(trained: Mapping[str, nn.Parameter], train: TrainConfig) -> AdamW:
 
 def schedule(optimizer: AdamW, train: TrainConfig, steps: int) -> LambdaLR:
     """The Hugging Face schedule of that name over `steps` optimizer steps."""
-    from transformers import get_scheduler  # half of this process's start, and only workers make one
+    from transformers import get_scheduler  # brings peft: a third of a driver's start, which makes none
 
     made = get_scheduler(train.lr_scheduler, optimizer, num_warmup_steps=train.warmup(steps), num_training_steps=steps)
     assert isinstance(made, LambdaLR), f"{train.lr_scheduler} is no function of the step, so it cannot be resumed"
