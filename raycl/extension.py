@@ -57,10 +57,11 @@ def _check_method(config: RunConfig) -> None:
 
 
 def other_changes(old: RunConfig, new: RunConfig, count: int, without: Sequence[str]) -> dict[str, tuple[Any, Any]]:
-    """What differs beside the last `count` tasks and their own epochs; dotted key -> (old, new)."""
+    """What differs beside the last `count` tasks and their own epochs and rows; dotted key -> (old, new)."""
     before, after = configs.as_tree(old), configs.as_tree(new)
     fresh = {task if isinstance(task, str) else task.name for task in (new.stream.tasks or ())[-count:]}
-    epochs = after["train"]["epochs_by_task"]
-    after["train"]["epochs_by_task"] = {name: value for name, value in epochs.items() if name not in fresh}
+    for section, key in (("train", "epochs_by_task"), ("stream", "train_rows_by_task")):
+        kept = {name: value for name, value in after[section][key].items() if name not in fresh}
+        after[section][key] = kept
     after["stream"]["tasks"] = before["stream"]["tasks"]
     return configs.differences(before, after, without=without)

@@ -168,12 +168,15 @@ def check(config: RunConfig) -> Stream:
     for task in (*stream.tasks, *stream.unseen):
         if task.objective == "answer":
             check_metric(task.metric)
-    unknown = set(config.train.epochs_by_task) - {task.name for task in stream.tasks}
-    if unknown:
-        names = ", ".join(task.name for task in stream.tasks)
-        raise ConfigError(
-            f"train.epochs_by_task names {sorted(unknown)}, which the stream lacks: expected some of {names}"
-        )
+    by_task = {
+        "train.epochs_by_task": config.train.epochs_by_task,
+        "stream.train_rows_by_task": config.stream.train_rows_by_task,
+    }
+    for key, given in by_task.items():
+        unknown = set(given) - {task.name for task in stream.tasks}
+        if unknown:
+            names = ", ".join(task.name for task in stream.tasks)
+            raise ConfigError(f"{key} names {sorted(unknown)}, which the stream lacks: expected some of {names}")
     return stream
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
 from raycl.config import Section
 from raycl.data.formats import Format
@@ -92,6 +92,9 @@ class StreamConfig(Section):
     train_rows: int | None = Field(
         None, ge=1, description="rows of a task to train on, sampled; None: all (builtin: 320)"
     )
+    train_rows_by_task: dict[str, PositiveInt] = Field(
+        default_factory=dict, description="task name -> train_rows, where it differs, for example a task with few rows"
+    )
     test_rows: int | None = Field(
         None, ge=1, description="rows of a task to test on, sampled; None: all (builtin: 150)"
     )
@@ -123,13 +126,19 @@ class StreamConfig(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.per_class is not None and self.train_rows is not None:
-            raise ValueError(
-                f"per_class is {self.per_class} and train_rows is {self.train_rows}: both limit the train rows, set one"
-            )
+        for key in ("train_rows", "train_rows_by_task"):
+            if self.per_class is not None and getattr(self, key):
+                raise ValueError(
+                    f"per_class is {self.per_class} and {key} is {getattr(self, key)}: both limit the train rows, "
+                    "set one"
+                )
         if self.objective != "answer" and self.prompt not in ("auto", "plain"):
             raise ValueError(
                 f"prompt is '{self.prompt}' and objective is '{self.objective}': no prompt is put around texts that "
                 "are learned themselves, leave prompt at auto"
             )
         return self
+
+    def train_rows_of(self, task: str) -> int | None:
+        """Upper limit of the train rows of this task; None: all."""
+        return self.train_rows_by_task.get(task, self.train_rows)

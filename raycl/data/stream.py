@@ -158,7 +158,7 @@ class Stream:
         if config.per_class is not None:
             codes = self._open[task.name].raws["train"].label_codes(train)
             return per_class(self._seed, task.name, train, codes, config.per_class)
-        limit = config.train_rows
+        limit = config.train_rows_of(task.name)
         if limit is None and not self._open[task.name].plan.files:
             limit = BUILTIN_TRAIN_ROWS
         return sample(self._seed, task.name, "train", train, limit)
@@ -229,7 +229,7 @@ def _generate(plan: TaskPlan, split: str, config: StreamConfig, seed: int, cache
     if split == "test":
         count = config.test_rows or BUILTIN_TEST_ROWS
     else:
-        count = math.ceil((config.train_rows or BUILTIN_TRAIN_ROWS) / (1 - config.dev_fraction))
+        count = math.ceil((config.train_rows_of(plan.name) or BUILTIN_TRAIN_ROWS) / (1 - config.dev_fraction))
     labels = builtin.labels(plan.name)
     version = builtin.fingerprint()
     key = key_of("builtin", version, plan.name, split, count, seed, labels)

@@ -14,7 +14,7 @@ from raycl import config as configs
 from raycl import launch
 from raycl.errors import ConfigError, ResumeError
 from raycl.extension import with_tasks
-from raycl.run import RunConfig
+from raycl.run import RunConfig, check
 from raycl.storage import Storage
 from raycl.train.checkpoint import read_checkpoint
 from raycl.train.ledger import read_state
@@ -60,14 +60,24 @@ def test_what_cannot_be_taught_is_said_and_changes_nothing(lab: Lab, tmp_path: P
         (["{name: new, path: ./nowhere}"], (), ConfigError, "nowhere"),
         ([later], ("train.learning_rate=0.5",), ResumeError, "train.learning_rate was 0.01, now 0.5"),
         ([later], ("train.epochs_by_task.colour=3",), ResumeError, "epochs_by_task.colour"),
+        ([later], ("stream.train_rows_by_task.colour=3",), ResumeError, "rows_by_task.colour"),
     ):
         with pytest.raises(kind, match=message):
             launch.extend(str(tmp_path / "run"), added, overrides)
         assert folder.read(CONFIG) == written
     own = str(lab.tasks[1]["name"])
-    assert launch.extend(str(tmp_path / "run"), [later], (f"train.epochs_by_task.{own}=2",)).config.train.epochs_by_task
+    its_own = (f"train.epochs_by_task.{own}=2", f"stream.train_rows_by_task.{own}=5")
+    taught = launch.extend(str(tmp_path / "run"), [later], its_own).config
+    assert (taught.train.epochs_of(own), taught.stream.train_rows_of(own)) == (2, 5)
     with pytest.raises(ResumeError, match="holds no run"):
         launch.extend(str(tmp_path / "nothing"), [later])
+
+
+@pytest.mark.parametrize("key", ["train.epochs_by_task", "stream.train_rows_by_task"])
+def test_a_setting_of_one_task_names_a_task_of_the_stream(lab: Lab, key: str) -> None:
+    section, name = key.split(".")
+    with pytest.raises(ConfigError, match=rf"^{key} names \['sky'\], which the stream lacks: expected some of "):
+        check(lab.config("bert", "lora", **{section: {name: {"sky": 2, "colour": 3}}}))
 
 
 def test_who_has_seen_everything_takes_no_more(lab: Lab) -> None:

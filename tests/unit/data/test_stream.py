@@ -60,6 +60,9 @@ def test_limits_and_few_shot(write_task: WriteTask) -> None:
     task = open_agnews(root).tasks[0]
     limited = open_agnews(root, train_rows=30, test_rows=7, dev_rows=5)
     assert [len(limited.rows(task, split)) for split in ("train", "dev", "test")] == [30, 5, 7]
+    for by_task, rows in (({"agnews": 12}, 12), ({"other": 12}, 30)):
+        its_own = open_agnews(root, train_rows=30, train_rows_by_task=by_task)
+        assert len(its_own.rows(task, "train")) == rows
     few = open_agnews(root, per_class=16)
     codes = few._open["agnews"].raws["train"].label_codes(few.rows(task, "train"))
     assert np.bincount(codes).tolist() == [16] * 4
@@ -227,6 +230,8 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["per_class=4", "train_rows=5"], "both limit the train rows"),
+        (["per_class=4", "train_rows_by_task.a=5"], "both limit the train rows"),
+        (["train_rows_by_task.a=0"], r"train_rows_by_task\.a.*greater than 0"),
         (["tasks=[{name: a}]"], "task 'a' has no data"),
         (["tasks=[{name: a, path: x, first_label: 0}]"], "first_label without a list of labels"),
         (["dev_fraction=1.5"], "dev_fraction"),
