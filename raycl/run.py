@@ -302,6 +302,7 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
     shared = ("seed", "stream", "backbone", "train", "modifiers")
     expected = {"method": learner, **{key: mine[key] for key in shared}}
     found = {"method": theirs["method"]["learner"], **{key: theirs.get(key, {}) for key in shared}}
+    found["stream"] = {**configs.as_tree(StreamConfig()), **found["stream"]}  # older runs lack younger settings
     differing = _single_differences(expected, found)
     if differing:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +123,17 @@ def test_an_edit_after_clipping_would_be_seen(lab: Lab, tmp_path: Path, monkeypa
         run(masked(lab, "bert", "finetune", "torch"), Storage.at(tmp_path))
 
 
-def test_scores_of_tasks_trained_alone_are_of_the_same_modifiers(lab: Lab, complete_masked: Any) -> None:
+def test_scores_of_tasks_trained_alone_are_of_the_same_modifiers(
+    lab: Lab, complete_masked: Any, tmp_path: Path
+) -> None:
     alone = {"singles": complete_masked("bert", "separate", "torch").uri}
     found = read_singles(masked(lab, "bert", "lora", "torch", eval=alone))
     assert found is not None and list(found) == list(TASKS)
+    older = Storage.at(tmp_path)
+    results = Storage.at(alone["singles"]).read_json("results.json")
+    del results["config"]["stream"]["train_rows_by_task"]
+    older.write("results.json", json.dumps(results).encode())
+    assert read_singles(masked(lab, "bert", "lora", "torch", eval={"singles": older.uri})) == found
     for other in (
         lab.config("bert", "lora", eval=alone),
         masked(lab, "bert", "lora", "torch", threshold=0.4, eval=alone),

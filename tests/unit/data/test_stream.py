@@ -207,6 +207,8 @@ def test_the_builtin_stream(codec: MiniLMCodec) -> None:
     assert len(stream.rows(task, "dev")) > 0
     assert len(stream.table(task, "train", codec)) == 20
     assert stream.table(task, "train", codec).labels(range(20)).min() >= 0
+    more = open_stream(StreamConfig(train_rows=20, train_rows_by_task={task.name: 400}), seed=0)
+    assert [len(more.rows(one, "train")) for one in more.tasks[:2]] == [400, 20], "made for it, not cut from 20"
     part = open_stream(StreamConfig(tasks=(stream.tasks[1].name,), train_rows=20), seed=0)
     assert [task.name for task in part.tasks] == [stream.tasks[1].name]
 
