@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 
 from raycl.adapters import AdapterStack
@@ -25,73 +24,23 @@ from raycl.adapters.head import MixedHead
 from raycl.adapters.prompts import MixedPrompts
 from raycl.backbone import Backbone, Output
 from raycl.backbone.roles import linear_names
-from raycl.config import Tree
 from raycl.data.loader import batch_of
 from raycl.errors import ConfigError
-from raycl.methods.base import Learned, Method, MethodConfig, packed, stage_labels, under, unpacked
+from raycl.methods.base import Learned, Method, packed, stage_labels, under, unpacked
 from raycl.methods.blocks import end_live, is_live
 from raycl.methods.companions import Companions
 from raycl.methods.lora import as_peft_draws
 from raycl.methods.pseudo import PseudoSamples, counts_of, read_file, read_texts, same_everywhere, sources_of, take_real
-from raycl.methods.reflection import Memory, Reflection, ReflectionConfig
+from raycl.methods.reflection import Memory, Reflection
+from raycl.methods.sapt_settings import SaptConfig
 from raycl.methods.stage_rows import StageRows
-from raycl.methods.writer import Writer, WriterConfig, check_writer
-from raycl.retrieval.attention import SHARED, Attention, AttentionConfig, loudest, max_pooled, mixture_of
-from raycl.retrieval.selector import SelectorConfig, learn_selector
+from raycl.methods.writer import Writer, check_writer
+from raycl.retrieval.attention import SHARED, Attention, loudest, max_pooled, mixture_of
+from raycl.retrieval.selector import learn_selector
 from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage, Task
 
 READ_AT_ONCE, LOOKED_AT = 64, 1000
 """Prompts that are embedded together where only their maxima are wanted; the first so many tell what all share."""
-
-
-class SaptConfig(MethodConfig):
-    """SAPT's settings; those of the paper's runs: its appendix C, and the authors' scripts."""
-
-    name: Literal["sapt"] = "sapt"
-    value: Literal["lora", "prompt"] = Field("lora", description="a task's block: SAPT-LoRA, or SAPT-Prompt")
-    rank: int = Field(8, ge=1, description="r; the paper: 8 on T5's long sequences, else 4")
-    alpha: float = Field(32.0, gt=0, description="LoRA's alpha; the update is scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1)
-    targets: tuple[str, ...] = Field(
-        ("attention.query", "attention.value"), min_length=1, description="roles or regular expressions of linear paths"
-    )
-    prompt_length: int = Field(10, ge=1, description="positions of a prompt; the sum of all is as long")
-    attention: AttentionConfig = AttentionConfig()
-    arm: ReflectionConfig = ReflectionConfig()
-    head_rule: Literal["probability", "logit"] = Field(
-        "probability", description="how the blocks' label heads are mixed on encoder-only backbones"
-    )
-    stop_grad_old_blocks: bool = Field(
-        False, description="no gradient through old blocks into the layers below, as released"
-    )
-    ablation: Literal["none", "arm", "replay", "alignment", "shared_attention"] = Field(
-        "none",
-        description="what is left out (SAPT, section 6.3). arm: lambda = 0; replay: lambda = 0, and pseudo samples are "
-        "trained on as ordinary data; alignment: a separate selector is learned from recorded weights and used at "
-        "test; shared_attention: each block is learned alone, and a separate selector picks one",
-    )
-    selector: SelectorConfig = SelectorConfig()
-    writer: WriterConfig = WriterConfig()
-
-    idle_alone: ClassVar[tuple[str, ...]] = ("attention", "arm", "ablation", "selector", "writer")
-    """A single block is attended to with weight 1, and there is nothing to reflect on."""
-
-    def acting(self, index: int, tasks: Sequence[str]) -> Tree:
-        """In the first task there is nothing to reflect on."""
-        settings = super().acting(index, tasks)
-        if index == 0:
-            kept = ("source", "fraction", "files", "abar_split")
-            settings["arm"] = {name: settings["arm"][name] for name in kept}
-        return settings
-
-    @model_validator(mode="after")
-    def _replay_has_answers(self) -> SaptConfig:
-        if self.ablation == "replay" and self.arm.source != "real":
-            raise ValueError(
-                f"method.ablation=replay trains on answers, which method.arm.source={self.arm.source} does not have: "
-                "expected real"
-            )
-        return self
 
 
 class Sapt(Method):
