@@ -42,6 +42,9 @@ from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage, Task
 READ_AT_ONCE, LOOKED_AT = 64, 1000
 """Prompts that are embedded together where only their maxima are wanted; the first so many tell what all share."""
 
+FAINTEST = 1e-30
+"""The weight of a block whose labels must be heard: what the label head tells from nothing."""
+
 
 class Sapt(Method):
     """Blocks under shared attention."""
@@ -163,16 +166,23 @@ class Sapt(Method):
         if self.told_task or (self._alone and self._task):
             return self._told(batch)
         config, chooser = self.config, self.attention if self._task else self.selector or self.attention
-        floor = 0.0 if self._companions else config.attention.floor  # old answers are known to old blocks alone
+        floor = 0.0 if self._asks_old_labels else config.attention.floor
         with torch.no_grad():
             embedded = self.backbone.embedded(batch.source_ids)
             pooled_BD = max_pooled(embedded, batch.source_mask, config.attention.pool_pads)
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self._task)):
             alpha_BT = chooser(pooled_BD).exp()
+        if self._asks_old_labels:
+            alpha_BT = alpha_BT.clamp(min=FAINTEST)
         hard = self._alone and not self._task
         if not self._task:
             self._hear(batch, loudest(alpha_BT) if hard else alpha_BT)
         return mixture_of(chooser.names, alpha_BT, floor, hard, self._task)
+
+    @property
+    def _asks_old_labels(self) -> bool:
+        """Whether label rows of some blocks are wanted however little those weigh: no other block knows the labels."""
+        return self._companions is not None or (self.backbone.head is not None and bool(self.backbone.choices))
 
     def _told(self, batch: Batch) -> Mixture:
         """Each example's own block alone (the upper reference)."""

@@ -46,6 +46,7 @@ def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
             settings = {
                 "slm": lab.slots(),
                 "sapt": {"name": "sapt", "arm": {"fraction": 1.0, "weight": 2.0}},
+                "sapt-prompt": {"name": "sapt", "value": "prompt", "prompt_length": 3, "arm": {"weight": 0.0}},
                 "prompts": lab.slots(value="prompt", retrieval={"rule": "vote"}),
                 "olora": {"name": "olora", "head": "own"},
             }

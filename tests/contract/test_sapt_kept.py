@@ -15,12 +15,27 @@ from raycl.methods.sapt import Sapt
 from raycl.methods.stage_rows import StageRows
 from raycl.retrieval.attention import max_pooled
 from raycl.run import build
-from raycl.types import Mixture
+from raycl.types import Batch, Mixture, Stage
+
+
+def attend(method: Sapt, batch: Batch, loudness: float) -> None:
+    """Let the batch's texts attend to the block in training: its score rises by about so much."""
+    with torch.no_grad():
+        pooled = max_pooled(method.backbone.embedded(batch.source_ids), batch.source_mask)
+        query = method.attention.query(pooled).mean(0)
+        assert method.attention.key is not None
+        method.attention.key.add_(query * loudness * method.attention.tau / query.square().sum())
+
+
+def ended(method: Sapt, stage: Stage) -> None:
+    """The task is learned, with what its block holds now."""
+    own = dict(method.backbone.named_parameters())
+    method.end_task(stage, {name: own[name].detach().clone() for name in method.learned_names()})
 
 
 @pytest.mark.parametrize("split", ["dev", "test", "train"])
 def test_the_mean_weights_are_of_the_split_that_is_named(lab: Lab, split: str) -> None:
-    """Those of dev (trap A2: the released dev file is the test file), of test as the paper says; else of training."""
+    """Those of dev (the released dev file is the test file), of test as the paper says; else of training."""
     stream = {"dev_fraction": 0.0 if split == "train" else 0.25, "train_rows": 14}
     arm = {"abar_split": "test" if split == "test" else "dev"}
     parts, _ = build(lab.config("llama", {"name": "sapt", "arm": arm}, stream=stream), WORLD)
@@ -30,8 +45,7 @@ def test_the_mean_weights_are_of_the_split_that_is_named(lab: Lab, split: str) -
         rows = StageRows(stage, 4, parts.stream, codec)
         method.show(rows)
         method.begin_task(stage, resumed=False)
-        own = dict(parts.backbone.named_parameters())
-        method.end_task(stage, {name: own[name].detach().clone() for name in method.learned_names()})
+        ended(method, stage)
     means = {
         name: method.attention(method._pooled(sources_of(rows, name))).exp().mean(0).detach()
         for name in ("train", "dev", "test")
@@ -46,12 +60,7 @@ def test_the_mean_weights_are_of_the_split_that_is_named(lab: Lab, split: str) -
 def test_replayed_answers_are_possible_however_little_their_block_weighs(lab: Lab) -> None:
     """Below the floor only its own block knows an old label: without it the loss would be infinite."""
     method, batch = started(lab, "bert", ablation="replay", arm={"fraction": 0.5})
-    with torch.no_grad():
-        query = method.attention.query(max_pooled(method.backbone.embedded(batch.source_ids), batch.source_mask)).mean(
-            0
-        )
-        assert method.attention.key is not None
-        method.attention.key.add_(query * 30 * method.attention.tau / query.square().sum())
+    attend(method, batch, 30)
     joined = method.prepare_batch(batch)
     assert len(joined) > len(batch)
     weights = method.route(joined)
@@ -59,15 +68,56 @@ def test_replayed_answers_are_possible_however_little_their_block_weighs(lab: La
     assert loss(method, joined).isfinite()
 
 
+@pytest.mark.parametrize("loudness", [30, 200], ids=["faint", "underflow"])
+def test_a_told_task_is_answered_however_little_its_block_weighs(lab: Lab, loudness: float) -> None:
+    """With `eval.labels=task` an old task's labels are asked for, which its own block alone knows."""
+    method, batch = started(lab, "bert")
+    attend(method, batch, loudness)
+    parts, _ = build(lab.config("bert", "sapt"), WORLD)
+    ended(method, parts.stages[1])
+    backbone = method.backbone.eval()
+    with torch.no_grad():
+        assert method.route(batch).names == ("animal",)
+        with method.speaking(batch):
+            assert set(backbone.predict(batch, 1)) <= {"cat", "dog"}
+        backbone.choices = ("red", "blue")
+        with method.speaking(batch):
+            assert set(backbone.predict(batch, 1)) <= {"red", "blue"}
+
+
+@pytest.mark.parametrize("value", ["lora", "prompt"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_default_floor_changes_states_by_less_than_a_thousandth(lab: Lab, kind: str, value: str) -> None:
+    """Of what the model gives out, with two old blocks that weigh just too little."""
+    method, batch = started(lab, kind, learned=2, value=value)
+    attention = method.config.attention
+    assert attention.floor == 1e-3
+    loudness, found = 0.0, list[Tensor]()
+    while len(method.route(batch).names) > 1:
+        attend(method, batch, 0.05)
+        loudness += 0.05
+    assert loudness < 15, "and not as good as silent"
+    given: list[Tensor] = []
+    method.backbone.model.register_forward_hook(
+        lambda module, args, out: given.append(out["last_hidden_state" if kind == "bert" else "logits"])
+    )
+    with torch.no_grad():
+        for floor in (0.0, attention.floor):
+            config = attention.model_copy(update={"floor": floor})
+            method.config = method.config.model_copy(update={"attention": config})
+            loss(method, batch)
+            found.append(given[-1].flatten(1))
+    moved = (found[0] - found[1]).norm(dim=1) / found[0].norm(dim=1)
+    assert 0 < float(moved.max()) < 1e-3
+
+
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_what_the_floor_leaves_out_hardly_changes_the_output(lab: Lab, kind: str) -> None:
     """Relatively by less than the floor, with a block that weighs just too little."""
     method, batch = started(lab, kind)
+    attend(method, batch, 7)
     with torch.no_grad():
         pooled = max_pooled(method.backbone.embedded(batch.source_ids), batch.source_mask)
-        query = method.attention.query(pooled).mean(0)
-        assert method.attention.key is not None
-        method.attention.key.add_(query * 7 * method.attention.tau / query.square().sum())
         floor = 2.1 * float(method.attention(pooled).exp()[:, 0].max())
         found = []
         for one in (0.0, floor):

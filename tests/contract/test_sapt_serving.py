@@ -13,19 +13,24 @@ from raycl.serve.asks import Sampling
 from raycl.storage import Storage
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path: Path, kind: str) -> None:
-    """In one batch with others of other lengths, as alone, and as the evaluation had them."""
-    done = taught(kind, "sapt")
+@pytest.mark.parametrize(
+    ("kind", "method"), [*((kind, "sapt") for kind in KINDS), ("t5", "sapt-prompt"), ("llama", "sapt-prompt")]
+)
+def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
+    """In one batch with others of other lengths, as alone, and as the stream's own evaluation had them."""
+    done = taught(kind, method)
     bank = bank_of(done, tmp_path)
     model, expected = opened(bank, bank.open(2)), {}
     codec = model.backbone.codec
     for task in done.parts.stream.tasks:
         table = done.parts.stream.table(task, "test", codec)
         for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
+            evaluated = done.parts.method.route(batch)
+            weights = dict(zip(evaluated.names, evaluated.weights[0].tolist(), strict=True))
             mixture = model.host.attended(model.hosted, batch.source_ids, batch.source_mask)
             names = [model.hosted.names[key] for key in mixture.names]
-            expected[table.texts(batch.rows.tolist())[0]] = dict(zip(names, mixture.weights[0].tolist(), strict=True))
+            assert dict(zip(names, mixture.weights[0].tolist(), strict=True)) == pytest.approx(weights, abs=1e-6)
+            expected[table.texts(batch.rows.tolist())[0]] = weights
     assert len({round(weights.get("colour", 0.0), 4) for weights in expected.values()}) >= 3, "a mix-up would be seen"
     sampling = None if kind == "bert" else Sampling(3)
     with serving(bank, max_batch=len(expected)) as desk:

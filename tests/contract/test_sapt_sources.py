@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_sapt import started
 from tiny import Lab, Stop, exported, matrix, run, trace
 
 from raycl.bank import Bank
@@ -18,6 +19,7 @@ from raycl.methods.reflection import ReflectionConfig
 from raycl.methods.sapt import Sapt
 from raycl.methods.stage_rows import StageRows
 from raycl.methods.writer import Writer, WriterConfig
+from raycl.retrieval.attention import loudest
 from raycl.run import build, check, load_config
 from raycl.storage import Storage
 from raycl.train.world import World
@@ -146,6 +148,29 @@ def test_every_ablation_is_whole_and_goes_on_where_it_stopped(
     assert state.kind == "attention" and bool(state.settings["hard"]) is (ablation == "shared_attention")
     again = stopped_and_continued(config, tmp_path / "again", 11)
     assert trace(again) == trace(whole) and exported(again) == exported(whole) and matrix(again) == matrix(whole)
+
+
+@pytest.mark.parametrize("ablation", ["none", *ABLATIONS])
+def test_each_ablation_leaves_out_what_it_is_named_for(lab: Lab, ablation: str) -> None:
+    """In the third of three tasks, and after it."""
+    settings = {"arm": {"fraction": 0.5, "weight": 1.0}, "selector": {"steps": 20}}
+    method, batch = started(lab, "t5", learned=2, ablation=ablation, **settings)
+    term = method.penalty(batch, None)  # type: ignore[arg-type]
+    assert (term is not None and term.item() > 0) if ablation == "none" else term is None
+    assert (len(method.prepare_batch(batch)) > len(batch)) is (ablation == "replay")
+    trained = method.route(batch)
+    assert trained.names == (("task2",) if ablation == "shared_attention" else ("task0", "task1", "task2"))
+    assert trained.weights.requires_grad is (ablation != "shared_attention")
+    assert (method.selector is not None) is (ablation in ("alignment", "shared_attention"))
+    if method.selector is not None:
+        mine, other = method.attention.keys, method.selector.keys
+        assert mine.keys() == other.keys() and not any(torch.equal(mine[task], other[task]) for task in mine)
+        method._task = ""
+        chosen = method.selector(method._pooled([ids.tolist() for ids in batch.source_ids])).exp()
+        tested = method.route(batch)
+        told = torch.zeros(4, len(other))
+        told[:, [list(other).index(name) for name in tested.names]] = tested.weights
+        assert torch.equal(told, loudest(chosen) if ablation == "shared_attention" else chosen)
 
 
 def test_without_shared_attention_a_block_is_what_it_is_alone(lab: Lab, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ CASES = [
     ("bert", "separate", "torch", None),
     *(("bert", "olora", engine, 1) for engine in ("torch", "zero3")),
     ("masked", "finetune", "torch", None),
-    *(("llama", "sapt", engine, None) for engine in ("torch", "zero2")),
+    *(("llama", "sapt", engine, micro) for engine, micro in (("torch", None), ("zero2", 1))),
     *((kind, "lora", engine, 1) for kind in ("bert", "t5") for engine in ("torch", "zero2")),
     ("bert", "lora", "zero3", 1),
     *(("bert", "finetune+migu", engine, micro) for engine, micro in (("torch", None), ("torch", 1), ("zero2", 1))),

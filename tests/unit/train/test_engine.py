@@ -26,6 +26,27 @@ from raycl.types import AdapterState, Mixture
 WORLD = World.alone(torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({}, {"body": 0.1, "head.bias": 0.1, "attention.key": 0.1}),
+        ({"attention_learning_rate": 0.3}, {"body": 0.1, "head.bias": 0.1, "attention.key": 0.3}),
+        (
+            {"attention_learning_rate": 0.3, "head_learning_rate": 0.5},
+            {"body": 0.1, "head.bias": 0.5, "attention.key": 0.3},
+        ),
+    ],
+    ids=["one", "attention", "both"],
+)
+def test_label_head_and_attention_learn_at_rates_of_their_own(
+    settings: dict[str, float], rates: dict[str, float]
+) -> None:
+    trained = {name: nn.Parameter(torch.zeros(2)) for name in rates}
+    groups = adamw(trained, TrainConfig(learning_rate=0.1, **settings)).param_groups
+    found = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+    assert {name: found[id(parameter)] for name, parameter in trained.items()} == rates
+
+
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("done", [0, 1, 4, 9])
 def test_advance_equals_stepping(name: str, done: int) -> None:
