@@ -54,6 +54,9 @@ DROPOUTS = (
 )
 """Names under which Hugging Face configs keep dropout rates."""
 
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id")
+"""What is taken from a model's generation_config.json."""
+
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
 
 
@@ -198,7 +201,17 @@ def _wrap(
 ) -> Backbone:
     if kind == "encoder":
         return EncoderBackbone(model, codec, "mean" if config.pooling == "auto" else config.pooling, language)
+    _drop_habits(model)
     return Seq2SeqBackbone(model, codec) if kind == "encoder-decoder" else CausalBackbone(model, codec)
+
+
+def _drop_habits(model: Any) -> None:
+    """Answers are greedy and generators' samples as configured, whatever the model's folder recommends.
+
+    A penalty for repetitions in it, say, would act in evaluation, and not behind the endpoint.
+    """
+    own = model.generation_config
+    model.generation_config = type(own)(**{name: getattr(own, name, None) for name in SPECIAL_TOKENS})
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

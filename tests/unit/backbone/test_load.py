@@ -12,6 +12,7 @@ from tiny import KINDS, Lab, model
 
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
 from raycl.backbone.load import pick_dtype
+from raycl.data.loader import batch_of
 from raycl.errors import BackboneError
 
 CPU = torch.device("cpu")
@@ -100,6 +101,29 @@ def test_loading_twice_gives_the_same_bits_and_no_dropout(lab: Lab, kind: str) -
     for mine, other in zip(first.parameters(), second.parameters(), strict=True):  # type: ignore[attr-defined]
         assert torch.equal(mine, other)
     assert not [module for module in first.modules() if isinstance(module, torch.nn.Dropout) and module.p]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_what_a_folder_recommends_for_generation_changes_no_answer(lab: Lab, tmp_path: Path, kind: str) -> None:
+    """Neither a greedy one nor a sample; its special tokens are kept."""
+    habits = {"min_new_tokens": 6, "repetition_penalty": 9.0, "no_repeat_ngram_size": 1}
+    habits |= {"do_sample": True, "temperature": 0.01, "top_p": 1e-6, "forced_eos_token_id": 5}
+    folder = shutil.copytree(lab.model_folder(kind), tmp_path / kind)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | habits))
+    found = []
+    for place in (lab.model_folder(kind), folder):
+        config = BackboneConfig(name=str(place), dtype="float32")
+        codec = load_codec(config, 24, 4)
+        backbone = load_backbone(config, codec, CPU, 0).eval()
+        batch = batch_of(codec.encode_source(["fire is warm", "the sea", "it"]), codec.pad_id)
+        torch.manual_seed(0)
+        sampled = backbone.model.generate(
+            input_ids=batch.source_ids, attention_mask=batch.source_mask, do_sample=True, top_k=20, max_new_tokens=6
+        )
+        answers = backbone.predict(batch, 6)
+        found.append((answers, sampled.tolist(), backbone.model.generation_config.eos_token_id))
+    assert found[0] == found[1]
 
 
 def test_dropout_reaches_the_model_and_dtype_is_what_was_asked_for(lab: Lab) -> None:
