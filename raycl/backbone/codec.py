@@ -31,7 +31,8 @@ class HFCodec:
         self.pad_id = _pad_id(tokenizer)
         if not self.needs_labels and tokenizer.eos_token_id is None:
             raise BackboneError(
-                f"the tokenizer of this {kind} backbone has no end-of-sequence token, so answers never end"
+                f"the tokenizer of this {kind} backbone has no end-of-sequence token, so answers never end: "
+                "name one in its tokenizer_config.json (eos_token), or choose another backbone"
             )
         self.eos_id: int = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self.mask_id: int = -1 if tokenizer.mask_token_id is None else tokenizer.mask_token_id

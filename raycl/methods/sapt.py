@@ -62,8 +62,6 @@ class Sapt(Method):
         config = config.model_copy(update={"attention": attention})
         super().__init__(config, backbone, seed)
         self.config: SaptConfig
-        if config.arm.source == "generated":
-            check_writer(config.writer, backbone)
         is_prompt = config.value == "prompt"
         paths = [] if is_prompt else linear_names(backbone.model, config.targets)
         self.stack: AdapterStack = AdapterStack(backbone.model, paths)
@@ -91,6 +89,12 @@ class Sapt(Method):
         return self.told_task or self.config.ablation == "shared_attention"
 
     @property
+    def _writes(self) -> bool:
+        """Whether generators are trained: not where nothing would ever read their texts."""
+        are_read = self.reflection.weight > 0 or self.config.ablation not in ("none", "arm")
+        return self.config.arm.source == "generated" and are_read and not self.told_task
+
+    @property
     def reads_batches(self) -> bool:
         """Evaluation says how each task's texts were attended to, and `separate` tells the task."""
         return True
@@ -98,12 +102,15 @@ class Sapt(Method):
     # ---- a task ----------------------------------------------------------------------------------------------
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Every task's objective, and its pseudo inputs where they come from files.
+        """Every task's objective, and where its pseudo inputs are to come from.
 
         Raises:
-            ConfigError: texts that this method cannot learn. DataError: see `read_texts`.
+            ConfigError: texts that this method cannot learn, or nobody who could write inputs. BackboneError: he who
+                could is not there. DataError: see `read_texts`.
         """
         _check_objectives(tasks, self.config)
+        if self._writes:
+            check_writer(self.config.writer, self.backbone)
         if self.config.arm.source == "file" and not self.told_task:
             for task in tasks:
                 read_texts(self.config.arm.files or "", task.name)
@@ -238,6 +245,8 @@ class Sapt(Method):
         if arm.source == "file":
             return read_file(self._rows, str(arm.files), arm.fraction)
         if arm.source == "generated":
+            if not self._writes:
+                return PseudoSamples([], [], [])
             writer = Writer(self.config.writer, self.backbone, self.stack, self.seed + stage.index)
             return writer.write(self._rows, arm.fraction)
         return take_real(self._rows, arm.fraction, self.seed + stage.index, self.config.ablation == "replay")

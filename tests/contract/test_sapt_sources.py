@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from test_sapt import started
 from tiny import Lab, Stop, exported, matrix, run, trace
+from transformers import AutoTokenizer
 
 from raycl.bank import Bank
 from raycl.bank.routers import get_router
-from raycl.errors import ConfigError, DataError
+from raycl.errors import BackboneError, ConfigError, DataError
 from raycl.forgetting import evaluate
 from raycl.methods.reflection import ReflectionConfig
 from raycl.methods.sapt import Sapt
@@ -97,13 +99,38 @@ def test_a_generator_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind:
     assert losses[0] - losses[-1] > falls
 
 
-def test_who_cannot_write_is_said_before_anything_starts(lab: Lab) -> None:
+def test_who_cannot_write_is_said_before_anything_starts(lab: Lab, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a backbone that writes, and this run's is encoder-only: name a small"):
         check(lab.config("bert", sapt(arm={"source": "generated"})))
     writer = {"backbone": {"name": str(lab.model_folder("bert"))}}
     with pytest.raises(ConfigError, match="is encoder-only and cannot write texts: expected an encoder-decoder"):
         check(lab.config("bert", sapt(arm={"source": "generated"}, writer=writer)))
     check(lab.config("bert", generated(lab, "bert")))
+    endless = shutil.copytree(lab.model_folder("llama"), tmp_path / "endless")
+    words = AutoTokenizer.from_pretrained(endless)
+    words.eos_token = None
+    words.save_pretrained(endless)
+    with pytest.raises(
+        BackboneError, match="decoder backbone has no end-of-sequence token, so answers never end: name one"
+    ):
+        check(lab.config("bert", sapt(arm={"source": "generated"}, writer={"backbone": {"name": str(endless)}})))
+
+
+@pytest.mark.parametrize("settings", [{"ablation": "arm"}, {"arm": {"weight": 0.0}}], ids=["ablation", "weight"])
+def test_no_generator_is_trained_for_texts_that_nothing_reads(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """Nobody who could write is needed then either; the same for blocks that are learned alone."""
+    monkeypatch.delattr(Writer, "write")
+    method = sapt(**{**settings, "arm": {"source": "generated", **settings.get("arm", {})}})
+    config = lab.config("bert", method)
+    check(config)
+    whole = Storage.at(tmp_path / "whole")
+    run(config, whole)
+    assert pseudo(whole, "colour")["source_lengths"].tolist() == []
+    again = stopped_and_continued(config, tmp_path / "again", 6)
+    assert trace(again) == trace(whole) and matrix(again) == matrix(whole)
+    check(lab.config("bert", {"name": "separate", "learner": sapt(arm={"source": "generated"})}))
 
 
 def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
