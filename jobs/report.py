@@ -3,6 +3,7 @@
     python jobs/report.py runs/sapt runs/lora
     python jobs/report.py runs --png matrices.png --csv comparison.csv
     python jobs/report.py runs/slm --router-png router.png
+    python jobs/report.py runs/sapt --attention-png attention.png
 
 Why it exists: the command-line door to `raycl.report`.
 What it does not know: how tables and pictures are made.
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raycl.errors import RayclError
+from raycl.report.attended import has_attention
+from raycl.report.attention_plots import attention_maps
 from raycl.report.compare import to_csv
 from raycl.report.plots import heatmaps
 from raycl.report.results import find_results
@@ -40,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"wrote {heatmaps(results, options.png)}")
         if options.router_png:
             print(f"wrote {router_maps(routed or results, options.router_png)}")
+        if options.attention_png:
+            attending = [result for result in results if has_attention(result)]
+            print(f"wrote {attention_maps(attending or results, options.attention_png)}")
         if options.csv:
             _write(options.csv, to_csv(results))
     except RayclError as error:
@@ -54,6 +60,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="write the matrices as heat maps side by side")
     parser.add_argument(
         "--router-png", type=Path, help="draw the routers of the runs that have one: keys, t-SNE, tasks found"
+    )
+    parser.add_argument(
+        "--attention-png", type=Path, help="draw who spoke for each task's texts in the runs of sapt, then and now"
     )
     parser.add_argument("--csv", type=Path, help="write the comparison with full precision")
     return parser.parse_args(arguments)

@@ -24,12 +24,14 @@ class Attended:
         train: task -> weights over the blocks that there were when it was learned, 0 for later ones.
         test: task -> weights over all blocks; of tasks that were evaluated.
         pseudo: task -> how many pseudo inputs stand for it.
+        stand_ins: task -> how many of them are stored training inputs because a generator wrote none.
     """
 
     keys: list[str]
     train: dict[str, list[float]]
     test: dict[str, list[float]]
     pseudo: dict[str, int]
+    stand_ins: dict[str, int]
 
     @staticmethod
     def of(result: Tree) -> Attended:
@@ -43,7 +45,8 @@ class Attended:
         told = result["stage_facts"][-1]["attention"]
         keys = [str(key) for key in told["keys"]]
         train = {task: _padded(weights, len(keys)) for task, weights in told["train"].items()}
-        return Attended(keys, train, {task: list(map(float, w)) for task, w in told["test"].items()}, told["pseudo"])
+        test = {task: list(map(float, weights)) for task, weights in told["test"].items()}
+        return Attended(keys, train, test, told["pseudo"], told.get("stand_ins", {}))
 
     def moved(self) -> dict[str, float]:
         """Task -> how much of its texts' weight speaks through other blocks now, in percent (total variation)."""

@@ -20,6 +20,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
+from numpy.typing import NDArray
 
 from raycl.config import Tree
 from raycl.errors import RunError
@@ -57,9 +58,7 @@ def heatmaps(results: Sequence[Tree], path: str | Path) -> Path:
     lefts = [MARGIN * (number + 1) + sum(rooms[:number]) for number in range(len(results))]
     for result, left, width, height in zip(results, lefts, widths, heights, strict=True):
         _draw_matrix(axes_at(figure, left, width, height), result)
-    bar = axes_at(figure, lefts[-1] + widths[-1] + 0.2, 0.12, max(*heights, 1.2))
-    figure.colorbar(ScalarMappable(SCALE, COLOUR_MAP), cax=bar, ticks=range(0, 101, 20))
-    bar.tick_params(labelsize=8)
+    draw_scale(axes_at(figure, lefts[-1] + widths[-1] + 0.2, 0.12, max(*heights, 1.2)))
     return save_png(figure, path)
 
 
@@ -102,17 +101,28 @@ def axes_at(figure: Figure, left: float, width: float, height: float, top: float
 
 def _draw_matrix(axes: Axes, result: Tree) -> None:
     cells = np.array([[np.nan if v is None else v for v in row] for row in values_of(result)], dtype=float)
+    draw_cells(axes, cells, tasks_of(result), [str(stage) for stage in result["stages"]])
+    axes.set_xlabel("score on", fontsize=9)
+    axes.set_ylabel("after training on", fontsize=9)
+    axes.set_title(_headline(result), fontsize=9, loc="left")
+
+
+def draw_scale(axes: Axes) -> None:
+    """The colours from 0 to 100."""
+    axes.figure.colorbar(ScalarMappable(SCALE, COLOUR_MAP), cax=axes, ticks=range(0, 101, 20))
+    axes.tick_params(labelsize=8)
+
+
+def draw_cells(axes: Axes, cells: NDArray[np.float64], columns: Sequence[str], rows: Sequence[str]) -> None:
+    """Numbers from 0 to 100 as a heat map with the number in each cell; NaN is left blank."""
     axes.imshow(np.ma.masked_invalid(cells), cmap=COLOUR_MAP, norm=SCALE, aspect="auto")
     _draw_gaps(axes, cells.shape)
     for (i, j), value in np.ndenumerate(cells):
         if not np.isnan(value):
             axes.text(j, i, f"{value:.1f}", ha="center", va="center", color=_ink(value), fontsize=8)
-    names, stages = short_names(tasks_of(result)), short_names([str(stage) for stage in result["stages"]])
-    axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
-    axes.set_yticks(range(len(stages)), stages, fontsize=8)
-    axes.set_xlabel("score on", fontsize=9)
-    axes.set_ylabel("after training on", fontsize=9)
-    axes.set_title(_headline(result), fontsize=9, loc="left")
+    below = short_names(columns)
+    axes.set_xticks(range(len(below)), below, rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
+    axes.set_yticks(range(len(rows)), short_names(rows), fontsize=8)
     axes.spines[:].set_visible(False)
 
 

@@ -164,6 +164,8 @@ def attention_table(result: Tree) -> str:
             table.add_row(task, *cells, _number(moved.get(task)) if when.startswith("at") else "")
         parts += [Text(f"who speaks for each task's texts, in percent, {when}"), table]
     note = f"moved: weight that speaks through other blocks now; {sum(told.pseudo.values())} pseudo inputs in all"
+    if told.stand_ins:
+        note += f", {sum(told.stand_ins.values())} of them stored training inputs, since a generator wrote none"
     return render(Group(Text(title_of(result)), *parts, Text(note)))
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from raycl.errors import RunError
+from raycl.report import attention_plots
 from raycl.report.attended import Attended, has_attention
+from raycl.report.attention_plots import attention_maps
 from raycl.report.tables import attention_table
 
 Make = Callable[..., dict[str, Any]]
@@ -33,6 +37,36 @@ def test_both_maps_stand_below_each_other(make_result: Make) -> None:
     shown = attention_table(attended(make_result("sapt")))
     assert shown.index("when it was learned") < shown.index("at the end")
     assert "87.5" in shown and "12.5" in shown and "60 pseudo inputs" in shown
+
+
+def test_inputs_that_stand_in_for_a_generators_are_told(make_result: Make) -> None:
+    result = attended(make_result("sapt"))
+    result["stage_facts"][-1]["attention"]["stand_ins"] = {"yahoo": 20}
+    assert "60 pseudo inputs in all, 20 of them stored training inputs" in " ".join(attention_table(result).split())
+
+
+def test_maps_are_drawn_side_by_side(tmp_path: Path, make_result: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    save = attention_plots.save_png
+    monkeypatch.setattr(attention_plots, "save_png", lambda figure, path: save(figures.append(figure) or figure, path))
+    result = attended(make_result("sapt"))
+    del result["stage_facts"][-1]["attention"]["test"]["yahoo"]
+    assert attention_maps([result], tmp_path / "new" / "a.png").is_file()
+    then, now, _scale = figures[0].axes
+    assert [text.get_text() for text in then.texts][:4] == ["100.0", "0.0", "0.0", "25.0"]
+    assert [text.get_text() for text in now.texts] == ["87.5", "12.5", "0.0", "25.0", "75.0", "0.0"], "yahoo is blank"
+    assert [label.get_text() for label in now.get_xticklabels()] == list(TRAIN)
+
+
+def test_maps_that_nobody_could_read_are_refused(tmp_path: Path, make_result: Make) -> None:
+    many = attended(make_result("sapt"))
+    with pytest.raises(RunError, match="attention in 7 runs cannot be read"):
+        attention_maps([many] * 7, tmp_path / "a.png")
+    many["stage_facts"][-1]["attention"]["keys"] = [str(number) for number in range(41)]
+    with pytest.raises(RunError, match="attention to 41 tasks cannot be read"):
+        attention_maps([many], tmp_path / "a.png")
+    with pytest.raises(RunError, match="tells of no attention"):
+        attention_maps([make_result("lora")], tmp_path / "a.png")
 
 
 def test_a_run_without_attention_is_told_so(make_result: Make) -> None:

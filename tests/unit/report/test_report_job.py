@@ -29,11 +29,14 @@ def test_prints_matrices_and_comparison_and_writes_files(
     report: Callable[[list[str]], int],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name in ("sapt", "lora"):
+    attention = {"keys": ["agnews"], "train": {"agnews": [1.0]}, "test": {"agnews": [1.0]}, "pseudo": {"agnews": 2}}
+    for name, facts in (("sapt", [{"attention": attention}]), ("lora", [])):
         (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "results.json").write_text(json.dumps(make_result(name)))
-    png, csv = tmp_path / "out" / "m.png", tmp_path / "out" / "c.csv"
-    assert report([str(tmp_path / "runs"), "--png", str(png), "--csv", str(csv)]) == 0
+        result = make_result(name) | {"stage_facts": facts}
+        (tmp_path / "runs" / name / "results.json").write_text(json.dumps(result))
+    png, csv, maps = (tmp_path / "out" / name for name in ("m.png", "c.csv", "a.png"))
+    wanted = ["--png", str(png), "--csv", str(csv), "--attention-png", str(maps)]
+    assert report([str(tmp_path / "runs"), *wanted]) == 0 and maps.is_file()
     text = capsys.readouterr().out
     assert text.count("after yahoo") == 2 and "tokens/s" in text
     assert png.is_file() and csv.read_text().startswith("method,settings,stream,backbone,runs,ap,ap_std")

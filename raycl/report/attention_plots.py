@@ -1,0 +1,59 @@
+"""Pictures of attention: who spoke for each task's texts when it was learned, and who does at the end.
+
+Why it exists: as in SAPT's figure of its attention weights, two maps that look alike are a run that forgot no routes.
+What it does not know: how weights come about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from raycl.config import Tree
+from raycl.errors import RunError
+from raycl.report.attended import Attended
+from raycl.report.compare import labels
+from raycl.report.plots import CELL_HEIGHT, CELL_WIDTH, MARGIN, axes_at, draw_cells, draw_scale, new_figure, save_png
+
+MOST_RUNS, MOST_TASKS = 6, 40
+ABOVE, BELOW = 0.6, 0.8
+"""Inches above the maps of a run for titles, and below them for names."""
+
+
+def attention_maps(results: Sequence[Tree], path: str | Path) -> Path:
+    """One row per run as a PNG at `path`: mean weights in percent when each task was learned, and at the end.
+
+    Raises:
+        RunError: no results, more than `MOST_RUNS`, a run without attention or with more than `MOST_TASKS` tasks.
+    """
+    if not 0 < len(results) <= MOST_RUNS:
+        raise RunError(f"a picture of attention in {len(results)} runs cannot be read: give between 1 and {MOST_RUNS}")
+    told = [Attended.of(result) for result in results]
+    most = max(len(run.keys) for run in told)
+    if most > MOST_TASKS:
+        raise RunError(f"a picture of attention to {most} tasks cannot be read: give runs of at most {MOST_TASKS}")
+    widths, heights = [CELL_WIDTH * len(run.keys) for run in told], [CELL_HEIGHT * len(run.keys) for run in told]
+    second = 2 * MARGIN + max(*widths, 3.0)
+    figure = new_figure(second + max(*widths, 3.0) + 1.0, sum(heights) + (ABOVE + BELOW) * len(told))
+    top = 0.0
+    for title, run, width, height in zip(labels(results), told, widths, heights, strict=True):
+        top += ABOVE
+        maps = {f"{title}\nwhen it was learned": (MARGIN, run.train), "at the end (test texts)": (second, run.test)}
+        for head, (left, weights) in maps.items():
+            axes = axes_at(figure, left, width, height, top)
+            draw_cells(axes, _percent(run.keys, weights), run.keys, run.keys)
+            axes.set_title(head, fontsize=9, loc="left")
+            axes.set_ylabel("texts of", fontsize=9)
+        draw_scale(axes_at(figure, second + width + 0.2, 0.12, height, top))
+        top += height + BELOW
+    return save_png(figure, path)
+
+
+def _percent(
+    keys: Sequence[str], weights: Mapping[str, Sequence[float]]
+) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """A row for each block's task, blank where its texts were not looked at."""
+    blank = [np.nan] * len(keys)
+    return 100 * np.array([weights.get(task, blank) for task in keys], dtype=float)
