@@ -7,7 +7,7 @@ What it does not know: engines, workers, files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -122,8 +122,12 @@ class Method:
     def study(self, stage: Stage, queries_BC: Tensor, dev_BC: Tensor) -> None:
         """Before `begin_task` of a new stage, with the queries of all its training and dev texts (`encoder`)."""
 
-    def facts(self) -> dict[str, Any]:
-        """JSON-able: what people should know about the stage that has just ended; goes into the results."""
+    def facts(self, gather: Callable[[Any], Sequence[Any]]) -> dict[str, Any]:
+        """JSON-able: what people should know about the stage that has just ended; goes into the results. Collective.
+
+        Args:
+            gather: every worker's value from this one's, for what each saw of its own share of the texts.
+        """
         return {}
 
     def begin_task(self, stage: Stage, resumed: bool) -> None:

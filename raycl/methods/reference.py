@@ -6,7 +6,7 @@ Both wrap another method (`learner`), so that "trained alone" and "trained joint
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
@@ -97,9 +97,9 @@ class Reference(Method):
         """As the learner does."""
         self.learner.study(stage, queries_BC, dev_BC)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, gather: Callable[[Any], Sequence[Any]]) -> dict[str, Any]:
         """As the learner says."""
-        return self.learner.facts()
+        return self.learner.facts(gather)
 
     def begin_step(self, step: int, seed: int, micro_batches: int) -> None:
         """As the learner does."""

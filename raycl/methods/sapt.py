@@ -12,7 +12,7 @@ What it does not know: engines, files other than pseudo inputs'.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -298,16 +298,15 @@ class Sapt(Method):
         settings = {**chooser.settings(), "head_rule": self.config.head_rule, "hard": self._alone}
         return RouterState("attention", settings, chooser.tensors())
 
-    def facts(self) -> dict[str, Any]:
-        """Mean weights of each task's texts: when it was learned (`train`: abar), and as evaluated now (`test`).
-
-        With several workers `test` is over the first one's share.
-        """
+    def facts(self, gather: Callable[[Any], Sequence[Any]]) -> dict[str, Any]:
+        """Mean weights of each task's texts: when it was learned (`train`: abar), and as evaluated now (`test`)."""
         if self.told_task:
             return {}
         names = self.attention.names
         abar = {task: _rounded(memory.abar) for task, memory in self.reflection.memories.items()}
-        heard = {task: _rounded(total / count) for task, (total, count) in self._heard.items()}
+        shares = gather(self._heard)
+        tasks = dict.fromkeys(task for share in shares for task in share)
+        heard = {task: _mean([share[task] for share in shares if task in share]) for task in tasks}
         kept = {task: memory.samples for task, memory in self.reflection.memories.items()}
         return {"attention": {"keys": list(names), "train": abar, "test": heard, **counts_of(kept)}}
 
@@ -359,6 +358,11 @@ def _check_objectives(tasks: Sequence[Task], config: SaptConfig) -> None:
                 f"{what}, which stream.objective={task.objective} of task '{task.name}' does not have: expected "
                 "objective answer (or mlm, without that ablation)"
             )
+
+
+def _mean(parts: Sequence[tuple[Tensor, int]]) -> list[float]:
+    """Of sums and how many each is of."""
+    return _rounded(sum((total for total, _ in parts), torch.zeros(())) / sum(count for _, count in parts))
 
 
 def _rounded(values: Tensor) -> list[float]:

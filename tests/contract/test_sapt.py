@@ -22,7 +22,9 @@ from raycl.errors import ConfigError, RayclError
 from raycl.forgetting import evaluate, forget
 from raycl.methods.sapt import Sapt
 from raycl.methods.stage_rows import StageRows
+from raycl.retrieval.attention import AttentionRouter, max_pooled
 from raycl.run import build, check
+from raycl.serve.model import router_of
 from raycl.storage import Storage
 from raycl.train.world import World
 from raycl.types import AdapterState, Batch, Mixture, Objective
@@ -243,7 +245,7 @@ def test_prompts_keep_their_length_and_the_first_is_prompt_tuning(lab: Lab, kind
 def test_a_snapshot_says_what_was_evaluated(lab: Lab, tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     """Serving opens it by the router's name; the method is not asked."""
     storage = Storage.at(tmp_path)
-    run(lab.config(kind, {"name": "sapt", **settings}), storage)
+    done = run(lab.config(kind, {"name": "sapt", **settings}), storage)
     bank = Bank(storage.sub("bank"))
     newest = bank.newest()
     assert newest is not None and newest.router.kind == "attention" and newest.encoder is None
@@ -253,6 +255,14 @@ def test_a_snapshot_says_what_was_evaluated(lab: Lab, tmp_path: Path, kind: str,
     assert told["keys"] == ["colour", "animal"] and told["train"]["colour"] == [1.0]
     for weights in (told["train"]["animal"], told["test"]["colour"], told["test"]["animal"]):
         assert len(weights) == 2 and sum(weights) == pytest.approx(1.0, abs=1e-3)
+    router, stream = router_of(bank, newest), done.parts.stream
+    assert isinstance(router, AttentionRouter)
+    for task in stream.tasks:
+        table = stream.table(task, "test", codec := done.parts.backbone.codec)
+        batch = next(iter(eval_batches(table, None, 0, 1, len(table), codec.pad_id)))
+        pooled = max_pooled(done.parts.backbone.embedded(batch.source_ids), batch.source_mask)
+        mean = router.attention(pooled).exp().mean(0).tolist()
+        assert told["test"][task.name] == pytest.approx(mean, abs=1e-4)
 
 
 def test_pseudo_samples_lie_beside_the_adapter_and_go_with_it(complete: Complete, tmp_path: Path) -> None:

@@ -105,12 +105,21 @@ def test_two_workers_equal_one(together: Path, alone: Alone, case: tuple[str, st
     assert unseen(found) == unseen(alone(case[0], case[1])) and bool(unseen(found)) is (case[1] != "separate")
     assert rows_kept(found) == rows_kept(alone(case[0], case[1]))
     assert bool(rows_kept(found)) is case[1].endswith("+migu")
+    for mine, other in zip(attended(found), attended(alone(case[0], case[1])), strict=True):
+        assert mine == {task: pytest.approx(weights, abs=2e-4) for task, weights in other.items()}
+    assert bool(attended(found)) is (case[1] == "sapt")
 
 
 def unseen(storage: Storage) -> dict[str, tuple[float, int]]:
     """Value and count of every task that was never trained."""
     cells = (storage.read_json("results.json")["unseen"] or {"cells": {}})["cells"]
     return {task: (cell["value"], cell["count"]) for task, cell in cells.items()}
+
+
+def attended(storage: Storage) -> list[dict[str, list[float]]]:
+    """Mean weights of each task's test texts after every stage: of all texts, whoever looked at them."""
+    facts = [stage.get("attention") for stage in storage.read_json("results.json")["stage_facts"]]
+    return [told["test"] for told in facts if told]
 
 
 def rows_kept(storage: Storage) -> list[Any]:
