@@ -30,7 +30,16 @@ from raycl.methods.base import Learned, Method, packed, stage_labels, under, unp
 from raycl.methods.blocks import end_live, is_live
 from raycl.methods.companions import Companions
 from raycl.methods.lora import as_peft_draws
-from raycl.methods.pseudo import PseudoSamples, counts_of, read_file, read_texts, same_everywhere, sources_of, take_real
+from raycl.methods.pseudo import (
+    PseudoSamples,
+    counts_of,
+    drawn_sources,
+    read_file,
+    read_texts,
+    same_everywhere,
+    sources_of,
+    take_real,
+)
 from raycl.methods.reflection import Memory, Reflection
 from raycl.methods.sapt_settings import SaptConfig
 from raycl.methods.stage_rows import StageRows
@@ -40,7 +49,7 @@ from raycl.retrieval.selector import learn_selector
 from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage, Task
 
 READ_AT_ONCE, LOOKED_AT = 64, 1000
-"""Prompts that are embedded together where only their maxima are wanted; the first so many tell what all share."""
+"""Prompts that are embedded together where only their maxima are wanted; so many, drawn, tell what all share."""
 
 FAINTEST = 1e-30
 """The weight of a block whose labels must be heard: what the label head tells from nothing."""
@@ -125,7 +134,10 @@ class Sapt(Method):
             self._begin(stage.name, stage_labels(stage))
             first = not self._learned and not self._alone
             if first and self.config.attention.standardize and self._rows is not None:
-                self.attention.look_at(self._pooled(sources_of(self._rows, "train")[:LOOKED_AT]))
+                draw = torch.Generator().manual_seed(self.seed)
+                tables = self._rows.tables("train")
+                looked = [ids for table in tables for ids in drawn_sources(table, LOOKED_AT, draw)]
+                self.attention.look_at(self._pooled(looked))
         self._heard = {}
         for name, parameter in self.backbone.named_parameters():
             attends = not self._alone and name.startswith("attention.")

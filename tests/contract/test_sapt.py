@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from raycl.bank.upkeep import verify
 from raycl.data.loader import eval_batches
 from raycl.errors import ConfigError, RayclError
 from raycl.forgetting import evaluate, forget
+from raycl.methods import sapt
+from raycl.methods.pseudo import sources_of
 from raycl.methods.sapt import Sapt
 from raycl.methods.stage_rows import StageRows
-from raycl.retrieval.attention import AttentionRouter, max_pooled
+from raycl.retrieval.attention import Attention, AttentionRouter, max_pooled
 from raycl.run import build, check
 from raycl.serve.model import router_of
 from raycl.storage import Storage
@@ -94,6 +97,27 @@ def test_who_standardizes(lab: Lab, kind: str, settings: dict[str, Any], stands:
     assert (first is not None) == stands == ("center" in method.attention.tensors())
     later, _ = started(lab, kind, learned=1, attention=settings)
     assert (later.attention.center is first) if first is None else torch.equal(later.attention.center, first)
+
+
+def test_of_many_texts_some_from_all_over_the_file_tell_what_all_share(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may be sorted by label: its first rows are not like the rest."""
+    monkeypatch.setattr(sapt, "LOOKED_AT", 5)
+    looked: list[int] = []
+    pooled = Sapt._pooled
+
+    def watched(self: Sapt, sources: Sequence[Sequence[int]]) -> Tensor:
+        looked.append(len(sources))
+        return pooled(self, sources)
+
+    monkeypatch.setattr(Sapt, "_pooled", watched)
+    method, _ = started(lab, "llama", learned=0)
+    assert method._rows is not None and looked == [5]
+    blind = Attention(method.attention.dimensions, method.config.attention, 0)
+    blind.look_at(pooled(method, sources_of(method._rows, "train")[:5]))
+    assert method.attention.center is not None and blind.center is not None
+    assert not torch.equal(method.attention.center, blind.center)
 
 
 def test_outputs_are_mixed_and_never_matrices() -> None:
