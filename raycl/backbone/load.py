@@ -210,8 +210,9 @@ def _drop_habits(model: Any) -> None:
 
     A penalty for repetitions in it, say, would act in evaluation, and not behind the endpoint.
     """
-    own = model.generation_config
-    model.generation_config = type(own)(**{name: getattr(own, name, None) for name in SPECIAL_TOKENS})
+    own = getattr(model, "generation_config", None)
+    if own is not None:  # else it cannot generate, which only evaluation of answers needs
+        model.generation_config = type(own)(**{name: getattr(own, name, None) for name in SPECIAL_TOKENS})
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

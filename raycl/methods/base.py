@@ -122,12 +122,15 @@ class Method:
     def study(self, stage: Stage, queries_BC: Tensor, dev_BC: Tensor) -> None:
         """Before `begin_task` of a new stage, with the queries of all its training and dev texts (`encoder`)."""
 
-    def facts(self, gather: Callable[[Any], Sequence[Any]]) -> dict[str, Any]:
-        """JSON-able: what people should know about the stage that has just ended; goes into the results. Collective.
+    def put_together(self, gather: Callable[[Any], Sequence[Any]]) -> None:
+        """After an evaluation: what each worker saw of its own share of the texts, for `facts`. Collective.
 
         Args:
-            gather: every worker's value from this one's, for what each saw of its own share of the texts.
+            gather: every worker's value from this one's.
         """
+
+    def facts(self) -> dict[str, Any]:
+        """JSON-able: what people should know about the stage that has just ended; goes into the results."""
         return {}
 
     def begin_task(self, stage: Stage, resumed: bool) -> None:

@@ -97,9 +97,13 @@ class Reference(Method):
         """As the learner does."""
         self.learner.study(stage, queries_BC, dev_BC)
 
-    def facts(self, gather: Callable[[Any], Sequence[Any]]) -> dict[str, Any]:
+    def put_together(self, gather: Callable[[Any], Sequence[Any]]) -> None:
+        """As the learner does."""
+        self.learner.put_together(gather)
+
+    def facts(self) -> dict[str, Any]:
         """As the learner says."""
-        return self.learner.facts(gather)
+        return self.learner.facts()
 
     def begin_step(self, step: int, seed: int, micro_batches: int) -> None:
         """As the learner does."""

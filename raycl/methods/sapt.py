@@ -49,7 +49,7 @@ from raycl.retrieval.selector import learn_selector
 from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage, Task
 
 READ_AT_ONCE, LOOKED_AT = 64, 1000
-"""Prompts that are embedded together where only their maxima are wanted; so many, drawn, tell what all share."""
+"""Prompts embedded together where only their maxima are wanted; so many of a task, drawn, tell what all share."""
 
 FAINTEST = 1e-30
 """The weight of a block whose labels must be heard: what the label head tells from nothing."""
@@ -99,9 +99,8 @@ class Sapt(Method):
 
     @property
     def _writes(self) -> bool:
-        """Whether generators are trained: not where nothing would ever read their texts."""
-        are_read = self.reflection.weight > 0 or self.config.ablation not in ("none", "arm")
-        return self.config.arm.source == "generated" and are_read and not self.told_task
+        """Whether generators are trained: not in the ablation that never reads their texts."""
+        return self.config.arm.source == "generated" and self.config.ablation != "arm"
 
     @property
     def reads_batches(self) -> bool:
@@ -114,11 +113,11 @@ class Sapt(Method):
         """Every task's objective, and where its pseudo inputs are to come from.
 
         Raises:
-            ConfigError: texts that this method cannot learn, or nobody who could write inputs. BackboneError: he who
-                could is not there. DataError: see `read_texts`.
+            ConfigError: texts that this method cannot learn, or nobody who could write inputs. BackboneError: the
+                backbone that should write them is not there. DataError: see `read_texts`.
         """
         _check_objectives(tasks, self.config)
-        if self._writes:
+        if self.config.arm.source == "generated" and not self.told_task:
             check_writer(self.config.writer, self.backbone)
         if self.config.arm.source == "file" and not self.told_task:
             for task in tasks:
@@ -200,7 +199,10 @@ class Sapt(Method):
 
     @property
     def _asks_old_labels(self) -> bool:
-        """Whether label rows of some blocks are wanted however little those weigh: no other block knows the labels."""
+        """Whether label rows of some blocks are wanted however little those weigh: no other block knows the labels.
+
+        A block that is chosen alone (the ablation without shared attention) has only its own to give.
+        """
         return self._companions is not None or (self.backbone.head is not None and bool(self.backbone.choices))
 
     def _told(self, batch: Batch) -> Mixture:
@@ -310,15 +312,20 @@ class Sapt(Method):
         settings = {**chooser.settings(), "head_rule": self.config.head_rule, "hard": self._alone}
         return RouterState("attention", settings, chooser.tensors())
 
-    def facts(self, gather: Callable[[Any], Sequence[Any]]) -> dict[str, Any]:
+    def put_together(self, gather: Callable[[Any], Sequence[Any]]) -> None:
+        """The sums of mean weights, over all workers' shares of the texts."""
+        shares, self._heard = gather(self._heard), {}
+        for task, (total, count) in (item for share in shares for item in share.items()):
+            before, counted = self._heard.get(task, (torch.zeros_like(total), 0))
+            self._heard[task] = (before + total, counted + count)
+
+    def facts(self) -> dict[str, Any]:
         """Mean weights of each task's texts: when it was learned (`train`: abar), and as evaluated now (`test`)."""
         if self.told_task:
             return {}
         names = self.attention.names
         abar = {task: _rounded(memory.abar) for task, memory in self.reflection.memories.items()}
-        shares = gather(self._heard)
-        tasks = dict.fromkeys(task for share in shares for task in share)
-        heard = {task: _mean([share[task] for share in shares if task in share]) for task in tasks}
+        heard = {task: _rounded(total / count) for task, (total, count) in self._heard.items()}
         kept = {task: memory.samples for task, memory in self.reflection.memories.items()}
         return {"attention": {"keys": list(names), "train": abar, "test": heard, **counts_of(kept)}}
 
@@ -370,11 +377,6 @@ def _check_objectives(tasks: Sequence[Task], config: SaptConfig) -> None:
                 f"{what}, which stream.objective={task.objective} of task '{task.name}' does not have: expected "
                 "objective answer (or mlm, without that ablation)"
             )
-
-
-def _mean(parts: Sequence[tuple[Tensor, int]]) -> list[float]:
-    """Of sums and how many each is of."""
-    return _rounded(sum((total for total, _ in parts), torch.zeros(())) / sum(count for _, count in parts))
 
 
 def _rounded(values: Tensor) -> list[float]:

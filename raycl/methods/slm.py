@@ -9,7 +9,7 @@ batch, heads picked by the true number of labels, drifting old slots), this foll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -128,7 +128,7 @@ class Slm(Method):
         router.study(stage.name, queries_BC, self.config.keys, self.seed + stage.index)
         router.hold_out(stage.name, dev_BC)
 
-    def facts(self, gather: Callable[[Any], Sequence[Any]]) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """How well each router finds the tasks so far, in percent of dev texts, and which one is used."""
         told = self.told_task or self.config.retrieval.task_id
         return {

@@ -6,7 +6,7 @@ What it does not know: how weights come about.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,8 @@ def attention_maps(results: Sequence[Tree], path: str | Path) -> Path:
     most = max(len(run.keys) for run in told)
     if most > MOST_TASKS:
         raise RunError(f"a picture of attention to {most} tasks cannot be read: give runs of at most {MOST_TASKS}")
-    widths, heights = [CELL_WIDTH * len(run.keys) for run in told], [CELL_HEIGHT * len(run.keys) for run in told]
+    widths = [CELL_WIDTH * len(run.keys) for run in told]
+    heights = [CELL_HEIGHT * max(len(run.train), len(run.test), 1) for run in told]
     second = 2 * MARGIN + max(*widths, 3.0)
     figure = new_figure(second + max(*widths, 3.0) + 1.0, sum(heights) + (ABOVE + BELOW) * len(told))
     top = 0.0
@@ -42,18 +43,12 @@ def attention_maps(results: Sequence[Tree], path: str | Path) -> Path:
         top += ABOVE
         maps = {f"{title}\nwhen it was learned": (MARGIN, run.train), "at the end (test texts)": (second, run.test)}
         for head, (left, weights) in maps.items():
-            axes = axes_at(figure, left, width, height, top)
-            draw_cells(axes, _percent(run.keys, weights), run.keys, run.keys)
+            if not weights:
+                continue
+            axes = axes_at(figure, left, width, CELL_HEIGHT * len(weights), top)
+            draw_cells(axes, 100 * np.array(list(weights.values())), run.keys, list(weights))
             axes.set_title(head, fontsize=9, loc="left")
             axes.set_ylabel("texts of", fontsize=9)
         draw_scale(axes_at(figure, second + width + 0.2, 0.12, height, top))
         top += height + BELOW
     return save_png(figure, path)
-
-
-def _percent(
-    keys: Sequence[str], weights: Mapping[str, Sequence[float]]
-) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """A row for each block's task, blank where its texts were not looked at."""
-    blank = [np.nan] * len(keys)
-    return 100 * np.array([weights.get(task, blank) for task in keys], dtype=float)

@@ -293,8 +293,8 @@ class StreamLoop:
             "resident_memory_mb": max(self.world.gather(resident_memory_mb())),
         }
         cells = {name: asdict(cell) for name, cell in row.items()}
-        facts = self.parts.method.facts(self.world.gather)
-        facts = facts | self.parts.modifiers.facts() if self.ledger else {}
+        self.parts.method.put_together(self.world.gather)
+        facts = self.parts.method.facts() | self.parts.modifiers.facts() if self.ledger else {}
         record = {"stage": stage.index, "row": cells, "times": times, "bank": done.published, "facts": facts}
         if unseen:
             record["unseen"] = {name: asdict(cell) for name, cell in unseen.items()}

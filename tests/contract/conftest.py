@@ -38,7 +38,7 @@ def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Complete:
 
 @pytest.fixture(scope="session")
 def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
-    """(backbone kind, method) -> a run of more epochs; `slm` with `Lab.slots`, `prompts` with soft prompts."""
+    """(backbone kind, method) -> a run of more epochs; `slm` with `Lab.slots`, `prompts` and `soft` with prompts."""
     done: dict[tuple[str, str], Done] = {}
 
     def get(kind: str, method: str) -> Done:
@@ -46,7 +46,7 @@ def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
             settings = {
                 "slm": lab.slots(),
                 "sapt": {"name": "sapt", "arm": {"fraction": 1.0, "weight": 2.0}},
-                "sapt-prompt": {"name": "sapt", "value": "prompt", "prompt_length": 3, "arm": {"weight": 0.0}},
+                "soft": {"name": "sapt", "value": "prompt", "prompt_length": 3, "arm": {"weight": 0.0}},
                 "prompts": lab.slots(value="prompt", retrieval={"rule": "vote"}),
                 "olora": {"name": "olora", "head": "own"},
             }

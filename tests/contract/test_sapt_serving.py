@@ -13,9 +13,7 @@ from raycl.serve.asks import Sampling
 from raycl.storage import Storage
 
 
-@pytest.mark.parametrize(
-    ("kind", "method"), [*((kind, "sapt") for kind in KINDS), ("t5", "sapt-prompt"), ("llama", "sapt-prompt")]
-)
+@pytest.mark.parametrize(("kind", "method"), [*((kind, "sapt") for kind in KINDS), ("t5", "soft"), ("llama", "soft")])
 def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
     """In one batch with others of other lengths, as alone, and as the stream's own evaluation had them."""
     done = taught(kind, method)
