@@ -6,7 +6,8 @@ projection; backbone, earlier blocks and earlier keys are frozen. The attention 
 embeddings, in training, evaluation, generation and serving alike, and once per prompt. Reflection (ARM) keeps old
 tasks' inputs attended to as they were. Encoder-only backbones, of which the paper has none, get label rows with every
 block, mixed by the same weights, so that no task id is needed.
-Where the authors' code differs from the paper, the settings say so (its attention's and reflection's too).
+Where the authors' code differs from the paper, the settings say so (its attention's and reflection's too). Prompts are
+learned by the run's AdamW like all else, theirs by Adafactor (appendix C).
 What it does not know: engines, files other than pseudo inputs'.
 """
 
