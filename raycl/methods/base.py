@@ -123,7 +123,7 @@ class Method:
         """Before `begin_task` of a new stage, with the queries of all its training and dev texts (`encoder`)."""
 
     def put_together(self, gather: Callable[[Any], Sequence[Any]]) -> None:
-        """After an evaluation: what each worker saw of its own share of the texts, for `facts`. Collective.
+        """After an evaluation, join what each worker saw of its own share of the texts, for `facts`. Collective.
 
         Args:
             gather: every worker's value from this one's.
