@@ -46,7 +46,7 @@ DOORS = {
     "boto3": ("raycl/storage/exclusive.py",),
     "botocore": ("raycl/storage/exclusive.py",),
     "google": ("raycl/storage/exclusive.py",),
-    "faiss": ("raycl/retrieval/index.py",),
+    "faiss": ("raycl/retrieval/codes.py",),
     "optuna": ("raycl/sweep/search.py",),
     "sentence_transformers": ("raycl/retrieval/encoder.py",),
     "triton": ("raycl/kernels/",),

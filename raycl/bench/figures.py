@@ -9,8 +9,9 @@ import io
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from rich import box
@@ -82,9 +83,18 @@ def machine(load_before: float) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "architecture": platform.machine(),
         "python": platform.python_version(),
-        **{package: version(package) for package in PACKAGES},
+        **_versions(),
         "load": [round(load_before, 2), round(os.getloadavg()[0], 2)],
     }
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that are installed."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def table(report: Report) -> str:

@@ -22,9 +22,10 @@ from raycl.backbone import BackboneConfig, load_backbone, load_codec
 from raycl.bench.figures import Figure, Report, machine
 from raycl.bench.growth import GrownSlm, steps_s
 from raycl.bench.stream import default_models
+from raycl.retrieval.codes import search_threads
 from raycl.retrieval.discriminant import Statistics
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
-from raycl.retrieval.index import KeyIndex, search_threads
+from raycl.retrieval.index import KeyIndex
 from raycl.retrieval.keys import KeyConfig, cosines, learn_keys, split_groups
 from raycl.retrieval.slots import KINDS, SlotRouter
 from raycl.retrieval.weights import RetrievalConfig
@@ -142,7 +143,9 @@ def _bank(tasks: int, options: argparse.Namespace) -> Iterator[Figure]:
         if largest:
             yield Figure(f"{name}: building what {kind} needs", building / 1000, "s")
     if largest:
-        yield _recall(name, router.index, texts, keys.view(-1, options.groups, WIDTH // options.groups), options)
+        yield _recall(
+            name, router.index_on(texts.device), texts, keys.view(-1, options.groups, WIDTH // options.groups), options
+        )
 
 
 def _recall(name: str, index: KeyIndex, texts: Tensor, keys: Tensor, options: argparse.Namespace) -> Figure:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal, NoReturn
 
-import ijson
 import pyarrow.parquet as pq
 from pyarrow import ArrowException
 
@@ -101,6 +100,8 @@ def read_definition(file: SourceFile) -> str:
     Raises:
         DataError: the part of the file before its end is not JSON.
     """
+    import ijson  # read by these formats alone
+
     parts: list[str] = []
     with file.open() as stream:
         try:
@@ -125,6 +126,8 @@ def _olora(file: SourceFile, columns: Columns) -> Iterator[Row]:
 
 
 def _json_items(file: SourceFile, prefix: str) -> Iterator[Any]:
+    import ijson  # read by these formats alone
+
     number = 0
     with file.open() as stream:
         try:

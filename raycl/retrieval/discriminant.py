@@ -53,7 +53,7 @@ class Statistics:
 
 
 class Discriminant:
-    """Scores of tasks for queries.
+    """Scores of tasks for queries, on the device where the queries are.
 
     Attributes:
         tasks: in the order of columns.
@@ -76,6 +76,7 @@ class Discriminant:
     def scores(self, queries_BC: Tensor) -> Tensor:
         """`[B, T]` log-likelihoods but for a constant per text."""
         unit = nn.functional.normalize(queries_BC.float(), dim=1)
+        self._follow(unit.device)
         scores: Tensor = unit @ self._directions.T - self._offsets
         return scores
 
@@ -83,8 +84,16 @@ class Discriminant:
         """`[B]` smallest squared Mahalanobis distance to any task's mean: large for texts that no task has seen."""
         return self._distances(queries_BC).float()
 
+    def _follow(self, device: torch.device) -> None:
+        if self._directions.device == device:
+            return
+        for name in ("_precision", "_directions", "_offsets", "_means", "_shared", "_shares"):
+            setattr(self, name, getattr(self, name).to(device))
+        self.__dict__.pop("_background", None)
+
     def _distances(self, queries_BC: Tensor) -> Tensor:
         unit = nn.functional.normalize(queries_BC.double(), dim=1)
+        self._follow(unit.device)
         own_B = ((unit @ self._precision) * unit).sum(1)
         crossed_BT = unit @ self._precision @ self._means.T
         around_T = ((self._means @ self._precision) * self._means).sum(1)
@@ -96,6 +105,7 @@ class Discriminant:
 
         A text that is odd for the nearest task alone comes out larger than one that is odd for all of them alike.
         """
+        self._follow(queries_BC.device)
         middle, precision = self._background
         apart = nn.functional.normalize(queries_BC.double(), dim=1) - middle
         relative = self._distances(queries_BC) - BACKGROUND * ((apart @ precision) * apart).sum(1)
@@ -117,5 +127,7 @@ class Discriminant:
 
 def _inverse(covariance: Tensor) -> Tensor:
     ridge = RIDGE * covariance.diagonal().mean().clamp_min(1e-9)
-    inverse: Tensor = torch.linalg.inv(covariance + ridge * torch.eye(len(covariance), dtype=covariance.dtype))
+    inverse: Tensor = torch.linalg.inv(
+        covariance + ridge * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
+    )
     return inverse

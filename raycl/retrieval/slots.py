@@ -26,7 +26,7 @@ KINDS: tuple[Kind, ...] = ("keys", "discriminant")
 
 
 class SlotRouter:
-    """Chooses among the slots of all tasks learned so far.
+    """Chooses among the slots of all tasks learned so far, on the device where queries are.
 
     Attributes:
         tasks: in the order in which they were learned.
@@ -45,6 +45,7 @@ class SlotRouter:
         self._discriminant: Discriminant | None = None
         self._yardstick: Yardstick | None = None
         self._index: KeyIndex | None = None
+        self._placed: Tensor | None = None
         self._parts: list[Tensor] = []
         self._slot_names: list[str] = []
 
@@ -63,7 +64,7 @@ class SlotRouter:
         """A task whose keys and statistics are known."""
         self.tasks.append(task)
         self._keys[task], self._statistics[task] = keys_MgH, statistics
-        self._discriminant = self._yardstick = self._index = None
+        self._discriminant = self._yardstick = self._index = self._placed = None
         self._parts.append(keys_MgH)
         self._slot_names += self.slots(task)
 
@@ -100,15 +101,25 @@ class SlotRouter:
             self._parts = [torch.cat(self._parts)]
         return self._parts[0]
 
+    def _joined_on(self, device: torch.device) -> Tensor:
+        """The same on the device of queries."""
+        if self._placed is None or self._placed.device != device:
+            self._placed, self._index = self._joined.to(device), None
+        return self._placed
+
     # ---- choosing --------------------------------------------------------------------------------------------
 
     def similar(self, queries_BC: Tensor) -> Tensor:
         """`[B, g, N]` cosines with the slots of all tasks."""
-        return cosines(split_groups(queries_BC, self.groups), self._joined)
+        return cosines(split_groups(queries_BC, self.groups), self._joined_on(queries_BC.device))
 
     def owner(self) -> Tensor:
-        """`[N]` number of the task that owns each slot."""
+        """`[N]` number of the task that owns each slot, on the CPU."""
         return torch.cat([torch.full((len(self._keys[task]),), number) for number, task in enumerate(self.tasks)])
+
+    def _compared(self, queries_BC: Tensor) -> tuple[Tensor, Tensor]:
+        """`similar` and `owner`, both where the queries are."""
+        return self.similar(queries_BC), self.owner().to(queries_BC.device)
 
     def route(self, queries_BC: Tensor, only: Sequence[str] | None = None) -> Mixture:
         """The mixture of each query.
@@ -124,14 +135,14 @@ class SlotRouter:
         if only is None and self._is_large:
             return self._searched(queries_BC)
         if only is not None and len(set(only)) == 1 and only[0] in self._keys:  # training: no other slot is looked at
-            own = cosines(split_groups(queries_BC, self.groups), self._keys[only[0]])
+            own = cosines(split_groups(queries_BC, self.groups), self._keys[only[0]].to(queries_BC.device))
             return Mixture(tuple(self.adapters(only[0])), slot_weights(own, self.config, None, self.per_group))
-        similar, owner = self.similar(queries_BC), self.owner()
+        similar, owner = self._compared(queries_BC)
         if only is not None:
             unknown = sorted(set(only) - set(self.tasks))
             if unknown:
                 raise RetrievalError(f"no keys of {', '.join(unknown)}: expected some of {', '.join(self.tasks)}")
-            mine = owner == torch.tensor([self.tasks.index(task) for task in only])[:, None]
+            mine = owner == torch.tensor([self.tasks.index(task) for task in only], device=owner.device)[:, None]
             weights = slot_weights(similar, self.config, mine, self.per_group)
         elif self.kind == "discriminant":
             weights = self._by_task(queries_BC, similar, owner)
@@ -143,13 +154,13 @@ class SlotRouter:
 
     def chosen(self, kind: Kind, queries_BC: Tensor) -> Tensor:
         """`[B]` number of the task that has the largest summed weight."""
-        similar, owner = self.similar(queries_BC), self.owner()
+        similar, owner = self._compared(queries_BC)
         if kind == "discriminant":
             weights = self._by_task(queries_BC, similar, owner)
         else:
             weights = slot_weights(similar, self.config, None, self.per_group)
         columns = owner.repeat(self.groups if self.per_group else 1)
-        return torch.zeros(len(weights), len(self.tasks)).index_add(1, columns, weights).argmax(1)
+        return weights.new_zeros(len(weights), len(self.tasks)).index_add(1, columns, weights).argmax(1)
 
     def judged(self) -> dict[str, dict[str, float]]:
         """Kind -> task -> percent of its dev texts that find it; `eq13`: SLM's key-retrieval accuracy (eq. 13)."""
@@ -217,7 +228,8 @@ class SlotRouter:
         """From the index, or from the slots of the chosen tasks: only slots that somebody chose have a column."""
         queries_BgH = split_groups(queries_BC, self.groups)
         if self.kind == "keys":
-            ids, weights = sparse_weights(*self.index.search(queries_BgH, self.config.top_k), self.config)
+            index = self.index_on(queries_BC.device)
+            ids, weights = sparse_weights(*index.search(queries_BgH, self.config.top_k), self.config)
         else:
             ids, weights = self._searched_by_task(queries_BC, queries_BgH)
         return Mixture(tuple(self._slot_names[number] for number in ids.tolist()), weights)
@@ -226,27 +238,28 @@ class SlotRouter:
         """The same as `_by_task` where every task has m slots, looking at those of the chosen tasks alone."""
         scores = self.discriminant.scores(queries_BC)
         best = scores.topk(min(self.config.top_k, len(self.tasks)), dim=1)
-        chances, slots = best.values.softmax(1), len(self._joined) // len(self.tasks)
-        number_BTm = best.indices[:, :, None] * slots + torch.arange(slots)
+        joined = self._joined_on(queries_BC.device)
+        chances, slots = best.values.softmax(1), len(joined) // len(self.tasks)
+        number_BTm = best.indices[:, :, None] * slots + torch.arange(slots, device=joined.device)
         unit_q = torch.nn.functional.normalize(queries_BgH, dim=-1)
-        unit_k = torch.nn.functional.normalize(self._joined[number_BTm], dim=-1)
+        unit_k = torch.nn.functional.normalize(joined[number_BTm], dim=-1)
         similar = torch.einsum("bgh,btmgh->btgm", unit_q, unit_k)
         own = slot_weights(similar.flatten(0, 1), self.config).view(number_BTm.shape) * chances[:, :, None]
         ids, place = torch.unique(number_BTm, return_inverse=True)
-        empty = torch.zeros(len(queries_BC), len(ids))
+        empty = own.new_zeros(len(queries_BC), len(ids))
         return ids, empty.scatter_add(1, place.flatten(1), own.flatten(1))
 
-    @property
-    def index(self) -> KeyIndex:
+    def index_on(self, device: torch.device) -> KeyIndex:
         """Over the keys of all tasks so far."""
+        joined = self._joined_on(device)
         if self._index is None:
-            self._index = KeyIndex(self._joined, self.config.top_k)
+            self._index = KeyIndex(joined, self.config.top_k)
         return self._index
 
     def _by_task(self, queries_BC: Tensor, similar_BgN: Tensor, owner_N: Tensor) -> Tensor:
         """Softmax over tasks; within each, the slots by their cosines."""
         chances_BT = self.discriminant.weights(queries_BC, self.config.top_k)
-        total = torch.zeros(len(similar_BgN), similar_BgN.shape[2] * (self.groups if self.per_group else 1))
+        total = chances_BT.new_zeros(len(similar_BgN), similar_BgN.shape[2] * (self.groups if self.per_group else 1))
         for number in chances_BT.any(0).nonzero().flatten().tolist():
             mine = (owner_N == number).expand(len(similar_BgN), -1)
             total += chances_BT[:, number, None] * slot_weights(similar_BgN, self.config, mine, self.per_group)

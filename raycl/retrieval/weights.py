@@ -71,7 +71,7 @@ def sparse_weights(cosines_BgK: Tensor, slots_BgK: Tensor, config: RetrievalConf
     values = values.clamp_min(0.0) if config.clamp else values
     ids, place = torch.unique(slots_BgK, return_inverse=True)
     rows = place.flatten(1)
-    empty = torch.zeros(len(rows), len(ids))
+    empty = values.new_zeros(len(rows), len(ids))
     hits = empty.scatter_add(1, rows, (~torch.isneginf(cosines_BgK)).float().flatten(1))
     return ids, _normalised(empty.scatter_add(1, rows, values.flatten(1)), (hits > 0).float())
 
