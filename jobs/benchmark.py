@@ -9,6 +9,7 @@ python jobs/benchmark.py migu                          step time with and withou
 python jobs/benchmark.py bank                          the bank against the disk, the shelf against copying
 python jobs/benchmark.py sweep                         a trial above the run alone, ASHA against the full grid
 python jobs/benchmark.py serve                         the endpoint beside the model alone and Ray Serve alone
+python jobs/benchmark.py gpu                           all that only a GPU can answer, in 8 minutes of one
 python jobs/benchmark.py stream --json figures.json --check
 """
 
@@ -33,8 +34,10 @@ BENCHMARKS = {
     "growth": "raycl.bench.growth",
     "serve": "raycl.bench.serving",
     "sweep": "raycl.bench.sweep",
+    "gpu": "raycl.bench.gpu.suite",
 }
-"""Name -> module with `add_flags(parser)` and `measure(options) -> Report`."""
+"""Name -> module with `add_flags(parser)` and `measure(options) -> Report`; perhaps `without_measuring(options)`, which
+gives a text to print where the flags ask for no figures."""
 
 
 def arguments() -> argparse.Namespace:
@@ -56,7 +59,12 @@ def main() -> int:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("raycl.bench").setLevel(logging.INFO)
     try:
-        report = importlib.import_module(BENCHMARKS[options.name]).measure(options)
+        module = importlib.import_module(BENCHMARKS[options.name])
+        text = module.without_measuring(options) if hasattr(module, "without_measuring") else None
+        if text is not None:
+            print(text)
+            return 0
+        report = module.measure(options)
     except RayclError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

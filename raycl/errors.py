@@ -11,6 +11,7 @@
     │   └── AlreadyExistsError  exclusive creation lost: somebody else wrote it first
     ├── BankError          an adapter or snapshot that is absent, damaged or not allowed
     ├── LaunchError        the cluster cannot ever give what the run asks for
+    ├── WrongResultError   a benchmark's contender computed something else than its reference
     └── RunError           a run that cannot start, go on or be trusted
         ├── ResumeError         the run directory and the config do not belong together
         └── StaleAttemptError   a newer attempt owns the run; this one must stop
@@ -62,6 +63,10 @@ class BankError(RayclError):
 
 class LaunchError(RayclError):
     """The cluster cannot give the resources that the run asks for."""
+
+
+class WrongResultError(RayclError):
+    """A contender of a benchmark gave another result than the reference, so its time means nothing."""
 
 
 class RunError(RayclError):

@@ -166,6 +166,10 @@ class Mixture:
         assert len(shape) == 2 and shape[1] == len(self.names), f"weights are {shape} for {len(self.names)} adapters"
         assert len(set(self.names)) == len(self.names), f"an adapter stands twice in {self.names}"
 
+    def on(self, device: torch.device) -> Mixture:
+        """The same with its weights on `device`."""
+        return Mixture(self.names, self.weights.to(device))
+
     @staticmethod
     def same(weights: Mapping[str, float], examples: int) -> Mixture:
         """The same mixture for each of `examples` examples."""

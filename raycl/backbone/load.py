@@ -138,8 +138,15 @@ def load_backbone(
         model = _filled(kind, weights, seed, options) if weights else _read(kind, where, seed, options)
         head = _language_head(model, where, options) if language and kind == "encoder" else None
     if config.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     return _wrap(kind, model, codec, config, head).to(device)
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Recompute activations in the backward pass instead of keeping them (gradient checkpointing)."""
+    name = "activation_checkpointing_enable"  # older transformers have the other name alone
+    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def _read(kind: str, where: str, seed: int, options: dict[str, Any]) -> Any:

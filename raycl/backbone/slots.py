@@ -106,7 +106,8 @@ def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # a failed one stays on its own
+    mode = "thread_local"  # what other threads do with the device meanwhile does not spoil the capture
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode=mode):
         step()
     return graph
 
@@ -120,8 +121,12 @@ class Slots:
         captures: graphs captured so far.
     """
 
-    def __init__(self, backbone: Backbone, rows: int, columns: int = COLUMNS) -> None:
-        """Allocate nothing yet."""
+    def __init__(self, backbone: Backbone, rows: int, columns: int = COLUMNS, graphs: bool = True) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            columns: of the first caches. graphs: steps are captured where there is a GPU.
+        """
         self.backbone, self.rows, self.columns = backbone, rows, columns
         self.order: list[int] = []
         self._seated = self._indexed([])
@@ -134,7 +139,7 @@ class Slots:
         self._mask = self._closed(columns)
         self._layers: list[SlotLayer] = []
         self._logits: Tensor | None = None
-        self._captures = device.type == "cuda"
+        self._captures = graphs and device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tried: Hashable = None
 

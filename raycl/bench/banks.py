@@ -1,4 +1,4 @@
-"""Banks of drawn adapters to serve: as many as asked for, which mean nothing but cost what real ones cost.
+"""Banks of drawn adapters to serve, and routers over drawn tasks: as many as asked for, which cost what real ones cost.
 
 What it does not know: who asks them.
 """
@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec
 from raycl.backbone.roles import linear_names, linear_shapes
@@ -27,6 +28,28 @@ PLAIN = "plain"
 
 LABELS = ("first", "second", "third", "fourth")
 WORDS = "market shares village river phone waiter goal minister engine album novel film plant storm"
+
+
+WIDTH = 384
+"""Dimensions of a query of the packaged sentence encoder."""
+
+LIMITS_MS = {1: 2.0, 32: 1.0}
+"""Search and weights per request among 10,000 tasks, by batch size."""
+
+
+def drawn_router(tasks: int, slots: int, groups: int, top_k: int) -> tuple[SlotRouter, Tensor, Tensor]:
+    """A router over drawn tasks, its keys `[T, m, c]`, and the queries of 1,024 texts near them."""
+    draw = torch.Generator().manual_seed(tasks)
+    centres = torch.randn(tasks, WIDTH, generator=draw)
+    keys = centres[:, None] + 0.5 * torch.randn(tasks, slots, WIDTH, generator=draw)
+    texts = centres[torch.randint(0, tasks, (1024,), generator=draw)]
+    texts = texts + 0.7 * torch.randn(texts.shape, generator=draw)
+    shared = 50 * 0.33 / WIDTH * torch.eye(WIDTH)
+    router = SlotRouter("keys", groups, RetrievalConfig(top_k=top_k))
+    for number in range(tasks):
+        mean = torch.nn.functional.normalize(centres[number], dim=0)
+        router.add(f"t{number}", keys[number].view(slots, groups, -1), Statistics(50, mean, shared))
+    return router, keys, texts
 
 
 def texts_of(count: int) -> list[str]:

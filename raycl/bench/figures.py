@@ -6,6 +6,7 @@ What it does not know: how anything was measured.
 from __future__ import annotations
 
 import io
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +32,8 @@ class Figure:
         target: the limit, or None where the number only informs.
         direction: on which side of the target the value must be.
         detail: what the number was made from, in words.
+        spread: first and third quartile of the rounds that `value` is the median of, in the same unit.
+        peak_gib: most device memory allocated while it was measured.
     """
 
     name: str
@@ -38,6 +42,8 @@ class Figure:
     target: float | None = None
     direction: Literal["<=", ">="] = "<="
     detail: str = ""
+    spread: tuple[float, float] | None = None
+    peak_gib: float | None = None
 
     @property
     def ok(self) -> bool | None:
@@ -69,8 +75,13 @@ class Report:
 
     def tree(self) -> dict[str, Any]:
         """JSON-able, with `ok` of every figure."""
-        figures = [{**asdict(figure), "ok": figure.ok} for figure in self.figures]
+        figures = [{**asdict(figure), "value": _finite(figure.value), "ok": figure.ok} for figure in self.figures]
         return {**asdict(self), "figures": figures, "missed": self.missed}
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no word for other numbers."""
+    return value if math.isfinite(value) else None
 
 
 def machine(load_before: float) -> dict[str, Any]:
@@ -80,12 +91,20 @@ def machine(load_before: float) -> dict[str, Any]:
         load_before: load average of the last minute when the measuring began.
     """
     return {
+        **_accelerator(),
         "cpus": os.cpu_count(),
         "architecture": platform.machine(),
         "python": platform.python_version(),
         **_versions(),
         "load": [round(load_before, 2), round(os.getloadavg()[0], 2)],
     }
+
+
+def _accelerator() -> dict[str, str]:
+    if not torch.cuda.is_available():
+        return {}
+    facts = torch.cuda.get_device_properties(0)
+    return {"gpu": facts.name, "gpu memory": f"{facts.total_memory / 2**30:.0f} GiB", "cuda": str(torch.version.cuda)}
 
 
 def _versions() -> dict[str, str]:
@@ -105,14 +124,22 @@ def table(report: Report) -> str:
         drawn.add_column(column, justify="right")
     drawn.add_column("made from")
     for figure in report.figures:
-        target = "" if figure.target is None else f"{figure.direction} {number(figure.target)} {figure.unit}".rstrip()
-        verdict = {None: "", True: "ok", False: "MISSED"}[figure.ok]
-        drawn.add_row(figure.name, f"{number(figure.value)} {figure.unit}".rstrip(), target, verdict, figure.detail)
+        drawn.add_row(figure.name, *cells(figure))
     text = io.StringIO()
     Console(file=text, width=10_000, markup=False, highlight=False, emoji=False, color_system=None).print(drawn)
     lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
     facts = [_line("machine", report.machine), _line("settings", report.settings)]
     return "\n".join([*lines, "", *facts, *(f"note: {note}" for note in report.notes)])
+
+
+def cells(figure: Figure) -> tuple[str, str, str, str]:
+    """What a table says of a figure: measured, target, whether the target is kept, what it was made from."""
+    target = "" if figure.target is None else f"{figure.direction} {number(figure.target)} {figure.unit}".rstrip()
+    kept = {None: "", True: "ok", False: "MISSED"}[figure.ok]
+    spread = "" if figure.spread is None else f"quartiles {' to '.join(map(number, figure.spread))}"
+    memory = "" if figure.peak_gib is None else f"peak {number(figure.peak_gib)} GiB"
+    detail = "; ".join(part for part in (figure.detail, spread, memory) if part)
+    return f"{number(figure.value)} {figure.unit}".rstrip(), target, kept, detail
 
 
 def number(value: float) -> str:

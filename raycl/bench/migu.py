@@ -1,8 +1,8 @@
 """What MIGU costs or saves: step time of plain training, masked dense gradients, and row-sparse ones, in one run.
 
 The contenders have a model, optimizer and gradients each, and take the same batches in turn, every modified step
-between two plain ones, so that a machine that slows down slows all; medians over the rounds are compared. On a CPU
-processor time is taken, since others may be running beside it.
+between two plain ones, so that a machine that slows down slows all; medians over the rounds are compared. Processor
+time is taken, since others may be running beside it; `benchmark gpu` measures larger models on a GPU.
 What it does not know: whether MIGU helps.
 """
 
@@ -19,17 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import T5Config, T5ForConditionalGeneration
 
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
-from raycl.backbone.codec import HFCodec
-from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.bench.figures import Figure, Report, machine
 from raycl.config import validate
 from raycl.methods.migu import FIRST, MEASURED, Migu, MiguConfig
 from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import method_class
-from raycl.train.engine import TorchEngine
+from raycl.train.engine import NONE, TorchEngine
 from raycl.train.settings import TrainConfig
 from raycl.train.step import train_step
 from raycl.train.world import World
@@ -37,24 +34,10 @@ from raycl.types import IGNORE, Batch, Stage, Task
 
 BUSY = 0.5
 SETTINGS = ("batch_size", "tokens", "threshold", "rounds", "threads")
-CPU_LIMITS = {"finetune": 1.00, "lora": 1.03}
-GPU_LIMITS = {("finetune", 64): 0.95, ("finetune", 8): 1.02, ("lora", 64): 1.03}
-"""Row-sparse step time over plain training's; on a GPU by batch size."""
-GPU_TOKENS, GPU_TARGETS = 512, 8
+LIMITS = {"finetune": 1.00, "lora": 1.03}
+"""Row-sparse step time over plain training's."""
 WORDS = (1000, 20_000)
-"""Ids of ordinary words in the vocabularies of both."""
-T5_LARGE = {
-    "d_model": 1024,
-    "d_kv": 64,
-    "d_ff": 2816,
-    "num_layers": 24,
-    "num_heads": 16,
-    "vocab_size": 32_128,
-    "feed_forward_proj": "gated-gelu",
-    "dropout_rate": 0.0,
-    "decoder_start_token_id": 0,
-}
-"""Sizes of T5 v1.1 large; the weights are random, since they do not change how long a step takes."""
+"""Ids of ordinary words in the vocabularies of the backbones."""
 CONTENDERS: dict[str, MiguConfig | None] = {
     "plain": None,
     "masked dense": MiguConfig(row_sparse=False),
@@ -76,14 +59,10 @@ def measure(options: argparse.Namespace) -> Report:
     before, threads = os.getloadavg()[0], torch.get_num_threads()
     torch.set_num_threads(options.threads)
     try:
-        figures = [figure for method in CPU_LIMITS for figure in _on_cpu(method, options)]
+        figures = [figure for method in LIMITS for figure in _on_cpu(method, options)]
     finally:
         torch.set_num_threads(threads)
     notes = [f"the load was {before:.1f} when this began"] if before > BUSY else []
-    if torch.cuda.is_available():
-        figures += [figure for (method, size) in GPU_LIMITS for figure in _on_gpu(method, size, options)]
-    else:
-        notes.append("no GPU here: T5-large in bfloat16 not measured")
     settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
     return Report("migu", settings, figures, machine(before), notes)
 
@@ -96,17 +75,7 @@ def _on_cpu(method: str, options: argparse.Namespace) -> Iterator[Figure]:
     bench = Bench({name: made() for name in CONTENDERS}, method, options.threshold, cpu)
     where = f"MiniLM, batch {options.batch_size}, {method}"
     batches = [encoder_batch(options.batch_size, options.tokens, number) for number in range(4)]
-    yield from figures(where, bench, batches, options.rounds, CPU_LIMITS[method])
-
-
-def _on_gpu(method: str, size: int, options: argparse.Namespace) -> Iterator[Figure]:
-    device = torch.device("cuda")
-    bench = Bench({name: t5_large(device) for name in CONTENDERS}, method, options.threshold, device)
-    batches = [seq2seq_batch(size, GPU_TOKENS, GPU_TARGETS, number).to(device) for number in range(2)]
-    where = f"T5-large in bfloat16, batch {size} x {GPU_TOKENS}, {method}"
-    yield from figures(where, bench, batches, options.rounds, GPU_LIMITS[method, size])
-    del bench
-    torch.cuda.empty_cache()
+    yield from figures(where, bench, batches, options.rounds, LIMITS[method])
 
 
 def figures(where: str, bench: Bench, batches: list[Batch], rounds: int, limit: float) -> Iterator[Figure]:
@@ -135,7 +104,7 @@ class Bench:
     """Twins of one model, each trained in its own way on the same batches."""
 
     def __init__(self, backbones: dict[str, Backbone], method: str, threshold: float, device: torch.device) -> None:
-        self.world, self.device = World.alone(device), device
+        self.world = World.alone(device)
         self.twins = {
             name: Twin(backbones[name], method, _with(CONTENDERS[name], threshold), self.world) for name in backbones
         }
@@ -166,15 +135,9 @@ class Bench:
         }
 
     def _seconds(self, name: str, batch: Batch, seed: int) -> float:
-        began = self._clock()
+        began = time.process_time()
         self.twins[name].step(batch, seed)
-        return self._clock() - began
-
-    def _clock(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            return time.perf_counter()
-        return time.process_time()
+        return time.process_time() - began
 
 
 class Twin:
@@ -195,18 +158,38 @@ class Twin:
         """One optimizer step; the gradient's norm."""
         return train_step(self.engine, self.method, [batch], self.world, seed, self.modifiers).grad_norm
 
+    def gradients(self, batch: Batch, seed: int) -> dict[str, Tensor]:
+        """The modified gradients of a step that is not taken, by parameter."""
+        kept = GradientsOnly(self.engine)
+        train_step(kept, self.method, [batch], self.world, seed, self.modifiers)
+        return kept.found
+
+
+class GradientsOnly:
+    """An engine whose steps update nothing and keep the gradients that they would update with.
+
+    Attributes:
+        found: parameter -> gradient, as the modifiers left it.
+    """
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine = engine
+        self.found: dict[str, Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self, modifiers: Modifiers = NONE) -> float:
+        """Clear the gradients after they were kept."""
+        for name, parameter in self._engine.trained.items():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            self.found[name] = modifiers(name, gradient)
+        self._engine.optimizer.zero_grad()
+        return 0.0
+
 
 def _with(config: MiguConfig | None, threshold: float) -> MiguConfig | None:
     return config and validate(MiguConfig, {**config.model_dump(), "threshold": threshold})
-
-
-def t5_large(device: torch.device) -> Backbone:
-    """A T5 of that size with random weights; its tokenizer is never used."""
-    torch.manual_seed(0)
-    with device:
-        model: Any = T5ForConditionalGeneration(T5Config(**T5_LARGE)).to(torch.bfloat16)
-    codec = load_codec(BackboneConfig(name="minilm"), 64, 1)
-    return Seq2SeqBackbone(model, HFCodec(codec.tokenizer, "encoder-decoder", GPU_TOKENS, GPU_TARGETS))
 
 
 def encoder_batch(size: int, tokens: int, seed: int, words: tuple[int, int] = WORDS) -> Batch:
@@ -216,10 +199,10 @@ def encoder_batch(size: int, tokens: int, seed: int, words: tuple[int, int] = WO
     return Batch(ids_BL, mask_BL, ids_BL[:, :0], labels_B, torch.ones(size), torch.arange(size))
 
 
-def seq2seq_batch(size: int, tokens: int, targets: int, seed: int) -> Batch:
-    """Random words with random answers."""
-    ids_BL, mask_BL, draw = _texts(size, tokens, seed, WORDS)
-    answers_BT = torch.randint(*WORDS, (size, targets), generator=draw)
+def text_batch(size: int, tokens: int, targets: int, seed: int, words: tuple[int, int] = WORDS) -> Batch:
+    """Random words of random lengths with random answers."""
+    ids_BL, mask_BL, draw = _texts(size, tokens, seed, words)
+    answers_BT = torch.randint(*words, (size, targets), generator=draw)
     labels_B = torch.full((size,), IGNORE)
     return Batch(ids_BL, mask_BL, answers_BT, labels_B, torch.ones(size), torch.arange(size))
 

@@ -2,6 +2,7 @@
 
 All contenders are measured in turn within one process, round after round, and each of them between two passes of the
 bare backbone, so that a machine that slows down slows both; medians over the rounds are compared.
+It runs on a CPU; `benchmark gpu` measures prefill and decoding of large models on a GPU.
 What it does not know: where adapters are stored, how texts are routed.
 """
 
@@ -19,14 +20,14 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.state import combine, fold
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
 from raycl.backbone.roles import linear_names
-from raycl.bench.decode import Shape, decode_figures
 from raycl.bench.figures import Figure, Report, machine
+from raycl.bench.gpu.models import shared_copy
 from raycl.types import AdapterState, Mixture
 
 TARGETS = {"q, v": ("attention.query", "attention.value"), "all linears": ("attention", "ffn")}
@@ -59,10 +60,6 @@ def measure(options: argparse.Namespace) -> Report:
     finally:
         torch.set_num_threads(threads)
     notes = [f"the load was {before:.1f} when this began: ratios say little"] if before > BUSY else []
-    if torch.cuda.is_available():
-        figures += decode_figures(Shape(batch=options.batch_size, rank=options.rank), torch.device("cuda"))
-    else:
-        notes.append("no GPU here: decoding with CUDA graphs not measured")
     settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
     return Report("mixing", settings, figures, machine(before), notes)
 
@@ -208,7 +205,7 @@ class _Bench:
         """What serving without a mixture layer does: fold, run one request, take the weights back."""
         names = tuple(self.states)[:DENSE]
         for row, weights in enumerate(self._dense(DENSE).tolist()):
-            plain = _with_own_weights(self.bare, self.paths)
+            plain = shared_copy(self.bare, [self.bare.get_submodule(path).weight for path in self.paths])
             fold(plain, combine(dict(zip(names, weights, strict=True)), self.states))
             plain(input_ids=self.ids[row : row + 1])
 
@@ -221,11 +218,3 @@ class _Bench:
         with torch.no_grad():
             mine = self._mixed(names, weights)[0]
             return float((mine - plain(input_ids=self.ids[:1]).last_hidden_state[0]).abs().max())
-
-
-def _with_own_weights(model: nn.Module, paths: list[str]) -> Any:
-    """A copy that shares all but the linears that are about to be changed."""
-    shared = {id(value): value for value in [*model.parameters(), *model.buffers()]}
-    for path in paths:
-        del shared[id(model.get_submodule(path).weight)]
-    return copy.deepcopy(model, shared)

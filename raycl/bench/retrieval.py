@@ -19,21 +19,17 @@ import torch
 from torch import Tensor
 
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
+from raycl.bench.banks import LIMITS_MS, WIDTH, drawn_router
 from raycl.bench.figures import Figure, Report, machine
 from raycl.bench.growth import GrownSlm, steps_s
 from raycl.bench.stream import default_models
 from raycl.retrieval.codes import search_threads
-from raycl.retrieval.discriminant import Statistics
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.index import KeyIndex
 from raycl.retrieval.keys import KeyConfig, cosines, learn_keys, split_groups
 from raycl.retrieval.slots import KINDS, SlotRouter
-from raycl.retrieval.weights import RetrievalConfig
 
-LIMITS_MS = {1: 2.0, 32: 1.0}
-"""Search and weights per request in the largest bank, by batch size."""
-
-RECALL, BUSY, WIDTH = 0.99, 0.5, 384
+RECALL, BUSY = 0.99, 0.5
 EPOCHS, BATCH = 3, 16
 """Of the fine-tuning that key learning is compared with."""
 
@@ -113,19 +109,7 @@ def _routed(router: SlotRouter, encoder: SentenceEncoder, text: str) -> None:
 
 
 def _router(tasks: int, options: argparse.Namespace) -> tuple[SlotRouter, Tensor, Tensor]:
-    """A router over drawn tasks, its keys `[T, m, c]`, and texts near them."""
-    draw = torch.Generator().manual_seed(tasks)
-    centres = torch.randn(tasks, WIDTH, generator=draw)
-    keys = centres[:, None] + 0.5 * torch.randn(tasks, options.slots, WIDTH, generator=draw)
-    texts = centres[torch.randint(0, tasks, (1024,), generator=draw)]
-    texts = texts + 0.7 * torch.randn(texts.shape, generator=draw)
-    shared = 50 * 0.33 / WIDTH * torch.eye(WIDTH)
-    router = SlotRouter("keys", options.groups, RetrievalConfig(top_k=options.top_k))
-    for number in range(tasks):
-        mean = torch.nn.functional.normalize(centres[number], dim=0)
-        own = keys[number].view(options.slots, options.groups, -1)
-        router.add(f"t{number}", own, Statistics(50, mean, shared))
-    return router, keys, texts
+    return drawn_router(tasks, options.slots, options.groups, options.top_k)
 
 
 def _bank(tasks: int, options: argparse.Namespace) -> Iterator[Figure]:

@@ -1,10 +1,13 @@
 """The nearest sub-keys of many slots, group by group: exact where that is fast, else compressed codes (on a CPU).
 
-On an accelerator every cosine is computed, however many keys there are: 40,000 keys are one small matrix product.
+On an accelerator every cosine is computed, however many keys there are: 40,000 keys are one small matrix product. So it
+is where FAISS is not installed, only slower.
 What it does not know: what a slot holds, how cosines become weights.
 """
 
 from __future__ import annotations
+
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +30,7 @@ class KeyIndex:
             top_k: K of the searches to come, for which recall is measured.
         """
         self.count, self.groups, _ = keys_NgH.shape
-        self.exact = self.count <= exact_up_to or keys_NgH.device.type != "cpu"
+        self.exact = self.count <= exact_up_to or keys_NgH.device.type != "cpu" or find_spec("faiss") is None
         self.recall = 1.0
         unit_NgH = nn.functional.normalize(keys_NgH, dim=-1)
         self._unit_gHN = unit_NgH.permute(1, 2, 0).contiguous() if self.exact else None

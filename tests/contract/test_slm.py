@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import KINDS, Complete, Lab, Stop, exported, matrix, model, opened, run, tokenizer, trace
+from tiny import KINDS, Complete, Lab, Stop, exported, matrix, opened, run, tokenizer, trace
 from wired import listening
 
 from raycl.adapters import AdapterStack
@@ -15,6 +15,7 @@ from raycl.backbone.roles import linear_names
 from raycl.bank import Bank
 from raycl.bank.routers import get_router
 from raycl.bank.upkeep import verify
+from raycl.bench.gpu.tiny import tiny_model
 from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, RayclError
 from raycl.forgetting import evaluate, forget
@@ -317,7 +318,7 @@ def test_generation_asks_the_encoder_once(lab: Lab, monkeypatch: pytest.MonkeyPa
     with method.speaking(batch):
         method.backbone.predict(batch, 8)
     assert asked == [len(set(batch.texts))]
-    llama = model("llama", len(tokenizer("llama"))).eval()
+    llama = tiny_model("llama", len(tokenizer("llama"))).eval()
     stack = AdapterStack(llama, linear_names(llama, ["attention.out"]))
     torch.manual_seed(0)
     pairs = {

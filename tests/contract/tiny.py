@@ -18,29 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import PreTrainedTokenizerFast
 
 from raycl import config as configs
 from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
-from raycl.methods.modifier import Modifiers
+from raycl.bench.gpu import tiny as models
+from raycl.bench.gpu.tiny import stopping
 from raycl.run import RunConfig, build
 from raycl.serve.model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.storage import Storage
-from raycl.train.engine import Engine
-from raycl.train.loop import OpenEngine, StreamLoop
+from raycl.train.loop import StreamLoop
 from raycl.train.parts import Parts
 from raycl.train.progress import read_trace
 from raycl.train.world import World
@@ -49,7 +37,6 @@ WORDS = (
     *("red", "blue", "cat", "dog", "the", "a", "is", "sky", "sea", "fire"),
     *("purrs", "barks", "runs", "sleeps", "warm", "cold", "Output", ":", "very", "much"),
 )
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 KINDS = ("bert", "t5", "llama")
 """One model of each kind of backbone: encoder, encoder-decoder, decoder."""
 
@@ -76,54 +63,14 @@ TRAIN_ROWS, TEST_ROWS = 14, 6
 """14 rows in batches of 4 leave a last batch of 2."""
 
 
-BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-
-
 def tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """Whole words, with the special tokens that each kind of model is used to (the decoder has no padding token)."""
-    special = {
-        "bert": BERT,
-        "masked": {**BERT, "mask_token": "[MASK]"},
-        "t5": {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"},
-        "llama": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
-        "gpt2": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
-    }[kind]
-    shape = {"bert": "[CLS] $A [SEP]", "masked": "[CLS] $A [SEP]", "t5": "$A </s>", "llama": "<s> $A", "gpt2": "$A"}[
-        kind
-    ]
-    ids = {word: number for number, word in enumerate([*special.values(), *WORDS])}
-    made = Tokenizer(models.WordLevel(ids, unk_token=special["unk_token"]))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    used = [(word, ids[word]) for word in special.values() if word in shape]
-    made.post_processor = processors.TemplateProcessing(single=shape, special_tokens=used)
-    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
-
-
-def model(kind: str, vocabulary: int, seed: int = 0) -> Any:
-    """A randomly initialised model of two layers, the same for the same seed."""
-    torch.manual_seed(seed)
-    if kind == "bert":
-        return BertModel(BertConfig(vocab_size=vocabulary, max_position_embeddings=64, **SIZES))
-    if kind == "masked":
-        return BertForMaskedLM(BertConfig(vocab_size=vocabulary, max_position_embeddings=64, **SIZES))
-    if kind == "t5":
-        sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
-        return T5ForConditionalGeneration(
-            T5Config(vocab_size=vocabulary, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **sizes)
-        )
-    if kind == "llama":
-        special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-        return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, max_position_embeddings=128, **special, **SIZES))
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, bos_token_id=1, eos_token_id=2, **sizes))
+    """The words of the tasks."""
+    return models.word_tokenizer(kind, WORDS)
 
 
 def save_model(kind: str, folder: Path) -> Path:
-    """A Hugging Face folder with config, tokenizer and safetensors weights."""
-    words = tokenizer(kind)
-    words.save_pretrained(folder)
-    model(kind, len(words)).save_pretrained(folder)
-    return folder
+    """A Hugging Face folder of a tiny model that knows the words of the tasks."""
+    return models.save_model(kind, folder, WORDS)
 
 
 def save_tasks(root: Path) -> list[dict[str, Any]]:
@@ -204,32 +151,6 @@ def _quick(method: Any) -> Any:
     if "learner" in settings:
         settings["learner"] = _quick(settings["learner"])
     return settings
-
-
-class Stop(Exception):
-    """What stands for a crash."""
-
-
-class StoppingEngine:
-    """An engine whose `step` number `after + 1`, counted over all stages, never happens."""
-
-    def __init__(self, engine: Engine, left: list[int]) -> None:
-        self.engine, self.left = engine, left
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def step(self, modifiers: Modifiers) -> float:
-        if self.left[0] == 0:
-            raise Stop("before a step")
-        self.left[0] -= 1
-        return self.engine.step(modifiers)
-
-
-def stopping(open_engine: OpenEngine, after: int) -> OpenEngine:
-    """Engines that together do `after` steps and then raise."""
-    left = [after]
-    return lambda accumulation, steps: StoppingEngine(open_engine(accumulation, steps), left)  # type: ignore[return-value]
 
 
 def run(

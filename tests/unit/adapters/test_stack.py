@@ -7,12 +7,13 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from tiny import model, tokenizer
+from tiny import tokenizer
 from torch import Tensor, nn
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.state import combine, fold
 from raycl.backbone.roles import linear_names
+from raycl.bench.gpu.tiny import tiny_model
 from raycl.errors import AdapterError
 from raycl.types import Activation, AdapterState, Mixture
 
@@ -26,7 +27,7 @@ def made(kind: str) -> Any:
     """A model in evaluation mode; `gqa` is a LLaMA whose keys and values are narrower than its states."""
     words = len(tokenizer("llama" if kind == "gqa" else kind))
     if kind != "gqa":
-        return model(kind, words).eval()
+        return tiny_model(kind, words).eval()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

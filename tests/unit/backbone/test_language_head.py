@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import SIZES, Lab, model, tokenizer
+from tiny import Lab, tokenizer
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -22,6 +22,7 @@ from transformers import (
 
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.backbone.encoder import EncoderBackbone
+from raycl.bench.gpu.tiny import SIZES, tiny_model
 from raycl.errors import ConfigError
 from raycl.methods.finetune import Finetune
 from raycl.run import build
@@ -59,7 +60,7 @@ def save(folder: Path, kind: str) -> Path:
     words.save_pretrained(folder)
     torch.manual_seed(1)
     if kind == "bert":
-        model("masked", len(words), seed=1).save_pretrained(folder)
+        tiny_model("masked", len(words), seed=1).save_pretrained(folder)
     elif kind == "roberta":
         sizes = {**SIZES, "vocab_size": len(words), "max_position_embeddings": 66, "pad_token_id": 0}
         RobertaForMaskedLM(RobertaConfig(**sizes)).save_pretrained(folder)
@@ -155,7 +156,7 @@ def test_a_head_that_is_not_there_is_made_and_said(lab: Lab, tmp_path: Path, cap
     headless = lab.root / "models" / "headless"
     tokenizer("masked").save_pretrained(headless)
     torch.manual_seed(0)
-    BertModel(model("masked", len(tokenizer("masked"))).config).save_pretrained(headless)
+    BertModel(tiny_model("masked", len(tokenizer("masked"))).config).save_pretrained(headless)
     with caplog.at_level(logging.INFO, "raycl"):
         backbone = loaded(headless)
     assert "comes without a language head: cls.predictions" in caplog.text and "starts at random" in caplog.text

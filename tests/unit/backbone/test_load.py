@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import KINDS, Lab, model
+from tiny import KINDS, Lab
 
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
 from raycl.backbone.load import pick_dtype
+from raycl.bench.gpu.tiny import tiny_model
 from raycl.data.loader import batch_of
 from raycl.errors import BackboneError
 
@@ -45,7 +46,7 @@ def test_a_folder_that_lacks_a_file(folder: Path, file: str) -> None:
 
 def test_pickled_weights_only_when_asked_for(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    trained = model("bert", 24, seed=3)
+    trained = tiny_model("bert", 24, seed=3)
     torch.save(trained.state_dict(), folder / "pytorch_model.bin")
     with pytest.raises(BackboneError, match="safetensors"):
         load(BackboneConfig(name=str(folder)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import model
 
 from raycl.backbone.roles import ROLES, linear_names
+from raycl.bench.gpu.tiny import tiny_model
 from raycl.errors import BackboneError
 
 BERT = "encoder.layer.{}."
@@ -62,7 +62,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Any]:
-    return {kind: model(kind, 20) for kind in ("bert", "t5", "llama", "gpt2")}
+    return {kind: tiny_model(kind, 20) for kind in ("bert", "t5", "llama", "gpt2")}
 
 
 @pytest.mark.parametrize(("kind", "role", "names"), CASES)

@@ -7,7 +7,7 @@ import torch
 from tiny import Lab
 
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
-from raycl.bench.migu import CONTENDERS, Bench, encoder_batch, figures, seq2seq_batch
+from raycl.bench.migu import CONTENDERS, Bench, encoder_batch, figures, text_batch
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ def test_dense_and_sparse_twins_do_the_same_work_and_the_plain_one_another(lab: 
 
 
 def test_batches_have_pads_and_are_the_same_for_the_same_seed() -> None:
-    batch = seq2seq_batch(6, 16, 3, 1)
+    batch = text_batch(6, 16, 3, 1)
     lengths = batch.source_mask.sum(1)
     assert int(lengths.max()) == 16 and int(lengths.min()) >= 8 and len(set(lengths.tolist())) > 1
-    assert torch.equal(batch.source_ids, seq2seq_batch(6, 16, 3, 1).source_ids) and batch.target_ids.shape == (6, 3)
+    assert torch.equal(batch.source_ids, text_batch(6, 16, 3, 1).source_ids) and batch.target_ids.shape == (6, 3)

@@ -1,0 +1,234 @@
+"""The suite: parts in order of value, each within its share of the time, every figure kept as soon as it is known.
+
+What it does not know: what any part measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raycl.bench.figures import Figure, Report, cells, machine
+from raycl.bench.gpu.report import markdown
+from raycl.bench.gpu.setup import Case, Setup
+from raycl.errors import ConfigError, RayclError, WrongResultError
+from raycl.storage.unfinished import finished_beside
+
+log = logging.getLogger(__name__)
+
+FAILURES = (
+    *(RayclError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""What ends a case and not the suite."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the suite.
+
+    Attributes:
+        share: of the suite's time, in percent.
+        timed: its targets are about times, which mean nothing at tiny sizes.
+    """
+
+    name: str
+    share: int
+    about: str
+    timed: bool = True
+
+    def cases(self, setup: Setup) -> list[Case]:
+        """What it measures, in order of value; its module is imported when it is reached."""
+        found: Iterable[Case] = importlib.import_module(f"raycl.bench.gpu.parts.{self.name}").cases(setup)
+        return list(found)
+
+
+PARTS = (
+    Part("correctness", 6, "kernels, mixtures, decoding and routing give the CPU's results", False),
+    Part("streams", 22, "training, resume and evaluation give the CPU's results, for every family of methods", False),
+    Part("limits", 3, "the machine's own limits: bfloat16 matrix product, copy"),
+    Part("linears", 12, "the mixture layer at the linears of a 7B and a 13B LLaMA, over the bare linear"),
+    Part("decoding", 17, "prefill and decoding of a 7B LLaMA with mixtures, over the bare model and the copy rate"),
+    Part("masking", 13, "MIGU's step at T5 large and a 1B LLaMA: plain, masked, row-sparse"),
+    Part("steps", 14, "a training step with LoRA, SLM and SAPT at 1B and 7B: tokens per second, MFU, memory"),
+    Part("serving", 9, "continuous batching: 64 requests, 16 mixtures, over the same without adapters"),
+    Part("routing", 4, "routing among 10,000 tasks"),
+)
+"""In order of value."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Everything that can be chosen."""
+    names = [part.name for part in PARTS]
+    parser.add_argument("--minutes", type=float, default=8.0, help="the parts share them")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu with --tiny")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: results are checked, times mean nothing")
+    parser.add_argument("--list", action="store_true", help="print the parts with their minutes, and measure nothing")
+    parser.add_argument(
+        "--report", metavar="FILE", type=Path, help="write the figures of --json (or FILE's own .json) as Markdown"
+    )
+
+
+def without_measuring(options: argparse.Namespace) -> str | None:
+    """The text of `--list` and `--report`; None: figures are wanted.
+
+    Raises:
+        ConfigError: the figures to report are no JSON of this benchmark.
+    """
+    if options.list:
+        return "\n".join(f"{part.name:12} {_minutes(part, options):4.1f} minutes   {part.about}" for part in PARTS)
+    if options.report:
+        source = options.json or options.report.with_suffix(".json")
+        options.report.write_text(markdown(_read(source)), encoding="utf-8")
+        return f"{options.report}: written from {source}"
+    return None
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Run the chosen parts.
+
+    Raises:
+        ConfigError: the device is not there.
+    """
+    setup = Setup(_device(options), options.tiny)
+    progress = Progress(options, setup, os.getloadavg()[0])
+    chosen = [part for part in PARTS if part.name in options.only]
+    ends = time.monotonic() + 60 * options.minutes
+    for number, part in enumerate(chosen):
+        left = max(0.0, ends - time.monotonic())
+        run_part(part, setup, left * part.share / sum(later.share for later in chosen[number:]), progress.add)
+    progress.finished = True
+    progress.keep()
+    return progress.report()
+
+
+@dataclass
+class Progress:
+    """The figures so far, which are logged and written at once."""
+
+    options: argparse.Namespace
+    setup: Setup
+    load_before: float
+    figures: list[Figure] = field(default_factory=list)
+    finished: bool = False
+
+    def add(self, figure: Figure) -> None:
+        """Log and write one more."""
+        self.figures.append(figure)
+        value, target, kept, detail = cells(figure)
+        log.info("%s", "  ".join(filter(None, (f"{figure.name}: {value}", target, kept, detail and f"({detail})"))))
+        self.keep()
+
+    def report(self) -> Report:
+        """All of them."""
+        settings = {key: getattr(self.options, key) for key in ("minutes", "only", "device", "tiny")}
+        settings["finished"] = self.finished
+        return Report("gpu", settings, tuple(self.figures), machine(self.load_before), tuple(self.setup.notes))
+
+    def keep(self) -> None:
+        """Write what is known, whole or not at all."""
+        if self.options.json:
+            path = Path(self.options.json)
+            text = json.dumps(self.report().tree(), indent=1) + "\n"
+            with finished_beside(path, [text.encode()]) as written:
+                written.replace(path)
+
+
+def run_part(part: Part, setup: Setup, seconds: float, add: Callable[[Figure], None]) -> None:
+    """Run a part's cases, one after another, until its time is used up; what is not reached is noted."""
+    began = time.monotonic()
+    log.info("[%s] %s: %.1f minutes", part.name, part.about, seconds / 60)
+    try:
+        cases = part.cases(setup)
+    except FAILURES as error:
+        add(_failure(part.name, error))
+        return
+    try:
+        _run_cases(part, cases, setup, began + seconds, add)
+    finally:
+        setup.closing.close()
+        del cases
+        setup.free()
+
+
+def _run_cases(part: Part, cases: list[Case], setup: Setup, ends: float, add: Callable[[Figure], None]) -> None:
+    unreached: list[str] = []
+    for number, case in enumerate(cases):
+        left = ends - time.monotonic()
+        if left <= 0 and number:
+            unreached.append(case.name)
+            continue
+        missing = [package for package in case.needs if find_spec(package) is None]
+        if missing:
+            _note(setup, f"{part.name}, {case.name}: left out, since {', '.join(missing)} is not installed")
+            continue
+        _run_case(part, case, setup, max(left, 0.0) / (len(cases) - number), add)
+        setup.free()
+    if unreached:
+        _note(setup, f"{part.name}: not reached within its time: {', '.join(unreached)}; give more --minutes")
+
+
+def _run_case(part: Part, case: Case, setup: Setup, seconds: float, add: Callable[[Figure], None]) -> None:
+    try:
+        for figure in case.figures(seconds):
+            target = None if setup.tiny and part.timed else figure.target
+            add(replace(figure, name=f"{part.name}, {figure.name}", target=target))
+    except torch.OutOfMemoryError as error:
+        _note(setup, f"{part.name}, {case.name}: out of memory, left out ({str(error).splitlines()[0]})")
+    except FAILURES as error:
+        add(_failure(f"{part.name}, {case.name}", error))
+
+
+def _failure(what: str, error: Exception) -> Figure:
+    """Counts as a figure that falls short."""
+    if not isinstance(error, WrongResultError):
+        log.error("%s failed", what, exc_info=error)
+    words = " ".join(str(error).split())[:400]
+    return Figure(f"{what}: failures", 1.0, "", 0.0, "<=", f"{type(error).__name__}: {words}")
+
+
+def _note(setup: Setup, words: str) -> None:
+    log.info("note: %s", words)
+    setup.notes.append(words)
+
+
+def _minutes(part: Part, options: argparse.Namespace) -> float:
+    """Expected, of the chosen parts."""
+    chosen: Sequence[Part] = [one for one in PARTS if one.name in options.only]
+    return float(options.minutes) * part.share / sum(one.share for one in chosen) if part in chosen else 0.0
+
+
+def _device(options: argparse.Namespace) -> torch.device:
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "benchmark gpu: --device is cuda and torch finds no GPU here: run it on a machine with one, or add "
+            "--tiny --device cpu to check every part without times"
+        )
+    if device.type != "cuda" and not options.tiny:
+        raise ConfigError(f"benchmark gpu: --device is {device}, where a 7B model takes hours: add --tiny")
+    return device
+
+
+def _read(source: Path) -> dict[str, Any] | None:
+    """Figures, or None where there are none yet."""
+    if not source.is_file():
+        return None
+    try:
+        tree: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
+        assert tree["name"] == "gpu" and isinstance(tree["figures"], list)
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise ConfigError(f"'{source}' is no JSON of `benchmark gpu`: name the file that --json wrote") from error
+    return tree if tree["figures"] else None

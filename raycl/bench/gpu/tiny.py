@@ -1,0 +1,121 @@
+"""Tiny models of every kind: a few thousand weights from a fixed seed, and a tokenizer of whole words.
+
+They are saved as Hugging Face folders, so that the real loading code runs; and engines that stop as in a crash.
+What it does not know: methods, tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from raycl.methods.modifier import Modifiers
+from raycl.train.engine import Engine
+from raycl.train.loop import OpenEngine
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+SPECIAL = {
+    "bert": BERT,
+    "masked": {**BERT, "mask_token": "[MASK]"},
+    "t5": {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "llama": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    "gpt2": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+}
+"""Kind -> the special tokens that such models have (the decoders have no padding token)."""
+
+SHAPES = {
+    "bert": "[CLS] $A [SEP]",
+    "masked": "[CLS] $A [SEP]",
+    "t5": "$A </s>",
+    "llama": "<s> $A",
+    "gpt2": "$A",
+}
+"""Kind -> what a tokenized text looks like."""
+
+
+def word_tokenizer(kind: str, words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Whole words, with the special tokens of that kind of model first."""
+    special, shape = SPECIAL[kind], SHAPES[kind]
+    ids = {word: number for number, word in enumerate([*special.values(), *words])}
+    made = Tokenizer(models.WordLevel(ids, unk_token=special["unk_token"]))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    used = [(word, ids[word]) for word in special.values() if word in shape]
+    made.post_processor = processors.TemplateProcessing(single=shape, special_tokens=used)
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def tiny_model(kind: str, vocabulary: int, seed: int = 0, positions: int = 64) -> Any:
+    """A randomly initialised model of two layers, the same for the same seed.
+
+    Args:
+        positions: that it can tell apart; the LLaMA has twice as many.
+    """
+    torch.manual_seed(seed)
+    if kind == "bert":
+        return BertModel(BertConfig(vocab_size=vocabulary, max_position_embeddings=positions, **SIZES))
+    if kind == "masked":
+        return BertForMaskedLM(BertConfig(vocab_size=vocabulary, max_position_embeddings=positions, **SIZES))
+    if kind == "t5":
+        sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+        return T5ForConditionalGeneration(
+            T5Config(vocab_size=vocabulary, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **sizes)
+        )
+    if kind == "llama":
+        special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+        return LlamaForCausalLM(
+            LlamaConfig(vocab_size=vocabulary, max_position_embeddings=2 * positions, **special, **SIZES)
+        )
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": positions}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, bos_token_id=1, eos_token_id=2, **sizes))
+
+
+def save_model(kind: str, folder: Path, words: Sequence[str], positions: int = 64) -> Path:
+    """A Hugging Face folder with config, tokenizer and safetensors weights."""
+    made = word_tokenizer(kind, words)
+    made.save_pretrained(folder)
+    tiny_model(kind, len(made), positions=positions).save_pretrained(folder)
+    return folder
+
+
+class Stop(Exception):
+    """What stands for a crash."""
+
+
+class StoppingEngine:
+    """An engine whose `step` number `after + 1`, counted over all stages, never happens."""
+
+    def __init__(self, engine: Engine, left: list[int]) -> None:
+        self.engine, self.left = engine, left
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def step(self, modifiers: Modifiers) -> float:
+        """Raise, or count."""
+        if self.left[0] == 0:
+            raise Stop("before a step")
+        self.left[0] -= 1
+        return self.engine.step(modifiers)
+
+
+def stopping(open_engine: OpenEngine, after: int) -> OpenEngine:
+    """Engines that together do `after` steps and then raise `Stop`."""
+    left = [after]
+    return lambda accumulation, steps: StoppingEngine(open_engine(accumulation, steps), left)  # type: ignore[return-value]
