@@ -276,13 +276,13 @@ class Host:
         """As `speaking` without labels, at addresses that stay the same as long as the number that it gives.
 
         Args:
-            weights_SN: those of `mixture`, at the places where its examples are; as many places every time.
+            weights_SN: those of `mixture`, at the places where its examples are.
         """
         self._count(mixture)
         used = (mixture.weights != 0).any(0).tolist()
         self.stack.need([name for name, yes in zip(mixture.names, used, strict=True) if yes])
         rows, speaks = self.rows(mixture.names), bool(self.stack.layers and self.stack.pool.rows)
-        wanted = (tuple(self.stack.layers), self.stack.activation, speaks)
+        wanted = (tuple(self.stack.layers), self.stack.activation, speaks, len(weights_SN))
         if self._room_for != wanted or (self._room is not None and self._room.rows < rows):
             fresh = StaticRows(self.stack.pool, _power_of_two(rows), len(weights_SN)) if speaks else None
             self._room, self._room_for, self._room_number = fresh, wanted, self._room_number + 1

@@ -55,7 +55,7 @@ class Tolerances:
     answers: float
 
 
-TOLERANCES = {"float32": Tolerances(1e-3, 1e-2, 0.1), "bfloat16": Tolerances(0.05, 0.2, 1.0)}
+TOLERANCES = {"float32": Tolerances(1e-3, 1e-2, 0.1), "bfloat16": Tolerances(0.05, 0.5, 1.0)}
 """After steps in bfloat16, tiny models' answers say little."""
 
 

@@ -219,7 +219,7 @@ def _device(options: argparse.Namespace) -> torch.device:
         )
     if device.type != "cuda" and not options.tiny:
         raise ConfigError(f"benchmark gpu: --device is {device}, where a 7B model takes hours: add --tiny")
-    return device
+    return device if device.type != "cuda" else torch.device("cuda", device.index or 0)  # as tensors say it
 
 
 def _read(source: Path) -> dict[str, Any] | None:

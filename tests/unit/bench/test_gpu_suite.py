@@ -157,7 +157,7 @@ def test_a_token_that_is_not_the_best_one_is_a_failure(monkeypatch: pytest.Monke
         forward(slots)
 
     monkeypatch.setattr(Slots, "_forward", lost)
-    (failure,) = measured("decoding", "decoding 3 rows")
+    (failure,) = measured("decoding", "3 rows")
     assert failure.ok is False and "behind the best one of a plain pass" in failure.detail
 
 

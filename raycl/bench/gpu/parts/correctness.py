@@ -25,7 +25,7 @@ from raycl.bench.gpu.adapters import SCALE, dense, drawn_adapters, hosted, one_e
 from raycl.bench.gpu.battery import KINDS
 from raycl.bench.gpu.models import shared_copy
 from raycl.bench.gpu.parts.serving import Request, answered
-from raycl.bench.gpu.setup import TOLERANCE, Case, Setup
+from raycl.bench.gpu.setup import Case, Setup
 from raycl.bench.gpu.tiny import tiny_model, word_tokenizer
 from raycl.kernels.magnitude import summed_magnitude
 from raycl.kernels.row_gradient import adamw_rows, weight_gradient
@@ -39,8 +39,9 @@ CPU = torch.device("cpu")
 TARGETS = ("attention", "ffn")
 WORDS = tuple(f"w{number}" for number in range(60))
 ROWS, TOKENS, ADAPTERS, RANK, TASKS, SPECIAL = 6, 12, 5, 4, 12, 3
-EXACT, ROUTING = 1e-4, 1e-3
-"""Tolerances in float32: of one layer's or model's values as a share of the largest, and of routing weights."""
+EXACT, ROUGH, ROUTING = 1e-4, 0.15, 1e-3
+"""Tolerances of values and gradients of a model, as shares of the largest: in float32, and in bfloat16 (whose rounding
+alone makes 0.06 in a T5, measured on a CPU); and of routing weights."""
 
 Results = dict[str, Tensor]
 
@@ -52,7 +53,7 @@ def cases(setup: Setup) -> Iterator[Case]:
         for dtype in (torch.float32, torch.bfloat16):
             work = partial(_mixtures, kind=kind, dtype=dtype)
             name = f"mixtures, {str(dtype).removeprefix('torch.')}, {kind}"
-            yield Case(name, partial(_same, setup, name, work, EXACT if dtype == torch.float32 else TOLERANCE[dtype]))
+            yield Case(name, partial(_same, setup, name, work, EXACT if dtype == torch.float32 else ROUGH))
     for kind, in_slots in (("llama", True), ("llama", False), ("t5", False)):
         caches = "static caches, graphs" if in_slots else "dynamic caches"
         yield Case(f"decoding, {kind}, {caches}", partial(_decoding, setup, kind, in_slots, caches))
@@ -154,7 +155,9 @@ def _gradients(kind: str, model: Any, stack: AdapterStack, device: torch.device)
         layer.lora_B.data = (SCALE * torch.randn(layer.lora_B.shape, generator=draw)).to(layer.lora_B)
     weights_BN = torch.rand(ROWS, 3, generator=draw).to(device).requires_grad_()
     with stack.mixing(Mixture(("new", "a0", "a1"), weights_BN)):
-        _states(kind, model, device).float().square().mean().backward()  # type: ignore[no-untyped-call]
+        states = _states(kind, model, device).float()
+        probe = torch.randn(states.shape, generator=draw).to(device)  # a plain mean of normalised states hardly changes
+        (states * probe).mean().backward()  # type: ignore[no-untyped-call]
     found: Results = {}
     assert weights_BN.grad is not None
     found["gradient of the weights"] = weights_BN.grad

@@ -31,7 +31,7 @@ from raycl.types import AdapterState, Mixture
 BANDWIDTH_SHARE = 0.7
 """Of the speed that the copy rate allows, at least."""
 
-ROWS, TINY_ROWS = (32, 1, 8), (3,)
+ROWS, TINY_ROWS = (32, 1, 8), (3, 1)
 PROMPT, STEPS, TINY_PROMPT, TINY_STEPS = 64, 64, 5, 4
 PREFILL, TINY_PREFILL = (8, 512), (2, 9)
 NEARER = 0.5
@@ -42,7 +42,7 @@ def cases(setup: Setup) -> Iterator[Case]:
     """One for each number of rows, then prefill; they share one model."""
     models = Models(setup)
     for rows in TINY_ROWS if setup.tiny else ROWS:
-        yield Case(f"decoding {rows} rows", partial(_decoding, models, rows))
+        yield Case(f"{rows} rows", partial(_decoding, models, rows))
     yield Case("prefill", partial(_prefill, models))
 
 
@@ -159,7 +159,7 @@ def _decoding_figures(
     setup: Setup, bare: Backbone, rows: int, tokens: float, steps: int, times: dict[str, Times]
 ) -> Iterator[Figure]:
     """Args: `tokens`: in the caches of a row, on average."""
-    what, moved = f"decoding {rows} rows", _bytes(setup, bare, rows, tokens)
+    what, moved = f"{rows} rows", _bytes(setup, bare, rows, tokens)
     limit_s = moved / limits_of(setup).bytes
     rates = {name: tuple(rows * steps / spent for spent in one.seconds) for name, one in times.items()}
     speed = rows * steps / times["bare"].median
