@@ -205,8 +205,9 @@ def t5_large(device: torch.device) -> Backbone:
     torch.manual_seed(0)
     with device:
         model: Any = T5ForConditionalGeneration(T5Config(**T5_LARGE)).to(torch.bfloat16)
-    codec = load_codec(BackboneConfig(name="minilm"), 64, 1)
-    return Seq2SeqBackbone(model, HFCodec(codec.tokenizer, "encoder-decoder", GPU_TOKENS, GPU_TARGETS))
+    tokenizer = load_codec(BackboneConfig(name="minilm"), 64, 1).tokenizer
+    tokenizer.eos_token = tokenizer.sep_token  # an encoder's has none, and without one nothing can generate
+    return Seq2SeqBackbone(model, HFCodec(tokenizer, "encoder-decoder", GPU_TOKENS, GPU_TARGETS))
 
 
 def encoder_batch(size: int, tokens: int, seed: int, words: tuple[int, int] = WORDS) -> Batch:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny import Lab
 
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
-from raycl.bench.migu import CONTENDERS, Bench, encoder_batch, figures, seq2seq_batch
+from raycl.bench.migu import CONTENDERS, Bench, encoder_batch, figures, seq2seq_batch, t5_large
 
 CPU = torch.device("cpu")
 
@@ -44,3 +46,9 @@ def test_batches_have_pads_and_are_the_same_for_the_same_seed() -> None:
     lengths = batch.source_mask.sum(1)
     assert int(lengths.max()) == 16 and int(lengths.min()) >= 8 and len(set(lengths.tolist())) > 1
     assert torch.equal(batch.source_ids, seq2seq_batch(6, 16, 3, 1).source_ids) and batch.target_ids.shape == (6, 3)
+
+
+def test_the_model_for_gpus_can_be_made(shared: Path) -> None:
+    backbone = t5_large(torch.device("meta"))
+    assert backbone.device.type == "meta" and backbone.dtype == torch.bfloat16
+    assert sum(parameter.numel() for parameter in backbone.parameters()) > 700e6
