@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from served import Reply
 from tiny import VARIANTS, Lab, Stop, matrix, opened, run, trace
+from torch import Tensor
 
 from raycl.bank import Bank
 from raycl.data.loader import batch_of, eval_batches
@@ -54,11 +55,24 @@ class Case:
     tolerance: float = 1e-3
 
 
+@dataclass(frozen=True)
+class Alone(World):
+    """One worker, whose collectives take tensors of its device alone, as those between GPUs do."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """What is to be summed over workers."""
+        assert tensor.device == self.device, f"a tensor on {tensor.device} cannot be summed between {self.device}"
+        return super().sum(tensor)
+
+
 MIGU: dict[str, Any] = {"modifiers": [{"name": "migu", "threshold": 0.5, "skip_first_task": False}]}
 CASES: dict[str, Case] = {
     "bert-slm": Case("bert", "slm", served=True),
     "bert-sapt": Case("bert", {"name": "sapt", "arm": {"fraction": 1.0, "weight": 2.0}}, served=True),
     "bert-migu": Case("bert", "finetune", MIGU),
+    "bert-migu-clusters": Case(
+        "bert", "lora", {"modifiers": [{**MIGU["modifiers"][0], "clusters": 4, "cluster_by": "co_magnitude"}]}
+    ),
     "t5-sapt-prompt": Case("t5", VARIANTS["sapt-prompt"], served=True),
     "t5-olora": Case("t5", "olora", served=True),
     "t5-replay-migu": Case("t5", "replay", MIGU),
@@ -74,7 +88,7 @@ def trained(lab: Lab, case: Case, folder: Path, device: torch.device) -> dict[st
     from pretend_device import MODULE
 
     config = lab.config(case.kind, case.method, **case.sections)
-    storage, world = Storage.at(folder), World.alone(device)
+    storage, world = Storage.at(folder), Alone(0, 1, 0, device)
     MODULE.drawn.clear()
     with suppress(Stop):
         run(config, storage, after=STOP_AFTER, world=world)
