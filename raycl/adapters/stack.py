@@ -154,17 +154,18 @@ class AdapterStack:
 
         Args:
             ranks: adapter -> rank. scale: of every one.
-            init: fills A, a `[r, D]` tensor, in place; also told the number of outputs.
+            init: fills A, a `[r, D]` tensor on the CPU, in place; also told the number of outputs. The same seed so
+                gives the same A on every device.
         """
         self.live, self.live_scale, self.dropout = dict(ranks), scale, dropout
         for layer in self.layers.values():
             dtype, device = base_dtype(layer.base), layer.weight.device
             blocks = []
             for rank in ranks.values():
-                low = torch.empty(rank, layer.inputs, dtype=dtype, device=device)
+                low = torch.empty(rank, layer.inputs, dtype=dtype, device="cpu")  # each device draws other numbers
                 init(low, layer.outputs)
                 blocks.append(low)
-            layer.lora_A = nn.Parameter(torch.cat(blocks))
+            layer.lora_A = nn.Parameter(torch.cat(blocks).to(device))
             high = torch.zeros(layer.outputs, sum(ranks.values()), dtype=dtype, device=device)
             layer.lora_B = nn.Parameter(high)
 

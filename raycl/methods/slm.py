@@ -160,7 +160,7 @@ class Slm(Method):
         self._task = task
         if isinstance(self.backbone.prefix, MixedPrompts):
             words = self.backbone.model.get_input_embeddings().weight.detach()
-            rows = torch.randint(len(words), (len(ranks), self.config.prompt_length), device=words.device)
+            rows = torch.randint(len(words), (len(ranks), self.config.prompt_length)).to(words.device)
             self.backbone.prefix.begin_live(words[rows])
         if isinstance(self.backbone.head, MixedHead):
             self.backbone.head.begin_live(labels, self._head_for(labels))

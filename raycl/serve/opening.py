@@ -43,10 +43,11 @@ def open_service(config: ServeConfig, shelf: bool = False, routes: bool = True) 
 
     Raises:
         BankError: no snapshot, or damaged. BackboneError: the backbone cannot be loaded, or is another one.
+        ConfigError: the device is not there.
     """
+    device = torch.device(_device(config.device))
     bank = Bank.at(config.bank)
     snapshot = bank.open(wanted_snapshot(bank, Activations(bank), config))
-    device = torch.device(_device(config.device))
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
     settings = backbone_of(snapshot, config.backbone)
@@ -122,6 +123,10 @@ def close_service(service: Service) -> None:
 
 
 def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ConfigError(
+            "device is 'cuda', but torch sees no GPU here (none, hidden by CUDA_VISIBLE_DEVICES, or a torch built "
+            "without CUDA): expected 'auto' or 'cpu', or a node with a GPU"
+        )
+    return name if name != "auto" else "cuda" if has_gpu else "cpu"

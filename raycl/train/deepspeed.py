@@ -305,6 +305,7 @@ def _ds_config(
         "gradient_clipping": train.max_grad_norm,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # its own, which it asks for with offloading, compiles for minutes too
         "bf16": {"enabled": bf16},
         "steps_per_print": 1_000_000_000,
         **config.extra,

@@ -289,7 +289,7 @@ class StreamLoop:
             "truncated_sources": sum(table.truncated_sources for table in tables),
             "truncated_targets": sum(table.truncated_targets for table in tables),
             "tokens_per_s": tokens / train_s if train_s else None,
-            "peak_memory_mb": max(self.world.gather(peak_memory_mb())),
+            "peak_memory_mb": max(self.world.gather(peak_memory_mb(self.world.device))),
             "resident_memory_mb": max(self.world.gather(resident_memory_mb())),
         }
         cells = {name: asdict(cell) for name, cell in row.items()}
@@ -347,17 +347,18 @@ def micro_batch_size(batch_size: int, micro: int | None, workers: int) -> int:
     return micro or max(1, batch_size // workers)
 
 
-def peak_memory_mb() -> float:
-    """The most memory this process held so far: GPU memory on a GPU, else resident memory, in MiB."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated()) / 2**20
+def peak_memory_mb(device: torch.device) -> float:
+    """The most memory this process held so far: the GPU's if `device` is one, else resident memory, in MiB."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device)) / 2**20
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
 def forget_peak() -> None:
     """The next peak is counted from now on; where the system has no word for that, from the start of the process."""
-    if torch.cuda.is_available():
+    # where a GPU is seen and not used, to ask would make a context
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

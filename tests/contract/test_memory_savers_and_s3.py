@@ -1,4 +1,4 @@
-"""Settings that must not change what is learned: gradient checkpointing, bfloat16 with resume, a run folder on S3."""
+"""Settings that must not change what is learned: gradient checkpointing, bfloat16, offloading, a run folder on S3."""
 
 from __future__ import annotations
 
@@ -37,6 +37,20 @@ def test_bfloat16_is_near_float32_and_resumes_exactly(lab: Lab, tmp_path: Path, 
     assert trace(stopped) == trace(whole) and matrix(stopped) == matrix(whole)
     near = pytest.approx([step[2] for step in trace(exact)], abs=0.1)
     assert [step[2] for step in trace(whole)] == near
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_optimizer_state_in_cpu_memory_gives_the_same_losses(lab: Lab, tmp_path: Path, stage: int) -> None:
+    losses = []
+    for offload in (False, True):
+        engine = {"name": "deepspeed", "zero_stage": stage, "offload_optimizer": offload}
+        storage = Storage.at(tmp_path / str(offload))
+        config = lab.config("bert", "lora", engine, modifiers=[{"name": "migu", "skip_first_task": False}])
+        with pytest.raises(Stop):
+            run(config, storage, after=3)
+        run(config, storage)
+        losses.append([step[2] for step in trace(storage)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 def test_a_run_folder_on_s3_is_stopped_and_resumed_as_on_disk(

@@ -170,11 +170,11 @@ def run(
     return loop
 
 
-def opened(bank: Bank, snapshot: Snapshot) -> SnapshotModel:
-    """The snapshot over a freshly loaded backbone."""
+def opened(bank: Bank, snapshot: Snapshot, device: torch.device | None = None) -> SnapshotModel:
+    """The snapshot over a freshly loaded backbone, on the CPU unless told where."""
     config = backbone_of(snapshot)
     codec = load_codec(config, 24, 4)
-    backbone = load_backbone(config, codec, torch.device("cpu"), 0)
+    backbone = load_backbone(config, codec, device or torch.device("cpu"), 0)
     return SnapshotModel(backbone, snapshot, adapters_of(bank, snapshot), router_of(bank, snapshot))
 
 

@@ -6,9 +6,11 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from raycl.errors import StorageError
 from raycl.storage import Storage
+from raycl.train.loop import forget_peak, peak_memory_mb
 from raycl.train.progress import Progress, Trace, clock, read_trace
 from raycl.train.step import StepResult
 
@@ -76,3 +78,10 @@ def test_a_line_is_said_when_it_is_time_and_at_the_end(
         caplog.messages[1]
         == "[2/3] animal  step 5/10  loss 0.2500  50 tokens/s  training left: 0:10 in this task, 1:10 in all"
     )
+
+
+def test_a_run_on_the_cpu_does_not_ask_a_gpu_that_it_sees_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    forget_peak()  # without a CUDA context, which would take memory of the GPU
+    assert peak_memory_mb(torch.device("cpu")) > 1.0
+    assert not torch.cuda.is_initialized()

@@ -1,0 +1,207 @@
+"""The same runs on the CPU and on the pretended device, as a script: importing `pretend_device` changes its process.
+
+Called as `device_runs.py FOLDER CASE...`; writes `FOLDER/found.json`: case -> what was found on each device, or the
+error.
+What it does not know: what must be equal (`test_devices.py` does).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from served import Reply
+from tiny import VARIANTS, Lab, Stop, matrix, opened, run, trace
+from torch import Tensor
+
+from raycl.bank import Bank
+from raycl.data.loader import batch_of, eval_batches
+from raycl.data.prepare import fit_sources
+from raycl.data.prompts import Prompt
+from raycl.serve.asks import FAILURES, Ask, Choice, Sampling
+from raycl.serve.engine import Engine
+from raycl.serve.host import Host
+from raycl.storage import Storage
+from raycl.train.world import World
+from raycl.types import Mixture
+
+STOP_AFTER = 3
+"""Steps, one more than the first checkpoint has."""
+
+TEXTS = ("fire is", "the sea is cold", "is warm very a", "it purrs", "the barks runs much", "purrs a")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, and the answers of what it left in its bank.
+
+    Attributes:
+        decodings: of the engine: at fixed addresses or not.
+        tolerance: of losses and gradient norms, relative.
+    """
+
+    kind: str
+    method: Any = "lora"
+    sections: dict[str, Any] = field(default_factory=dict)
+    served: bool = False
+    decodings: tuple[bool, ...] = (False,)
+    tolerance: float = 1e-3
+
+
+@dataclass(frozen=True)
+class Alone(World):
+    """One worker, whose collectives take tensors of its device alone, as those between GPUs do."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """What is to be summed over workers."""
+        assert tensor.device == self.device, f"a tensor on {tensor.device} cannot be summed between {self.device}"
+        return super().sum(tensor)
+
+
+MIGU: dict[str, Any] = {"modifiers": [{"name": "migu", "threshold": 0.5, "skip_first_task": False}]}
+CASES: dict[str, Case] = {
+    "bert-slm": Case("bert", "slm", served=True),
+    "bert-sapt": Case("bert", {"name": "sapt", "arm": {"fraction": 1.0, "weight": 2.0}}, served=True),
+    "bert-migu": Case("bert", "finetune", MIGU),
+    "bert-migu-clusters": Case(
+        "bert", "lora", {"modifiers": [{**MIGU["modifiers"][0], "clusters": 4, "cluster_by": "co_magnitude"}]}
+    ),
+    "t5-sapt-prompt": Case("t5", VARIANTS["sapt-prompt"], served=True),
+    "t5-olora": Case("t5", "olora", served=True),
+    "t5-replay-migu": Case("t5", "replay", MIGU),
+    "llama-slm": Case("llama", "slm", served=True, decodings=(False, True)),
+    "llama-slm-prompt": Case("llama", {"name": "slm", "value": "prompt"}),
+    "llama-lora-bfloat16": Case("llama", "lora", {"backbone": {"dtype": "bfloat16"}}, tolerance=0.02),
+}
+"""Cases of the committed test."""
+
+
+def trained(lab: Lab, case: Case, folder: Path, device: torch.device) -> dict[str, Any]:
+    """A run that is stopped and resumed on the device: its trace, its matrix, and who answers what of its bank."""
+    from pretend_device import MODULE
+
+    config = lab.config(case.kind, case.method, **case.sections)
+    storage, world = Storage.at(folder), Alone(0, 1, 0, device)
+    MODULE.drawn.clear()
+    with suppress(Stop):
+        run(config, storage, after=STOP_AFTER, world=world)
+    parts = run(config, storage, world=world).parts
+    found: dict[str, Any] = {
+        "trace": [[loss, norm] for _, _, loss, norm, _, _ in trace(storage)],
+        "matrix": matrix(storage),
+        "drawn": list(MODULE.drawn),
+        "device": str(parts.backbone.device),
+    }
+    if case.served:
+        bank = Bank(storage.sub("bank"))
+        found["predicted"] = predicted(bank, parts, device)
+        found["mixed"] = mixed(bank, device)
+        found["engine"] = [served(bank, device, in_slots) for in_slots in case.decodings]
+    return found
+
+
+def predicted(bank: Bank, parts: Any, device: torch.device) -> list[str]:
+    """Every test example, answered by the newest snapshot in batches."""
+    model, answers = opened(bank, bank.open(max(bank.snapshots())), device), list[str]()
+    codec = model.backbone.codec
+    for task in parts.stream.tasks:
+        table = parts.stream.table(task, "test", codec)
+        for batch in eval_batches(table, None, 0, 1, 3, codec.pad_id):
+            texts = table.texts([row for row in batch.rows.tolist() if row >= 0])
+            texts += [""] * (len(batch) - len(texts))
+            answers += model.predict(batch.to(device), texts, [task.name] * len(batch), 4)
+    return answers
+
+
+def mixed(bank: Bank, device: torch.device) -> list[list[str]]:
+    """Answers under mixtures of resident adapters: those that all examples share, and rows of each example's own."""
+    model, found = opened(bank, bank.open(max(bank.snapshots())), device), list[list[str]]()
+    names = tuple(model.hosted.keys)
+    codec = model.backbone.codec
+    ids, _ = fit_sources([f"{text} warm very much the a is" for text in TEXTS], Prompt(), codec, 24)
+    batch = batch_of(ids, codec.pad_id).to(device)
+    draw = torch.Generator().manual_seed(0)
+    everyone = torch.rand(len(TEXTS), len(names), generator=draw)
+    one_each = torch.eye(len(names))[torch.arange(len(TEXTS)) % len(names)] * 3
+    for weights in (everyone, one_each, torch.zeros_like(everyone)):
+        with model.host.speaking(model.hosted.named(Mixture(names, weights))):
+            found.append(model.backbone.predict(batch, 6))
+    return found
+
+
+def served(bank: Bank, device: torch.device, in_slots: bool) -> list[Any]:
+    """Answers of the engine to asks that come at once: greedy and drawn texts, or labels."""
+    model = opened(bank, bank.open(max(bank.snapshots())), device)
+    host = Host(model.backbone)
+    model.host.stack.detach()
+    model.backbone.prefix = None
+    engine = Engine(host, 4, 24, 4, in_slots=in_slots)
+    try:
+        engine.take_on(model.hosted)
+        replies = []
+        for number, text in enumerate(TEXTS):
+            heat = 0.0 if number % 2 else 0.8
+            sampling = None if engine.kind == "encoder" else Sampling(8, heat, 0.9 if number % 4 else 1.0, number)
+            task = model.hosted.snapshot.tasks[number % 2].name
+            reply = Reply()
+            engine.submit(Ask(text, model.hosted, Choice(None, task), reply.take, sampling))
+            replies.append(reply)
+        return [reply.label if engine.kind == "encoder" else reply.text for reply in replies]
+    finally:
+        engine.close()
+
+
+def refused() -> dict[str, bool]:
+    """Whether the device refuses each of these, as CUDA does."""
+    from pretend_device import DEVICE
+
+    here, there = torch.ones(3, 4), torch.ones(3, 4, device=DEVICE)
+    zero = torch.tensor([0])
+    tried: dict[str, Callable[[], Any]] = {
+        "sum": lambda: here + there,
+        "sum in place": lambda: here.add_(there),
+        "scalar in place": lambda: torch.tensor(1.0).add_(there[0, 0]),
+        "cat": lambda: torch.cat([here, there]),
+        "stack of scalars": lambda: torch.stack([there[0, 0], torch.tensor(1.0)]),
+        "rows of the CPU": lambda: here[zero.to(DEVICE)],
+        "chosen rows": lambda: there.index_select(0, zero),
+        "what is put": lambda: there.index_put_((zero,), torch.ones(4)),
+        "numpy": there.numpy,
+        "generator": lambda: torch.rand(2, device=DEVICE, generator=torch.Generator()),
+    }
+    found = {}
+    for name, action in tried.items():
+        try:
+            action()
+            found[name] = False
+        except (RuntimeError, TypeError):
+            found[name] = True
+    return found
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Every case on both devices."""
+    from pretend_device import CPU, DEVICE
+
+    torch.set_num_threads(1)
+    lab, found = Lab(folder), dict[str, Any](refused=refused())
+    for name in names:
+        try:
+            found[name] = {
+                device.type: trained(lab, CASES[name], folder / f"{name}-{device.type}", device)
+                for device in (CPU, DEVICE)
+            }
+        except FAILURES:  # other cases go on
+            found[name] = {"error": traceback.format_exc()}
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:] or list(CASES))

@@ -1,0 +1,45 @@
+"""Runs and serving on a device that is not the CPU, pretended in a process of its own: the results are the CPU's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from device_runs import CASES
+
+LIMIT_S = 240.0
+"""Several times what all cases take on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Case -> what was found on the CPU and on the pretended device."""
+    folder = tmp_path_factory.mktemp("devices")
+    script = Path(__file__).with_name("device_runs.py")
+    done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return results
+
+
+def test_what_cuda_refuses_is_refused(found: dict[str, Any]) -> None:
+    """Otherwise the tests below could not fail."""
+    refused = found["refused"]
+    assert refused and all(refused.values()), refused
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_on_another_device_gives_the_same(found: dict[str, Any], name: str) -> None:
+    assert "error" not in found[name], found[name].get("error")
+    cpu, device = found[name]["cpu"], found[name]["pretend"]
+    assert (cpu["device"], device["device"]) == ("cpu", "pretend:0")
+    assert device["drawn"] == [], "what begins at random must begin alike on all devices"
+    assert [step for row in device["trace"] for step in row] == pytest.approx(
+        [step for row in cpu["trace"] for step in row], rel=CASES[name].tolerance
+    )
+    same = [key for key in cpu if key not in ("device", "drawn", "trace")]
+    assert {key: device[key] for key in same} == {key: cpu[key] for key in same}
