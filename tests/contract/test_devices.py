@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from device_runs import CASES
 
+from raycl.bench.gpu.suite import PARTS
+
 LIMIT_S = 240.0
 """Several times what all cases take on a busy machine."""
 
@@ -43,3 +45,14 @@ def test_a_run_on_another_device_gives_the_same(found: dict[str, Any], name: str
     )
     same = [key for key in cpu if key not in ("device", "drawn", "trace")]
     assert {key: device[key] for key in same} == {key: cpu[key] for key in same}
+
+
+def test_the_suite_for_gpus_mixes_no_devices_and_gives_the_results_of_the_cpu(tmp_path: Path) -> None:
+    file = tmp_path / "figures.tsv"
+    script = Path(__file__).with_name("device_suite.py")
+    done = subprocess.run([sys.executable, str(script), str(file)], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split("\t") for line in file.read_text().splitlines()]
+    assert {name.partition(",")[0] for name, *_ in lines} == {part.name for part in PARTS} - {"streams"}
+    assert [line for line in lines if line[1] == "False"] == []
+    assert sum(ok == "True" for _, ok, _ in lines) >= 10, "results are held against the CPU's"

@@ -125,8 +125,8 @@ def twin(backbone: Backbone) -> Any:
 
 def token_ids(setup: Setup, rows: int, tokens: int, vocabulary: int, seed: int = 0) -> Tensor:
     """`[rows, tokens]` of ordinary words, on the device."""
-    draw = setup.generator(seed)
-    return torch.randint(FIRST_WORD, vocabulary, (rows, tokens), generator=draw, device=setup.device)
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(FIRST_WORD, vocabulary, (rows, tokens), generator=draw).to(setup.device)
 
 
 def batch_to_learn(setup: Setup, rows: int, tokens: int, targets: int, vocabulary: int, seed: int = 0) -> Batch:

@@ -70,9 +70,9 @@ class Setup:
         """Whether there are graphs, events and memory statistics."""
         return self.device.type == "cuda"
 
-    def generator(self, seed: int) -> torch.Generator:
-        """Random numbers on the device."""
-        return torch.Generator(self.device).manual_seed(seed)
+    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Normal random numbers on the device, in its type unless another is given."""
+        return torch.randn(*shape, device=self.device).to(dtype or self.dtype)
 
     def replayed(self, run: Callable[[], None]) -> Callable[[], Any]:
         """`run` as a CUDA graph where there are such; it must write its results where it wrote them before."""

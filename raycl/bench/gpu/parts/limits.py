@@ -35,14 +35,14 @@ def limits_of(setup: Setup, seconds: float = 2.0) -> MachineLimits:
 
 def _figures(setup: Setup, seconds: float) -> Iterator[Figure]:
     side = TINY_SIDE if setup.tiny else SIDE
-    draw = setup.generator(0)
-    a, b = (torch.randn(side, side, generator=draw, device=setup.device).to(torch.bfloat16) for _ in range(2))
+    torch.manual_seed(0)
+    a, b = (setup.randn(side, side, dtype=torch.bfloat16) for _ in range(2))
     c = a @ b
     check_close("bfloat16 matrix product", c[0], a[0].float() @ b.float(), 2e-2)
     product = setup.turns({"product": lambda: torch.mm(a, b, out=c)}, seconds / 2)["product"]
     flops = 2 * side**3 / product.median
     size = TINY_COPIED if setup.tiny else COPIED
-    source = torch.randint(0, 256, (size,), generator=draw, device=setup.device, dtype=torch.uint8)
+    source = torch.randint(0, 256, (size,), device=setup.device, dtype=torch.uint8)
     target = torch.empty_like(source)
     copy = setup.turns({"copy": lambda: target.copy_(source)}, seconds / 2)["copy"]
     check_equal("copy", bool(torch.equal(source, target)), True)

@@ -96,12 +96,9 @@ class _Bench:
 
     def inputs(self, setup: Setup, rows: int, tokens: int) -> dict[int, Tensor]:
         """By width."""
-        draw = setup.generator(1)
+        torch.manual_seed(1)
         widths = sorted({layer.inputs for layer in self.stack.layers.values()})
-        shape = (rows, tokens)
-        return {
-            width: torch.randn(*shape, width, generator=draw, device=setup.device).to(setup.dtype) for width in widths
-        }
+        return {width: setup.randn(rows, tokens, width) for width in widths}
 
     def bare(self, inputs: dict[int, Tensor]) -> list[Tensor]:
         """Without adapters."""
