@@ -24,7 +24,6 @@ from raycl import config as configs
 from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
 from raycl.bench.gpu import tiny as models
-from raycl.bench.gpu.tiny import stopping
 from raycl.run import RunConfig, build
 from raycl.serve.model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.storage import Storage
@@ -37,6 +36,9 @@ WORDS = (
     *("red", "blue", "cat", "dog", "the", "a", "is", "sky", "sea", "fire"),
     *("purrs", "barks", "runs", "sleeps", "warm", "cold", "Output", ":", "very", "much"),
 )
+Stop = models.Stop
+"""What stands for a crash."""
+
 KINDS = ("bert", "t5", "llama")
 """One model of each kind of backbone: encoder, encoder-decoder, decoder."""
 
@@ -164,7 +166,7 @@ def run(
     world = world or World.alone(torch.device("cpu"))
     parts, open_engine = build(config, world)
     loop = StreamLoop(
-        parts, open_engine if after is None else stopping(open_engine, after), storage, world, on_stage=on_stage
+        parts, open_engine if after is None else models.stopping(open_engine, after), storage, world, on_stage=on_stage
     )
     loop.run()
     return loop
