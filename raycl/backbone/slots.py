@@ -101,10 +101,12 @@ def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """
     side = _side_stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_STEPS):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
+    try:
+        with torch.cuda.stream(side):
+            for _ in range(WARM_STEPS):
+                step()
+    finally:  # one that fails has begun on memory that the next uncaptured step uses
+        torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     mode = "thread_local"  # what other threads do with the device meanwhile does not spoil the capture
     with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode=mode):

@@ -215,11 +215,13 @@ def build_from(config: ServeConfig) -> Any:
     """
     check_access(config)
     decide_first(Bank.at(config.bank), config)
-    tree = configs.as_tree(config)
+    # Ray hides no GPU from an actor that asked for none, so each is told what is reserved for it
+    tree = {**configs.as_tree(config), "device": "cuda" if _on_gpu(config) else "cpu"}
     others = []
     if config.follow.enabled and config.follow.gated:
         options = {"num_cpus": config.reserved}
-        others = [serve.deployment(Gatekeeper, name="gatekeeper", ray_actor_options=options).bind(tree)]
+        gatekeeper = serve.deployment(Gatekeeper, name="gatekeeper", ray_actor_options=options)
+        others = [gatekeeper.bind({**tree, "device": "cpu"})]
     if config.layout == "colocated":
         return serve.deployment(serve.ingress()(Endpoint), **options_of(config)).bind(tree, *others)
     model = serve.deployment(Model, **options_of(config)).bind(tree)
@@ -242,9 +244,13 @@ def _drain(config: ServeConfig) -> dict[str, float]:
     return {"graceful_shutdown_timeout_s": config.limits.timeout_s}
 
 
+def _on_gpu(config: ServeConfig) -> bool:
+    return config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+
+
 def options_of(config: ServeConfig) -> dict[str, Any]:
     """Serve's options of a replica that holds the model."""
-    gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    gpu = _on_gpu(config)
     queue = config.limits.queue
     options: dict[str, Any] = {
         "name": "endpoint",

@@ -62,7 +62,11 @@ class ServeConfig(Section):
     bank: str = Field(description="folder or URI of the bank")
     snapshot: int | None = Field(None, ge=1, description="answers at first; null: the newest")
     backbone: str | None = Field(None, description="where the backbone is now, if not where training found it")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="of the model; auto: a GPU for each replica where the process that deploys sees one. The gate "
+        "judges on CPUs when it runs beside the endpoint",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="what the backbone computes in; auto: what its run asked for; bfloat16 makes CPUs that know it "

@@ -385,14 +385,3 @@ def test_rows_are_counted_by_who_speaks(taught: Taught, tmp_path: Path, decoding
         desk.settle()
         found = {name: desk.engine.counts[name] - before[name] for name in before}
     assert 2 <= found["rows"] <= 2 * found["batches"] and found["misses"] >= 1
-
-
-def test_a_gpu_that_is_not_there_is_refused_by_name(
-    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # wherever this test runs
-    with (
-        pytest.raises(ConfigError, match=r"device is 'cuda', but torch sees no GPU .* expected 'auto' or 'cpu'"),
-        serving(bank_of(taught("bert", "slm"), tmp_path), device="cuda"),
-    ):
-        pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.backbone.running import Running, begin, step
-from raycl.backbone.slots import Slots, fits_slots
+from raycl.backbone.slots import Slots, captured, fits_slots
 from raycl.errors import BackboneError
 
 TEXTS = ("red blue cat", "the sky is very much blue cold warm", "a dog", "fire runs sleeps")
@@ -107,6 +108,30 @@ def test_what_cannot_be_captured_is_decoded_all_the_same(tmp_path: Path, caplog:
         torch.testing.assert_close(slots.logits[0], logits, atol=1e-5, rtol=1e-4)
         slots = slots.step(slots.logits.argmax(-1))
     assert caplog.text.count("decoding goes on without CUDA graphs") == 1 and not slots.captures
+
+
+def test_a_step_that_fails_before_its_capture_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its stream still does would else run beside the uncaptured step that follows, on the same caches."""
+    waits: list[tuple[str, str]] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            waits.append((self.name, other.name))
+
+    main, side = Stream("main"), Stream("side")
+    monkeypatch.setattr("raycl.backbone.slots._side_stream", lambda: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+    def step() -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        captured(step)
+    assert waits == [("side", "main"), ("main", "side")]
 
 
 def test_too_little_memory_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

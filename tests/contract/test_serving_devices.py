@@ -1,0 +1,45 @@
+"""Where an endpoint computes: what is asked for, what is there, and what is reserved for it agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from served import bank_of, serving
+from tiny import Taught
+
+from raycl.errors import ConfigError
+from raycl.serve.app import build_from
+from raycl.serve.settings import ServeConfig
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_name(
+    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # wherever this test runs
+    with (
+        pytest.raises(ConfigError, match=r"device is 'cuda', but torch sees no GPU .* expected 'auto' or 'cpu'"),
+        serving(bank_of(taught("bert", "slm"), tmp_path), device="cuda"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("device", "sees", "uses"),
+    [("auto", True, "cuda"), ("auto", False, "cpu"), ("cpu", True, "cpu"), ("cuda", False, "cuda")],
+)
+@pytest.mark.parametrize("layout", ["colocated", "split"])
+def test_replicas_use_what_is_reserved_for_them(
+    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, sees: bool, uses: str, layout: str
+) -> None:
+    """Ray hides no GPU from an actor that asked for none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees)
+    bank = bank_of(taught("bert", "slm"), tmp_path)
+    tree = {"bank": bank.storage.uri, "device": device, "layout": layout, "follow": {"enabled": True, "gated": True}}
+    first = build_from(ServeConfig(**tree))._bound_deployment
+    bound = {one.name: one for one in (first, *(given._bound_deployment for given in first.init_args[1:]))}
+    reserved = {name: one.ray_actor_options.get("num_gpus", 0.0) > 0 for name, one in bound.items()}
+    used = {name: one.init_args[0]["device"] == "cuda" for name, one in bound.items() if name != "front"}
+    assert used == {"endpoint": uses == "cuda", "gatekeeper": False}
+    assert {name: reserved[name] for name in used} == used and not reserved.get("front")
