@@ -7,14 +7,15 @@ What it does not know: who answers, and how.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, dataclass
 
 from raycl.bank.bank import Bank
 from raycl.bank.manifest import check_name
-from raycl.errors import AlreadyExistsError, BankError
+from raycl.errors import AlreadyExistsError, BankError, DamagedError, FormatError
+from raycl.storage.records import numbered, numbers, read_record, seal
 
+FORMAT = 2
 RACES = 20
 
 
@@ -46,23 +47,31 @@ class Activations:
         """The one that counts; None before the first.
 
         Raises:
-            BankError: it cannot be read.
+            BankError: it is damaged.
         """
-        numbers = [int(name.removesuffix(".json")) for name in self.bank.storage.list(self.folder) if _is_record(name)]
-        if not numbers:
+        newest = self._newest()
+        if newest == 0:
             return None
-        newest = max(numbers)
         if self._known is None or self._known.number != newest:
             self._known = self._read(newest)
         return self._known
 
+    def _newest(self) -> int:
+        """Number of the last decision, readable or not; 0 before the first."""
+        return max(numbers(self.bank.storage, self.folder), default=0)
+
     def _read(self, number: int) -> Activation:
         file = self._file(number)
         try:
-            tree = self.bank.storage.read_json(file)
-            return Activation(number, int(tree["snapshot"]), int(tree["seen"]), dict(tree["made"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise BankError(f"'{file}' is no activation record ({error}): activate a snapshot again") from error
+            tree = read_record(self.bank.storage, file, FORMAT)
+        except DamagedError as error:
+            raise BankError(f"{error}, or activate a snapshot again") from error
+        except FormatError as error:
+            raise BankError(str(error)) from error
+        found = Activation(*(tree[name] for name in ("number", "snapshot", "seen", "made")))
+        if found.number != number:
+            raise BankError(f"'{file}' calls itself decision {found.number}: it was moved; activate a snapshot again")
+        return found
 
     def add(self, snapshot: int, why: str) -> Activation:
         """Decide for a snapshot of the bank.
@@ -72,26 +81,21 @@ class Activations:
         """
         self.bank.open(snapshot)
         for _ in range(RACES):
-            last = self.latest()
             made: dict[str, object] = {"why": why, "time": time.time()}
-            fresh = Activation((last.number if last else 0) + 1, snapshot, max(self.bank.snapshots()), made)
-            record = {name: value for name, value in asdict(fresh).items() if name != "number"}
+            # the last record is not read: a damaged one is followed, and so repaired, by this one
+            fresh = Activation(self._newest() + 1, snapshot, max(self.bank.snapshots()), made)
             try:
-                self.bank.storage.create(self._file(fresh.number), json.dumps(record).encode())
+                self.bank.storage.create(self._file(fresh.number), seal({"format": FORMAT, **asdict(fresh)}))
             except AlreadyExistsError:
                 continue
             return fresh
         raise BankError(f"{RACES} activations in a row were decided by others: look at /v1/snapshots and try again")
 
     def _file(self, number: int) -> str:
-        return f"{self.folder}/{number:06d}.json"
+        return f"{self.folder}/{numbered(number)}"
 
 
 def activated(bank: Bank) -> set[int]:
     """Snapshots that some endpoint answers from now."""
     latest = [Activations(bank, endpoint).latest() for endpoint in bank.storage.list("serving")]
     return {one.snapshot for one in latest if one is not None}
-
-
-def _is_record(name: str) -> bool:
-    return name.endswith(".json") and name.removesuffix(".json").isdigit()

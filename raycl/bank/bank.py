@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +95,17 @@ class Bank:
                 "made": dict(made or {}),
                 "extras": beside,
             }
-            taken = self.versions(name)
-            if version is None and taken:
-                last = self.manifest(AdapterRef(name=name, version=taken[-1]))
-                if last == AdapterManifest(name=name, version=taken[-1], **facts):
-                    return last
-            if not self.storage.exists(tensors.file):
+            known = self.storage.exists(tensors.file)
+            if not known:
                 write_as(tensors.file)
+        taken = self.versions(name)
         if version is not None:
             return self._publish(AdapterManifest(name=name, version=version, **facts))
+        for number in reversed(taken if known else taken[-1:]):  # tensors that are new are no older version's
+            with suppress(BankError):  # a damaged manifest is no reason not to publish
+                found = self.manifest(AdapterRef(name=name, version=number))
+                if found == AdapterManifest(name=name, version=number, **facts):
+                    return found
         for number in range(taken[-1] + 1 if taken else 1, (taken[-1] if taken else 0) + 1 + RACES):
             try:
                 return self._publish(AdapterManifest(name=name, version=number, **facts))
@@ -202,11 +205,13 @@ class Bank:
         encoder: ModelFacts | None = None,
         parent: int | None = None,
         made: Mapping[str, Any] | None = None,
+        again: bool = False,
     ) -> Snapshot:
         """A new immutable snapshot; if the newest one says the same by the same maker, that one.
 
         Args:
             adapters: manifests, or entries of an older snapshot with their layouts.
+            again: it may have been made before, so that all older ones are looked at and not the newest alone.
 
         Raises:
             BankError: an adapter of another backbone, two of one name, or missing tensors.
@@ -239,10 +244,13 @@ class Bank:
             "adapters": tuple(sorted(entries, key=lambda entry: entry.name)),
             "made": dict(made or {}),
         }
-        last = self.newest()
-        if last is not None and last.made == facts["made"] and last.same_content(Snapshot(number=1, **facts)):
-            return last
-        first = last.number + 1 if last else 1
+        numbers = self.snapshots()
+        for number in reversed(numbers if again else numbers[-1:]):
+            with suppress(BankError):  # a damaged record is no reason not to publish
+                old = self.open(number)
+                if old.made == facts["made"] and old.same_content(Snapshot(number=1, **facts)):
+                    return old
+        first = numbers[-1] + 1 if numbers else 1
         for number in range(first, first + RACES):
             made_now = Snapshot(number=number, parent=parent, **facts)
             try:

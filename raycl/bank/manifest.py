@@ -9,15 +9,14 @@ What it does not know: how tensors are laid out in a file.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from raycl.config import Section, validate
-from raycl.errors import BankError, ConfigError
+from raycl.errors import BankError, ConfigError, DamagedError, FormatError
+from raycl.storage.records import numbered, seal, unseal
 from raycl.types import Activation
 
 FORMAT = 1
@@ -191,19 +190,17 @@ class Snapshot(Section):
 
 def manifest_file(name: str, version: int) -> str:
     """`adapters/agnews/000001.json`."""
-    return f"adapters/{check_name(name)}/{version:06d}.json"
+    return f"adapters/{check_name(name)}/{numbered(version)}"
 
 
 def snapshot_file(number: int) -> str:
     """`snapshots/000001.json`."""
-    return f"snapshots/{number:06d}.json"
+    return f"snapshots/{numbered(number)}"
 
 
 def dump(record: AdapterManifest | Snapshot) -> bytes:
     """Canonical JSON that carries its own hash."""
-    tree = record.model_dump(mode="json")
-    body = json.dumps(tree, sort_keys=True, separators=(",", ":"))
-    return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "record": tree}, sort_keys=True).encode()
+    return seal(record.model_dump(mode="json"))
 
 
 def parse_manifest(data: bytes, file: str) -> AdapterManifest:
@@ -234,16 +231,9 @@ def parse_snapshot(data: bytes, file: str) -> Snapshot:
 
 def _record(data: bytes, file: str) -> dict[str, Any]:
     try:
-        outer = json.loads(data)
-        record, written = outer["record"], outer["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise BankError(f"'{file}' is damaged: not the JSON that the bank writes ({error}); restore a copy") from error
-    body = json.dumps(record, sort_keys=True, separators=(",", ":"))
-    if hashlib.sha256(body.encode()).hexdigest() != written:
-        raise BankError(f"'{file}' was changed after it was written (its hash differs): restore a copy")
-    if record.get("format") != FORMAT:
-        raise BankError(f"'{file}' has format {record.get('format')}, this version reads {FORMAT}: upgrade raycl")
-    return record  # type: ignore[no-any-return]
+        return unseal(data, file, FORMAT)
+    except (DamagedError, FormatError) as error:
+        raise BankError(str(error)) from error
 
 
 def _validated(model: type[Section], record: dict[str, Any], file: str) -> Section:

@@ -39,6 +39,7 @@ from raycl.train.progress import Progress, Trace, clock
 from raycl.train.proof import Proof
 from raycl.train.publish import publish
 from raycl.train.results import build_results
+from raycl.train.resume import newest_place
 from raycl.train.row import evaluate_row, evaluate_unseen
 from raycl.train.step import StepResult, train_step
 from raycl.train.world import World
@@ -92,9 +93,9 @@ class StreamLoop:
 
     def run(self, stop_after: int | None = None) -> None:
         """Go on from where the ledger says, for `stop_after` stages at most (None: to the end)."""
+        last = None if stop_after is None else len(self.state.stages) + stop_after
         pending = self._restore()
         first = len(self.state.stages)
-        last = None if stop_after is None else first + stop_after
         for stage in self.parts.stages[first:last]:
             done = pending if pending and pending.is_stage_end else self._train(stage, pending)
             if not self._record(stage, self._evaluate(stage, done)):
@@ -102,10 +103,19 @@ class StreamLoop:
             pending = None
 
     def _restore(self) -> Checkpoint | None:
-        """Give the model the shape and values of the last checkpoint; returns it if its stage is not recorded."""
-        if not self.state.checkpoints:
+        """Give the model the shape and values of the last whole checkpoint; returns it if its stage is not recorded.
+
+        Raises:
+            RunError: stages are recorded, but no checkpoint can be gone on from.
+        """
+        place = newest_place(self.storage, self.state, self.world)
+        if place.problems:
+            self.state = replace(self.state, checkpoints=place.checkpoints, stages=place.stages)
+        if place.problems and self.ledger is not None:
+            log.warning("%s", place.told)
+            self.ledger.go_back(place.checkpoints, place.stages)
+        if (found := place.checkpoint) is None:
             return None
-        found = checkpoints.read_checkpoint(self.storage, self.state.checkpoints[-1])
         self.parts.method.load_state_dict(found.method, found.carried)
         self.parts.modifiers.load_state(found.modifiers, found.carried)
         if found.is_stage_end:

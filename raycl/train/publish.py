@@ -39,6 +39,7 @@ def publish(
     made = {"run": storage.uri, "fingerprint": parts.info.fingerprint, "stage": stage.index, "stage_name": stage.name}
     seen = [task for done in parts.stages[: stage.index + 1] for task in done.tasks]
     mine = [task.name for task in (stage.tasks if parts.method.own_adapters else seen)]
+    known = {name: bank.versions(name) for name in learned.adapters}
     fresh = [
         bank.publish(name, state, backbone, mine, made, extras=learned.extras.get(name))
         for name, state in learned.adapters.items()
@@ -57,6 +58,7 @@ def publish(
         encoder,
         parent=parent.number if parent else None,
         made={**made, "config": parts.info.tree},
+        again=all(manifest.version in known[manifest.name] for manifest in fresh),
     )
     versions = {entry.name: entry.version for entry in snapshot.adapters}
     return {"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": versions}
