@@ -73,8 +73,11 @@ class Activations:
             raise BankError(f"'{file}' calls itself decision {found.number}: it was moved; activate a snapshot again")
         return found
 
-    def add(self, snapshot: int, why: str) -> Activation:
+    def add(self, snapshot: int, why: str, seen: int | None = None) -> Activation:
         """Decide for a snapshot of the bank.
+
+        Args:
+            seen: only newer ones are news; None: the newest that is there.
 
         Raises:
             BankError: the bank has no such snapshot, or decisions come faster than this one.
@@ -83,7 +86,8 @@ class Activations:
         for _ in range(RACES):
             made: dict[str, object] = {"why": why, "time": time.time()}
             # the last record is not read: a damaged one is followed, and so repaired, by this one
-            fresh = Activation(self._newest() + 1, snapshot, max(self.bank.snapshots()), made)
+            newest = max(self.bank.snapshots()) if seen is None else seen
+            fresh = Activation(self._newest() + 1, snapshot, newest, made)
             try:
                 self.bank.storage.create(self._file(fresh.number), seal({"format": FORMAT, **asdict(fresh)}))
             except AlreadyExistsError:
