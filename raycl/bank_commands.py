@@ -98,7 +98,8 @@ def _verify(bank: Bank, options: Namespace) -> Answer:
         f"{found.objects} files of tensors, {found.bytes:,} bytes",
         *(f"problem: {problem}" for problem in found.problems),
         *(f"leftover: {file}" for file in found.leftovers),
-        "clean" if not found.problems else f"{len(found.problems)} problems",
+        *(f"stray: {file}" for file in found.strays),
+        "clean" if not found.problems else f"{len(found.problems)} problem{'s' * (len(found.problems) > 1)}",
     ]
     return Answer("\n".join(lines), asdict(found), not found.problems)
 

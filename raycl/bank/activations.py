@@ -11,9 +11,9 @@ import time
 from dataclasses import asdict, dataclass
 
 from raycl.bank.bank import Bank
-from raycl.bank.manifest import check_name
+from raycl.bank.manifest import NAME, check_name
 from raycl.errors import AlreadyExistsError, BankError, DamagedError, FormatError
-from raycl.storage.records import numbered, numbers, read_record, seal
+from raycl.storage.records import number_of, numbered, numbers, read_record, seal
 
 FORMAT = 2
 RACES = 20
@@ -99,7 +99,17 @@ class Activations:
         return f"{self.folder}/{numbered(number)}"
 
 
+def endpoints(bank: Bank) -> list[str]:
+    """Names of the endpoints for which something was decided."""
+    found = [file.split("/") for file in bank.storage.files("serving")]
+    return sorted({file[1] for file in found if len(file) == 3 and NAME.fullmatch(file[1]) and number_of(file[2])})
+
+
 def activated(bank: Bank) -> set[int]:
-    """Snapshots that some endpoint answers from now."""
-    latest = [Activations(bank, endpoint).latest() for endpoint in bank.storage.list("serving")]
+    """Snapshots that some endpoint answers from now.
+
+    Raises:
+        BankError: a last decision is damaged.
+    """
+    latest = [Activations(bank, endpoint).latest() for endpoint in endpoints(bank)]
     return {one.snapshot for one in latest if one is not None}

@@ -26,6 +26,7 @@ from raycl.bank.manifest import (
     Snapshot,
     SnapshotAdapter,
     TaskFacts,
+    adapter_of,
     check_name,
     dump,
     manifest_file,
@@ -36,6 +37,7 @@ from raycl.bank.manifest import (
 from raycl.bank.tensors import dtype_of, pack, unpack, views
 from raycl.errors import AlreadyExistsError, BankError, StorageError
 from raycl.storage import Storage
+from raycl.storage.records import numbers
 from raycl.storage.unfinished import Buffer
 from raycl.types import AdapterState
 
@@ -128,13 +130,12 @@ class Bank:
 
     def names(self) -> list[str]:
         """All adapters that have a version."""
-        return sorted(
-            {file.split("/")[1] for file, facts in self.storage.files("adapters").items() if not facts.unfinished}
-        )
+        found = (adapter_of(file) for file in self.storage.files("adapters"))
+        return sorted({ref.name for ref in found if ref is not None})
 
     def versions(self, name: str) -> list[int]:
         """Published versions of an adapter, ascending."""
-        return [int(file.removesuffix(".json")) for file in self.storage.list(f"adapters/{check_name(name)}")]
+        return numbers(self.storage, f"adapters/{check_name(name)}")
 
     def manifest(self, ref: AdapterRef) -> AdapterManifest:
         """What a version is.
@@ -244,13 +245,13 @@ class Bank:
             "adapters": tuple(sorted(entries, key=lambda entry: entry.name)),
             "made": dict(made or {}),
         }
-        numbers = self.snapshots()
-        for number in reversed(numbers if again else numbers[-1:]):
+        taken = self.snapshots()
+        for number in reversed(taken if again else taken[-1:]):
             with suppress(BankError):  # a damaged record is no reason not to publish
                 old = self.open(number)
                 if old.made == facts["made"] and old.same_content(Snapshot(number=1, **facts)):
                     return old
-        first = numbers[-1] + 1 if numbers else 1
+        first = taken[-1] + 1 if taken else 1
         for number in range(first, first + RACES):
             made_now = Snapshot(number=number, parent=parent, **facts)
             try:
@@ -262,7 +263,7 @@ class Bank:
 
     def snapshots(self) -> list[int]:
         """Numbers of all snapshots, ascending."""
-        return [int(file.removesuffix(".json")) for file in self.storage.list("snapshots")]
+        return numbers(self.storage, "snapshots")
 
     def newest(self) -> Snapshot | None:
         """The snapshot of the highest number, or None."""

@@ -16,12 +16,13 @@ from pydantic import AfterValidator, Field
 
 from raycl.config import Section, validate
 from raycl.errors import BankError, ConfigError, DamagedError, FormatError
-from raycl.storage.records import numbered, seal, unseal
+from raycl.storage.records import number_of, numbered, seal, unseal
 from raycl.types import Activation
 
 FORMAT = 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 HASH = re.compile(r"[0-9a-f]{64}")
+OBJECT = re.compile(r"objects/([0-9a-f]{2})/\1[0-9a-f]{62}\.safetensors")
 
 
 def check_name(name: str) -> str:
@@ -196,6 +197,21 @@ def manifest_file(name: str, version: int) -> str:
 def snapshot_file(number: int) -> str:
     """`snapshots/000001.json`."""
     return f"snapshots/{numbered(number)}"
+
+
+def is_object(file: str) -> bool:
+    """Whether a file is called as a bank's tensors are."""
+    return OBJECT.fullmatch(file) is not None
+
+
+def adapter_of(file: str) -> AdapterRef | None:
+    """The version whose manifest has this place; None for every other file."""
+    folder, _, rest = file.partition("/")
+    name, _, record = rest.partition("/")
+    number = number_of(record)
+    if folder != "adapters" or number is None or not NAME.fullmatch(name) or ".." in name:
+        return None
+    return AdapterRef(name=name, version=number)
 
 
 def dump(record: AdapterManifest | Snapshot) -> bytes:

@@ -11,8 +11,19 @@ from typing import Any
 
 from raycl.bank.activations import activated
 from raycl.bank.bank import Bank
-from raycl.bank.manifest import AdapterManifest, AdapterRef, ObjectFacts, Snapshot, manifest_file, snapshot_file
+from raycl.bank.manifest import (
+    NAME,
+    AdapterManifest,
+    AdapterRef,
+    ObjectFacts,
+    Snapshot,
+    adapter_of,
+    is_object,
+    manifest_file,
+    snapshot_file,
+)
 from raycl.errors import BankError
+from raycl.storage.records import number_of
 
 GRACE_S = 3600.0
 """Files younger than this are never pruned: their writer may be about to publish them."""
@@ -25,6 +36,7 @@ class Findings:
     Attributes:
         problems: one sentence each; a whole bank has none.
         leftovers: files that no manifest names, of writers that are at work or died; they harm nobody.
+        strays: files that no bank writes; they are ignored and never removed.
     """
 
     adapters: int = 0
@@ -33,6 +45,7 @@ class Findings:
     bytes: int = 0
     problems: list[str] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
+    strays: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -78,8 +91,9 @@ def verify(bank: Bank) -> Findings:
             found.objects += 1
             found.bytes += there[file].size
     found.leftovers = sorted(
-        file for file, facts in there.items() if facts.unfinished or (_is_object(file) and file not in objects)
+        file for file, facts in there.items() if facts.unfinished or (is_object(file) and file not in objects)
     )
+    found.strays = sorted(file for file, facts in there.items() if not (facts.unfinished or _is_written(file)))
     found.problems = list(dict.fromkeys(found.problems))
     return found
 
@@ -112,7 +126,7 @@ def prune(bank: Bank, keep_snapshots: int | None = None, grace_s: float = GRACE_
             pruned.adapters.append(str(manifest.ref))
             doomed.append(manifest.file)
     for file, facts in files.items():
-        if (facts.unfinished or (_is_object(file) and file not in needed)) and facts.age >= grace_s:
+        if (facts.unfinished or (is_object(file) and file not in needed)) and facts.age >= grace_s:
             doomed.append(file)
     pruned.files = doomed
     pruned.bytes = sum(files[file].size for file in doomed)
@@ -172,5 +186,12 @@ def _files_of(snapshot: Snapshot) -> set[str]:
     return files | ({snapshot.router.tensors.file} if snapshot.router.tensors else set())
 
 
-def _is_object(file: str) -> bool:
-    return file.startswith("objects/")
+def _is_written(file: str) -> bool:
+    """Whether a bank may have written it."""
+    folder, _, rest = file.partition("/")
+    if folder in ("snapshots", "pruned"):
+        return number_of(rest) is not None
+    if folder == "serving":
+        endpoint, _, record = rest.partition("/")
+        return NAME.fullmatch(endpoint) is not None and number_of(record) is not None
+    return is_object(file) or adapter_of(file) is not None
