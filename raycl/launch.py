@@ -34,6 +34,7 @@ from raycl.run import EXEMPT, RunConfig
 from raycl.storage import Storage
 from raycl.train.ledger import last_attempt, read_state
 from raycl.train.parts import RunInfo
+from raycl.train.publish import open_bank, publish_again
 from raycl.train.results import build_results
 from raycl.train.verdict import is_stopped
 from raycl.types import Stage
@@ -171,6 +172,9 @@ def train(prepared: Prepared, hosting: Hosting | None = None) -> dict[str, Any]:
             scaling = scaling_of(prepared.config, hosting.share)
             while (done := prepared.done) < stages and not is_stopped(prepared.storage, done):
                 _fit(prepared, scaling, done, hosting)
+    elif prepared.config.bank.publish:  # workers that go on look after this themselves
+        bank = open_bank(prepared.config.bank, prepared.storage)
+        publish_again(bank, prepared.storage, read_state(prepared.storage), goes_on=False)
     return finish(prepared)
 
 

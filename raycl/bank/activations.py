@@ -8,6 +8,7 @@ What it does not know: who answers, and how.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from raycl.bank.bank import Bank
@@ -59,6 +60,14 @@ class Activations:
     def _newest(self) -> int:
         """Number of the last decision, readable or not; 0 before the first."""
         return max(numbers(self.bank.storage, self.folder), default=0)
+
+    def all(self) -> Iterator[Activation | BankError]:
+        """Every decision in order; in the place of a damaged one, what is wrong with it."""
+        for number in numbers(self.bank.storage, self.folder):
+            try:
+                yield self._read(number)
+            except BankError as error:
+                yield error
 
     def _read(self, number: int) -> Activation:
         file = self._file(number)

@@ -261,6 +261,23 @@ class Bank:
             return made_now
         raise BankError(f"{RACES} snapshot numbers in a row were taken by other writers: try again later")
 
+    def put_back(self, record: bytes) -> Snapshot:
+        """Publish a snapshot that is lost or damaged once more, from a copy of its record.
+
+        Raises:
+            BankError: the record is damaged, or something that it names is missing.
+        """
+        snapshot = parse_snapshot(record, None)
+        for entry in snapshot.adapters:
+            for file in (entry.tensors.file, manifest_file(entry.name, entry.version)):
+                if not self.storage.exists(file):
+                    raise BankError(f"'{file}' is missing, which {entry} of snapshot {snapshot.number} needs")
+        router = snapshot.router.tensors
+        if router is not None and not self.storage.exists(router.file):
+            raise BankError(f"'{router.file}' is missing, which the router of snapshot {snapshot.number} needs")
+        self.storage.write(snapshot.file, record)
+        return snapshot
+
     def snapshots(self) -> list[int]:
         """Numbers of all snapshots, ascending."""
         return numbers(self.storage, "snapshots")

@@ -232,15 +232,19 @@ def parse_manifest(data: bytes, file: str) -> AdapterManifest:
     return record
 
 
-def parse_snapshot(data: bytes, file: str) -> Snapshot:
+def parse_snapshot(data: bytes, file: str | None) -> Snapshot:
     """Read back what `dump` wrote.
+
+    Args:
+        file: its place in the bank; None: a copy that lies elsewhere.
 
     Raises:
         BankError: as `parse_manifest`.
     """
-    record = _validated(Snapshot, _record(data, file), file)
+    name = file or "a copy of a snapshot"
+    record = _validated(Snapshot, _record(data, name), name)
     assert isinstance(record, Snapshot)
-    if record.file != file:
+    if file is not None and record.file != file:
         raise BankError(f"'{file}' calls itself snapshot {record.number}: it was moved or edited; restore a copy")
     return record
 

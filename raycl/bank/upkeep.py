@@ -5,11 +5,11 @@ What it does not know: what adapters are for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raycl.bank.activations import activated
+from raycl.bank.activations import Activations, activated, endpoints
 from raycl.bank.bank import Bank
 from raycl.bank.manifest import (
     NAME,
@@ -22,6 +22,7 @@ from raycl.bank.manifest import (
     manifest_file,
     snapshot_file,
 )
+from raycl.bank.pruned import record_removal, removed_from
 from raycl.errors import BankError
 from raycl.storage.records import number_of
 
@@ -58,9 +59,25 @@ class Pruned:
     bytes: int = 0
 
 
-def verify(bank: Bank) -> Findings:
-    """Read everything: records, hashes, shapes."""
+@dataclass(frozen=True)
+class Named:
+    """A snapshot that somebody outside the bank counts on.
+
+    Attributes:
+        who: `stage 2 of RUN`, for messages.
+        adapters: name -> version, as they were published with it.
+    """
+
+    snapshot: int
+    who: str
+    adapters: dict[str, int]
+
+
+def verify(bank: Bank, named: Sequence[Named] = ()) -> Findings:
+    """Read everything: records, hashes, shapes; and is all there that parents, activations and `named` count on?"""
     found = Findings()
+    removed = removed_from(bank.storage)
+    found.problems += removed.problems
     objects: dict[str, list[str]] = {}
     for manifest in _manifests(bank, found):
         found.adapters += 1
@@ -70,8 +87,11 @@ def verify(bank: Bank) -> Findings:
             bank.fetch(manifest)
         except BankError as error:
             found.problems.append(str(error))
+    there = set(bank.snapshots()) | removed.snapshots
     for snapshot in _snapshots(bank, found):
         found.snapshots += 1
+        if snapshot.parent is not None and snapshot.parent not in there:
+            found.problems.append(_gone(snapshot.parent, f"snapshot {snapshot.number} names as its parent"))
         for entry in snapshot.adapters:
             file = manifest_file(entry.name, entry.version)
             if not bank.storage.exists(file):
@@ -83,19 +103,51 @@ def verify(bank: Bank) -> Findings:
                 found.problems.append(str(error))
         for file in _files_of(snapshot):
             objects.setdefault(file, []).append(f"snapshot {snapshot.number}")
-    there = bank.storage.files()
+    _decided(bank, there, found)
+    _counted_on(bank, named, there, found)
+    files = bank.storage.files()
     for file, users in objects.items():
-        if file not in there:
+        if file not in files:
             found.problems.append(f"'{file}' is missing, which {users[0]} needs")
         else:
             found.objects += 1
-            found.bytes += there[file].size
+            found.bytes += files[file].size
     found.leftovers = sorted(
-        file for file, facts in there.items() if facts.unfinished or (is_object(file) and file not in objects)
+        file for file, facts in files.items() if facts.unfinished or (is_object(file) and file not in objects)
     )
-    found.strays = sorted(file for file, facts in there.items() if not (facts.unfinished or _is_written(file)))
+    found.strays = sorted(file for file, facts in files.items() if not (facts.unfinished or _is_written(file)))
     found.problems = list(dict.fromkeys(found.problems))
     return found
+
+
+def _gone(number: int, which: str) -> str:
+    return f"snapshot {number} is gone, which {which}, and no pruning removed it: restore a copy, or resume its run"
+
+
+def _decided(bank: Bank, there: set[int], found: Findings) -> None:
+    """What endpoints were told to answer from, or had seen."""
+    for endpoint in endpoints(bank):
+        for decision in Activations(bank, endpoint).all():
+            if isinstance(decision, BankError):
+                found.problems.append(str(decision))
+                continue
+            for number in {decision.snapshot, decision.seen} - there - {0}:
+                found.problems.append(_gone(number, f"decision {decision.number} of endpoint '{endpoint}' names"))
+
+
+def _counted_on(bank: Bank, named: Sequence[Named], there: set[int], found: Findings) -> None:
+    for one in named:
+        if one.snapshot not in there:
+            found.problems.append(_gone(one.snapshot, f"{one.who} published"))
+            continue
+        try:
+            versions = {entry.name: entry.version for entry in bank.open(one.snapshot).adapters}
+        except BankError:
+            continue  # pruned, or a problem already
+        if versions != one.adapters:
+            found.problems.append(
+                f"snapshot {one.snapshot} is not the one that {one.who} published: its adapters differ"
+            )
 
 
 def prune(bank: Bank, keep_snapshots: int | None = None, grace_s: float = GRACE_S, dry_run: bool = False) -> Pruned:
@@ -131,6 +183,8 @@ def prune(bank: Bank, keep_snapshots: int | None = None, grace_s: float = GRACE_
     pruned.files = doomed
     pruned.bytes = sum(files[file].size for file in doomed)
     if not dry_run:
+        if pruned.snapshots or pruned.adapters:
+            record_removal(bank.storage, pruned.snapshots, pruned.adapters)
         for file in doomed:  # records go before the tensors they name
             bank.storage.delete(file)
     return pruned

@@ -22,7 +22,7 @@ from raycl.storage.records import read_record, seal
 
 FOLDER = "checkpoints"
 PARAMETERS, OPTIMIZER, CARRIED = "parameters.safetensors", "optimizer.safetensors", "carried.safetensors"
-MANIFEST = "manifest.json"
+MANIFEST, SNAPSHOT = "manifest.json", "snapshot.json"
 FORMAT = 2
 
 
@@ -40,6 +40,7 @@ class Checkpoint:
         published: what went to the bank at the end of the stage (`raycl.train.publish`).
         carried: tensors of the method and of modifiers that are no parameters.
         modifiers: state of gradient modifiers by name.
+        snapshot: a copy of the snapshot's record, where one was published: the bank may lose its own.
     """
 
     stage: int
@@ -52,6 +53,7 @@ class Checkpoint:
     published: dict[str, Any] = field(default_factory=dict)
     carried: dict[str, Tensor] = field(default_factory=dict)
     modifiers: dict[str, Any] = field(default_factory=dict)
+    snapshot: bytes = b""
 
     @property
     def is_stage_end(self) -> bool:
@@ -73,6 +75,8 @@ def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint) -> Non
     folder = storage.sub(f"{FOLDER}/{name}")
     tensors = {PARAMETERS: checkpoint.parameters, OPTIMIZER: checkpoint.optimizer, CARRIED: checkpoint.carried}
     files = {file: save({name: value.contiguous() for name, value in held.items()}) for file, held in tensors.items()}
+    if checkpoint.snapshot:
+        files[SNAPSHOT] = checkpoint.snapshot
     for file, data in files.items():
         folder.write(file, data)
     manifest = {
@@ -109,7 +113,19 @@ def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
         manifest["published"],
         load(files[CARRIED]),
         manifest["modifiers"],
+        files.get(SNAPSHOT, b""),
     )
+
+
+def read_snapshot(storage: Storage, name: str) -> bytes:
+    """The snapshot's record that `checkpoints/<name>` has a copy of; empty if its stage is not over.
+
+    Raises:
+        CheckpointError, RunError, StorageError: see `read_checkpoint`.
+    """
+    folder = storage.sub(f"{FOLDER}/{name}")
+    hashes = _manifest(folder)["sha256"]
+    return _file(folder, SNAPSHOT, hashes[SNAPSHOT]) if SNAPSHOT in hashes else b""
 
 
 def _manifest(folder: Storage) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from raycl.train.ledger import Ledger, RunState, read_state
 from raycl.train.parts import Parts
 from raycl.train.progress import Progress, Trace, clock
 from raycl.train.proof import Proof
-from raycl.train.publish import publish
+from raycl.train.publish import open_bank, publish, publish_again
 from raycl.train.results import build_results
 from raycl.train.resume import newest_place
 from raycl.train.row import evaluate_row, evaluate_unseen
@@ -114,6 +114,9 @@ class StreamLoop:
         if place.problems and self.ledger is not None:
             log.warning("%s", place.told)
             self.ledger.go_back(place.checkpoints, place.stages)
+        if self.ledger is not None and self.parts.bank.publish:
+            goes_on = len(self.state.stages) < len(self.parts.stages)
+            publish_again(open_bank(self.parts.bank, self.storage), self.storage, self.state, goes_on)
         if (found := place.checkpoint) is None:
             return None
         self.parts.method.load_state_dict(found.method, found.carried)
@@ -264,7 +267,7 @@ class StreamLoop:
             checkpoints.write_model(self.storage, name, learned, parts.backbone.model_files())
         if learned.adapters and parts.bank.publish:
             before = self.state.stages[-1].get("bank") if self.state.stages else None
-            done.published = publish(parts, stage, learned, self.storage, before)
+            done.published, done.snapshot = publish(parts, stage, learned, self.storage, before)
 
     def _save(self, checkpoint: Checkpoint) -> None:
         """Files first, then the ledger's record, then what is no longer needed goes."""
