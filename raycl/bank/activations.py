@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from raycl.bank.bank import Bank
 from raycl.bank.manifest import NAME, check_name
 from raycl.errors import AlreadyExistsError, BankError, DamagedError, FormatError
-from raycl.storage.records import number_of, numbered, numbers, read_record, seal
+from raycl.storage.records import Stamp, number_of, numbered, numbers, read_record, seal, stamps
 
 FORMAT = 2
 RACES = 20
@@ -42,7 +42,7 @@ class Activations:
     def __init__(self, bank: Bank, endpoint: str = "default") -> None:
         self.bank = bank
         self.folder = f"serving/{check_name(endpoint)}"
-        self._known: Activation | None = None
+        self._known: tuple[Activation, int, Stamp] | None = None
 
     def latest(self) -> Activation | None:
         """The one that counts; None before the first.
@@ -50,12 +50,13 @@ class Activations:
         Raises:
             BankError: it is damaged.
         """
-        newest = self._newest()
-        if newest == 0:
+        found = stamps(self.bank.storage, self.folder)
+        if not found:
             return None
-        if self._known is None or self._known.number != newest:
-            self._known = self._read(newest)
-        return self._known
+        newest = max(found)
+        if self._known is None or self._known[1:] != (newest, found[newest]):
+            self._known = (self._read(newest), newest, found[newest])
+        return self._known[0]
 
     def _newest(self) -> int:
         """Number of the last decision, readable or not; 0 before the first."""

@@ -37,7 +37,7 @@ from raycl.bank.manifest import (
 from raycl.bank.tensors import dtype_of, pack, unpack, views
 from raycl.errors import AlreadyExistsError, BankError, StorageError
 from raycl.storage import Storage
-from raycl.storage.records import numbers
+from raycl.storage.records import Stamp, numbers, stamps
 from raycl.storage.unfinished import Buffer
 from raycl.types import AdapterState
 
@@ -281,6 +281,10 @@ class Bank:
     def snapshots(self) -> list[int]:
         """Numbers of all snapshots, ascending."""
         return numbers(self.storage, "snapshots")
+
+    def stamps(self) -> dict[int, Stamp]:
+        """Number of each snapshot -> stamp of its record: a number that is used again after a deletion has another."""
+        return stamps(self.storage, "snapshots")
 
     def newest(self) -> Snapshot | None:
         """The snapshot of the highest number, or None."""

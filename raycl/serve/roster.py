@@ -23,11 +23,12 @@ from raycl.errors import BankError, RayclError, StorageError
 from raycl.retrieval.router import Router, TextRouter
 from raycl.serve.asks import FAILURES
 from raycl.serve.engine import Engine
-from raycl.serve.host import Hosted
+from raycl.serve.host import Hosted, mark_of
 from raycl.serve.model import router_of
 from raycl.serve.refusals import UnavailableError
 from raycl.serve.settings import ServeConfig
 from raycl.serve.split import RemoteEngine
+from raycl.storage.records import Stamp
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +77,10 @@ class Roster:
         self._whole = Whole.of(bank) if shelf is None else Whole(shelf.check)
         self._refused: dict[int, Refused] = {}
         self._open: OrderedDict[int, Hosted] = OrderedDict()
-        self._users: Counter[int] = Counter()
-        self._lock = threading.Lock()  # of those two and of what is active: held for a moment only
+        self._replaced: list[Hosted] = []  # whose number means another snapshot now, or none
+        self._stamps: dict[int, Stamp] = {}
+        self._users: Counter[Hosted] = Counter()
+        self._lock = threading.Lock()  # of these and of what is active: held for a moment only
         self._changing = threading.RLock()  # one snapshot is opened, activated or let go at a time; that may take long
         self._stopped = threading.Event()
         self.active, error = self._best(wanted_snapshots(bank, self.activations, config))
@@ -113,10 +116,13 @@ class Roster:
     def _load(self, number: int) -> Hosted:
         snapshot = self.bank.open(number)
         self._check(snapshot)
-        hosted = Hosted.of(snapshot, self._router(snapshot), self._source(snapshot))
+        with self._lock:
+            mark = mark_of(snapshot, [*self._open.values(), *self._replaced])
+        hosted = Hosted.of(snapshot, self._router(snapshot), self._source(snapshot), mark)
         self.engine.take_on(hosted)
         with self._lock:
             self._open[number] = hosted
+            self._stamps.pop(number, None)
         return hosted
 
     def _router(self, snapshot: Snapshot) -> Router:
@@ -148,23 +154,45 @@ class Roster:
     def _make_room(self, fresh: int | None = None) -> None:
         """Let go of snapshots that nobody uses, the least recently used first."""
         with self._lock:
-            if len(self._open) <= self.config.hosted:
-                return
-            kept = (fresh, self.active.snapshot.number)
-            spare = [number for number in self._open if not self._users[number] and number not in kept]
-            gone = spare[: max(0, len(self._open) - self.config.hosted)]
-            for number in gone:
-                del self._open[number]
-        for number in gone:
-            self.engine.let_go(number)
+            gone = [hosted for hosted in self._replaced if not self._users[hosted] and hosted is not self.active]
+            self._replaced = [hosted for hosted in self._replaced if hosted not in gone]
+            if len(self._open) > self.config.hosted:
+                kept = (fresh, self.active.snapshot.number)
+                spare = [n for n, hosted in self._open.items() if not self._users[hosted] and n not in kept]
+                gone += [self._open.pop(n) for n in spare[: len(self._open) - self.config.hosted]]
+            for hosted in gone:
+                self._users.pop(hosted, None)
+        for hosted in gone:
+            self.engine.let_go(hosted)
+
+    def _look(self) -> None:
+        """Set aside what is open under a number that means another snapshot now, or none: it is not asked any more."""
+        stamps = self.bank.stamps()
+        for number, hosted in list(self._open.items()):
+            stamp = stamps.get(number)
+            if stamp is not None and (stamp == self._stamps.get(number) or self._is_still(hosted)):
+                self._stamps[number] = stamp
+                continue
+            with self._lock:
+                self._replaced.append(self._open.pop(number))
+            self._refused.pop(number, None)
+            log.warning("snapshot %d was removed from the bank%s", number, "" if stamp is None else " and made anew")
+
+    def _is_still(self, hosted: Hosted) -> bool:
+        """Whether its record says what it said; one that cannot be read now says nothing else."""
+        try:
+            return self.bank.open(hosted.snapshot.number) == hosted.snapshot
+        except BankError:
+            return True
 
     def at_hand(self, number: int | None = None) -> Hosted | None:
         """As `take`, without waiting: None if the snapshot is not open."""
         with self._lock:
             hosted = self.active if number is None else self._open.get(number)
             if hosted is not None:
-                self._open.move_to_end(hosted.snapshot.number)
-                self._users[hosted.snapshot.number] += 1
+                if self._open.get(hosted.snapshot.number) is hosted:
+                    self._open.move_to_end(hosted.snapshot.number)
+                self._users[hosted] += 1
             return hosted
 
     def take(self, number: int | None = None) -> Hosted:
@@ -180,13 +208,13 @@ class Roster:
         with self._changing:  # nobody lets go of it meanwhile
             hosted = self.open(number)
             with self._lock:
-                self._users[number] += 1
+                self._users[hosted] += 1
             return hosted
 
     def give_back(self, hosted: Hosted) -> None:
         """The answer is finished."""
         with self._lock:
-            self._users[hosted.snapshot.number] -= 1
+            self._users[hosted] -= 1
 
     @property
     def decision(self) -> dict[str, object]:
@@ -203,6 +231,7 @@ class Roster:
             BankError: see `open`. UnavailableError: it is not whole; nothing is decided.
         """
         with self._changing:
+            self._look()
             snapshot = self.bank.open(number)
             try:
                 self._whole.check(snapshot)
@@ -226,10 +255,14 @@ class Roster:
     def _follow(self) -> RayclError | None:
         """Change to what should answer, or to the best of what can; why not the former, if so."""
         with self._changing:
+            self._look()
+            if self._replaced:
+                self._make_room()
             wanted = wanted_snapshots(self.bank, self.activations, self.config)
             self._refused = {number: refused for number, refused in self._refused.items() if number in wanted}
             now = self.active.snapshot.number
-            newer = wanted[: wanted.index(now)] if now in wanted else wanted
+            current = now in wanted and self._open.get(now) is self.active
+            newer = wanted[: wanted.index(now)] if current else wanted
             if not newer:
                 return None
             try:

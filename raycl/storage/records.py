@@ -84,3 +84,14 @@ def numbers(storage: Storage, folder: str, first: int = 1) -> list[int]:
     """Numbers of the records directly below a folder, ascending; other files are ignored."""
     found = (number_of(name, first) for name in storage.list(folder))
     return sorted(number for number in found if number is not None)
+
+
+Stamp = tuple[int, float]
+"""Size of a file and when it was written: another one under the same name has another."""
+
+
+def stamps(storage: Storage, folder: str) -> dict[int, Stamp]:
+    """Number of each record directly below a folder -> its stamp."""
+    found = {name[len(folder) + 1 :]: facts for name, facts in storage.files(folder).items()}
+    numbered = {number_of(name): (facts.size, facts.written) for name, facts in found.items()}
+    return {number: stamp for number, stamp in numbered.items() if number is not None}
