@@ -15,8 +15,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from raycl.bank import Bank
-from raycl.bank_commands import COMMANDS, Answer
+from raycl.bank_commands import answer
 from raycl.errors import RayclError
 
 
@@ -26,12 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("raycl").setLevel(logging.INFO)
     try:
-        answer: Answer = COMMANDS[options.command](Bank.at(options.bank), options)
+        found = answer(options)
     except RayclError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(answer.tree, indent=1) if options.json else answer.text)
-    return 0 if answer.ok else 1
+    print(json.dumps(found.tree, indent=1) if options.json else found.text)
+    return 0 if found.ok else 1
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

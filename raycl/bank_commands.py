@@ -210,6 +210,25 @@ COMMANDS: dict[str, Callable[[Bank, Namespace], Answer]] = {
 """Command -> what it does."""
 
 
+def answer(options: Namespace) -> Answer:
+    """Run a command on the bank that it names; only `import` begins a new one.
+
+    Raises:
+        RayclError: there is no such bank, or the command failed.
+    """
+    bank = Bank.at(options.bank)
+    if options.command != "import" and not is_bank(bank.storage):
+        inner = bank.storage.sub("bank")
+        hint = f"'{inner.uri}' is one" if is_bank(inner) else "give the folder or URI that a run wrote, as RUN/bank"
+        raise BankError(f"there is no bank at '{bank.storage.uri}': {hint}")
+    return COMMANDS[options.command](bank, options)
+
+
+def is_bank(storage: Storage) -> bool:
+    """Whether a bank has ever written there."""
+    return any(storage.exists(folder) for folder in ("snapshots", "adapters", "objects", "pruned"))
+
+
 def _short(value: Any) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= 200 else f"{text[:200]} ... (all of it with --json)"
