@@ -15,8 +15,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from raycl.bank import Bank
-from raycl.bank_commands import COMMANDS, Answer
+from raycl.bank_commands import answer
 from raycl.errors import RayclError
 
 
@@ -26,12 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("raycl").setLevel(logging.INFO)
     try:
-        answer: Answer = COMMANDS[options.command](Bank.at(options.bank), options)
+        found = answer(options)
     except RayclError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(answer.tree, indent=1) if options.json else answer.text)
-    return 0 if answer.ok else 1
+    print(json.dumps(found.tree, indent=1) if options.json else found.text)
+    return 0 if found.ok else 1
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -42,7 +41,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names.add_parser("list", help="snapshots and adapters")
     show = names.add_parser("show", help="one adapter (name or name@version) or snapshot (number)")
     show.add_argument("what")
-    names.add_parser("verify", help="read everything and check every hash")
+    verifying = names.add_parser("verify", help="read everything and check every hash")
+    verifying.add_argument("--run", metavar="RUN", help="what this run published must be there, or have been pruned")
     export = names.add_parser("export", help="a mixture as a PEFT folder, or merged into the backbone")
     export.add_argument("--snapshot", type=int, help="default: the newest")
     export.add_argument("--adapters", help="name, or name=weight,name=weight; default: all that always speak")

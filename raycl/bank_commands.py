@@ -9,6 +9,7 @@ import io
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -17,11 +18,13 @@ from rich.table import Table
 
 from raycl.backbone import BackboneConfig
 from raycl.bank import AdapterRef, Bank, Snapshot
-from raycl.bank.upkeep import diff, prune, verify
+from raycl.bank.upkeep import Named, diff, prune, verify
 from raycl.errors import BankError
 from raycl.exchange import export_merged, export_peft, import_peft, mixed
 from raycl.forgetting import forget
 from raycl.serve.model import backbone_of
+from raycl.storage import Storage
+from raycl.train.ledger import last_attempt, read_state
 
 
 @dataclass(frozen=True)
@@ -92,15 +95,36 @@ def _show(bank: Bank, options: Namespace) -> Answer:
 
 
 def _verify(bank: Bank, options: Namespace) -> Answer:
-    found = verify(bank)
+    found = verify(bank, _named(bank, options.run))
     lines = [
         f"{found.adapters} adapters, {found.snapshots} snapshots, "
         f"{found.objects} files of tensors, {found.bytes:,} bytes",
         *(f"problem: {problem}" for problem in found.problems),
         *(f"leftover: {file}" for file in found.leftovers),
-        "clean" if not found.problems else f"{len(found.problems)} problems",
+        *(f"stray: {file}" for file in found.strays),
+        "clean" if not found.problems else f"{len(found.problems)} problem{'s' * (len(found.problems) > 1)}",
     ]
     return Answer("\n".join(lines), asdict(found), not found.problems)
+
+
+def _named(bank: Bank, run: str | None) -> list[Named]:
+    """What a run published; without a name that of the run in whose folder the bank lies, if it does.
+
+    Raises:
+        BankError: there is no run.
+    """
+    if run is None:
+        if not bank.storage.is_local or not last_attempt(Storage.at(Path(bank.storage.root).parent)):
+            return []
+        run = str(Path(bank.storage.root).parent)
+    storage = Storage.at(run)
+    if not last_attempt(storage):
+        raise BankError(f"'{run}' holds no run: give the run directory that a training run printed")
+    published = [record for record in read_state(storage).stages if record["bank"]]
+    return [
+        Named(record["bank"]["snapshot"], f"stage {record['stage']} of '{storage.uri}'", record["bank"]["adapters"])
+        for record in published
+    ]
 
 
 def _export(bank: Bank, options: Namespace) -> Answer:
@@ -184,6 +208,25 @@ COMMANDS: dict[str, Callable[[Bank, Namespace], Answer]] = {
     "forget": _forget,
 }
 """Command -> what it does."""
+
+
+def answer(options: Namespace) -> Answer:
+    """Run a command on the bank that it names; only `import` begins a new one.
+
+    Raises:
+        RayclError: there is no such bank, or the command failed.
+    """
+    bank = Bank.at(options.bank)
+    if options.command != "import" and not is_bank(bank.storage):
+        inner = bank.storage.sub("bank")
+        hint = f"'{inner.uri}' is one" if is_bank(inner) else "give the folder or URI that a run wrote, as RUN/bank"
+        raise BankError(f"there is no bank at '{bank.storage.uri}': {hint}")
+    return COMMANDS[options.command](bank, options)
+
+
+def is_bank(storage: Storage) -> bool:
+    """Whether a bank has ever written there."""
+    return any(storage.exists(folder) for folder in ("snapshots", "adapters", "objects", "pruned"))
 
 
 def _short(value: Any) -> str:

@@ -8,11 +8,14 @@
     ├── AdapterError       an adapter that does not fit the model, or a mixture that cannot be spoken
     ├── RetrievalError     an encoder, keys or a query that cannot choose adapters
     ├── StorageError       a path or URI that cannot be read or written
-    │   └── AlreadyExistsError  exclusive creation lost: somebody else wrote it first
+    │   ├── AlreadyExistsError  exclusive creation lost: somebody else wrote it first
+    │   ├── DamagedError        a record that was cut or changed after it was written
+    │   └── FormatError         a record of a format that this version does not read
     ├── BankError          an adapter or snapshot that is absent, damaged or not allowed
     ├── LaunchError        the cluster cannot ever give what the run asks for
     ├── WrongResultError   a benchmark's contender computed something else than its reference
     └── RunError           a run that cannot start, go on or be trusted
+        ├── CheckpointError     a checkpoint that is damaged or incomplete; an older one may be whole
         ├── ResumeError         the run directory and the config do not belong together
         └── StaleAttemptError   a newer attempt owns the run; this one must stop
 
@@ -57,6 +60,14 @@ class AlreadyExistsError(StorageError):
     """Exclusive creation failed because the file exists: another writer was first."""
 
 
+class DamagedError(StorageError):
+    """A record was cut or changed after it was written: its hash does not hold."""
+
+
+class FormatError(StorageError):
+    """A record has a format that this version does not read."""
+
+
 class BankError(RayclError):
     """What the bank holds is absent, damaged, or would be put at risk by what was asked."""
 
@@ -71,6 +82,10 @@ class WrongResultError(RayclError):
 
 class RunError(RayclError):
     """A run cannot start or go on."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint is damaged or incomplete; an older one may be whole."""
 
 
 class ResumeError(RunError):

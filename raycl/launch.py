@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -28,16 +28,17 @@ from ray.train.torch import TorchTrainer
 from raycl import config as configs
 from raycl import run as runs
 from raycl.data.stream import Stream
-from raycl.errors import LaunchError, RayclError, ResumeError, RunError
+from raycl.errors import LaunchError, RayclError, ResumeError, RunError, StorageError
 from raycl.extension import other_changes, with_tasks
 from raycl.run import EXEMPT, RunConfig
 from raycl.storage import Storage
 from raycl.train.ledger import last_attempt, read_state
 from raycl.train.parts import RunInfo
+from raycl.train.publish import open_bank, publish_again
 from raycl.train.results import build_results
 from raycl.train.verdict import is_stopped
 from raycl.types import Stage
-from raycl.worker import CONFIG, LOGS, error_file, log_to, visiting, worker_main
+from raycl.worker import CONFIG, LOGS, error_file, is_log, log_to, visiting, worker_main
 
 log = logging.getLogger("raycl")
 FOLLOW_S = 1.0
@@ -171,6 +172,9 @@ def train(prepared: Prepared, hosting: Hosting | None = None) -> dict[str, Any]:
             scaling = scaling_of(prepared.config, hosting.share)
             while (done := prepared.done) < stages and not is_stopped(prepared.storage, done):
                 _fit(prepared, scaling, done, hosting)
+    elif prepared.config.bank.publish:  # workers that go on look after this themselves
+        bank = open_bank(prepared.config.bank, prepared.storage)
+        publish_again(bank, prepared.storage, read_state(prepared.storage), goes_on=False)
     return finish(prepared)
 
 
@@ -277,20 +281,26 @@ def _cause(error: BaseException) -> str:
 @contextmanager
 def follow(storage: Storage, label: str = "") -> Iterator[None]:
     """Say the workers' progress lines here, each after `label`, as they come; only what is written from now on."""
-    seen = {name: len(storage.read(f"{LOGS}/{name}")) for name in storage.list(LOGS)}
+    seen: dict[str, int] = {}
     over = threading.Event()
 
-    def say_new() -> None:
-        for name in storage.list(LOGS):
+    def fresh() -> Iterator[str]:
+        for name in filter(is_log, storage.list(LOGS)):
             data = storage.read(f"{LOGS}/{name}")
-            fresh, seen[name] = data[seen.get(name, 0) :], len(data)
-            for line in fresh.decode().splitlines():
+            new, seen[name] = data[seen.get(name, 0) :], len(data)
+            yield from new.decode().splitlines()
+
+    def say_new() -> None:
+        with suppress(StorageError):  # away for a moment: the next look finds all that was written meanwhile
+            for line in fresh():
                 log.info("%s%s", label, line)
 
     def watch() -> None:
         while not over.wait(FOLLOW_S):
             say_new()
 
+    for _ in fresh():
+        pass  # what was written before is not said again
     thread = threading.Thread(target=watch, name="follow", daemon=True)
     thread.start()
     try:

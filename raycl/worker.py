@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,11 @@ from raycl.train.world import World
 log = logging.getLogger("raycl")
 CONFIG = "config.yaml"
 LOGS = "log"
+
+
+def is_log(name: str) -> bool:
+    """Whether a file of `LOGS` is an attempt's, and no editor's or file manager's."""
+    return re.fullmatch(r"attempt-\d{4,}\.txt", name) is not None
 
 
 def error_file(driver: str) -> str:

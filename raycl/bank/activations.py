@@ -7,14 +7,16 @@ What it does not know: who answers, and how.
 
 from __future__ import annotations
 
-import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from raycl.bank.bank import Bank
-from raycl.bank.manifest import check_name
-from raycl.errors import AlreadyExistsError, BankError
+from raycl.bank.manifest import NAME, check_name
+from raycl.errors import AlreadyExistsError, BankError, DamagedError, FormatError
+from raycl.storage.records import Stamp, number_of, numbered, numbers, read_record, seal, stamps
 
+FORMAT = 2
 RACES = 20
 
 
@@ -40,58 +42,84 @@ class Activations:
     def __init__(self, bank: Bank, endpoint: str = "default") -> None:
         self.bank = bank
         self.folder = f"serving/{check_name(endpoint)}"
-        self._known: Activation | None = None
+        self._known: tuple[Activation, int, Stamp] | None = None
 
     def latest(self) -> Activation | None:
         """The one that counts; None before the first.
 
         Raises:
-            BankError: it cannot be read.
+            BankError: it is damaged.
         """
-        numbers = [int(name.removesuffix(".json")) for name in self.bank.storage.list(self.folder) if _is_record(name)]
-        if not numbers:
+        found = stamps(self.bank.storage, self.folder)
+        if not found:
             return None
-        newest = max(numbers)
-        if self._known is None or self._known.number != newest:
-            self._known = self._read(newest)
-        return self._known
+        newest = max(found)
+        if self._known is None or self._known[1:] != (newest, found[newest]):
+            self._known = (self._read(newest), newest, found[newest])
+        return self._known[0]
+
+    def _newest(self) -> int:
+        """Number of the last decision, readable or not; 0 before the first."""
+        return max(numbers(self.bank.storage, self.folder), default=0)
+
+    def all(self) -> Iterator[Activation | BankError]:
+        """Every decision in order; in the place of a damaged one, what is wrong with it."""
+        for number in numbers(self.bank.storage, self.folder):
+            try:
+                yield self._read(number)
+            except BankError as error:
+                yield error
 
     def _read(self, number: int) -> Activation:
         file = self._file(number)
         try:
-            tree = self.bank.storage.read_json(file)
-            return Activation(number, int(tree["snapshot"]), int(tree["seen"]), dict(tree["made"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise BankError(f"'{file}' is no activation record ({error}): activate a snapshot again") from error
+            tree = read_record(self.bank.storage, file, FORMAT)
+        except DamagedError as error:
+            raise BankError(f"{error}, or activate a snapshot again") from error
+        except FormatError as error:
+            raise BankError(str(error)) from error
+        found = Activation(*(tree[name] for name in ("number", "snapshot", "seen", "made")))
+        if found.number != number:
+            raise BankError(f"'{file}' calls itself decision {found.number}: it was moved; activate a snapshot again")
+        return found
 
-    def add(self, snapshot: int, why: str) -> Activation:
+    def add(self, snapshot: int, why: str, seen: int | None = None) -> Activation:
         """Decide for a snapshot of the bank.
+
+        Args:
+            seen: only newer ones are news; None: the newest that is there.
 
         Raises:
             BankError: the bank has no such snapshot, or decisions come faster than this one.
         """
         self.bank.open(snapshot)
         for _ in range(RACES):
-            last = self.latest()
             made: dict[str, object] = {"why": why, "time": time.time()}
-            fresh = Activation((last.number if last else 0) + 1, snapshot, max(self.bank.snapshots()), made)
-            record = {name: value for name, value in asdict(fresh).items() if name != "number"}
+            # the last record is not read: a damaged one is followed, and so repaired, by this one
+            newest = max(self.bank.snapshots()) if seen is None else seen
+            fresh = Activation(self._newest() + 1, snapshot, newest, made)
             try:
-                self.bank.storage.create(self._file(fresh.number), json.dumps(record).encode())
+                self.bank.storage.create(self._file(fresh.number), seal({"format": FORMAT, **asdict(fresh)}))
             except AlreadyExistsError:
                 continue
             return fresh
         raise BankError(f"{RACES} activations in a row were decided by others: look at /v1/snapshots and try again")
 
     def _file(self, number: int) -> str:
-        return f"{self.folder}/{number:06d}.json"
+        return f"{self.folder}/{numbered(number)}"
+
+
+def endpoints(bank: Bank) -> list[str]:
+    """Names of the endpoints for which something was decided."""
+    found = [file.split("/") for file in bank.storage.files("serving")]
+    return sorted({file[1] for file in found if len(file) == 3 and NAME.fullmatch(file[1]) and number_of(file[2])})
 
 
 def activated(bank: Bank) -> set[int]:
-    """Snapshots that some endpoint answers from now."""
-    latest = [Activations(bank, endpoint).latest() for endpoint in bank.storage.list("serving")]
+    """Snapshots that some endpoint answers from now.
+
+    Raises:
+        BankError: a last decision is damaged.
+    """
+    latest = [Activations(bank, endpoint).latest() for endpoint in endpoints(bank)]
     return {one.snapshot for one in latest if one is not None}
-
-
-def _is_record(name: str) -> bool:
-    return name.endswith(".json") and name.removesuffix(".json").isdigit()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from raycl.bank.manifest import (
     Snapshot,
     SnapshotAdapter,
     TaskFacts,
+    adapter_of,
     check_name,
     dump,
     manifest_file,
@@ -35,6 +37,7 @@ from raycl.bank.manifest import (
 from raycl.bank.tensors import dtype_of, pack, unpack, views
 from raycl.errors import AlreadyExistsError, BankError, StorageError
 from raycl.storage import Storage
+from raycl.storage.records import Stamp, numbers, stamps
 from raycl.storage.unfinished import Buffer
 from raycl.types import AdapterState
 
@@ -94,15 +97,17 @@ class Bank:
                 "made": dict(made or {}),
                 "extras": beside,
             }
-            taken = self.versions(name)
-            if version is None and taken:
-                last = self.manifest(AdapterRef(name=name, version=taken[-1]))
-                if last == AdapterManifest(name=name, version=taken[-1], **facts):
-                    return last
-            if not self.storage.exists(tensors.file):
+            known = self.storage.exists(tensors.file)
+            if not known:
                 write_as(tensors.file)
+        taken = self.versions(name)
         if version is not None:
             return self._publish(AdapterManifest(name=name, version=version, **facts))
+        for number in reversed(taken if known else taken[-1:]):  # tensors that are new are no older version's
+            with suppress(BankError):  # a damaged manifest is no reason not to publish
+                found = self.manifest(AdapterRef(name=name, version=number))
+                if found == AdapterManifest(name=name, version=number, **facts):
+                    return found
         for number in range(taken[-1] + 1 if taken else 1, (taken[-1] if taken else 0) + 1 + RACES):
             try:
                 return self._publish(AdapterManifest(name=name, version=number, **facts))
@@ -125,13 +130,12 @@ class Bank:
 
     def names(self) -> list[str]:
         """All adapters that have a version."""
-        return sorted(
-            {file.split("/")[1] for file, facts in self.storage.files("adapters").items() if not facts.unfinished}
-        )
+        found = (adapter_of(file) for file in self.storage.files("adapters"))
+        return sorted({ref.name for ref in found if ref is not None})
 
     def versions(self, name: str) -> list[int]:
         """Published versions of an adapter, ascending."""
-        return [int(file.removesuffix(".json")) for file in self.storage.list(f"adapters/{check_name(name)}")]
+        return numbers(self.storage, f"adapters/{check_name(name)}")
 
     def manifest(self, ref: AdapterRef) -> AdapterManifest:
         """What a version is.
@@ -202,11 +206,13 @@ class Bank:
         encoder: ModelFacts | None = None,
         parent: int | None = None,
         made: Mapping[str, Any] | None = None,
+        again: bool = False,
     ) -> Snapshot:
         """A new immutable snapshot; if the newest one says the same by the same maker, that one.
 
         Args:
             adapters: manifests, or entries of an older snapshot with their layouts.
+            again: it may have been made before, so that all older ones are looked at and not the newest alone.
 
         Raises:
             BankError: an adapter of another backbone, two of one name, or missing tensors.
@@ -239,10 +245,13 @@ class Bank:
             "adapters": tuple(sorted(entries, key=lambda entry: entry.name)),
             "made": dict(made or {}),
         }
-        last = self.newest()
-        if last is not None and last.made == facts["made"] and last.same_content(Snapshot(number=1, **facts)):
-            return last
-        first = last.number + 1 if last else 1
+        taken = self.snapshots()
+        for number in reversed(taken if again else taken[-1:]):
+            with suppress(BankError):  # a damaged record is no reason not to publish
+                old = self.open(number)
+                if old.made == facts["made"] and old.same_content(Snapshot(number=1, **facts)):
+                    return old
+        first = taken[-1] + 1 if taken else 1
         for number in range(first, first + RACES):
             made_now = Snapshot(number=number, parent=parent, **facts)
             try:
@@ -252,9 +261,30 @@ class Bank:
             return made_now
         raise BankError(f"{RACES} snapshot numbers in a row were taken by other writers: try again later")
 
+    def put_back(self, record: bytes) -> Snapshot:
+        """Publish a snapshot that is lost or damaged once more, from a copy of its record.
+
+        Raises:
+            BankError: the record is damaged, or something that it names is missing.
+        """
+        snapshot = parse_snapshot(record, None)
+        for entry in snapshot.adapters:
+            for file in (entry.tensors.file, manifest_file(entry.name, entry.version)):
+                if not self.storage.exists(file):
+                    raise BankError(f"'{file}' is missing, which {entry} of snapshot {snapshot.number} needs")
+        router = snapshot.router.tensors
+        if router is not None and not self.storage.exists(router.file):
+            raise BankError(f"'{router.file}' is missing, which the router of snapshot {snapshot.number} needs")
+        self.storage.write(snapshot.file, record)
+        return snapshot
+
     def snapshots(self) -> list[int]:
         """Numbers of all snapshots, ascending."""
-        return [int(file.removesuffix(".json")) for file in self.storage.list("snapshots")]
+        return numbers(self.storage, "snapshots")
+
+    def stamps(self) -> dict[int, Stamp]:
+        """Number of each snapshot -> stamp of its record: a number that is used again after a deletion has another."""
+        return stamps(self.storage, "snapshots")
 
     def newest(self) -> Snapshot | None:
         """The snapshot of the highest number, or None."""

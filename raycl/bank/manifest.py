@@ -9,20 +9,20 @@ What it does not know: how tensors are laid out in a file.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from raycl.config import Section, validate
-from raycl.errors import BankError, ConfigError
+from raycl.errors import BankError, ConfigError, DamagedError, FormatError
+from raycl.storage.records import number_of, numbered, seal, unseal
 from raycl.types import Activation
 
 FORMAT = 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 HASH = re.compile(r"[0-9a-f]{64}")
+OBJECT = re.compile(r"objects/([0-9a-f]{2})/\1[0-9a-f]{62}\.safetensors")
 
 
 def check_name(name: str) -> str:
@@ -191,19 +191,32 @@ class Snapshot(Section):
 
 def manifest_file(name: str, version: int) -> str:
     """`adapters/agnews/000001.json`."""
-    return f"adapters/{check_name(name)}/{version:06d}.json"
+    return f"adapters/{check_name(name)}/{numbered(version)}"
 
 
 def snapshot_file(number: int) -> str:
     """`snapshots/000001.json`."""
-    return f"snapshots/{number:06d}.json"
+    return f"snapshots/{numbered(number)}"
+
+
+def is_object(file: str) -> bool:
+    """Whether a file is called as a bank's tensors are."""
+    return OBJECT.fullmatch(file) is not None
+
+
+def adapter_of(file: str) -> AdapterRef | None:
+    """The version whose manifest has this place; None for every other file."""
+    folder, _, rest = file.partition("/")
+    name, _, record = rest.partition("/")
+    number = number_of(record)
+    if folder != "adapters" or number is None or not NAME.fullmatch(name) or ".." in name:
+        return None
+    return AdapterRef(name=name, version=number)
 
 
 def dump(record: AdapterManifest | Snapshot) -> bytes:
     """Canonical JSON that carries its own hash."""
-    tree = record.model_dump(mode="json")
-    body = json.dumps(tree, sort_keys=True, separators=(",", ":"))
-    return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "record": tree}, sort_keys=True).encode()
+    return seal(record.model_dump(mode="json"))
 
 
 def parse_manifest(data: bytes, file: str) -> AdapterManifest:
@@ -219,31 +232,28 @@ def parse_manifest(data: bytes, file: str) -> AdapterManifest:
     return record
 
 
-def parse_snapshot(data: bytes, file: str) -> Snapshot:
+def parse_snapshot(data: bytes, file: str | None) -> Snapshot:
     """Read back what `dump` wrote.
+
+    Args:
+        file: its place in the bank; None: a copy that lies elsewhere.
 
     Raises:
         BankError: as `parse_manifest`.
     """
-    record = _validated(Snapshot, _record(data, file), file)
+    name = file or "a copy of a snapshot"
+    record = _validated(Snapshot, _record(data, name), name)
     assert isinstance(record, Snapshot)
-    if record.file != file:
+    if file is not None and record.file != file:
         raise BankError(f"'{file}' calls itself snapshot {record.number}: it was moved or edited; restore a copy")
     return record
 
 
 def _record(data: bytes, file: str) -> dict[str, Any]:
     try:
-        outer = json.loads(data)
-        record, written = outer["record"], outer["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise BankError(f"'{file}' is damaged: not the JSON that the bank writes ({error}); restore a copy") from error
-    body = json.dumps(record, sort_keys=True, separators=(",", ":"))
-    if hashlib.sha256(body.encode()).hexdigest() != written:
-        raise BankError(f"'{file}' was changed after it was written (its hash differs): restore a copy")
-    if record.get("format") != FORMAT:
-        raise BankError(f"'{file}' has format {record.get('format')}, this version reads {FORMAT}: upgrade raycl")
-    return record  # type: ignore[no-any-return]
+        return unseal(data, file, FORMAT)
+    except (DamagedError, FormatError) as error:
+        raise BankError(str(error)) from error
 
 
 def _validated(model: type[Section], record: dict[str, Any], file: str) -> Section:

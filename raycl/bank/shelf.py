@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -22,8 +22,10 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 from raycl.bank.bank import Bank, unpack_entry
 from raycl.bank.manifest import ObjectFacts, Snapshot
 from raycl.errors import BankError, RayclError
+from raycl.storage.unfinished import Buffer
 from raycl.types import AdapterState
 
+T = TypeVar("T")
 NAMESPACE = "raycl"
 """Of the keepers: detached, so that every job of the cluster finds the same one."""
 
@@ -38,6 +40,7 @@ class Keeper:
         self.bank = Bank.at(address)
         self.capacity = capacity
         self.refs: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+        self.whole: set[str] = set()
 
     def references(self, wanted: Sequence[tuple[str, ObjectFacts]], lost: Sequence[str] = ()) -> list[Any]:
         """A reference for each (what it is, object).
@@ -51,16 +54,37 @@ class Keeper:
         for sha256 in lost:
             self.refs.pop(sha256, None)
         found = [self._reference(what, facts) for what, facts in wanted]
-        while len(self.refs) > 1 and sum(size for _, size in self.refs.values()) > self.capacity:
+        while len(self.refs) > 1 and self.held()[1] > self.capacity:
             self.refs.popitem(last=False)
         return found
 
+    def check(self, wanted: Sequence[tuple[str, ObjectFacts]]) -> None:
+        """Read objects that have not been read yet; they stay in the object store as long as there is room.
+
+        Raises:
+            BankError: missing or damaged in the bank.
+        """
+        size = self.held()[1]
+        for what, facts in wanted:
+            if facts.sha256 in self.whole:
+                continue
+            if size + facts.bytes <= self.capacity:
+                self._reference(what, facts)
+                size += facts.bytes
+            else:
+                self._read(what, facts)
+
     def _reference(self, what: str, facts: ObjectFacts) -> Any:
         if facts.sha256 not in self.refs:
-            data = np.frombuffer(self.bank.read_object(facts, what), dtype=np.uint8)
+            data = np.frombuffer(self._read(what, facts), dtype=np.uint8)
             self.refs[facts.sha256] = (ray.put(data), facts.bytes)
         self.refs.move_to_end(facts.sha256)
         return self.refs[facts.sha256][0]
+
+    def _read(self, what: str, facts: ObjectFacts) -> Buffer:
+        data = self.bank.read_object(facts, what)
+        self.whole.add(facts.sha256)
+        return data
 
     def held(self) -> tuple[int, int]:
         """Number of objects and their bytes."""
@@ -133,16 +157,34 @@ class Shelf:
         buffers = self._buffers([(str(entry), entry.tensors) for entry in entries])
         return _Mapped(snapshot, {entry.name: pair for entry, *pair in zip(entries, entries, buffers, strict=True)})
 
+    def check(self, wanted: Sequence[tuple[str, ObjectFacts]]) -> None:
+        """See that objects are whole; the keeper reads each once.
+
+        Raises:
+            BankError: missing or damaged in the bank, or the keeper cannot be kept alive.
+        """
+        self._asked(lambda lost: ray.get(self._keeper.check.remote(wanted)), [])
+
     def _buffers(self, wanted: list[tuple[str, ObjectFacts]]) -> list[Any]:
+        def ask(lost: list[str]) -> list[Any]:
+            buffers: list[Any] = ray.get(ray.get(self._keeper.references.remote(wanted, lost)))
+            return buffers
+
+        return self._asked(ask, [facts.sha256 for _, facts in wanted])
+
+    def _asked(self, ask: Callable[[list[str]], T], wanted: list[str]) -> T:
+        """What the keeper says, asked again while it or an object is lost.
+
+        Args:
+            ask: is given those of the `wanted` hashes whose objects were found gone.
+        """
         lost: list[str] = []
         for pause in PAUSES_S:
             time.sleep(pause)
             try:
-                references = ray.get(self._keeper.references.remote(wanted, lost))
-                buffers: list[Any] = ray.get(references)
-                return buffers
+                return ask(lost)
             except ObjectLostError:
-                lost = [facts.sha256 for _, facts in wanted]
+                lost = wanted
             except ActorUnavailableError:
                 lost = []  # it is being restarted, and comes back empty
             except RayTaskError as error:

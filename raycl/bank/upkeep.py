@@ -5,14 +5,26 @@ What it does not know: what adapters are for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raycl.bank.activations import activated
+from raycl.bank.activations import Activations, activated, endpoints
 from raycl.bank.bank import Bank
-from raycl.bank.manifest import AdapterManifest, AdapterRef, ObjectFacts, Snapshot, manifest_file, snapshot_file
+from raycl.bank.manifest import (
+    NAME,
+    AdapterManifest,
+    AdapterRef,
+    ObjectFacts,
+    Snapshot,
+    adapter_of,
+    is_object,
+    manifest_file,
+    snapshot_file,
+)
+from raycl.bank.pruned import record_removal, removed_from
 from raycl.errors import BankError
+from raycl.storage.records import number_of
 
 GRACE_S = 3600.0
 """Files younger than this are never pruned: their writer may be about to publish them."""
@@ -25,6 +37,7 @@ class Findings:
     Attributes:
         problems: one sentence each; a whole bank has none.
         leftovers: files that no manifest names, of writers that are at work or died; they harm nobody.
+        strays: files that no bank writes; they are ignored and never removed.
     """
 
     adapters: int = 0
@@ -33,6 +46,7 @@ class Findings:
     bytes: int = 0
     problems: list[str] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
+    strays: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -45,9 +59,25 @@ class Pruned:
     bytes: int = 0
 
 
-def verify(bank: Bank) -> Findings:
-    """Read everything: records, hashes, shapes."""
+@dataclass(frozen=True)
+class Named:
+    """A snapshot that somebody outside the bank counts on.
+
+    Attributes:
+        who: `stage 2 of RUN`, for messages.
+        adapters: name -> version, as they were published with it.
+    """
+
+    snapshot: int
+    who: str
+    adapters: dict[str, int]
+
+
+def verify(bank: Bank, named: Sequence[Named] = ()) -> Findings:
+    """Read everything: records, hashes, shapes; and is all there that parents, activations and `named` count on?"""
     found = Findings()
+    removed = removed_from(bank.storage)
+    found.problems += removed.problems
     objects: dict[str, list[str]] = {}
     for manifest in _manifests(bank, found):
         found.adapters += 1
@@ -57,8 +87,11 @@ def verify(bank: Bank) -> Findings:
             bank.fetch(manifest)
         except BankError as error:
             found.problems.append(str(error))
+    there = set(bank.snapshots()) | removed.snapshots
     for snapshot in _snapshots(bank, found):
         found.snapshots += 1
+        if snapshot.parent is not None and snapshot.parent not in there:
+            found.problems.append(_gone(snapshot.parent, f"snapshot {snapshot.number} names as its parent"))
         for entry in snapshot.adapters:
             file = manifest_file(entry.name, entry.version)
             if not bank.storage.exists(file):
@@ -70,18 +103,51 @@ def verify(bank: Bank) -> Findings:
                 found.problems.append(str(error))
         for file in _files_of(snapshot):
             objects.setdefault(file, []).append(f"snapshot {snapshot.number}")
-    there = bank.storage.files()
+    _decided(bank, there, found)
+    _counted_on(bank, named, there, found)
+    files = bank.storage.files()
     for file, users in objects.items():
-        if file not in there:
+        if file not in files:
             found.problems.append(f"'{file}' is missing, which {users[0]} needs")
         else:
             found.objects += 1
-            found.bytes += there[file].size
+            found.bytes += files[file].size
     found.leftovers = sorted(
-        file for file, facts in there.items() if facts.unfinished or (_is_object(file) and file not in objects)
+        file for file, facts in files.items() if facts.unfinished or (is_object(file) and file not in objects)
     )
+    found.strays = sorted(file for file, facts in files.items() if not (facts.unfinished or _is_written(file)))
     found.problems = list(dict.fromkeys(found.problems))
     return found
+
+
+def _gone(number: int, which: str) -> str:
+    return f"snapshot {number} is gone, which {which}, and no pruning removed it: restore a copy, or resume its run"
+
+
+def _decided(bank: Bank, there: set[int], found: Findings) -> None:
+    """What endpoints were told to answer from, or had seen."""
+    for endpoint in endpoints(bank):
+        for decision in Activations(bank, endpoint).all():
+            if isinstance(decision, BankError):
+                found.problems.append(str(decision))
+                continue
+            for number in {decision.snapshot, decision.seen} - there - {0}:
+                found.problems.append(_gone(number, f"decision {decision.number} of endpoint '{endpoint}' names"))
+
+
+def _counted_on(bank: Bank, named: Sequence[Named], there: set[int], found: Findings) -> None:
+    for one in named:
+        if one.snapshot not in there:
+            found.problems.append(_gone(one.snapshot, f"{one.who} published"))
+            continue
+        try:
+            versions = {entry.name: entry.version for entry in bank.open(one.snapshot).adapters}
+        except BankError:
+            continue  # pruned, or a problem already
+        if versions != one.adapters:
+            found.problems.append(
+                f"snapshot {one.snapshot} is not the one that {one.who} published: its adapters differ"
+            )
 
 
 def prune(bank: Bank, keep_snapshots: int | None = None, grace_s: float = GRACE_S, dry_run: bool = False) -> Pruned:
@@ -112,11 +178,13 @@ def prune(bank: Bank, keep_snapshots: int | None = None, grace_s: float = GRACE_
             pruned.adapters.append(str(manifest.ref))
             doomed.append(manifest.file)
     for file, facts in files.items():
-        if (facts.unfinished or (_is_object(file) and file not in needed)) and facts.age >= grace_s:
+        if (facts.unfinished or (is_object(file) and file not in needed)) and facts.age >= grace_s:
             doomed.append(file)
     pruned.files = doomed
     pruned.bytes = sum(files[file].size for file in doomed)
     if not dry_run:
+        if pruned.snapshots or pruned.adapters:
+            record_removal(bank.storage, pruned.snapshots, pruned.adapters)
         for file in doomed:  # records go before the tensors they name
             bank.storage.delete(file)
     return pruned
@@ -172,5 +240,12 @@ def _files_of(snapshot: Snapshot) -> set[str]:
     return files | ({snapshot.router.tensors.file} if snapshot.router.tensors else set())
 
 
-def _is_object(file: str) -> bool:
-    return file.startswith("objects/")
+def _is_written(file: str) -> bool:
+    """Whether a bank may have written it."""
+    folder, _, rest = file.partition("/")
+    if folder in ("snapshots", "pruned"):
+        return number_of(rest) is not None
+    if folder == "serving":
+        endpoint, _, record = rest.partition("/")
+        return NAME.fullmatch(endpoint) is not None and number_of(record) is not None
+    return is_object(file) or adapter_of(file) is not None

@@ -137,7 +137,7 @@ class Front:
             async for event in answers.remote(spec):
                 yield event
 
-        self.service = open_front(self.config, stream)
+        self.service = open_front(self.config, stream, shelf=True)
         self.ingress = Ingress(self.service, self.config)
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -172,7 +172,7 @@ class Gatekeeper:
             except FAILURES as error:  # storage that cannot be reached for a while
                 log.warning("the bank cannot be looked at now: %s", error)
                 continue
-            if last is None or newest <= last.seen:
+            if last is None or newest <= max(last.seen, last.snapshot):
                 continue
             try:
                 verdict = judge(self.config, newest)

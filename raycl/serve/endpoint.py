@@ -21,7 +21,8 @@ from rich.table import Table
 
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
-from raycl.errors import LaunchError
+from raycl.bank.whole import Whole
+from raycl.errors import BankError, LaunchError
 from raycl.serve.app import NAME, build_from
 from raycl.serve.gate import Verdict, judge
 from raycl.serve.listening import claimed
@@ -109,9 +110,16 @@ def activate(config: ServeConfig, number: int) -> None:
     """Answer from a snapshot, on every replica that watches this bank.
 
     Raises:
-        BankError: the bank has no such snapshot.
+        BankError: the bank has no such snapshot, or it is damaged.
     """
-    decided = Activations(Bank.at(config.bank)).add(number, "asked for")
+    bank = Bank.at(config.bank)
+    activations, whole = Activations(bank), Whole.of(bank)
+    snapshot = bank.open(number)
+    with suppress(BankError):  # without an active one everything is read
+        if (last := activations.latest()) is not None:
+            whole.take_for_whole(bank.open(last.snapshot))
+    whole.check(snapshot)
+    decided = activations.add(number, "asked for")
     log.info("decision %d: snapshot %d answers", decided.number, number)
 
 

@@ -108,9 +108,9 @@ class Engine:
         for first in range(0, len(keys), TOGETHER):
             self.call(partial(self.host.bring, keys[first : first + TOGETHER])).result()
 
-    def let_go(self, number: int) -> None:
+    def let_go(self, hosted: Hosted) -> None:
         """Take a snapshot from the host, between two batches."""
-        self.call(lambda: self.host.drop(number)).result()
+        self.call(lambda: self.host.drop(hosted)).result()
 
     @property
     def kind(self) -> str:

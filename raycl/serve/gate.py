@@ -67,7 +67,7 @@ def judge(config: ServeConfig, candidate: int) -> Verdict:
         assert isinstance(engine, Engine), "the gate has the model in its own process"
         if candidate == active.snapshot.number:
             raise BankError(f"snapshot {candidate} answers already: name another one")
-        newer = service.roster.open(candidate)
+        newer = service.roster.open_whole(candidate)
         stream = _stream(newer.snapshot, config)
         known = {facts.name for facts in active.snapshot.tasks}
         learned = known | {facts.name for facts in newer.snapshot.tasks}

@@ -8,9 +8,10 @@ What it does not know: requests, where snapshots come from, when one is no longe
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -32,11 +33,14 @@ from raycl.types import Activation, AdapterState, Mixture
 
 log = logging.getLogger(__name__)
 
+MARK = "~"
+"""Between an adapter's name and version, which have no such sign, and what tells it from another of both."""
+
 AHEAD_BYTES = 256 * 2**20
 """Adapters of one snapshot that are brought ahead take so much at most, as files."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Hosted:
     """A snapshot that can be spoken for.
 
@@ -58,17 +62,21 @@ class Hosted:
     prompts: Mapping[str, Prompt]
 
     @staticmethod
-    def of(snapshot: Snapshot, router: Router, source: Source) -> Hosted:
-        """Ready to be taken on."""
-        keys = {entry.name: str(entry) for entry in snapshot.adapters}
-        heads = {task: str(entry) for entry in reversed(snapshot.adapters) for task in entry.tasks}
+    def of(snapshot: Snapshot, router: Router, source: Source, mark: str = "") -> Hosted:
+        """Ready to be taken on.
+
+        Args:
+            mark: ends the names on the device, see `mark_of`.
+        """
+        keys = {entry.name: f"{entry}{mark}" for entry in snapshot.adapters}
+        heads = {task: keys[entry.name] for entry in reversed(snapshot.adapters) for task in entry.tasks}
         return Hosted(
             snapshot,
             router,
             source,
             keys,
             {key: name for name, key in keys.items()},
-            {str(entry): entry.tasks for entry in snapshot.adapters},
+            {keys[entry.name]: entry.tasks for entry in snapshot.adapters},
             heads,
             {facts.name: Prompt(*facts.prompt) for facts in snapshot.tasks},
         )
@@ -119,12 +127,21 @@ class Hosted:
         return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
+def mark_of(snapshot: Snapshot, others: Iterable[Hosted]) -> str:
+    """What tells a snapshot's adapters from those hosted under the same name and version that are others.
+
+    Empty but for banks that were emptied and filled again while somebody answered from them.
+    """
+    held = {one.keys[entry.name]: entry for one in others for entry in one.snapshot.adapters}
+    marks = ("" if number == 0 else f"{MARK}{number}" for number in count())
+    return next(m for m in marks if all(held.get(f"{entry}{m}", entry) == entry for entry in snapshot.adapters))
+
+
 class Host:
     """The backbone with the adapters of all hosted snapshots.
 
     Attributes:
         stack: adapters over the backbone's linears, brought to the device when a mixture names them.
-        hosted: number -> snapshot.
         counts: mixtures opened, their rows and adapters, and how many of those were on the device already.
     """
 
@@ -135,7 +152,7 @@ class Host:
             resident_rows: ranks of adapters on the device at once; None: as many as are asked for.
         """
         self.backbone = backbone.eval()
-        self.hosted: dict[int, Hosted] = {}
+        self._all: list[Hosted] = []
         self.counts = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0}
         self._sources: dict[str, tuple[Source, str]] = {}
         self._ranks: dict[str, int] = {}
@@ -145,6 +162,11 @@ class Host:
         self._room_number = 0
         if backbone.codec.needs_labels:
             backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size))
+
+    @property
+    def hosted(self) -> dict[int, Hosted]:
+        """Number -> snapshot; of two that had the same number after each other the later one."""
+        return {one.snapshot.number: one for one in self._all}
 
     def add(self, hosted: Hosted) -> None:
         """Take a snapshot on; no mixture may be open.
@@ -170,12 +192,12 @@ class Host:
             self.backbone.prefix = MixedPrompts(self.stack, width)
         for name, key in hosted.keys.items():
             self._sources.setdefault(key, (hosted.source, name))
-        self._ranks |= {str(entry): entry.rank for entry in snapshot.adapters}
-        self.hosted[snapshot.number] = hosted
+        self._ranks |= {hosted.keys[entry.name]: entry.rank for entry in snapshot.adapters}
+        self._all.append(hosted)
 
     def _activation(self, snapshot: Snapshot) -> Activation:
         """The one of all hosted adapters; those of a head or a prompt alone have none and need none."""
-        others = [hosted.snapshot for hosted in self.hosted.values()]
+        others = [hosted.snapshot for hosted in self._all]
         example = {entry.activation: entry for one in (*others, snapshot) for entry in one.adapters if entry.rank}
         if len(example) > 1:
             kinds = ", ".join(f"'{kind or 'none'}' ({example[kind]})" for kind in sorted(example))
@@ -185,14 +207,14 @@ class Host:
             )
         return next(iter(example), "")
 
-    def drop(self, number: int) -> None:
+    def drop(self, gone: Hosted) -> None:
         """Forget a snapshot and what no other one has; no mixture may be open."""
-        gone = self.hosted.pop(number)
-        kept = {key for other in self.hosted.values() for key in other.keys.values()}
+        self._all = [one for one in self._all if one is not gone]
+        kept = {key for other in self._all for key in other.keys.values()}
         for name, key in gone.keys.items():
             if key in kept:
                 if self._sources[key][0] is gone.source:
-                    owner = next(other for other in self.hosted.values() if key in other.keys.values())
+                    owner = next(other for other in self._all if key in other.keys.values())
                     self._sources[key] = (owner.source, name)
                 continue
             del self._sources[key], self._ranks[key]
@@ -218,7 +240,7 @@ class Host:
             room -= entry.tensors.bytes
             if room < 0:
                 break
-            found.append(str(entry))
+            found.append(hosted.keys[entry.name])
         return found
 
     def bring(self, keys: Sequence[str]) -> None:

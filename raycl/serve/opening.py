@@ -21,7 +21,7 @@ from raycl.serve.asks import Ask, Choice, Event, Failed, Sampling, is_last
 from raycl.serve.engine import Engine
 from raycl.serve.host import Host, Hosted
 from raycl.serve.model import backbone_of
-from raycl.serve.roster import Roster, wanted_snapshot
+from raycl.serve.roster import Roster, readable_snapshot, wanted_snapshots
 from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
 from raycl.serve.split import RemoteEngine, Stream
@@ -47,7 +47,7 @@ def open_service(config: ServeConfig, shelf: bool = False, routes: bool = True) 
     """
     device = torch.device(_device(config.device))
     bank = Bank.at(config.bank)
-    snapshot = bank.open(wanted_snapshot(bank, Activations(bank), config))
+    snapshot = readable_snapshot(bank, wanted_snapshots(bank, Activations(bank), config))
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
     settings = backbone_of(snapshot, config.backbone)
@@ -83,19 +83,22 @@ def decodes_in_slots(config: ServeConfig, backbone: Backbone) -> bool:
     return config.decoding == "static" or (config.decoding == "auto" and on_gpu and fits_slots(backbone))
 
 
-def open_front(config: ServeConfig, stream: Stream) -> Service:
+def open_front(config: ServeConfig, stream: Stream, shelf: bool = False) -> Service:
     """Routing alone: what is answered, `stream` makes elsewhere.
+
+    Args:
+        shelf: whether a snapshot is whole is found out by the cluster's keeper, for all replicas.
 
     Raises:
         BankError: no snapshot, or damaged. RetrievalError: another sentence encoder.
     """
     bank = Bank.at(config.bank)
-    snapshot = bank.open(wanted_snapshot(bank, Activations(bank), config))
+    snapshot = readable_snapshot(bank, wanted_snapshots(bank, Activations(bank), config))
     limits = snapshot.made.get("config", {}).get("stream", {})
     target = int(limits.get("max_target_tokens") or TARGET_TOKENS)
     torch.set_num_threads(config.threads)
     engine = RemoteEngine(stream, snapshot.backbone.kind, config.max_batch, target)
-    roster = Roster(bank, engine, config, snapshot.backbone.sha256, None)
+    roster = Roster(bank, engine, config, snapshot.backbone.sha256, Shelf(bank) if shelf else None)
     with suppress(RayclError):  # a router that must be told the task has nothing to load
         roster.active.mixture([WARMING])
     return Service(config, engine, roster)

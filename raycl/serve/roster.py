@@ -11,21 +11,43 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from raycl.adapters.stack import Source
 from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
 from raycl.bank.shelf import Shelf
+from raycl.bank.whole import Whole
 from raycl.errors import BankError, RayclError, StorageError
 from raycl.retrieval.router import Router, TextRouter
 from raycl.serve.asks import FAILURES
 from raycl.serve.engine import Engine
-from raycl.serve.host import Hosted
+from raycl.serve.host import Hosted, mark_of
 from raycl.serve.model import router_of
+from raycl.serve.refusals import UnavailableError
 from raycl.serve.settings import ServeConfig
 from raycl.serve.split import RemoteEngine
+from raycl.storage.records import Stamp
 
 log = logging.getLogger(__name__)
+
+
+LONGEST_S = 30.0
+"""Between two looks at a snapshot that could not be used."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A snapshot that could not be used.
+
+    Attributes:
+        pause_s: how long it is not looked at. until: when that is over, on the monotonic clock.
+    """
+
+    error: RayclError
+    pause_s: float
+    until: float
 
 
 class Roster:
@@ -33,31 +55,36 @@ class Roster:
 
     Attributes:
         active: answers from now on.
-        problem: why the newest decision could not be followed, "" if it could.
+        problem: why what should answer now does not, "" if it does.
     """
 
     def __init__(
         self, bank: Bank, engine: Engine | RemoteEngine, config: ServeConfig, identity: str, shelf: Shelf | None
     ) -> None:
-        """Open the first snapshot.
+        """Open the first snapshot that is whole, of those that may answer.
 
         Args:
             identity: SHA-256 of the backbone.
             shelf: adapters come from the cluster's object store; None: from the bank itself.
 
         Raises:
-            BankError: there is none, or it was made for another backbone.
+            BankError: there is none, or all are damaged or were made for another backbone.
         """
         self.bank, self.engine, self.config = bank, engine, config
         self.activations = Activations(bank)
         self.problem = ""
         self._identity, self._shelf = identity, shelf
+        self._whole = Whole.of(bank) if shelf is None else Whole(shelf.check)
+        self._refused: dict[int, Refused] = {}
         self._open: OrderedDict[int, Hosted] = OrderedDict()
-        self._users: Counter[int] = Counter()
-        self._lock = threading.Lock()  # of those two and of what is active: held for a moment only
+        self._replaced: list[Hosted] = []  # whose number means another snapshot now, or none
+        self._stamps: dict[int, Stamp] = {}
+        self._users: Counter[Hosted] = Counter()
+        self._lock = threading.Lock()  # of these and of what is active: held for a moment only
         self._changing = threading.RLock()  # one snapshot is opened, activated or let go at a time; that may take long
         self._stopped = threading.Event()
-        self.active = self._load(wanted_snapshot(bank, self.activations, config))
+        self.active, error = self._best(wanted_snapshots(bank, self.activations, config))
+        self._tell(error)
         self.active_since = time.time()
         self._thread = threading.Thread(target=self._watch, name="raycl-follow", daemon=True)
         self._thread.start()
@@ -76,13 +103,26 @@ class Roster:
                 self._make_room(number)
             return hosted
 
+    def open_whole(self, number: int) -> Hosted:
+        """As `open`, and everything that the snapshot can ask for has been read.
+
+        Raises:
+            BankError: unknown, damaged in any part, or made for another backbone.
+        """
+        with self._changing:
+            self._whole.check(self.bank.open(number))
+            return self.open(number)
+
     def _load(self, number: int) -> Hosted:
         snapshot = self.bank.open(number)
         self._check(snapshot)
-        hosted = Hosted.of(snapshot, self._router(snapshot), self._source(snapshot))
+        with self._lock:
+            mark = mark_of(snapshot, [*self._open.values(), *self._replaced])
+        hosted = Hosted.of(snapshot, self._router(snapshot), self._source(snapshot), mark)
         self.engine.take_on(hosted)
         with self._lock:
             self._open[number] = hosted
+            self._stamps.pop(number, None)
         return hosted
 
     def _router(self, snapshot: Snapshot) -> Router:
@@ -114,21 +154,45 @@ class Roster:
     def _make_room(self, fresh: int | None = None) -> None:
         """Let go of snapshots that nobody uses, the least recently used first."""
         with self._lock:
-            kept = (fresh, self.active.snapshot.number)
-            spare = [number for number in self._open if not self._users[number] and number not in kept]
-            gone = spare[: max(0, len(self._open) - self.config.hosted)]
-            for number in gone:
-                del self._open[number]
-        for number in gone:
-            self.engine.let_go(number)
+            gone = [hosted for hosted in self._replaced if not self._users[hosted] and hosted is not self.active]
+            self._replaced = [hosted for hosted in self._replaced if hosted not in gone]
+            if len(self._open) > self.config.hosted:
+                kept = (fresh, self.active.snapshot.number)
+                spare = [n for n, hosted in self._open.items() if not self._users[hosted] and n not in kept]
+                gone += [self._open.pop(n) for n in spare[: len(self._open) - self.config.hosted]]
+            for hosted in gone:
+                self._users.pop(hosted, None)
+        for hosted in gone:
+            self.engine.let_go(hosted)
+
+    def _look(self) -> None:
+        """Set aside what is open under a number that means another snapshot now, or none: it is not asked any more."""
+        stamps = self.bank.stamps()
+        for number, hosted in list(self._open.items()):
+            stamp = stamps.get(number)
+            if stamp is not None and (stamp == self._stamps.get(number) or self._is_still(hosted)):
+                self._stamps[number] = stamp
+                continue
+            with self._lock:
+                self._replaced.append(self._open.pop(number))
+            self._refused.pop(number, None)
+            log.warning("snapshot %d was removed from the bank%s", number, "" if stamp is None else " and made anew")
+
+    def _is_still(self, hosted: Hosted) -> bool:
+        """Whether its record says what it said; one that cannot be read now says nothing else."""
+        try:
+            return self.bank.open(hosted.snapshot.number) == hosted.snapshot
+        except BankError:
+            return True
 
     def at_hand(self, number: int | None = None) -> Hosted | None:
         """As `take`, without waiting: None if the snapshot is not open."""
         with self._lock:
             hosted = self.active if number is None else self._open.get(number)
             if hosted is not None:
-                self._open.move_to_end(hosted.snapshot.number)
-                self._users[hosted.snapshot.number] += 1
+                if self._open.get(hosted.snapshot.number) is hosted:
+                    self._open.move_to_end(hosted.snapshot.number)
+                self._users[hosted] += 1
             return hosted
 
     def take(self, number: int | None = None) -> Hosted:
@@ -144,13 +208,13 @@ class Roster:
         with self._changing:  # nobody lets go of it meanwhile
             hosted = self.open(number)
             with self._lock:
-                self._users[number] += 1
+                self._users[hosted] += 1
             return hosted
 
     def give_back(self, hosted: Hosted) -> None:
         """The answer is finished."""
         with self._lock:
-            self._users[hosted.snapshot.number] -= 1
+            self._users[hosted] -= 1
 
     @property
     def decision(self) -> dict[str, object]:
@@ -164,40 +228,92 @@ class Roster:
         """Decide for a snapshot, for every replica; this one has it when this returns.
 
         Raises:
-            BankError: see `open`.
+            BankError: see `open`. UnavailableError: it is not whole; nothing is decided.
         """
         with self._changing:
+            self._look()
+            snapshot = self.bank.open(number)
+            try:
+                self._whole.check(snapshot)
+            except BankError as error:
+                raise UnavailableError(f"snapshot {number} is not activated: {error}") from error
             self.open(number)
             self.activations.add(number, why)
-            self.refresh()
+            self._refused.pop(number, None)
+            self._follow()
 
     def refresh(self) -> None:
         """Do what the bank says now.
 
         Raises:
-            BankError: see `open`.
+            RayclError: what should answer cannot; an older one does, or what answered before.
         """
+        error = self._follow()
+        if error is not None:
+            raise error
+
+    def _follow(self) -> RayclError | None:
+        """Change to what should answer, or to the best of what can; why not the former, if so."""
         with self._changing:
-            wanted = wanted_snapshot(self.bank, self.activations, self.config)
-            if wanted == self.active.snapshot.number:
-                return
-            hosted = self.open(wanted)
+            self._look()
+            if self._replaced:
+                self._make_room()
+            wanted = wanted_snapshots(self.bank, self.activations, self.config)
+            self._refused = {number: refused for number, refused in self._refused.items() if number in wanted}
+            now = self.active.snapshot.number
+            current = now in wanted and self._open.get(now) is self.active
+            newer = wanted[: wanted.index(now)] if current else wanted
+            if not newer:
+                return None
+            try:
+                hosted, error = self._best(newer)
+            except RayclError as none:
+                return none
             with self._lock:
                 self.active, self.active_since = hosted, time.time()
             self._make_room()
-            log.info("snapshot %d answers", wanted)
+            log.info("snapshot %d answers", hosted.snapshot.number)
+            return error
+
+    def _best(self, numbers: Sequence[int]) -> tuple[Hosted, RayclError | None]:
+        """The first that is whole and can be opened, and why none before it.
+
+        One that failed is read again after a pause that grows: it may be large, and be repaired never.
+
+        Raises:
+            RayclError: why the first one cannot answer, if none can.
+        """
+        first: RayclError | None = None
+        for number in numbers:
+            refused = self._refused.get(number)
+            if refused is None or time.monotonic() >= refused.until:
+                try:
+                    hosted = self.open_whole(number)
+                except RayclError as error:
+                    pause = self.config.follow.poll_s if refused is None else min(2 * refused.pause_s, LONGEST_S)
+                    refused = self._refused[number] = Refused(error, pause, time.monotonic() + pause)
+                else:
+                    self._refused.pop(number, None)
+                    return hosted, first
+            first = first or refused.error
+        assert first is not None, "there is at least one number"
+        raise first
 
     def _watch(self) -> None:
         while not self._stopped.wait(self.config.follow.poll_s):
             try:
-                self.refresh()
-                self.problem = ""
+                self._tell(self._follow())
             except RayclError as error:
-                if str(error) != self.problem:
-                    log.error("the new snapshot cannot be used, the old one goes on: %s", error)
-                self.problem = str(error)
+                self._tell(error)
             except FAILURES as error:  # a bank that cannot be reached for a while ends no server
                 log.warning("the bank cannot be looked at now: %s", error)
+
+    def _tell(self, error: RayclError | None) -> None:
+        """Keep the problem for whoever asks, and log it once."""
+        said = "" if error is None else str(error)
+        if said and said != self.problem:
+            log.error("the new snapshot cannot be used, an older one answers: %s", said)
+        self.problem = said
 
     def close(self) -> None:
         """Stop watching."""
@@ -205,34 +321,63 @@ class Roster:
         self._thread.join(timeout=30)
 
 
-def wanted_snapshot(bank: Bank, activations: Activations, config: ServeConfig) -> int:
-    """Number of the snapshot that should answer.
+def wanted_snapshots(bank: Bank, activations: Activations, config: ServeConfig) -> list[int]:
+    """Numbers of the snapshots that may answer, the best first: the others are for when it is not whole.
+
+    Whoever follows takes what is newer than the last decision, and else what was decided.
 
     Raises:
-        BankError: the bank is empty.
+        BankError: the bank is empty, or the last decision is damaged.
     """
     last = activations.latest()
     follows = config.follow.enabled and not config.follow.gated
     if last is not None and not follows:
-        return last.snapshot
+        return [last.snapshot]
     numbers = bank.snapshots()
     if not numbers:
         raise BankError(f"the bank {bank.storage.uri} has no snapshot yet: train a stream into it first")
-    return max(numbers) if last is None or max(numbers) > last.seen else last.snapshot
+    if last is None:
+        return numbers[::-1]
+    return [*(number for number in reversed(numbers) if number > last.seen), last.snapshot]
+
+
+def readable_snapshot(bank: Bank, numbers: Sequence[int]) -> Snapshot:
+    """The first whose record can be read; no tensors are.
+
+    Raises:
+        BankError: why the first one cannot, if none can.
+    """
+    first: BankError | None = None
+    for number in numbers:
+        try:
+            return bank.open(number)
+        except BankError as error:
+            first = first or error
+    assert first is not None, "there is at least one number"
+    raise first
 
 
 def decide_first(bank: Bank, config: ServeConfig) -> int:
     """Write down what answers when an endpoint starts: as configured, as decided before, or the newest.
 
+    The newest is a decision only where nothing is followed: else every replica takes the newest that is whole.
+
     Raises:
         BankError: the bank is empty, or has no such snapshot.
     """
     activations = Activations(bank)
-    last = activations.latest()
-    wanted = config.snapshot or wanted_snapshot(bank, activations, config)
+    try:
+        last = activations.latest()
+    except BankError:
+        if config.snapshot is None:
+            raise
+        last = None  # the new decision repairs it
+    wanted = config.snapshot or wanted_snapshots(bank, activations, config)[0]
     if last is None or (config.snapshot is not None and last.snapshot != wanted):
+        follows = config.follow.enabled and not config.follow.gated
+        seen = 0 if follows and config.snapshot is None else None
         try:
-            activations.add(wanted, "start")
+            activations.add(wanted, "start", seen)
         except StorageError as error:
             log.warning("the bank cannot be written, so replicas agree only while nothing is published: %s", error)
     return wanted

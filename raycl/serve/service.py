@@ -19,7 +19,7 @@ from typing import Any
 from raycl.errors import BankError
 from raycl.serve.asks import Ask, Choice, Event, Failed, Labelled, Made, Piece, Sampling, Started
 from raycl.serve.engine import Engine
-from raycl.serve.host import Hosted
+from raycl.serve.host import MARK, Hosted
 from raycl.serve.refusals import BusyError, LateError, TooMuchError, UnknownError
 from raycl.serve.roster import Roster
 from raycl.serve.schema import MAX_NUMBER, Generation, How, Request
@@ -340,7 +340,8 @@ def _choice(hosted: Hosted, request: Request) -> Choice:
     if model == "base":
         return Choice({}, pins.task)
     name, _, version = model.partition("@")
-    if name in hosted.keys and hosted.keys[name] == f"{name}@{version or hosted.keys[name].rpartition('@')[2]}":
+    held = hosted.keys.get(name, "").partition(MARK)[0]
+    if name in hosted.keys and held == f"{name}@{version or held.rpartition('@')[2]}":
         return Choice({name: 1.0}, pins.task)
     if model in hosted.prompts:
         mine = [adapter for adapter, key in hosted.keys.items() if hosted.owners[key] == (model,)]

@@ -71,7 +71,7 @@ class RemoteEngine:
     def take_on(self, hosted: Hosted) -> None:
         """Nothing is put on a device here."""
 
-    def let_go(self, number: int) -> None:
+    def let_go(self, hosted: Hosted) -> None:
         """Nothing was put on a device here."""
 
     @property

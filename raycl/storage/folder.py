@@ -32,13 +32,14 @@ class FileFacts:
     """What a listing says of one file.
 
     Attributes:
-        size: in bytes. age: seconds since it was last written.
+        size: in bytes. age: seconds since it was last written. written: when that was, in seconds since 1970.
         unfinished: its writer has not finished, or died.
     """
 
     size: int
     age: float
     unfinished: bool
+    written: float
 
 
 @dataclass(frozen=True)
@@ -123,13 +124,7 @@ class Storage:
             selector = pafs.FileSelector(self.path(name), allow_not_found=True, recursive=True)
             found = self.filesystem.get_file_info(selector)
         start, now = len(self.root) + 1, time.time()
-        return {
-            info.path[start:]: FileFacts(
-                info.size, now - (info.mtime_ns or 0) / 1e9, bool(UNFINISHED.search(info.path))
-            )
-            for info in found
-            if info.type == pafs.FileType.File
-        }
+        return {info.path[start:]: _facts(info, now) for info in found if info.type == pafs.FileType.File}
 
     def read(self, name: str) -> bytes:
         """The whole file, as one writer wrote it.
@@ -285,6 +280,11 @@ class Storage:
             yield
         except (OSError, ArrowException) as error:
             raise StorageError(f"cannot {verb} '{self._full(name)}': {error}") from error
+
+
+def _facts(info: pafs.FileInfo, now: float) -> FileFacts:
+    written = (info.mtime_ns or 0) / 1e9
+    return FileFacts(info.size, now - written, bool(UNFINISHED.search(info.path)), written)
 
 
 def _endpoint(uri: str) -> str | None:

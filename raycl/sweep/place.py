@@ -14,6 +14,7 @@ What it does not know: how trials are chosen, run or compared.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,8 +75,8 @@ class Place:
 
     def settings(self) -> dict[int, Settings]:
         """What each trial so far was given, by number."""
-        names = [name for name in self.storage.list(SETTINGS) if name.endswith(".json")]
-        return {int(name[:4]): dict(self.storage.read_json(f"{SETTINGS}/{name}")) for name in names}
+        names = [name for name in self.storage.list(SETTINGS) if re.fullmatch(r"\d{4,}\.json", name)]
+        return {int(name.removesuffix(".json")): dict(self.storage.read_json(f"{SETTINGS}/{name}")) for name in names}
 
     def fail(self, number: int, error: str) -> None:
         """Write down why a trial failed."""

@@ -23,7 +23,7 @@ from ray import tune
 from raycl import config as configs
 from raycl import launch
 from raycl.config import Tree
-from raycl.errors import ConfigError, DataError, RayclError, RunError
+from raycl.errors import CheckpointError, ConfigError, DamagedError, DataError, RayclError, RunError
 from raycl.launch import Hosting, Prepared
 from raycl.run import RunConfig
 from raycl.storage import Storage
@@ -132,15 +132,20 @@ class Trial:
         return launch.prepare(needed)
 
     def _borrow(self, storage: Storage, config: RunConfig, keys: Sequence[str]) -> None:
-        """Begin with the longest stretch that another trial has already learned."""
+        """Begin with the longest stretch that another trial has already learned and that is whole."""
         for key in reversed(keys):
-            lent = read_place(self.place.prefix(key))
-            if lent is None:
+            place = self.place.prefix(key)
+            try:
+                lent = read_place(place)
+                if lent is None:
+                    continue
+                lender = Storage.at(lent["run"])
+                theirs = configs.from_yaml(lender.read(CONFIG).decode(), lender.uri)["modifiers"]
+                records = lent_records(lent["stages"], theirs, configs.as_tree(config)["modifiers"])
+                borrow(place, storage, records)
+            except (DamagedError, CheckpointError) as error:
+                log.warning("trial %d learns what it could have taken over: %s", self.number, error)
                 continue
-            lender = Storage.at(lent["run"])
-            theirs = configs.from_yaml(lender.read(CONFIG).decode(), lender.uri)["modifiers"]
-            records = lent_records(lent["stages"], theirs, configs.as_tree(config)["modifiers"])
-            borrow(self.place.prefix(key), storage, records)
             return
 
     def _fit(self, prepared: Prepared, hosting: Hosting, judge: Judge) -> None:

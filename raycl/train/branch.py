@@ -12,8 +12,9 @@ import logging
 from typing import Any
 
 from raycl.config import Tree
-from raycl.errors import AlreadyExistsError
+from raycl.errors import AlreadyExistsError, CheckpointError
 from raycl.storage import Storage
+from raycl.storage.records import read_record, seal
 from raycl.train import checkpoint as checkpoints
 from raycl.train import progress
 from raycl.train.ledger import Ledger, read_state
@@ -21,6 +22,7 @@ from raycl.train.ledger import Ledger, read_state
 log = logging.getLogger("raycl")
 
 PLACE = "place.json"
+FORMAT = 2
 PREDICTIONS = "predictions"
 
 
@@ -32,16 +34,20 @@ def lend(storage: Storage, done: int, to: Storage) -> None:
     name = state.checkpoints[-1]
     copy = f"{name}-{storage.uri.rsplit('/', 1)[-1]}"  # two lenders at once do not write the same files
     _copy(storage.sub(f"{checkpoints.FOLDER}/{name}"), to.sub(copy))
-    place = {"run": storage.address, "checkpoint": copy, "stages": state.stages}
+    place = {"format": FORMAT, "run": storage.address, "checkpoint": copy, "stages": state.stages}
     try:
-        to.create(PLACE, json.dumps(place, indent=1).encode())
+        to.create(PLACE, seal(place))
     except AlreadyExistsError:
         log.info("    somebody else lent '%s' first", to.uri)
 
 
 def read_place(place: Storage) -> Tree | None:
-    """What `lend` kept; None: nothing is there."""
-    return dict(place.read_json(PLACE)) if place.exists(PLACE) else None
+    """What `lend` kept; None: nothing is there.
+
+    Raises:
+        StorageError: it is damaged.
+    """
+    return read_record(place, PLACE, FORMAT) if place.exists(PLACE) else None
 
 
 def borrow(place: Storage, storage: Storage, stages: list[dict[str, Any]]) -> None:
@@ -49,11 +55,20 @@ def borrow(place: Storage, storage: Storage, stages: list[dict[str, Any]]) -> No
 
     Args:
         stages: their ledger records, without what the lender's own settings had a part in.
+
+    Raises:
+        CheckpointError: what was lent is damaged; the run has not begun then.
     """
     tree = read_place(place)
     assert tree is not None, "nobody borrows from where nothing was lent"
     name = str(tree["checkpoint"])
-    _copy(place.sub(name), storage.sub(f"{checkpoints.FOLDER}/{name}"))
+    folder = f"{checkpoints.FOLDER}/{name}"
+    _copy(place.sub(name), storage.sub(folder))
+    try:
+        checkpoints.read_checkpoint(storage, name)
+    except CheckpointError:
+        storage.delete(folder)
+        raise
     lender = Storage.at(tree["run"])
     for record in stages:
         folder = f"{PREDICTIONS}/{record['stage']:03d}-{record['times']['stage']}"

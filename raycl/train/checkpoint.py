@@ -9,20 +9,21 @@ What it does not know: which tensors a method learns, and which checkpoint count
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from safetensors.torch import load, save
 from torch import Tensor
 
-from raycl.errors import RunError, StorageError
+from raycl.errors import CheckpointError, DamagedError, FormatError, RunError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
+from raycl.storage.records import read_record, seal
 
 FOLDER = "checkpoints"
 PARAMETERS, OPTIMIZER, CARRIED = "parameters.safetensors", "optimizer.safetensors", "carried.safetensors"
-MANIFEST = "manifest.json"
+MANIFEST, SNAPSHOT = "manifest.json", "snapshot.json"
+FORMAT = 2
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Checkpoint:
         published: what went to the bank at the end of the stage (`raycl.train.publish`).
         carried: tensors of the method and of modifiers that are no parameters.
         modifiers: state of gradient modifiers by name.
+        snapshot: a copy of the snapshot's record, where one was published: the bank may lose its own.
     """
 
     stage: int
@@ -51,11 +53,17 @@ class Checkpoint:
     published: dict[str, Any] = field(default_factory=dict)
     carried: dict[str, Tensor] = field(default_factory=dict)
     modifiers: dict[str, Any] = field(default_factory=dict)
+    snapshot: bytes = b""
 
     @property
     def is_stage_end(self) -> bool:
         """Whether the stage's training is over."""
         return self.step == self.steps
+
+    @property
+    def covers(self) -> int:
+        """Stages whose training is over with it."""
+        return self.stage + self.is_stage_end
 
     def name(self, attempt: int) -> str:
         """Folder name, unique over attempts."""
@@ -67,9 +75,12 @@ def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint) -> Non
     folder = storage.sub(f"{FOLDER}/{name}")
     tensors = {PARAMETERS: checkpoint.parameters, OPTIMIZER: checkpoint.optimizer, CARRIED: checkpoint.carried}
     files = {file: save({name: value.contiguous() for name, value in held.items()}) for file, held in tensors.items()}
+    if checkpoint.snapshot:
+        files[SNAPSHOT] = checkpoint.snapshot
     for file, data in files.items():
         folder.write(file, data)
     manifest = {
+        "format": FORMAT,
         "stage": checkpoint.stage,
         "step": checkpoint.step,
         "steps": checkpoint.steps,
@@ -79,28 +90,18 @@ def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint) -> Non
         "modifiers": checkpoint.modifiers,
         "sha256": {file: hashlib.sha256(data).hexdigest() for file, data in files.items()},
     }
-    folder.write(MANIFEST, json.dumps(manifest, indent=1).encode())
+    folder.write(MANIFEST, seal(manifest))
 
 
 def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
     """Read `checkpoints/<name>`.
 
     Raises:
-        RunError: a file is missing or its hash is not the manifest's.
+        CheckpointError: a file is missing, cut or changed. RunError: of another version. StorageError: out of reach.
     """
     folder = storage.sub(f"{FOLDER}/{name}")
-    try:
-        manifest = folder.read_json(MANIFEST)
-        files = {file: folder.read(file) for file in (PARAMETERS, OPTIMIZER, CARRIED)}
-    except StorageError as error:
-        raise RunError(f"checkpoint '{folder.uri}' is incomplete: {error}") from error
-    for file, data in files.items():
-        found = hashlib.sha256(data).hexdigest()
-        if found != manifest["sha256"][file]:
-            raise RunError(
-                f"'{folder.uri}/{file}' is damaged: its SHA-256 is {found[:12]}, expected "
-                f"{manifest['sha256'][file][:12]}; remove the folder's last ledger record to use an older one"
-            )
+    manifest = _manifest(folder)
+    files = {file: _file(folder, file, sha256) for file, sha256 in manifest["sha256"].items()}
     return Checkpoint(
         manifest["stage"],
         manifest["step"],
@@ -109,10 +110,49 @@ def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
         load(files[PARAMETERS]),
         load(files[OPTIMIZER]),
         manifest["spent"],
-        manifest.get("published", {}),
+        manifest["published"],
         load(files[CARRIED]),
-        manifest.get("modifiers", {}),
+        manifest["modifiers"],
+        files.get(SNAPSHOT, b""),
     )
+
+
+def read_snapshot(storage: Storage, name: str) -> bytes:
+    """The snapshot's record that `checkpoints/<name>` has a copy of; empty if its stage is not over.
+
+    Raises:
+        CheckpointError, RunError, StorageError: see `read_checkpoint`.
+    """
+    folder = storage.sub(f"{FOLDER}/{name}")
+    hashes = _manifest(folder)["sha256"]
+    return _file(folder, SNAPSHOT, hashes[SNAPSHOT]) if SNAPSHOT in hashes else b""
+
+
+def _manifest(folder: Storage) -> dict[str, Any]:
+    _check_there(folder, MANIFEST)
+    try:
+        return read_record(folder, MANIFEST, FORMAT)
+    except DamagedError as error:
+        raise CheckpointError(str(error)) from error
+    except FormatError as error:
+        raise RunError(str(error)) from error
+
+
+def _file(folder: Storage, file: str, sha256: str) -> bytes:
+    _check_there(folder, file)
+    data = folder.read(file)
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise CheckpointError(
+            f"'{folder.uri}/{file}' is damaged: its SHA-256 is {found[:12]}, expected {sha256[:12]}: restore a copy"
+        )
+    return data
+
+
+def _check_there(folder: Storage, file: str) -> None:
+    """Absent is damage, out of reach is not: only the former is a reason to use an older checkpoint."""
+    if not folder.exists(file):
+        raise CheckpointError(f"checkpoint '{folder.uri}' is incomplete: it has no {file}; restore a copy")
 
 
 def write_model(storage: Storage, name: str, learned: Learned, model_files: dict[str, bytes]) -> None:

@@ -14,17 +14,23 @@ What it does not know: what a checkpoint holds.
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import socket
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from raycl.errors import AlreadyExistsError, StaleAttemptError
+from raycl.errors import AlreadyExistsError, DamagedError, FormatError, RunError, StaleAttemptError
 from raycl.storage import Storage
+from raycl.storage.records import numbered, numbers, read_record, seal
 
 FOLDER = "ledger"
+FORMAT = 2
+LISTINGS = 5
+"""Of an attempt's folder, before records that are not there count as lost: a listing may miss what is just written."""
+
+_ATTEMPT = re.compile(r"attempt-(\d{4,})")
 
 
 @dataclass
@@ -70,7 +76,7 @@ class Ledger:
             me = {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
             state.attempts.append({"attempt": number, **me, **facts})
             try:
-                storage.create(_record(number, 0), json.dumps(asdict(state), indent=1).encode())
+                storage.create(_record(number, 0), _sealed(number, 0, asdict(state)))
             except AlreadyExistsError:
                 continue
             ledger = Ledger(storage, number, state)
@@ -93,6 +99,10 @@ class Ledger:
         """Record a stage that is trained and evaluated."""
         self._append({"stages": [*self.state.stages, record]})
 
+    def go_back(self, checkpoints: list[str], stages: list[dict[str, Any]]) -> None:
+        """Record that the run goes on from an older checkpoint, and that what was recorded after it is ignored."""
+        self._append({"checkpoints": checkpoints, "stages": stages})
+
     def begin_with(self, checkpoints: list[str], stages: list[dict[str, Any]]) -> None:
         """Record what another run has done for this one, which has done nothing yet (`raycl.train.branch`)."""
         assert not self.state.checkpoints and not self.state.stages, "the run has begun already"
@@ -112,32 +122,74 @@ class Ledger:
 
     def _append(self, change: dict[str, Any]) -> None:
         self.ensure_current()
-        self.storage.create(_record(self.attempt, self._records), json.dumps(change, indent=1).encode())
+        place = (self.attempt, self._records)
+        self.storage.create(_record(*place), _sealed(*place, change))
         self._records += 1
         self.state = RunState(**{**asdict(self.state), **change})
 
 
 def last_attempt(storage: Storage) -> int:
     """Number of the newest claimed attempt, 0 if there is none."""
-    numbers = [int(name.removeprefix("attempt-")) for name in storage.list(FOLDER) if name.startswith("attempt-")]
-    claimed = [number for number in numbers if storage.exists(_record(number, 0))]
+    found = [int(match[1]) for name in storage.list(FOLDER) if (match := _ATTEMPT.fullmatch(name))]
+    claimed = [number for number in found if storage.exists(_record(number, 0))]
     return max(claimed, default=0)
 
 
 def read_state(storage: Storage) -> RunState:
-    """The state that the newest attempt recorded; an empty one if the run never started."""
+    """The state that the newest attempt recorded; an empty one if the run never started.
+
+    Raises:
+        RunError: a record is damaged, missing, or of another version.
+    """
     return _state_of(storage, last_attempt(storage))
 
 
 def _state_of(storage: Storage, attempt: int) -> RunState:
     if attempt == 0:
         return RunState()
-    names = [name for name in storage.list(f"{FOLDER}/attempt-{attempt:04d}") if name.endswith(".json")]
     tree: dict[str, Any] = {}
-    for name in names:
-        tree.update(storage.read_json(f"{FOLDER}/attempt-{attempt:04d}/{name}"))
+    for number in _numbers(storage, attempt):
+        tree.update(_change(storage, attempt, number))
     return RunState(**tree)
 
 
+def _numbers(storage: Storage, attempt: int) -> list[int]:
+    folder = f"{FOLDER}/{_folder(attempt)}"
+    for _ in range(LISTINGS):
+        found = numbers(storage, folder, first=0)
+        if found == list(range(len(found))):
+            return found
+    missing = next(number for number, there in enumerate(found) if number != there)
+    raise RunError(
+        f"'{storage.uri}/{_record(attempt, missing)}' is missing, though later records are there: restore it from a "
+        "copy, or remove the later ones as well, and the run goes on from what is left"
+    )
+
+
+def _change(storage: Storage, attempt: int, number: int) -> dict[str, Any]:
+    file = _record(attempt, number)
+    try:
+        record = read_record(storage, file, FORMAT)
+    except DamagedError as error:
+        rest = "it and the records after it" if number else f"the folder {_folder(attempt)}"
+        raise RunError(f"{error}, or remove {rest}, and the run goes on from what is left") from error
+    except FormatError as error:
+        raise RunError(str(error)) from error
+    if (record["attempt"], record["number"]) != (attempt, number):
+        raise RunError(
+            f"'{storage.uri}/{file}' calls itself record {record['number']} of attempt {record['attempt']}: it was "
+            "moved; restore a copy"
+        )
+    return dict(record["change"])
+
+
+def _sealed(attempt: int, number: int, change: dict[str, Any]) -> bytes:
+    return seal({"format": FORMAT, "attempt": attempt, "number": number, "change": change})
+
+
+def _folder(attempt: int) -> str:
+    return f"attempt-{attempt:04d}"
+
+
 def _record(attempt: int, number: int) -> str:
-    return f"{FOLDER}/attempt-{attempt:04d}/{number:06d}.json"
+    return f"{FOLDER}/{_folder(attempt)}/{numbered(number)}"

@@ -37,8 +37,9 @@ from raycl.train.ledger import Ledger, RunState, read_state
 from raycl.train.parts import Parts
 from raycl.train.progress import Progress, Trace, clock
 from raycl.train.proof import Proof
-from raycl.train.publish import publish
+from raycl.train.publish import open_bank, publish, publish_again
 from raycl.train.results import build_results
+from raycl.train.resume import newest_place
 from raycl.train.row import evaluate_row, evaluate_unseen
 from raycl.train.step import StepResult, train_step
 from raycl.train.world import World
@@ -92,9 +93,9 @@ class StreamLoop:
 
     def run(self, stop_after: int | None = None) -> None:
         """Go on from where the ledger says, for `stop_after` stages at most (None: to the end)."""
+        last = None if stop_after is None else len(self.state.stages) + stop_after
         pending = self._restore()
         first = len(self.state.stages)
-        last = None if stop_after is None else first + stop_after
         for stage in self.parts.stages[first:last]:
             done = pending if pending and pending.is_stage_end else self._train(stage, pending)
             if not self._record(stage, self._evaluate(stage, done)):
@@ -102,10 +103,22 @@ class StreamLoop:
             pending = None
 
     def _restore(self) -> Checkpoint | None:
-        """Give the model the shape and values of the last checkpoint; returns it if its stage is not recorded."""
-        if not self.state.checkpoints:
+        """Give the model the shape and values of the last whole checkpoint; returns it if its stage is not recorded.
+
+        Raises:
+            RunError: stages are recorded, but no checkpoint can be gone on from.
+        """
+        place = newest_place(self.storage, self.state, self.world)
+        if place.problems:
+            self.state = replace(self.state, checkpoints=place.checkpoints, stages=place.stages)
+        if place.problems and self.ledger is not None:
+            log.warning("%s", place.told)
+            self.ledger.go_back(place.checkpoints, place.stages)
+        if self.ledger is not None and self.parts.bank.publish:
+            goes_on = len(self.state.stages) < len(self.parts.stages)
+            publish_again(open_bank(self.parts.bank, self.storage), self.storage, self.state, goes_on)
+        if (found := place.checkpoint) is None:
             return None
-        found = checkpoints.read_checkpoint(self.storage, self.state.checkpoints[-1])
         self.parts.method.load_state_dict(found.method, found.carried)
         self.parts.modifiers.load_state(found.modifiers, found.carried)
         if found.is_stage_end:
@@ -254,7 +267,7 @@ class StreamLoop:
             checkpoints.write_model(self.storage, name, learned, parts.backbone.model_files())
         if learned.adapters and parts.bank.publish:
             before = self.state.stages[-1].get("bank") if self.state.stages else None
-            done.published = publish(parts, stage, learned, self.storage, before)
+            done.published, done.snapshot = publish(parts, stage, learned, self.storage, before)
 
     def _save(self, checkpoint: Checkpoint) -> None:
         """Files first, then the ledger's record, then what is no longer needed goes."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from raycl.train.step import StepResult
 
 log = logging.getLogger("raycl")
 FOLDER = "trace"
+_TRACE = re.compile(r"attempt-\d{4,}\.jsonl")
 
 
 class Trace:
@@ -42,7 +44,7 @@ def read_trace(storage: Storage) -> list[dict[str, Any]]:
     """The steps of a run in order; where attempts overlap, the later one's record stands."""
     merged: dict[tuple[int, int], dict[str, Any]] = {}
     for name in storage.list(FOLDER):
-        if name.endswith(".jsonl"):
+        if _TRACE.fullmatch(name):
             for record in _records(storage, f"{FOLDER}/{name}"):
                 merged[record["stage"], record["step"]] = record
     return [merged[key] for key in sorted(merged)]

@@ -10,23 +10,35 @@ from __future__ import annotations
 import logging
 import time
 
+from raycl.errors import DamagedError
 from raycl.storage import Storage
+from raycl.storage.records import read_record, seal
 
 log = logging.getLogger("raycl")
 
 FOLDER = "verdict"
+FORMAT = 2
 POLL_S, PATIENCE_S = 0.05, 120.0
 """How often workers look (object stores: every second), and when they go on without a word."""
 
 
 def give_word(storage: Storage, done: int, go_on: bool) -> None:
     """Say whether the run goes on after `done` finished stages."""
-    storage.write_json(_file(done), {"go_on": go_on})
+    storage.write(_file(done), seal({"format": FORMAT, "done": done, "go_on": go_on}))
 
 
 def word(storage: Storage, done: int) -> bool | None:
-    """What was said; None: nothing yet."""
-    return bool(storage.read_json(_file(done))["go_on"]) if storage.exists(_file(done)) else None
+    """What was said; None: nothing yet.
+
+    Raises:
+        StorageError: the file is damaged.
+    """
+    if not storage.exists(_file(done)):
+        return None
+    record = read_record(storage, _file(done), FORMAT)
+    if record["done"] != done:
+        raise DamagedError(f"'{storage.uri}/{_file(done)}' is about stage {record['done']}: it was moved; remove it")
+    return bool(record["go_on"])
 
 
 def is_stopped(storage: Storage, done: int) -> bool:

@@ -18,7 +18,6 @@ from raycl.backbone.head import LabelHead
 from raycl.bank import Bank, Snapshot
 from raycl.bank.upkeep import verify
 from raycl.data.loader import eval_batches
-from raycl.errors import RunError
 from raycl.exchange import export_merged, export_peft, mixed
 from raycl.methods.registry import METHODS, method_class
 from raycl.serve.model import backbone_of
@@ -162,26 +161,7 @@ def test_checkpoints_are_safetensors_and_a_manifest_and_only_the_newest_stay(com
     assert names == ["stage001-step0000002-attempt0001", "stage001-step0000004-attempt0001"]
     for name in names:
         files = done.storage.list(f"checkpoints/{name}")
-        assert files == ["carried.safetensors", "manifest.json", "optimizer.safetensors", "parameters.safetensors"]
+        kept = ["carried.safetensors", "manifest.json", "optimizer.safetensors", "parameters.safetensors"]
+        assert files == kept + ["snapshot.json"] * ("step0000004" in name), "the end of a stage keeps what it published"
         learned = load_file(f"{done.storage.root}/checkpoints/{name}/parameters.safetensors")
         assert set(learned) == set(done.parts.method.learned_names()), "frozen weights are not stored again"
-
-
-@pytest.mark.parametrize("file", ["parameters.safetensors", "optimizer.safetensors", "manifest.json"])
-@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
-def test_a_damaged_checkpoint_is_refused_by_name(complete: Complete, tmp_path: Path, file: str, harm: str) -> None:
-    done = complete("bert", "lora", "torch")
-    storage = done.copy(tmp_path)
-    name = f"checkpoints/{storage.list('checkpoints')[-1]}"
-    path = Path(storage.root) / name / file
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    if harm == "remove":
-        path.unlink()
-    else:
-        path.write_bytes(data if harm == "flip" else data[:-3])
-    if (file, harm) == ("manifest.json", "flip"):
-        path.write_bytes(path.read_bytes().replace(b"{", b"[", 1))
-    with pytest.raises(RunError) as caught:
-        run(done.config, storage)
-    assert f"{name}/{file}" in str(caught.value)

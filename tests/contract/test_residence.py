@@ -42,12 +42,13 @@ def test_what_is_small_is_there_before_anybody_asks(taught: Taught, tmp_path: Pa
     for settings, count in (({}, 2), ({"resident_rows": 2 * rank - 1}, 1), ({"resident_rows": rank - 1}, 0)):
         with serving(bank, **settings) as desk:
             assert len(desk.engine.host.stack.states) == count
-    lost, other = bank.open(2).adapters
-    Path(bank.storage.path(lost.tensors.file)).unlink()
-    with serving(bank) as desk:
+    other, lost = bank.open(2).adapters
+    with serving(bank, resident_rows=rank) as desk:
+        Path(bank.storage.path(lost.tensors.file)).unlink()
+        desk.engine.call(lambda: desk.engine.host.stack.need([str(other)])).result(WAIT_S)
         assert f"adapter {lost} cannot be had now" in desk.ask("fire is", weights={lost.name: 1.0}).error
         assert desk.ask("fire is", weights={other.name: 1.0}).finish, (
-            "one that is lost keeps no snapshot from answering"
+            "one that is lost while its snapshot answers fails who needs it alone"
         )
 
 
@@ -103,12 +104,16 @@ def test_who_waits_for_room_is_not_overtaken_for_ever(
         thread.join(WAIT_S)
 
 
-def test_a_damaged_adapter_fails_only_who_needs_it(taught: Taught, tmp_path: Path) -> None:
+def test_a_damaged_adapter_fails_only_who_needs_it(
+    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damaged after its snapshot was activated, and not on the device yet."""
+    monkeypatch.setattr("raycl.serve.host.AHEAD_BYTES", 0)
     bank = bank_of(taught("llama", "separate"), tmp_path)
     model = opened(bank, bank.open(2))
     expected = alone(model, "fire is", {"colour": 1.0}, "colour")
-    _damage(bank, "animal")
     with serving(bank) as desk:
+        _damage(bank, "animal")
         with desk.paused():
             good = [desk.ask("fire is", weights={"colour": 1.0}) for _ in range(3)]
             bad = desk.ask("it purrs", weights={"animal": 1.0})

@@ -18,6 +18,7 @@ from ray.exceptions import ObjectLostError
 from raycl.bank import Bank, Snapshot
 from raycl.bank.manifest import ModelFacts, RouterFacts
 from raycl.bank.shelf import NAMESPACE, Shelf
+from raycl.bank.whole import objects_of
 from raycl.errors import BankError
 from raycl.types import AdapterState
 
@@ -167,3 +168,29 @@ def test_closed_shelf_says_so(snapshot: tuple[Bank, Snapshot]) -> None:
     with pytest.raises(BankError, match="is closed: open it again"):
         shelf.fetch(opened, ["a1"])
     assert is_right(held["a0"], 0)
+
+
+@pytest.mark.parametrize("capacity_mb", [None, 3.5])
+def test_what_is_checked_is_read_once_and_remembered(
+    snapshot: tuple[Bank, Snapshot], capacity_mb: float | None
+) -> None:
+    """By the keeper, for all readers; what there is no room for is hashed all the same."""
+    bank, opened = snapshot
+    wanted = objects_of(opened)
+    path = Path(bank.storage.path(opened.adapter("a9").tensors.file))
+    whole = path.read_bytes()
+    shelf = Shelf(bank, capacity_mb)
+    try:
+        path.write_bytes(whole[:-4] + b"\0\0\0\0")
+        with pytest.raises(BankError, match=r"^the tensors of a9@1 are damaged: SHA-256"):
+            shelf.check(wanted)
+        path.write_bytes(whole)
+        shelf.check(wanted)
+        held = shelf.held()
+        assert held[0] == (COUNT if capacity_mb is None else 3)
+        path.write_bytes(whole[:-4] + b"\0\0\0\0")
+        Shelf(bank).check(wanted)  # another reader: nothing is read again
+        assert shelf.held() == held
+    finally:
+        path.write_bytes(whole)
+        shelf.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -22,6 +21,7 @@ from raycl.bank.manifest import ModelFacts, RouterFacts, TaskFacts
 from raycl.bank.upkeep import diff, prune, verify
 from raycl.errors import BankError, StorageError
 from raycl.storage import Storage
+from raycl.storage.records import seal
 from raycl.types import AdapterState
 
 MODEL = ModelFacts(name="tiny", sha256="a" * 64, kind="encoder")
@@ -277,8 +277,7 @@ def test_the_activation_is_part_of_a_version_and_records_that_do_not_say_have_no
         record = json.loads(where.read_text())["record"]
         for facts in record.get("adapters", [record]):
             assert facts.pop("activation") == ""
-        body = json.dumps(record, sort_keys=True, separators=(",", ":"))
-        where.write_text(json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "record": record}))
+        where.write_bytes(seal(record))
     assert local.manifest(second.ref) == second and local.open(snapshot.number) == snapshot
     assert local.publish("one", plain, MODEL) == second and local.snapshot([second], MODEL, ROUTER) == snapshot
     assert same(local.fetch(local.manifest(second.ref)), plain) and verify(local).problems == []

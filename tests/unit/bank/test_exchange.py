@@ -178,3 +178,33 @@ def test_the_job_as_people_type_it(llama: Path, tmp_path: Path) -> None:
     Path(bank.storage.path(bank.manifest(_ref("one")).tensors.file)).write_bytes(b"x")
     broken = job("verify")
     assert broken.returncode == 1 and "tensors of one@1 are damaged" in broken.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["list"],
+        ["show", "1"],
+        ["verify"],
+        ["export", "--to", "out"],
+        ["prune"],
+        ["diff", "1", "2"],
+        ["forget", "task"],
+        ["--json", "list"],
+    ],
+    ids=lambda command: command[-1],
+)
+def test_a_bank_that_is_not_there_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "snapshots.txt").write_text("a file of somebody's")
+    for name in ("nowhere", "empty", "other"):
+        options = ["--json"] if command[0] == "--json" else []
+        assert main([*options, "--bank", str(tmp_path / name), *command[len(options) :]]) == 1
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1, said
+        assert f"there is no bank at '{tmp_path / name}'" in said.err
+    assert not (tmp_path / "nowhere").exists()

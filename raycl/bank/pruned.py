@@ -1,0 +1,70 @@
+"""What was removed from a bank on purpose: a record of each pruning, written before anything goes.
+
+Why it exists: a snapshot that is gone is a loss, unless somebody removed it; only a record can tell the two apart.
+What it does not know: why it was removed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raycl.errors import AlreadyExistsError, BankError, DamagedError, FormatError
+from raycl.storage import Storage
+from raycl.storage.records import numbered, numbers, read_record, seal
+
+FOLDER = "pruned"
+FORMAT = 1
+
+
+@dataclass
+class Removed:
+    """What the records explain.
+
+    Attributes:
+        adapters: `name@version`.
+        problems: one sentence for each record that cannot be read; it explains nothing.
+    """
+
+    snapshots: set[int] = field(default_factory=set)
+    adapters: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+
+def record_removal(storage: Storage, snapshots: Sequence[int], adapters: Sequence[str]) -> None:
+    """Write down what is removed next."""
+    facts = {"snapshots": list(snapshots), "adapters": list(adapters), "time": time.time()}
+    while True:
+        number = max(numbers(storage, FOLDER), default=0) + 1
+        try:
+            storage.create(f"{FOLDER}/{numbered(number)}", seal({"format": FORMAT, "number": number, **facts}))
+            return
+        except AlreadyExistsError:
+            continue
+
+
+def removed_from(storage: Storage) -> Removed:
+    """All that was removed so far."""
+    found = Removed()
+    for number in numbers(storage, FOLDER):
+        try:
+            record = _read(storage, number)
+        except BankError as error:
+            found.problems.append(str(error))
+            continue
+        found.snapshots.update(record["snapshots"])
+        found.adapters.update(record["adapters"])
+    return found
+
+
+def _read(storage: Storage, number: int) -> dict[str, Any]:
+    file = f"{FOLDER}/{numbered(number)}"
+    try:
+        record = read_record(storage, file, FORMAT)
+    except (DamagedError, FormatError) as error:
+        raise BankError(str(error)) from error
+    if record["number"] != number:
+        raise BankError(f"'{file}' calls itself record {record['number']}: it was moved; restore a copy")
+    return record

@@ -1,0 +1,77 @@
+"""Is all there that a snapshot can ask for? Each object is read and hashed once, and remembered.
+
+Why it exists: a snapshot is activated before anybody has asked for most of its adapters; a damaged one must be found
+then, and not by the requests that need it.
+What it does not know: where the bytes come from (the bank itself, or the cluster's object store).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from raycl.bank.bank import Bank
+from raycl.bank.manifest import ObjectFacts, Snapshot
+
+Wanted = tuple[str, ObjectFacts]
+"""What it is, for messages, and the object."""
+
+TOGETHER, TOGETHER_BYTES = 256, 256 * 2**20
+"""Objects and bytes that are read in one go: others who ask the same reader are served in between."""
+
+
+class Whole:
+    """Which objects of a bank have been found whole."""
+
+    def __init__(self, read: Callable[[Sequence[Wanted]], None]) -> None:
+        """Nothing yet.
+
+        Args:
+            read: reads objects and checks their hashes; raises `BankError` for the first that is missing or damaged.
+        """
+        self._read = read
+        self._known: set[str] = set()
+
+    @staticmethod
+    def of(bank: Bank) -> Whole:
+        """Objects are read from the bank itself."""
+
+        def read(wanted: Sequence[Wanted]) -> None:
+            for what, facts in wanted:
+                bank.read_object(facts, what)
+
+        return Whole(read)
+
+    def check(self, snapshot: Snapshot) -> None:
+        """Read what is not known yet of the snapshot's adapters and router; pseudo-samples are not asked for.
+
+        Raises:
+            BankError: something is missing or damaged.
+        """
+        fresh = {facts.sha256: (what, facts) for what, facts in objects_of(snapshot) if facts.sha256 not in self._known}
+        for group in _groups(list(fresh.values())):
+            self._read(group)
+            self._known |= {facts.sha256 for _, facts in group}
+
+    def take_for_whole(self, snapshot: Snapshot) -> None:
+        """Remember a snapshot's objects without reading them: somebody has found them whole before."""
+        self._known |= {facts.sha256 for _, facts in objects_of(snapshot)}
+
+
+def objects_of(snapshot: Snapshot) -> list[Wanted]:
+    """All that answering from a snapshot can read."""
+    adapters = [(str(entry), entry.tensors) for entry in snapshot.adapters]
+    router = snapshot.router.tensors
+    return adapters + ([(f"the router of snapshot {snapshot.number}", router)] if router else [])
+
+
+def _groups(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+    group: list[Wanted] = []
+    size = 0
+    for one in wanted:
+        if group and (len(group) == TOGETHER or size + one[1].bytes > TOGETHER_BYTES):
+            yield group
+            group, size = [], 0
+        group.append(one)
+        size += one[1].bytes
+    if group:
+        yield group

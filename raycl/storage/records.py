@@ -1,0 +1,97 @@
+"""Small JSON records that carry their own hash, so that a change of a single bit is noticed on reading.
+
+    {"record": {"format": 2, ...}, "sha256": "<of the record as compact JSON with sorted keys>"}
+
+Why it exists: manifests, snapshots, activations, checkpoints and the ledger decide what is loaded; each is read by
+one rule. The bytes must be exactly those that `seal` gives: a file that means the same but was edited is refused too.
+What it does not know: what a record says, and who may do without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+
+from raycl.errors import DamagedError, FormatError
+from raycl.storage.folder import Storage
+
+_NUMBERED = re.compile(r"(\d{6,})\.json")
+
+
+def seal(record: dict[str, Any]) -> bytes:
+    """A record with its hash; `record["format"]` says by which rules it is read."""
+    return _sealed(json.loads(json.dumps(record)))  # keys that are numbers become text before they are sorted
+
+
+def _sealed(record: Any) -> bytes:
+    body = json.dumps(record, sort_keys=True, separators=(",", ":"))
+    return json.dumps({"record": record, "sha256": hashlib.sha256(body.encode()).hexdigest()}, sort_keys=True).encode()
+
+
+def unseal(data: bytes, file: str, version: int) -> dict[str, Any]:
+    """The record that `seal` wrote.
+
+    Args:
+        file: its name for messages. version: the format that the caller reads.
+
+    Raises:
+        DamagedError: cut, changed, or no record at all. FormatError: of another format.
+    """
+    try:
+        outer = json.loads(data)
+        record, _ = outer["record"], outer["sha256"]
+        found = record["format"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DamagedError(
+            f"'{file}' is damaged: not the JSON that raycl writes ({type(error).__name__}: {error}), unless an older "
+            "version wrote it; restore a copy"
+        ) from error
+    if _sealed(record) != data:
+        raise DamagedError(f"'{file}' was changed after it was written (its hash differs): restore a copy")
+    if found != version:
+        raise FormatError(f"'{file}' has format {found}, this version reads {version}: upgrade raycl")
+    return record  # type: ignore[no-any-return]
+
+
+def read_record(storage: Storage, name: str, version: int) -> dict[str, Any]:
+    """Read a record's file.
+
+    Raises:
+        DamagedError, FormatError: see `unseal`. StorageError: it cannot be read.
+    """
+    return unseal(storage.read(name), f"{storage.uri}/{name}", version)
+
+
+def numbered(number: int) -> str:
+    """`000001.json`."""
+    return f"{number:06d}.json"
+
+
+def number_of(name: str, first: int = 1) -> int | None:
+    """The number in `000001.json`; None for every other name: what a file manager or an editor left there is no record.
+
+    Args:
+        first: the lowest number in use.
+    """
+    found = _NUMBERED.fullmatch(name)
+    number = int(found[1]) if found else -1
+    return number if number >= first and numbered(number) == name else None
+
+
+def numbers(storage: Storage, folder: str, first: int = 1) -> list[int]:
+    """Numbers of the records directly below a folder, ascending; other files are ignored."""
+    found = (number_of(name, first) for name in storage.list(folder))
+    return sorted(number for number in found if number is not None)
+
+
+Stamp = tuple[int, float]
+"""Size of a file and when it was written: another one under the same name has another."""
+
+
+def stamps(storage: Storage, folder: str) -> dict[int, Stamp]:
+    """Number of each record directly below a folder -> its stamp."""
+    found = {name[len(folder) + 1 :]: facts for name, facts in storage.files(folder).items()}
+    numbered = {number_of(name): (facts.size, facts.written) for name, facts in found.items()}
+    return {number: stamp for number, stamp in numbered.items() if number is not None}

@@ -1,0 +1,147 @@
+"""A run whose newest checkpoint is damaged goes on from the one before, and ends as the run that nobody touched."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import Complete, Lab, Stop, exported, matrix, run, trace
+
+from raycl.bank import Bank
+from raycl.bank.upkeep import verify
+from raycl.errors import CheckpointError, RunError
+from raycl.storage import Storage
+from raycl.train import loop as loops
+from raycl.train.branch import borrow, lend, read_place
+from raycl.train.ledger import last_attempt, read_state
+
+FILES = ("parameters.safetensors", "optimizer.safetensors", "carried.safetensors", "manifest.json")
+
+
+def damage(path: Path, how: str) -> None:
+    """Cut it, flip a bit in its middle, empty it, or take it away."""
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    if how == "gone":
+        path.unlink()
+    else:
+        flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+        path.write_bytes({"cut": whole[:middle], "flip": flipped, "{}": b"{}", "[]": b"[]"}[how])
+
+
+def checkpoint(storage: Storage, place: int = -1) -> Path:
+    """Folder of a checkpoint that the ledger names."""
+    return Path(storage.path(f"checkpoints/{read_state(storage).checkpoints[place]}"))
+
+
+def stop(*args: Any, **named: Any) -> None:
+    raise Stop
+
+
+def stopped_after(config: Any, storage: Storage, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that ends after a checkpoint inside its last stage, before that stage is evaluated, or when it is over."""
+    if where == "inside":
+        with pytest.raises(Stop):
+            run(config, storage, after=7)
+    elif where == "before evaluation":
+        real = loops.evaluate_row
+        with monkeypatch.context() as patch, pytest.raises(Stop):
+            patch.setattr(
+                loops, "evaluate_row", lambda parts, stage, *rest: (stop if stage.index else real)(parts, stage, *rest)
+            )
+            run(config, storage)
+    else:
+        with pytest.raises(Stop):
+            run(config, storage, on_stage=lambda record: stop() if record["stage"] else None)
+
+
+@pytest.mark.parametrize("method", ["lora", "separate", "slm", "finetune"])
+@pytest.mark.parametrize("where", ["inside", "before evaluation", "finished"])
+def test_the_one_before_is_used_and_nothing_is_lost(
+    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, where: str
+) -> None:
+    done, storage = complete("bert", method, "torch"), Storage.at(tmp_path)
+    stopped_after(done.config, storage, where, monkeypatch)
+    bank = Bank(storage.sub("bank"))
+    published = {file: bank.storage.read(file) for file in bank.storage.files()}
+    damage(checkpoint(storage) / "parameters.safetensors", "flip")
+    run(done.config, storage)
+    assert trace(storage) == trace(done.storage)
+    assert matrix(storage) == matrix(done.storage)
+    assert exported(storage) == exported(done.storage)
+    after = {file: bank.storage.read(file) for file in bank.storage.files()}
+    assert {file: after[file] for file in published} == published, "what was published is never changed"
+    if method != "finetune":
+        assert bank.snapshots() == [1, 2] and len(after) == len(Bank(done.storage.sub("bank")).storage.files())
+        assert verify(bank).problems == []
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("how", ["cut", "flip", "gone", "{}", "[]"])
+def test_every_kind_of_damage_is_said_once(
+    complete: Complete, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, how: str
+) -> None:
+    done, storage = complete("bert", "lora", "torch"), Storage.at(tmp_path)
+    with pytest.raises(Stop):
+        run(done.config, storage, after=7)
+    older = checkpoint(storage, -2).name
+    damage(checkpoint(storage) / file, how)
+    with caplog.at_level(logging.WARNING, logger="raycl"):
+        run(done.config, storage)
+    (said,) = [record.message for record in caplog.records if "goes on from" in record.message]
+    assert f"goes on from checkpoint '{older}'" in said and file in said and "\n" not in said
+    assert matrix(storage) == matrix(done.storage) and trace(storage) == trace(done.storage)
+
+
+def test_stages_after_an_older_checkpoint_are_learned_again(lab: Lab, tmp_path: Path, caplog: Any) -> None:
+    """With a checkpoint at each stage's end alone, the one before the newest is that of the stage before."""
+    tasks = [*lab.tasks, {**lab.tasks[0], "name": "third"}]
+    config = lab.config("bert", stream={"tasks": tasks}, checkpoint={"every_steps": None, "keep": 3})
+    whole, storage = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "damaged")
+    run(config, whole)
+    with pytest.raises(Stop):
+        run(config, storage, on_stage=lambda record: stop() if record["stage"] == 2 else None)
+    for place in (-1, -2):
+        damage(checkpoint(storage, place) / "manifest.json", "flip")
+    with caplog.at_level(logging.WARNING, logger="raycl"):
+        run(config, storage)
+    assert "learns the last 2 finished stages again" in caplog.text
+    assert (trace(storage), matrix(storage), exported(storage)) == (trace(whole), matrix(whole), exported(whole))
+    banks = [Bank(one.sub("bank")) for one in (storage, whole)]
+    assert banks[0].versions("lora") == banks[1].versions("lora") == [1, 2, 3]
+    assert banks[0].snapshots() == banks[1].snapshots() == [1, 2, 3]
+    stages = [[record["bank"]["snapshot"] for record in read_state(one).stages] for one in (storage, whole)]
+    assert stages[0] == stages[1] == [1, 2, 3]
+
+
+def test_without_any_whole_checkpoint_the_first_stage_starts_anew_and_later_ones_do_not(
+    complete: Complete, tmp_path: Path
+) -> None:
+    done = complete("bert", "lora", "torch")
+    first, later = Storage.at(tmp_path / "first"), Storage.at(tmp_path / "later")
+    with pytest.raises(Stop):
+        run(done.config, first, after=3)
+    damage(checkpoint(first) / "manifest.json", "cut")
+    run(done.config, first)
+    assert matrix(first) == matrix(done.storage) and trace(first) == trace(done.storage)
+    with pytest.raises(Stop):
+        run(done.config, later, after=7)
+    for place in (-1, -2):
+        damage(checkpoint(later, place) / "manifest.json", "cut")
+    with pytest.raises(RunError, match=r"no checkpoint of '.*later' is whole, though 1 stages are finished") as raised:
+        run(done.config, later)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_damaged_place_is_not_borrowed(lab: Lab, tmp_path: Path) -> None:
+    config = lab.config("bert")
+    lender, place, storage = (Storage.at(tmp_path / name) for name in ("lender", "place", "borrower"))
+    run(config, lender, on_stage=lambda record: lend(lender, 1, place))
+    lent = read_place(place)
+    assert lent is not None
+    damage(Path(place.path(f"{lent['checkpoint']}/parameters.safetensors")), "flip")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        borrow(place, storage, lent["stages"])
+    assert last_attempt(storage) == 0 and storage.list("checkpoints") == []

@@ -1,0 +1,196 @@
+"""Snapshots that are gone: verify says which, resume publishes them again from a checkpoint, prune explains."""
+
+from __future__ import annotations
+
+import json
+import logging
+import runpy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import Complete, Lab, Stop, exported, matrix, run
+
+from raycl import config as configs
+from raycl import launch
+from raycl.bank import Bank
+from raycl.bank.activations import Activations
+from raycl.bank.upkeep import prune, verify
+from raycl.errors import BankError
+from raycl.storage import Storage
+from raycl.worker import CONFIG
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def three(lab: Lab, tmp_path: Path) -> tuple[Any, Storage, Bank]:
+    """A finished run of three stages, and its bank."""
+    tasks = [*lab.tasks, {**lab.tasks[0], "name": "third"}]
+    config, storage = lab.config("bert", "separate", stream={"tasks": tasks}), Storage.at(tmp_path / "run")
+    run(config, storage)
+    storage.write(CONFIG, configs.to_yaml(config).encode())
+    return config, storage, Bank(storage.sub("bank"))
+
+
+def job(bank: Bank, capsys: pytest.CaptureFixture[str], *command: str) -> tuple[int, str]:
+    """Exit status and everything printed by `jobs/bank.py`."""
+    main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
+    status = main(["--bank", bank.storage.uri, *command])
+    said = capsys.readouterr()
+    return status, said.out + said.err
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_verify_names_a_snapshot_of_a_run_that_is_gone(
+    three: tuple[Any, Storage, Bank], tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    _, storage, bank = three
+    other = Bank(Storage.at(shutil.copytree(bank.storage.root, tmp_path / "elsewhere")))
+    for one in (bank, other):
+        assert job(one, capsys, "verify", "--run", storage.uri)[0] == 0
+        one.storage.delete(f"snapshots/{number:06d}.json")
+        status, said = job(one, capsys, "verify", "--run", storage.uri)
+        assert status == 1 and f"snapshot {number} is gone, which stage {number - 1}" in said
+    assert job(bank, capsys, "verify")[0] == 1, "the bank in a run's folder is compared with that run"
+    assert (job(other, capsys, "verify")[0] == 0) is (number == 3), "parents name all but the newest"
+    status, said = job(other, capsys, "verify", "--run", str(tmp_path / "nowhere"))
+    assert status == 1 and "holds no run" in said and said.count("\n") == 1
+
+
+def test_verify_names_what_a_parent_and_an_activation_name(three: tuple[Any, Storage, Bank]) -> None:
+    bank = three[2]
+    Activations(bank).add(3, "test")
+    Activations(bank, "other").add(2, "test")
+    assert verify(bank).problems == []
+    bank.storage.delete("snapshots/000003.json")
+    bank.storage.delete("snapshots/000002.json")
+    problems = " ".join(verify(bank).problems)
+    assert "snapshot 3 is gone, which decision 1 of endpoint 'default' names" in problems
+    assert "snapshot 2 is gone, which decision 1 of endpoint 'other' names" in problems
+    record = Path(bank.storage.path("serving/default/000001.json"))
+    record.write_bytes(record.read_bytes()[:-9])
+    assert any("serving/default/000001.json' is damaged" in problem for problem in verify(bank).problems)
+
+
+def test_what_prune_removed_is_no_problem(
+    three: tuple[Any, Storage, Bank], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, storage, bank = three
+    assert prune(bank, keep_snapshots=1, grace_s=0.0, dry_run=True).snapshots == [1, 2]
+    assert not bank.storage.exists("pruned"), "a dry run leaves no record"
+    assert prune(bank, keep_snapshots=2, grace_s=0.0).snapshots == [1]
+    assert prune(bank, keep_snapshots=1, grace_s=0.0).snapshots == [2]
+    assert bank.storage.list("pruned") == ["000001.json", "000002.json"]
+    prune(bank, keep_snapshots=1, grace_s=0.0)
+    assert len(bank.storage.list("pruned")) == 2, "what removes nothing records nothing"
+    assert verify(bank).problems == [] and verify(bank).strays == []
+    assert job(bank, capsys, "verify", "--run", storage.uri)[0] == 0
+    record = Path(bank.storage.path("pruned/000002.json"))
+    whole = record.read_bytes()
+    for damage in (whole[:30], b"{}", b"[]", whole.replace(b"2", b"3", 1)):
+        record.write_bytes(damage)
+        problems = verify(bank).problems
+        assert any("pruned/000002.json" in problem for problem in problems)
+        assert any("snapshot 2 is gone" in problem for problem in problems), "an unreadable record explains nothing"
+    record.write_bytes(whole)
+    bank.storage.delete("snapshots/000003.json")
+    assert job(bank, capsys, "verify", "--run", storage.uri)[0] == 1
+
+
+def test_a_prune_that_is_killed_half_way_has_said_what_it_removes(
+    three: tuple[Any, Storage, Bank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = three[2]
+
+    def stop(self: Storage, name: str) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(Storage, "delete", stop)
+        prune(bank, keep_snapshots=1, grace_s=0.0)
+    assert bank.snapshots() == [1, 2, 3] and verify(bank).problems == []
+    assert prune(bank, keep_snapshots=1, grace_s=0.0).snapshots == [1, 2] and verify(bank).problems == []
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut"])
+def test_resume_publishes_the_last_snapshot_again(
+    three: tuple[Any, Storage, Bank], caplog: pytest.LogCaptureFixture, harm: str
+) -> None:
+    """A finished run, through the same door as `--resume`."""
+    _, storage, bank = three
+    path = Path(bank.storage.path("snapshots/000003.json"))
+    whole = path.read_bytes()
+    path.unlink()
+    if harm == "cut":
+        path.write_bytes(whole[:50])
+    with caplog.at_level(logging.WARNING, logger="raycl"):
+        launch.train(launch.reopen(storage.uri))
+    assert path.read_bytes() == whole and verify(bank).problems == []
+    assert [one.message for one in caplog.records if "snapshot 3" in one.message and "published again" in one.message]
+    assert launch.reopen(storage.uri).done == 3
+
+
+def test_resume_says_what_it_cannot_publish_again(
+    three: tuple[Any, Storage, Bank], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, storage, bank = three
+    bank.storage.delete("snapshots/000001.json")
+    with caplog.at_level(logging.WARNING, logger="raycl"):
+        launch.train(launch.reopen(storage.uri))
+    (said,) = [one.message for one in caplog.records if "snapshot 1" in one.message]
+    assert "no checkpoint of stage 0 is kept" in said
+    third = bank.open(3)
+    bank.storage.delete("snapshots/000003.json")
+    bank.storage.delete(third.adapter("third").tensors.file)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="raycl"):
+        launch.train(launch.reopen(storage.uri))
+    assert any("snapshot 3" in one.message and "is missing" in one.message for one in caplog.records)
+    assert bank.snapshots() == [2]
+
+
+def test_what_is_pruned_stays_away(three: tuple[Any, Storage, Bank], caplog: pytest.LogCaptureFixture) -> None:
+    _, storage, bank = three
+    prune(bank, keep_snapshots=1, grace_s=0.0)
+    with caplog.at_level(logging.WARNING, logger="raycl"):
+        launch.train(launch.reopen(storage.uri))
+    assert bank.snapshots() == [3] and caplog.records == []
+
+
+@pytest.mark.parametrize("way", ["deleted", "pruned"])
+def test_a_run_in_its_middle_gets_back_what_it_goes_on_from(complete: Complete, tmp_path: Path, way: str) -> None:
+    done, storage = complete("bert", "separate", "torch"), Storage.at(tmp_path)
+    run(done.config, storage, on_stage=lambda record: False)
+    bank = Bank(storage.sub("bank"))
+    if way == "pruned":
+        first = bank.open(1)
+        bank.snapshot([], first.backbone, first.router, made={"by": "somebody else"})
+        kept = [(entry, first.layouts[entry.layout]) for entry in first.adapters]
+        bank.snapshot(kept, first.backbone, first.router, made={"by": "somebody else"})
+        prune(bank, keep_snapshots=1, grace_s=0.0)
+        assert bank.snapshots() == [3]
+    else:
+        bank.storage.delete("snapshots/000001.json")
+    run(done.config, storage)
+    assert matrix(storage) == matrix(done.storage) and exported(storage) == exported(done.storage)
+    assert 1 in bank.snapshots() and verify(bank).problems == []
+
+
+def test_a_run_in_its_middle_that_cannot_go_on_says_so_before_it_trains(complete: Complete, tmp_path: Path) -> None:
+    done, storage = complete("bert", "separate", "torch"), Storage.at(tmp_path)
+    run(done.config, storage, on_stage=lambda record: False)
+    shutil.rmtree(storage.sub("bank").root)
+    with pytest.raises(BankError, match=r"snapshot 1 .* is missing") as raised:
+        run(done.config, storage, after=0)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_record_of_a_checkpoint_is_the_banks(complete: Complete) -> None:
+    done = complete("bert", "separate", "torch")
+    name = done.storage.list("checkpoints")[-1]
+    assert done.storage.read(f"checkpoints/{name}/snapshot.json") == done.storage.read("bank/snapshots/000002.json")
+    assert json.loads(done.storage.read(f"checkpoints/{name}/manifest.json"))["record"]["sha256"].keys() >= {
+        "snapshot.json"
+    }

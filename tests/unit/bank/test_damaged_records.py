@@ -1,0 +1,156 @@
+"""Every small record that decides something carries its own hash: any change of a single bit is noticed on reading."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raycl.bank import AdapterRef, Bank
+from raycl.bank.activations import Activations, activated
+from raycl.bank.manifest import ModelFacts, RouterFacts
+from raycl.errors import BankError, RayclError, RunError, StorageError
+from raycl.storage import Storage
+from raycl.train import branch
+from raycl.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from raycl.train.ledger import Ledger, read_state
+from raycl.train.verdict import give_word, word
+from raycl.types import AdapterState
+
+MODEL = ModelFacts(name="tiny", sha256="a" * 64)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record on disk, its neighbour of another number or name, and what reads it."""
+
+    file: str
+    other: str
+    read: Callable[[Storage], Any]
+    error: type[RayclError]
+
+
+RECORDS = {
+    "manifest": Record(
+        "bank/adapters/one/000001.json",
+        "bank/adapters/one/000002.json",
+        lambda s: Bank(s.sub("bank")).manifest(AdapterRef(name="one", version=1)),
+        BankError,
+    ),
+    "snapshot": Record(
+        "bank/snapshots/000002.json", "bank/snapshots/000001.json", lambda s: Bank(s.sub("bank")).open(2), BankError
+    ),
+    "activation": Record(
+        "bank/serving/default/000002.json",
+        "bank/serving/default/000001.json",
+        lambda s: Activations(Bank(s.sub("bank"))).latest(),
+        BankError,
+    ),
+    "claim": Record("ledger/attempt-0002/000000.json", "ledger/attempt-0001/000000.json", read_state, RunError),
+    "ledger": Record("ledger/attempt-0002/000001.json", "ledger/attempt-0001/000001.json", read_state, RunError),
+    "checkpoint": Record(
+        "checkpoints/b/manifest.json", "checkpoints/a/manifest.json", lambda s: read_checkpoint(s, "b"), RunError
+    ),
+    "place": Record("place/place.json", "", lambda s: branch.read_place(s.sub("place")), StorageError),
+    "verdict": Record("verdict/002.json", "verdict/001.json", lambda s: word(s, 2), StorageError),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Storage:
+    """A run with a bank beside it: two of each record."""
+    storage = Storage.at(tmp_path_factory.mktemp("written"))
+    bank = Bank(storage.sub("bank"))
+    for seed in range(2):
+        torch.manual_seed(seed)
+        state = AdapterState({"q": (torch.randn(2, 6), torch.randn(5, 2))}, 1e-05)
+        bank.snapshot([bank.publish("one", state, MODEL)], MODEL, RouterFacts(kind="task"))
+        Activations(bank).add(1 + seed, "test")
+        ledger = Ledger.claim(storage, workers=1)
+        name = "ab"[seed]
+        checkpoint = Checkpoint(0, 2 + seed, 3, {"labels": ["ä"], "by": {2: 1e-05, 10: 0.5}}, {"w": torch.randn(3)}, {})
+        write_checkpoint(storage, name, checkpoint)
+        ledger.checkpoint(name, keep=2)
+        give_word(storage, 1 + seed, go_on=bool(seed))
+    ledger.stage_done({"stage": 0, "row": {"t": {"value": 12.5}}})
+    branch.lend(storage, 1, storage.sub("place"))
+    return storage
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_any_one_bit_that_flips_is_noticed(written: Storage, kind: str) -> None:
+    record = RECORDS[kind]
+    path = Path(written.path(record.file))
+    whole = path.read_bytes()
+    expected, unseen = record.read(written), []
+    try:
+        for bit in range(8 * len(whole)):
+            flipped = bytearray(whole)
+            flipped[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(flipped)
+            try:
+                record.read(written)
+                unseen.append(bytes(flipped[max(0, bit // 8 - 10) : bit // 8 + 10]))
+            except record.error:
+                pass
+    finally:
+        path.write_bytes(whole)
+    assert unseen == []
+    assert repr(record.read(written)) == repr(expected)
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize(
+    "damage", ["{}", "[]", "", "cut", "3", "null", "not utf-8", "[" * 100_000, "neighbour", "newer"]
+)
+def test_what_is_no_record_of_ours_is_one_sentence(written: Storage, kind: str, damage: str) -> None:
+    record = RECORDS[kind]
+    path = Path(written.path(record.file))
+    whole = path.read_bytes()
+    if damage == "neighbour" and not record.other:
+        return
+    text: bytes = {
+        "cut": whole[: len(whole) // 2],
+        "not utf-8": b"\xff" + whole,
+        "neighbour": Path(written.path(record.other)).read_bytes() if record.other else b"",
+        "newer": _newer(whole),
+    }.get(damage, damage.encode())
+    path.write_bytes(text)
+    try:
+        with pytest.raises(record.error) as raised:
+            record.read(written)
+    finally:
+        path.write_bytes(whole)
+    said = str(raised.value)
+    assert "\n" not in said and path.name.removesuffix("manifest.json") in said, said
+    assert damage != "newer" or re.search(r"has format 99, this version reads \d+: upgrade raycl", said), said
+
+
+def _newer(whole: bytes) -> bytes:
+    """The same of a format to come, its hash as it should be."""
+    from raycl.storage.records import seal
+
+    return seal({**json.loads(whole)["record"], "format": 99})
+
+
+def test_a_damaged_activation_is_repaired_by_the_next_one(written: Storage) -> None:
+    bank = Bank(written.sub("bank"))
+    path = Path(written.path(RECORDS["activation"].file))
+    whole = path.read_bytes()
+    try:
+        for damage in (whole[:40], b"", b"{}", b"[]"):
+            path.write_bytes(damage)
+            with pytest.raises(BankError, match="activate a snapshot again"):
+                activated(bank)
+            repaired = Activations(bank).add(1, "repaired")
+            assert Activations(bank).latest() == repaired and repaired.number == 3 and repaired.snapshot == 1
+            assert activated(bank) == {1}
+            bank.storage.delete("serving/default/000003.json")
+    finally:
+        path.write_bytes(whole)

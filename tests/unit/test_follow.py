@@ -1,0 +1,66 @@
+"""The thread that says a run's progress lines: a storage that is away for a moment costs nothing but that moment."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from raycl import launch
+from raycl.errors import StorageError
+from raycl.storage import Storage
+
+
+@dataclass(frozen=True)
+class Away(Storage):
+    """Storage whose listings and reads fail while `failing` holds something."""
+
+    failing: list[int] = field(default_factory=list)
+
+    def list(self, name: str = "") -> list[str]:
+        self._fail()
+        return super().list(name)
+
+    def read(self, name: str) -> bytes:
+        self._fail()
+        return super().read(name)
+
+    def _fail(self) -> None:
+        if self.failing:
+            self.failing[0] += 1
+            raise StorageError("cannot list 'log': the store is away")
+
+
+def until(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+def test_a_failed_listing_is_followed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "FOLLOW_S", 0.01)
+    plain = Storage.at(tmp_path)
+    away = Away(plain.uri, plain.filesystem, plain.root)
+    plain.write("log/attempt-0001.txt", b"written before\n")
+    for stray in (".DS_Store", "attempt-0001.txt~", "._attempt-0001.txt", "Thumbs.db"):
+        plain.write(f"log/{stray}", b"\xff\x00 not ours\n")
+    with caplog.at_level(logging.INFO, logger="raycl"):
+        with launch.follow(away, "mine: "):
+            plain.write("log/attempt-0001.txt", b"written before\nfirst\n")
+            until(lambda: "mine: first" in caplog.messages)
+            away.failing.append(0)
+            until(lambda: away.failing[0] >= 2)
+            away.failing.clear()
+            plain.write("log/attempt-0001.txt", b"written before\nfirst\nsecond\n")
+            until(lambda: "mine: second" in caplog.messages)
+            plain.write("log/attempt-0001.txt", b"written before\nfirst\nsecond\nlast\n")
+            away.failing.append(0)
+        assert caplog.messages[-1] != "", "a store that is away at the end spoils no result"
+    assert [line for line in caplog.messages if "written before" in line or "not ours" in line] == []
