@@ -336,7 +336,12 @@ def named_each(value: Any, known: Iterable[str]) -> Any:
 
 def to_yaml(config: BaseModel) -> str:
     """The resolved tree as YAML, ready to be loaded again."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escape(as_tree(config))))
+    return tree_to_yaml(as_tree(config))
+
+
+def tree_to_yaml(tree: Tree) -> str:
+    """The same from a resolved tree."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(tree)))
 
 
 def _escape(value: Any) -> Any:

@@ -5,8 +5,9 @@ What it does not know: Ray (`raycl.launch` starts workers that call `build`).
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -35,6 +36,7 @@ from raycl.train.engine import Engine, TorchEngine
 from raycl.train.loop import OpenEngine, micro_batch_size
 from raycl.train.parts import Parts, RunInfo
 from raycl.train.settings import (
+    EXEMPT,
     BankConfig,
     CheckpointConfig,
     DeepSpeedConfig,
@@ -44,9 +46,6 @@ from raycl.train.settings import (
 )
 from raycl.train.world import World
 from raycl.types import Stage, TextCodec
-
-EXEMPT = ("launch", "tracking", "output", "bank")
-"""Sections that cannot change what a run learns: they may differ on resume and stay out of the fingerprint."""
 
 if TYPE_CHECKING:
     EngineChoice = EngineConfig
@@ -132,6 +131,11 @@ def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
 def fingerprint(config: RunConfig) -> str:
     """Of everything that can change what a run learns."""
     return configs.fingerprint(config, without=EXEMPT)
+
+
+def info_of(config: RunConfig, singles: dict[str, float] | None = None, replaces: str = "") -> RunInfo:
+    """What identifies the run of this config."""
+    return RunInfo(config.seed, configs.as_tree(config), fingerprint(config), singles, replaces)
 
 
 def stages(config: RunConfig, stream: Stream) -> tuple[Stage, ...]:
@@ -222,12 +226,17 @@ def make_modifiers(config: RunConfig, method: Method) -> Modifiers:
 
 
 def build(
-    config: RunConfig, world: World, singles: dict[str, float] | None = None, files: Sequence[Buffer] = ()
+    config: RunConfig,
+    world: World,
+    singles: dict[str, float] | None = None,
+    files: Sequence[Buffer] = (),
+    replaces: str = "",
 ) -> tuple[Parts, OpenEngine]:
     """One worker's parts of the run, and what opens an engine for a stage.
 
     Args:
         files: the backbone's safetensors files, if they are in memory already; never written to.
+        replaces: see `RunInfo`.
     """
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)
@@ -237,7 +246,7 @@ def build(
     if weights and (method.stack is None or config.engine.name != "torch"):
         _own(backbone)
     check_language_head(method)
-    info = RunInfo(config.seed, configs.as_tree(config), fingerprint(config), singles)
+    info = info_of(config, singles, replaces)
     parts = Parts(
         info=info,
         stream=stream,
@@ -326,17 +335,16 @@ def default_directory() -> str:
     return os.environ.get("RAYCL_RUNS") or ("~/raycl-runs" if in_job else "runs")
 
 
-def run_folder(config: RunConfig) -> tuple[Storage, str]:
-    """Where a new run writes: the configured name, or a telling one that is not taken yet."""
-    root = Storage.at(config.output.dir or default_directory())
-    if config.output.name:
-        return root.sub(config.output.name), config.output.name
+def directory(config: RunConfig) -> Storage:
+    """The folder that holds the run's own."""
+    return Storage.at(config.output.dir or default_directory())
+
+
+def free_names(config: RunConfig) -> Iterator[str]:
+    """Telling names for a run that has none: those that no folder beside it has, one after another."""
     backbone = config.backbone.name.rstrip("/").split("/")[-1]
     base = f"{config.stream.name}-{backbone}-{config.method.name}-s{config.seed}"
+    root = directory(config)
     taken = set(root.list()) if root.exists() else set()
-    name = next(
-        name
-        for number in range(1, len(taken) + 2)
-        if (name := base if number == 1 else f"{base}-{number}") not in taken
-    )
-    return root.sub(name), name
+    names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
+    return (name for name in names if name not in taken)

@@ -20,7 +20,7 @@ from raycl import config as configs
 from raycl import launch, run
 from raycl.backbone import BackboneConfig
 from raycl.data.stream import open_stream
-from raycl.errors import ConfigError, LaunchError, ResumeError, RunError
+from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeError, RunError
 from raycl.run import RunConfig
 from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig
@@ -78,9 +78,11 @@ def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Outco
 
 def _claim(sweep: SweepConfig, place: Place, resume: bool) -> None:
     """Take the folder, or find the same sweep there."""
-    if not place.storage.exists(SWEEP):
-        place.storage.write(SWEEP, configs.to_yaml(sweep).encode())
+    try:
+        place.storage.create(SWEEP, configs.to_yaml(sweep).encode())
         return
+    except AlreadyExistsError:
+        pass
     if not resume:
         raise RunError(
             f"'{place.storage.uri}' holds a sweep already: go on with --resume, or choose another name or --dir"

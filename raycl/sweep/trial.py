@@ -21,7 +21,7 @@ from typing import Any
 from ray import tune
 
 from raycl import config as configs
-from raycl import launch
+from raycl import launch, run
 from raycl.config import Tree
 from raycl.errors import ConfigError, DataError, RayclError, RunError
 from raycl.launch import Hosting, Prepared
@@ -36,7 +36,6 @@ from raycl.sweep.weights import key_of
 from raycl.train.branch import borrow, read_place
 from raycl.train.ledger import last_attempt, read_state
 from raycl.train.verdict import is_stopped
-from raycl.worker import CONFIG
 
 log = logging.getLogger("raycl")
 
@@ -138,9 +137,9 @@ class Trial:
             if lent is None:
                 continue
             lender = Storage.at(lent["run"])
-            theirs = configs.from_yaml(lender.read(CONFIG).decode(), lender.uri)["modifiers"]
+            theirs = read_state(lender).config.get("modifiers", {})
             records = lent_records(lent["stages"], theirs, configs.as_tree(config)["modifiers"])
-            borrow(self.place.prefix(key), storage, records)
+            borrow(self.place.prefix(key), storage, records, run.info_of(config))
             return
 
     def _fit(self, prepared: Prepared, hosting: Hosting, judge: Judge) -> None:

@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from raycl import config as configs
+from raycl import launch
 from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
 from raycl.methods.modifier import Modifiers
@@ -44,6 +45,7 @@ from raycl.train.loop import OpenEngine, StreamLoop
 from raycl.train.parts import Parts
 from raycl.train.progress import read_trace
 from raycl.train.world import World
+from raycl.worker import visiting, worker_main
 
 WORDS = (
     *("red", "blue", "cat", "dog", "the", "a", "is", "sky", "sea", "fire"),
@@ -247,6 +249,12 @@ def run(
     )
     loop.run()
     return loop
+
+
+def work(prepared: launch.Prepared) -> None:
+    """What the one worker of a prepared run does, without Ray: whose run it is decides its claim."""
+    with visiting():
+        worker_main(launch.job_of(prepared, launch.Hosting(here=True), "driver"))
 
 
 def opened(bank: Bank, snapshot: Snapshot) -> SnapshotModel:
