@@ -28,6 +28,7 @@ from ray.train.torch import TorchTrainer
 
 from raycl import config as configs
 from raycl import run as runs
+from raycl import trust
 from raycl.data.stream import Stream
 from raycl.errors import AlreadyExistsError, LaunchError, RayclError, ResumeError, RunError
 from raycl.extension import other_changes, with_tasks
@@ -89,7 +90,8 @@ def prepare(config: RunConfig) -> Prepared:
             if config.output.exists == "resume":
                 return reopen(storage.address, config)
             raise RunError(
-                f"'{storage.uri}' holds a run already: go on with --resume {storage.uri}, or choose another output.name"
+                f"'{storage.uri}' holds a run already: go on with {resume_line(storage, config)}, or choose another "
+                "output.name"
             )
     stream = runs.check(config)
     singles = runs.read_singles(config)
@@ -121,9 +123,10 @@ def reopen(folder: str, wanted: RunConfig | None = None, overrides: tuple[str, .
 
     Raises:
         ResumeError: there is no run, or a setting that changes what is learned differs.
+        ConfigError: the run asks for what `overrides` do not allow (`raycl.trust`).
     """
     storage, old, state = _run_in(folder)
-    new = wanted or _config_of(storage, state, overrides)
+    new = wanted or _allowed(_config_of(storage, state, overrides), overrides, storage)
     _refuse(folder, configs.differences(configs.as_tree(old), configs.as_tree(new), without=EXEMPT))
     return _going_on(new, storage, state)
 
@@ -139,7 +142,7 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
         ConfigError, DataError: the tasks are not there.
     """
     storage, old, state = _run_in(folder)
-    new = with_tasks(_config_of(storage, state, overrides), added)
+    new = with_tasks(_allowed(_config_of(storage, state, overrides), overrides, storage), added)
     _refuse(folder, other_changes(old, new, len(added), without=EXEMPT))
     return _going_on(new, storage, state)
 
@@ -162,6 +165,17 @@ def _refuse(folder: str, changed: dict[str, tuple[Any, Any]]) -> None:
     if changed:
         listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
         raise ResumeError(f"'{folder}' cannot go on with a changed config: {listed}; start a new run instead")
+
+
+def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) -> RunConfig:
+    """The config, if these overrides allow what it asks for (`raycl.trust`)."""
+    trust.require(trust.asked(configs.as_tree(config)), overrides, f"the run '{storage.uri}'")
+    return config
+
+
+def resume_line(storage: Storage, config: RunConfig) -> str:
+    """What to type behind the job's name to go on with a run."""
+    return " ".join(["--resume", storage.uri, *trust.as_overrides(configs.as_tree(config))])
 
 
 def _config_of(storage: Storage, state: RunState, overrides: tuple[str, ...] = ()) -> RunConfig:
@@ -312,7 +326,7 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
         with visiting() if hosting.here else follow(storage, hosting.label):
             trainer.fit()
     except ray.train.TrainingFailedError as error:
-        raise RunError(f"the workers failed: {_cause(error)}; go on with --resume {storage.uri}") from error
+        raise RunError(f"the workers failed: {_cause(error)}; go on with {resume_line(storage, config)}") from error
     except RayclError as error:  # of a worker in this process
         raise RunError(f"{error} (run {storage.uri})") from error
     if storage.exists(error_file(driver)):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
+from raycl import trust
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
 from raycl.backbone.base import Backbone
 from raycl.backbone.encoder import EncoderBackbone
@@ -123,9 +124,12 @@ def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
     """The validated tree from a file and overrides.
 
     Raises:
-        ConfigError: see `raycl.config.load`.
+        ConfigError: see `raycl.config.load`; or the file asks for what only the command may allow (`raycl.trust`).
     """
-    return configs.load(RunConfig, path, overrides)
+    config = configs.load(RunConfig, path, overrides)
+    source = "the config" if path is None else f"config file '{path}'"
+    trust.require(trust.asked(configs.as_tree(config)), overrides, source)
+    return config
 
 
 def fingerprint(config: RunConfig) -> str:

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 LAYERS = (
     ("errors", "types"),
     ("config", "storage", "pretrained"),
-    ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking"),
+    ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking", "trust"),
     ("methods",),
     ("train", "serve", "report", "exchange"),
     ("run", "forgetting"),

@@ -23,7 +23,7 @@ from raycl.data.stream import open_stream
 from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeError, RunError
 from raycl.run import RunConfig
 from raycl.storage import Storage
-from raycl.sweep.config import SweepConfig
+from raycl.sweep.config import SweepConfig, examples
 from raycl.sweep.outcome import Outcome, collect
 from raycl.sweep.place import SWEEP, Place, plain
 from raycl.sweep.prefix import prefix_keys, shared_keys
@@ -104,8 +104,8 @@ def make_plan(sweep: SweepConfig, place: Place) -> Plan:
         RayclError: one of them cannot run.
     """
     trials = dict(enumerate(sweep.trials())) if sweep.plans else place.settings()
-    examples = list(trials.values()) if sweep.plans else _examples(sweep)
-    found = [(place.config(sweep, 0, settings), settings) for settings in examples]
+    known = list(trials.values()) if sweep.plans else examples(sweep)
+    found = [(place.config(sweep, 0, settings), settings) for settings in known]
     names = [_task_names(config) for config, _ in found]
     lengths = {len(run.stages(config, open_stream(config.stream, config.seed))) for config, _ in found}
     if len(lengths) > 1 and sweep.scheduler.name != "none":
@@ -119,17 +119,6 @@ def make_plan(sweep: SweepConfig, place: Place) -> Plan:
     shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
     total = len(trials) if sweep.plans else sweep.samples
     return Plan(trials, max(lengths), shared, total, tuple(config.backbone for config, _ in found))
-
-
-def _examples(sweep: SweepConfig) -> list[Settings]:
-    """Settings that a search without a plan may come to: each value of each setting beside the others' first."""
-    first = {path: draw.corners[0] for path, draw in sweep.space.items() if draw.expr is None}
-    return [
-        sweep.follow(first | {path: value})
-        for path, draw in sweep.space.items()
-        if draw.expr is None
-        for value in draw.corners
-    ]
 
 
 def _kinds(found: list[RunConfig]) -> list[RunConfig]:
@@ -147,7 +136,7 @@ def _task_names(config: RunConfig) -> list[str]:
 
 def _first(sweep: SweepConfig, plan: Plan) -> RunConfig:
     settings = next(iter(plan.trials.values()), None)
-    return sweep.config(settings if settings is not None else _examples(sweep)[0])
+    return sweep.config(settings if settings is not None else examples(sweep)[0])
 
 
 def _tune(sweep: SweepConfig, directory: str, place: Place, plan: Plan) -> None:
