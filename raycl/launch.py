@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from ray.train import FailureConfig, ScalingConfig
 from ray.train import RunConfig as RayRunConfig
 from ray.train.torch import TorchTrainer
 
+from raycl import cluster as clusters
 from raycl import config as configs
 from raycl import run as runs
 from raycl import trust
@@ -249,13 +249,9 @@ def cluster(config: RunConfig, dashboard: bool = False) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    address = config.launch.address or os.environ.get("RAY_ADDRESS")
-    began = time.monotonic()
     # Progress comes through the run's own log (`follow`): Ray's forwarding would mix in its helpers' chatter. Without
     # the dashboard a local start takes a third of the time; what it would clean up ends with the cluster anyway.
-    with_dashboard = None if address else dashboard
-    ray.init(address=address, include_dashboard=with_dashboard, log_to_driver=False, logging_level="error")
-    log.info("Ray %s in %.0f s", "joined" if address else "started on this machine", time.monotonic() - began)
+    clusters.connect(config.launch.address, dashboard=dashboard)
     try:
         yield
     finally:
@@ -323,7 +319,7 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
     asked = ScalingConfig(num_workers=0, use_gpu=scaling.use_gpu) if hosting.here else scaling
     trainer = TorchTrainer(worker_main, train_loop_config=job, scaling_config=asked, run_config=ray_run)
     try:
-        with visiting() if hosting.here else follow(storage, hosting.label):
+        with visiting() if hosting.here else _watched(storage, scaling, hosting.label):
             trainer.fit()
     except ray.train.TrainingFailedError as error:
         raise RunError(f"the workers failed: {_cause(error)}; go on with {resume_line(storage, config)}") from error
@@ -333,6 +329,15 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
         raise RunError(f"{storage.read_json(error_file(driver))['message']} (run {storage.uri})")
     if prepared.done == done:
         raise RunError(f"the workers ended without finishing a stage: see '{storage.uri}/{LOGS}'")
+
+
+@contextmanager
+def _watched(storage: Storage, scaling: ScalingConfig, label: str) -> Iterator[None]:
+    """The workers' progress lines, and before them, where there is no room yet, what they wait for."""
+    asked = {name: amount * int(scaling.num_workers) for name, amount in (scaling.resources_per_worker or {}).items()}
+    lower = "launch.workers, launch.cpus_per_worker or launch.gpus_per_worker"
+    with clusters.said_while(clusters.is_pending, asked, lower), follow(storage, label):
+        yield
 
 
 def _cause(error: BaseException) -> str:

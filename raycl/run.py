@@ -60,7 +60,7 @@ class LaunchConfig(Section):
     workers: int = Field(1, ge=1)
     cpus_per_worker: float | None = Field(None, gt=0, description="null: the cluster's CPUs shared evenly")
     gpus_per_worker: float | None = Field(None, ge=0, description="null: 1 where the cluster has one for each worker")
-    address: str | None = Field(None, description="Ray cluster; null: $RAY_ADDRESS, else one is started here")
+    address: str | None = Field(None, description="Ray cluster to join; null: $RAY_ADDRESS, else one is started here")
     max_failures: int = Field(3, ge=-1, description="restarts of the worker group after crashes; -1: no limit")
     wait_for_nodes: bool = Field(False, description="the cluster grows: wait for workers it cannot hold today")
     fresh_workers_per_task: bool = Field(False, description="new worker processes for every stage")

@@ -11,11 +11,13 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
 from ray import tune
 
+from raycl import cluster as clusters
 from raycl import config as configs
 from raycl import launch, run
 from raycl.backbone import BackboneConfig
@@ -192,7 +194,9 @@ def _fit(
             verbose=0,
         ),
     )
-    with _quiet():
+    asked = {"CPU": sweep.resources.workers * sweep.resources.cpus_per_worker}
+    lower = "resources.workers or resources.cpus_per_worker"
+    with _quiet(), clusters.said_while(partial(clusters.is_pending, all_of_it=True), asked, lower):
         grid = tuner.fit()
     return {
         int(result.config["number"]): str(result.error).strip().splitlines()[-1]
