@@ -125,6 +125,8 @@ def read_override(override: str) -> tuple[str, Any]:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[call-overload, index]
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"override '{override}': the value is not valid YAML: {_one_line(error)}") from error
+    if isinstance(value, dict) and not re.search(r"[\s{]", text):  # an IPv6 address such as `::`, and no mapping
+        return key.strip(), text
     return key.strip(), value
 
 

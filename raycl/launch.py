@@ -30,7 +30,7 @@ from raycl import config as configs
 from raycl import run as runs
 from raycl import trust
 from raycl.data.stream import Stream
-from raycl.errors import AlreadyExistsError, LaunchError, RayclError, ResumeError, RunError
+from raycl.errors import AlreadyExistsError, LaunchError, RayclError, ResumeError, RunError, StorageError
 from raycl.extension import other_changes, with_tasks
 from raycl.run import RunConfig
 from raycl.storage import Storage
@@ -181,7 +181,7 @@ def resume_line(storage: Storage, config: RunConfig) -> str:
 def _config_of(storage: Storage, state: RunState, overrides: tuple[str, ...] = ()) -> RunConfig:
     """The config that the run's claims recorded; before the first, and of older versions, its file."""
     tree: dict[str, Any] = copy.deepcopy(state.config) or configs.from_yaml(
-        storage.read(CONFIG).decode(), f"{storage.uri}/{CONFIG}"
+        storage.read_text(CONFIG), f"{storage.uri}/{CONFIG}"
     )
     for override in overrides:
         configs.apply_override(tree, override)
@@ -355,12 +355,15 @@ def follow(storage: Storage, label: str = "") -> Iterator[None]:
         for name in storage.list(LOGS):
             data = storage.read(f"{LOGS}/{name}")
             fresh, seen[name] = data[seen.get(name, 0) :], len(data)
-            for line in fresh.decode().splitlines():
+            for line in fresh.decode(errors="replace").splitlines():
                 log.info("%s%s", label, line)
 
     def watch() -> None:
         while not over.wait(FOLLOW_S):
-            say_new()
+            try:
+                say_new()
+            except StorageError as error:  # away for a moment: nothing is lost, the next look says it
+                log.debug("the run's log cannot be read now: %s", error)
 
     thread = threading.Thread(target=watch, name="follow", daemon=True)
     thread.start()

@@ -23,7 +23,7 @@ from raycl.bank.activations import Activations
 from raycl.errors import LaunchError
 from raycl.serve.app import NAME, build_from
 from raycl.serve.gate import Verdict, judge
-from raycl.serve.listening import claimed
+from raycl.serve.listening import claimed, url_of
 from raycl.serve.settings import ServeConfig
 
 log = logging.getLogger("raycl")
@@ -46,7 +46,7 @@ def _serve_forever(config: ServeConfig) -> None:
         start(config, application)
         for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets a handler of its own
             signal.signal(number, lambda *_: stopped.set())
-        log.info("serving %s on http://%s:%d (Ctrl-C ends it)", config.bank, config.host, config.port)
+        log.info("serving %s on %s (Ctrl-C ends it)", config.bank, url_of(config.host, config.port))
         stopped.wait()
     log.info("stopping: answers that have begun are finished")
     serve.shutdown()

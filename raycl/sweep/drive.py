@@ -89,7 +89,7 @@ def _claim(sweep: SweepConfig, place: Place, resume: bool) -> None:
         raise RunError(
             f"'{place.storage.uri}' holds a sweep already: go on with --resume, or choose another name or --dir"
         )
-    old = configs.from_yaml(place.storage.read(SWEEP).decode(), f"{place.storage.uri}/{SWEEP}")
+    old = configs.from_yaml(place.storage.read_text(SWEEP), f"{place.storage.uri}/{SWEEP}")
     changed = configs.differences(old, plain(configs.as_tree(sweep)), without=MAY_CHANGE)
     if sweep.search.name != "grid":
         changed.pop("samples", None)  # more of the same is welcome

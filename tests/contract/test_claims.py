@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from tiny import Lab, work
 
 from raycl import config as configs
 from raycl import launch
-from raycl.errors import ResumeError
+from raycl.errors import ResumeError, StorageError
 from raycl.run import RunConfig, fingerprint
 from raycl.storage import Storage
 from raycl.train.ledger import read_state
@@ -94,3 +97,37 @@ def test_unnamed_runs_that_start_at_once_get_folders_of_their_own(lab: Lab, tmp_
     with ThreadPoolExecutor(4) as pool:
         names = [prepared.name for prepared in pool.map(launch.prepare, [config] * 4)]
     assert len(set(names)) == 4
+
+
+def test_a_config_that_is_no_utf8_is_said(lab: Lab, tmp_path: Path) -> None:
+    prepared = launch.prepare(two(lab, tmp_path)[0])
+    prepared.storage.write("config.yaml", b"seed: \xff\n")
+    with pytest.raises(StorageError, match=r"race/config\.yaml' is not valid UTF-8"):
+        launch.reopen(prepared.storage.uri)
+    work(prepared)
+    assert launch.reopen(prepared.storage.uri).config.seed == 42
+
+
+def test_the_log_is_followed_through_a_storage_that_fails_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "FOLLOW_S", 0.02)
+    monkeypatch.setattr(logging.getLogger("raycl"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="raycl")
+    storage, failed = Storage.at(tmp_path), threading.Event()
+    listing = Storage.list
+
+    def fails_once(self: Storage, name: str = "") -> list[str]:
+        if threading.current_thread().name == "follow" and not failed.is_set():
+            failed.set()
+            raise StorageError("away")
+        return listing(self, name)
+
+    monkeypatch.setattr(Storage, "list", fails_once)
+    with launch.follow(storage):
+        assert failed.wait(10)
+        storage.write("log/attempt-0001.txt", b"one line\n")
+        end = time.monotonic() + 10
+        while "one line" not in caplog.messages and time.monotonic() < end:
+            time.sleep(0.01)
+        assert "one line" in caplog.messages
