@@ -38,7 +38,8 @@ class RunState:
     Attributes:
         checkpoints: names of usable checkpoints, oldest first; the last one is where to go on.
         stages: one record per stage that is trained **and** evaluated, in order.
-        attempts: number, start time, host and process of rank 0, and further facts of every attempt so far.
+        attempts: number, start time, time of the last record, host and process of rank 0, and further facts of every
+            attempt so far.
         config: resolved tree of the run, as its first claim recorded it, or the one that added tasks.
         fingerprint: of that config; empty for runs of versions that did not record it.
     """
@@ -128,6 +129,8 @@ class Ledger:
 
     def _append(self, change: dict[str, Any]) -> None:
         self.ensure_current()
+        mine = [{**attempt, "ended": time.time()} for attempt in self.state.attempts[-1:]]
+        change = {**change, "attempts": [*self.state.attempts[:-1], *mine]}
         self.storage.create(_record(self.attempt, self._records), json.dumps(change, indent=1).encode())
         self._records += 1
         self.state = RunState(**{**asdict(self.state), **change})
