@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bank", required=True, metavar="PATH", help="folder or URI of the bank")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the backbone")
+    parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run code")
     parser.add_argument("--json", action="store_true", help="for scripts")
     names = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     names.add_parser("list", help="snapshots and adapters")

@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from raycl import config as configs
 from raycl import launch
-from raycl.comparison import ComparisonConfig, run_comparison
+from raycl.comparison import load_comparison, run_comparison
 from raycl.errors import RayclError
 from raycl.report.plots import heatmaps
 from raycl.report.tables import comparison_table, side_by_side
@@ -34,7 +33,7 @@ def main() -> int:
     launch.log_to_stderr()
     launch.exit_on_sigterm()
     try:
-        comparison = configs.load(ComparisonConfig, options.comparison, options.overrides)
+        comparison = load_comparison(options.comparison, options.overrides)
         outcome = run_comparison(comparison, options.dir, tuple(options.only))
         results = list(outcome.results.values())
         if results:

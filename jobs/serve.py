@@ -16,10 +16,9 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from raycl import config as configs
 from raycl.errors import RayclError
 from raycl.serve import endpoint
-from raycl.serve.settings import ServeConfig
+from raycl.serve.settings import ServeConfig, load_serve_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _config(options: argparse.Namespace) -> ServeConfig:
     bank = [f"bank={options.bank}"] if options.bank else []
     drop = [f"gate.max_drop={options.max_drop}"] if options.max_drop is not None else []
-    return configs.load(ServeConfig, options.config, [*bank, *drop, *options.overrides])
+    return load_serve_config(options.config, [*bank, *drop, *options.overrides])
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -3,7 +3,7 @@
 python jobs/sweep.py sweeps/migu_threshold.yaml                       on this machine, or on the cluster it runs on
 python jobs/sweep.py sweeps/migu_threshold.yaml --set samples=4 base.train.epochs=1
 python jobs/sweep.py sweeps/migu_threshold.yaml --resume              go on where it stopped
-python jobs/train_stream.py --config runs/migu-threshold/best.yaml    the best trial, alone: the same numbers
+python jobs/train_stream.py runs/migu-threshold/best.yaml             the best trial, alone: the same numbers
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train one model on a stream of tasks, and say what it kept and what it forgot.
 
 python jobs/train_stream.py                                     the built-in stream, LoRA, this machine
-python jobs/train_stream.py --config FILE key.path=value ...    a YAML file, then overrides
+python jobs/train_stream.py FILE.yaml key.path=value ...        a config file, or --config FILE; then overrides
 python jobs/train_stream.py --resume RUN_DIR                    go on where a run stopped
 python jobs/train_stream.py --resume RUN_DIR --add TASK         teach it one more task
 ray job submit --working-dir . -- python jobs/train_stream.py   the same on a cluster
@@ -22,19 +22,23 @@ from raycl.report.tables import matrix_table
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for example method=lora method.rank=8")
+    parser.add_argument("words", nargs="*", metavar="FILE.yaml key.path=value", help="for example method=lora")
     parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
     parser.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
     parser.add_argument(
-        "--add",
-        metavar="TASK",
-        action="append",
-        default=[],
-        help="with --resume: one more task, by name or as '{name: tickets, path: data/tickets}'",
+        "--add", metavar="TASK", action="append", default=[], help="with --resume: one more task, by name or as YAML"
     )
     parser.add_argument("--print-config", action="store_true", help="show the resolved tree and stop")
     parser.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
-    return parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args()
+    files = [word for word in options.words[:1] if word.endswith((".yaml", ".yml")) and "=" not in word]
+    options.overrides = options.words[len(files) :]
+    if files and options.config:
+        parser.error(f"two config files, {files[0]} and {options.config}: give one")
+    options.config = options.config or next(iter(files), None)
+    if options.resume and options.config:
+        parser.error(f"--resume takes the run's own config: leave {options.config} out")
+    return options
 
 
 def main() -> int:

@@ -25,6 +25,7 @@ from raycl.forgetting import forget
 from raycl.serve.model import backbone_of
 from raycl.storage import Storage
 from raycl.train.ledger import last_attempt, read_state
+from raycl.trust import Permissions
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _export(bank: Bank, options: Namespace) -> Answer:
     weights = _weights(options.adapters) if options.adapters else _always(snapshot)
     state = mixed(bank, snapshot, weights, head=not options.without_head)
     if options.merged:
-        storage = export_merged(state, backbone_of(snapshot, options.backbone), options.to)
+        storage = export_merged(state, backbone_of(snapshot, options.backbone, _permissions(options)), options.to)
     else:
         storage = export_peft(state, options.backbone or snapshot.backbone.name, options.to)
     return Answer(f"wrote {storage.uri}", {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number})
@@ -165,7 +166,8 @@ def _weights(text: str) -> dict[str, float]:
 
 
 def _import(bank: Bank, options: Namespace) -> Answer:
-    manifest = import_peft(bank, options.folder, options.name, BackboneConfig(name=options.backbone), options.tasks)
+    backbone = BackboneConfig(name=options.backbone, **asdict(_permissions(options)))
+    manifest = import_peft(bank, options.folder, options.name, backbone, options.tasks)
     return Answer(f"published {manifest.ref}", manifest.model_dump(mode="json"))
 
 
@@ -184,7 +186,8 @@ def _diff(bank: Bank, options: Namespace) -> Answer:
 def _forget(bank: Bank, options: Namespace) -> Answer:
     snapshot = snapshot_of(bank, options.snapshot)
     overrides = options.set + ([f"stream.test_rows={options.rows}"] if options.rows else [])
-    done = forget(bank, snapshot, options.task, not options.without_scores, overrides, options.backbone or "")
+    scores, backbone = not options.without_scores, options.backbone or ""
+    done = forget(bank, snapshot, options.task, scores, overrides, backbone, _permissions(options))
     pairs = {task: (before, done.after[task]) for task, before in done.before.items()}
     rows = [
         (task, f"{old.value:.1f}", f"{new.value:.1f}", f"{new.value - old.value:+.1f}", old.count)
@@ -195,6 +198,10 @@ def _forget(bank: Bank, options: Namespace) -> Answer:
     table = _table(("task", "before", "after", "difference", "examples"), rows) if rows else ""
     stays = f"snapshot {done.old} stays until it is pruned (prune --keep-snapshots)"
     return Answer("\n".join(filter(None, [table, words, stays])), asdict(done))
+
+
+def _permissions(options: Namespace) -> Permissions:
+    return Permissions(options.trust_remote_code, options.allow_pickle)
 
 
 COMMANDS: dict[str, Callable[[Bank, Namespace], Answer]] = {

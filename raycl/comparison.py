@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from raycl import config as configs
-from raycl import launch
+from raycl import launch, trust
 from raycl.config import Section, Tree
 from raycl.errors import RayclError
 from raycl.launch import Hosting
@@ -60,6 +60,18 @@ class Outcome:
 
     results: dict[str, dict[str, Any]]
     failed: dict[str, str]
+
+
+def load_comparison(path: str, overrides: Sequence[str] = ()) -> ComparisonConfig:
+    """Read a comparison file and check every row's config.
+
+    Raises:
+        ConfigError: something is wrong, or asked for that only the command may allow (`raycl.trust`).
+    """
+    comparison = configs.load(ComparisonConfig, path, overrides)
+    for config in plan(comparison, ".").values():
+        trust.require(trust.asked(configs.as_tree(config)), overrides, f"comparison file '{path}'", "base.")
+    return comparison
 
 
 def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] = ()) -> Outcome:

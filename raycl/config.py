@@ -125,6 +125,8 @@ def read_override(override: str) -> tuple[str, Any]:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[call-overload, index]
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"override '{override}': the value is not valid YAML: {_one_line(error)}") from error
+    if isinstance(value, dict) and not re.search(r"[\s{]", text):  # an IPv6 address such as `::`, and no mapping
+        return key.strip(), text
     return key.strip(), value
 
 
@@ -336,7 +338,12 @@ def named_each(value: Any, known: Iterable[str]) -> Any:
 
 def to_yaml(config: BaseModel) -> str:
     """The resolved tree as YAML, ready to be loaded again."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escape(as_tree(config))))
+    return tree_to_yaml(as_tree(config))
+
+
+def tree_to_yaml(tree: Tree) -> str:
+    """The same from a resolved tree."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(tree)))
 
 
 def _escape(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from raycl import config as configs
-from raycl.backbone import Backbone, load_backbone, load_codec
+from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
 from raycl.bank.routers import get_router, put_router
 from raycl.data.stream import Stream, StreamConfig, open_stream
@@ -23,6 +23,7 @@ from raycl.eval.settings import EvalConfig
 from raycl.retrieval.router import without
 from raycl.serve.model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.serve.scores import score_snapshot
+from raycl.trust import NONE_GIVEN, Permissions
 from raycl.types import Score
 
 log = logging.getLogger("raycl")
@@ -46,7 +47,13 @@ class Forgotten:
 
 
 def forget(
-    bank: Bank, snapshot: Snapshot, task: str, scores: bool = True, overrides: Sequence[str] = (), backbone: str = ""
+    bank: Bank,
+    snapshot: Snapshot,
+    task: str,
+    scores: bool = True,
+    overrides: Sequence[str] = (),
+    backbone: str = "",
+    permissions: Permissions = NONE_GIVEN,
 ) -> Forgotten:
     """Make a snapshot without `task`: its adapters, their head rows, keys and pseudo samples are gone from it.
 
@@ -54,13 +61,14 @@ def forget(
         scores: also evaluate every other task before and after.
         overrides: dotted settings of the stream, for data that has moved (`stream.root=...`, `stream.test_rows=200`).
         backbone: where it is now, if not where it was.
+        permissions: what the snapshot's author may run here.
 
     Raises:
         BankError: the task is unknown or the only one, or shares an adapter with others.
         RayclError: backbone or data cannot be read; then nothing is changed.
     """
     removed = _adapters_of_task(snapshot, task)
-    before = evaluate(bank, snapshot, task, overrides, backbone) if scores else {}
+    before = evaluate(bank, snapshot, task, overrides, backbone, permissions) if scores else {}
     kept = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters if entry.name not in removed]
     forgotten = [*snapshot.made.get("forgotten", []), task]
     router, _ = put_router(bank, without(get_router(bank, snapshot), task))
@@ -73,7 +81,7 @@ def forget(
         parent=snapshot.number,
         made={**snapshot.made, "forgotten": forgotten},
     )
-    after = evaluate(bank, bank.open(new.number), task, overrides, backbone) if scores else {}
+    after = evaluate(bank, bank.open(new.number), task, overrides, backbone, permissions) if scores else {}
     return Forgotten(task, snapshot.number, new.number, removed, before, after)
 
 
@@ -101,7 +109,12 @@ def _adapters_of_task(snapshot: Snapshot, task: str) -> list[str]:
 
 
 def evaluate(
-    bank: Bank, snapshot: Snapshot, without: str = "", overrides: Sequence[str] = (), backbone: str = ""
+    bank: Bank,
+    snapshot: Snapshot,
+    without: str = "",
+    overrides: Sequence[str] = (),
+    backbone: str = "",
+    permissions: Permissions = NONE_GIVEN,
 ) -> dict[str, Score]:
     """Score of every task of the snapshot but one, on the data of the run that made it.
 
@@ -118,15 +131,13 @@ def evaluate(
     stream = open_stream(configs.validate(StreamConfig, tree["stream"]), int(seed))
     wanted = {facts.name for facts in snapshot.tasks} - {without}
     log.info("snapshot %d:", snapshot.number)
-    model = SnapshotModel(
-        _backbone(snapshot, stream, backbone), snapshot, adapters_of(bank, snapshot), router_of(bank, snapshot)
-    )
+    config = backbone_of(snapshot, backbone or None, permissions)
+    model = SnapshotModel(_backbone(config, stream), snapshot, adapters_of(bank, snapshot), router_of(bank, snapshot))
     settings = configs.validate(EvalConfig, tree["eval"])
     return score_snapshot(model, stream, [task for task in stream.tasks if task.name in wanted], settings)
 
 
-def _backbone(snapshot: Snapshot, stream: Stream, given: str) -> Backbone:
-    config = backbone_of(snapshot, given or None)
+def _backbone(config: BackboneConfig, stream: Stream) -> Backbone:
     codec = load_codec(config, *stream.token_limits)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return load_backbone(config, codec, device, 0)

@@ -7,12 +7,12 @@ What it does not know: how training works (`raycl.train`), what the parts are (`
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import signal
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,17 +25,20 @@ from ray.train import FailureConfig, ScalingConfig
 from ray.train import RunConfig as RayRunConfig
 from ray.train.torch import TorchTrainer
 
+from raycl import cluster as clusters
 from raycl import config as configs
 from raycl import run as runs
+from raycl import trust
 from raycl.data.stream import Stream
-from raycl.errors import LaunchError, RayclError, ResumeError, RunError, StorageError
+from raycl.errors import AlreadyExistsError, LaunchError, RayclError, ResumeError, RunError, StorageError
 from raycl.extension import other_changes, with_tasks
-from raycl.run import EXEMPT, RunConfig
+from raycl.run import RunConfig
 from raycl.storage import Storage
-from raycl.train.ledger import last_attempt, read_state
+from raycl.train.ledger import RunState, check_owner, last_attempt, read_state
 from raycl.train.parts import RunInfo
 from raycl.train.publish import open_bank, publish_again
 from raycl.train.results import build_results
+from raycl.train.settings import EXEMPT
 from raycl.train.verdict import is_stopped
 from raycl.types import Stage
 from raycl.worker import CONFIG, LOGS, error_file, is_log, log_to, visiting, worker_main
@@ -46,18 +49,28 @@ FOLLOW_S = 1.0
 
 @dataclass(frozen=True)
 class Prepared:
-    """A validated run with its folder, ready to start or to go on."""
+    """A validated run with its folder, ready to start or to go on.
+
+    Attributes:
+        replaces: fingerprint of the config that the folder's claims had when this one was compared with it.
+    """
 
     config: RunConfig
     stream: Stream
     storage: Storage
     name: str
     singles: dict[str, float] | None
+    replaces: str = ""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """What is trained one after another."""
         return runs.stages(self.config, self.stream)
+
+    @property
+    def info(self) -> RunInfo:
+        """What identifies the run."""
+        return runs.info_of(self.config, self.singles, self.replaces)
 
     @property
     def done(self) -> int:
@@ -66,22 +79,41 @@ class Prepared:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Validate a new run and claim its folder.
+    """Validate a new run and give it a folder. Whose the folder is, the first worker's claim decides.
 
     Raises:
         RayclError: bad input, or the folder holds a run already.
     """
-    storage, name = runs.run_folder(config)
-    if storage.exists(CONFIG) and last_attempt(storage):  # a run that never started holds nothing to lose
-        if config.output.exists == "resume":
-            return reopen(storage.address, config)
-        raise RunError(
-            f"'{storage.uri}' holds a run already: go on with --resume {storage.uri}, or choose another output.name"
-        )
+    name = config.output.name
+    if name is not None:
+        storage = runs.directory(config).sub(name)
+        if storage.exists(CONFIG) and last_attempt(storage):  # a run that never started holds nothing to lose
+            if config.output.exists == "resume":
+                return reopen(storage.address, config)
+            raise RunError(
+                f"'{storage.uri}' holds a run already: go on with {resume_line(storage, config)}, or choose another "
+                "output.name"
+            )
     stream = runs.check(config)
     singles = runs.read_singles(config)
-    storage.write(CONFIG, configs.to_yaml(config).encode())
+    text = configs.to_yaml(config).encode()
+    if name is None:
+        storage, name = _new_folder(config, text)
+    else:
+        storage.write(CONFIG, text)
     return Prepared(config, stream, storage, name, singles)
+
+
+def _new_folder(config: RunConfig, text: bytes) -> tuple[Storage, str]:
+    """A folder that is nobody else's, with its config; of two that start at once each gets its own."""
+    root = runs.directory(config)
+    for name in runs.free_names(config):
+        try:
+            root.sub(name).create(CONFIG, text)
+        except AlreadyExistsError:
+            continue
+        return root.sub(name), name
+    raise AssertionError("there is always a free name")
 
 
 def reopen(folder: str, wanted: RunConfig | None = None, overrides: tuple[str, ...] = ()) -> Prepared:
@@ -92,11 +124,12 @@ def reopen(folder: str, wanted: RunConfig | None = None, overrides: tuple[str, .
 
     Raises:
         ResumeError: there is no run, or a setting that changes what is learned differs.
+        ConfigError: the run asks for what `overrides` do not allow (`raycl.trust`).
     """
-    storage, old = _run_in(folder)
-    new = wanted or _config_of(storage, overrides)
+    storage, old, state = _run_in(folder)
+    new = wanted or _allowed(_config_of(storage, state, overrides), overrides, storage)
     _refuse(folder, configs.differences(configs.as_tree(old), configs.as_tree(new), without=EXEMPT))
-    return Prepared(new, runs.check(new), storage, storage.uri.rsplit("/", 1)[-1], runs.read_singles(new))
+    return _going_on(new, storage, state)
 
 
 def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -> Prepared:
@@ -109,19 +142,24 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
         ResumeError: there is no run, its method takes no more tasks, or another setting differs.
         ConfigError, DataError: the tasks are not there.
     """
-    storage, old = _run_in(folder)
-    new = with_tasks(_config_of(storage, overrides), added)
+    storage, old, state = _run_in(folder)
+    new = with_tasks(_allowed(_config_of(storage, state, overrides), overrides, storage), added)
     _refuse(folder, other_changes(old, new, len(added), without=EXEMPT))
-    prepared = Prepared(new, runs.check(new), storage, storage.uri.rsplit("/", 1)[-1], runs.read_singles(new))
-    storage.write(CONFIG, configs.to_yaml(new).encode())  # last: from now on the run has these tasks
-    return prepared
+    return _going_on(new, storage, state)
 
 
-def _run_in(folder: str) -> tuple[Storage, RunConfig]:
+def _going_on(config: RunConfig, storage: Storage, state: RunState) -> Prepared:
+    """The run with a config that may follow that of `state`; the next claim records it."""
+    stream, singles = runs.check(config), runs.read_singles(config)
+    return Prepared(config, stream, storage, storage.uri.rsplit("/", 1)[-1], singles, state.fingerprint)
+
+
+def _run_in(folder: str) -> tuple[Storage, RunConfig, RunState]:
     storage = Storage.at(folder)
     if not storage.exists(CONFIG):
         raise ResumeError(f"'{folder}' holds no run (no {CONFIG}): give the run directory that an earlier run printed")
-    return storage, _config_of(storage)
+    state = read_state(storage)
+    return storage, _config_of(storage, state), state
 
 
 def _refuse(folder: str, changed: dict[str, tuple[Any, Any]]) -> None:
@@ -130,8 +168,22 @@ def _refuse(folder: str, changed: dict[str, tuple[Any, Any]]) -> None:
         raise ResumeError(f"'{folder}' cannot go on with a changed config: {listed}; start a new run instead")
 
 
-def _config_of(storage: Storage, overrides: tuple[str, ...] = ()) -> RunConfig:
-    tree: dict[str, Any] = configs.from_yaml(storage.read(CONFIG).decode(), f"{storage.uri}/{CONFIG}")
+def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) -> RunConfig:
+    """The config, if these overrides allow what it asks for (`raycl.trust`)."""
+    trust.require(trust.asked(configs.as_tree(config)), overrides, f"the run '{storage.uri}'")
+    return config
+
+
+def resume_line(storage: Storage, config: RunConfig) -> str:
+    """What to type behind the job's name to go on with a run."""
+    return " ".join(["--resume", storage.uri, *trust.as_overrides(configs.as_tree(config))])
+
+
+def _config_of(storage: Storage, state: RunState, overrides: tuple[str, ...] = ()) -> RunConfig:
+    """The config that the run's claims recorded; before the first, and of older versions, its file."""
+    tree: dict[str, Any] = copy.deepcopy(state.config) or configs.from_yaml(
+        storage.read_text(CONFIG), f"{storage.uri}/{CONFIG}"
+    )
     for override in overrides:
         configs.apply_override(tree, override)
     return configs.validate(RunConfig, tree)
@@ -179,11 +231,14 @@ def train(prepared: Prepared, hosting: Hosting | None = None) -> dict[str, Any]:
 
 
 def finish(prepared: Prepared) -> dict[str, Any]:
-    """Results from the ledger, written to `results.json`."""
-    config, stream = prepared.config, prepared.stream
-    info = RunInfo(config.seed, configs.as_tree(config), runs.fingerprint(config), prepared.singles)
-    state = read_state(prepared.storage)
-    results = build_results(info, stream.name, stream.notes, stream.tasks, prepared.stages, state)
+    """Results from the ledger, written to `results.json`.
+
+    Raises:
+        ResumeError: what is in the ledger is another run's.
+    """
+    stream, state = prepared.stream, read_state(prepared.storage)
+    check_owner(prepared.storage, state, prepared.info)
+    results = build_results(prepared.info, stream.name, stream.notes, stream.tasks, prepared.stages, state)
     prepared.storage.write_json("results.json", results)
     return results
 
@@ -198,13 +253,9 @@ def cluster(config: RunConfig, dashboard: bool = False) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    address = config.launch.address or os.environ.get("RAY_ADDRESS")
-    began = time.monotonic()
     # Progress comes through the run's own log (`follow`): Ray's forwarding would mix in its helpers' chatter. Without
     # the dashboard a local start takes a third of the time; what it would clean up ends with the cluster anyway.
-    with_dashboard = None if address else dashboard
-    ray.init(address=address, include_dashboard=with_dashboard, log_to_driver=False, logging_level="error")
-    log.info("Ray %s in %.0f s", "joined" if address else "started on this machine", time.monotonic() - began)
+    clusters.connect(config.launch.address, dashboard=dashboard)
     try:
         yield
     finally:
@@ -232,25 +283,36 @@ def scaling_of(config: RunConfig, share: int = 1) -> ScalingConfig:
     return ScalingConfig(num_workers=launch.workers, use_gpu=bool(gpu), resources_per_worker=resources)
 
 
-def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting) -> None:
-    """One Ray Train run: the whole stream, or one stage of it (with fresh workers, if not `here`)."""
-    config, storage = prepared.config, prepared.storage
-    driver = uuid.uuid4().hex[:12]
-    job = {
+def job_of(prepared: Prepared, hosting: Hosting, driver: str, threads: int = 1, gpu: bool = False) -> dict[str, Any]:
+    """What every worker of a run is given (`raycl.worker.worker_main`).
+
+    Args:
+        driver: who starts them, for the ledger. threads: torch threads of each. gpu: whether each has one.
+    """
+    return {
         "driver": driver,
-        "config": configs.as_tree(config),
-        "folder": storage.address,
+        "config": configs.as_tree(prepared.config),
+        "folder": prepared.storage.address,
         "name": prepared.name,
         "singles": prepared.singles,
-        "stop_after": 1 if config.launch.fresh_workers_per_task else None,
-        "threads": max(1, int(scaling.num_cpus_per_worker)),
+        "replaces": prepared.replaces,
+        "stop_after": 1 if prepared.config.launch.fresh_workers_per_task else None,
+        "threads": threads,
         "here": hosting.here,
-        "gpu": scaling.use_gpu,
+        "gpu": gpu,
         "asks": hosting.asks,
         "stages": len(prepared.stages),
         "lends": hosting.lends,
         "weights": hosting.weights,
     }
+
+
+def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting) -> None:
+    """One Ray Train run: the whole stream, or one stage of it (with fresh workers, if not `here`)."""
+    config, storage = prepared.config, prepared.storage
+    driver = uuid.uuid4().hex[:12]
+    threads = max(1, int(scaling.num_cpus_per_worker))
+    job = job_of(prepared, hosting, driver, threads, bool(scaling.use_gpu))
     ray_run = RayRunConfig(
         name=f"{prepared.name}-{driver}",
         storage_path=storage.path("ray"),
@@ -261,16 +323,25 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
     asked = ScalingConfig(num_workers=0, use_gpu=scaling.use_gpu) if hosting.here else scaling
     trainer = TorchTrainer(worker_main, train_loop_config=job, scaling_config=asked, run_config=ray_run)
     try:
-        with visiting() if hosting.here else follow(storage, hosting.label):
+        with visiting() if hosting.here else _watched(storage, scaling, hosting.label):
             trainer.fit()
     except ray.train.TrainingFailedError as error:
-        raise RunError(f"the workers failed: {_cause(error)}; go on with --resume {storage.uri}") from error
+        raise RunError(f"the workers failed: {_cause(error)}; go on with {resume_line(storage, config)}") from error
     except RayclError as error:  # of a worker in this process
         raise RunError(f"{error} (run {storage.uri})") from error
     if storage.exists(error_file(driver)):
         raise RunError(f"{storage.read_json(error_file(driver))['message']} (run {storage.uri})")
     if prepared.done == done:
         raise RunError(f"the workers ended without finishing a stage: see '{storage.uri}/{LOGS}'")
+
+
+@contextmanager
+def _watched(storage: Storage, scaling: ScalingConfig, label: str) -> Iterator[None]:
+    """The workers' progress lines, and before them, where there is no room yet, what they wait for."""
+    asked = {name: amount * int(scaling.num_workers) for name, amount in (scaling.resources_per_worker or {}).items()}
+    lower = "launch.workers, launch.cpus_per_worker or launch.gpus_per_worker"
+    with clusters.said_while(clusters.is_pending, asked, lower), follow(storage, label):
+        yield
 
 
 def _cause(error: BaseException) -> str:
@@ -288,7 +359,7 @@ def follow(storage: Storage, label: str = "") -> Iterator[None]:
         for name in filter(is_log, storage.list(LOGS)):
             data = storage.read(f"{LOGS}/{name}")
             new, seen[name] = data[seen.get(name, 0) :], len(data)
-            yield from new.decode().splitlines()
+            yield from new.decode(errors="replace").splitlines()
 
     def say_new() -> None:
         with suppress(StorageError):  # away for a moment: the next look finds all that was written meanwhile

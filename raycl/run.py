@@ -5,14 +5,16 @@ What it does not know: Ray (`raycl.launch` starts workers that call `build`).
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
+from raycl import trust
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
 from raycl.backbone.base import Backbone
 from raycl.backbone.encoder import EncoderBackbone
@@ -35,6 +37,7 @@ from raycl.train.engine import Engine, TorchEngine
 from raycl.train.loop import OpenEngine, micro_batch_size
 from raycl.train.parts import Parts, RunInfo
 from raycl.train.settings import (
+    EXEMPT,
     BankConfig,
     CheckpointConfig,
     DeepSpeedConfig,
@@ -44,9 +47,6 @@ from raycl.train.settings import (
 )
 from raycl.train.world import World
 from raycl.types import Stage, TextCodec
-
-EXEMPT = ("launch", "tracking", "output", "bank")
-"""Sections that cannot change what a run learns: they may differ on resume and stay out of the fingerprint."""
 
 if TYPE_CHECKING:
     EngineChoice = EngineConfig
@@ -60,7 +60,7 @@ class LaunchConfig(Section):
     workers: int = Field(1, ge=1)
     cpus_per_worker: float | None = Field(None, gt=0, description="null: the cluster's CPUs shared evenly")
     gpus_per_worker: float | None = Field(None, ge=0, description="null: 1 where the cluster has one for each worker")
-    address: str | None = Field(None, description="Ray cluster; null: $RAY_ADDRESS, else one is started here")
+    address: str | None = Field(None, description="Ray cluster to join; null: $RAY_ADDRESS, else one is started here")
     max_failures: int = Field(3, ge=-1, description="restarts of the worker group after crashes; -1: no limit")
     wait_for_nodes: bool = Field(False, description="the cluster grows: wait for workers it cannot hold today")
     fresh_workers_per_task: bool = Field(False, description="new worker processes for every stage")
@@ -124,14 +124,22 @@ def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
     """The validated tree from a file and overrides.
 
     Raises:
-        ConfigError: see `raycl.config.load`.
+        ConfigError: see `raycl.config.load`; or the file asks for what only the command may allow (`raycl.trust`).
     """
-    return configs.load(RunConfig, path, overrides)
+    config = configs.load(RunConfig, path, overrides)
+    source = "the config" if path is None else f"config file '{path}'"
+    trust.require(trust.asked(configs.as_tree(config)), overrides, source)
+    return config
 
 
 def fingerprint(config: RunConfig) -> str:
     """Of everything that can change what a run learns."""
     return configs.fingerprint(config, without=EXEMPT)
+
+
+def info_of(config: RunConfig, singles: dict[str, float] | None = None, replaces: str = "") -> RunInfo:
+    """What identifies the run of this config."""
+    return RunInfo(config.seed, configs.as_tree(config), fingerprint(config), singles, replaces)
 
 
 def stages(config: RunConfig, stream: Stream) -> tuple[Stage, ...]:
@@ -222,12 +230,17 @@ def make_modifiers(config: RunConfig, method: Method) -> Modifiers:
 
 
 def build(
-    config: RunConfig, world: World, singles: dict[str, float] | None = None, files: Sequence[Buffer] = ()
+    config: RunConfig,
+    world: World,
+    singles: dict[str, float] | None = None,
+    files: Sequence[Buffer] = (),
+    replaces: str = "",
 ) -> tuple[Parts, OpenEngine]:
     """One worker's parts of the run, and what opens an engine for a stage.
 
     Args:
         files: the backbone's safetensors files, if they are in memory already; never written to.
+        replaces: see `RunInfo`.
     """
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)
@@ -237,7 +250,7 @@ def build(
     if weights and (method.stack is None or config.engine.name != "torch"):
         _own(backbone)
     check_language_head(method)
-    info = RunInfo(config.seed, configs.as_tree(config), fingerprint(config), singles)
+    info = info_of(config, singles, replaces)
     parts = Parts(
         info=info,
         stream=stream,
@@ -326,17 +339,16 @@ def default_directory() -> str:
     return os.environ.get("RAYCL_RUNS") or ("~/raycl-runs" if in_job else "runs")
 
 
-def run_folder(config: RunConfig) -> tuple[Storage, str]:
-    """Where a new run writes: the configured name, or a telling one that is not taken yet."""
-    root = Storage.at(config.output.dir or default_directory())
-    if config.output.name:
-        return root.sub(config.output.name), config.output.name
+def directory(config: RunConfig) -> Storage:
+    """The folder that holds the run's own."""
+    return Storage.at(config.output.dir or default_directory())
+
+
+def free_names(config: RunConfig) -> Iterator[str]:
+    """Telling names for a run that has none: those that no folder beside it has, one after another."""
     backbone = config.backbone.name.rstrip("/").split("/")[-1]
     base = f"{config.stream.name}-{backbone}-{config.method.name}-s{config.seed}"
+    root = directory(config)
     taken = set(root.list()) if root.exists() else set()
-    name = next(
-        name
-        for number in range(1, len(taken) + 2)
-        if (name := base if number == 1 else f"{base}-{number}") not in taken
-    )
-    return root.sub(name), name
+    names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
+    return (name for name in names if name not in taken)

@@ -25,6 +25,7 @@ from raycl.run import RunConfig
 from raycl.storage import Storage
 from raycl.tracking import open_tracker
 from raycl.train.branch import lend
+from raycl.train.ledger import read_state
 from raycl.train.loop import StreamLoop, forget_peak
 from raycl.train.verdict import wait_for_word
 from raycl.train.world import World
@@ -73,12 +74,16 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
     world = _world(job, device)
     config = configs.validate(RunConfig, job["config"])
     files = ray.get(job["weights"]) if job["weights"] is not None else ()
-    parts, open_engine = runs.build(config, world, job["singles"], files)
+    parts, open_engine = runs.build(config, world, job["singles"], files, job["replaces"])
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
     failed = True
     try:
         report = partial(_report, job, storage, world)
-        loop = StreamLoop(parts, open_engine, storage, world, tracker, report, job["driver"])
+        try:
+            loop = StreamLoop(parts, open_engine, storage, world, tracker, report, job["driver"])
+        finally:
+            if world.is_first:
+                _copy_config(storage)
         if loop.ledger is not None:
             log_to(RunLog(storage, loop.ledger.attempt))
             if files:
@@ -88,6 +93,14 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
     finally:  # the process may go on: with another trial
         if tracker is not None:
             tracker.close(failed)
+
+
+def _copy_config(storage: Storage) -> None:
+    """`config.yaml` as the claims have it: a driver whose run is refused may have written its own."""
+    config = read_state(storage).config
+    text = configs.tree_to_yaml(config).encode()
+    if config and storage.read(CONFIG) != text:
+        storage.write(CONFIG, text)
 
 
 def _world(job: dict[str, Any], device: torch.device) -> World:

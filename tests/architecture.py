@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 LAYERS = (
     ("errors", "types"),
     ("config", "storage", "pretrained"),
-    ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking"),
+    ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking", "trust", "cluster"),
     ("methods",),
     ("train", "serve", "report", "exchange"),
     ("run", "forgetting"),
@@ -34,6 +34,7 @@ APART = {
 
 DOORS = {
     "ray": (
+        "raycl/cluster.py",
         "raycl/launch.py",
         "raycl/worker.py",
         "raycl/sweep/",

@@ -264,6 +264,12 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
+        if "trust_remote_code" in str(error):
+            raise BackboneError(
+                f"backbone '{name}' cannot be loaded: it brings code of its own, which runs only where the command "
+                "allows it: add backbone.trust_remote_code=true (jobs/serve.py: trust_remote_code=true, "
+                "jobs/bank.py: --trust-remote-code) if you trust whoever made it"
+            ) from error
         raise BackboneError(
             f"backbone '{name}' cannot be loaded: {reason}; expected 'minilm', a hub id or a folder with "
             "config.json, tokenizer.json and safetensors weights"

@@ -113,7 +113,7 @@ def _shelf(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     yield Figure("publishing small adapters", len(made) / spent, "/s", detail=each)
     snapshot = bank.snapshot(made, MODEL, RouterFacts(kind="task"))
     ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
+        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
         object_store_memory=4 * size + 100 * MIB,
     )  # fmt: skip
     shelf = Shelf(bank)

@@ -117,6 +117,10 @@ class Reference(Method):
         """As the learner does."""
         return self.learner.route(batch)
 
+    def speaking(self, batch: Batch) -> AbstractContextManager[None]:
+        """As the learner does."""
+        return self.learner.speaking(batch)
+
     def all_live(self, examples: int) -> AbstractContextManager[None]:
         """As the learner does."""
         return self.learner.all_live(examples)

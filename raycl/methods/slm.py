@@ -73,8 +73,8 @@ class SlmConfig(MethodConfig):
 
     @property
     def needs_task(self) -> bool:
-        """Where `retrieval.task_id` chooses the slots."""
-        return self.retrieval.task_id
+        """Where `retrieval.task_id` chooses the slots, or the task picks the label head."""
+        return self.retrieval.task_id or self.head_rule == "label_count"
 
     @property
     def looks_ahead(self) -> bool:
@@ -175,9 +175,13 @@ class Slm(Method):
         """As every method; rule `label_count` also says whose head answers."""
         head = self.backbone.head
         if isinstance(head, MixedHead) and head.rule == "label_count":
-            tasks = [self._task or task or self.router.tasks[-1] for task in batch.tasks]
+            tasks = [self._task or self._learned_as(task) for task in batch.tasks]
             head.told = tuple(self.router.adapters(task)[0] for task in tasks)
         return super().speaking(batch)
+
+    def _learned_as(self, task: str) -> str:
+        """Whose slots know a task: its own, or where all tasks are one stage, that one's; fill-ups have none."""
+        return task if task in self.router.tasks else self.router.tasks[-1]
 
     def route(self, batch: Batch) -> Mixture:
         """By each text's query; while a task is trained, among its own slots (or those of all tasks so far)."""

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import signal
 import threading
-import time
 from contextlib import nullcontext, suppress
 
 import ray
@@ -19,13 +17,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from raycl import cluster
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.bank.whole import Whole
 from raycl.errors import BankError, LaunchError
 from raycl.serve.app import NAME, build_from
 from raycl.serve.gate import Verdict, judge
-from raycl.serve.listening import claimed
+from raycl.serve.listening import claimed, url_of
 from raycl.serve.settings import ServeConfig
 
 log = logging.getLogger("raycl")
@@ -37,7 +36,7 @@ def serve_forever(config: ServeConfig) -> None:
     Raises:
         LaunchError: it did not come up. RayclError: config or bank.
     """
-    with nullcontext(config) if _named_cluster() else claimed(config) as settled:
+    with nullcontext(config) if cluster.named() else claimed(config) as settled:
         _serve_forever(settled)
 
 
@@ -48,31 +47,11 @@ def _serve_forever(config: ServeConfig) -> None:
         start(config, application)
         for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets a handler of its own
             signal.signal(number, lambda *_: stopped.set())
-        log.info("serving %s on http://%s:%d (Ctrl-C ends it)", config.bank, config.host, config.port)
+        log.info("serving %s on %s (Ctrl-C ends it)", config.bank, url_of(config.host, config.port))
         stopped.wait()
     log.info("stopping: answers that have begun are finished")
     serve.shutdown()
     ray.shutdown()
-
-
-def _named_cluster() -> str | None:
-    """Where the cluster is that RAY_ADDRESS names; None: a Ray of our own, never that of another endpoint here."""
-    named = os.environ.get("RAY_ADDRESS")
-    return None if named in (None, "", "local") else named
-
-
-def _connect() -> None:
-    if ray.is_initialized():
-        return
-    began, named = time.monotonic(), _named_cluster()
-    try:
-        ray.init(address=named or "local", namespace="serve", log_to_driver=False, logging_level="error")
-    except ConnectionError as error:
-        raise LaunchError(
-            f"no Ray answers at RAY_ADDRESS={named}: start it there, unset RAY_ADDRESS for one here, or, where it asks "
-            "for a token, export RAY_AUTH_MODE=token"
-        ) from error
-    log.info("Ray %s in %.0f s", "joined" if named else "started on this machine", time.monotonic() - began)
 
 
 def start(config: ServeConfig, application: object, name: str = NAME, prefix: str = "/") -> None:
@@ -84,7 +63,7 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
     Raises:
         LaunchError: the cluster or a replica did not come up.
     """
-    _connect()
+    cluster.connect(namespace="serve")
     if config.ingress == "direct" and not config.port:
         raise LaunchError("port=0 lets every replica choose a port that nobody is told: name one with port=NUMBER")
     have = ray.cluster_resources().get("CPU", 0.0)
@@ -98,8 +77,11 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
         http_options={"host": config.host, "port": config.port},
         logging_config={"enable_access_log": config.access_log},
     )
+    asked = {"CPU": config.cpus_wanted}
+    waits = not cluster.fits(asked)
     try:
-        serve.run(application, name=name, route_prefix=prefix)
+        with cluster.said_while(lambda: waits, asked, "replicas, threads or cpus"):
+            serve.run(application, name=name, route_prefix=prefix)
     except RuntimeError as error:
         status = serve.status().applications.get(name)
         reason = " ".join(str(status.message if status else error).split())[-800:]

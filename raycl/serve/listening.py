@@ -7,6 +7,7 @@ What it does not know: what is answered.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from raycl.errors import LaunchError
 from raycl.serve.settings import ServeConfig
@@ -26,6 +28,41 @@ KEEP_ALIVE_S = 75
 """Longer than clients keep a connection that they do not use, so that it is they who close it."""
 
 START_S = 30.0
+
+HEAD_S = 20.0
+"""Time for a request's head, from the connection's first moment or the head's first byte; then the connection goes."""
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's, which would keep a connection for ever that does not finish the head of its request."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is there."""
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        """The first bytes of a head start its time, its end ends it; a body's are of `limits.timeout_s`."""
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._end_wait()
+        elif self._deadline is None:
+            self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def _wait_for_head(self) -> None:
+        self._deadline = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _end_wait(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 class Listener:
@@ -43,6 +80,7 @@ class Listener:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 web,
+                http=Protocol,
                 lifespan="off",
                 log_config=None,
                 access_log=config.access_log,
@@ -55,7 +93,7 @@ class Listener:
         began = time.monotonic()
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() - began > START_S:
-                raise LaunchError(f"the HTTP server on {config.host}:{config.port} did not start")
+                raise LaunchError(f"the HTTP server on {url_of(config.host, config.port)} did not start")
             time.sleep(0.01)
 
     @property
@@ -116,9 +154,19 @@ def bound(host: str, port: int, shared: bool = False) -> socket.socket:
 def _refusal(host: str, port: int, error: OSError) -> LaunchError:
     reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
     return LaunchError(
-        f"{host}:{port} cannot be listened on ({reason}): choose a free port with port=NUMBER, and a host that is an "
-        "address of this machine"
+        f"{_written(host)}:{port} cannot be listened on ({reason}): choose a free port with port=NUMBER, and a host "
+        "that is an address of this machine"
     )
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a client finds it."""
+    return f"http://{_written(host)}:{port}"
+
+
+def _written(host: str) -> str:
+    """As it stands before a port."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _family(host: str) -> socket.AddressFamily:

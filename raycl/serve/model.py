@@ -6,6 +6,7 @@ What it does not know: which method learned the snapshot, where requests come fr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from raycl.bank.routers import get_router
 from raycl.errors import BankError
 from raycl.retrieval.router import Router, make_router
 from raycl.serve.host import Host, Hosted
+from raycl.trust import NONE_GIVEN, RISKS, Permissions
 from raycl.types import Batch, Mixture
 
 
@@ -76,13 +78,22 @@ def heads_of(hosted: Hosted, tasks: Sequence[str] | None) -> list[str]:
     return [hosted.heads[task] for task in tasks]
 
 
-def backbone_of(snapshot: Snapshot, given: str | None = None) -> BackboneConfig:
+def backbone_of(snapshot: Snapshot, given: str | None = None, permissions: Permissions = NONE_GIVEN) -> BackboneConfig:
     """How to load the snapshot's backbone: as its run did, or from `given`.
 
+    Args:
+        permissions: what the snapshot's author may run here; those of a snapshot without a run are used as they are.
+
     Raises:
-        BankError: what is found there is another model.
+        BankError: it asks for more than that, or what is found there is another model.
     """
-    settings: dict[str, Any] = dict(snapshot.made.get("config", {}).get("backbone", {"name": snapshot.backbone.name}))
+    unrecorded = {"name": snapshot.backbone.name, **asdict(permissions)}
+    settings: dict[str, Any] = dict(snapshot.made.get("config", {}).get("backbone", unrecorded))
+    for name in permissions.refused(name for name in RISKS if settings.get(name)):
+        raise BankError(
+            f"snapshot {snapshot.number} was made with backbone.{name}=true, which {RISKS[name]}: a bank cannot allow "
+            f"that; if you trust its author, allow it with {name}=true (jobs/bank.py: --{name.replace('_', '-')})"
+        )
     config = BackboneConfig(**{**settings, **({"name": given} if given else {})})
     found = identity(config)
     if found != snapshot.backbone.sha256:

@@ -50,7 +50,7 @@ def open_service(config: ServeConfig, shelf: bool = False, routes: bool = True) 
     snapshot = readable_snapshot(bank, wanted_snapshots(bank, Activations(bank), config))
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
-    settings = backbone_of(snapshot, config.backbone)
+    settings = backbone_of(snapshot, config.backbone, config.permissions)
     if config.dtype != "auto":
         settings = settings.model_copy(update={"dtype": config.dtype})
     limits = snapshot.made.get("config", {}).get("stream", {})

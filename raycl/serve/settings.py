@@ -5,11 +5,15 @@ What it does not know: how any of it is carried out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
 
+from raycl import config as configs
+from raycl import trust
 from raycl.config import Section
+from raycl.trust import Permissions
 
 
 class LimitsConfig(Section):
@@ -97,12 +101,23 @@ class ServeConfig(Section):
     )
     resident_rows: int | None = Field(None, ge=1, description="ranks of adapters on the device; null: no limit")
     hosted: int = Field(3, ge=1, description="snapshots kept ready for rollback and pinned requests")
+    trust_remote_code: bool = Field(
+        False, description="run Python code that comes with the backbone, where the bank asks for it"
+    )
+    allow_pickle: bool = Field(
+        False, description="accept weights of the backbone that are pickles, which can run code, where the bank asks"
+    )
     log_prompts: bool = Field(False, description="write what is asked into the log")
     access_log: bool = Field(False, description="a line in Serve's log for every request; costs a tenth of its time")
     limits: LimitsConfig = LimitsConfig()
     auth: AuthConfig = AuthConfig()
     follow: FollowConfig = FollowConfig()
     gate: GateConfig = GateConfig()
+
+    @property
+    def permissions(self) -> Permissions:
+        """What the bank's author may run here."""
+        return Permissions(self.trust_remote_code, self.allow_pickle)
 
     @property
     def reserved(self) -> float:
@@ -130,3 +145,14 @@ class ServeConfig(Section):
                 "or use ingress=proxy"
             )
         return self
+
+
+def load_serve_config(path: str | None, overrides: Sequence[str]) -> ServeConfig:
+    """The validated tree from a file and overrides.
+
+    Raises:
+        ConfigError: see `raycl.config.load`; or the file asks for what only the command may allow (`raycl.trust`).
+    """
+    config = configs.load(ServeConfig, path, overrides)
+    trust.require(trust.asked(configs.as_tree(config)), overrides, f"config file '{path}'")
+    return config

@@ -146,6 +146,17 @@ class Storage:
                         return data
         raise StorageError(f"cannot read '{self._full(name)}': somebody replaces it all the time, try again later")
 
+    def read_text(self, name: str) -> str:
+        """The whole file as text.
+
+        Raises:
+            StorageError: it cannot be read, or is not UTF-8.
+        """
+        try:
+            return self.read(name).decode()
+        except UnicodeDecodeError as error:
+            raise StorageError(f"'{self._full(name)}' is not valid UTF-8: {error}") from error
+
     @contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
         """A seekable binary stream of a file that nobody replaces meanwhile (see `read`).

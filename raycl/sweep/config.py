@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
+from raycl import trust
 from raycl.config import Section, Tree
 from raycl.errors import ConfigError
 from raycl.run import RunConfig
@@ -204,7 +205,7 @@ def json_safe(tree: Tree) -> Tree:
     return plain
 
 
-def load_sweep(path: str, overrides: Sequence[str] = ()) -> SweepConfig:
+def load_sweep(file: str, overrides: Sequence[str] = ()) -> SweepConfig:
     """Read a sweep file and check every setting of its space against the config's fields and types.
 
     Args:
@@ -212,9 +213,9 @@ def load_sweep(path: str, overrides: Sequence[str] = ()) -> SweepConfig:
             `space.train.epochs={grid: [1, 2]}` or `space.train.epochs.grid=[1,2]`; null takes it out of the space.
 
     Raises:
-        ConfigError: the first thing that is wrong.
+        ConfigError: the first thing that is wrong, or asked for that only the command may allow (`raycl.trust`).
     """
-    tree = configs.read_yaml(path)
+    tree = configs.read_yaml(file)
     for override in overrides:
         key, value = configs.read_override(override)
         if key.startswith("space."):
@@ -226,7 +227,26 @@ def load_sweep(path: str, overrides: Sequence[str] = ()) -> SweepConfig:
     tree["space"] = {key: value for key, value in (tree.get("space") or {}).items() if value is not None}
     sweep = configs.validate(SweepConfig, tree)
     check_space(sweep)
+    trust.require(_asked(sweep), overrides, f"sweep file '{file}'", "base.")
     return sweep
+
+
+def _asked(sweep: SweepConfig) -> list[str]:
+    """What any trial could ask for (`raycl.trust`): in the base, in a listed value, or by any rule for its path."""
+    configs_of = [configs.as_tree(sweep.config({})), *(configs.as_tree(sweep.config(one)) for one in examples(sweep))]
+    searched = [path for path in sweep.space if path.rpartition(".")[2] in trust.RISKS]
+    return sorted({path for tree in configs_of for path in trust.asked(tree)} | set(searched))
+
+
+def examples(sweep: SweepConfig) -> list[Settings]:
+    """Settings that a search may come to: each listed value or end of a range beside the others' first."""
+    first = {path: draw.corners[0] for path, draw in sweep.space.items() if draw.expr is None}
+    return [
+        sweep.follow(first | {path: value})
+        for path, draw in sweep.space.items()
+        if draw.expr is None
+        for value in draw.corners
+    ]
 
 
 def check_space(sweep: SweepConfig) -> None:

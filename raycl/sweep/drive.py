@@ -11,19 +11,21 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
 from ray import tune
 
+from raycl import cluster as clusters
 from raycl import config as configs
 from raycl import launch, run
 from raycl.backbone import BackboneConfig
 from raycl.data.stream import open_stream
-from raycl.errors import ConfigError, LaunchError, ResumeError, RunError
+from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeError, RunError
 from raycl.run import RunConfig
 from raycl.storage import Storage
-from raycl.sweep.config import SweepConfig
+from raycl.sweep.config import SweepConfig, examples
 from raycl.sweep.outcome import Outcome, collect
 from raycl.sweep.place import SWEEP, Place, plain
 from raycl.sweep.prefix import prefix_keys, shared_keys
@@ -78,14 +80,16 @@ def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Outco
 
 def _claim(sweep: SweepConfig, place: Place, resume: bool) -> None:
     """Take the folder, or find the same sweep there."""
-    if not place.storage.exists(SWEEP):
-        place.storage.write(SWEEP, configs.to_yaml(sweep).encode())
+    try:
+        place.storage.create(SWEEP, configs.to_yaml(sweep).encode())
         return
+    except AlreadyExistsError:
+        pass
     if not resume:
         raise RunError(
             f"'{place.storage.uri}' holds a sweep already: go on with --resume, or choose another name or --dir"
         )
-    old = configs.from_yaml(place.storage.read(SWEEP).decode(), f"{place.storage.uri}/{SWEEP}")
+    old = configs.from_yaml(place.storage.read_text(SWEEP), f"{place.storage.uri}/{SWEEP}")
     changed = configs.differences(old, plain(configs.as_tree(sweep)), without=MAY_CHANGE)
     if sweep.search.name != "grid":
         changed.pop("samples", None)  # more of the same is welcome
@@ -102,8 +106,8 @@ def make_plan(sweep: SweepConfig, place: Place) -> Plan:
         RayclError: one of them cannot run.
     """
     trials = dict(enumerate(sweep.trials())) if sweep.plans else place.settings()
-    examples = list(trials.values()) if sweep.plans else _examples(sweep)
-    found = [(place.config(sweep, 0, settings), settings) for settings in examples]
+    known = list(trials.values()) if sweep.plans else examples(sweep)
+    found = [(place.config(sweep, 0, settings), settings) for settings in known]
     names = [_task_names(config) for config, _ in found]
     lengths = {len(run.stages(config, open_stream(config.stream, config.seed))) for config, _ in found}
     if len(lengths) > 1 and sweep.scheduler.name != "none":
@@ -117,17 +121,6 @@ def make_plan(sweep: SweepConfig, place: Place) -> Plan:
     shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
     total = len(trials) if sweep.plans else sweep.samples
     return Plan(trials, max(lengths), shared, total, tuple(config.backbone for config, _ in found))
-
-
-def _examples(sweep: SweepConfig) -> list[Settings]:
-    """Settings that a search without a plan may come to: each value of each setting beside the others' first."""
-    first = {path: draw.corners[0] for path, draw in sweep.space.items() if draw.expr is None}
-    return [
-        sweep.follow(first | {path: value})
-        for path, draw in sweep.space.items()
-        if draw.expr is None
-        for value in draw.corners
-    ]
 
 
 def _kinds(found: list[RunConfig]) -> list[RunConfig]:
@@ -145,7 +138,7 @@ def _task_names(config: RunConfig) -> list[str]:
 
 def _first(sweep: SweepConfig, plan: Plan) -> RunConfig:
     settings = next(iter(plan.trials.values()), None)
-    return sweep.config(settings if settings is not None else _examples(sweep)[0])
+    return sweep.config(settings if settings is not None else examples(sweep)[0])
 
 
 def _tune(sweep: SweepConfig, directory: str, place: Place, plan: Plan) -> None:
@@ -201,7 +194,9 @@ def _fit(
             verbose=0,
         ),
     )
-    with _quiet():
+    asked = {"CPU": sweep.resources.workers * sweep.resources.cpus_per_worker}
+    lower = "resources.workers or resources.cpus_per_worker"
+    with _quiet(), clusters.said_while(partial(clusters.is_pending, all_of_it=True), asked, lower):
         grid = tuner.fit()
     return {
         int(result.config["number"]): str(result.error).strip().splitlines()[-1]

@@ -23,7 +23,8 @@ from raycl import __version__
 from raycl import config as configs
 from raycl.config import Tree
 from raycl.methods.registry import method_class
-from raycl.run import EXEMPT, RunConfig
+from raycl.run import RunConfig
+from raycl.train.settings import EXEMPT
 
 
 def prefix_keys(config: RunConfig, tasks: Sequence[str]) -> list[str]:

@@ -21,9 +21,9 @@ from typing import Any
 from ray import tune
 
 from raycl import config as configs
-from raycl import launch
+from raycl import launch, run
 from raycl.config import Tree
-from raycl.errors import CheckpointError, ConfigError, DamagedError, DataError, RayclError, RunError
+from raycl.errors import ConfigError, DamagedError, DataError, RayclError, RunError
 from raycl.launch import Hosting, Prepared
 from raycl.run import RunConfig
 from raycl.storage import Storage
@@ -36,7 +36,6 @@ from raycl.sweep.weights import key_of
 from raycl.train.branch import borrow, read_place
 from raycl.train.ledger import last_attempt, read_state
 from raycl.train.verdict import is_stopped
-from raycl.worker import CONFIG
 
 log = logging.getLogger("raycl")
 
@@ -139,11 +138,10 @@ class Trial:
                 lent = read_place(place)
                 if lent is None:
                     continue
-                lender = Storage.at(lent["run"])
-                theirs = configs.from_yaml(lender.read(CONFIG).decode(), lender.uri)["modifiers"]
+                theirs = read_state(Storage.at(lent["run"])).config.get("modifiers", {})
                 records = lent_records(lent["stages"], theirs, configs.as_tree(config)["modifiers"])
-                borrow(place, storage, records)
-            except (DamagedError, CheckpointError) as error:
+                borrow(place, storage, records, run.info_of(config))
+            except (DamagedError, RunError) as error:
                 log.warning("trial %d learns what it could have taken over: %s", self.number, error)
                 continue
             return

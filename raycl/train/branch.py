@@ -18,6 +18,7 @@ from raycl.storage.records import read_record, seal
 from raycl.train import checkpoint as checkpoints
 from raycl.train import progress
 from raycl.train.ledger import Ledger, read_state
+from raycl.train.parts import RunInfo
 
 log = logging.getLogger("raycl")
 
@@ -50,11 +51,12 @@ def read_place(place: Storage) -> Tree | None:
     return read_record(place, PLACE, FORMAT) if place.exists(PLACE) else None
 
 
-def borrow(place: Storage, storage: Storage, stages: list[dict[str, Any]]) -> None:
+def borrow(place: Storage, storage: Storage, stages: list[dict[str, Any]], run: RunInfo | None = None) -> None:
     """Begin the run in `storage`, which has not begun yet, behind the stages of `place`.
 
     Args:
         stages: their ledger records, without what the lender's own settings had a part in.
+        run: that begins.
 
     Raises:
         CheckpointError: what was lent is damaged; the run has not begun then.
@@ -74,7 +76,7 @@ def borrow(place: Storage, storage: Storage, stages: list[dict[str, Any]]) -> No
         folder = f"{PREDICTIONS}/{record['stage']:03d}-{record['times']['stage']}"
         _copy(lender.sub(folder), storage.sub(folder))
     steps = [json.dumps(step) for step in progress.read_trace(lender) if step["stage"] < len(stages)]
-    ledger = Ledger.claim(storage, workers=0, driver="", borrowed=lender.uri)
+    ledger = Ledger.claim(storage, run, workers=0, driver="", borrowed=lender.uri)
     storage.write(f"{progress.FOLDER}/attempt-{ledger.attempt:04d}.jsonl", ("\n".join(steps) + "\n").encode())
     ledger.begin_with([name], stages)
 

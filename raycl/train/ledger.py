@@ -9,6 +9,7 @@ worker of the former attempt may still be writing. So the run trusts only this l
 
 A claim *copies* the state it inherits, so a late writer cannot change what a newer attempt believes: the fence
 needs no clock and no lock. What a record names (a checkpoint folder) was written before the record.
+The first claim also says whose run this is: it carries the config, and a later claim must come from the same one.
 What it does not know: what a checkpoint holds.
 """
 
@@ -21,9 +22,12 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from raycl.errors import AlreadyExistsError, DamagedError, FormatError, RunError, StaleAttemptError
+from raycl import config as configs
+from raycl.errors import AlreadyExistsError, DamagedError, FormatError, ResumeError, RunError, StaleAttemptError
 from raycl.storage import Storage
 from raycl.storage.records import numbered, numbers, read_record, seal
+from raycl.train.parts import RunInfo
+from raycl.train.settings import EXEMPT
 
 FOLDER = "ledger"
 FORMAT = 2
@@ -40,12 +44,17 @@ class RunState:
     Attributes:
         checkpoints: names of usable checkpoints, oldest first; the last one is where to go on.
         stages: one record per stage that is trained **and** evaluated, in order.
-        attempts: number, start time, host and process of rank 0, and further facts of every attempt so far.
+        attempts: number, start time, time of the last record, host and process of rank 0, and further facts of every
+            attempt so far.
+        config: resolved tree of the run, as its first claim recorded it, or the one that added tasks.
+        fingerprint: of that config; empty for runs of versions that did not record it.
     """
 
     checkpoints: list[str] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)
     attempts: list[dict[str, Any]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    fingerprint: str = ""
 
 
 class Ledger:
@@ -63,15 +72,23 @@ class Ledger:
         self._records = 1
 
     @staticmethod
-    def claim(storage: Storage, **facts: Any) -> Ledger:
+    def claim(storage: Storage, run: RunInfo | None = None, **facts: Any) -> Ledger:
         """Start the next attempt on what the last one left; of two racing claims each gets its own number.
 
         Args:
+            run: whose config the claim records, or must find recorded.
             facts: kept in `RunState.attempts` (workers, driver, ...).
+
+        Raises:
+            ResumeError: another run has claimed the folder.
         """
         while True:
             last = last_attempt(storage)
             state = read_state(storage)
+            if run is not None:
+                check_owner(storage, state, run)
+                if state.fingerprint != run.fingerprint:
+                    state.config, state.fingerprint = run.tree, run.fingerprint
             number = last + 1
             me = {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
             state.attempts.append({"attempt": number, **me, **facts})
@@ -122,10 +139,29 @@ class Ledger:
 
     def _append(self, change: dict[str, Any]) -> None:
         self.ensure_current()
+        mine = [{**attempt, "ended": time.time()} for attempt in self.state.attempts[-1:]]
+        change = {**change, "attempts": [*self.state.attempts[:-1], *mine]}
         place = (self.attempt, self._records)
         self.storage.create(_record(*place), _sealed(*place, change))
         self._records += 1
         self.state = RunState(**{**asdict(self.state), **change})
+
+
+def check_owner(storage: Storage, state: RunState, run: RunInfo) -> None:
+    """Check that the folder was claimed by this run, or by nobody yet.
+
+    Raises:
+        ResumeError: by a run with other settings; names them.
+    """
+    if state.fingerprint in ("", run.fingerprint, run.replaces):
+        return
+    changed = configs.differences(state.config, run.tree, without=EXEMPT)
+    listed = ", ".join(f"{key} is {theirs!r} there, {mine!r} here" for key, (theirs, mine) in changed.items())
+    host, process = state.attempts[0]["host"], state.attempts[0]["pid"]
+    raise ResumeError(
+        f"'{storage.uri}' is a run with other settings, claimed on {host} by process {process}: {listed}; "
+        "choose another output.name"
+    )
 
 
 def last_attempt(storage: Storage) -> int:

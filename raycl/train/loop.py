@@ -86,7 +86,8 @@ class StreamLoop:
         self.parts, self.open_engine = parts, open_engine
         self.storage, self.world = storage, world
         self.sink, self.on_stage = sink, on_stage
-        self.ledger = Ledger.claim(storage, workers=world.size, driver=driver) if world.is_first else None
+        claims = partial(Ledger.claim, storage, parts.info, workers=world.size, driver=driver)
+        self.ledger = claims() if world.is_first else None
         self.state: RunState = world.broadcast(self.ledger.state if self.ledger else RunState())
         self.trace = Trace(storage, self.ledger.attempt) if self.ledger else None
         self.progress = Progress(parts.train.log_every_s, len(parts.stages))

@@ -24,12 +24,14 @@ class RunInfo:
     Attributes:
         tree: the resolved config. fingerprint: of its parts that can change a result.
         singles: task -> score of the task trained alone by the same method, for FWT.
+        replaces: fingerprint of the config that the run had so far, where it goes on with more tasks.
     """
 
     seed: int
     tree: dict[str, Any]
     fingerprint: str
     singles: dict[str, float] | None = None
+    replaces: str = ""
 
 
 @dataclass

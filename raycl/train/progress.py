@@ -51,7 +51,7 @@ def read_trace(storage: Storage) -> list[dict[str, Any]]:
 
 
 def _records(storage: Storage, name: str) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(storage.read(name).decode().splitlines(), 1):
+    for number, line in enumerate(storage.read_text(name).splitlines(), 1):
         try:
             yield json.loads(line)
         except ValueError as error:

@@ -5,6 +5,7 @@ What it does not know: how to draw or print them (`raycl.report`).
 
 from __future__ import annotations
 
+import math
 import platform
 import statistics
 from collections.abc import Sequence
@@ -56,8 +57,20 @@ def build_results(
         "seeds": {"run": info.seed},
         "attempts": len(state.attempts),
         "workers": state.attempts[-1]["workers"] if state.attempts else None,
-        "wall_s": state.stages[-1]["ended"] - state.attempts[0]["started"] if state.stages else None,
+        "wall_s": wall_seconds(state),
     }
+
+
+def wall_seconds(state: RunState) -> float | None:
+    """Time of the attempts so far, each from its claim to its last record; None before the first stage is done."""
+    if not state.stages:
+        return None
+    starts = [attempt["started"] for attempt in state.attempts]
+    spent = 0.0
+    for attempt, until in zip(state.attempts, [*starts[1:], math.inf], strict=True):
+        ends = [record["ended"] for record in state.stages if attempt["started"] <= record["ended"] < until]
+        spent += attempt.get("ended", max(ends, default=attempt["started"])) - attempt["started"]
+    return spent
 
 
 def _unseen(state: RunState) -> dict[str, Any] | None:

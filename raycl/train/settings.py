@@ -8,6 +8,9 @@ from pydantic import Field, field_validator, model_validator
 
 from raycl.config import Section
 
+EXEMPT = ("launch", "tracking", "output", "bank")
+"""Sections that cannot change what a run learns: they may differ on resume and stay out of the fingerprint."""
+
 SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
 """Learning-rate schedules by their Hugging Face names (those that need no further arguments)."""
 

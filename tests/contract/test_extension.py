@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tiny import Lab, matrix, run, trace
+from tiny import Lab, matrix, run, trace, work
 
 from raycl import config as configs
 from raycl import launch
@@ -40,7 +40,7 @@ def test_a_task_that_comes_later_is_learned_as_if_it_had_been_known(lab: Lab, me
     before = launch.finish(launch.reopen(str(tmp_path / "first")))
     grown = launch.extend(str(tmp_path / "first"), [later])
     assert (grown.done, len(grown.stages)) == (1, 2)
-    run(grown.config, folder)
+    work(grown)
     results = launch.finish(launch.reopen(str(tmp_path / "first")))
     assert results["finished"] and results["matrix"][0][0] == before["matrix"][0][0]
     assert trace(folder) == trace(Storage.at(tmp_path / "whole"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from raycl.bank.routers import get_router
 from raycl.bank.upkeep import verify
 from raycl.bench.gpu.tiny import tiny_model
 from raycl.data.loader import eval_batches
-from raycl.errors import BackboneError, RayclError
+from raycl.errors import BackboneError, ConfigError, RayclError
 from raycl.forgetting import evaluate, forget
 from raycl.methods.slm import Slm
 from raycl.report.routing import Routing
@@ -203,6 +204,32 @@ def test_one_head_for_each_number_of_labels(lab: Lab, tmp_path: Path) -> None:
     with pytest.raises(RayclError, match="label heads go by the task of each text"):
         served.predict(batch, batch.texts, None, 1)
     assert set(served.predict(batch, batch.texts, batch.tasks, 1)) <= {"cat", "dog"}
+
+
+@pytest.mark.parametrize("method", ["joint", "separate"])
+def test_references_over_a_head_for_each_number_of_labels(lab: Lab, tmp_path: Path, method: str) -> None:
+    """The head of each text's task answers, in training, in evaluation, and from the snapshot that is left."""
+    learner = {"name": "slm", "head_rule": "label_count", "keys": {"steps": 40}}
+    storage = Storage.at(tmp_path)
+    parts = run(lab.config("bert", {"name": method, "learner": learner}), storage).parts
+    bank = Bank(storage.sub("bank"))
+    newest = bank.newest()
+    assert newest is not None
+    served = opened(bank, newest)
+    for task in parts.stream.tasks:
+        files = [f"predictions/{folder}/{task.name}.jsonl" for folder in storage.list("predictions")]
+        last = [file for file in files if storage.exists(file)][-1]
+        measured = [json.loads(line)["answer"] for line in storage.read(last).decode().splitlines()]
+        table = parts.stream.table(task, "test", parts.backbone.codec)
+        answers: dict[int, str] = {}
+        for batch in eval_batches(table, None, 0, 1, 4, parts.backbone.codec.pad_id, texts=True):
+            answers |= dict(zip(batch.rows.tolist(), served.predict(batch, batch.texts, batch.tasks, 1), strict=True))
+        assert [answers[row] for row in range(len(table))] == measured
+
+
+def test_a_head_that_the_task_picks_answers_no_unseen_tasks(lab: Lab) -> None:
+    with pytest.raises(ConfigError, match=r"method 'slm' must be told each text's task"):
+        lab.config("bert", {"name": "slm", "head_rule": "label_count"}, stream={"unseen": [lab.unseen]})
 
 
 def test_dev_texts_that_are_kept_tell_new_texts_from_known_ones(lab: Lab, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import KINDS, TASKS, TEST_ROWS, Lab, Stop, exported, matrix, run, trace
+from tiny import KINDS, TASKS, TEST_ROWS, Lab, Stop, exported, matrix, run, trace, work
 
 from raycl import config as configs
 from raycl import forgetting, launch
@@ -125,7 +125,7 @@ def test_a_run_that_is_taught_more_asks_again(lab: Lab, tmp_path: Path) -> None:
     assert results(folder)["unseen"]["cells"].keys() == {"mixed"}
     grown = launch.extend(folder.address, [json.dumps(lab.tasks[1])])
     assert launch.finish(grown)["unseen"] is None, "that was of the model before"
-    run(grown.config, folder)
+    work(grown)
     run(whole, Storage.at(tmp_path / "whole"))
     assert results(folder)["unseen"] == results(Storage.at(tmp_path / "whole"))["unseen"]
 

@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from raycl import config as configs
+from raycl import launch
 from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
 from raycl.bench.gpu import tiny as models
@@ -31,6 +32,7 @@ from raycl.train.loop import StreamLoop
 from raycl.train.parts import Parts
 from raycl.train.progress import read_trace
 from raycl.train.world import World
+from raycl.worker import visiting, worker_main
 
 WORDS = (
     *("red", "blue", "cat", "dog", "the", "a", "is", "sky", "sea", "fire"),
@@ -170,6 +172,12 @@ def run(
     )
     loop.run()
     return loop
+
+
+def work(prepared: launch.Prepared) -> None:
+    """What the one worker of a prepared run does, without Ray: whose run it is decides its claim."""
+    with visiting():
+        worker_main(launch.job_of(prepared, launch.Hosting(here=True), "driver"))
 
 
 def opened(bank: Bank, snapshot: Snapshot, device: torch.device | None = None) -> SnapshotModel:

@@ -310,3 +310,16 @@ def test_yaml_text_that_is_no_tree_names_its_source(text: str, words: str) -> No
         config.from_yaml(text, "run/config.yaml")
     assert str(caught.value).startswith("'run/config.yaml'")
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["::", "fe80::", "::1", "0.0.0.0", "a:"])
+def test_a_word_with_colons_is_text(text: str) -> None:
+    """An IPv6 address above all, which YAML takes for a mapping or does not take."""
+    assert config.read_override(f"host={text}") == ("host", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("{a: 1}", {"a": 1}), ("[1, 2]", [1, 2]), ("[a]", ["a"]), ("{a: }", {"a": None})]
+)
+def test_a_mapping_or_list_on_the_command_line_stands_in_brackets(text: str, value: object) -> None:
+    assert config.read_override(f"key={text}") == ("key", value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import isfunction
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tiny import ENGINES, TASKS, Lab
 
 from raycl.methods.base import Method, stage_labels
+from raycl.methods.reference import Reference
 from raycl.methods.registry import METHODS
 from raycl.run import build
 from raycl.train.parts import Parts
@@ -38,6 +40,11 @@ def test_stage_labels_are_in_order_and_once() -> None:
         Task("c", ("no", "so"), "exact_match"),
     )
     assert stage_labels(Stage(0, "joint", tasks)) == ["yes", "no", "so"]
+
+
+def test_references_pass_every_hook_on() -> None:
+    hooks = {name for name, value in vars(Method).items() if isfunction(value) and not name.startswith("_")}
+    assert "speaking" in hooks and hooks <= vars(Reference).keys()
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -38,5 +38,5 @@ def test_a_cluster_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
-    with pytest.raises(LaunchError, match=r"no Ray answers at RAY_ADDRESS=10\.1\.2\.3:6379: .*RAY_AUTH_MODE=token"):
+    with pytest.raises(LaunchError, match=r"no Ray answers at 10\.1\.2\.3:6379, which .*RAY_AUTH_MODE=token"):
         start(ServeConfig(bank="bank"), None)

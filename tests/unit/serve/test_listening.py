@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -13,8 +15,9 @@ import pytest
 from pydantic import ValidationError
 
 from raycl.errors import LaunchError
-from raycl.serve.listening import Listener, bound, claimed
-from raycl.serve.settings import ServeConfig
+from raycl.serve import listening as listening_module
+from raycl.serve.listening import Listener, bound, claimed, url_of
+from raycl.serve.settings import ServeConfig, load_serve_config
 
 
 def settings(**changed: Any) -> ServeConfig:
@@ -114,3 +117,61 @@ def test_any_free_port() -> None:
 def test_replicas_that_listen_themselves_do_not_scale() -> None:
     with pytest.raises(ValidationError, match="ingress=direct hides requests from Ray Serve"):
         settings(ingress="direct", max_replicas=2)
+
+
+def lasts(connection: socket.socket, seconds: float) -> bool:
+    """Whether the server keeps a connection open for so long, in which it says nothing."""
+    connection.settimeout(seconds)
+    try:
+        return connection.recv(1) != b""
+    except TimeoutError:
+        return True
+
+
+def test_connections_that_ask_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that send nothing, or part of a request's head a byte at a time, and one that did so after an answer."""
+    monkeypatch.setattr(listening_module, "HEAD_S", 0.6)
+    config = settings()
+    with listening(saying("one"), config), ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection((config.host, config.port))) for _ in range(50)]
+        half, again = (stack.enter_context(socket.create_connection((config.host, config.port))) for _ in range(2))
+        again.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        again.settimeout(5)
+        while b"one" not in again.recv(4096):
+            pass
+        began = time.monotonic()
+        with suppress(OSError):
+            for byte in b"GET / HTTP/1.1\r\nX: " + b"y" * 80:
+                half.send(bytes([byte]))
+                again.send(bytes([byte]))
+                time.sleep(0.02)
+        assert not any(lasts(connection, 3) for connection in (*idle, half, again))
+        assert time.monotonic() - began < 8
+
+
+def test_a_client_that_reads_slowly_or_comes_again_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head has a time; the answer, and the pause until the next request, have others."""
+    monkeypatch.setattr(listening_module, "HEAD_S", 0.3)
+    config = settings()
+    with (
+        listening(saying("one", takes_s=0.8), config),
+        httpx.Client(base_url=f"http://127.0.0.1:{config.port}") as client,
+    ):
+        answers, clients = [], set()
+        for _ in range(2):
+            answers.append(client.get("/", timeout=10))
+            clients.add(answers[-1].extensions["network_stream"].get_extra_info("client_addr"))
+            time.sleep(0.6)
+    assert [answer.text for answer in answers] == ["one", "one"]
+    assert len(clients) == 1, "the second request came by the same connection"
+
+
+@pytest.mark.parametrize(("host", "url"), [("::1", "http://[::1]:80"), ("127.0.0.1", "http://127.0.0.1:80")])
+def test_an_address_as_a_browser_takes_it(host: str, url: str) -> None:
+    assert url_of(host, 80) == url
+
+
+def test_an_endpoint_on_every_address() -> None:
+    asked = load_serve_config(None, ["bank=nowhere", "host=::", "port=0"])
+    with claimed(asked) as config, listening(saying("one"), config):
+        assert {httpx.get(f"http://{host}:{config.port}/").text for host in ("[::1]", "127.0.0.1")} == {"one"}

@@ -1,0 +1,172 @@
+"""Which Ray a command works on: the one that is named, or one of its own on this machine, reached by loopback alone.
+
+Why it exists: a Ray that merely runs on this machine is somebody else's (an endpoint's, another run's), and whoever
+joined it would wait for its CPUs and end with it. So several are normal here, and each one's processes must know which
+is theirs: Ray looks for others where it is not told (`RAY_ADDRESS`).
+What it does not know: what runs on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray._private.state import jobs
+from ray.exceptions import RayError
+
+from raycl.errors import LaunchError
+
+log = logging.getLogger("raycl")
+
+PORTS = range(20_000, 32_000)
+"""Of the head of a Ray of our own: below those that the system hands out, above those of Ray's workers."""
+
+WAIT_S = 10.0
+"""How often a command that waits for resources says so."""
+
+
+def named(address: str | None = None) -> str | None:
+    """The cluster that the config or RAY_ADDRESS names (`ray job submit` sets it); None: start one here."""
+    found = address or os.environ.get("RAY_ADDRESS")
+    return None if found in (None, "", "local") else found
+
+
+def connect(address: str | None = None, namespace: str | None = None, dashboard: bool | None = None) -> None:
+    """Join the cluster that is named, or start one here, unless this process has one.
+
+    Args:
+        address: from the config. dashboard: of a cluster that is started; None: as Ray likes.
+
+    Raises:
+        LaunchError: there is no cluster at that address.
+    """
+    if ray.is_initialized():
+        return
+    began, given = time.monotonic(), named(address)
+    quiet: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "error"}
+    try:
+        if given:
+            ray.init(address=given, **quiet)
+        else:
+            with _alone():
+                ray.init(address="local", include_dashboard=dashboard, **quiet)
+    except (ConnectionError, ValueError) as error:
+        raise LaunchError(
+            f"no Ray answers at {given}, which launch.address or RAY_ADDRESS names: start it there, unset that for one "
+            "here, or, where it asks for a token, export RAY_AUTH_MODE=token"
+        ) from error
+    log.info("Ray %s in %.0f s", f"joined at {given}" if given else "started here", time.monotonic() - began)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """What a Ray that starts now, and all of its processes, take from the environment."""
+    port = free_port()
+    values = {
+        "RAY_GCS_SERVER_PORT": str(port),
+        "RAY_ADDRESS": f"127.0.0.1:{port}",  # else its helpers look for a Ray, and find several
+        ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",  # on loopback, as on systems where Ray has no clusters
+    }
+    before, enabled = {name: os.environ.get(name) for name in values}, ray_constants.ENABLE_RAY_CLUSTER
+    os.environ.update(values)
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = enabled
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def free_port() -> int:
+    """One of `PORTS` where nobody listens on loopback.
+
+    Raises:
+        LaunchError: every one that was tried is taken.
+    """
+    for _ in range(100):
+        port = secrets.choice(PORTS)
+        with socket.socket() as tried:
+            if tried.connect_ex(("127.0.0.1", port)):
+                return port
+    raise LaunchError(f"no free port from {PORTS[0]} to {PORTS[-1]} for Ray: end what listens there")
+
+
+@contextmanager
+def said_while(waits: Callable[[], bool], asked: Mapping[str, float], lower: str) -> Iterator[None]:
+    """Say every `WAIT_S` seconds that resources are waited for, as long as `waits` says so.
+
+    Args:
+        asked: resource -> amount in all. lower: the settings that ask for it.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(WAIT_S):
+            try:
+                if waits():
+                    log.info("%s", shortage(asked, lower))
+            except (RayError, ConnectionError, RuntimeError) as error:  # the cluster cannot be asked just now
+                log.debug("not known who waits: %s", error)
+
+    thread = threading.Thread(target=watch, name="waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def is_pending(all_of_it: bool = False) -> bool:
+    """Whether a placement group of this process's Ray job has no place yet.
+
+    Args:
+        all_of_it: and none of its groups that take CPUs has one.
+    """
+    mine = ray.get_runtime_context().get_job_id()  # a group's id ends with its job's
+    groups = [group for name, group in ray.util.placement_group_table().items() if name.endswith(mine)]
+    placed = any(group["state"] == "CREATED" and _cpus(group) for group in groups)
+    return any(group["state"] in ("PENDING", "RESCHEDULING") for group in groups) and not (all_of_it and placed)
+
+
+def _cpus(group: Mapping[str, Any]) -> float:
+    return sum(float(bundle.get("CPU", 0.0)) for bundle in group["bundles"].values())
+
+
+def fits(asked: Mapping[str, float]) -> bool:
+    """Whether so much is free now."""
+    free = ray.available_resources()
+    return all(free.get(name, 0.0) >= amount for name, amount in asked.items())
+
+
+def shortage(asked: Mapping[str, float], lower: str) -> str:
+    """What is asked, what is free, and who else has a job there."""
+    free, have = ray.available_resources(), ray.cluster_resources()
+    wanted = " and ".join(f"{amount:g} {name}s" for name, amount in asked.items() if amount)
+    left = " and ".join(f"{free.get(name, 0):g} of {have.get(name, 0):g} {name}s" for name in asked)
+    others = "; ".join(_other_jobs())
+    whom = f"ask who runs {others}, or lower {lower}" if others else f"lower {lower}, or see who has them: ray status"
+    return f"waiting for {wanted}: the cluster has {left} free; {whom}"
+
+
+def _other_jobs() -> Iterator[str]:
+    """Commands that have a Ray job on this cluster, with where to find them. Ray's public word needs the dashboard."""
+    mine = ray.get_runtime_context().get_job_id()
+    for job in jobs():
+        if not job["IsDead"] and job["JobID"] != mine and "ray/dashboard" not in job["Entrypoint"]:
+            command = textwrap.shorten(job["Entrypoint"], 120, placeholder=" ...")
+            yield f"'{command}' (process {job['DriverPid']} on {job['DriverIPAddress']})"

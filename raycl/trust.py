@@ -1,0 +1,74 @@
+"""What may run code of others: decided by the command that trains or serves, never by a file.
+
+Why it exists: a model's folder can bring Python code, and pickled weights can run some. A config, a sweep, a run or a
+snapshot of somebody else may ask for either; whoever types the command allows it there, and workers inherit that.
+What it does not know: how a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from raycl import config as configs
+from raycl.config import Tree
+from raycl.errors import ConfigError
+
+RISKS = {
+    "trust_remote_code": "runs Python code that comes with the model",
+    "allow_pickle": "reads pickled weights, which can run code",
+}
+"""Setting -> what it lets a model's author do."""
+
+
+@dataclass(frozen=True)
+class Permissions:
+    """What the command that was typed allows."""
+
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+
+    def refused(self, asked: Iterable[str]) -> list[str]:
+        """Those of the asked settings that are not allowed."""
+        return [name for name in asked if not getattr(self, name)]
+
+
+NONE_GIVEN = Permissions()
+"""What a command allows that says nothing of it."""
+
+
+def asked(tree: Tree) -> list[str]:
+    """Dotted paths of the settings of `RISKS` that a config tree turns on, at any depth."""
+    return sorted(path for path, value in configs.flatten(tree).items() if _is_risk(path) and value)
+
+
+def _is_risk(path: str) -> bool:
+    return path.rpartition(".")[2] in RISKS
+
+
+def require(paths: Iterable[str], overrides: Sequence[str], source: str, prefix: str = "") -> None:
+    """Check that the command's own words allow what a config asks for.
+
+    Args:
+        paths: see `asked`. overrides: `key.path=value` as typed. source: where the config is from, for the message.
+        prefix: of these paths on the command line (`base.` of sweeps).
+
+    Raises:
+        ConfigError: it does not; names the setting to allow it.
+    """
+    typed: Tree = {}
+    for override in overrides:
+        if any(name in override for name in RISKS):
+            configs.apply_override(typed, override)
+    allowed = {path for path, value in configs.flatten(typed).items() if value is True}
+    for path in paths:
+        if f"{prefix}{path}" not in allowed:
+            raise ConfigError(
+                f"{source} sets {path}, which {RISKS[path.rpartition('.')[2]]}: a file cannot allow that; add "
+                f"{prefix}{path}=true to the command if you trust whoever made the model"
+            )
+
+
+def as_overrides(tree: Tree) -> list[str]:
+    """What a command needs to allow all that a config tree asks for."""
+    return [f"{path}=true" for path in asked(tree)]

@@ -1,0 +1,170 @@
+"""Several Rays on one machine: an endpoint, a run and a sweep side by side, each with its own. Who waits says so."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import yaml
+from tiny import Lab, run
+
+from raycl import cluster
+from raycl.storage import Storage
+from raycl.worker import visiting
+
+REPO = Path(__file__).resolve().parents[2]
+HOLD = """
+import ray, time
+ray.init(log_to_driver=False)
+ray.get(ray.util.placement_group([{"CPU": 2}]).ready())
+print("held", flush=True)
+time.sleep(300)
+"""
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts `python ARGUMENTS` in a folder of its own; its output goes to files there. Ends what still runs."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+        own = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | environment
+        said = (tmp_path / f"said{len(started)}.txt").open("w")
+        process = subprocess.Popen(
+            [sys.executable, *arguments], cwd=tmp_path, env=own, stdout=said, stderr=said, text=True
+        )
+        process.said = Path(said.name)  # type: ignore[attr-defined]
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def asked(port: int) -> int:
+    """Status of a text's answer; 0: nobody listens."""
+    body = json.dumps({"input": "fire is warm"}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/classify", body, {"Content-Type": "application/json"}, method="POST"
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def heads(process: subprocess.Popen[str]) -> dict[int, set[str]]:
+    """Ports on which heads of Ray below a process listen -> the addresses that they are bound to."""
+    found: dict[int, set[str]] = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        try:
+            if child.name() == "gcs_server":
+                for one in child.net_connections():
+                    if one.status == psutil.CONN_LISTEN:
+                        found.setdefault(one.laddr.port, set()).add(one.laddr.ip)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_path: Path) -> None:
+    """None of them names a Ray, so none of them joins another's, waits for its CPUs or ends with it."""
+    with visiting():
+        run(lab.config("bert", "inclora"), Storage.at(tmp_path / "served"))
+    tree = lab.tree("bert", "inclora", train={"epochs": 2}, output={"dir": str(tmp_path / "runs"), "name": "mine"})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    base = lab.tree("bert", "inclora")
+    sweep = {"name": "ranks", "base": base, "space": {"method.rank": {"grid": [2, 4]}}, "concurrency": 2}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+
+    endpoint = start(str(REPO / "jobs/serve.py"), "--bank", str(tmp_path / "served/bank"), f"port={port}")
+    end = time.monotonic() + 180
+    while asked(port) != 200:
+        assert endpoint.poll() is None and time.monotonic() < end, endpoint.said.read_text()  # type: ignore[attr-defined]
+        time.sleep(0.5)
+    training = start(str(REPO / "jobs/train_stream.py"), "--config", "run.yaml")
+    search = start(str(REPO / "jobs/sweep.py"), "sweep.yaml", "--dir", "sweeps")
+    statuses, ports = [], {process.pid: dict[int, set[str]]() for process in (endpoint, training, search)}
+    end = time.monotonic() + 300
+    while training.poll() is None or search.poll() is None:
+        assert time.monotonic() < end
+        statuses.append(asked(port))
+        for process in (endpoint, training, search):
+            if process.poll() is None:
+                ports[process.pid] |= heads(process)
+        time.sleep(0.5)
+    for process in (training, search):
+        said = process.said.read_text()  # type: ignore[attr-defined]
+        assert process.returncode == 0, said
+        assert re.search(r"^Ray started here in \d+ s$", said, re.MULTILINE) and "waiting for" not in said, said
+        assert "active Ray instances" not in said
+    assert set(statuses) == {200} and asked(port) == 200
+    numbers = [number for found in ports.values() for number in found]
+    assert len(numbers) == len(set(numbers)) == 3 and set(numbers) <= set(cluster.PORTS)
+    bound = {address.removeprefix("::ffff:") for found in ports.values() for one in found.values() for address in one}
+    assert bound == {"127.0.0.1"}
+    assert Storage.at(tmp_path / "runs/mine").read_json("results.json")["finished"]
+    assert len(json.loads((tmp_path / "sweeps/ranks/summary.json").read_text())["rows"]) == 2
+
+
+def test_who_waits_for_resources_says_so(
+    ray_cluster: dict[str, str], start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another command holds both CPUs of the cluster."""
+    monkeypatch.setattr(cluster, "WAIT_S", 0.3)
+    monkeypatch.setattr(logging.getLogger("raycl"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="raycl")
+    holder = start("-c", HOLD, RAY_ADDRESS=ray_cluster["address"])
+    end = time.monotonic() + 60
+    while "held" not in holder.said.read_text():  # type: ignore[attr-defined]
+        assert holder.poll() is None and time.monotonic() < end
+        time.sleep(0.1)
+    with cluster.said_while(cluster.is_pending, {"CPU": 1.0}, "launch.workers"):
+        time.sleep(1)
+        assert not caplog.messages, "nothing was asked yet"
+        mine = ray.util.placement_group([{"CPU": 1}])
+        end = time.monotonic() + 30
+        while len(caplog.messages) < 2 and time.monotonic() < end:
+            time.sleep(0.1)
+        said = caplog.messages
+        assert len(said) >= 2 and len(set(said)) == 1
+        assert re.fullmatch(
+            r"waiting for 1 CPUs: the cluster has 0 of 2 CPUs free; ask who runs '.*' \(process "
+            rf"{holder.pid} on [\d.]+\), or lower launch\.workers",
+            said[0],
+        ), said[0]
+        holder.kill()
+        holder.wait()
+        ray.get(mine.ready(), timeout=60)
+        assert not cluster.is_pending() and not cluster.fits({"CPU": 2.0}) and cluster.fits({"CPU": 1.0})
+        told = len(caplog.messages)
+        time.sleep(1)
+        assert len(caplog.messages) == told
+    ray.util.remove_placement_group(mine)

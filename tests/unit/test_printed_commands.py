@@ -1,0 +1,237 @@
+"""Every command that README, CONTRIBUTING, the docs, cluster/README.md and the headers of config files print is one
+that works: raycl's own are parsed by the jobs themselves and their configs validated, others by their own parsers or by
+the files that they name.
+
+What is not done: nothing is started, and data, runs and clusters that a command names need not be there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.scripts.scripts import cli as ray_cli
+from ray.serve.scripts import cli as serve_cli
+
+from raycl import config as configs
+from raycl import run
+from raycl.bank_commands import COMMANDS
+from raycl.comparison import load_comparison
+from raycl.errors import ConfigError
+from raycl.extension import _task
+from raycl.run import RunConfig
+from raycl.serve.settings import ServeConfig
+from raycl.sweep.config import load_sweep
+
+REPO = Path(__file__).resolve().parents[2]
+PAGES = [*(REPO / name for name in ("README.md", "CONTRIBUTING.md", "cluster/README.md")), *REPO.glob("docs/**/*.md")]
+HEADED = [path for folder in ("jobs/configs", "sweeps", "cluster") for path in sorted((REPO / folder).glob("**/*"))]
+SPAN = re.compile(r"`((?:python |make |ray |serve (?:run|deploy)|kubectl |export |sbatch |jobs/\w+\.py )[^`]+)`")
+HEADS = ("python", "make", "ray", "serve", "kubectl", "export", "sbatch", "cluster/", "curl", "pip", "source", "jobs/")
+
+
+def commands(path: Path) -> Iterator[str]:
+    """Commands of a page's code and of a config's comments, each on one line."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        blocks = re.findall(r"^```(?:sh|bash)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        rest = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        blocks += re.findall(r"(?:^    .*\S.*\n)+", rest, re.MULTILINE)
+        for block in blocks:
+            lines = re.sub(r"\\\n\s*", "", block).splitlines()
+            yield from (line.strip() for line in lines if _is_command(line.strip()))
+        yield from SPAN.findall(rest)
+    elif path.suffix in (".yaml", ".sh"):
+        comments = "\n".join(line[1:].strip() for line in text.splitlines() if line.startswith("#"))
+        lines = re.sub(r"\\\n", "", comments).splitlines()
+        yield from (line for line in lines if line.startswith(("python jobs/", "cluster/local", "sbatch ")))
+
+
+def _is_command(line: str) -> bool:
+    """Output of a command, as README shows it, is none."""
+    first = re.sub(r"^(?:[A-Z]+=\S+ )+", "", line)
+    return first.startswith(HEADS) or first.startswith(".venv/bin/")
+
+
+def check(line: str, patch: pytest.MonkeyPatch) -> None:
+    """Go through a command as its tool would before it begins."""
+    words = shlex.split(line, comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    head, *rest = words
+    if head in ("python", ".venv/bin/python") and rest[0].startswith("jobs/"):
+        head, *rest = rest
+    if head.startswith("jobs/"):
+        JOBS[head](rest, patch)
+    elif head == ".venv/bin/python":
+        assert rest[:2] == ["-m", "pytest"] and all((REPO / word).exists() for word in rest if word.endswith(".py"))
+    elif head == "make":
+        targets = re.findall(r"^([\w-]+):", (REPO / "Makefile").read_text(), re.MULTILINE)
+        assert set(rest) <= set(targets), f"Makefile has no {set(rest) - set(targets)}"
+    elif head in ("ray", "serve"):
+        _by_click(ray_cli if head == "ray" else serve_cli, head, rest, patch)
+    elif head == "cluster/local.sh":
+        assert (REPO / head).stat().st_mode & 0o111
+        check(shlex.join(rest), patch)
+    elif head == "sbatch":
+        assert (REPO / rest[0]).is_file()
+        train(rest[1:], patch)
+    elif head == "kubectl":
+        files = [rest[place + 1] for place, word in enumerate(rest) if word == "-f"]
+        assert all(list(yaml.safe_load_all((REPO / file).read_text())) for file in files)
+    elif head == "pip":
+        extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert all(name in extras for word in rest for name in re.findall(r"raycl\[(\w+)\]", word))
+    elif head == "curl":
+        json.loads(rest[rest.index("-d") + 1])
+    else:
+        assert head in ("export", "source"), f"'{head}' is a command that this test does not know: teach it"
+
+
+def _by_click(group: object, head: str, words: list[str], patch: pytest.MonkeyPatch) -> None:
+    """Names and options as the tool's own parser takes them, with what stands behind `--` checked as a command."""
+    own, _, behind = shlex.join(words).partition(" -- ")
+    command, left = group, shlex.split(own)
+    while hasattr(command, "commands"):
+        name = left.pop(0)
+        assert name in command.commands, f"{head} has no command '{name}'"
+        command = command.commands[name]
+    if behind:
+        left.append("x")
+        check(behind, patch)
+    if left:  # else a sentence names the command
+        command.make_context(head, list(left))  # type: ignore[attr-defined]
+    for word in left:
+        if word.endswith(".yaml"):
+            assert yaml.safe_load((REPO / word).read_text())
+    if words[0] == "run":
+        configs.validate(ServeConfig, _tree(words[2:]))
+
+
+def _tree(overrides: list[str]) -> configs.Tree:
+    tree: configs.Tree = {}
+    for override in overrides:
+        configs.apply_override(tree, override)
+    return tree
+
+
+def _options(job: str, words: list[str], patch: pytest.MonkeyPatch) -> object:
+    """What the job's own parser makes of the words."""
+    found = runpy.run_path(str(REPO / job))
+    patch.setattr("sys.argv", [job, *words])
+    return found["arguments"]() if "arguments" in found else found["_parse"](words)
+
+
+def _file(name: str) -> str:
+    """A file of the repository; of a run that a reader is to have made, none."""
+    assert (REPO / name).is_file() or name.startswith("runs/"), f"there is no '{name}'"
+    return str(REPO / name)
+
+
+def train(words: list[str], patch: pytest.MonkeyPatch) -> None:
+    options: object = _options("jobs/train_stream.py", words, patch)
+    config, overrides = options.config, options.overrides  # type: ignore[attr-defined]
+    if "key.path=value" in overrides:
+        return
+    for added in options.add:  # type: ignore[attr-defined]
+        _task(added)
+    if config is not None and config != "FILE":
+        config = _file(config)
+        run.load_config(config if Path(config).is_file() else None, overrides)
+    else:
+        run.load_config(None, overrides)
+
+
+def compare(words: list[str], patch: pytest.MonkeyPatch) -> None:
+    options: object = _options("jobs/compare.py", words, patch)
+    load_comparison(_file(options.comparison), options.overrides)  # type: ignore[attr-defined]
+
+
+def sweep(words: list[str], patch: pytest.MonkeyPatch) -> None:
+    options: object = _options("jobs/sweep.py", words, patch)
+    load_sweep(_file(options.sweep), options.set)  # type: ignore[attr-defined]
+
+
+def bank(words: list[str], patch: pytest.MonkeyPatch) -> None:
+    several = [word for word in words if "|" in word]
+    if several:
+        assert set(several[0].split("|")) == COMMANDS.keys()
+    else:
+        _options("jobs/bank.py", words, patch)
+
+
+def serve(words: list[str], patch: pytest.MonkeyPatch) -> None:
+    options: object = _options("jobs/serve.py", words, patch)
+    configs.validate(ServeConfig, {"bank": "bank"} | _tree(options.overrides))  # type: ignore[attr-defined]
+
+
+def parsed(job: str) -> Callable[[list[str], pytest.MonkeyPatch], None]:
+    return lambda words, patch: _options(job, words, patch) and None
+
+
+JOBS: dict[str, Callable[[list[str], pytest.MonkeyPatch], None]] = {
+    "jobs/train_stream.py": train,
+    "jobs/compare.py": compare,
+    "jobs/sweep.py": sweep,
+    "jobs/bank.py": bank,
+    "jobs/serve.py": serve,
+    "jobs/report.py": parsed("jobs/report.py"),
+    "jobs/benchmark.py": parsed("jobs/benchmark.py"),
+}
+
+READ = [*PAGES, *(path for path in HEADED if path.suffix in (".yaml", ".sh"))]
+PRINTED = [(path.relative_to(REPO).as_posix(), line) for path in READ for line in commands(path)]
+
+
+def test_they_are_found() -> None:
+    found = {path for path, _ in PRINTED}
+    assert {"README.md", "cluster/README.md", "jobs/configs/pretrain.yaml", "jobs/configs/end-tasks.yaml"} <= found
+    assert {"jobs/configs/instruction.yaml", "jobs/configs/compare/sapt-long8.yaml", "cluster/slurm.sh"} <= found
+    heads = {shlex.split(line, comments=True)[0] for _, line in PRINTED}
+    assert {"python", "make", "ray", "kubectl", "sbatch", "serve", "curl"} <= heads
+
+
+@pytest.mark.parametrize(("path", "line"), PRINTED, ids=[f"{path}: {line[:60]}" for path, line in PRINTED])
+def test_a_printed_command_works(path: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAYCL_DATA", "RAYCL_MODELS"):
+        monkeypatch.setenv(name, "/data")
+    monkeypatch.chdir(REPO)
+    check(line, monkeypatch)
+
+
+@pytest.mark.parametrize("config", ["jobs/configs/demo.yaml", "--config=jobs/configs/demo.yaml"])
+def test_a_config_file_is_named_first_or_by_its_flag(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: object = _options("jobs/train_stream.py", [config, "seed=7"], monkeypatch)
+    monkeypatch.chdir(REPO)
+    found = run.load_config(options.config, options.overrides)  # type: ignore[attr-defined]
+    assert isinstance(found, RunConfig) and found.seed == 7
+    assert options.overrides == ["seed=7"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a.yaml", "--config", "b.yaml"], "two config files"),
+        (["--resume", "runs/x", "a.yaml"], "the run's own config"),
+        (["--resume", "runs/x", "--config", "a.yaml"], "the run's own config"),
+    ],
+)
+def test_a_file_too_many_is_said(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        _options("jobs/train_stream.py", words, monkeypatch)
+    assert message in capsys.readouterr().err
+
+
+def test_a_word_that_is_no_file_is_an_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: object = _options("jobs/train_stream.py", ["method.rank"], monkeypatch)
+    with pytest.raises(ConfigError, match=r"override 'method\.rank' is not of the form key\.path=value"):
+        run.load_config(options.config, options.overrides)  # type: ignore[attr-defined]
