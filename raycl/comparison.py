@@ -22,6 +22,7 @@ from raycl import config as configs
 from raycl import launch, trust
 from raycl.config import Section, Tree
 from raycl.errors import RayclError
+from raycl.idle import found_in, idle_in, leaves, refuse
 from raycl.launch import Hosting
 from raycl.run import RunConfig
 from raycl.storage import Storage
@@ -66,12 +67,38 @@ def load_comparison(path: str, overrides: Sequence[str] = ()) -> ComparisonConfi
     """Read a comparison file and check every row's config.
 
     Raises:
-        ConfigError: something is wrong, or asked for that only the command may allow (`raycl.trust`).
+        ConfigError: something is wrong, acts on nothing (`raycl.idle`), or is asked for that only the command may allow
+            (`raycl.trust`).
     """
     comparison = configs.load(ComparisonConfig, path, overrides)
-    for config in plan(comparison, ".").values():
-        trust.require(trust.asked(configs.as_tree(config)), overrides, f"comparison file '{path}'", "base.")
+    source, planned = f"comparison file '{path}'", plan(comparison, ".")
+    refuse(_ignored(comparison), source)
+    idle = {name: idle_in(config) for name, config in planned.items()}
+    shared = leaves(comparison.base)
+    everywhere = [found_in(shared, one) for one in idle.values()]
+    refuse({f"base.{name}": everywhere[0][name] for name in set.intersection(*map(set, everywhere))}, source)
+    for name, found in idle.items():
+        entry = name.rpartition("-s")[0]
+        refuse(found_in(leaves(_tree(comparison.runs[entry].set)), found), f"{source}, runs.{entry}")
+    for config in planned.values():
+        trust.require(trust.asked(configs.as_tree(config)), overrides, source, "base.")
     return comparison
+
+
+def _tree(overrides: Sequence[str]) -> Tree:
+    tree: Tree = {}
+    for override in overrides:
+        configs.apply_override(tree, override)
+    return tree
+
+
+def _ignored(comparison: ComparisonConfig) -> dict[str, str]:
+    """Settings of runs that a comparison gives itself -> what it has instead."""
+    instead = {"output": "--dir and the run's name", "seed": "seeds"}
+    found = {path: f"base.{path}" for path in leaves(comparison.base)}
+    for name, entry in comparison.runs.items():
+        found |= {path: f"runs.{name}.set of {path}" for path in leaves(_tree(entry.set))}
+    return {place: instead[key] for path, place in found.items() if (key := path.partition(".")[0]) in instead}
 
 
 def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] = ()) -> Outcome:

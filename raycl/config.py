@@ -18,7 +18,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -31,12 +31,17 @@ from pydantic_core import ErrorDetails
 from raycl.errors import ConfigError
 
 Tree = dict[str, Any]
+MARK = "# Every setting, written by raycl.\n"
 
 
 class Section(BaseModel):
     """Base of every config section: unknown keys are errors, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Settings in here that act on nothing, and `key=value` that makes it so; both as dotted paths from here."""
+        return iter(())
 
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -48,7 +53,7 @@ def load(model: type[SectionT], path: str | None, overrides: Sequence[str] = ())
     Raises:
         ConfigError: unreadable file, malformed override, unknown key, wrong value.
     """
-    tree = _parse(path) if path is not None else {}
+    tree = read_tree(path) if path is not None else {}
     for override in overrides:
         apply_override(tree, override)
     return validate(model, _resolve(tree, f"config file '{path}'" if path is not None else "the overrides"))
@@ -60,7 +65,7 @@ def read_yaml(path: str) -> Tree:
     Raises:
         ConfigError: the file is missing, is not YAML, or is not a mapping.
     """
-    return _resolve(_parse(path), f"config file '{path}'")
+    return _resolve(read_tree(path), f"config file '{path}'")
 
 
 def from_yaml(text: str, source: str) -> Tree:
@@ -72,7 +77,7 @@ def from_yaml(text: str, source: str) -> Tree:
     return _resolve(_mapping(text, f"'{source}'"), f"'{source}'")
 
 
-def _parse(path: str) -> Tree:
+def read_tree(path: str) -> Tree:
     """The tree as written, interpolations still in it."""
     if not Path(path).is_file():
         raise ConfigError(f"config file '{path}' does not exist: give the path of a YAML file")
@@ -343,7 +348,7 @@ def to_yaml(config: BaseModel) -> str:
 
 def tree_to_yaml(tree: Tree) -> str:
     """The same from a resolved tree."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escape(tree)))
+    return MARK + OmegaConf.to_yaml(OmegaConf.create(_escape(tree)))
 
 
 def _escape(value: Any) -> Any:

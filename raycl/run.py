@@ -25,6 +25,7 @@ from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.errors import ConfigError
 from raycl.eval.metrics import check_metric
 from raycl.eval.settings import EvalConfig
+from raycl.idle import found_in, idle_in, refuse, written
 from raycl.methods.base import Method
 from raycl.methods.lora import LoraConfig
 from raycl.methods.modifier import Modifiers
@@ -110,6 +111,14 @@ class RunConfig(Section):
     def _modifiers_by_name(cls, value: Any) -> Any:
         return configs.named_each(value, MODIFIERS)
 
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """What belongs to methods of another kind."""
+        names = {self.method.name, getattr(getattr(self.method, "learner", None), "name", "")}
+        if "sapt" not in names:
+            yield "train.attention_learning_rate", f"method={self.method.name}"
+        if "finetune" not in names:
+            yield "checkpoint.export", f"method={self.method.name}"
+
     @model_validator(mode="after")
     def _unseen_are_not_told(self) -> Self:
         if self.stream.unseen and self.method.needs_task:
@@ -129,6 +138,7 @@ def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
     config = configs.load(RunConfig, path, overrides)
     source = "the config" if path is None else f"config file '{path}'"
     trust.require(trust.asked(configs.as_tree(config)), overrides, source)
+    refuse(found_in(written(path, overrides), idle_in(config)), source)
     return config
 
 

@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import netrc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
@@ -37,6 +38,13 @@ class TrackingConfig(Section):
     project: str = "raycl"
     group: str | None = None
     directory: str | None = None
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Names for a tracker, where there is none; TensorBoard has no projects."""
+        if self.backend == "none":
+            yield from ((name, "backend=none") for name in ("project", "group", "directory"))
+        elif self.backend == "tensorboard":
+            yield from ((name, "backend=tensorboard") for name in ("project", "group"))
 
 
 class Tracker(Protocol):

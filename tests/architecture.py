@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 LAYERS = (
     ("errors", "types"),
     ("config", "storage", "pretrained"),
-    ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking", "trust", "cluster"),
+    ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking", "trust", "idle", "cluster"),
     ("methods",),
     ("train", "serve", "report", "exchange"),
     ("run", "forgetting"),

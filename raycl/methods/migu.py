@@ -13,7 +13,7 @@ What it does not know: engines, the method it works with, files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -79,6 +79,13 @@ class MiguConfig(ModifierConfig):
         True, description="masked rows of a weight's gradient are not computed where the mask is known in time"
     )
     random_update: bool = Field(False, description="control: as many rows, drawn at random in every step")
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """How clusters are made, where there are none."""
+        if self.clusters is None:
+            yield from ((name, "clusters=null") for name in ("cluster_by", "cluster_samples"))
+        elif self.cluster_by != "co_magnitude":
+            yield "cluster_samples", f"cluster_by={self.cluster_by}"
 
     def masks(self, index: int, only: bool) -> bool:
         """Whether a stage is masked at all; `only`: the run has no other."""

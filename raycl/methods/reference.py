@@ -6,7 +6,7 @@ Both wrap another method (`learner`), so that "trained alone" and "trained joint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
@@ -49,6 +49,10 @@ class SeparateConfig(ReferenceConfig):
     """PerTaskFT of MIGU, "separate fine-tune" of SLM."""
 
     name: Literal["separate"] = "separate"
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """What has no part in a task that is learned alone."""
+        yield from ((f"learner.{name}", "name=separate") for name in type(self.learner).idle_alone)
 
     @property
     def needs_task(self) -> bool:

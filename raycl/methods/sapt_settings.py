@@ -5,7 +5,7 @@ What it does not know: how any of them act.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -57,6 +57,22 @@ class SaptConfig(MethodConfig):
             kept = ("source", "fraction", "files", "abar_split")
             settings["arm"] = {name: settings["arm"][name] for name in kept}
         return settings
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """What the other kind of block has, and what belongs to a part that is left out, or a source not taken."""
+        others = ("rank", "alpha", "dropout", "targets") if self.value == "prompt" else ("prompt_length",)
+        yield from ((name, f"value={self.value}") for name in others)
+        reflection = ("weight", "batch", "every", "skip_steps", "kl_reduction", "kl_scale_with_accum")
+        if self.ablation != "none":
+            yield from ((f"arm.{name}", f"ablation={self.ablation}") for name in reflection)
+        elif self.arm.weight == 0:
+            yield from ((f"arm.{name}", "arm.weight=0") for name in reflection[1:])
+        if self.ablation not in ("alignment", "shared_attention"):
+            yield "selector", f"ablation={self.ablation}"
+        if self.arm.source != "generated" or self.ablation == "arm":
+            yield "writer", "ablation=arm" if self.ablation == "arm" else f"arm.source={self.arm.source}"
+        if self.arm.source != "file":
+            yield "arm.files", f"arm.source={self.arm.source}"
 
     @model_validator(mode="after")
     def _replay_has_answers(self) -> SaptConfig:

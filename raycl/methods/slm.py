@@ -9,7 +9,7 @@ batch, heads picked by the true number of labels, drifting old slots), this foll
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -70,6 +70,11 @@ class SlmConfig(MethodConfig):
     keys: KeyConfig = KeyConfig()
     retrieval: RetrievalConfig = RetrievalConfig()
     encoder: EncoderConfig = EncoderConfig()
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """What slots of another kind hold."""
+        others = ("rank", "a_init_std", "targets") if self.value == "prompt" else ("prompt_length",)
+        yield from ((name, f"value={self.value}") for name in others)
 
     @property
     def needs_task(self) -> bool:

@@ -5,7 +5,7 @@ What it does not know: how any of it is carried out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from raycl import config as configs
 from raycl import trust
 from raycl.config import Section
+from raycl.idle import found_in, idle_in, refuse, written
 from raycl.trust import Permissions
 
 
@@ -135,6 +136,13 @@ class ServeConfig(Section):
         others = self.router_replicas if self.layout == "split" else 0
         return self.reserved * (self.replicas + others + int(self.follow.enabled and self.follow.gated))
 
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """What belongs to a layout or a way of following that is not chosen."""
+        if self.layout != "split":
+            yield "router_replicas", f"layout={self.layout}"
+        if not self.follow.enabled:
+            yield "follow.gated", "follow.enabled=false"
+
     @model_validator(mode="after")
     def _replicas_fit(self) -> ServeConfig:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
@@ -154,5 +162,7 @@ def load_serve_config(path: str | None, overrides: Sequence[str]) -> ServeConfig
         ConfigError: see `raycl.config.load`; or the file asks for what only the command may allow (`raycl.trust`).
     """
     config = configs.load(ServeConfig, path, overrides)
-    trust.require(trust.asked(configs.as_tree(config)), overrides, f"config file '{path}'")
+    source = "the config" if path is None else f"config file '{path}'"
+    trust.require(trust.asked(configs.as_tree(config)), overrides, source)
+    refuse(found_in(written(path, overrides), idle_in(config)), source)
     return config

@@ -21,6 +21,7 @@ from raycl import config as configs
 from raycl import trust
 from raycl.config import Section, Tree
 from raycl.errors import ConfigError
+from raycl.idle import covering, idle_in, leaves, refuse
 from raycl.run import RunConfig
 from raycl.sweep.expressions import Expression, parse
 from raycl.sweep.measure import read_metric
@@ -60,6 +61,10 @@ class ResourcesConfig(Section):
 
 
 Metrics = Annotated[tuple[str, ...], Field(min_length=1, max_length=3)]
+
+
+TAKEN = ("workers", "cpus_per_worker", "gpus_per_worker")
+"""Settings of a run's `launch` that a sweep's `resources` give."""
 
 
 class SweepConfig(Section):
@@ -152,9 +157,23 @@ class SweepConfig(Section):
             found = crossed(self.space, self.follow)
         else:
             found = planned(self.space, self.samples, self.search.seed, self.follow)
+        found = self._collapsed(found)
         if self.scheduler.name == "none":
             return found
         return [found[place] for place in np.random.default_rng(self.search.seed).permutation(len(found))]
+
+    def _collapsed(self, trials: list[Settings]) -> list[Settings]:
+        """Without settings that act on nothing beside a trial's others, and of trials that are then alike one."""
+        found: list[Settings] = []
+        seen: set[str] = set()
+        for settings in trials:
+            idle = idle_in(self.config(settings))
+            kept = {path: value for path, value in settings.items() if covering(path, idle) is None}
+            key = json.dumps(kept, sort_keys=True, default=list)
+            if len(kept) == len(settings) or key not in seen:
+                found.append(kept)
+            seen.add(key)
+        return found
 
     def follow(self, settings: Settings) -> Settings:
         """The settings with those that follow from others, in the file's order.
@@ -228,7 +247,21 @@ def load_sweep(file: str, overrides: Sequence[str] = ()) -> SweepConfig:
     sweep = configs.validate(SweepConfig, tree)
     check_space(sweep)
     trust.require(_asked(sweep), overrides, f"sweep file '{file}'", "base.")
+    refuse(_idle(sweep), f"sweep file '{file}'")
     return sweep
+
+
+def _idle(sweep: SweepConfig) -> dict[str, str]:
+    """Settings of base and space that act on nothing in any trial -> the reason."""
+    given = {"output": "--dir and the sweep's name", **{f"launch.{key}": f"resources.{key}" for key in TAKEN}}
+    written = {f"base.{path}": path for path in leaves(sweep.base)} | {f"space '{path}'": path for path in sweep.space}
+    found = {name: given[above] for name, path in written.items() if (above := covering(path, given))}
+    trials = [idle_in(sweep.config(one)) for one in examples(sweep)]
+    for name, path in written.items():
+        reasons = [idle[above] for idle in trials if (above := covering(path, idle))]
+        if len(reasons) == len(trials):
+            found[name] = reasons[0]
+    return found
 
 
 def _asked(sweep: SweepConfig) -> list[str]:

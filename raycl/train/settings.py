@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -62,6 +63,11 @@ class TrainConfig(Section):
             )
         return self
 
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """A share of the steps beside their number."""
+        if self.warmup_steps:
+            yield "warmup_ratio", f"warmup_steps={self.warmup_steps}"
+
     def epochs_of(self, task: str) -> int:
         """Epochs of a stage by its name."""
         return self.epochs_by_task.get(task, self.epochs)
@@ -113,3 +119,8 @@ class BankConfig(Section):
 
     dir: str | None = Field(None, description="folder or URI of a bank; null: bank/ in the run's folder")
     publish: bool = True
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Where nothing goes."""
+        if not self.publish:
+            yield "dir", "publish=false"

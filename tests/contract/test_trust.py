@@ -168,6 +168,7 @@ def test_the_banks_own_command(
 
 def test_a_sweep_file_cannot_allow_it(custom: Custom, tmp_path: Path) -> None:
     base = yaml.safe_load(custom.file.read_text())
+    base.pop("output")
     plain = {**base, "backbone": {**base["backbone"], "trust_remote_code": False}}
     rank = {"method.rank": {"grid": [2, 4]}}
     asks = {"backbone.trust_remote_code": {"grid": [True, False]}}

@@ -135,7 +135,7 @@ class Lab:
             "method": _quick(method),
             "engine": engine,
             "train": {"epochs": 1, "batch_size": 4, "learning_rate": 0.01, "log_every_s": 1000},
-            "checkpoint": {"every_steps": 2, "export": "each"},
+            "checkpoint": {"every_steps": 2, **({"export": "each"} if "finetune" in str(method) else {})},
             "eval": {"batch_size": 4},
         }
         for name, values in sections.items():

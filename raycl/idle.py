@@ -1,0 +1,63 @@
+"""Settings that act on nothing beside others: an error where a person wrote them, for they say what will not happen.
+
+Why it exists: `method.arm.weight=2` beside an ablation without that term looks as if it were tried. Which settings are
+idle, each section says itself (`Section.idle`). Trees that raycl wrote hold every setting, and load as they are.
+What it does not know: what a setting means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from raycl import config as configs
+from raycl.config import Section, Tree
+from raycl.errors import ConfigError
+
+
+def idle_in(config: Section, prefix: str = "") -> dict[str, str]:
+    """Dotted path of each setting, or section, of a config that acts on nothing -> the setting that makes it so."""
+    found = {f"{prefix}{path}": f"{prefix}{reason}" for path, reason in config.idle()}
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        nodes = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+        for path, node in nodes.items():
+            if isinstance(node, Section):
+                found |= idle_in(node, f"{prefix}{path}.")
+    return found
+
+
+def written(path: str | None, overrides: Sequence[str] = ()) -> list[str]:
+    """Dotted paths that a person gave a value: in the file, unless raycl wrote it, and in overrides."""
+    by_hand = path is not None and not Path(path).read_text(encoding="utf-8").startswith(configs.MARK)
+    tree = configs.read_tree(path) if path is not None and by_hand else {}
+    for override in overrides:
+        configs.apply_override(tree, override)
+    return leaves(tree)
+
+
+def leaves(tree: Tree) -> list[str]:
+    """Dotted paths of a tree's values; null is none."""
+    return [path for path, value in configs.flatten(tree).items() if value is not None]
+
+
+def found_in(paths: Iterable[str], idle: Mapping[str, str]) -> dict[str, str]:
+    """Those of `paths` that act on nothing, with the reason."""
+    pairs = ((path, covering(path, idle)) for path in paths)
+    return {path: idle[above] for path, above in pairs if above is not None}
+
+
+def covering(path: str, idle: Iterable[str]) -> str | None:
+    """The idle setting that `path` is, or is below of."""
+    return next((one for one in idle if path == one or path.startswith(f"{one}.")), None)
+
+
+def refuse(found: Mapping[str, str], source: str) -> None:
+    """Say which written settings act on nothing.
+
+    Raises:
+        ConfigError: there are any.
+    """
+    if found:
+        listed = "; ".join(f"{path} acts on nothing beside {reason}" for path, reason in found.items())
+        raise ConfigError(f"{source}: {listed}: leave it out, or change the other")
