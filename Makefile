@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --pro
 OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format clean
+.PHONY: help venv demo test chaos check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +37,9 @@ demo: venv  ## learn a short stream of tasks in two ways on this machine: one fo
 test: venv  ## all tests, two files at a time, one torch thread each
 	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -n 2 --dist loadfile \
 		--no-loadscope-reorder tests
+
+chaos: venv  ## a stream and an endpoint through kills, outages and damage (about ten minutes; not part of make test)
+	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -s tests/chaos
 
 check: venv  ## format, lint, types, architecture
 	@$(BIN)/ruff format --check .

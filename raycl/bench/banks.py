@@ -74,6 +74,23 @@ def drawn(shapes: dict[str, tuple[int, int]], rank: int, draw: torch.Generator, 
     return AdapterState(linears, 1.0, None, LABELS, small(len(LABELS), 384), small(len(LABELS)))
 
 
+def damaged_snapshot(bank: Bank, number: int) -> int:
+    """Publish a snapshot with one more adapter, in whose tensors a byte is flipped; the snapshot's number."""
+    newest = bank.newest()
+    assert newest is not None, "the bank is empty"
+    entry = next(entry for entry in newest.adapters if entry.rank)
+    layout = newest.layouts[entry.layout]
+    draw = torch.Generator().manual_seed(number)
+    state = drawn(layout, entry.rank, draw, bool(entry.labels))
+    made = bank.publish(f"damaged{number}", state, newest.backbone, [f"damaged{number}"])
+    data = bytearray(bank.storage.read(made.tensors.file))
+    data[-1] ^= 1
+    bank.storage.write(made.tensors.file, bytes(data))
+    entries = [(entry, newest.layouts[entry.layout]) for entry in newest.adapters]
+    facts = (newest.backbone, newest.router, newest.tasks, newest.encoder)
+    return bank.snapshot([*entries, made], *facts, made=newest.made).number
+
+
 def drawn_bank(folder: Path, name: str, count: int, texts: Sequence[str]) -> Bank:
     """`count` adapters of drawn weights, one slot a task, keys around the queries of real sentences."""
     bank = Bank.at(folder)

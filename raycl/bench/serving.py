@@ -16,7 +16,6 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -36,6 +35,7 @@ from raycl.bank import Bank
 from raycl.bench.banks import LABELS, PLAIN, drawn, drawn_bank, texts_of
 from raycl.bench.clients import Seen, run_clients
 from raycl.bench.figures import Figure, Report, machine
+from raycl.bench.soak import FASTEST, soak
 from raycl.bench.stream import default_models
 from raycl.data.loader import batch_of
 from raycl.retrieval.encoder import SentenceEncoder
@@ -49,11 +49,11 @@ from raycl.types import Mixture
 
 log = logging.getLogger(__name__)
 BUSY = 0.5
-EVERY_S, PAUSE_S = 60.0, 0.012
-"""A replica is killed so often while load is held; between two texts of one client so much time passes at least."""
+PAUSE_S = 0.012
+"""Between two texts of one client so much time passes at least."""
 
-UNLIKE, FASTEST = 20_000, 400.0
-"""Texts, and how many a second are asked at most: none is asked twice."""
+UNLIKE = 20_000
+"""Texts: none is asked twice."""
 
 SETTINGS = (
     *("adapters", "clients", "seconds", "rounds", "warm_s", "publishes"),
@@ -90,7 +90,9 @@ def measure(options: argparse.Namespace) -> Report:
             figures = [*_labels(Path(folder), options)]
             serve.shutdown()
             if options.soak_s:
-                figures += _soak(Path(folder), options)
+                figures += soak(
+                    lambda bank: _started(Endpoint, bank, options, replicas=2, cpus=0.5), Path(folder), options
+                )
             llama = (options.models or default_models()) / "mini-llama"
             if llama.is_dir():
                 figures += _texts(Path(folder), llama, options)
@@ -334,42 +336,6 @@ def _started(kind: Any, bank: Bank, options: argparse.Namespace, place: int | No
     prefix = "/" if place is None else f"/{name}"
     start(config, application, name, prefix)
     return f"http://127.0.0.1:{config.port}" + ("" if direct else prefix.rstrip("/"))
-
-
-def _soak(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
-    """Two replicas under load, one of them killed every minute: what is lost, and does memory grow?"""
-    texts = texts_of(int(FASTEST * options.soak_s))
-    bank = drawn_bank(folder / "soak", "minilm", 16, texts[:512])
-    url = f"{_started(Endpoint, bank, options, replicas=2, cpus=0.5)}/v1/classify"
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(run_clients, url, [{"input": text} for text in texts], options.clients, options.soak_s)
-        survivor, kills, before, began = _replicas()[0], 0, 0.0, time.monotonic()
-        while not asking.done():
-            time.sleep(1.0)
-            passed = time.monotonic() - began
-            if passed > options.soak_s / 2 and not before:  # caches of texts and shapes have filled by then
-                before = _memory_mb(survivor)
-            others = [name for name in _replicas() if name != survivor]
-            if passed > EVERY_S * (kills + 1) and passed < options.soak_s - EVERY_S / 2 and others:
-                ray.kill(ray.get_actor(others[0], namespace="serve"))
-                kills += 1
-        grown = _memory_mb(survivor) - before if before else float("nan")
-        seen = asking.result()
-    detail = f"{len(seen.ms):,} answers, {kills} replicas killed, {seen.retried} requests sent again"
-    yield Figure(f"requests lost in {options.soak_s:.0f} s of load", float(len(seen.failed)), "", 0.0, "<=", detail)
-    yield Figure("growth of the replica that lived, second half", grown, "MiB", 50.0, "<=", f"of {before:,.0f} MiB")
-
-
-def _replicas() -> list[str]:
-    """Names of the endpoint's replicas."""
-    return sorted(actor["name"] for actor in ray.util.list_named_actors(True) if "#endpoint#" in actor["name"])
-
-
-def _memory_mb(name: str) -> float:
-    """Resident memory of a replica's process."""
-    actor = ray.get_actor(name, namespace="serve")
-    pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
-    return float(psutil.Process(int(pid)).memory_info().rss) / 2**20
 
 
 # ---- texts -------------------------------------------------------------------------------------------------------

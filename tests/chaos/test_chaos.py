@@ -1,0 +1,225 @@
+"""Six tasks through everything that can go wrong on a cluster, while an endpoint answers: nothing is lost or changed.
+
+`make chaos`: about ten minutes on two cores. The log says what was broken, and when.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from faults import (
+    Asking,
+    Driver,
+    Log,
+    Nodes,
+    Store,
+    damage_newest_checkpoint,
+    endpoint,
+    kill_child,
+    short_folder,
+    wait_for,
+)
+from tiny import save_model
+
+from raycl.bank import Bank
+from raycl.storage import Storage
+from raycl.train.ledger import RunState, read_state
+from raycl.train.progress import read_trace
+
+PORT = 8993
+ROWS, TESTS = 160, 24
+WORDS = {
+    "colour": (("red", "fire is warm very"), ("blue", "the sea is cold")),
+    "animal": (("cat", "it purrs a sleeps"), ("dog", "the barks runs much")),
+    "heat": (("warm", "fire red is very"), ("cold", "sea blue the is")),
+    "motion": (("runs", "dog barks much very"), ("sleeps", "cat purrs a is")),
+    "place": (("sky", "blue the is a"), ("sea", "cold the much is")),
+    "noise": (("purrs", "cat a sleeps is"), ("barks", "dog runs much the")),
+}
+"""Task -> (label, words of its texts)."""
+OUTAGE_S = 60.0
+
+
+def save_tasks(folder: Path) -> list[dict[str, str]]:
+    """Six tasks of two labels."""
+    for name, classes in WORDS.items():
+        (folder / name).mkdir(parents=True)
+        for split, rows in (("train", ROWS), ("test", TESTS)):
+            lines = []
+            for number in range(rows):
+                label, words = classes[number % 2]
+                pool = [*words.split(), "a", "very"]
+                text = " ".join(
+                    pool[(number // 2 + place * (1 + number % 3)) % len(pool)] for place in range(2 + number % 5)
+                )
+                lines.append(json.dumps({"text": text, "label": label}))
+            (folder / name / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    return [{"name": name, "path": str(folder / name)} for name in WORDS]
+
+
+def save_config(folder: Path) -> Path:
+    """SLM on a tiny encoder, so many steps that every task lasts for seconds."""
+    model = str(save_model("bert", folder / "bert"))
+    tree = {
+        "stream": {"tasks": save_tasks(folder / "tasks"), "dev_fraction": 0.1, "max_source_tokens": 24},
+        "backbone": {"name": model, "dtype": "float32"},
+        "method": {
+            "name": "slm",
+            "targets": ["attention", "ffn"],
+            "keys": {"groups": 4, "steps": 40, "start": "data"},
+            "encoder": {"name": model, "max_tokens": 64},
+        },
+        "train": {"epochs": 15, "batch_size": 8, "learning_rate": 0.01, "log_every_s": 5},
+        "checkpoint": {"every_steps": 40},
+        "launch": {"workers": 2, "cpus_per_worker": 1, "max_failures": 5},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(key, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    made = Store()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def nodes(store: Store) -> Iterator[Nodes]:
+    with short_folder() as folder:
+        made = Nodes(folder)
+        try:
+            yield made
+        finally:
+            made.stop()
+
+
+def inside(stage: int) -> Any:
+    """Whether the newest checkpoint is one inside this stage."""
+
+    def ready(state: RunState) -> bool:
+        name = state.checkpoints[-1] if state.checkpoints else ""
+        return len(state.stages) == stage and name.startswith(f"stage{stage:03d}-")
+
+    return ready
+
+
+def outcome(storage: Storage) -> dict[str, Any]:
+    """What must not depend on what went wrong: every cell, every step's numbers, every adapter, every answer."""
+    results = storage.read_json("results.json")
+    newest = Bank(storage.sub("bank")).newest()
+    assert newest is not None and results["finished"]
+    folder = f"predictions/{len(WORDS) - 1:03d}-{list(WORDS)[-1]}"
+    return {
+        "matrix": [[cell and cell["value"] for cell in row] for row in results["matrix"]],
+        "steps": [(step["stage"], step["step"], step["loss"], step["grad_norm"]) for step in read_trace(storage)],
+        "adapters": {entry.name: entry.tensors.sha256 for entry in newest.adapters},
+        "router": newest.router.tensors and newest.router.tensors.sha256,
+        "answers": {name: storage.read(f"{folder}/{name}").decode() for name in storage.list(folder)},
+    }
+
+
+@pytest.mark.timeout(1500)
+def test_six_tasks_through_everything_that_can_go_wrong(store: Store, nodes: Nodes, tmp_path: Path) -> None:
+    log, config = Log(), save_config(tmp_path)
+    root = store.uri("runs")
+    place = f"output.dir={root}"
+    driver = Driver(nodes.address, tmp_path, log)
+    try:
+        driver.start(str(config), place, "output.name=whole")
+        assert driver.wait(400) == 0, driver.said()
+        whole = outcome(Storage.at(root).sub("whole"))
+        log(f"undisturbed: {len(whole['steps'])} steps, matrix' last row {whole['matrix'][-1]}")
+        _disturbed(
+            log, store, nodes, driver, [str(config), place, "output.name=mine", "output.exists=resume"], tmp_path
+        )
+        mine = outcome(Storage.at(root).sub("mine"))
+        attempts = read_state(Storage.at(root).sub("mine")).attempts
+        log(f"disturbed: {len(attempts)} attempts, matrix' last row {mine['matrix'][-1]}")
+        for what in whole:
+            assert mine[what] == whole[what], what
+        log("matrix, steps, adapters, router and answers are equal, bit for bit")
+    finally:
+        driver.stop()
+
+
+def _disturbed(log: Log, store: Store, nodes: Nodes, driver: Driver, words: list[str], folder: Path) -> None:
+    storage = Storage.at(store.uri("runs")).sub("mine")
+    driver.start(*words)
+    state = wait_for(storage, inside(0), driver)
+    os.kill(state.attempts[-1]["pid"], signal.SIGKILL)
+    log("task 1: a worker was killed")
+    wait_for(storage, lambda state: len(state.stages) >= 1, driver)
+    with endpoint(storage.sub("bank").address, PORT, folder) as serving:
+        asking = Asking(f"http://127.0.0.1:{PORT}")
+        client = threading.Thread(target=asking.run, daemon=True)
+        client.start()
+        log("task 1 is learned; the endpoint answers from its snapshot")
+        try:
+            _faults(log, store, nodes, driver, words, storage, serving)
+            newest = Bank(storage.sub("bank")).newest()
+            assert newest is not None
+            _follows(asking, newest.number)
+        finally:
+            asking.stop()
+            client.join(timeout=60)
+        log(
+            f"endpoint: {asking.answers} answers, {asking.lost} lost, statuses {dict(asking.statuses)}, "
+            f"snapshots {asking.snapshots}"
+        )
+        assert asking.lost == 0 and asking.answers > 100
+        assert asking.snapshots == sorted(asking.snapshots), "an older snapshot answered after a newer one"
+
+
+def _faults(
+    log: Log, store: Store, nodes: Nodes, driver: Driver, words: list[str], storage: Storage, serving: Any
+) -> None:
+    state = wait_for(storage, inside(1), driver)
+    nodes.kill_of(state.attempts[-1]["pid"])
+    log("task 2: the node of the first worker was killed, another one joined")
+
+    wait_for(storage, inside(2), driver)
+    log(f"endpoint: killed {kill_child(serving, 'ray::ServeReplica')}")
+    log(f"task 3: the store is away for {OUTAGE_S:.0f} s")
+    store.away(OUTAGE_S)
+    log("the store is back")
+
+    if not driver.running:
+        log(f"the driver had stopped with {driver.wait(1)}; started again")
+        driver.start(*words)
+    wait_for(storage, inside(3), driver)
+    driver.send(signal.SIGKILL)
+    log("task 4: the driver was killed; started again")
+    log(f"endpoint: killed {kill_child(serving, 'ray::Keeper')}")
+    driver.start(*words)
+
+    wait_for(storage, inside(4), driver)
+    status = driver.send(signal.SIGTERM)
+    log(f"task 5: the driver got SIGTERM and ended with {status}")
+    assert status == 75
+    log(f"damaged the newest checkpoint, {damage_newest_checkpoint(storage)}; started again")
+    driver.start(*words)
+    assert driver.wait(400) == 0, driver.said()
+    log("the run is finished")
+
+
+def _follows(asking: Asking, number: int) -> None:
+    """The endpoint comes to the last snapshot."""
+    ends = time.monotonic() + 120
+    while asking.snapshots[-1:] != [number]:
+        assert time.monotonic() < ends, f"the endpoint answers from {asking.snapshots[-1:]}, the newest is {number}"
+        time.sleep(0.5)
