@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from raycl.bank.bank import Bank
-from raycl.bank.manifest import NAME, check_name
+from raycl.bank.manifest import NAME, Snapshot, check_name
 from raycl.errors import AlreadyExistsError, BankError, DamagedError, FormatError
 from raycl.storage.records import Stamp, number_of, numbered, numbers, read_record, seal, stamps
 
@@ -83,21 +83,24 @@ class Activations:
             raise BankError(f"'{file}' calls itself decision {found.number}: it was moved; activate a snapshot again")
         return found
 
-    def add(self, snapshot: int, why: str, seen: int | None = None) -> Activation:
+    def add(self, snapshot: int | Snapshot, why: str, seen: int | None = None) -> Activation:
         """Decide for a snapshot of the bank.
 
         Args:
+            snapshot: its number, or what was just read under it.
             seen: only newer ones are news; None: the newest that is there.
 
         Raises:
             BankError: the bank has no such snapshot, or decisions come faster than this one.
         """
-        self.bank.open(snapshot)
+        number = snapshot if isinstance(snapshot, int) else snapshot.number
+        if isinstance(snapshot, int):
+            self.bank.open(snapshot)
         for _ in range(RACES):
             made: dict[str, object] = {"why": why, "time": time.time()}
             # the last record is not read: a damaged one is followed, and so repaired, by this one
             newest = max(self.bank.snapshots()) if seen is None else seen
-            fresh = Activation(self._newest() + 1, snapshot, newest, made)
+            fresh = Activation(self._newest() + 1, number, newest, made)
             try:
                 self.bank.storage.create(self._file(fresh.number), seal({"format": FORMAT, **asdict(fresh)}))
             except AlreadyExistsError:

@@ -41,9 +41,9 @@ from raycl.data.loader import batch_of
 from raycl.retrieval.encoder import SentenceEncoder
 from raycl.serve.app import NAME, Endpoint, options_of
 from raycl.serve.asks import Ask, Labelled, Made, Started
+from raycl.serve.decisions import decide_first
 from raycl.serve.endpoint import start
 from raycl.serve.host import Host
-from raycl.serve.roster import decide_first
 from raycl.serve.settings import ServeConfig
 from raycl.types import Mixture
 

@@ -24,11 +24,11 @@ from raycl.bank.activations import Activations
 from raycl.errors import BankError, DataError, RayclError
 from raycl.serve.access import check_access
 from raycl.serve.asks import FAILURES, Event, Failed
+from raycl.serve.decisions import decide_first
 from raycl.serve.gate import judge
 from raycl.serve.listening import Listener
 from raycl.serve.metrics import Metrics
 from raycl.serve.opening import close_service, open_front, open_service
-from raycl.serve.roster import decide_first
 from raycl.serve.service import Answer, Service, labelled, routed, spoken_out, take
 from raycl.serve.settings import ServeConfig
 from raycl.serve.split import Spec

@@ -101,7 +101,7 @@ def activate(config: ServeConfig, number: int) -> None:
         if (last := activations.latest()) is not None:
             whole.take_for_whole(bank.open(last.snapshot))
     whole.check(snapshot)
-    decided = activations.add(number, "asked for")
+    decided = activations.add(snapshot, "asked for")
     log.info("decision %d: snapshot %d answers", decided.number, number)
 
 

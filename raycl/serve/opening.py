@@ -18,10 +18,11 @@ from raycl.bank.activations import Activations
 from raycl.bank.shelf import Shelf
 from raycl.errors import ConfigError, RayclError
 from raycl.serve.asks import Ask, Choice, Event, Failed, Sampling, is_last
+from raycl.serve.decisions import readable_snapshot, wanted_snapshots
 from raycl.serve.engine import Engine
 from raycl.serve.host import Host, Hosted
 from raycl.serve.model import backbone_of
-from raycl.serve.roster import Roster, readable_snapshot, wanted_snapshots
+from raycl.serve.roster import Roster
 from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
 from raycl.serve.split import RemoteEngine, Stream

@@ -19,9 +19,10 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
 from raycl.bank.shelf import Shelf
 from raycl.bank.whole import Whole
-from raycl.errors import BankError, RayclError, StorageError
+from raycl.errors import BankError, RayclError
 from raycl.retrieval.router import Router, TextRouter
 from raycl.serve.asks import FAILURES
+from raycl.serve.decisions import wanted_snapshots
 from raycl.serve.engine import Engine
 from raycl.serve.host import Hosted, mark_of
 from raycl.serve.model import router_of
@@ -96,12 +97,7 @@ class Roster:
             BankError: unknown, damaged, or made for another backbone.
         """
         with self._changing:
-            with self._lock:
-                hosted = self._open.get(number)
-            if hosted is None:
-                hosted = self._load(number)
-                self._make_room(number)
-            return hosted
+            return self._opened(number) or self._load(*self._read(number))
 
     def open_whole(self, number: int) -> Hosted:
         """As `open`, and everything that the snapshot can ask for has been read.
@@ -110,19 +106,34 @@ class Roster:
             BankError: unknown, damaged in any part, or made for another backbone.
         """
         with self._changing:
-            self._whole.check(self.bank.open(number))
-            return self.open(number)
+            hosted = self._opened(number)
+            if hosted is not None:
+                self._whole.check(hosted.snapshot)
+                return hosted
+            snapshot, stamp = self._read(number)
+            self._whole.check(snapshot)
+            return self._load(snapshot, stamp)
 
-    def _load(self, number: int) -> Hosted:
-        snapshot = self.bank.open(number)
+    def _opened(self, number: int) -> Hosted | None:
+        with self._lock:
+            return self._open.get(number)
+
+    def _read(self, number: int) -> tuple[Snapshot, Stamp | None]:
+        """A record, read once since it may be large, and its stamp before that."""
+        stamp = self.bank.stamps().get(number)
+        return self.bank.open(number), stamp
+
+    def _load(self, snapshot: Snapshot, stamp: Stamp | None) -> Hosted:
         self._check(snapshot)
         with self._lock:
             mark = mark_of(snapshot, [*self._open.values(), *self._replaced])
         hosted = Hosted.of(snapshot, self._router(snapshot), self._source(snapshot), mark)
         self.engine.take_on(hosted)
         with self._lock:
-            self._open[number] = hosted
-            self._stamps.pop(number, None)
+            self._open[snapshot.number] = hosted
+            if stamp is not None:
+                self._stamps[snapshot.number] = stamp
+        self._make_room(snapshot.number)
         return hosted
 
     def _router(self, snapshot: Snapshot) -> Router:
@@ -232,13 +243,15 @@ class Roster:
         """
         with self._changing:
             self._look()
-            snapshot = self.bank.open(number)
+            hosted = self._opened(number)
+            snapshot, stamp = (hosted.snapshot, None) if hosted is not None else self._read(number)
             try:
                 self._whole.check(snapshot)
             except BankError as error:
                 raise UnavailableError(f"snapshot {number} is not activated: {error}") from error
-            self.open(number)
-            self.activations.add(number, why)
+            if hosted is None:
+                self._load(snapshot, stamp)
+            self.activations.add(snapshot, why)
             self._refused.pop(number, None)
             self._follow()
 
@@ -319,65 +332,3 @@ class Roster:
         """Stop watching."""
         self._stopped.set()
         self._thread.join(timeout=30)
-
-
-def wanted_snapshots(bank: Bank, activations: Activations, config: ServeConfig) -> list[int]:
-    """Numbers of the snapshots that may answer, the best first: the others are for when it is not whole.
-
-    Whoever follows takes what is newer than the last decision, and else what was decided.
-
-    Raises:
-        BankError: the bank is empty, or the last decision is damaged.
-    """
-    last = activations.latest()
-    follows = config.follow.enabled and not config.follow.gated
-    if last is not None and not follows:
-        return [last.snapshot]
-    numbers = bank.snapshots()
-    if not numbers:
-        raise BankError(f"the bank {bank.storage.uri} has no snapshot yet: train a stream into it first")
-    if last is None:
-        return numbers[::-1]
-    return [*(number for number in reversed(numbers) if number > last.seen), last.snapshot]
-
-
-def readable_snapshot(bank: Bank, numbers: Sequence[int]) -> Snapshot:
-    """The first whose record can be read; no tensors are.
-
-    Raises:
-        BankError: why the first one cannot, if none can.
-    """
-    first: BankError | None = None
-    for number in numbers:
-        try:
-            return bank.open(number)
-        except BankError as error:
-            first = first or error
-    assert first is not None, "there is at least one number"
-    raise first
-
-
-def decide_first(bank: Bank, config: ServeConfig) -> int:
-    """Write down what answers when an endpoint starts: as configured, as decided before, or the newest.
-
-    The newest is a decision only where nothing is followed: else every replica takes the newest that is whole.
-
-    Raises:
-        BankError: the bank is empty, or has no such snapshot.
-    """
-    activations = Activations(bank)
-    try:
-        last = activations.latest()
-    except BankError:
-        if config.snapshot is None:
-            raise
-        last = None  # the new decision repairs it
-    wanted = config.snapshot or wanted_snapshots(bank, activations, config)[0]
-    if last is None or (config.snapshot is not None and last.snapshot != wanted):
-        follows = config.follow.enabled and not config.follow.gated
-        seen = 0 if follows and config.snapshot is None else None
-        try:
-            activations.add(wanted, "start", seen)
-        except StorageError as error:
-            log.warning("the bank cannot be written, so replicas agree only while nothing is published: %s", error)
-    return wanted

@@ -16,9 +16,9 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
 from raycl.bank.upkeep import verify
 from raycl.errors import BankError
+from raycl.serve.decisions import decide_first
 from raycl.serve.endpoint import activate
 from raycl.serve.gate import judge
-from raycl.serve.roster import decide_first
 from raycl.serve.settings import ServeConfig
 
 FOLLOW = {"follow": {"enabled": True, "poll_s": 0.01}}
@@ -39,9 +39,9 @@ def flip(path: Path) -> bytes:
 def withheld(bank: Bank) -> Callable[[], None]:
     """Take the newest snapshot away; what is returned publishes it again."""
     path = path_of(bank, f"snapshots/{max(bank.snapshots()):06d}.json")
-    whole = path.read_bytes()
-    path.unlink()
-    return lambda: path.write_bytes(whole) and None  # type: ignore[func-returns-value]
+    aside = path.with_name("withheld")
+    path.rename(aside)
+    return lambda: aside.rename(path) and None  # type: ignore[func-returns-value]
 
 
 def new_adapter(bank: Bank) -> tuple[Snapshot, Path]:
