@@ -6,6 +6,7 @@ What it does not know: when.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -59,6 +60,7 @@ class Store:
     """An S3-compatible server on loopback that can go away and come back with what it held."""
 
     def __init__(self) -> None:
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for every request
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         self._server.start()
         self.host, self.port = self._server.get_host_and_port()
@@ -147,7 +149,7 @@ class Asking:
             self.statuses[status] += 1
             if status == 200:
                 self.answers += 1
-                snapshot = int(body["raycl"]["snapshot"])
+                snapshot = int(body["data"][0]["raycl"]["snapshot"])
                 if self.snapshots[-1:] != [snapshot]:
                     self.snapshots.append(snapshot)
                 return
@@ -280,7 +282,7 @@ def _wait(ready: Callable[[], bool], seconds: float, words: str) -> None:
     ends = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < ends, f"{words} within {seconds:g} s"
-        time.sleep(0.1)
+        time.sleep(0.5)
 
 
 @contextmanager

@@ -78,8 +78,8 @@ def save_config(folder: Path) -> Path:
             "keys": {"groups": 4, "steps": 40, "start": "data"},
             "encoder": {"name": model, "max_tokens": 64},
         },
-        "train": {"epochs": 15, "batch_size": 8, "learning_rate": 0.01, "log_every_s": 5},
-        "checkpoint": {"every_steps": 40},
+        "train": {"epochs": 120, "batch_size": 8, "learning_rate": 0.01, "log_every_s": 5},
+        "checkpoint": {"every_steps": 150},
         "launch": {"workers": 2, "cpus_per_worker": 1, "max_failures": 5},
     }
     file = folder / "config.yaml"
@@ -109,11 +109,11 @@ def nodes(store: Store) -> Iterator[Nodes]:
 
 
 def inside(stage: int) -> Any:
-    """Whether the newest checkpoint is one inside this stage."""
+    """Whether the newest checkpoint is one inside this stage, or inside a later one."""
 
     def ready(state: RunState) -> bool:
-        name = state.checkpoints[-1] if state.checkpoints else ""
-        return len(state.stages) == stage and name.startswith(f"stage{stage:03d}-")
+        done, name = len(state.stages), state.checkpoints[-1] if state.checkpoints else ""
+        return done >= stage and name.startswith(f"stage{done:03d}-")
 
     return ready
 
@@ -160,15 +160,14 @@ def test_six_tasks_through_everything_that_can_go_wrong(store: Store, nodes: Nod
 def _disturbed(log: Log, store: Store, nodes: Nodes, driver: Driver, words: list[str], folder: Path) -> None:
     storage = Storage.at(store.uri("runs")).sub("mine")
     driver.start(*words)
-    state = wait_for(storage, inside(0), driver)
+    state = wait_for(storage, inside(1), driver)
     os.kill(state.attempts[-1]["pid"], signal.SIGKILL)
-    log("task 1: a worker was killed")
-    wait_for(storage, lambda state: len(state.stages) >= 1, driver)
+    log(f"{_where(state)}: a worker was killed")
     with endpoint(storage.sub("bank").address, PORT, folder) as serving:
         asking = Asking(f"http://127.0.0.1:{PORT}")
         client = threading.Thread(target=asking.run, daemon=True)
         client.start()
-        log("task 1 is learned; the endpoint answers from its snapshot")
+        log("the endpoint answers")
         try:
             _faults(log, store, nodes, driver, words, storage, serving)
             newest = Bank(storage.sub("bank")).newest()
@@ -188,33 +187,37 @@ def _disturbed(log: Log, store: Store, nodes: Nodes, driver: Driver, words: list
 def _faults(
     log: Log, store: Store, nodes: Nodes, driver: Driver, words: list[str], storage: Storage, serving: Any
 ) -> None:
-    state = wait_for(storage, inside(1), driver)
+    state = wait_for(storage, inside(2), driver)
     nodes.kill_of(state.attempts[-1]["pid"])
-    log("task 2: the node of the first worker was killed, another one joined")
+    log(f"{_where(state)}: the node of the first worker was killed, another one joined")
 
-    wait_for(storage, inside(2), driver)
+    state = wait_for(storage, lambda now: inside(2)(now) and len(now.attempts) > len(state.attempts), driver)
     log(f"endpoint: killed {kill_child(serving, 'ray::ServeReplica')}")
-    log(f"task 3: the store is away for {OUTAGE_S:.0f} s")
+    log(f"{_where(state)}: the store is away for {OUTAGE_S:.0f} s")
     store.away(OUTAGE_S)
     log("the store is back")
 
     if not driver.running:
         log(f"the driver had stopped with {driver.wait(1)}; started again")
         driver.start(*words)
-    wait_for(storage, inside(3), driver)
+    state = wait_for(storage, inside(3), driver)
     driver.send(signal.SIGKILL)
-    log("task 4: the driver was killed; started again")
+    log(f"{_where(state)}: the driver was killed; started again")
     log(f"endpoint: killed {kill_child(serving, 'ray::Keeper')}")
     driver.start(*words)
 
-    wait_for(storage, inside(4), driver)
+    state = wait_for(storage, lambda now: inside(4)(now) and len(now.attempts) > len(state.attempts), driver)
     status = driver.send(signal.SIGTERM)
-    log(f"task 5: the driver got SIGTERM and ended with {status}")
+    log(f"{_where(state)}: the driver got SIGTERM and ended with {status}")
     assert status == 75
     log(f"damaged the newest checkpoint, {damage_newest_checkpoint(storage)}; started again")
     driver.start(*words)
     assert driver.wait(400) == 0, driver.said()
     log("the run is finished")
+
+
+def _where(state: RunState) -> str:
+    return f"{len(state.stages)} tasks learned, {state.checkpoints[-1]}"
 
 
 def _follows(asking: Asking, number: int) -> None:
