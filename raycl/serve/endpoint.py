@@ -25,6 +25,7 @@ from raycl.errors import LaunchError
 from raycl.serve.app import NAME, build_from
 from raycl.serve.gate import Verdict, judge
 from raycl.serve.listening import claimed
+from raycl.serve.resources import gate_takes, together
 from raycl.serve.settings import ServeConfig
 
 log = logging.getLogger("raycl")
@@ -41,6 +42,8 @@ def serve_forever(config: ServeConfig) -> None:
 
 
 def _serve_forever(config: ServeConfig) -> None:
+    if _named_cluster():
+        _connect()  # what `auto` is depends on what the cluster has
     application = build_from(config)
     stopped = threading.Event()
     with suppress(KeyboardInterrupt):
@@ -86,12 +89,8 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
     _connect()
     if config.ingress == "direct" and not config.port:
         raise LaunchError("port=0 lets every replica choose a port that nobody is told: name one with port=NUMBER")
-    have = ray.cluster_resources().get("CPU", 0.0)
-    if config.cpus_wanted > have and not config.wait_for_nodes:
-        raise LaunchError(
-            f"the endpoint wants {config.cpus_wanted:g} CPUs, but the cluster has {have:g}: ask for fewer replicas or "
-            "threads, set cpus to what a replica may reserve, or set wait_for_nodes=true if the cluster grows"
-        )
+    if not config.wait_for_nodes:
+        _check_room(config)
     serve.start(
         proxy_location="Disabled" if config.ingress == "direct" else "EveryNode",
         http_options={"host": config.host, "port": config.port},
@@ -103,6 +102,21 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
         status = serve.status().applications.get(name)
         reason = " ".join(str(status.message if status else error).split())[-800:]
         raise LaunchError(f"the endpoint did not come up: {reason}") from error
+
+
+def _check_room(config: ServeConfig) -> None:
+    have, gate = ray.cluster_resources(), gate_takes(config)
+    for name, key, remedy in (
+        ("CPU", "num_cpus", "ask for fewer replicas or threads, set cpus to what a replica may reserve"),
+        ("GPU", "num_gpus", "ask for fewer replicas, share GPUs with gpus=0.5 gate.gpus=0.5, set gate.device=cpu"),
+    ):
+        wanted, there = together(config)[name], have.get(name, 0.0)
+        if wanted > there:
+            part = f" ({gate[key]:g} for its gate)" if config.gates and gate[key] else ""
+            raise LaunchError(
+                f"the endpoint wants {wanted:g} {name}s{part}, but the cluster has {there:g}: {remedy}, or set "
+                "wait_for_nodes=true if the cluster grows"
+            )
 
 
 def activate(config: ServeConfig, number: int) -> None:

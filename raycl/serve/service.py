@@ -85,14 +85,21 @@ class Service:
     Attributes:
         kind: of the backbone: encoder, encoder-decoder, decoder.
         observe: told every finished answer, for metrics.
+        gate_problem: why the gate has not judged the newest snapshot, where there is a gate.
     """
 
     def __init__(self, config: ServeConfig, engine: Engine | RemoteEngine, roster: Roster) -> None:
         self.config, self.engine, self.roster = config, engine, roster
         self.kind = engine.kind
         self.observe: Observe = lambda answer: None
+        self.gate_problem = ""
         self._loading = 0
         self._mailbox: Mailbox | None = None
+
+    @property
+    def problem(self) -> str:
+        """Why the newest snapshot does not answer although it should, or might; "" where nothing is wrong."""
+        return self.roster.problem or self.gate_problem
 
     # ---- who speaks ------------------------------------------------------------------------------------------
 
