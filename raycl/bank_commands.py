@@ -19,7 +19,7 @@ from raycl.backbone import BackboneConfig
 from raycl.bank import AdapterRef, Bank, Snapshot
 from raycl.bank.upkeep import diff, prune, verify
 from raycl.errors import BankError
-from raycl.exchange import export_merged, export_peft, import_peft, mixed
+from raycl.exchange import export_merged, export_peft, facts_of, import_peft, mixed
 from raycl.forgetting import forget
 from raycl.serve.model import backbone_of
 
@@ -108,9 +108,11 @@ def _export(bank: Bank, options: Namespace) -> Answer:
     weights = _weights(options.adapters) if options.adapters else _always(snapshot)
     state = mixed(bank, snapshot, weights, head=not options.without_head)
     if options.merged:
-        storage = export_merged(state, backbone_of(snapshot, options.backbone), options.to)
+        backbone = backbone_of(snapshot, options.backbone)
+        storage = export_merged(state, facts_of(snapshot, weights, backbone), backbone, options.to)
     else:
-        storage = export_peft(state, options.backbone or snapshot.backbone.name, options.to)
+        found = backbone_of(snapshot, options.backbone) if options.backbone else None
+        storage = export_peft(state, facts_of(snapshot, weights, found), options.to)
     return Answer(f"wrote {storage.uri}", {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number})
 
 
