@@ -18,7 +18,7 @@ from rich.table import Table
 from raycl.backbone import BackboneConfig
 from raycl.bank import AdapterRef, Bank, Snapshot
 from raycl.bank.upkeep import diff, prune, verify
-from raycl.errors import BankError
+from raycl.errors import BankError, counted
 from raycl.exchange import export_merged, export_peft, facts_of, import_peft, mixed
 from raycl.forgetting import forget
 from raycl.serve.model import backbone_of
@@ -94,11 +94,11 @@ def _show(bank: Bank, options: Namespace) -> Answer:
 def _verify(bank: Bank, options: Namespace) -> Answer:
     found = verify(bank)
     lines = [
-        f"{found.adapters} adapters, {found.snapshots} snapshots, "
-        f"{found.objects} files of tensors, {found.bytes:,} bytes",
+        f"{counted(found.adapters, 'adapter')}, {counted(found.snapshots, 'snapshot')}, "
+        f"{counted(found.objects, 'file of tensors')}, {counted(found.bytes, 'byte')}",
         *(f"problem: {problem}" for problem in found.problems),
         *(f"leftover: {file}" for file in found.leftovers),
-        "clean" if not found.problems else f"{len(found.problems)} problems",
+        "clean" if not found.problems else counted(len(found.problems), "problem"),
     ]
     return Answer("\n".join(lines), asdict(found), not found.problems)
 
@@ -150,8 +150,9 @@ def _import(bank: Bank, options: Namespace) -> Answer:
 def _prune(bank: Bank, options: Namespace) -> Answer:
     pruned = prune(bank, options.keep_snapshots, options.grace_s, options.dry_run)
     verb = "would remove" if options.dry_run else "removed"
-    counts = f"{len(pruned.snapshots)} snapshots, {len(pruned.adapters)} adapters"
-    return Answer(f"{verb} {counts}, {len(pruned.files)} files, {pruned.bytes:,} bytes", asdict(pruned))
+    numbers = (len(pruned.snapshots), len(pruned.adapters), len(pruned.files), pruned.bytes)
+    counts = ", ".join(map(counted, numbers, ("snapshot", "adapter", "file", "byte")))
+    return Answer(f"{verb} {counts}", asdict(pruned))
 
 
 def _diff(bank: Bank, options: Namespace) -> Answer:

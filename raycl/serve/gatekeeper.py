@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.activations import Activation, Activations
+from raycl.errors import counted
 from raycl.serve.asks import FAILURES
 from raycl.serve.gate import Verdict, judge
 from raycl.serve.metrics import GateMetrics
@@ -189,7 +190,7 @@ def _room(takes: dict[str, float]) -> str:
     """`1 GPU: the cluster has 0 of 2 GPUs free`."""
     free, whole = ray.available_resources(), ray.cluster_resources()
     asked = [(takes[key], name) for key, name in (("num_gpus", "GPU"), ("num_cpus", "CPU")) if takes[key]]
-    wants = " and ".join(f"{number:g} {name}{'' if number == 1 else 's'}" for number, name in asked)
+    wants = " and ".join(counted(number, name) for number, name in asked)
     has = ", ".join(f"{free.get(name, 0.0):.3g} of {whole.get(name, 0.0):g} {name}s" for _, name in asked)
     return f"{wants}: the cluster has {has} free"
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from raycl.errors import BankError
+from raycl.errors import BankError, counted
 from raycl.serve.asks import Ask, Choice, Event, Failed, Labelled, Made, Piece, Sampling, Started
 from raycl.serve.engine import Engine
 from raycl.serve.host import Hosted
@@ -162,7 +162,8 @@ class Service:
         limits = self.config.limits
         if not 0 < len(texts) * answers <= limits.inputs:
             raise TooMuchError(
-                f"{len(texts)} texts with {answers} answers each: expected 1 to {limits.inputs} answers in one request"
+                f"{counted(len(texts), 'text')} with {counted(answers, 'answer')} each: expected 1 to {limits.inputs} "
+                "answers in one request"
             )
         if not all(text.strip() for text in texts):
             raise TooMuchError("a text is empty: expected at least one word")

@@ -183,3 +183,5 @@ def test_the_job_as_people_type_it(llama: Path, tmp_path: Path) -> None:
     Path(bank.storage.path(bank.manifest(_ref("one")).tensors.file)).write_bytes(b"x")
     broken = job("verify")
     assert broken.returncode == 1 and "tensors of one@1 are damaged" in broken.stdout
+    lines = broken.stdout.splitlines()
+    assert lines[-1] == "1 problem" and lines[0].startswith("2 adapters, 1 snapshot, 2 files of tensors, ")
