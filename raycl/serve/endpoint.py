@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 
 import ray
 from ray import serve
@@ -53,8 +53,9 @@ def _serve_forever(config: ServeConfig) -> None:
         log.info("serving %s on http://%s:%d (Ctrl-C ends it)", config.bank, config.host, config.port)
         stopped.wait()
     log.info("stopping: answers that have begun are finished")
-    serve.shutdown()
-    ray.shutdown()
+    with redirect_stdout(io.StringIO()):  # Serve's controller ends itself in the midst of a call, which Ray prints
+        serve.shutdown()
+        ray.shutdown()
 
 
 def _named_cluster() -> str | None:
