@@ -55,8 +55,13 @@ def facts_of(snapshot: Snapshot, weights: Mapping[str, float], backbone: Backbon
         backbone: where the backbone is now; None: where the snapshot's run found it.
 
     Raises:
-        BankError: an adapter that the snapshot lacks.
+        BankError: an adapter that the snapshot lacks, or a backbone of no known kind.
     """
+    if snapshot.backbone.kind not in TASK_TYPES:
+        raise BankError(
+            f"snapshot {snapshot.number} says its backbone is of kind '{snapshot.backbone.kind}', expected one of "
+            f"{', '.join(TASK_TYPES)}: publish a snapshot with this version first"
+        )
     shares: dict[str, float] = {}
     for name, weight in weights.items():
         for task in snapshot.adapter(name).tasks if weight else ():

@@ -354,6 +354,8 @@ def _choice(hosted: Hosted, request: Request) -> Choice:
         mine = [adapter for adapter, key in hosted.keys.items() if hosted.owners[key] == (model,)]
         if mine:
             return Choice(dict.fromkeys(mine, 1.0 / len(mine)), model)
+        if not hosted.router.chooses:  # no adapter is this task's alone: the mixture that all texts get
+            return Choice(None, model)
     raise UnknownError(
         f"model '{model}' is not there: expected auto, base, snapshot:NUMBER, or an adapter of snapshot {number} "
         f"({_some(hosted.keys)})"
