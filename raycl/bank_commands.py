@@ -19,8 +19,8 @@ from rich.table import Table
 from raycl.backbone import BackboneConfig
 from raycl.bank import AdapterRef, Bank, Snapshot
 from raycl.bank.upkeep import Named, diff, prune, verify
-from raycl.errors import BankError
-from raycl.exchange import export_merged, export_peft, import_peft, mixed
+from raycl.errors import BankError, counted
+from raycl.exchange import export_merged, export_peft, facts_of, import_peft, mixed
 from raycl.forgetting import forget
 from raycl.serve.model import backbone_of
 from raycl.storage import Storage
@@ -98,12 +98,12 @@ def _show(bank: Bank, options: Namespace) -> Answer:
 def _verify(bank: Bank, options: Namespace) -> Answer:
     found = verify(bank, _named(bank, options.run))
     lines = [
-        f"{found.adapters} adapters, {found.snapshots} snapshots, "
-        f"{found.objects} files of tensors, {found.bytes:,} bytes",
+        f"{counted(found.adapters, 'adapter')}, {counted(found.snapshots, 'snapshot')}, "
+        f"{counted(found.objects, 'file of tensors')}, {counted(found.bytes, 'byte')}",
         *(f"problem: {problem}" for problem in found.problems),
         *(f"leftover: {file}" for file in found.leftovers),
         *(f"stray: {file}" for file in found.strays),
-        "clean" if not found.problems else f"{len(found.problems)} problem{'s' * (len(found.problems) > 1)}",
+        "clean" if not found.problems else counted(len(found.problems), "problem"),
     ]
     return Answer("\n".join(lines), asdict(found), not found.problems)
 
@@ -133,9 +133,11 @@ def _export(bank: Bank, options: Namespace) -> Answer:
     weights = _weights(options.adapters) if options.adapters else _always(snapshot)
     state = mixed(bank, snapshot, weights, head=not options.without_head)
     if options.merged:
-        storage = export_merged(state, backbone_of(snapshot, options.backbone, _permissions(options)), options.to)
+        backbone = backbone_of(snapshot, options.backbone, _permissions(options))
+        storage = export_merged(state, facts_of(snapshot, weights, backbone), backbone, options.to)
     else:
-        storage = export_peft(state, options.backbone or snapshot.backbone.name, options.to)
+        found = backbone_of(snapshot, options.backbone, _permissions(options)) if options.backbone else None
+        storage = export_peft(state, facts_of(snapshot, weights, found), options.to)
     return Answer(f"wrote {storage.uri}", {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number})
 
 
@@ -174,8 +176,9 @@ def _import(bank: Bank, options: Namespace) -> Answer:
 def _prune(bank: Bank, options: Namespace) -> Answer:
     pruned = prune(bank, options.keep_snapshots, options.grace_s, options.dry_run)
     verb = "would remove" if options.dry_run else "removed"
-    counts = f"{len(pruned.snapshots)} snapshots, {len(pruned.adapters)} adapters"
-    return Answer(f"{verb} {counts}, {len(pruned.files)} files, {pruned.bytes:,} bytes", asdict(pruned))
+    numbers = (len(pruned.snapshots), len(pruned.adapters), len(pruned.files), pruned.bytes)
+    counts = ", ".join(map(counted, numbers, ("snapshot", "adapter", "file", "byte")))
+    return Answer(f"{verb} {counts}", asdict(pruned))
 
 
 def _diff(bank: Bank, options: Namespace) -> Answer:

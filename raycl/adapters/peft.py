@@ -24,11 +24,14 @@ REFUSED = ("use_dora", "modules_to_save", "layer_replication", "lora_bias", "tra
 """Settings of `adapter_config.json` that add more than `scale * B A` to a linear."""
 
 
-def to_peft(state: AdapterState, base: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def to_peft(
+    state: AdapterState, base: str, task_type: str, revision: str | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by PEFT's names and the content of `adapter_config.json`.
 
     Args:
-        base: name of the backbone, for the record.
+        base: hub id or folder of the backbone, which `AutoPeftModel...` loads. revision: of the hub id.
+        task_type: PEFT's, which says what it is loaded as.
 
     Raises:
         AdapterError: it has no LoRA, a soft prompt, or a non-linearity.
@@ -52,6 +55,8 @@ def to_peft(state: AdapterState, base: str) -> tuple[dict[str, Tensor], dict[str
         "bias": "none",
         "inference_mode": True,
         "base_model_name_or_path": base,
+        "revision": revision,
+        "task_type": task_type,
     }
     if odd:
         config["rank_pattern"] = odd

@@ -311,6 +311,8 @@ class Discarding(Endpoint):
 
 
 class _Thrown:
+    chooses = True
+
     def __init__(self, encoder: SentenceEncoder) -> None:
         self.encoder = encoder
 

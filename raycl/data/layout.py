@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from raycl.data.knowledge import OLORA_GROUPS, fold, folder_names
 from raycl.data.source import SourceFile
-from raycl.errors import DataError, MissingTasksError
+from raycl.errors import DataError, MissingTasksError, counted
 from raycl.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def locate(root: Storage, tasks: Sequence[str], needed: Sequence[str], allow_mis
                 "<task>/{train,test}.json there, in CL_Benchmark, SuperNI, Long_Sequence or an O-LoRA group folder; "
                 "check 'root' or set 'allow_missing: true' to go on without them"
             )
-        log.warning("going on without %d tasks missing under '%s': %s", len(missing), root.uri, listing)
+        log.warning("going on without %s missing under '%s': %s", counted(len(missing), "task"), root.uri, listing)
     return {name: place for name, place in found.items() if isinstance(place, TaskFolder)}
 
 

@@ -32,6 +32,8 @@ TASK_HEIGHT, LEAST_HEIGHT = 0.26, 3.2
 """Inches of a task's row, and of a panel with few tasks."""
 NUMBERED_HEIGHT = 0.5
 """Inches of a task's row from which each bar has room for its number."""
+BARELESS = "0.0 of its dev texts"
+"""Beside bars of no length, where they have no room for their numbers."""
 BARS_WIDTH, LEGEND_WIDTH, SCALE_WIDTH = 3.6, 1.5, 0.9
 ABOVE, BELOW = 0.9, 1.2
 """Inches above the panels of a run for titles, and below them for names and legends."""
@@ -140,6 +142,10 @@ def _draw_found(axes: Axes, routing: Routing, size: float) -> None:
         if size / count >= NUMBERED_HEIGHT:
             numbers = ["" if np.isnan(share) else f"{share:.1f}" for share in shares]
             axes.bar_label(bars, labels=numbers, fontsize=7, padding=2)
+    for place, task in enumerate(routing.tasks):
+        shares = [routing.found[kind][task] for kind in KINDS if task in routing.found[kind]]
+        blank = "no dev texts" if not shares else "" if max(shares) or size / count >= NUMBERED_HEIGHT else BARELESS
+        axes.text(1, place, blank, fontsize=7, va="center", color="0.4")
     axes.set_yticks(range(count), short_names(routing.tasks), fontsize=8)
     axes.set(xlim=(0, 100), ylim=(count - 0.5, -0.5))
     axes.tick_params(axis="x", labelsize=8)

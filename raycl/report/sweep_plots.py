@@ -6,7 +6,8 @@ What it does not know: how trials were chosen or run. It reads the tree of a swe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,6 +16,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
 
 from raycl.config import Tree
 from raycl.errors import RunError
@@ -27,6 +29,12 @@ PANEL, HEIGHT = 3.2, 3.0
 KINDS = 6
 """At most so many words have a line each."""
 
+NOMINAL = {"seed"}
+"""Settings whose numbers are names: nothing lies between two of them."""
+
+BAND, NEAR, STEP = 0.06, 0.01, 0.018
+"""Shares of an axis: how far trials of one value are spread, which scores look alike, and how far those are apart."""
+
 LOG_FROM = 20
 """Positive numbers are drawn on a logarithmic axis where the largest is more than so many times the smallest."""
 
@@ -38,15 +46,16 @@ def parallel_coordinates(summary: Tree, path: str | Path) -> Path:
         RunError: no trial is done.
     """
     rows = done_rows(summary)
-    titles = [*map(_short, summary["paths"]), *summary["metric"]]
-    columns = [Column.of([row["settings"].get(one) for row in rows]) for one in summary["paths"]]
+    paths, same = varied(summary["paths"], rows)
+    titles = [*map(_short, paths), *summary["metric"]]
+    columns = [Column.of([row["settings"].get(one) for row in rows]) for one in paths]
     columns += [Column.of([row["scores"][place] for row in rows]) for place in range(len(summary["metric"]))]
     figure = new_figure(max(5.0, 1.7 * len(columns)), 4.2)
     axes = figure.subplots()
     scores = [row["scores"][0] for row in rows]
     colour = Normalize(min(scores), max(scores) if max(scores) > min(scores) else min(scores) + 1)
     for place in sorted(range(len(rows)), key=lambda place: scores[place]):
-        points = [column.heights[place] for column in columns]
+        points = [column.spread[place] for column in columns]
         axes.plot(points, color=colormaps[COLOUR_MAP](colour(scores[place])), linewidth=1.4, alpha=0.85)
     for place, column in enumerate(columns):
         axes.axvline(place, color="0.7", linewidth=0.8, zorder=0)
@@ -57,28 +66,33 @@ def parallel_coordinates(summary: Tree, path: str | Path) -> Path:
     axes.set_ylim(-0.06, 1.06)
     axes.spines[["left", "right", "top", "bottom"]].set_visible(False)
     figure.colorbar(ScalarMappable(colour, COLOUR_MAP), ax=axes, label=summary["metric"][0])
+    _note(figure, same)
     return save_png(figure, path)
 
 
 def sensitivity(summary: Tree, path: str | Path) -> Path:
     """The first metric over each setting: a point a trial, a line through the means of equal values, as a PNG.
 
-    Where one setting takes a few words (method: lora, olora), settings of numbers have a line for each of them.
+    Words, and numbers that are names (seeds), have a dash at each mean and no line. Where one setting takes a few words
+    (method: lora, olora), settings of numbers have a line for each of them.
 
     Raises:
         RunError: no trial is done.
     """
     rows = done_rows(summary)
-    paths = summary["paths"]
+    paths, same = varied(summary["paths"], rows)
     figure = new_figure(PANEL * len(paths) + 0.6, HEIGHT)
     panels = figure.subplots(1, len(paths), sharey=True, squeeze=False)[0]
     kinds = kinds_of(paths, rows)
     for axes, one in zip(panels, paths, strict=True):
         values = [row["settings"].get(one) for row in rows]
+        if one in NOMINAL:
+            values = list(map(text, values))
         draw_setting(axes, values, [row["scores"][0] for row in rows], kinds if is_numeric(values) else None)
         axes.set_xlabel(_short(one), fontsize=9)
     panels[0].set_ylabel(summary["metric"][0], fontsize=9)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 0.94) if same else None)
+    _note(figure, same)
     return save_png(figure, path)
 
 
@@ -96,8 +110,11 @@ def pareto_front(summary: Tree, path: str | Path) -> Path:
     axes.scatter(*_points(rows), color=COLOURS[5], s=22, label="trials")
     front = sorted((row for row in rows if row["number"] in summary["front"]), key=lambda row: row["scores"][0])
     axes.plot(*_points(front), color=COLOURS[1], marker="o", markersize=5, label="Pareto front")
-    for row in front:
-        axes.annotate(str(row["number"] + 1), row["scores"][:2], textcoords="offset points", xytext=(4, 4), fontsize=7)
+    for others, at_front in ((rows, False), (front, True)):
+        for point, numbers in _together(row for row in others if (row in front) == at_front).items():
+            named = ", ".join(str(number + 1) for number in numbers) if at_front else f"x {len(numbers)}"
+            if at_front or len(numbers) > 1:
+                axes.annotate(named, point, textcoords="offset points", xytext=(4, 4), fontsize=7)
     axes.set_xlabel(f"{summary['metric'][0]} ({summary['mode'][0]})", fontsize=9)
     axes.set_ylabel(f"{summary['metric'][1]} ({summary['mode'][1]})", fontsize=9)
     axes.grid(alpha=0.3)
@@ -117,15 +134,37 @@ def done_rows(summary: Tree) -> list[Tree]:
     return rows
 
 
+def varied(paths: Sequence[str], rows: Sequence[Tree]) -> tuple[list[str], list[str]]:
+    """Settings that differ between trials, and in words those that do not; if none differs, all of the former."""
+    found = {path: {text(row["settings"].get(path)) for row in rows} for path in paths}
+    different = [path for path in paths if len(found[path]) > 1]
+    if not different:
+        return list(paths), []
+    return different, [f"{_short(path)} {next(iter(found[path]))}" for path in paths if path not in different]
+
+
+def _note(figure: Figure, same: Sequence[str]) -> None:
+    if same:
+        figure.text(0.01, 0.99, f"the same in all trials: {', '.join(same)}", fontsize=7, color="0.4", va="top")
+
+
 class Column:
     """One upright axis of the parallel coordinates.
 
     Attributes:
         heights: 0 to 1, of each trial. ticks: height and name.
+        spread: heights at which trials are drawn: those of one value side by side, so that none covers another.
     """
 
     def __init__(self, heights: list[float], ticks: list[tuple[float, str]]) -> None:
         self.heights, self.ticks = heights, ticks
+        levels = sorted(set(heights))
+        room = min([BAND, *(0.5 * (high - low) for low, high in pairwise(levels))])
+        self.spread = list(heights)
+        for level in levels:
+            mine = [place for place, height in enumerate(heights) if height == level]
+            for number, place in enumerate(mine[: None if len(mine) > 1 else 0]):
+                self.spread[place] = level + room * (number / (len(mine) - 1) - 0.5)
 
     @staticmethod
     def of(values: Sequence[Any]) -> Column:
@@ -180,15 +219,24 @@ def draw_setting(
     numeric = is_numeric(values)
     names = list(dict.fromkeys(map(text, values)))
     places = list(values) if numeric else [names.index(text(value)) for value in values]
+    aside = _aside(places, scores, numeric and is_wide(values))
     found: dict[str, dict[float, list[float]]] = {}
     for kind, place, score in zip(kinds or [""] * len(scores), places, scores, strict=True):
         found.setdefault(kind, {}).setdefault(place, []).append(score)
     for number, (kind, by_place) in enumerate(found.items()):
         means = sorted((place, fmean(some)) for place, some in by_place.items())
-        wide = [place for place, some in by_place.items() for _ in some]
-        high = [score for some in by_place.values() for score in some]
-        axes.scatter(wide, high, color=COLOURS[number if kinds else 5], s=16)
-        axes.plot(*zip(*means, strict=True), color=COLOURS[number], linewidth=1.4, label=kind or None)
+        at, mean = [place for place, _ in means], [value for _, value in means]
+        mine = [place for place in range(len(scores)) if (kinds or [""] * len(scores))[place] == kind]
+        axes.scatter(
+            [aside[place] for place in mine],
+            [scores[place] for place in mine],
+            color=COLOURS[number if kinds else 5],
+            s=16,
+        )
+        if numeric:
+            axes.plot(at, mean, color=COLOURS[number], linewidth=1.4, label=kind or None)
+        else:
+            axes.scatter(at, mean, color=COLOURS[number], marker="_", s=220, linewidths=1.6, label="mean")
     if kinds:
         axes.legend(frameon=False, fontsize=7)
     if numeric and is_wide(values):
@@ -198,6 +246,38 @@ def draw_setting(
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _aside(places: Sequence[float], scores: Sequence[float], wide: bool) -> list[float]:
+    """Where points are drawn: those of one value whose scores look alike stand side by side around it.
+
+    Args:
+        wide: the axis is logarithmic.
+    """
+    across = [math.log(place) if wide else float(place) for place in places]
+    span, alike = max(across) - min(across) or 1.0, NEAR * (max(scores) - min(scores))
+    gap = min((high - low for low, high in pairwise(sorted(set(across)))), default=span)
+    groups: list[list[int]] = []
+    for one in sorted(range(len(scores)), key=lambda one: (across[one], scores[one])):
+        last = groups[-1][-1] if groups else one
+        if groups and across[last] == across[one] and scores[one] - scores[last] <= alike:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    found = list(across)
+    for group in groups:
+        step = min(STEP * span, 0.6 * gap / len(group))
+        for number, one in enumerate(group):
+            found[one] += step * (number - (len(group) - 1) / 2)
+    return [math.exp(place) for place in found] if wide else found
+
+
+def _together(rows: Iterable[Tree]) -> dict[tuple[float, float], list[int]]:
+    """Point of the first two scores -> numbers of the trials that lie there."""
+    found: dict[tuple[float, float], list[int]] = {}
+    for row in rows:
+        found.setdefault((row["scores"][0], row["scores"][1]), []).append(row["number"])
+    return found
 
 
 def _points(rows: Sequence[Tree]) -> tuple[list[float], list[float]]:

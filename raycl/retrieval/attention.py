@@ -209,6 +209,8 @@ class AttentionRouter:
         hard: only the loudest task speaks, fully (the ablation without shared attention).
     """
 
+    chooses = True
+
     def __init__(self, attention: Attention, hard: bool = False) -> None:
         self.attention, self.hard = attention, hard
 

@@ -22,7 +22,13 @@ Owners = Mapping[str, tuple[str, ...]]
 
 
 class Router(Protocol):
-    """What every kind does."""
+    """What every kind does.
+
+    Attributes:
+        chooses: the text, or its task, decides; False: every text gets the same mixture.
+    """
+
+    chooses: bool
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
         """Weights `[B, N]` over the snapshot's adapters.
@@ -38,6 +44,8 @@ class Router(Protocol):
 
 class SingleRouter:
     """One adapter for everything."""
+
+    chooses = False
 
     def __init__(self, owners: Owners) -> None:
         """Take the snapshot's only adapter.
@@ -57,6 +65,8 @@ class SingleRouter:
 class SumRouter:
     """Every adapter at once, for methods that learn each one on top of all earlier ones (O-LoRA)."""
 
+    chooses = False
+
     def __init__(self, owners: Owners) -> None:
         self._weights = dict.fromkeys(owners, 1.0)
 
@@ -67,6 +77,8 @@ class SumRouter:
 
 class TaskRouter:
     """Each task's own adapter: an upper reference that must be told the task."""
+
+    chooses = True
 
     def __init__(self, owners: Owners) -> None:
         self._names = tuple(owners)
@@ -85,6 +97,8 @@ class TaskRouter:
 
 class TextRouter:
     """Keys or discriminant: the text alone decides."""
+
+    chooses = True
 
     def __init__(self, router: SlotRouter, encoder: SentenceEncoder) -> None:
         self.router, self.encoder = router, encoder

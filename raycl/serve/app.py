@@ -9,26 +9,24 @@ What it does not know: how answers are made (`service`), what the wire looks lik
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-import torch
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from raycl import config as configs
 from raycl.bank import Bank
-from raycl.bank.activations import Activations
-from raycl.errors import BankError, DataError, RayclError
+from raycl.errors import RayclError
 from raycl.serve.access import check_access
-from raycl.serve.asks import FAILURES, Event, Failed
+from raycl.serve.asks import Event, Failed
 from raycl.serve.decisions import decide_first
-from raycl.serve.gate import judge
+from raycl.serve.gatekeeper import Gatekeeper, ask_gate
 from raycl.serve.listening import Listener
 from raycl.serve.metrics import Metrics
 from raycl.serve.opening import close_service, open_front, open_service
+from raycl.serve.resources import gate_device, gate_takes, replica_takes, settled_device
 from raycl.serve.service import Answer, Service, labelled, routed, spoken_out, take
 from raycl.serve.settings import ServeConfig
 from raycl.serve.split import Spec
@@ -72,6 +70,8 @@ class Endpoint:
         logging.getLogger("raycl").setLevel(logging.INFO)
         self.config = configs.validate(ServeConfig, tree)
         self.service = open_service(self.config, shelf=True)
+        if gatekeeper is not None:
+            ask_gate(gatekeeper, self.service)
         self.metrics = Metrics(self.service)
         self.ingress = Ingress(self.service, self.config)
 
@@ -138,6 +138,8 @@ class Front:
                 yield event
 
         self.service = open_front(self.config, stream, shelf=True)
+        if gatekeeper is not None:
+            ask_gate(gatekeeper, self.service)
         self.ingress = Ingress(self.service, self.config)
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -151,42 +153,6 @@ class Front:
     def __del__(self) -> None:
         if hasattr(self, "ingress"):
             self.ingress.close()
-
-
-class Gatekeeper:
-    """Following with a gate: judges what is published, and decides."""
-
-    def __init__(self, tree: dict[str, Any]) -> None:
-        """Watch from now on, on a thread of its own."""
-        logging.getLogger("raycl").setLevel(logging.INFO)
-        self.config = configs.validate(ServeConfig, tree)
-        threading.Thread(target=self._watch, name="raycl-gate", daemon=True).start()
-
-    def _watch(self) -> None:
-        bank = Bank.at(self.config.bank)
-        activations = Activations(bank)
-        while True:
-            time.sleep(self.config.follow.poll_s)
-            try:
-                last, newest = activations.latest(), max(bank.snapshots())
-            except FAILURES as error:  # storage that cannot be reached for a while
-                log.warning("the bank cannot be looked at now: %s", error)
-                continue
-            if last is None or newest <= max(last.seen, last.snapshot):
-                continue
-            try:
-                verdict = judge(self.config, newest)
-                worst = max(verdict.drops.values(), default=0.0)
-                if verdict.passed:
-                    activations.add(newest, f"passed the gate: no task falls by more than {worst:.1f}")
-                else:
-                    activations.add(last.snapshot, f"snapshot {newest} was refused: a task falls by {worst:.1f}")
-            except (BankError, DataError) as error:  # nor can it be judged later: said where people look
-                log.error("snapshot %d cannot be judged: %s", newest, error)
-                activations.add(last.snapshot, f"snapshot {newest} could not be judged: {error}")
-            except FAILURES as error:
-                log.warning("snapshot %d cannot be judged now: %s", newest, error)
-                time.sleep(10 * self.config.follow.poll_s)
 
 
 def build(args: Mapping[str, Any]) -> Any:
@@ -215,13 +181,12 @@ def build_from(config: ServeConfig) -> Any:
     """
     check_access(config)
     decide_first(Bank.at(config.bank), config)
-    # Ray hides no GPU from an actor that asked for none, so each is told what is reserved for it
-    tree = {**configs.as_tree(config), "device": "cuda" if _on_gpu(config) else "cpu"}
+    tree = {**configs.as_tree(config), "device": settled_device(config.device)}
     others = []
-    if config.follow.enabled and config.follow.gated:
-        options = {"num_cpus": config.reserved}
-        gatekeeper = serve.deployment(Gatekeeper, name="gatekeeper", ray_actor_options=options)
-        others = [gatekeeper.bind({**tree, "device": "cpu"})]
+    if config.gates:
+        judged = {**tree, "device": gate_device(config)}
+        gatekeeper = serve.deployment(Gatekeeper, name="gatekeeper", ray_actor_options={"num_cpus": 0})
+        others = [gatekeeper.bind(judged, gate_takes(config))]
     if config.layout == "colocated":
         return serve.deployment(serve.ingress()(Endpoint), **options_of(config)).bind(tree, *others)
     model = serve.deployment(Model, **options_of(config)).bind(tree)
@@ -244,13 +209,8 @@ def _drain(config: ServeConfig) -> dict[str, float]:
     return {"graceful_shutdown_timeout_s": config.limits.timeout_s}
 
 
-def _on_gpu(config: ServeConfig) -> bool:
-    return config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-
-
 def options_of(config: ServeConfig) -> dict[str, Any]:
     """Serve's options of a replica that holds the model."""
-    gpu = _on_gpu(config)
     queue = config.limits.queue
     options: dict[str, Any] = {
         "name": "endpoint",
@@ -259,7 +219,7 @@ def options_of(config: ServeConfig) -> dict[str, Any]:
         **_drain(config),
         "health_check_period_s": 5,
         "logging_config": {"enable_access_log": config.access_log},
-        "ray_actor_options": {"num_cpus": 0 if gpu else config.reserved, "num_gpus": float(gpu)},
+        "ray_actor_options": replica_takes(config),
     }
     if not config.scales:
         return {**options, "num_replicas": config.replicas}

@@ -15,6 +15,7 @@ from raycl.retrieval.router import TextRouter
 from raycl.serve.asks import Ask
 from raycl.serve.host import Hosted
 from raycl.serve.model import heads_of
+from raycl.serve.refusals import AskedError
 from raycl.types import Mixture
 
 Attend = Callable[[Hosted, Sequence[Ask], Sequence[str]], Mixture]
@@ -90,6 +91,28 @@ def _hard(hosted: Hosted, mixture: Mixture) -> Mixture:
 def loudest(hosted: Hosted, mixture: Mixture) -> str:
     """The task with the largest summed weight; "" for the bare backbone."""
     return next(iter(hosted.shares(dict(zip(mixture.names, mixture.weights[0].tolist(), strict=True)))), "")
+
+
+def template_of(hosted: Hosted, ask: Ask, mixture: Mixture) -> str:
+    """The task whose prompt an input gets: the one that the request names, else the loudest; "": none.
+
+    Raises:
+        AskedError: several tasks are equally loud because nothing chose among them, and their prompts differ.
+    """
+    if ask.template or ask.choice.task:
+        return ask.template or str(ask.choice.task)
+    shares = hosted.shares(dict(zip(mixture.names, mixture.weights[0].tolist(), strict=True)))
+    first = next(iter(shares), "")
+    equal = [task for task in hosted.prompts if task in shares and shares[task] == shares[first]]
+    if not hosted.needs_task or len({hosted.prompts[task] for task in equal}) < 2:
+        return first
+    if ask.route_only:
+        return ""
+    whole = "" if ask.sampling is None else ", or send the whole prompt to /v1/completions"
+    raise AskedError(
+        f"snapshot {hosted.snapshot.number} has no router, and its tasks were learned with different prompts: say "
+        f"which one this text is of by raycl.task ({', '.join(equal[:8])}){whole}"
+    )
 
 
 def head_of(ask: Ask) -> str:

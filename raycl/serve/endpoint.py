@@ -9,7 +9,7 @@ import io
 import logging
 import signal
 import threading
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 
 import ray
 from ray import serve
@@ -25,6 +25,7 @@ from raycl.errors import BankError, LaunchError
 from raycl.serve.app import NAME, build_from
 from raycl.serve.gate import Verdict, judge
 from raycl.serve.listening import claimed, url_of
+from raycl.serve.resources import gate_takes, together
 from raycl.serve.settings import ServeConfig
 
 log = logging.getLogger("raycl")
@@ -41,6 +42,8 @@ def serve_forever(config: ServeConfig) -> None:
 
 
 def _serve_forever(config: ServeConfig) -> None:
+    if cluster.named():
+        cluster.connect(namespace="serve")  # what `auto` is depends on what the cluster has
     application = build_from(config)
     stopped = threading.Event()
     with suppress(KeyboardInterrupt):
@@ -50,8 +53,9 @@ def _serve_forever(config: ServeConfig) -> None:
         log.info("serving %s on %s (Ctrl-C ends it)", config.bank, url_of(config.host, config.port))
         stopped.wait()
     log.info("stopping: answers that have begun are finished")
-    serve.shutdown()
-    ray.shutdown()
+    with redirect_stdout(io.StringIO()):  # Serve's controller ends itself in the midst of a call, which Ray prints
+        serve.shutdown()
+        ray.shutdown()
 
 
 def start(config: ServeConfig, application: object, name: str = NAME, prefix: str = "/") -> None:
@@ -66,18 +70,14 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
     cluster.connect(namespace="serve")
     if config.ingress == "direct" and not config.port:
         raise LaunchError("port=0 lets every replica choose a port that nobody is told: name one with port=NUMBER")
-    have = ray.cluster_resources().get("CPU", 0.0)
-    if config.cpus_wanted > have and not config.wait_for_nodes:
-        raise LaunchError(
-            f"the endpoint wants {config.cpus_wanted:g} CPUs, but the cluster has {have:g}: ask for fewer replicas or "
-            "threads, set cpus to what a replica may reserve, or set wait_for_nodes=true if the cluster grows"
-        )
+    if not config.wait_for_nodes:
+        _check_room(config)
     serve.start(
         proxy_location="Disabled" if config.ingress == "direct" else "EveryNode",
         http_options={"host": config.host, "port": config.port},
         logging_config={"enable_access_log": config.access_log},
     )
-    asked = {"CPU": config.cpus_wanted}
+    asked = {name: amount for name, amount in together(config).items() if amount}
     waits = not cluster.fits(asked)
     try:
         with cluster.said_while(lambda: waits, asked, "replicas, threads or cpus"):
@@ -86,6 +86,21 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
         status = serve.status().applications.get(name)
         reason = " ".join(str(status.message if status else error).split())[-800:]
         raise LaunchError(f"the endpoint did not come up: {reason}") from error
+
+
+def _check_room(config: ServeConfig) -> None:
+    have, gate = ray.cluster_resources(), gate_takes(config)
+    for name, key, remedy in (
+        ("CPU", "num_cpus", "ask for fewer replicas or threads, set cpus to what a replica may reserve"),
+        ("GPU", "num_gpus", "ask for fewer replicas, share GPUs with gpus=0.5 gate.gpus=0.5, set gate.device=cpu"),
+    ):
+        wanted, there = together(config)[name], have.get(name, 0.0)
+        if wanted > there:
+            part = f" ({gate[key]:g} for its gate)" if config.gates and gate[key] else ""
+            raise LaunchError(
+                f"the endpoint wants {wanted:g} {name}s{part}, but the cluster has {there:g}: {remedy}, or set "
+                "wait_for_nodes=true if the cluster grows"
+            )
 
 
 def activate(config: ServeConfig, number: int) -> None:

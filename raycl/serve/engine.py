@@ -26,7 +26,7 @@ from raycl.data.loader import batch_of
 from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
 from raycl.serve.asks import CLOSED, FAILURES, Ask, Event, Failed, Labelled, Made, Started, is_last
-from raycl.serve.choosing import head_of, loudest, mixtures_of, unfamiliar_of
+from raycl.serve.choosing import head_of, mixtures_of, template_of, unfamiliar_of
 from raycl.serve.decoding import OVERFLOW, Decoding, Ready
 from raycl.serve.fitting import Fitting, Wanted
 from raycl.serve.host import Host, Hosted, stacked
@@ -289,7 +289,7 @@ class Engine:
         return self.host.attended(hosted, batch.source_ids, batch.source_mask)
 
     def _drafted(self, ask: Ask, mixture: Mixture) -> Draft:
-        """The prompt of the task that the request names, else of the one that speaks loudest."""
+        """With the prompt of the task that the request names, else of the one that speaks loudest (`template_of`)."""
         hosted = ask.hosted
         if not ask.route_only and not self.host.fit([mixture]):
             raise AdapterError(
@@ -298,7 +298,7 @@ class Engine:
             )
         pairs = zip(mixture.names, mixture.weights[0].tolist(), strict=True)
         weights = {hosted.names[key]: weight for key, weight in pairs}
-        task = (ask.template or ask.choice.task or loudest(hosted, mixture)) if ask.templated else ""
+        task = template_of(hosted, ask, mixture) if ask.templated else ""
         prompt = hosted.prompts.get(task, Prompt())
         ahead = max(
             (entry.prompt[0] for entry in hosted.snapshot.adapters if entry.prompt and entry.name in weights), default=0

@@ -119,7 +119,8 @@ class _Through:
 
     def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
         """One answer per example, asked for as anybody would: by the text alone, fill-ups too."""
-        rule = self.hosted.head_rule == "label_count" or self.hosted.snapshot.router.kind == "task"
+        hosted = self.hosted
+        rule = hosted.head_rule == "label_count" or hosted.snapshot.router.kind == "task" or hosted.needs_task
         sampling = None if self.backbone.codec.needs_labels else Sampling(limit)
         boxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in texts]
         for place, (text, box) in enumerate(zip(texts, boxes, strict=True)):

@@ -91,6 +91,11 @@ class Hosted:
         """Whether its router is asked with the backbone's embeddings (`Host.attended`), not with texts."""
         return isinstance(self.router, AttentionRouter)
 
+    @property
+    def needs_task(self) -> bool:
+        """Whether a text alone does not say which prompt it gets: the router chooses nothing, and prompts differ."""
+        return not self.router.chooses and len(set(self.prompts.values())) > 1
+
     def mixture(self, texts: Sequence[str], tasks: Sequence[str] | None = None) -> Mixture:
         """Who speaks for each text, by names on the device; adapters that nobody chose are left out.
 

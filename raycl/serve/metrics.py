@@ -17,6 +17,14 @@ MS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 30000]
 EVERY_S = 2.0
 
 
+class GateMetrics:
+    """What the gate reports, beside replicas."""
+
+    def __init__(self) -> None:
+        self.problem = Gauge("raycl_gate_problem", "1 while the gate cannot judge the newest snapshot")
+        self.waiting = Gauge("raycl_gate_waiting_s", "how long the newest snapshot has not been decided")
+
+
 class Metrics:
     """Counters and histograms of one replica; names begin with `raycl_`."""
 
@@ -78,5 +86,5 @@ class Metrics:
             self.snapshot.set(roster.active.snapshot.number)
             self.age.set(time.time() - roster.active_since)
             self.load.set(self._engine.load)
-            self.problem.set(float(bool(roster.problem)))
+            self.problem.set(float(bool(self._service.problem)))
             time.sleep(EVERY_S)

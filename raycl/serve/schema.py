@@ -338,7 +338,7 @@ class SnapshotsAnswer(BaseModel):
     kind: str
     data: list[int]
     decision: dict[str, Any] = Field(description="the last one: number, snapshot, why, time")
-    problem: str = Field(description="why the newest decision cannot be followed, or nothing")
+    problem: str = Field(description="why the newest snapshot or decision cannot be followed or judged, or nothing")
 
 
 class ActivateAnswer(BaseModel):

@@ -12,7 +12,7 @@ from typing import Protocol
 from raycl.backbone import Backbone
 from raycl.data.loader import eval_batches
 from raycl.data.stream import Stream
-from raycl.errors import BankError
+from raycl.errors import BankError, counted
 from raycl.eval.evaluator import evaluate
 from raycl.eval.settings import EvalConfig
 from raycl.types import Batch, Score, Task
@@ -56,5 +56,5 @@ def _score(model: Answering, stream: Stream, task: Task, settings: EvalConfig) -
     batches = eval_batches(table, None, 0, 1, settings.batch_size, codec.pad_id)
     others = {label for other in stream.tasks if other is not task for label in other.labels or ()}
     _, score = evaluate(task, batches, answers, table.references(range(len(table))), others)
-    log.info("    %-36s %5.1f  (%d examples)", task.name, score.value, score.count)
+    log.info("    %-36s %5.1f  (%s)", task.name, score.value, counted(score.count, "example"))
     return score

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from raycl.errors import BankError
+from raycl.errors import BankError, counted
 from raycl.serve.asks import Ask, Choice, Event, Failed, Labelled, Made, Piece, Sampling, Started
 from raycl.serve.engine import Engine
 from raycl.serve.host import MARK, Hosted
@@ -85,14 +85,21 @@ class Service:
     Attributes:
         kind: of the backbone: encoder, encoder-decoder, decoder.
         observe: told every finished answer, for metrics.
+        gate_problem: why the gate has not judged the newest snapshot, where there is a gate.
     """
 
     def __init__(self, config: ServeConfig, engine: Engine | RemoteEngine, roster: Roster) -> None:
         self.config, self.engine, self.roster = config, engine, roster
         self.kind = engine.kind
         self.observe: Observe = lambda answer: None
+        self.gate_problem = ""
         self._loading = 0
         self._mailbox: Mailbox | None = None
+
+    @property
+    def problem(self) -> str:
+        """Why the newest snapshot does not answer although it should, or might; "" where nothing is wrong."""
+        return self.roster.problem or self.gate_problem
 
     # ---- who speaks ------------------------------------------------------------------------------------------
 
@@ -155,7 +162,8 @@ class Service:
         limits = self.config.limits
         if not 0 < len(texts) * answers <= limits.inputs:
             raise TooMuchError(
-                f"{len(texts)} texts with {answers} answers each: expected 1 to {limits.inputs} answers in one request"
+                f"{counted(len(texts), 'text')} with {counted(answers, 'answer')} each: expected 1 to {limits.inputs} "
+                "answers in one request"
             )
         if not all(text.strip() for text in texts):
             raise TooMuchError("a text is empty: expected at least one word")
@@ -347,6 +355,8 @@ def _choice(hosted: Hosted, request: Request) -> Choice:
         mine = [adapter for adapter, key in hosted.keys.items() if hosted.owners[key] == (model,)]
         if mine:
             return Choice(dict.fromkeys(mine, 1.0 / len(mine)), model)
+        if not hosted.router.chooses:  # no adapter is this task's alone: the mixture that all texts get
+            return Choice(None, model)
     raise UnknownError(
         f"model '{model}' is not there: expected auto, base, snapshot:NUMBER, or an adapter of snapshot {number} "
         f"({_some(hosted.keys)})"

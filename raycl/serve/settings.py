@@ -52,13 +52,19 @@ class FollowConfig(Section):
 
 
 class GateConfig(Section):
-    """What a snapshot must show before it answers: `jobs/serve.py promote`, and following with `follow.gated`."""
+    """What a snapshot must show before it answers: `jobs/serve.py promote`, and following with `follow.gated`.
+
+    Judging beside the endpoint takes a second backbone: the gate reserves room for it while it judges.
+    """
 
     max_drop: float = Field(1.0, ge=0, description="points that a task may fall by against the active snapshot")
     split: Literal["dev", "test"] = "dev"
     stream: tuple[str, ...] = Field(
         (), description="overrides of the stream that the snapshot was trained on, for data that has moved: root=..."
     )
+    device: Literal["auto", "cpu", "cuda"] | None = Field(None, description="where it judges; null: as the endpoint")
+    gpus: float = Field(1.0, gt=0, le=1, description="of a GPU that it reserves, where it judges on one")
+    timeout_s: float = Field(3600.0, gt=0, description="time to judge a snapshot; longer: it is tried again")
 
 
 class ServeConfig(Section):
@@ -93,6 +99,7 @@ class ServeConfig(Section):
     router_replicas: int = Field(1, ge=1, description="split only")
     threads: int = Field(1, ge=1, description="torch threads of a replica on CPU")
     cpus: float | None = Field(None, ge=0, description="CPUs that a replica reserves in the cluster; null: its threads")
+    gpus: float = Field(1.0, gt=0, le=1, description="of a GPU that a replica reserves; 0.5: two may share one")
     wait_for_nodes: bool = Field(False, description="the cluster grows: wait for replicas that it cannot hold today")
     max_batch: int = Field(32, ge=1, description="rows computed together")
     decoding: Literal["auto", "dynamic", "static"] = Field(
@@ -131,10 +138,9 @@ class ServeConfig(Section):
         return self.max_replicas is not None and self.max_replicas != self.replicas
 
     @property
-    def cpus_wanted(self) -> float:
-        """CPUs of everything together, at least."""
-        others = self.router_replicas if self.layout == "split" else 0
-        return self.reserved * (self.replicas + others + int(self.follow.enabled and self.follow.gated))
+    def gates(self) -> int:
+        """Of following with a gate: 1 or 0."""
+        return int(self.follow.enabled and self.follow.gated)
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """What belongs to a layout or a way of following that is not chosen."""

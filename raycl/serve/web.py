@@ -205,7 +205,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
                 "kind": service.kind,
                 "data": roster.bank.snapshots(),
                 "decision": roster.decision,
-                "problem": roster.problem,
+                "problem": service.problem,
             }
         )
 

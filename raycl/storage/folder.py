@@ -289,8 +289,8 @@ class Storage:
         """Turn what the file system raises into a StorageError that names the file."""
         try:
             yield
-        except (OSError, ArrowException) as error:
-            raise StorageError(f"cannot {verb} '{self._full(name)}': {error}") from error
+        except (OSError, ArrowException, ValueError) as error:  # the hub's file system refuses names by ValueErrors
+            raise StorageError(f"cannot {verb} '{self._full(name)}': {' '.join(str(error).split())}") from error
 
 
 def _facts(info: pafs.FileInfo, now: float) -> FileFacts:

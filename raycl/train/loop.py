@@ -12,7 +12,7 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -38,7 +38,7 @@ from raycl.train.parts import Parts
 from raycl.train.progress import Progress, Trace, clock
 from raycl.train.proof import Proof
 from raycl.train.publish import open_bank, publish, publish_again
-from raycl.train.results import build_results
+from raycl.train.results import build_results, curves, matrix_of
 from raycl.train.resume import newest_place
 from raycl.train.row import evaluate_row, evaluate_unseen
 from raycl.train.step import StepResult, train_step
@@ -56,6 +56,10 @@ class MetricsSink(Protocol):
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record `metrics` at an optimizer step counted over the whole run."""
+        ...
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Record a table at such a step; None where a cell is empty."""
         ...
 
 
@@ -325,7 +329,11 @@ class StreamLoop:
         if self.sink:
             scores = {f"score/{name}": float(cell["value"]) for name, cell in record["row"].items()}
             scores |= {f"unseen/{name}": float(cell["value"]) for name, cell in record.get("unseen", {}).items()}
-            self.sink.log(self._steps_done(stage, record["times"]["steps"]), scores)
+            sofar = matrix_of(self.parts.stream.tasks, self.parts.stages, self.state)
+            step = self._steps_done(stage, record["times"]["steps"])
+            self.sink.log(step, scores | curves(sofar, len(self.state.stages), self.parts.info.singles))
+            rows = [[name, *values] for name, values in zip(sofar.stages, sofar.values(), strict=True)]
+            self.sink.table(step, "matrix", ["after", *sofar.tasks], rows)
         return self.on_stage is None or self.on_stage(record) is not False
 
     def results(self) -> dict[str, Any]:

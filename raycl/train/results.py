@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -30,11 +30,7 @@ def build_results(
     Args:
         name: of the stream. notes: what the stream left out.
     """
-    matrix = AccuracyMatrix(tuple(task.name for task in tasks), tuple(stage.name for stage in stages))
-    for i, record in enumerate(state.stages):
-        for j, task in enumerate(tasks):
-            if task.name in record["row"]:
-                matrix.set(i, j, Score(**record["row"][task.name]))
+    matrix = matrix_of(tasks, stages, state)
     times = [record["times"] for record in state.stages]
     seconds = sum(entry["train_s"] for entry in times)
     return {
@@ -71,6 +67,22 @@ def wall_seconds(state: RunState) -> float | None:
         ends = [record["ended"] for record in state.stages if attempt["started"] <= record["ended"] < until]
         spent += attempt.get("ended", max(ends, default=attempt["started"])) - attempt["started"]
     return spent
+
+
+def matrix_of(tasks: Sequence[Task], stages: Sequence[Stage], state: RunState) -> AccuracyMatrix:
+    """The accuracy matrix of a run, finished or not."""
+    matrix = AccuracyMatrix(tuple(task.name for task in tasks), tuple(stage.name for stage in stages))
+    for i, record in enumerate(state.stages):
+        for j, task in enumerate(tasks):
+            if task.name in record["row"]:
+                matrix.set(i, j, Score(**record["row"][task.name]))
+    return matrix
+
+
+def curves(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | None) -> dict[str, float]:
+    """`metrics/ap` and the other headline numbers that are defined, over what the first `done` stages taught."""
+    sofar = matrix.upto(done) if len(matrix.stages) == len(matrix.tasks) else matrix
+    return {f"metrics/{name}": value for name, value in summary(sofar, singles).items() if isinstance(value, float)}
 
 
 def _unseen(state: RunState) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from raycl.backbone.head import LabelHead
 from raycl.bank import Bank, Snapshot
 from raycl.bank.upkeep import verify
 from raycl.data.loader import eval_batches
-from raycl.exchange import export_merged, export_peft, mixed
+from raycl.exchange import export_merged, export_peft, facts_of, mixed
 from raycl.methods.registry import METHODS, method_class
 from raycl.serve.model import backbone_of
 from raycl.types import Mixture, Stage
@@ -84,14 +84,15 @@ def elsewhere(done: Done, kind: str, stage: Stage, folder: Path) -> Iterator[Any
         places = [Path(done.storage.root) / "learned" / f"{stage.index:03d}-{stage.name}"]
     else:
         state = mixed(bank, newest, weights_of(done, newest), head=False)
-        export_peft(state, newest.backbone.name, str(folder / "peft"))
+        facts = facts_of(newest, weights_of(done, newest))
+        export_peft(state, facts, str(folder / "peft"))
         base = AUTO[kind].from_pretrained(done.config.backbone.name)
         yield PeftModel.from_pretrained(base, str(folder / "peft"))
-        export_merged(state, backbone_of(newest), str(folder / "merged"))
+        export_merged(state, facts, backbone_of(newest), str(folder / "merged"))
         places = [folder / "merged"]
     for place in places:
-        loaded, facts = AUTO[kind].from_pretrained(place, output_loading_info=True)
-        assert not any(facts.values()), f"the folder and the model differ: {facts}"
+        loaded, found = AUTO[kind].from_pretrained(place, output_loading_info=True)
+        assert not any(found.values()), f"the folder and the model differ: {found}"
         yield loaded
 
 

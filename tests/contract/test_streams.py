@@ -182,3 +182,38 @@ def test_scores_of_tasks_not_yet_learned_when_asked_for(lab: Lab, tmp_path: Path
     run(lab.config("bert", method, eval={"tasks": "all"}), storage)
     filled = [[score is not None for score in row] for row in matrix(storage)]
     assert filled == [[True, method != "separate"], [True, True]]
+
+
+class Curves:
+    """What a tracker is given."""
+
+    def __init__(self) -> None:
+        self.points: dict[str, list[tuple[int, float]]] = {}
+        self.tables: list[tuple[int, str, list[str], list[list[Any]]]] = []
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self.points.setdefault(name, []).append((step, value))
+
+    def table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self.tables.append((step, name, columns, rows))
+
+
+@pytest.mark.parametrize("method", ["lora", "joint"])
+def test_trackers_see_the_metrics_and_the_matrix(lab: Lab, tmp_path: Path, method: str) -> None:
+    """After each stage, over the tasks learned so far; at the end those of results.json."""
+    world, curves, storage = World.alone(torch.device("cpu")), Curves(), Storage.at(tmp_path)
+    parts, open_engine = build(lab.config("bert", method), world)
+    loops.StreamLoop(parts, open_engine, storage, world, curves).run()
+    found, cells = storage.read_json("results.json")["metrics"], matrix(storage)
+    last = {name: points[-1][1] for name, points in curves.points.items() if name.startswith("metrics/")}
+    names = ["ap", "average_accuracy"] if method == "joint" else ["ap", "average_accuracy", "bwt", "bwt_m", "f_ra"]
+    assert last == {f"metrics/{name}": found[name] for name in names}
+    steps = [STEPS, 2 * STEPS] if method == "lora" else [2 * STEPS - 1]
+    assert [step for step, _ in curves.points["metrics/ap"]] == steps
+    if method == "lora":
+        assert curves.points["metrics/ap"][0] == (STEPS, cells[0][0])
+    assert [(step, name, columns) for step, name, columns, _ in curves.tables] == [
+        (step, "matrix", ["after", *TASKS]) for step in steps
+    ]
+    assert [row[1:] for row in curves.tables[-1][3]] == cells

@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "pins as a list": (CHAT, chat(raycl=[]), 400, "raycl: Input should be a valid dictionary"),
     "labels": (CLASSIFY, {"input": "fire"}, 400, "answers with texts: use POST /v1/chat/completions"),
     "no input": (ROUTE, {"input": []}, 400, "expected 1 to 6 answers"),
-    "many inputs": (ROUTE, {"input": ["a"] * 7}, 400, "7 texts with 1 answers each: expected 1 to 6"),
+    "many inputs": (ROUTE, {"input": ["a"] * 7}, 400, "7 texts with 1 answer each: expected 1 to 6"),
     "an empty input": (ROUTE, {"input": ["a", ""]}, 400, "input.1: String should have at least 1 character"),
     "half a character": (TEXT, {"prompt": "a\ud83d"}, 400, "prompt: Input should be a valid string, unable to parse"),
     "half a name": (CHAT, pins(adapters={"\ud83d": 1.0}), 400, "raycl.adapters.[key]: Input should be a valid string"),

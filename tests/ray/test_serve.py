@@ -202,3 +202,47 @@ def test_following_with_a_gate_refuses_what_forgets(lab: Lab, tmp_path: Path) ->
     bank.snapshot(worse, good.backbone, good.router, list(good.tasks), good.encoder, made=good.made)
     until(lambda: bool(client.get("/v1/snapshots").json()["decision"].get("why", "").startswith("snapshot 2")), 120)
     assert active(client) == 1
+
+
+def gauge(name: str) -> list[float]:
+    """A gauge of raycl as Ray's Prometheus endpoint on this machine has it."""
+    text = httpx.get(f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics").text
+    return [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"ray_raycl_{name}{{")]
+
+
+@ray.remote(num_cpus=1.75)
+class Blocker:
+    """Holds CPUs until it is killed."""
+
+    def ready(self) -> None:
+        pass
+
+
+@pytest.mark.timeout(300)
+def test_a_gate_that_cannot_run_says_so_and_judges_when_it_can(lab: Lab, tmp_path: Path) -> None:
+    """While its CPUs are taken, and with a snapshot that cannot be judged: `problem` and the metrics say it."""
+    learner = Learner(lab, "bert", tmp_path)
+    bank = learner.learn_one()
+    settings = {"follow": {"enabled": True, "gated": True}, "gate": {"split": "test", "max_drop": 100.0}}
+    client = served(bank, **settings)
+    blocker = Blocker.remote()
+    ray.get(blocker.ready.remote())
+
+    def problem() -> str:
+        return str(client.get("/v1/snapshots").json()["problem"])
+
+    learner.learn_one()
+    waits = "snapshot 2 waits for the gate, which asks for 0.2 CPUs: the cluster has 0.05 of 2 CPUs free"
+    until(lambda: waits in problem())
+    until(lambda: 1.0 in gauge("gate_problem") and max(gauge("gate_waiting_s"), default=0) > 0)
+    until(lambda: 1.0 in gauge("follow_problem"))
+    assert active(client) == 1
+    ray.kill(blocker)
+    until(lambda: active(client) == 2)
+    until(lambda: problem() == "" and set(gauge("gate_problem")) == {0.0} and set(gauge("gate_waiting_s")) == {0.0})
+    good = bank.open(2)
+    entries = [(entry, good.layouts[entry.layout]) for entry in good.adapters]
+    bank.snapshot(entries, good.backbone, good.router, list(good.tasks), good.encoder, made={})
+    until(lambda: "snapshot 3 cannot be judged, snapshot 2 goes on: snapshot 3 does not say which data" in problem())
+    assert client.post("/admin/activate", json={"snapshot": 3}).status_code == 200
+    until(lambda: problem() == "" and active(client) == 3)

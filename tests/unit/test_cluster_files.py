@@ -36,7 +36,7 @@ def commands(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".yaml"], ids=lambda path: path.name)
 def test_yaml_parses(path: Path) -> None:
-    assert isinstance(yaml.safe_load(path.read_text()), dict)
+    assert all(isinstance(found, dict) for found in yaml.safe_load_all(path.read_text()))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -102,7 +102,25 @@ def test_the_image_has_the_projects_python_and_ray() -> None:
 
 def test_what_the_image_copies_exists() -> None:
     copied = re.findall(r"^COPY (?:--\S+ )?(.+) \S+$", (CLUSTER / "Dockerfile").read_text(), flags=re.MULTILINE)
-    assert [name for line in copied for name in line.split() if not (REPO / name).exists()] == []
+    names = {name for line in copied for name in line.split()}
+    assert [name for name in names if not (REPO / name).exists()] == []
+    assert names >= {"raycl", "jobs", "sweeps"}, "what the printed commands name"
+
+
+def test_the_images_user_owns_the_projects_folder() -> None:
+    """Classic builders make the folder of WORKDIR as root, and `pip install -e` writes into it."""
+    text = (CLUSTER / "Dockerfile").read_text()
+    folder = re.findall(r"^WORKDIR (\S+)$", text, flags=re.MULTILINE)[0]
+    before = text.partition("\nWORKDIR")[0]
+    assert f"RUN mkdir -p {folder}" in before and "\nUSER" not in before
+    assert all("--chown=ray" in line for line in text.splitlines() if line.startswith("COPY"))
+
+
+def test_every_node_of_google_cloud_may_use_the_bucket() -> None:
+    """Runs lie in gs://: Ray gives an account to the head alone."""
+    worker = tree("gcp.yaml")["available_node_types"]["worker"]["node_config"]
+    assert "https://www.googleapis.com/auth/cloud-platform" in worker["serviceAccounts"][0]["scopes"]
+    assert "cannot" not in (CLUSTER / "gcp.yaml").read_text(), "commits work there: tests/unit/test_storage.py"
 
 
 _CLUSTERS = {"RayJob": "rayClusterSpec", "RayService": "rayClusterConfig"}

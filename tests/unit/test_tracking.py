@@ -109,14 +109,36 @@ def test_tensorboard_curves_go_on_after_a_resume(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0)]
 
 
-def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_matrix(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = open_tracker(TrackingConfig(backend="tensorboard"), "run", {}, tmp_path)
+    tracker.table(4, "matrix", ["after", "news|old", "film"], [["news|old", 90.125, None], ["film", 12.0, 80.0]])
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("matrix/text_summary")
+    lines = event.tensor_proto.string_val[0].decode().splitlines()
+    assert event.step == 4
+    assert lines == [
+        *("| after | news\\|old | film |", "|---|---|---|", "| news\\|old | 90.1 |  |", "| film | 12.0 | 80.0 |")
+    ]
+
+
+def test_wandb_writes_an_offline_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracker = open_tracker(TrackingConfig(backend="wandb", group="g"), "run", {"method": {"name": "sapt"}}, tmp_path)
+    caplog.set_level("INFO", logger="raycl")
+    tracker.table(5, "matrix", ["after", "news"], [["news", 90.0]])
     tracker.log(5, {"loss": 1.0})
     tracker.log(3, {"loss": 2.0})  # after a resume steps may go back
     tracker.close()
     (run_file,) = (tmp_path / "wandb").rglob("*.wandb")
     assert wandb_run_id("raycl", "run") in run_file.name
     assert run_file.parent.name.startswith("offline-run")
+    assert list((run_file.parent / "files").rglob("*.table.json"))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "no key" in said[0] and "wandb login" in said[0]
+    assert said[1].endswith(f"wandb sync {run_file.parent}")
     deadline = time.monotonic() + 30  # wandb's own process writes the file, perhaps a moment after `close`
     while b"loss" not in run_file.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.05)

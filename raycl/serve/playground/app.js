@@ -203,13 +203,16 @@ async function answer(name, text, signal) {
   const card = cards[name];
   if (name === "pinned" && !pinned.value) return;
   card.begin();
+  if (name === "base" && known.kind === "encoder") {
+    card.calm("The bare backbone knows no labels."); // it need not be asked: browsers show each refusal as an error
+    return;
+  }
   try {
     await (known.kind === "encoder" ? classify : generate)(name, text, signal);
   } catch (error) {
     if (signal.aborted && current && current.signal !== signal) return; // a newer question has the card
     if (error.name === "AbortError") card.stopped();
     else if (!(error instanceof Refused)) throw error;
-    else if (name === "base" && known.kind === "encoder" && error.status === 400) card.calm("The bare backbone knows no labels.");
     else {
       if (error.status === 401) wantKey(error.message);
       card.failed(error.message);

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from raycl.adapters import AdapterStack
+from raycl.adapters.card import CardFacts
 from raycl.adapters.state import combine, fold
 from raycl.backbone import BackboneConfig, identity
 from raycl.bank import AdapterRef, Bank
@@ -49,6 +50,10 @@ def peft_folder(llama: Path, folder: Path, seed: int = 0, **settings: Any) -> Te
     return logits(model.eval())
 
 
+def described(llama: Path) -> CardFacts:
+    return CardFacts("decoder", str(llama))
+
+
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         return model(input_ids=IDS).logits  # type: ignore[no-any-return]
@@ -76,7 +81,7 @@ def test_a_lora_made_elsewhere_comes_in_and_goes_out_with_equal_logits(
     stack.load("guest", state)
     with stack.mixing(Mixture.same({"guest": 1.0}, 2)):
         torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-4)
-    export_peft(state, str(llama), str(tmp_path / "ours"))
+    export_peft(state, described(llama), str(tmp_path / "ours"))
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), str(tmp_path / "ours"))
     torch.testing.assert_close(logits(again.eval()), expected, atol=1e-5, rtol=1e-4)
 
@@ -123,15 +128,15 @@ def test_a_mixture_is_exactly_one_lora_and_exactly_one_merged_model(llama: Path,
     with stack.mixing(Mixture.same(weights, 2)):
         expected = logits(model)
     state = mixed(bank, snapshot, weights)
-    export_peft(state, str(llama), str(tmp_path / "peft"))
+    export_peft(state, described(llama), str(tmp_path / "peft"))
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), str(tmp_path / "peft"))
     torch.testing.assert_close(logits(loaded.eval()), expected, atol=1e-5, rtol=1e-5)
-    export_merged(state, BackboneConfig(name=str(llama)), str(tmp_path / "merged"))
+    export_merged(state, described(llama), BackboneConfig(name=str(llama)), str(tmp_path / "merged"))
     merged, facts = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(facts.values())
     torch.testing.assert_close(logits(merged.eval()), expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(BankError, match="is not empty: name a new folder"):
-        export_peft(state, str(llama), str(tmp_path / "peft"))
+        export_peft(state, described(llama), str(tmp_path / "peft"))
 
 
 def test_a_non_linear_block_is_no_increment_and_goes_nowhere(
@@ -178,6 +183,8 @@ def test_the_job_as_people_type_it(llama: Path, tmp_path: Path) -> None:
     Path(bank.storage.path(bank.manifest(_ref("one")).tensors.file)).write_bytes(b"x")
     broken = job("verify")
     assert broken.returncode == 1 and "tensors of one@1 are damaged" in broken.stdout
+    lines = broken.stdout.splitlines()
+    assert lines[-1] == "1 problem" and lines[0].startswith("2 adapters, 1 snapshot, 2 files of tensors, ")
 
 
 @pytest.mark.parametrize(

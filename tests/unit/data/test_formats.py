@@ -12,7 +12,8 @@ import pytest
 
 from raycl.data.formats import Columns, Format, Row, detect, read_definition, read_rows
 from raycl.data.source import SourceFile
-from raycl.errors import DataError
+from raycl.errors import DataError, StorageError
+from raycl.storage import Storage
 
 ROWS = [
     Row(1, "Ein Satz mit ß, {Klammern}\nund Zeilen", ("A",)),
@@ -146,3 +147,10 @@ def test_files_are_read_from_an_s3_compatible_server(s3: tuple[Any, str], tmp_pa
     assert file.content_hash(tmp_path) == file.content_hash(tmp_path)
     with pytest.raises(DataError, match=r"s3://bucket/deep/y\.jsonl: the file does not exist"):
         next(read_rows(SourceFile.at(f"s3://bucket/deep/y.jsonl{query}")))
+
+
+@pytest.mark.parametrize("uri", ["hf://datasets/squad", "hf://squad"])
+def test_a_hub_data_set_without_its_namespace_is_one_sentence(uri: str) -> None:
+    for look in (Storage.at(uri).exists, Storage.at(uri).list, Storage.at(uri).files, SourceFile.at(uri).require):
+        with pytest.raises(StorageError, match=r"cannot \w+ 'hf://.*'namespace/name'"):
+            look()

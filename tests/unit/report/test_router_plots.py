@@ -124,6 +124,21 @@ def test_bars_are_the_shares_of_each_task(tmp_path: Path, make_routed: Make, dra
     assert f"{found['keys']['agnews']:.1f}" in [text.get_text() for text in axes.texts]
 
 
+@pytest.mark.parametrize("count", [3, 27])
+def test_a_task_without_dev_texts_is_noted(tmp_path: Path, make_routed: Make, drawn: list[Figure], count: int) -> None:
+    """A blank row may as well mean that no text found its task: that one says so by its number, however thin."""
+    tasks = [f"t{number}" for number in range(count)]
+    result = make_routed(tasks)
+    found = result["stage_facts"][-1]["found"]
+    for shares in found.values():
+        del shares["t1"]
+        shares["t2"] = 0.0
+    router_maps([result], tmp_path / "router.png")
+    _, _, axes = panels(drawn[0])
+    notes = {round(text.get_position()[1]): text.get_text() for text in axes.texts if "dev texts" in text.get_text()}
+    assert notes == ({1: "no dev texts"} if count == 3 else {1: "no dev texts", 2: "0.0 of its dev texts"})
+
+
 @pytest.mark.parametrize("count", [1, 27])
 def test_panels_keep_apart_for_few_tasks_and_for_many(
     tmp_path: Path, make_routed: Make, drawn: list[Figure], count: int

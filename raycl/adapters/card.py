@@ -1,0 +1,237 @@
+"""The model card of an exported adapter: what it is, and lines that use it without raycl, as the endpoint would.
+
+Why it exists: tensors and a config do not say which prompt stood around a text, how states are pooled, which labels a
+head has. The same facts are kept as `raycl.json`, which the printed lines read.
+What it does not know: banks, snapshots, files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FACTS = "raycl.json"
+TEXT = "stocks fell again"
+"""The card's example."""
+
+TASK_TYPES = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM", "encoder": "FEATURE_EXTRACTION"}
+"""Kind of a backbone -> PEFT's `task_type`."""
+
+CLASSES = {
+    "decoder": "ModelForCausalLM",
+    "encoder-decoder": "ModelForSeq2SeqLM",
+    "encoder": "ModelForFeatureExtraction",
+}
+PIPELINES = {"decoder": "text-generation", "encoder-decoder": "text-generation", "encoder": "text-classification"}
+
+
+@dataclass(frozen=True)
+class CardTask:
+    """A task that an adapter was trained on.
+
+    Attributes:
+        prompt: what stands before and behind its texts.
+    """
+
+    name: str
+    prompt: tuple[str, str] = ("", "")
+    labels: tuple[str, ...] | None = None
+    metric: str = ""
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What is to be said of an adapter.
+
+    Attributes:
+        kind: of the backbone: encoder, encoder-decoder, decoder.
+        base: hub id or folder of the backbone; revision: of the hub id; sha256: over its files, "" if not known.
+        adapters: name and version -> weight in the mixture that was exported.
+        tasks: the one whose prompt the mixture gets first.
+        pooling: mean or cls, of encoders.
+        source_tokens, target_tokens: what prompts were cut to, and how long answers were.
+    """
+
+    kind: str
+    base: str
+    revision: str | None = None
+    sha256: str = ""
+    snapshot: int | None = None
+    adapters: Mapping[str, float] = field(default_factory=dict)
+    tasks: Sequence[CardTask] = ()
+    pooling: str = "mean"
+    source_tokens: int | None = None
+    target_tokens: int | None = None
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether `base` is a name that others can load."""
+        return not self.base.startswith(("/", "."))
+
+    def tree(self) -> dict[str, Any]:
+        """The same for scripts: the content of `raycl.json`."""
+        return {**asdict(self), "tasks": [asdict(task) for task in self.tasks]}
+
+
+def model_card(facts: CardFacts, labels: Sequence[str], merged: bool) -> str:
+    """Markdown, with one Python block that works in the card's own folder.
+
+    Args:
+        labels: of the label head beside it; () where there is none. merged: the folder is a whole model.
+    """
+    lines = [f"{name}: {value}" for name, value in _metadata(facts, merged).items()]
+    parts = [
+        "\n".join(["---", *lines, "tags: [lora, continual-learning]", "---", "# " + _title(facts, merged)]),
+        _what(facts, labels),
+        f"## Use\n\n{_before(facts)}\n\n```python\n{_code(facts, bool(labels), merged)}```",
+        _tasks(facts),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _metadata(facts: CardFacts, merged: bool) -> dict[str, str]:
+    found = {"library_name": "transformers" if merged else "peft", "pipeline_tag": PIPELINES[facts.kind]}
+    return {"base_model": facts.base, **found} if facts.on_hub else found
+
+
+def _title(facts: CardFacts, merged: bool) -> str:
+    return f"{' + '.join(facts.adapters) or 'adapter'} {'folded into' if merged else 'for'} {facts.base}"
+
+
+def _what(facts: CardFacts, labels: Sequence[str]) -> str:
+    mixture = ", ".join(f"{name} x {weight:g}" for name, weight in facts.adapters.items())
+    said = [f"Adapters and weights: {mixture}." if mixture else "One adapter."]
+    if facts.snapshot is not None:
+        said.append(f"From snapshot {facts.snapshot} of a raycl bank.")
+    base = f"Base model: `{facts.base}`" + (f" at revision `{facts.revision}`" if facts.revision else "")
+    said.append(f"{base}, SHA-256 over its files `{facts.sha256}`." if facts.sha256 else f"{base}.")
+    if not facts.on_hub:
+        said.append(
+            "That is a folder of the machine it was trained on: elsewhere write where the base model lies into "
+            "`base_model_name_or_path` of `adapter_config.json`."
+        )
+    if labels:
+        said.append(f"Labels of the head in `label_head.safetensors`, by row: {', '.join(labels)} (`labels.json`).")
+    return " ".join(said)
+
+
+def _before(facts: CardFacts) -> str:
+    said = ["Run in this folder; `folder` may also be its name on the hub, downloaded first."]
+    if facts.source_tokens:
+        said.append(
+            f"Prompts had at most {facts.source_tokens} tokens in training: shorten the end of a longer text, not the "
+            "template."
+        )
+    if facts.tasks:
+        said.append("Name another task for its template.")
+    return " ".join(said)
+
+
+def _code(facts: CardFacts, head: bool, merged: bool) -> str:
+    return "\n".join(
+        [*_imports(facts, head, merged), "", *_loading(facts, merged), *_asking(facts), *_end(facts, head, merged)]
+    )
+
+
+def _imports(facts: CardFacts, head: bool, merged: bool) -> list[str]:
+    kind = "AutoModel" if merged and facts.kind == "encoder" else f"Auto{'' if merged else 'Peft'}{CLASSES[facts.kind]}"
+    theirs = ["AutoTokenizer"] + ([kind] if merged else []) + (["GenerationConfig"] if facts.kind != "encoder" else [])
+    return [
+        "import json",
+        "from pathlib import Path",
+        "",
+        "import torch",
+        *([] if merged else [f"from peft import {kind}"]),
+        *(["from safetensors.torch import load_file"] if head else []),
+        f"from transformers import {', '.join(sorted(theirs))}",
+        "",
+        'folder = "."',
+        f'about = json.loads(Path(folder, "{FACTS}").read_text())',
+        f"model = {kind}.from_pretrained(folder, dtype=torch.float32).eval()",
+    ]
+
+
+def _loading(facts: CardFacts, merged: bool) -> list[str]:
+    if merged:
+        return ["tokenizer = AutoTokenizer.from_pretrained(folder)"]
+    config = 'model.peft_config["default"]'
+    return [
+        f"base = {config}.base_model_name_or_path",
+        f"tokenizer = AutoTokenizer.from_pretrained(base, revision={config}.revision)",
+    ]
+
+
+def _asking(facts: CardFacts) -> list[str]:
+    if not facts.tasks:
+        return ["", f"text = {json.dumps(TEXT)}", 'inputs = tokenizer(text, return_tensors="pt")']
+    return [
+        "",
+        f"text = {json.dumps(TEXT)}",
+        f'task = next(task for task in about["tasks"] if task["name"] == {json.dumps(facts.tasks[0].name)})',
+        'inputs = tokenizer(task["prompt"][0] + text + task["prompt"][1], return_tensors="pt")',
+    ]
+
+
+def _end(facts: CardFacts, head: bool, merged: bool) -> list[str]:
+    if facts.kind == "encoder":
+        return _labelled(facts, head)
+    start = "inputs['input_ids'].shape[1]" if facts.kind == "decoder" else "0"
+    own = ["decoder_start_token_id", "forced_bos_token_id"] if facts.kind == "encoder-decoder" else []
+    return [
+        "",
+        "own = model.generation_config  # its penalties and the like were never used in training",
+        f"model.generation_config = {'' if merged else 'model.get_base_model().generation_config = '}GenerationConfig(",
+        *[f"    {name}=own.{name}," for name in own],
+        "    do_sample=False,",
+        f"    max_new_tokens={facts.target_tokens or 64},",
+        "    eos_token_id=tokenizer.eos_token_id,",
+        "    pad_token_id=tokenizer.eos_token_id,",
+        ")",
+        "with torch.no_grad():",
+        '    ids = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])',
+        f"print(tokenizer.decode(ids[0, {start} :], skip_special_tokens=True).strip())",
+        "",
+    ]
+
+
+def _labelled(facts: CardFacts, head: bool) -> list[str]:
+    pooled = (
+        ["pooled = states[:, 0]"]
+        if facts.pooling == "cls"
+        else ['mask = inputs["attention_mask"].unsqueeze(-1)', "pooled = (states * mask).sum(1) / mask.sum(1)"]
+    )
+    scores = [
+        'head = load_file(Path(folder, "label_head.safetensors"))',
+        'labels = json.loads(Path(folder, "labels.json").read_text())',
+        'scores = (pooled @ head["weight"].float().T + head["bias"].float()).softmax(-1)[0].tolist()',
+        "for score, label in sorted(zip(scores, labels), reverse=True):",
+        '    print(label, f"{score:.4f}")',
+    ]
+    return [
+        "",
+        "with torch.no_grad():",
+        '    states = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state',
+        *pooled,
+        *(scores if head else ["print(pooled.shape)"]),
+        "",
+    ]
+
+
+def _tasks(facts: CardFacts) -> str:
+    if not facts.tasks:
+        return ""
+    rows = [
+        f"| {task.name} | {_cell(task.prompt[0])} | {_cell(task.prompt[1])} | {', '.join(task.labels or ())} | "
+        f"{task.metric} |"
+        for task in facts.tasks
+    ]
+    head = "| task | before the text | behind it | labels | metric |\n|---|---|---|---|---|"
+    return "\n".join(["## Tasks and their templates", "", head, *rows])
+
+
+def _cell(text: str) -> str:
+    """Code in a table, on one line."""
+    written = json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("|", "\\|").replace("`", "'")
+    return f"`{written}`" if written else ""

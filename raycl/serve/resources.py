@@ -1,0 +1,56 @@
+"""What replicas and the gate reserve in the cluster: all that they use, so that nobody else is given it too.
+
+What it does not know: how Ray finds room for it.
+"""
+
+from __future__ import annotations
+
+import ray
+import torch
+
+from raycl.serve.settings import ServeConfig
+
+
+def on_gpu(device: str) -> bool:
+    """Whether `device` is a GPU; `auto` is one where the cluster has any, or this machine before there is a cluster."""
+    if device != "auto":
+        return device == "cuda"
+    if ray.is_initialized():
+        return bool(ray.cluster_resources().get("GPU", 0.0))
+    return torch.cuda.is_available()
+
+
+def settled_device(device: str) -> str:
+    """`cpu` or `cuda`: a replica uses what was reserved, whatever its node has besides."""
+    return "cuda" if on_gpu(device) else "cpu"
+
+
+def gate_device(config: ServeConfig) -> str:
+    """Where the gate's own backbone is, as `settled_device` says it."""
+    return settled_device(config.gate.device or config.device)
+
+
+def replica_takes(config: ServeConfig) -> dict[str, float]:
+    """Ray's options of a replica that holds the model."""
+    return _takes(config, settled_device(config.device), config.gpus)
+
+
+def gate_takes(config: ServeConfig) -> dict[str, float]:
+    """Ray's options of the gate while it judges."""
+    return _takes(config, gate_device(config), config.gate.gpus)
+
+
+def _takes(config: ServeConfig, device: str, gpus: float) -> dict[str, float]:
+    gpu = device == "cuda"
+    return {"num_cpus": 0.0 if gpu else config.reserved, "num_gpus": gpus if gpu else 0.0}
+
+
+def together(config: ServeConfig) -> dict[str, float]:
+    """CPUs and GPUs of everything, at least."""
+    replica, gate = replica_takes(config), gate_takes(config)
+    routers = config.router_replicas if config.layout == "split" else 0
+    found = {}
+    for name, key in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
+        found[name] = config.replicas * replica[key] + config.gates * gate[key]
+    found["CPU"] += routers * config.reserved
+    return found

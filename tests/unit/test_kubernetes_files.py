@@ -1,0 +1,158 @@
+"""The Kubernetes files of cluster/ against KubeRay's own schemas, and what each of them needs from the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+CLUSTER = Path(__file__).resolve().parents[2] / "cluster"
+README = (CLUSTER / "README.md").read_text()
+FILES = {path.name: list(yaml.safe_load_all(path.read_text())) for path in sorted(CLUSTER.glob("kuberay-*.yaml"))}
+OBJECTS = [(name, found) for name, objects in FILES.items() for found in objects]
+CLUSTERS = {"RayCluster": (), "RayJob": ("rayClusterSpec",), "RayService": ("rayClusterConfig",)}
+RAY = [(name, found) for name, found in OBJECTS if found["kind"] in CLUSTERS]
+
+
+def cluster_of(found: dict[str, Any]) -> dict[str, Any]:
+    """The cluster that a RayCluster, RayJob or RayService describes."""
+    spec: dict[str, Any] = found["spec"]
+    for key in CLUSTERS[found["kind"]]:
+        spec = spec[key]
+    return spec
+
+
+def pods(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Group and pod of every group of nodes, the head's first."""
+    cluster = cluster_of(found)
+    yield "head", cluster["headGroupSpec"]["template"]["spec"]
+    for group in cluster["workerGroupSpecs"]:
+        yield group["groupName"], group["template"]["spec"]
+
+
+def strict(schema: Any) -> Any:
+    """A schema that refuses fields it does not know, as `kubectl apply` does (it validates strictly)."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: strict(value) for key, value in schema.items()}
+    open_to_all = found.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in found
+    if isinstance(found.get("properties"), dict) and found.get("type") == "object" and not open_to_all:
+        found["additionalProperties"] = False
+    return found
+
+
+@cache
+def schema_of(folder: Path, kind: str) -> Any:
+    path = folder / f"ray.io_{kind.lower()}s.yaml"
+    if not path.is_file():
+        pytest.skip(f"no '{path}': put KubeRay's custom resource definitions there")
+    versions = yaml.load(path.read_text(), yaml.CSafeLoader)["spec"]["versions"]
+    found = strict(next(one for one in versions if one["name"] == "v1")["schema"]["openAPIV3Schema"])
+    found["properties"]["metadata"] = {"type": "object"}  # of Kubernetes, not of KubeRay
+    return found
+
+
+@pytest.mark.parametrize(("name", "found"), RAY, ids=[name for name, _ in RAY])
+def test_manifests_fit_kuberays_schemas(shared: Path, name: str, found: dict[str, Any]) -> None:
+    assert found["apiVersion"] == "ray.io/v1"
+    jsonschema.Draft202012Validator(schema_of(shared / "schemas", found["kind"])).validate(found)
+
+
+@pytest.mark.parametrize("path", [("spec", "rayClusterConfig", "enableInTreeAutoscalling"), ("spec", "serveConfig")])
+def test_a_misspelt_field_is_found(shared: Path, path: tuple[str, ...]) -> None:
+    found = yaml.safe_load((CLUSTER / "kuberay-rayservice.yaml").read_text())
+    here = found
+    for key in path[:-1]:
+        here = here[key]
+    here[path[-1]] = True
+    with pytest.raises(jsonschema.ValidationError, match=path[-1]):
+        jsonschema.Draft202012Validator(schema_of(shared / "schemas", "RayService")).validate(found)
+
+
+@pytest.mark.parametrize(("name", "found"), RAY, ids=[name for name, _ in RAY])
+def test_groups_that_may_grow_have_an_autoscaler(name: str, found: dict[str, Any]) -> None:
+    cluster = cluster_of(found)
+    grows = [group for group in cluster["workerGroupSpecs"] if group["maxReplicas"] > group["replicas"]]
+    assert not grows or cluster.get("enableInTreeAutoscaling") is True
+    if cluster.get("enableInTreeAutoscaling"):
+        assert cluster["autoscalerOptions"]["version"] == "v2"
+        assert all(pod["restartPolicy"] == "Never" for _, pod in pods(found)), "its pods are never used a second time"
+
+
+def test_the_service_can_grow_to_all_that_it_may_ask_for() -> None:
+    """Every replica and the gate have a GPU of their own, and a node has one."""
+    found = FILES["kuberay-rayservice.yaml"][0]
+    args = yaml.safe_load(found["spec"]["serveConfigV2"])["applications"][0]["args"]
+    nodes = sum(group["maxReplicas"] for group in cluster_of(found)["workerGroupSpecs"])
+    assert nodes >= args["max_replicas"] + int(args["follow"]["gated"])
+
+
+def test_the_service_outlives_its_head() -> None:
+    found = FILES["kuberay-rayservice.yaml"][0]
+    options = cluster_of(found)["gcsFaultToleranceOptions"]
+    named = {one["metadata"]["name"]: one for _, one in OBJECTS if one["kind"] == "Service"}
+    host, _, port = options["redisAddress"].partition(":")
+    assert int(port) in {one["port"] for one in named[host]["spec"]["ports"]}
+    assert options["redisPassword"]["valueFrom"]["secretKeyRef"]["name"] in secrets_made()
+
+
+def test_claims_are_defined() -> None:
+    defined = {found["metadata"]["name"] for _, found in OBJECTS if found["kind"] == "PersistentVolumeClaim"}
+    used = {
+        volume["persistentVolumeClaim"]["claimName"]
+        for _, found in RAY
+        for _, pod in pods(found)
+        for volume in pod["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    assert used and used <= defined
+
+
+def secrets_made() -> set[str]:
+    """Names of the secrets that a printed command makes."""
+    texts = [README, *((CLUSTER / name).read_text() for name in FILES)]
+    return {name for text in texts for name in re.findall(r"kubectl create secret generic (\S+)", text)}
+
+
+def test_every_secret_is_made_by_a_printed_command() -> None:
+    def keys(tree: Any) -> Iterator[str]:
+        if isinstance(tree, dict):
+            for key, value in tree.items():
+                if key == "secretName":
+                    yield value
+                elif key == "secretKeyRef":
+                    yield value["name"]
+                else:
+                    yield from keys(value)
+        elif isinstance(tree, list):
+            for one in tree:
+                yield from keys(one)
+
+    used = {name for _, found in OBJECTS for name in keys(found)}
+    assert used and used <= secrets_made()
+
+
+@pytest.mark.parametrize(("name", "found"), RAY, ids=[name for name, _ in RAY])
+def test_gpu_pods_find_gpu_nodes(name: str, found: dict[str, Any]) -> None:
+    """Nodes with GPUs are tainted nearly everywhere, and a label says which they are."""
+    for _, pod in pods(found):
+        if "nvidia.com/gpu" not in pod["containers"][0]["resources"]["limits"]:
+            continue
+        assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
+        assert pod["nodeSelector"]
+
+
+@pytest.mark.parametrize(("name", "found"), RAY, ids=[name for name, _ in RAY])
+def test_every_pod_knows_the_hub_token(name: str, found: dict[str, Any]) -> None:
+    """Gated backbones; where there is no such secret the pods start all the same."""
+    for group, pod in pods(found):
+        tokens = [one["valueFrom"]["secretKeyRef"] for one in pod["containers"][0]["env"] if one["name"] == "HF_TOKEN"]
+        assert [token["optional"] for token in tokens] == [True], group
