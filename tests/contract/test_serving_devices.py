@@ -39,7 +39,9 @@ def test_replicas_use_what_is_reserved_for_them(
     tree = {"bank": bank.storage.uri, "device": device, "layout": layout, "follow": {"enabled": True, "gated": True}}
     first = build_from(ServeConfig(**tree))._bound_deployment
     bound = {one.name: one for one in (first, *(given._bound_deployment for given in first.init_args[1:]))}
-    reserved = {name: one.ray_actor_options.get("num_gpus", 0.0) > 0 for name, one in bound.items()}
+    takes = {name: one.ray_actor_options for name, one in bound.items()}
+    takes["gatekeeper"] = bound["gatekeeper"].init_args[1]  # what it reserves while it judges
+    reserved = {name: options.get("num_gpus", 0.0) > 0 for name, options in takes.items()}
     used = {name: one.init_args[0]["device"] == "cuda" for name, one in bound.items() if name != "front"}
-    assert used == {"endpoint": uses == "cuda", "gatekeeper": False}
+    assert used == dict.fromkeys(("endpoint", "gatekeeper"), uses == "cuda")
     assert {name: reserved[name] for name in used} == used and not reserved.get("front")
