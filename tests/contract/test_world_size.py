@@ -135,7 +135,7 @@ def test_what_two_workers_left_one_worker_ends_on_another_engine(
     kind, method, engine = case
     storage = Storage.at(together / f"left-{name(case)}")
     other = "zero1" if engine == "torch" else "torch"
-    run(lab.config(kind, method, ENGINES[other], stream={"train_rows": ROWS}), storage)
+    run(lab.config(kind, method, ENGINES[other], stream={"train_rows": ROWS}), storage, takes_over=True)
     same(storage, alone(kind, method), 1e-4)
 
 

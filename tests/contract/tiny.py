@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from raycl.bench.gpu import tiny as models
 from raycl.run import RunConfig, build
 from raycl.serve.model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.storage import Storage
+from raycl.train.ledger import read_state
 from raycl.train.loop import StreamLoop
 from raycl.train.parts import Parts
 from raycl.train.progress import read_trace
@@ -163,10 +164,17 @@ def run(
     after: int | None = None,
     on_stage: Callable[[dict[str, Any]], bool | None] | None = None,
     world: World | None = None,
+    takes_over: bool = False,
 ) -> StreamLoop:
-    """Build and run the stream as a worker does, without Ray; `after` steps of this attempt raise Stop."""
+    """Build and run the stream as a worker does, without Ray; `after` steps of this attempt raise Stop.
+
+    Args:
+        takes_over: whatever config the run in `storage` was begun with.
+    """
     world = world or World.alone(torch.device("cpu"))
     parts, open_engine = build(config, world)
+    if takes_over:
+        parts.info = replace(parts.info, replaces=read_state(storage).fingerprint)
     loop = StreamLoop(
         parts, open_engine if after is None else models.stopping(open_engine, after), storage, world, on_stage=on_stage
     )
