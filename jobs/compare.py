@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from raycl import launch
+from raycl import console, termination
 from raycl.comparison import load_comparison, run_comparison
 from raycl.errors import RayclError
 from raycl.report.plots import heatmaps
@@ -30,8 +30,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Parse, run, print."""
     options = arguments()
-    launch.log_to_stderr()
-    launch.exit_on_sigterm()
+    console.log_to_stderr()
+    termination.exit_on_sigterm()
     try:
         comparison = load_comparison(options.comparison, options.overrides)
         outcome = run_comparison(comparison, options.dir, tuple(options.only))
@@ -43,7 +43,7 @@ def main() -> int:
             print(f"picture {heatmaps(results, options.png)}")
     except RayclError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return error.exit_status
     for name, reason in outcome.failed.items():
         print(f"failed: {name}: {reason}", file=sys.stderr)
     return 1 if outcome.failed else 0

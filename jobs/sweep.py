@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from raycl import launch, run
+from raycl import console, run, termination
 from raycl.errors import RayclError
 from raycl.sweep.config import load_sweep
 from raycl.sweep.drive import run_sweep
@@ -31,8 +31,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Parse, run, sum up."""
     options = arguments()
-    launch.log_to_stderr()
-    launch.exit_on_sigterm()
+    console.log_to_stderr()
+    termination.exit_on_sigterm()
     directory = options.dir or run.default_directory()
     try:
         sweep = load_sweep(options.sweep, options.set)
@@ -40,7 +40,7 @@ def main() -> int:
         text, files = write_outcome(outcome, directory)
     except RayclError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return error.exit_status
     print(text)
     for file in files:
         print(f"wrote {file}")

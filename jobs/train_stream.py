@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from raycl import config as configs
-from raycl import launch, run
+from raycl import console, launch, run, termination
 from raycl.errors import ConfigError, RayclError
 from raycl.report.plots import heatmap
 from raycl.report.tables import matrix_table
@@ -44,8 +44,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Parse, prepare, train, report."""
     options = arguments()
-    launch.log_to_stderr()
-    launch.exit_on_sigterm()
+    console.log_to_stderr()
+    termination.exit_on_sigterm()
     try:
         if options.print_config:
             print(configs.to_yaml(run.load_config(options.config, options.overrides)), end="")
@@ -62,7 +62,7 @@ def main() -> int:
         results = launch.train(prepared)
     except RayclError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return error.exit_status
     print(matrix_table(results))
     print(f"results {prepared.storage.uri}/results.json")
     if options.png or prepared.storage.is_local:

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from raycl import config as configs
 from raycl import launch, trust
 from raycl.config import Section, Tree
-from raycl.errors import RayclError
+from raycl.errors import RayclError, StoppedError
 from raycl.idle import found_in, idle_in, leaves, refuse
 from raycl.launch import Hosting
 from raycl.run import RunConfig
@@ -157,6 +157,8 @@ def _outcome(results: Mapping[str, Callable[[], Tree]]) -> Outcome:
         try:
             outcome.results[name] = result()
             log.info("== %s is there (%d of %d)", name, number, len(results))
+        except StoppedError:
+            raise
         except RayclError as error:
             log.error("== %s failed: %s", name, error)
             outcome.failed[name] = str(error)

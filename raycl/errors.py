@@ -17,6 +17,7 @@
     └── RunError           a run that cannot start, go on or be trusted
         ├── CheckpointError     a checkpoint that is damaged or incomplete; an older one may be whole
         ├── ResumeError         the run directory and the config do not belong together
+        ├── StoppedError        a run that was stopped from outside and can be resumed as it is
         └── StaleAttemptError   a newer attempt owns the run; this one must stop
 
 Each message says, in one sentence: what was wrong, the value, what was expected, what to do.
@@ -25,7 +26,13 @@ Broken promises among ourselves are `assert` with a message, not these classes.
 
 
 class RayclError(Exception):
-    """Base of all errors meant for users; jobs print its text and exit with status 1."""
+    """Base of all errors meant for users; jobs print its text and exit with its status.
+
+    Attributes:
+        exit_status: 1, or 75 (EX_TEMPFAIL) where the same command, typed again, may go on.
+    """
+
+    exit_status = 1
 
 
 class ConfigError(RayclError):
@@ -90,6 +97,12 @@ class CheckpointError(RunError):
 
 class ResumeError(RunError):
     """A run directory cannot be continued with this config; the message names the keys that differ."""
+
+
+class StoppedError(RunError):
+    """A run was stopped from outside (SIGTERM, a store that is away); the message says how to resume it."""
+
+    exit_status = 75
 
 
 class StaleAttemptError(RunError):

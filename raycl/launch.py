@@ -8,16 +8,11 @@ What it does not know: how training works (`raycl.train`), what the parts are (`
 from __future__ import annotations
 
 import copy
-import logging
 import os
-import signal
-import sys
-import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import ray
@@ -29,11 +24,13 @@ from raycl import cluster as clusters
 from raycl import config as configs
 from raycl import run as runs
 from raycl import trust
+from raycl.console import follow
 from raycl.data.stream import Stream
-from raycl.errors import AlreadyExistsError, LaunchError, RayclError, ResumeError, RunError, StorageError
+from raycl.errors import AlreadyExistsError, LaunchError, RayclError, ResumeError, RunError, StoppedError
 from raycl.extension import other_changes, with_tasks
 from raycl.run import RunConfig
 from raycl.storage import Storage
+from raycl.termination import StopOnSigterm, exit_on_sigterm, exits_on_sigterm
 from raycl.train.ledger import RunState, check_owner, last_attempt, read_state
 from raycl.train.parts import RunInfo
 from raycl.train.publish import open_bank, publish_again
@@ -41,10 +38,7 @@ from raycl.train.results import build_results
 from raycl.train.settings import EXEMPT
 from raycl.train.verdict import is_stopped
 from raycl.types import Stage
-from raycl.worker import CONFIG, LOGS, error_file, is_log, log_to, visiting, worker_main
-
-log = logging.getLogger("raycl")
-FOLLOW_S = 1.0
+from raycl.worker import CONFIG, LOGS, error_file, visiting, worker_main
 
 
 @dataclass(frozen=True)
@@ -255,7 +249,10 @@ def cluster(config: RunConfig, dashboard: bool = False) -> Iterator[None]:
         return
     # Progress comes through the run's own log (`follow`): Ray's forwarding would mix in its helpers' chatter. Without
     # the dashboard a local start takes a third of the time; what it would clean up ends with the cluster anyway.
+    exits = exits_on_sigterm()
     clusters.connect(config.launch.address, dashboard=dashboard)
+    if exits:  # Ray has put its own handler there
+        exit_on_sigterm()
     try:
         yield
     finally:
@@ -322,17 +319,30 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # how soon the end of a run is seen; Ray's: 2 s
     asked = ScalingConfig(num_workers=0, use_gpu=scaling.use_gpu) if hosting.here else scaling
     trainer = TorchTrainer(worker_main, train_loop_config=job, scaling_config=asked, run_config=ray_run)
+    sigterm = StopOnSigterm(storage, driver, config.launch.grace_s)
     try:
-        with visiting() if hosting.here else _watched(storage, scaling, hosting.label):
+        with sigterm, visiting() if hosting.here else _watched(storage, scaling, hosting.label):
             trainer.fit()
+    except SystemExit:
+        if not sigterm.requested:
+            raise
     except ray.train.TrainingFailedError as error:
         raise RunError(f"the workers failed: {_cause(error)}; go on with {resume_line(storage, config)}") from error
     except RayclError as error:  # of a worker in this process
         raise RunError(f"{error} (run {storage.uri})") from error
     if storage.exists(error_file(driver)):
         raise RunError(f"{storage.read_json(error_file(driver))['message']} (run {storage.uri})")
+    if sigterm.requested and prepared.done < len(prepared.stages):
+        raise StoppedError(f"stopped by SIGTERM, {_place(prepared)}; go on with {resume_line(storage, config)}")
     if prepared.done == done:
         raise RunError(f"the workers ended without finishing a stage: see '{storage.uri}/{LOGS}'")
+
+
+def _place(prepared: Prepared) -> str:
+    """From where a run that was stopped goes on, for people."""
+    newest = read_state(prepared.storage).checkpoints[-1:]
+    at = f"checkpoint '{newest[0]}' is the last one" if newest else "before its first checkpoint"
+    return f"{prepared.done} of {len(prepared.stages)} tasks are done, {at}"
 
 
 @contextmanager
@@ -347,52 +357,3 @@ def _watched(storage: Storage, scaling: ScalingConfig, label: str) -> Iterator[N
 def _cause(error: BaseException) -> str:
     text = str(error.__cause__ or error).strip()
     return text.splitlines()[-1] if text else type(error).__name__
-
-
-@contextmanager
-def follow(storage: Storage, label: str = "") -> Iterator[None]:
-    """Say the workers' progress lines here, each after `label`, as they come; only what is written from now on."""
-    seen: dict[str, int] = {}
-    over = threading.Event()
-
-    def fresh() -> Iterator[str]:
-        for name in filter(is_log, storage.list(LOGS)):
-            data = storage.read(f"{LOGS}/{name}")
-            new, seen[name] = data[seen.get(name, 0) :], len(data)
-            yield from new.decode(errors="replace").splitlines()
-
-    def say_new() -> None:
-        with suppress(StorageError):  # away for a moment: the next look finds all that was written meanwhile
-            for line in fresh():
-                log.info("%s%s", label, line)
-
-    def watch() -> None:
-        while not over.wait(FOLLOW_S):
-            say_new()
-
-    for _ in fresh():
-        pass  # what was written before is not said again
-    thread = threading.Thread(target=watch, name="follow", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        say_new()
-
-
-def log_to_stderr() -> None:
-    """Progress lines of this process without decoration."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log_to(handler)
-
-
-def exit_on_sigterm() -> None:
-    """`ray job stop` sends SIGTERM: leave in order, so that Ray ends the workers; the ledger keeps what is done."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, leave)

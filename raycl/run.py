@@ -64,6 +64,17 @@ class LaunchConfig(Section):
     address: str | None = Field(None, description="Ray cluster to join; null: $RAY_ADDRESS, else one is started here")
     max_failures: int = Field(3, ge=-1, description="restarts of the worker group after crashes; -1: no limit")
     wait_for_nodes: bool = Field(False, description="the cluster grows: wait for workers it cannot hold today")
+    grace_s: float = Field(
+        110.0,
+        ge=0,
+        description="seconds after SIGTERM in which workers may write a checkpoint, before the command ends",
+    )
+    hang_s: float | None = Field(
+        None,
+        gt=0,
+        description="a worker that makes no progress for so many seconds is ended, and the group starts again; null: "
+        "never. Longer than its longest step: an optimizer step, the evaluation of one task, preparing one",
+    )
     fresh_workers_per_task: bool = Field(False, description="new worker processes for every stage")
 
 

@@ -25,8 +25,10 @@ from raycl.run import RunConfig
 from raycl.storage import Storage
 from raycl.tracking import open_tracker
 from raycl.train.branch import lend
+from raycl.train.control import Control, hang_file
 from raycl.train.ledger import read_state
-from raycl.train.loop import StreamLoop, forget_peak
+from raycl.train.loop import StreamLoop
+from raycl.train.memory import forget_peak, is_out_of_memory, out_of_memory
 from raycl.train.verdict import wait_for_word
 from raycl.train.world import World
 
@@ -73,6 +75,19 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
         torch.cuda.set_device(device)
     world = _world(job, device)
     config = configs.validate(RunConfig, job["config"])
+    hang_s = None if job["here"] else config.launch.hang_s  # the process of somebody else is not ours to end
+    with Control(storage, world, job["driver"], hang_s) as control:
+        try:
+            _learn(job, storage, world, config, control)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            where = f"worker {world.rank + 1} of {world.size} on {socket.gethostname()}, {device.type.upper()}"
+            raise RunError(out_of_memory(control.activity, job["config"], world.size, where)) from error
+
+
+def _learn(job: dict[str, Any], storage: Storage, world: World, config: RunConfig, control: Control) -> None:
+    """Build the parts of the run and go on with it."""
     files = ray.get(job["weights"]) if job["weights"] is not None else ()
     parts, open_engine = runs.build(config, world, job["singles"], files, job["replaces"])
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
@@ -80,12 +95,14 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
     try:
         report = partial(_report, job, storage, world)
         try:
-            loop = StreamLoop(parts, open_engine, storage, world, tracker, report, job["driver"])
+            loop = StreamLoop(parts, open_engine, storage, world, tracker, report, job["driver"], control)
         finally:
             if world.is_first:
                 _copy_config(storage)
         if loop.ledger is not None:
             log_to(RunLog(storage, loop.ledger.attempt))
+            for rank in range(world.size):
+                _say_hang(storage, hang_file(job["driver"], rank))
             if files:
                 log.info("the backbone's %.0f MiB came from the object store", sum(map(len, files)) / 2**20)
         loop.run(job["stop_after"])
@@ -93,6 +110,12 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
     finally:  # the process may go on: with another trial
         if tracker is not None:
             tracker.close(failed)
+
+
+def _say_hang(storage: Storage, file: str) -> None:
+    """What a worker of the attempt before left when it hung; each attempt says it once more, the file stays."""
+    if storage.exists(file):
+        log.warning("%s", storage.read_json(file)["message"])
 
 
 def _copy_config(storage: Storage) -> None:

@@ -3,13 +3,15 @@
 A named detached actor, the keeper, reads each file of tensors once, checks its hash and puts its bytes into the
 object store; readers get references and look at the shared memory itself. Objects die with their owner: when the
 keeper or a node is lost, the keeper comes back empty and fills again from the bank, and a reader whose references
-died asks once more. What was mapped before stays valid and unchanged.
+died asks once more. What was mapped before stays valid and unchanged. What a full object store does not take is read
+from the bank by every reader itself.
 What it does not know: who mixes adapters, and how.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +19,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import ray
-from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayActorError,
+    RayTaskError,
+)
 
 from raycl.bank.bank import Bank, unpack_entry
 from raycl.bank.manifest import ObjectFacts, Snapshot
@@ -26,6 +35,11 @@ from raycl.storage.unfinished import Buffer
 from raycl.types import AdapterState
 
 T = TypeVar("T")
+log = logging.getLogger("raycl")
+
+FULL = (ObjectStoreFullError, OutOfDiskError)
+"""What Ray raises where an object finds no place: neither in shared memory nor, spilled, on the node's disk."""
+
 NAMESPACE = "raycl"
 """Of the keepers: detached, so that every job of the cluster finds the same one."""
 
@@ -43,7 +57,7 @@ class Keeper:
         self.whole: set[str] = set()
 
     def references(self, wanted: Sequence[tuple[str, ObjectFacts]], lost: Sequence[str] = ()) -> list[Any]:
-        """A reference for each (what it is, object).
+        """A reference for each (what it is, object); None where the object store has no place for it.
 
         Args:
             lost: hashes whose objects the asker found gone.
@@ -76,10 +90,24 @@ class Keeper:
 
     def _reference(self, what: str, facts: ObjectFacts) -> Any:
         if facts.sha256 not in self.refs:
-            data = np.frombuffer(self._read(what, facts), dtype=np.uint8)
-            self.refs[facts.sha256] = (ray.put(data), facts.bytes)
+            reference = self._put(np.frombuffer(self._read(what, facts), dtype=np.uint8))
+            if reference is None:
+                return None
+            self.refs[facts.sha256] = (reference, facts.bytes)
         self.refs.move_to_end(facts.sha256)
         return self.refs[facts.sha256][0]
+
+    def _put(self, data: Any) -> Any:
+        """A reference; where there is no place, the less recently used half goes first, and then there may be None."""
+        try:
+            return ray.put(data)
+        except FULL:
+            for _ in range(len(self.refs) // 2):
+                self.refs.popitem(last=False)
+        try:
+            return ray.put(data)
+        except FULL:
+            return None
 
     def _read(self, what: str, facts: ObjectFacts) -> Buffer:
         data = self.bank.read_object(facts, what)
@@ -129,6 +157,7 @@ class Shelf:
         if not ray.is_initialized():
             raise BankError("the shelf lives in a Ray cluster: call ray.init, or fetch from the bank itself")
         self.bank = bank
+        self._said_full = False
         self.name = "shelf-" + hashlib.sha256(bank.storage.address.encode()).hexdigest()[:16]
         capacity = capacity_mb * 2**20 if capacity_mb else ray.cluster_resources()["object_store_memory"] / 2
         self._keeper = (
@@ -167,10 +196,28 @@ class Shelf:
 
     def _buffers(self, wanted: list[tuple[str, ObjectFacts]]) -> list[Any]:
         def ask(lost: list[str]) -> list[Any]:
-            buffers: list[Any] = ray.get(ray.get(self._keeper.references.remote(wanted, lost)))
-            return buffers
+            references = ray.get(self._keeper.references.remote(wanted, lost))
+            try:
+                found = iter(ray.get([reference for reference in references if reference is not None]))
+            except FULL:  # on this node
+                references, found = [None] * len(wanted), iter(())
+            return [
+                self._unshared(what, facts) if reference is None else next(found)
+                for reference, (what, facts) in zip(references, wanted, strict=True)
+            ]
 
         return self._asked(ask, [facts.sha256 for _, facts in wanted])
+
+    def _unshared(self, what: str, facts: ObjectFacts) -> Buffer:
+        if not self._said_full:
+            self._said_full = True
+            log.warning(
+                "the object store is full, so %s of '%s' and others like it are read from the bank by each process: "
+                "start Ray with a larger object_store_memory, or free the disk that it spills to",
+                what,
+                self.bank.storage.uri,
+            )
+        return self.bank.read_object(facts, what)
 
     def _asked(self, ask: Callable[[list[str]], T], wanted: list[str]) -> T:
         """What the keeper says, asked again while it or an object is lost.

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from raycl.backbone import BackboneConfig
 from raycl.bank.tensors import views
@@ -52,6 +53,10 @@ def put_weights(backbones: Sequence[BackboneConfig]) -> dict[str, Any]:
         except BankError as error:  # a dtype that an adapter never has
             log.info("%s is read by every worker: %s", key, error)
             continue
+        try:
+            found[key] = ray.put(buffers)
+        except (ObjectStoreFullError, OutOfDiskError) as error:
+            log.warning("%s is read by every worker: the object store is full (%s)", key, type(error).__name__)
+            continue
         room -= size
-        found[key] = ray.put(buffers)
     return found

@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
 import torch
 
 from raycl.backbone.encoder import EncoderBackbone
@@ -32,8 +27,10 @@ from raycl.retrieval.encoder import SentenceEncoder
 from raycl.storage import Storage
 from raycl.train import checkpoint as checkpoints
 from raycl.train.checkpoint import Checkpoint
+from raycl.train.control import Control
 from raycl.train.engine import Engine, load_parameters
 from raycl.train.ledger import Ledger, RunState, read_state
+from raycl.train.memory import peak_memory_mb, resident_memory_mb
 from raycl.train.parts import Parts
 from raycl.train.progress import Progress, Trace, clock
 from raycl.train.proof import Proof
@@ -42,6 +39,7 @@ from raycl.train.results import build_results, curves, matrix_of
 from raycl.train.resume import newest_place
 from raycl.train.row import evaluate_row, evaluate_unseen
 from raycl.train.step import StepResult, train_step
+from raycl.train.stop import StopRequested
 from raycl.train.world import World
 from raycl.types import Score, Stage, Task
 
@@ -79,6 +77,7 @@ class StreamLoop:
         sink: MetricsSink | None = None,
         on_stage: Callable[[dict[str, Any]], bool | None] | None = None,
         driver: str = "",
+        control: Control | None = None,
     ) -> None:
         """Claim the run.
 
@@ -86,10 +85,11 @@ class StreamLoop:
             sink: rank 0's tracker, if any.
             on_stage: called on every worker after each stage with its record; False: the run stops there.
             driver: who started the workers, for the ledger.
+            control: hears of the loop's progress, and stops it; None: nothing stops it.
         """
         self.parts, self.open_engine = parts, open_engine
         self.storage, self.world = storage, world
-        self.sink, self.on_stage = sink, on_stage
+        self.sink, self.on_stage, self.control = sink, on_stage, control or Control(storage, world)
         claims = partial(Ledger.claim, storage, parts.info, workers=world.size, driver=driver)
         self.ledger = claims() if world.is_first else None
         self.state: RunState = world.broadcast(self.ledger.state if self.ledger else RunState())
@@ -101,11 +101,26 @@ class StreamLoop:
         last = None if stop_after is None else len(self.state.stages) + stop_after
         pending = self._restore()
         first = len(self.state.stages)
-        for stage in self.parts.stages[first:last]:
-            done = pending if pending and pending.is_stage_end else self._train(stage, pending)
-            if not self._record(stage, self._evaluate(stage, done)):
-                return
-            pending = None
+        try:
+            for stage in self.parts.stages[first:last]:
+                self._pause("preparing", stage, stage.name)
+                done = pending if pending and pending.is_stage_end else self._train(stage, pending)
+                if not self._record(stage, self._evaluate(stage, done)):
+                    return
+                pending = None
+        except StopRequested:
+            if self.ledger is not None:
+                log.info("stopped, as asked")
+
+    def _pause(self, activity: str, stage: Stage, task: str) -> None:
+        """Between two steps that are no optimizer steps. Collective.
+
+        Raises:
+            StopRequested: the run is to stop here; there is nothing to write.
+        """
+        self.control.progress(activity, stage=stage.index, stages=len(self.parts.stages), task=task)
+        if self.control.stop_requested(now=True):
+            raise StopRequested
 
     def _restore(self) -> Checkpoint | None:
         """Give the model the shape and values of the last whole checkpoint; returns it if its stage is not recorded.
@@ -150,6 +165,7 @@ class StreamLoop:
         if self.world.is_first:
             later = sum(self._order(other, self._rows(other)).steps for other in parts.stages[stage.index + 1 :])
             self.progress.begin(stage.index, stage.name, order.count, order.steps, start, later)
+        self.control.progress("training", step=start, steps=order.steps)
         parts.backbone.train()
         proof = Proof(engine, parts.modifiers, parts.train.betas[0])
         for step in range(start, order.steps):
@@ -163,8 +179,12 @@ class StreamLoop:
             seconds = time.perf_counter() - began
             spent = {"train_s": spent["train_s"] + seconds, "tokens": spent["tokens"] + result.tokens}
             self._say(stage, step + 1, order.steps, result, seconds)
-            if is_due(step + 1, order.steps, parts.checkpoint.every_steps):
+            stops = step + 1 < order.steps and self.control.stop_requested()
+            if stops or is_due(step + 1, order.steps, parts.checkpoint.every_steps):
                 self._save(self._snapshot(stage, engine, step + 1, order.steps, spent))
+            if stops:
+                engine.close()
+                raise StopRequested
         done = self._snapshot(stage, engine, order.steps, order.steps, spent)
         parts.modifiers.end_task()
         engine.close()
@@ -290,9 +310,10 @@ class StreamLoop:
     def _evaluate(self, stage: Stage, done: Checkpoint) -> dict[str, Any]:
         """The stage's record for the ledger."""
         began = time.perf_counter()
-        row = evaluate_row(self.parts, stage, self.world, self.storage)
+        before = partial(self._pause, "evaluating", stage)
+        row = evaluate_row(self.parts, stage, self.world, self.storage, before)
         is_last = stage.index == len(self.parts.stages) - 1
-        unseen = evaluate_unseen(self.parts, self.world, self.storage) if is_last else {}
+        unseen = evaluate_unseen(self.parts, self.world, self.storage, before) if is_last else {}
         eval_s = time.perf_counter() - began
         if self.parts.method.one_model_per_task and self.state.stages:
             row = {**{name: Score(**cell) for name, cell in self.state.stages[-1]["row"].items()}, **row}
@@ -343,6 +364,7 @@ class StreamLoop:
         return build_results(parts.info, parts.stream.name, parts.stream.notes, parts.stream.tasks, parts.stages, state)
 
     def _say(self, stage: Stage, step: int, steps: int, result: StepResult, seconds: float) -> None:
+        self.control.progress("training", step=step, steps=steps, loss=result.loss)
         if self.trace is None:
             return
         self.trace.add(stage.index, stage.name, step, result, seconds)
@@ -367,28 +389,6 @@ def is_due(step: int, steps: int, every: int | None) -> bool:
 def micro_batch_size(batch_size: int, micro: int | None, workers: int) -> int:
     """The configured size, or a worker's whole share of the batch."""
     return micro or max(1, batch_size // workers)
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """The most memory this process held so far: the GPU's if `device` is one, else resident memory, in MiB."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device)) / 2**20
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
-
-
-def forget_peak() -> None:
-    """The next peak is counted from now on; where the system has no word for that, from the start of the process."""
-    # where a GPU is seen and not used, to ask would make a context
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.reset_peak_memory_stats()
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def resident_memory_mb() -> float:
-    """What this process holds now, in MiB; it must not grow from task to task."""
-    return float(psutil.Process().memory_info().rss) / 2**20
 
 
 def stable_seed(*parts: int | str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -33,15 +33,24 @@ EXERCISE_SEED = 0
 UNSEEN = "unseen"
 """Folder of the answers to tasks that were never trained."""
 
+Before = Callable[[str], None]
+"""Called on every worker before a task is evaluated, with its name; what it raises ends the evaluation."""
 
-def evaluate_row(parts: Parts, stage: Stage, world: World, storage: Storage) -> dict[str, Score]:
+
+def _go_on(task: str) -> None:
+    """Nothing to do before a task."""
+
+
+def evaluate_row(
+    parts: Parts, stage: Stage, world: World, storage: Storage, before: Before = _go_on
+) -> dict[str, Score]:
     """Task name -> score after `stage`. Collective; rank 0 says each score and keeps the answers."""
     parts.backbone.eval()
     folder = f"{stage.index:03d}-{stage.name}"
-    return {task.name: _score(parts, task, world, storage, folder) for task in _tasks(parts, stage)}
+    return {task.name: _score(parts, task, world, storage, folder, before) for task in _tasks(parts, stage)}
 
 
-def evaluate_unseen(parts: Parts, world: World, storage: Storage) -> dict[str, Score]:
+def evaluate_unseen(parts: Parts, world: World, storage: Storage, before: Before = _go_on) -> dict[str, Score]:
     """Task name -> score of tasks that were never trained, zero-shot; otherwise as `evaluate_row`.
 
     What routes is never told such a task: a batch does not carry its name.
@@ -49,7 +58,7 @@ def evaluate_unseen(parts: Parts, world: World, storage: Storage) -> dict[str, S
     parts.backbone.eval()
     if parts.stream.unseen and world.is_first:
         log.info("    never trained:")
-    return {task.name: _score(parts, task, world, storage, UNSEEN) for task in parts.stream.unseen}
+    return {task.name: _score(parts, task, world, storage, UNSEEN, before) for task in parts.stream.unseen}
 
 
 def _tasks(parts: Parts, stage: Stage) -> list[Task]:
@@ -61,7 +70,8 @@ def _tasks(parts: Parts, stage: Stage) -> list[Task]:
     return [task for seen in parts.stages[: stage.index + 1] for task in seen.tasks]
 
 
-def _score(parts: Parts, task: Task, world: World, storage: Storage, folder: str) -> Score:
+def _score(parts: Parts, task: Task, world: World, storage: Storage, folder: str, before: Before) -> Score:
+    before(task.name)
     settings, codec = parts.evaluation, parts.backbone.codec
     table = parts.stream.table(task, settings.split, codec)
     encoder = parts.method.encoder

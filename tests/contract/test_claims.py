@@ -13,7 +13,7 @@ import yaml
 from tiny import Lab, work
 
 from raycl import config as configs
-from raycl import launch
+from raycl import console, launch
 from raycl.errors import ResumeError, StorageError
 from raycl.run import RunConfig, fingerprint
 from raycl.storage import Storage
@@ -111,7 +111,7 @@ def test_a_config_that_is_no_utf8_is_said(lab: Lab, tmp_path: Path) -> None:
 def test_the_log_is_followed_through_a_storage_that_fails_for_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(launch, "FOLLOW_S", 0.02)
+    monkeypatch.setattr(console, "FOLLOW_S", 0.02)
     monkeypatch.setattr(logging.getLogger("raycl"), "propagate", True)
     caplog.set_level(logging.INFO, logger="raycl")
     storage, failed = Storage.at(tmp_path), threading.Event()
@@ -124,7 +124,7 @@ def test_the_log_is_followed_through_a_storage_that_fails_for_a_moment(
         return listing(self, name)
 
     monkeypatch.setattr(Storage, "list", fails_once)
-    with launch.follow(storage):
+    with console.follow(storage):
         assert failed.wait(10)
         storage.write("log/attempt-0001.txt", b"one line\n")
         end = time.monotonic() + 10

@@ -10,7 +10,7 @@ import torch
 
 from raycl.errors import StorageError
 from raycl.storage import Storage
-from raycl.train.loop import forget_peak, peak_memory_mb
+from raycl.train.memory import forget_peak, peak_memory_mb
 from raycl.train.progress import Progress, Trace, clock, read_trace
 from raycl.train.step import StepResult
 

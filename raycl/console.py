@@ -1,0 +1,59 @@
+"""What a command says on its terminal while workers work elsewhere: their progress lines, read from the run's log.
+
+What it does not know: who writes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from raycl.errors import StorageError
+from raycl.storage import Storage
+from raycl.worker import LOGS, is_log, log_to
+
+log = logging.getLogger("raycl")
+FOLLOW_S = 1.0
+
+
+@contextmanager
+def follow(storage: Storage, label: str = "") -> Iterator[None]:
+    """Say the workers' progress lines here, each after `label`, as they come; only what is written from now on."""
+    seen: dict[str, int] = {}
+    over = threading.Event()
+
+    def fresh() -> Iterator[str]:
+        for name in filter(is_log, storage.list(LOGS)):
+            data = storage.read(f"{LOGS}/{name}")
+            new, seen[name] = data[seen.get(name, 0) :], len(data)
+            yield from new.decode(errors="replace").splitlines()
+
+    def say_new() -> None:
+        with suppress(StorageError):  # away for a moment: the next look finds all that was written meanwhile
+            for line in fresh():
+                log.info("%s%s", label, line)
+
+    def watch() -> None:
+        while not over.wait(FOLLOW_S):
+            say_new()
+
+    for _ in fresh():
+        pass  # what was written before is not said again
+    thread = threading.Thread(target=watch, name="follow", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        say_new()
+
+
+def log_to_stderr() -> None:
+    """Progress lines of this process without decoration."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log_to(handler)

@@ -1,0 +1,50 @@
+"""A request to stop: one small file of the run for each driver, which its workers look for while they train.
+
+Why it exists: SIGTERM reaches the driver, training happens in other processes, and all that they share is the run's
+folder. A request is for the workers of one driver: it does not stop the run again when another driver resumes it.
+What it does not know: who asks, and what is done about it.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+from raycl.storage import Storage
+from raycl.storage.records import read_record, seal
+
+FOLDER = "stop"
+FORMAT = 1
+
+
+class StopRequested(Exception):
+    """Ends the training loop of one worker after its checkpoint; never leaves the loop."""
+
+
+def request_stop(storage: Storage, driver: str, reason: str) -> None:
+    """Ask the workers of `driver` to write a checkpoint and end.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    record = {"format": FORMAT, "reason": reason, "time": time.time(), "host": socket.gethostname()}
+    storage.write(_file(driver), seal(record))
+
+
+def is_stop_requested(storage: Storage, driver: str) -> bool:
+    """Whether there is a request, readable or not."""
+    return storage.exists(_file(driver))
+
+
+def stop_of(storage: Storage, driver: str) -> dict[str, Any] | None:
+    """The request: `reason`, `time` in seconds since 1970, `host`; None: there is none.
+
+    Raises:
+        StorageError: the file is damaged.
+    """
+    return read_record(storage, _file(driver), FORMAT) if is_stop_requested(storage, driver) else None
+
+
+def _file(driver: str) -> str:
+    return f"{FOLDER}/{driver}.json"

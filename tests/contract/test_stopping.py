@@ -1,0 +1,104 @@
+"""A run that is asked to stop writes a checkpoint at once and ends; resumed, it is the run that was not disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import Complete, exported, matrix, run, trace
+
+from raycl.bank import Bank
+from raycl.bank.upkeep import verify
+from raycl.run import build
+from raycl.storage import Storage
+from raycl.train.control import Control
+from raycl.train.ledger import read_state
+from raycl.train.loop import StreamLoop
+from raycl.train.stop import request_stop
+from raycl.train.world import World
+
+ALONE = World.alone(torch.device("cpu"))
+
+
+class At:
+    """A tracker that calls `act` once `step` optimizer steps of the run are done."""
+
+    def __init__(self, step: int, act: Callable[[], None]) -> None:
+        self.step, self.act = step, act
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if step == self.step and "loss" in metrics:
+            self.act()
+
+
+def stopped(config: object, storage: Storage, step: int) -> None:
+    """A run whose driver asks it to stop after `step` optimizer steps of both stages together."""
+    parts, open_engine = build(config, ALONE)  # type: ignore[arg-type]
+    sink = At(step, lambda: request_stop(storage, "driver", "SIGTERM"))
+    control = Control(storage, ALONE, "driver", poll_s=0.0)
+    StreamLoop(parts, open_engine, storage, ALONE, sink, driver="driver", control=control).run()
+
+
+@pytest.mark.parametrize(("kind", "method"), [("bert", "slm"), ("t5", "lora"), ("llama", "sapt"), ("bert", "finetune")])
+@pytest.mark.parametrize(("step", "place"), [(3, "stage000-step0000003"), (7, "stage001-step0000003")])
+def test_it_stops_inside_a_task_and_goes_on_bit_for_bit(
+    complete: Complete, tmp_path: Path, kind: str, method: str, step: int, place: str
+) -> None:
+    done, storage = complete(kind, method, "torch"), Storage.at(tmp_path)
+    stopped(done.config, storage, step)
+    state = read_state(storage)
+    assert state.checkpoints[-1].startswith(place) and len(state.stages) == step // 4
+    assert len(trace(storage)) == step
+    run(done.config, storage)
+    assert (trace(storage), matrix(storage)) == (trace(done.storage), matrix(done.storage))
+    assert exported(storage) == exported(done.storage)
+    if method != "finetune":
+        assert verify(Bank(storage.sub("bank"))).problems == []
+
+
+@pytest.mark.parametrize("modifiers", [["migu"]])
+def test_modifiers_stop_and_go_on_as_well(complete: Complete, tmp_path: Path, modifiers: list[str]) -> None:
+    done = complete("bert", "lora", "torch")
+    tree = done.config.model_copy(update={"modifiers": done.config.__class__(modifiers=modifiers).modifiers})
+    whole, storage = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "stopped")
+    run(tree, whole)
+    stopped(tree, storage, 7)
+    run(tree, storage)
+    assert (trace(storage), matrix(storage)) == (trace(whole), matrix(whole))
+
+
+def test_a_checkpoint_that_was_due_is_written_once(complete: Complete, tmp_path: Path) -> None:
+    done, storage = complete("bert", "lora", "torch"), Storage.at(tmp_path)
+    stopped(done.config, storage, 2)
+    assert [name[:20] for name in read_state(storage).checkpoints] == ["stage000-step0000002"]
+
+
+def test_at_the_end_of_a_task_training_is_kept_and_evaluation_waits(complete: Complete, tmp_path: Path) -> None:
+    done, storage = complete("bert", "lora", "torch"), Storage.at(tmp_path)
+    stopped(done.config, storage, 8)
+    state = read_state(storage)
+    assert state.checkpoints[-1].startswith("stage001-step0000004") and len(state.stages) == 1
+    run(done.config, storage)
+    assert (trace(storage), matrix(storage)) == (trace(done.storage), matrix(done.storage))
+
+
+def test_a_request_is_for_the_workers_of_one_driver(complete: Complete, tmp_path: Path) -> None:
+    """Whoever resumes the run is another driver: the old request does not stop it again."""
+    done, storage = complete("bert", "lora", "torch"), Storage.at(tmp_path)
+    request_stop(storage, "driver", "SIGTERM")
+    stopped(done.config, storage, 100)
+    assert read_state(storage).checkpoints == [], "asked before the first step"
+    parts, open_engine = build(done.config, ALONE)
+    StreamLoop(parts, open_engine, storage, ALONE, driver="next", control=Control(storage, ALONE, "next")).run()
+    assert matrix(storage) == matrix(done.storage)
+
+
+@pytest.mark.parametrize("engine", ["zero2"])
+def test_other_engines_stop_too(complete: Complete, tmp_path: Path, engine: str) -> None:
+    done, storage = complete("bert", "slm", engine), Storage.at(tmp_path)
+    stopped(done.config, storage, 7)
+    assert read_state(storage).checkpoints[-1].startswith("stage001-step0000003")
+    run(done.config, storage)
+    assert (trace(storage), matrix(storage)) == (trace(done.storage), matrix(done.storage))

@@ -1,0 +1,92 @@
+"""A full object store, on a Ray that may not spill to disk: adapters are read from the bank, and that is said once."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from filelock import FileLock
+from ray.exceptions import OutOfDiskError
+
+from raycl.backbone import BackboneConfig
+from raycl.bank import Bank
+from raycl.bank.manifest import ModelFacts, RouterFacts
+from raycl.bank.shelf import NAMESPACE, Shelf
+from raycl.pretrained import weight_files
+from raycl.sweep import weights
+from raycl.types import AdapterState
+
+COUNT, WIDTH, RANK = 7, 4096, 512
+"""Adapters of 16 MiB: the store of 80 MiB holds four."""
+
+
+@pytest.fixture(scope="module")
+def full_disk(one_at_a_time: FileLock) -> Iterator[None]:
+    """A Ray that takes any disk for full, as it does at 95 %."""
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
+    try:
+        with one_at_a_time:
+            ray.init(
+                "local",
+                num_cpus=1,
+                object_store_memory=80 * 1024**2,
+                include_dashboard=False,
+                log_to_driver=False,
+                namespace="raycl-tests",
+                _temp_dir=folder,
+                _system_config={"local_fs_capacity_threshold": 0.0001},
+            )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def adapter(seed: int) -> AdapterState:
+    draw = torch.Generator().manual_seed(seed)
+    return AdapterState({"q": (torch.randn(RANK, WIDTH, generator=draw), torch.zeros(WIDTH, RANK))}, 2.0)
+
+
+def test_what_does_not_fit_is_read_from_the_bank(
+    full_disk: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bank = Bank.at(tmp_path / "bank")
+    model = ModelFacts(name="tiny", sha256="a" * 64)
+    manifests = [bank.publish(f"a{number}", adapter(number), model) for number in range(COUNT)]
+    snapshot = bank.snapshot(manifests, model, RouterFacts(kind="task"))
+    names = [f"a{number}" for number in range(COUNT)]
+    shelf = Shelf(bank, capacity_mb=1000)
+    with caplog.at_level(logging.WARNING, logger="raycl"):
+        shelf.check([(str(entry), entry.tensors) for entry in snapshot.adapters])
+        held = [shelf.fetch(snapshot, names), shelf.fetch(snapshot, names)]
+    for mapped in held:
+        for number, name in enumerate(names):
+            assert torch.equal(mapped[name].linears["q"][0], adapter(number).linears["q"][0])
+    (said,) = caplog.messages
+    assert "the object store is full" in said and "read from the bank" in said and str(bank.storage.uri) in said
+    assert 0 < shelf.held()[0] < COUNT
+    ray.get_actor(shelf.name, namespace=NAMESPACE)
+
+
+def test_backbones_of_a_sweep_are_then_read_by_every_worker(
+    full_disk: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Room for them was promised by the node, and is taken by somebody else."""
+    import numpy as np
+
+    taken = []
+    with pytest.raises(OutOfDiskError):
+        while True:
+            taken.append(ray.put(np.zeros(8 * 2**20, dtype=np.uint8)))
+    monkeypatch.setattr(weights, "ROOM", 100.0)
+    backbone = BackboneConfig()
+    assert sum(file.stat().st_size for file in weight_files(backbone.name, backbone.revision)) > 16 * 2**20
+    with caplog.at_level(logging.INFO, logger="raycl"):
+        assert weights.put_weights([backbone]) == {}
+    assert "is read by every worker: the object store is full" in caplog.text

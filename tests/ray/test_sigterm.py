@@ -1,0 +1,113 @@
+"""SIGTERM and workers that hang, on a real Ray cluster: a run that is stopped or stuck ends as one that was left alone.
+
+Every process that is signalled is one that the test's own run wrote into its ledger, or started itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from raycl import launch, run
+from raycl.storage import Storage
+from raycl.train.ledger import RunState, read_state
+
+REPO = Path(__file__).resolve().parents[2]
+SMALL = [
+    "stream.tasks=[topic,sentiment]",
+    "stream.train_rows=40",
+    "stream.test_rows=20",
+    "train.epochs=6",
+    "train.batch_size=8",
+    "train.log_every_s=0.1",
+    "checkpoint.every_steps=null",
+    "engine=torch",
+    "launch.workers=2",
+]
+
+
+def wait_for(ready: Callable[[], Any], seconds: float = 280) -> Any:
+    """The first true answer."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if answer := ready():
+            return answer
+        time.sleep(0.02)
+    raise AssertionError(f"it did not happen in {seconds:g} s")
+
+
+@pytest.fixture
+def own_driver(ray_cluster: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `jobs/train_stream.py` on the module's cluster; whatever still runs at the end is ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "RAY_ADDRESS": ray_cluster["address"]}
+        command = [sys.executable, str(REPO / "jobs/train_stream.py"), *arguments]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def whole(ray_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Storage:
+    """The run that is left alone."""
+    reference = launch.prepare(run.load_config(None, [*SMALL, f"output.dir={tmp_path_factory.mktemp('whole')}"]))
+    launch.train(reference)
+    return reference.storage
+
+
+def in_second_task(storage: Storage) -> RunState | None:
+    """The state, once the second task is being trained."""
+    state = read_state(storage)
+    return state if state.stages and len(tiny.trace(storage)) > 32 else None
+
+
+def test_sigterm_writes_a_checkpoint_and_exits_with_75(
+    own_driver: Callable[..., subprocess.Popen[str]], whole: Storage, tmp_path: Path
+) -> None:
+    storage = Storage.at(tmp_path / "runs" / "mine")
+    driver = own_driver(*SMALL, f"output.dir={tmp_path / 'runs'}", "output.name=mine")
+    wait_for(lambda: in_second_task(storage))
+    driver.send_signal(signal.SIGTERM)
+    _, said = driver.communicate(timeout=280)
+    assert driver.returncode == os.EX_TEMPFAIL == 75, said
+    assert f"--resume {storage.uri}" in said.splitlines()[-1] and "SIGTERM" in said.splitlines()[-1], said
+    assert "Traceback" not in said
+    newest = read_state(storage).checkpoints[-1]
+    assert newest.startswith("stage001-step00000") and not newest.startswith("stage001-step0000030"), newest
+    again = own_driver("--resume", storage.uri)
+    _, said = again.communicate(timeout=280)
+    assert again.returncode == 0, said
+    assert (tiny.trace(storage), tiny.matrix(storage)) == (tiny.trace(whole), tiny.matrix(whole))
+
+
+def test_a_worker_that_hangs_is_ended_and_the_run_goes_on(
+    own_driver: Callable[..., subprocess.Popen[str]], whole: Storage, tmp_path: Path
+) -> None:
+    """One of two workers stands still (SIGSTOP): the other waits for it without end, and no error comes of it."""
+    storage = Storage.at(tmp_path / "runs" / "mine")
+    hang = ["launch.hang_s=20", "launch.max_failures=2"]
+    driver = own_driver(*SMALL, *hang, f"output.dir={tmp_path / 'runs'}", "output.name=mine")
+    os.kill(wait_for(lambda: in_second_task(storage)).attempts[-1]["pid"], signal.SIGSTOP)
+    _, said = driver.communicate(timeout=280)
+    assert driver.returncode == 0, said
+    assert len(read_state(storage).attempts) == 2
+    assert re.search(r"worker 2 of 2 \(process \d+ on .*\) made no progress for \d+ s while training", said), said
+    assert (tiny.trace(storage), tiny.matrix(storage)) == (tiny.trace(whole), tiny.matrix(whole))
