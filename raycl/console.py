@@ -25,22 +25,22 @@ def follow(storage: Storage, label: str = "") -> Iterator[None]:
     seen: dict[str, int] = {}
     over = threading.Event()
 
-    def fresh() -> Iterator[str]:
-        for name in filter(is_log, storage.list(LOGS)):
-            data = storage.read(f"{LOGS}/{name}")
+    def fresh(folder: Storage) -> Iterator[str]:
+        for name in filter(is_log, folder.list(LOGS)):
+            data = folder.read(f"{LOGS}/{name}")
             new, seen[name] = data[seen.get(name, 0) :], len(data)
             yield from new.decode(errors="replace").splitlines()
 
     def say_new() -> None:
         with suppress(StorageError):  # away for a moment: the next look finds all that was written meanwhile
-            for line in fresh():
+            for line in fresh(storage.patient(0)):
                 log.info("%s%s", label, line)
 
     def watch() -> None:
         while not over.wait(FOLLOW_S):
             say_new()
 
-    for _ in fresh():
+    for _ in fresh(storage):
         pass  # what was written before is not said again
     thread = threading.Thread(target=watch, name="follow", daemon=True)
     thread.start()

@@ -9,6 +9,7 @@
     ├── RetrievalError     an encoder, keys or a query that cannot choose adapters
     ├── StorageError       a path or URI that cannot be read or written
     │   ├── AlreadyExistsError  exclusive creation lost: somebody else wrote it first
+    │   ├── UnreachableError    a store that does not answer now, and may later
     │   ├── DamagedError        a record that was cut or changed after it was written
     │   └── FormatError         a record of a format that this version does not read
     ├── BankError          an adapter or snapshot that is absent, damaged or not allowed
@@ -65,6 +66,12 @@ class StorageError(RayclError):
 
 class AlreadyExistsError(StorageError):
     """Exclusive creation failed because the file exists: another writer was first."""
+
+
+class UnreachableError(StorageError):
+    """A store does not answer, after all tries; nothing is known to be wrong with what it holds."""
+
+    exit_status = 75
 
 
 class DamagedError(StorageError):

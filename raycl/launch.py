@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import os
+import shlex
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -26,7 +27,15 @@ from raycl import run as runs
 from raycl import trust
 from raycl.console import follow
 from raycl.data.stream import Stream
-from raycl.errors import AlreadyExistsError, LaunchError, RayclError, ResumeError, RunError, StoppedError
+from raycl.errors import (
+    AlreadyExistsError,
+    LaunchError,
+    RayclError,
+    ResumeError,
+    RunError,
+    StoppedError,
+    UnreachableError,
+)
 from raycl.extension import other_changes, with_tasks
 from raycl.run import RunConfig
 from raycl.storage import Storage
@@ -170,7 +179,7 @@ def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) ->
 
 def resume_line(storage: Storage, config: RunConfig) -> str:
     """What to type behind the job's name to go on with a run."""
-    return " ".join(["--resume", storage.uri, *trust.as_overrides(configs.as_tree(config))])
+    return " ".join(["--resume", shlex.quote(storage.address), *trust.as_overrides(configs.as_tree(config))])
 
 
 def _config_of(storage: Storage, state: RunState, overrides: tuple[str, ...] = ()) -> RunConfig:
@@ -210,11 +219,19 @@ def train(prepared: Prepared, hosting: Hosting | None = None) -> dict[str, Any]:
     Raises:
         LaunchError: the cluster cannot ever give the workers.
         RunError: the workers failed more often than `launch.max_failures`.
+        StoppedError: SIGTERM stopped it, or its store did not answer for longer than `output.retry_s`.
     """
+    storage = prepared.storage.patient(prepared.config.output.retry_s)
+    try:
+        return _train(replace(prepared, storage=storage), hosting or Hosting())
+    except UnreachableError as error:
+        raise StoppedError(f"{error}; when it is back, go on with {resume_line(storage, prepared.config)}") from error
+
+
+def _train(prepared: Prepared, hosting: Hosting) -> dict[str, Any]:
     stages = len(prepared.stages)
     if prepared.done < stages:
         with cluster(prepared.config):
-            hosting = hosting or Hosting()
             scaling = scaling_of(prepared.config, hosting.share)
             while (done := prepared.done) < stages and not is_stopped(prepared.storage, done):
                 _fit(prepared, scaling, done, hosting)
@@ -290,6 +307,7 @@ def job_of(prepared: Prepared, hosting: Hosting, driver: str, threads: int = 1, 
         "driver": driver,
         "config": configs.as_tree(prepared.config),
         "folder": prepared.storage.address,
+        "retry_s": prepared.config.output.retry_s,
         "name": prepared.name,
         "singles": prepared.singles,
         "replaces": prepared.replaces,
@@ -327,7 +345,12 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
         if not sigterm.requested:
             raise
     except ray.train.TrainingFailedError as error:
+        for failure in getattr(error, "worker_failures", {}).values():
+            if isinstance(failure, UnreachableError):
+                raise failure from error
         raise RunError(f"the workers failed: {_cause(error)}; go on with {resume_line(storage, config)}") from error
+    except UnreachableError:
+        raise
     except RayclError as error:  # of a worker in this process
         raise RunError(f"{error} (run {storage.uri})") from error
     if storage.exists(error_file(driver)):

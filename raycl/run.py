@@ -87,6 +87,9 @@ class OutputConfig(Section):
         "submitted job (whose own folder is temporary), else ./runs",
     )
     name: str | None = Field(None, description="folder of this run; null: made from stream, backbone, method, seed")
+    retry_s: float = Field(
+        180.0, ge=0, description="seconds that a store which does not answer is asked again, with growing pauses"
+    )
     exists: str = Field("error", pattern="^(error|resume)$", description="resume: go on if the run is there already")
 
 

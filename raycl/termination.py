@@ -55,7 +55,8 @@ class StopOnSigterm:
         Args:
             driver: who started the workers. grace_s: seconds that they get.
         """
-        self.storage, self.driver, self.grace_s = storage, driver, grace_s
+        self.storage = storage.patient(0)  # there is no time to wait for one that is away
+        self.driver, self.grace_s = driver, grace_s
         self.requested = False
         self._late = False
         self._over = threading.Event()

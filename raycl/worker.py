@@ -20,7 +20,7 @@ from ray.train.torch import get_device
 
 from raycl import config as configs
 from raycl import run as runs
-from raycl.errors import RayclError, RunError
+from raycl.errors import RayclError, RunError, UnreachableError
 from raycl.run import RunConfig
 from raycl.storage import Storage
 from raycl.tracking import open_tracker
@@ -53,7 +53,7 @@ def worker_main(job: dict[str, Any]) -> None:
     Ray starts a failed worker group again. That helps after a crash, not after an error of ours, which would only
     come back: it is left on storage, and the new group ends at once, so that the driver can say it.
     """
-    storage = Storage.at(job["folder"])
+    storage = Storage.at(job["folder"]).patient(job["retry_s"])
     if not storage.exists(CONFIG):
         raise RunError(
             f"the worker on {socket.gethostname()} does not see '{storage.uri}': "
@@ -63,6 +63,8 @@ def worker_main(job: dict[str, Any]) -> None:
         return
     try:
         _run_worker(job, storage)
+    except UnreachableError:
+        raise  # there is no place for it, and a new group may find the store back
     except RayclError as error:
         storage.write_json(error_file(job["driver"]), {"type": type(error).__name__, "message": str(error)})
         raise

@@ -6,29 +6,28 @@ What it does not know: local disks, what is written.
 from __future__ import annotations
 
 import time
-import uuid
 from importlib import import_module
 from typing import Any
 
-from raycl.errors import StorageError
+from raycl.errors import StorageError, UnreachableError
 
 S3_ATTEMPTS = 4
 """Tries of a conditional put that S3 answers with 409, 'another operation is under way, ask again'."""
 
 
-def create_s3(bucket: str, key: str, data: bytes, endpoint: str | None, full: str) -> bool:
+def create_s3(bucket: str, key: str, data: bytes, endpoint: str | None, full: str, writer: str) -> bool:
     """Put an object unless there is one; False if somebody was first.
 
     Args:
         endpoint: of an S3-compatible server; None for AWS. full: URI for messages.
+        writer: the same word at every try of one creation: a put whose answer was lost is found to be our own.
 
     Raises:
-        StorageError: it cannot be written.
+        UnreachableError: the store does not answer. StorageError: it cannot be written.
     """
     boto3 = _library("boto3", "S3", "s3", full)
-    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
-    writer = uuid.uuid4().hex
     try:
         client = boto3.client("s3", endpoint_url=endpoint)
         for attempt in range(1, S3_ATTEMPTS + 1):
@@ -44,22 +43,26 @@ def create_s3(bucket: str, key: str, data: bytes, endpoint: str | None, full: st
                 time.sleep(0.2 * attempt)
         # boto3 repeats a put whose answer was lost; then the file that is in the way is our own
         return bool(client.head_object(Bucket=bucket, Key=key)["Metadata"].get("writer") == writer)
-    except (BotoCoreError, ClientError) as error:
+    except (ConnectionError, HTTPClientError) as error:
+        raise UnreachableError(f"cannot create '{full}': {error}") from error
+    except ClientError as error:
+        away = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500
+        raise (UnreachableError if away else StorageError)(f"cannot create '{full}': {error}") from error
+    except BotoCoreError as error:
         raise StorageError(f"cannot create '{full}': {error}") from error
 
 
-def create_gs(bucket: str, key: str, data: bytes, endpoint: str | None, full: str) -> bool:
+def create_gs(bucket: str, key: str, data: bytes, endpoint: str | None, full: str, writer: str) -> bool:
     """The same on Google Cloud Storage: generation 0 stands for 'no object yet'.
 
     Raises:
-        StorageError: it cannot be written.
+        UnreachableError: the store does not answer. StorageError: it cannot be written.
     """
     storage = _library("google.cloud.storage", "Google Cloud Storage", "gs", full)
-    from google.api_core.exceptions import GoogleAPIError, PreconditionFailed
+    from google.api_core.exceptions import GoogleAPIError, PreconditionFailed, RetryError, ServerError
     from google.auth.credentials import AnonymousCredentials
     from google.auth.exceptions import GoogleAuthError
 
-    writer = uuid.uuid4().hex
     try:
         own: dict[str, Any] = {}
         if endpoint:  # a server of one's own asks for no credentials
@@ -74,7 +77,9 @@ def create_gs(bucket: str, key: str, data: bytes, endpoint: str | None, full: st
         except PreconditionFailed:
             found = client.bucket(bucket).get_blob(key)
             return found is not None and (found.metadata or {}).get("writer") == writer
-    except (GoogleAPIError, GoogleAuthError, OSError) as error:
+    except (RetryError, ServerError, OSError) as error:  # requests' connection errors are OSErrors
+        raise UnreachableError(f"cannot create '{full}': {error}") from error
+    except (GoogleAPIError, GoogleAuthError) as error:
         raise StorageError(f"cannot create '{full}': {error}") from error
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from pyarrow import ArrowException
@@ -21,7 +22,10 @@ from pyarrow import fs as pafs
 
 from raycl.errors import AlreadyExistsError, StorageError
 from raycl.storage.exclusive import create_gs, create_s3
+from raycl.storage.outage import tried
 from raycl.storage.unfinished import UNFINISHED, Buffer, finished_beside
+
+T = TypeVar("T")
 
 _READ_ATTEMPTS = 10
 """Reads of an object that is being replaced all the time before `read` gives up."""
@@ -49,12 +53,14 @@ class Storage:
     Attributes:
         uri: as the user wrote it without its query, absolute for local paths.
         endpoint: address of an S3-compatible server other than AWS (the URI's `endpoint_override`).
+        patience_s: how long a store that does not answer is asked again, with growing pauses.
     """
 
     uri: str
     filesystem: pafs.FileSystem
     root: str
     endpoint: str | None = None
+    patience_s: float = 0.0
 
     @staticmethod
     def at(uri: str | Path) -> Storage:
@@ -96,15 +102,18 @@ class Storage:
 
     def sub(self, name: str) -> Storage:
         """A folder below this one."""
-        return Storage(f"{self.uri}/{name}", self.filesystem, self.path(name), self.endpoint)
+        return Storage(f"{self.uri}/{name}", self.filesystem, self.path(name), self.endpoint, self.patience_s)
+
+    def patient(self, seconds: float) -> Storage:
+        """The same folder; a store that does not answer is asked again for so long, then there is UnreachableError."""
+        return replace(self, patience_s=seconds)
 
     def exists(self, name: str = "") -> bool:
         """Whether a file or folder is there."""
         return bool(self._kind(name) != pafs.FileType.NotFound)
 
     def _kind(self, name: str) -> pafs.FileType:
-        with self._naming("reach", name):
-            return self.filesystem.get_file_info(self.path(name)).type
+        return self._tried("reach", name, lambda: self.filesystem.get_file_info(self.path(name)).type)
 
     def list(self, name: str = "") -> list[str]:
         """Names directly below a folder, sorted; empty if it does not exist.
@@ -114,15 +123,14 @@ class Storage:
         """
         if self._kind(name) == pafs.FileType.File:
             raise StorageError(f"cannot list '{self._full(name)}': it is a file, give the folder that holds it")
-        with self._naming("list", name):
-            found = self.filesystem.get_file_info(pafs.FileSelector(self.path(name), allow_not_found=True))
+        selector = pafs.FileSelector(self.path(name), allow_not_found=True)
+        found = self._tried("list", name, lambda: self.filesystem.get_file_info(selector))
         return sorted(info.base_name for info in found if not UNFINISHED.search(info.base_name))
 
     def files(self, name: str = "") -> dict[str, FileFacts]:
         """Every file below a folder, unfinished ones too: name relative to this storage -> size and age."""
-        with self._naming("list", name):
-            selector = pafs.FileSelector(self.path(name), allow_not_found=True, recursive=True)
-            found = self.filesystem.get_file_info(selector)
+        selector = pafs.FileSelector(self.path(name), allow_not_found=True, recursive=True)
+        found = self._tried("list", name, lambda: self.filesystem.get_file_info(selector))
         start, now = len(self.root) + 1, time.time()
         return {info.path[start:]: _facts(info, now) for info in found if info.type == pafs.FileType.File}
 
@@ -135,15 +143,18 @@ class Storage:
         Raises:
             StorageError: it cannot be read.
         """
+
+        def read() -> bytes | None:
+            with self.filesystem.open_input_file(self.path(name)) as stream:
+                version, data = stream.metadata(), bytes(stream.read())
+            if self.is_local:  # an open local file stays the one that was opened
+                return data
+            with self.filesystem.open_input_file(self.path(name)) as stream:
+                return data if stream.metadata() == version else None
+
         for _ in range(_READ_ATTEMPTS):
-            with self._naming("read", name):
-                with self.filesystem.open_input_file(self.path(name)) as stream:
-                    version, data = stream.metadata(), bytes(stream.read())
-                if self.is_local:  # an open local file stays the one that was opened
-                    return data
-                with self.filesystem.open_input_file(self.path(name)) as stream:
-                    if stream.metadata() == version:
-                        return data
+            if (data := self._tried("read", name, read)) is not None:
+                return data
         raise StorageError(f"cannot read '{self._full(name)}': somebody replaces it all the time, try again later")
 
     def read_text(self, name: str) -> str:
@@ -164,9 +175,7 @@ class Storage:
         Raises:
             StorageError: it cannot be opened.
         """
-        with self._naming("read", name):
-            stream = self.filesystem.open_input_file(self.path(name))
-        with stream:
+        with self._tried("read", name, lambda: self.filesystem.open_input_file(self.path(name))) as stream:
             yield stream
 
     def write(self, name: str, *parts: Buffer) -> None:
@@ -178,7 +187,8 @@ class Storage:
         Raises:
             StorageError: it cannot be written.
         """
-        with self._naming("write", name):
+
+        def write() -> None:
             if self.is_local:
                 with finished_beside(Path(self.path(name)), parts) as temporary:
                     os.replace(temporary, self.path(name))
@@ -186,6 +196,8 @@ class Storage:
             with self.filesystem.open_output_stream(self.path(name)) as stream:  # an object appears when closed
                 for part in parts:
                     stream.write(part)
+
+        self._tried("write", name, write)
 
     @contextmanager
     def staging(self, folder: str, *parts: Buffer) -> Iterator[Callable[[str], None]]:
@@ -207,17 +219,22 @@ class Storage:
             written = pool.submit(beside.__enter__)
 
             def name_it(name: str) -> None:
-                with self._naming("write", name):
-                    path = Path(self.path(name))
+                path = Path(self.path(name))
+
+                def place() -> None:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     os.replace(written.result(), path)
+
+                self._tried("write", name, place)
+
+            def finish() -> None:
+                written.result()
+                beside.__exit__(None, None, None)
 
             try:
                 yield name_it
             finally:
-                with self._naming("write", folder):
-                    written.result()
-                    beside.__exit__(None, None, None)
+                self._tried("write", folder, finish)
 
     def create(self, name: str, data: bytes) -> None:
         """Write a file that must not exist yet; of several racing writers exactly one wins.
@@ -230,10 +247,11 @@ class Storage:
             self._create_local(name, data)
             return
         bucket, _, key = self.path(name).partition("/")
+        place = (bucket, key, data, self.endpoint, self._full(name), uuid.uuid4().hex)
         if isinstance(self.filesystem, pafs.S3FileSystem):
-            won = create_s3(bucket, key, data, self.endpoint, self._full(name))
+            won = self._tried("create", name, lambda: create_s3(*place))
         elif isinstance(self.filesystem, pafs.GcsFileSystem):
-            won = create_gs(bucket, key, data, self.endpoint, self._full(name))
+            won = self._tried("create", name, lambda: create_gs(*place))
         else:
             raise StorageError(
                 f"'{self.uri}' offers no exclusive creation, which commits need: use a local or shared path, s3:// or "
@@ -244,11 +262,15 @@ class Storage:
 
     def _create_local(self, name: str, data: bytes) -> None:
         path = Path(self.path(name))
-        with self._naming("create", name), finished_beside(path, (data,)) as temporary:
-            try:
-                os.link(temporary, path)  # fails if the name is taken, and shows the file only when it is whole
-            except FileExistsError as error:
-                raise self._taken(name) from error
+
+        def link() -> None:
+            with finished_beside(path, (data,)) as temporary:
+                try:
+                    os.link(temporary, path)  # fails if the name is taken, and shows the file only when it is whole
+                except FileExistsError as error:
+                    raise self._taken(name) from error
+
+        self._tried("create", name, link)
 
     def delete(self, name: str) -> None:
         """Remove a file or a folder with all it holds; nothing happens if it is absent.
@@ -257,11 +279,10 @@ class Storage:
             StorageError: it cannot be removed.
         """
         kind = self._kind(name)
-        with self._naming("delete", name):
-            if kind == pafs.FileType.Directory:
-                self.filesystem.delete_dir(self.path(name))
-            elif kind == pafs.FileType.File:
-                self.filesystem.delete_file(self.path(name))
+        if kind == pafs.FileType.Directory:
+            self._tried("delete", name, lambda: self.filesystem.delete_dir(self.path(name)))
+        elif kind == pafs.FileType.File:
+            self._tried("delete", name, lambda: self.filesystem.delete_file(self.path(name)))
 
     def read_json(self, name: str) -> Any:
         """Parse a JSON file.
@@ -284,13 +305,9 @@ class Storage:
     def _taken(self, name: str) -> AlreadyExistsError:
         return AlreadyExistsError(f"'{self._full(name)}' exists already: another writer was first")
 
-    @contextmanager
-    def _naming(self, verb: str, name: str) -> Iterator[None]:
-        """Turn what the file system raises into a StorageError that names the file."""
-        try:
-            yield
-        except (OSError, ArrowException, ValueError) as error:  # the hub's file system refuses names by ValueErrors
-            raise StorageError(f"cannot {verb} '{self._full(name)}': {' '.join(str(error).split())}") from error
+    def _tried(self, verb: str, name: str, action: Callable[[], T]) -> T:
+        """What `action` returns; what the file system raises becomes a StorageError that names the file."""
+        return tried(action, f"{verb} '{self._full(name)}'", self.patience_s, self.is_local)
 
 
 def _facts(info: pafs.FileInfo, now: float) -> FileFacts:

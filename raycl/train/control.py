@@ -17,7 +17,7 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
-from raycl.errors import StorageError
+from raycl.errors import StorageError, UnreachableError
 from raycl.storage import Storage
 from raycl.train.stop import is_stop_requested
 from raycl.train.world import World
@@ -61,7 +61,8 @@ class Control:
             driver: whose requests to stop are obeyed; empty: nobody's.
             hang_s: seconds without progress after which the process ends; None: never.
         """
-        self.storage, self.world, self.driver = storage, world, driver
+        self.storage = storage.patient(0)  # what it reads and writes can wait for the next time
+        self.world, self.driver = world, driver
         self.hang_s, self.poll_s = hang_s, poll_s
         self.activity = "starting"
         self._facts: dict[str, Any] = {}
@@ -90,10 +91,16 @@ class Control:
             return self._stop
         elapsed = time.monotonic() - self._looked
         calls = int(self.poll_s * self._calls / max(elapsed, 1e-3))  # that many of them take poll_s
-        found = self.world.is_first and is_stop_requested(self.storage, self.driver)
+        found = self.world.is_first and self._look()
         self._stop, self._skip = self.world.broadcast((found, 0 if now else calls))
         self._looked, self._calls = time.monotonic(), 0
         return self._stop
+
+    def _look(self) -> bool:
+        try:
+            return is_stop_requested(self.storage, self.driver)
+        except UnreachableError:
+            return False
 
     def __enter__(self) -> Self:
         self._thread.start()

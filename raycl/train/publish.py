@@ -29,7 +29,7 @@ log = logging.getLogger("raycl")
 
 def open_bank(config: BankConfig, storage: Storage) -> Bank:
     """The configured bank, or the run's own."""
-    return Bank.at(config.dir) if config.dir else Bank(storage.sub("bank"))
+    return Bank(Storage.at(config.dir).patient(storage.patience_s)) if config.dir else Bank(storage.sub("bank"))
 
 
 def publish(

@@ -29,7 +29,7 @@ from raycl.run import RunConfig, build
 from raycl.serve.model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.storage import Storage
 from raycl.train.ledger import read_state
-from raycl.train.loop import StreamLoop
+from raycl.train.loop import MetricsSink, StreamLoop
 from raycl.train.parts import Parts
 from raycl.train.progress import read_trace
 from raycl.train.world import World
@@ -164,6 +164,7 @@ def run(
     after: int | None = None,
     on_stage: Callable[[dict[str, Any]], bool | None] | None = None,
     world: World | None = None,
+    sink: MetricsSink | None = None,
     takes_over: bool = False,
 ) -> StreamLoop:
     """Build and run the stream as a worker does, without Ray; `after` steps of this attempt raise Stop.
@@ -175,9 +176,8 @@ def run(
     parts, open_engine = build(config, world)
     if takes_over:
         parts.info = replace(parts.info, replaces=read_state(storage).fingerprint)
-    loop = StreamLoop(
-        parts, open_engine if after is None else models.stopping(open_engine, after), storage, world, on_stage=on_stage
-    )
+    opened = open_engine if after is None else models.stopping(open_engine, after)
+    loop = StreamLoop(parts, opened, storage, world, sink, on_stage=on_stage)
     loop.run()
     return loop
 

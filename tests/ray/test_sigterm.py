@@ -1,4 +1,4 @@
-"""SIGTERM and workers that hang, on a real Ray cluster: a run that is stopped or stuck ends as one that was left alone.
+"""SIGTERM, workers that hang, a store that is away, on a real Ray cluster: the run ends as one that was left alone.
 
 Every process that is signalled is one that the test's own run wrote into its ledger, or started itself.
 """
@@ -17,10 +17,14 @@ from typing import Any
 
 import pytest
 import tiny
+from store import Store
 
 from raycl import launch, run
 from raycl.storage import Storage
 from raycl.train.ledger import RunState, read_state
+
+pytestmark = pytest.mark.usefixtures("s3_uri", "ray_cluster")
+"""In this order: the cluster's workers take the store's credentials from the environment."""
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -111,3 +115,27 @@ def test_a_worker_that_hangs_is_ended_and_the_run_goes_on(
     assert len(read_state(storage).attempts) == 2
     assert re.search(r"worker 2 of 2 \(process \d+ on .*\) made no progress for \d+ s while training", said), said
     assert (tiny.trace(storage), tiny.matrix(storage)) == (tiny.trace(whole), tiny.matrix(whole))
+
+
+def test_a_store_that_stays_away_stops_the_run_which_can_be_resumed(
+    own_driver: Callable[..., subprocess.Popen[str]], whole: Storage
+) -> None:
+    store = Store()
+    storage = Storage.at(store.uri("runs/mine"))
+    short = ["output.retry_s=1", "launch.max_failures=0"]
+    driver = own_driver(*SMALL, *short, f"output.dir={store.uri('runs')}", "output.name=mine")
+    wait_for(lambda: in_second_task(storage))
+    store.stop()
+    _, said = driver.communicate(timeout=280)
+    store.start()
+    assert driver.returncode == os.EX_TEMPFAIL, said
+    assert f"when it is back, go on with --resume '{storage.address}'" in said.splitlines()[-1], said
+    assert "did not answer for" in said and "Traceback" not in said
+    again = own_driver("--resume", storage.address)
+    _, said = again.communicate(timeout=280)
+    store.stop()
+    assert again.returncode == 0, said
+    assert "trying again" not in said
+    store.start()
+    assert (tiny.trace(storage), tiny.matrix(storage)) == (tiny.trace(whole), tiny.matrix(whole))
+    store.stop()

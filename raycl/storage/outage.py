@@ -1,0 +1,75 @@
+"""A store that does not answer just now: which errors say so, and asking again with growing pauses.
+
+What it does not know: what is asked.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from pyarrow import ArrowException
+
+from raycl.errors import StorageError, UnreachableError
+
+T = TypeVar("T")
+log = logging.getLogger("raycl")
+
+PAUSE_S, LONGEST_S = 0.5, 20.0
+"""The first pause, and the one after which they no longer double."""
+
+AWAY = {errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENOTCONN}
+"""Of network file systems."""
+
+_AWAY = re.compile(
+    r"NETWORK_CONNECTION|SERVICE_UNAVAILABLE|SLOW_DOWN|THROTTLING|INTERNAL_FAILURE|REQUEST_TIMEOUT|HTTP status 5\d\d"
+    r"|curlCode|UNAVAILABLE|DEADLINE_EXCEEDED|[Tt]imed out|[Cc]onnection refused|[Cc]onnection reset"
+)
+"""In the texts of pyarrow's S3, Google Cloud Storage and HDFS, whose errors have no types of their own."""
+
+
+def is_away(error: BaseException, local: bool) -> bool:
+    """Whether an error means that the store may answer later.
+
+    Args:
+        local: of a local path, where only what network file systems say counts.
+    """
+    if local:
+        return isinstance(error, OSError) and error.errno in AWAY
+    return _AWAY.search(str(error)) is not None
+
+
+def tried(action: Callable[[], T], what: str, patience_s: float, local: bool) -> T:
+    """What `action` returns, asked again while the store is away; whatever it raises becomes a StorageError.
+
+    Args:
+        what: it does, for messages, as in "read 's3://bucket/file'". patience_s: how long it is asked again.
+
+    Raises:
+        UnreachableError: the store is away for longer. StorageError: everything else that failed.
+    """
+    began, pause, said = time.monotonic(), PAUSE_S, ""
+    spent = 0.0
+    while True:
+        try:
+            return action()
+        except UnreachableError as error:
+            reason = str(error.__cause__ or error)
+        except (OSError, ArrowException, ValueError) as error:  # the hub's file system refuses names by ValueErrors
+            if not is_away(error, local):
+                raise StorageError(f"cannot {what}: {' '.join(str(error).split())}") from error
+            reason = str(error)
+        reason = " ".join(reason.split())
+        spent = max(spent, time.monotonic() - began)
+        if spent + pause > patience_s:
+            raise UnreachableError(f"cannot {what}: the store did not answer for {spent:.0f} s ({reason})")
+        if not said:
+            said = reason
+            log.warning("cannot %s: %s; trying again for %.0f s", what, reason, patience_s)
+        time.sleep(pause)
+        spent += pause
+        pause = min(2 * pause, LONGEST_S)

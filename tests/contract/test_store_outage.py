@@ -1,0 +1,136 @@
+"""A store that is away for a while: asked again with growing pauses, then a stop that can be resumed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from store import Store
+from tiny import Complete, exported, matrix, run, trace, work
+
+from raycl import launch
+from raycl.bank import Bank
+from raycl.bank.upkeep import verify
+from raycl.errors import AlreadyExistsError, StorageError, UnreachableError
+from raycl.storage import Storage, outage
+
+
+@pytest.fixture
+def store(s3_uri: Callable[[str], str]) -> Iterator[Store]:
+    made = Store()  # moto's servers of one process share what they hold, so the bucket is there
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize("what", ["read", "write", "create", "exists", "list", "files", "delete", "open"])
+def test_every_operation_waits_for_the_store(store: Store, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    storage = store.folder(f"every-{what}", 60)
+    storage.write("a", b"1")
+    operations: dict[str, Callable[[], Any]] = {
+        "read": lambda: storage.read("a"),
+        "write": lambda: storage.write("a", b"2"),
+        "create": lambda: storage.create("b", b"3"),
+        "exists": lambda: storage.exists("a"),
+        "list": lambda: storage.list(),
+        "files": lambda: list(storage.files()),
+        "delete": lambda: storage.delete("a"),
+        "open": lambda: _whole(storage, "a"),
+    }
+    expected = {"read": b"1", "exists": True, "list": ["a"], "files": ["a"], "open": b"1"}
+    with caplog.at_level(logging.WARNING, logger="raycl"), store.away(2.0):
+        assert operations[what]() == expected.get(what)
+    assert "trying again" in caplog.text
+    found = {name: storage.read(name) for name in storage.list()}
+    assert found == {"write": {"a": b"2"}, "create": {"a": b"1", "b": b"3"}, "delete": {}}.get(what, {"a": b"1"})
+
+
+def _whole(storage: Storage, name: str) -> bytes:
+    with storage.open(name) as stream:
+        return stream.read()
+
+
+def test_what_is_wrong_for_good_is_not_tried_again(store: Store) -> None:
+    storage = store.folder("wrong", 60)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="cannot read") as raised:
+        storage.read("nothing")
+    assert not isinstance(raised.value, UnreachableError)
+    storage.create("a", b"1")
+    with pytest.raises(AlreadyExistsError):
+        storage.create("a", b"2")
+    with pytest.raises(StorageError, match=r"NoSuchBucket|does not exist"):
+        Storage.at(store.uri("").replace("bucket", "no-such-bucket")).patient(60).create("a", b"1")
+    assert time.monotonic() - began < 10
+
+
+def test_patience_ends_with_one_sentence(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(outage, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
+    hurried, patient = (store.folder("gone", seconds) for seconds in (0, 40))
+    store.stop()
+    try:
+        with pytest.raises(UnreachableError, match=r"cannot reach 's3://bucket/gone/a'"):
+            hurried.exists("a")
+        assert not pauses
+        with pytest.raises(
+            UnreachableError, match=r"cannot write 's3://bucket/gone/a'.*did not answer for \d+ s"
+        ) as raised:
+            patient.write("a", b"1")
+        with pytest.raises(UnreachableError):
+            patient.sub("below").create("a", b"1")
+        assert "\n" not in str(raised.value)
+        assert len(pauses) % 2 == 0 and pauses[: len(pauses) // 2] == pauses[len(pauses) // 2 :] == [
+            0.5,
+            1,
+            2,
+            4,
+            8,
+            16,
+        ]
+    finally:
+        store.start()
+
+
+def test_a_run_goes_on_when_the_store_is_back(complete: Complete, store: Store, tmp_path: Path) -> None:
+    """It is away at the first checkpoint, and again while the second task is published."""
+    done = complete("bert", "slm", "torch")
+    storage = store.folder("run", 60)
+    stopped: list[int] = []
+
+    class Outage:
+        """A tracker that stops the store after steps 1 and 8."""
+
+        def log(self, step: int, metrics: dict[str, float]) -> None:
+            if step in (1, 8) and "loss" in metrics:
+                stopped.append(step)
+                store.stop()
+                threading.Timer(2.0, store.start).start()
+
+    run(done.config, storage, sink=Outage())
+    assert stopped == [1, 8]
+    assert (trace(storage), matrix(storage), exported(storage)) == (
+        trace(done.storage),
+        matrix(done.storage),
+        exported(done.storage),
+    )
+    assert verify(Bank(storage.sub("bank"))).problems == []
+
+
+def test_a_worker_gives_up_in_a_way_that_can_be_resumed(complete: Complete, store: Store) -> None:
+    done = complete("bert", "lora", "torch")
+    settings = {"dir": store.uri(""), "name": "given-up", "retry_s": 8.0}
+    config = done.config.model_copy(update={"output": done.config.output.model_copy(update=settings)})
+    prepared = launch.prepare(config)
+    store.stop()
+    with pytest.raises(UnreachableError):
+        work(prepared)
+    store.start()
+    assert prepared.storage.list("errors") == [], "its driver would take an error for the end of the run"
+    work(launch.reopen(prepared.storage.address))
+    assert matrix(prepared.storage) == matrix(done.storage)
