@@ -4,6 +4,7 @@ python jobs/train_stream.py                                     the built-in str
 python jobs/train_stream.py FILE.yaml key.path=value ...        a config file, or --config FILE; then overrides
 python jobs/train_stream.py --resume RUN_DIR                    go on where a run stopped
 python jobs/train_stream.py --resume RUN_DIR --add TASK         teach it one more task
+python jobs/train_stream.py --status RUN_DIR                    how it is, how far, and what to type
 ray job submit --working-dir . -- python jobs/train_stream.py   the same on a cluster
 """
 
@@ -17,6 +18,7 @@ from raycl import console, launch, run, termination
 from raycl.errors import ConfigError, RayclError
 from raycl.report.plots import heatmap
 from raycl.report.tables import matrix_table
+from raycl.status import status_of
 
 
 def arguments() -> argparse.Namespace:
@@ -25,9 +27,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("words", nargs="*", metavar="FILE.yaml key.path=value", help="for example method=lora")
     parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
     parser.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
-    parser.add_argument(
-        "--add", metavar="TASK", action="append", default=[], help="with --resume: one more task, by name or as YAML"
-    )
+    parser.add_argument("--status", metavar="RUN_DIR", help="how a run is, of whatever machine; nothing is started")
+    parser.add_argument("--add", metavar="TASK", action="append", default=[], help="with --resume: name or YAML")
     parser.add_argument("--print-config", action="store_true", help="show the resolved tree and stop")
     parser.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
     options = parser.parse_intermixed_args()
@@ -38,6 +39,8 @@ def arguments() -> argparse.Namespace:
     options.config = options.config or next(iter(files), None)
     if options.resume and options.config:
         parser.error(f"--resume takes the run's own config: leave {options.config} out")
+    if options.status and (options.words or options.config or options.resume):
+        parser.error("--status is asked alone")
     return options
 
 
@@ -47,6 +50,9 @@ def main() -> int:
     console.log_to_stderr()
     termination.exit_on_sigterm()
     try:
+        if options.status:
+            print(status_of(options.status))
+            return 0
         if options.print_config:
             print(configs.to_yaml(run.load_config(options.config, options.overrides)), end="")
             return 0

@@ -47,7 +47,7 @@ from raycl.train.results import build_results
 from raycl.train.settings import EXEMPT
 from raycl.train.verdict import is_stopped
 from raycl.types import Stage
-from raycl.worker import CONFIG, LOGS, error_file, visiting, worker_main
+from raycl.worker import CONFIG, LOGS, error_file, leave_error, visiting, worker_main
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,12 @@ def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) ->
 
 def resume_line(storage: Storage, config: RunConfig) -> str:
     """What to type behind the job's name to go on with a run."""
-    return " ".join(["--resume", shlex.quote(storage.address), *trust.as_overrides(configs.as_tree(config))])
+    return resume_arguments(storage, configs.as_tree(config))
+
+
+def resume_arguments(storage: Storage, tree: dict[str, Any]) -> str:
+    """The same for a config that is not validated."""
+    return " ".join(["--resume", shlex.quote(storage.address), *trust.as_overrides(tree)])
 
 
 def _config_of(storage: Storage, state: RunState, overrides: tuple[str, ...] = ()) -> RunConfig:
@@ -348,7 +353,9 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
         for failure in getattr(error, "worker_failures", {}).values():
             if isinstance(failure, UnreachableError):
                 raise failure from error
-        raise RunError(f"the workers failed: {_cause(error)}; go on with {resume_line(storage, config)}") from error
+        said = f"the workers failed: {_cause(error)}; go on with {resume_line(storage, config)}"
+        leave_error(storage, driver, RunError(said))
+        raise RunError(said) from error
     except UnreachableError:
         raise
     except RayclError as error:  # of a worker in this process

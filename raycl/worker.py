@@ -9,6 +9,7 @@ import gc
 import logging
 import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -47,6 +48,12 @@ def error_file(driver: str) -> str:
     return f"errors/{driver}.json"
 
 
+def leave_error(storage: Storage, driver: str, error: RayclError) -> None:
+    """Leave an error of ours for its driver, and for whoever asks for the run's status."""
+    record = {"type": type(error).__name__, "message": str(error), "time": time.time()}
+    storage.write_json(error_file(driver), record)
+
+
 def worker_main(job: dict[str, Any]) -> None:
     """What every Ray Train worker runs.
 
@@ -66,7 +73,7 @@ def worker_main(job: dict[str, Any]) -> None:
     except UnreachableError:
         raise  # there is no place for it, and a new group may find the store back
     except RayclError as error:
-        storage.write_json(error_file(job["driver"]), {"type": type(error).__name__, "message": str(error)})
+        leave_error(storage, job["driver"], error)
         raise
 
 

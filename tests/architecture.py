@@ -22,7 +22,7 @@ LAYERS = (
     ("extension", "worker", "termination"),
     ("console",),
     ("launch",),
-    ("sweep", "comparison", "bank_commands"),
+    ("sweep", "comparison", "bank_commands", "status"),
     ("bench",),
     ("jobs",),
 )

@@ -115,7 +115,8 @@ class Control:
         self._beat()
 
     def _watch(self) -> None:
-        beat = 0.0
+        beat = time.monotonic()
+        self._beat()
         while not self._over.wait(min(1.0, BEAT_S)):
             idle = time.monotonic() - self._progress
             if self.hang_s is not None and idle > self.hang_s:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -90,7 +92,8 @@ class StreamLoop:
         self.parts, self.open_engine = parts, open_engine
         self.storage, self.world = storage, world
         self.sink, self.on_stage, self.control = sink, on_stage, control or Control(storage, world)
-        claims = partial(Ledger.claim, storage, parts.info, workers=world.size, driver=driver)
+        nodes = world.gather({"host": socket.gethostname(), "pid": os.getpid()})
+        claims = partial(Ledger.claim, storage, parts.info, workers=world.size, driver=driver, nodes=nodes)
         self.ledger = claims() if world.is_first else None
         self.state: RunState = world.broadcast(self.ledger.state if self.ledger else RunState())
         self.trace = Trace(storage, self.ledger.attempt) if self.ledger else None

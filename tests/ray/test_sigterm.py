@@ -20,6 +20,7 @@ import tiny
 from store import Store
 
 from raycl import launch, run
+from raycl.status import status_of
 from raycl.storage import Storage
 from raycl.train.ledger import RunState, read_state
 
@@ -96,10 +97,12 @@ def test_sigterm_writes_a_checkpoint_and_exits_with_75(
     assert "Traceback" not in said
     newest = read_state(storage).checkpoints[-1]
     assert newest.startswith("stage001-step00000") and not newest.startswith("stage001-step0000030"), newest
+    assert (status_of(storage.uri).state, "by SIGTERM" in str(status_of(storage.uri))) == ("stopped", True)
     again = own_driver("--resume", storage.uri)
     _, said = again.communicate(timeout=280)
     assert again.returncode == 0, said
     assert (tiny.trace(storage), tiny.matrix(storage)) == (tiny.trace(whole), tiny.matrix(whole))
+    assert status_of(storage.uri).state == "finished"
 
 
 def test_a_worker_that_hangs_is_ended_and_the_run_goes_on(
@@ -114,6 +117,7 @@ def test_a_worker_that_hangs_is_ended_and_the_run_goes_on(
     assert driver.returncode == 0, said
     assert len(read_state(storage).attempts) == 2
     assert re.search(r"worker 2 of 2 \(process \d+ on .*\) made no progress for \d+ s while training", said), said
+    assert "made no progress" in status_of(storage.uri).facts["hang 1"]
     assert (tiny.trace(storage), tiny.matrix(storage)) == (tiny.trace(whole), tiny.matrix(whole))
 
 

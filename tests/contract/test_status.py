@@ -1,0 +1,169 @@
+"""`--status RUN`: what a run does, how far it is and what to type, from its files alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import Complete, Done, Lab, work
+
+from raycl import launch, status
+from raycl import run as runs
+from raycl.errors import ResumeError, RunError
+from raycl.run import RunConfig
+from raycl.status import Status, status_of
+from raycl.storage import Storage
+from raycl.train import control as controls
+from raycl.train.control import Control
+from raycl.train.loop import StreamLoop
+from raycl.train.stop import request_stop
+from raycl.train.world import World
+
+ALONE = World.alone(torch.device("cpu"))
+REPO = Path(__file__).resolve().parents[2]
+
+
+class At:
+    """A tracker that calls `act` once `step` optimizer steps of the run are done."""
+
+    def __init__(self, step: int, act: Callable[[], None]) -> None:
+        self.step, self.act = step, act
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if step == self.step and "loss" in metrics:
+            self.act()
+
+
+def learn(config: RunConfig, storage: Storage, step: int, act: Callable[[], None]) -> None:
+    """A run as a worker does it, with `act` after so many optimizer steps."""
+    parts, open_engine = runs.build(config, ALONE)
+    with Control(storage, ALONE, "mine", poll_s=0.0) as control:
+        StreamLoop(parts, open_engine, storage, ALONE, At(step, act), driver="mine", control=control).run()
+
+
+def started(done: Done, folder: Path) -> tuple[RunConfig, Storage]:
+    """The same run below another folder, prepared."""
+    output = done.config.output.model_copy(update={"dir": str(folder), "name": "mine"})
+    train = done.config.train.model_copy(update={"log_every_s": 0.001})
+    prepared = launch.prepare(done.config.model_copy(update={"output": output, "train": train}))
+    return prepared.config, prepared.storage
+
+
+def until(ready: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not ready():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controls, "BEAT_S", 0.02)
+
+
+def test_while_it_runs_and_when_it_was_killed(
+    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, storage = started(complete("bert", "lora", "torch"), tmp_path)
+    waiting = status_of(storage.uri)
+    assert waiting.state == "waiting" and waiting.facts["tasks"] == "0 done"
+    seen: list[Status] = []
+
+    def look() -> None:
+        until(lambda: "step 3 of 4" in status_of(storage.uri).says)
+        seen.append(status_of(storage.uri))
+        shutil.copytree(storage.uri, tmp_path / "killed")  # what a process leaves that is killed now
+
+    learn(config, storage, 7, look)
+    (running,) = seen
+    assert running.state == "running" and running.command == ""
+    assert "training in task 2 of 2, 'animal', step 3 of 4, loss " in running.says and "ago" in running.says
+    assert running.facts["tasks"] == "1 of 2 done: colour"
+    assert f"process {os.getpid()}" in running.facts["workers"] and running.facts["workers"].startswith("1 on ")
+
+    killed = tmp_path / "killed"
+    monkeypatch.setattr(status, "FRESH_S", 0.0)
+    crashed = status_of(str(killed))
+    assert crashed.state == "crashed" and "may be starting again" in crashed.says
+    assert crashed.facts["step"].startswith("the last one recorded is 3 of 4 of task 2, 'animal', loss ")
+    assert crashed.facts["from"].startswith("it goes on after step 2 of task 2 (stage001-step0000002")
+    assert crashed.command == f"python jobs/train_stream.py --resume {killed}"
+    assert "may be starting" not in later(killed, 3600, monkeypatch).says
+    assert "1:00:0" in later(killed, 3600, monkeypatch).says
+
+    finished = status_of(storage.uri)
+    assert finished.state == "finished" and finished.command == f"python jobs/report.py {storage.uri}"
+    assert finished.facts["tasks"] == "2 of 2 done: colour, animal"
+
+
+def later(folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Status:
+    """The status as it will be then."""
+    now = time.time() + seconds
+    with monkeypatch.context() as patch:
+        patch.setattr(status.time, "time", lambda: now)
+        return status_of(str(folder))
+
+
+def test_when_it_is_asked_to_stop_and_when_it_has_stopped(complete: Complete, tmp_path: Path) -> None:
+    config, storage = started(complete("bert", "lora", "torch"), tmp_path)
+    seen: list[Status] = []
+
+    def ask() -> None:
+        request_stop(storage, "mine", "SIGTERM")
+        seen.append(status_of(storage.uri))
+
+    learn(config, storage, 7, ask)
+    stopped = status_of(storage.uri)
+    assert seen[0].state == "stopping" and seen[0].says.startswith("asked to stop by SIGTERM")
+    assert stopped.state == "stopped" and "by SIGTERM at 20" in stopped.says and "exit status 75" in stopped.says
+    assert stopped.facts["from"].startswith("it goes on after step 3 of task 2")
+    assert stopped.command == f"python jobs/train_stream.py --resume {storage.uri}"
+    work(launch.reopen(storage.uri))
+    assert status_of(storage.uri).state == "finished"
+
+
+def test_what_failed_is_said(lab: Lab, tmp_path: Path) -> None:
+    output = {"dir": str(tmp_path), "name": "mine"}
+    config = lab.config("bert", output=output, train={"learning_rate": 1e30, "max_grad_norm": 0})
+    prepared = launch.prepare(config)
+    with pytest.raises(RunError):
+        work(prepared)
+    failed = status_of(prepared.storage.uri)
+    assert failed.state == "failed" and "lower train.learning_rate" in failed.says
+    prepared.storage.write("heartbeat.json", b"{")  # damaged: of no use, and no reason to say nothing
+    assert status_of(prepared.storage.uri).state == "failed"
+
+
+def test_on_an_object_store_the_command_can_be_pasted(complete: Complete, s3_uri: Callable[[str], str]) -> None:
+    done = complete("bert", "lora", "torch")
+    output = done.config.output.model_copy(update={"dir": s3_uri(""), "name": "mine"})
+    prepared = launch.prepare(done.config.model_copy(update={"output": output}))
+    found = status_of(prepared.storage.address)
+    assert found.command == f"python jobs/train_stream.py --resume '{prepared.storage.address}'"
+
+
+def test_the_command_line(complete: Complete, tmp_path: Path) -> None:
+    done = complete("bert", "lora", "torch")
+    _, storage = started(done, tmp_path)
+    job = [sys.executable, str(REPO / "jobs/train_stream.py")]
+
+    def said(*arguments: str) -> tuple[int, str, str]:
+        ended = subprocess.run([*job, *arguments], capture_output=True, text=True, timeout=200, check=False)
+        return ended.returncode, ended.stdout, ended.stderr
+
+    code, out, err = said("--status", storage.uri)
+    assert code == 0 and err == ""
+    assert out.splitlines()[0] == f"run       {storage.uri}" and out.splitlines()[1].startswith("state     waiting: ")
+    assert out.splitlines()[-1] == f"next      python jobs/train_stream.py --resume {storage.uri}"
+    code, out, err = said("--status", str(tmp_path))
+    assert code == 1 and err.startswith("error: ") and "holds no run" in err and out == ""
+    assert said("--status", storage.uri, "train.epochs=2")[0] == 2
+    with pytest.raises(ResumeError):
+        status_of(str(tmp_path))
