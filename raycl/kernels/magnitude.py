@@ -14,16 +14,17 @@ BLOCK = 2**17
 """Numbers of one block: half a MiB."""
 
 
-def summed_magnitude(y_NO: Tensor, weight_N: Tensor | None = None) -> Tensor:
+def summed_magnitude(y_NO: Tensor, weight_N: Tensor | None = None, rows_K: Tensor | None = None) -> Tensor:
     """`[O]` float32: sum over the N tokens of `weight * |y|`.
 
     Args:
         weight_N: float32, 1 for tokens that count and 0 for the others; None: all count.
+        rows_K: numbers of those that count, if they are known: to find them, a GPU is waited for.
     """
     if y_NO.device.type == "cpu" and y_NO.dtype == torch.float32:
         return _in_blocks(y_NO, y_NO.new_ones(len(y_NO)) if weight_N is None else weight_N)
     if weight_N is not None:
-        y_NO = y_NO[weight_N.nonzero().squeeze(1)]
+        y_NO = y_NO.index_select(0, weight_N.nonzero().squeeze(1) if rows_K is None else rows_K)
     found: Tensor = torch.linalg.vector_norm(y_NO, 1, dim=0, dtype=torch.float32)
     return found
 

@@ -127,6 +127,7 @@ class Migu(GradientModifier):
         self._reduce: Reduce = _alone
         self._sums = self._mask = self._still = torch.zeros(0)
         self._weights: dict[tuple[str, int], Tensor | None] = {}
+        self._tokens: dict[tuple[str, int], Tensor] = {}
         self._real: Mapping[Any, Tensor] = {}
 
     # ---- a task ----------------------------------------------------------------------------------------------
@@ -238,6 +239,7 @@ class Migu(GradientModifier):
         finally:
             self._counts = False
             self._weights.clear()
+            self._tokens.clear()
         self._left -= self._together is None
         if not self._left and self._together is None:
             self._choose()
@@ -250,7 +252,8 @@ class Migu(GradientModifier):
         elif self._counts:
             weight = self._weight(seen, y)
             flat = None if weight is None else weight.reshape(-1)
-            self._sums[seen.place] += summed_magnitude(y.detach().reshape(-1, y.shape[-1]), flat)
+            rows = None if flat is None or y.device.type == "cpu" else self._rows_of(seen, y, flat)
+            self._sums[seen.place] += summed_magnitude(y.detach().reshape(-1, y.shape[-1]), flat, rows)
 
     def _observe_low(self, seen: Seen, h: Tensor, gate_BR: Tensor) -> None:
         """`h` is `[B, S, R]`."""
@@ -274,6 +277,13 @@ class Migu(GradientModifier):
             whole = bool(real_BS.all()) and not before
             self._weights[key] = None if whole else nn.functional.pad(real_BS.float(), (before, 0))
         return self._weights[key]
+
+    def _rows_of(self, seen: Seen, y: Tensor, weight_N: Tensor) -> Tensor:
+        """Tokens that count, found once for all layers of a pass."""
+        key = (seen.side, y.shape[1])
+        if key not in self._tokens:
+            self._tokens[key] = weight_N.nonzero().squeeze(1)
+        return self._tokens[key]
 
     def _choose(self) -> None:
         """One sum over workers for all layers, then every group's rows."""

@@ -80,6 +80,11 @@ class Decoding:
         return bool(self.joining or self._rows)
 
     @property
+    def captures(self) -> int:
+        """Steps captured as CUDA graphs so far."""
+        return 0 if self._slots is None else self._slots.captures
+
+    @property
     def asks(self) -> list[Ask]:
         """All that are not finished."""
         return [*(ready.ask for ready in self.joining), *self.speaking]

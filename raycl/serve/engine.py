@@ -123,6 +123,11 @@ class Engine:
         return {**self.host.counts, "tokens": self._texts.tokens, "retrieval_s": self._retrieval_s}
 
     @property
+    def captures(self) -> int:
+        """Decoding steps captured as CUDA graphs so far."""
+        return self._texts.captures
+
+    @property
     def load(self) -> int:
         """Asks whose last event has not come."""
         return self._unfinished

@@ -52,7 +52,7 @@ T5S: dict[str, dict[str, int]] = {
     "tiny": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 96},
     "large": {"d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 24, "num_heads": 16, "vocab_size": 32_128},
 }
-"""T5 v1.1 large has 783 million parameters."""
+"""T5 v1.1 large has 750 million parameters with tied embeddings."""
 
 
 def sizes_of(setup: Setup, name: str) -> LlamaSizes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +87,17 @@ class Setup:
         """Give back the memory of what nothing refers to any more."""
         gc.collect()
         if self.is_cuda:
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # after some errors every call fails; `is_alive` says so
+                torch.cuda.empty_cache()
+
+    def is_alive(self) -> bool:
+        """Whether the device still answers: after an illegal access it does not, until the process ends."""
+        if self.is_cuda:
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError:
+                return False
+        return True
 
 
 @dataclass(frozen=True)

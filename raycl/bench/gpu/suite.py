@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 import os
+import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,9 +30,11 @@ log = logging.getLogger(__name__)
 
 FAILURES = (
     *(RayclError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError),
-    *(RuntimeError, TypeError, ValueError),
+    *(RuntimeError, TypeError, ValueError, queue.Empty),
 )
 """What ends a case and not the suite."""
+
+LOST = "the device is lost: what is missing is measured by a new process (--only NAME)"
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,9 @@ def measure(options: argparse.Namespace) -> Report:
     for number, part in enumerate(chosen):
         left = max(0.0, ends - time.monotonic())
         run_part(part, setup, left * part.share / sum(later.share for later in chosen[number:]), progress.add)
+        if not setup.is_alive():
+            _note(setup, LOST)
+            break
     progress.finished = True
     progress.keep()
     return progress.report()
@@ -176,6 +182,8 @@ def _run_cases(part: Part, cases: list[Case], setup: Setup, ends: float, add: Ca
             continue
         _run_case(part, case, setup, max(left, 0.0) / (len(cases) - number), add)
         setup.free()
+        if not setup.is_alive():
+            return
     if unreached:
         _note(setup, f"{part.name}: not reached within its time: {', '.join(unreached)}; give more --minutes")
 
@@ -219,7 +227,10 @@ def _device(options: argparse.Namespace) -> torch.device:
         )
     if device.type != "cuda" and not options.tiny:
         raise ConfigError(f"benchmark gpu: --device is {device}, where a 7B model takes hours: add --tiny")
-    return device if device.type != "cuda" else torch.device("cuda", device.index or 0)  # as tensors say it
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)  # as tensors say it
+        torch.cuda.set_device(device)
+    return device
 
 
 def _read(source: Path) -> dict[str, Any] | None:

@@ -23,9 +23,8 @@ from raycl.bench.banks import drawn_router
 from raycl.bench.figures import Figure
 from raycl.bench.gpu.adapters import SCALE, dense, drawn_adapters, hosted, one_each
 from raycl.bench.gpu.battery import KINDS
-from raycl.bench.gpu.models import shared_copy
 from raycl.bench.gpu.parts.serving import Request, answered
-from raycl.bench.gpu.setup import Case, Setup
+from raycl.bench.gpu.setup import Case, Setup, check_equal
 from raycl.bench.gpu.tiny import tiny_model, word_tokenizer
 from raycl.kernels.magnitude import summed_magnitude
 from raycl.kernels.row_gradient import adamw_rows, weight_gradient
@@ -196,7 +195,7 @@ def _decoding(setup: Setup, kind: str, in_slots: bool, caches: str, seconds: flo
 
 
 def _texts(backbone: Backbone, in_slots: bool) -> list[str]:
-    snapshot = hosted(drawn_adapters(shared_copy(backbone.model).cpu(), TARGETS, ADAPTERS, RANK))
+    snapshot, device = hosted(drawn_adapters(backbone.model, TARGETS, ADAPTERS, RANK)), backbone.device
     mixture = dense(list(snapshot.keys), 3 * ROWS)
     requests = [
         Request(
@@ -210,7 +209,10 @@ def _texts(backbone: Backbone, in_slots: bool) -> list[str]:
         engine = Engine(Host(backbone, ADAPTERS * RANK), ROWS, 32, 16, in_slots=in_slots)
         stack.callback(engine.close)
         engine.take_on(snapshot)
-        return [answer.text for answer in answered(engine, snapshot, requests)]
+        found = [answer.text for answer in answered(engine, snapshot, requests)]
+        check_equal("device of the model", backbone.device, device)
+        check_equal("steps were captured", engine.captures > 0, in_slots and device.type == "cuda")
+        return found
 
 
 # ---- routing ---------------------------------------------------------------------------------------------------------

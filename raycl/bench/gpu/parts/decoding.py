@@ -22,7 +22,7 @@ from raycl.bench.figures import Figure
 from raycl.bench.gpu.adapters import dense, drawn_adapters, hosted
 from raycl.bench.gpu.models import decoder, shared_copy, sizes_of, token_ids, twin
 from raycl.bench.gpu.parts.limits import limits_of
-from raycl.bench.gpu.setup import DENSE, LIMITS, RANK, TARGETS, TOLERANCE, Case, Setup, check_equal, ratio
+from raycl.bench.gpu.setup import DENSE, LIMITS, RANK, TARGETS, TOLERANCE, Case, Setup, check_close, check_equal, ratio
 from raycl.bench.gpu.timing import Contender, Times, quartiles
 from raycl.errors import WrongResultError
 from raycl.serve.host import Host
@@ -34,8 +34,11 @@ BANDWIDTH_SHARE = 0.7
 ROWS, TINY_ROWS = (32, 1, 8), (3, 1)
 PROMPT, STEPS, TINY_PROMPT, TINY_STEPS = 64, 64, 5, 4
 PREFILL, TINY_PREFILL = (8, 512), (2, 9)
-NEARER = 0.5
-"""Mixed logits lie at most so far from those of folded weights as from the bare model's (bfloat16 rounds weights)."""
+NEARER = 0.2
+"""Mixed logits lie at most so far from those of folded weights as from the bare model's (bfloat16 rounds weights: 0.05,
+measured on a CPU)."""
+GRAPHS = 1e-2
+"""Of logits in bfloat16: kernels may be chosen otherwise in a capture."""
 
 
 def cases(setup: Setup) -> Iterator[Case]:
@@ -135,6 +138,15 @@ class Decoder:
             self.slots.step(found[-1], self._under)
         return torch.stack(found, 1)
 
+    def logits(self, ids_BT: Tensor) -> Tensor:
+        """`[steps, rows, V]` before each of these tokens."""
+        self.prepare()
+        found = []
+        for ids_B in ids_BT.T:
+            found.append(self.slots.logits)
+            self.slots.step(ids_B, self._under)
+        return torch.stack(found)
+
 
 def _decoding(models: Models, rows: int, seconds: float) -> Iterator[Figure]:
     setup, bare = models.setup, models.bare
@@ -148,10 +160,13 @@ def _decoding(models: Models, rows: int, seconds: float) -> Iterator[Figure]:
             one.open(opened)
         times = setup.turns({name: Contender(one.run, one.prepare) for name, one in decoders.items()}, seconds)
         chosen = {name: one.ids() for name, one in decoders.items()}
+        graphed = decoders["q, v"].logits(chosen["q, v"])
+    for name, one in decoders.items():
+        check_equal(f"{rows} rows, {name}, steps captured", one.slots.captures > 0, setup.is_cuda)
     for name, one in decoders.items():
         with one.routed():
             check_chosen(f"decoding {rows} rows, {name}", one.backbone, prompts, chosen[name])
-    _check_graphs(f"decoding {rows} rows", decoders["q, v"], chosen["q, v"])
+    _check_graphs(f"decoding {rows} rows", decoders["q, v"], chosen["q, v"], graphed)
     yield from _decoding_figures(setup, bare, rows, length + steps / 2, steps, times)
 
 
@@ -207,12 +222,14 @@ def check_chosen(what: str, backbone: Backbone, prompts: Sequence[Sequence[int]]
         )
 
 
-def _check_graphs(what: str, one: Decoder, ids_BT: Tensor) -> None:
-    """The same steps without graphs choose the same tokens, exactly."""
+def _check_graphs(what: str, one: Decoder, ids_BT: Tensor, logits_TBV: Tensor) -> None:
+    """The same steps without graphs give the same logits."""
     plain = Decoder(one.backbone, one.prompts, one.steps, one.host, one.mixture, graphs=False)
     with torch.no_grad(), ExitStack() as opened:
         plain.open(opened)
-        check_equal(f"{what} with and without graphs", ids_BT.tolist(), plain.ids().tolist())
+        expected_TBV = plain.logits(ids_BT)
+    tolerance = TOLERANCE[torch.float32] if logits_TBV.dtype == torch.float32 else GRAPHS
+    check_close(f"{what} with and without graphs", logits_TBV, expected_TBV, tolerance)
 
 
 def _prefill(models: Models, seconds: float) -> Iterator[Figure]:

@@ -8,6 +8,7 @@ What it does not know: HTTP, Ray.
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -132,8 +133,11 @@ def answered(engine: Engine, snapshot: Hosted, requests: Sequence[Request]) -> l
         Ask(one.text, snapshot, Choice(one.weights), inbox.put, Sampling(one.tokens), templated=False)
         for one, inbox in zip(requests, inboxes, strict=True)
     ]
+    everything_is_queued = threading.Event()
+    engine.call(everything_is_queued.wait)  # else the first batch is what the thread happened to find
     for ask in asks:
         engine.submit(ask)
+    everything_is_queued.set()
     return [_collected(ask, inbox) for ask, inbox in zip(asks, inboxes, strict=True)]
 
 
@@ -152,19 +156,23 @@ def _collected(ask: Ask, inbox: queue.SimpleQueue[Event]) -> Answer:
 def _check_answers(setup: Setup, engine: Engine, snapshot: Hosted, requests: Sequence[Request]) -> None:
     """Every token is the best one of a plain pass, to rounding; in float32 an answer is the one given alone."""
     together = answered(engine, snapshot, requests)
+    check_equal("steps were captured", engine.captures > 0, setup.is_cuda)
+    checked = 0
     for request, answer in list(zip(requests, together, strict=True))[:CHECKED]:
-        engine.call(partial(_check_tokens, setup, engine.host, snapshot, request, answer)).result()
+        checked += engine.call(partial(_check_tokens, setup, engine.host, snapshot, request, answer)).result()
         if setup.tiny:
             alone = answered(engine, snapshot, [request])[0]
             check_equal("an answer given together and alone", answer.text, alone.text)
+    check_equal("some answers have their tokens checked", checked > 0, True)
 
 
-def _check_tokens(setup: Setup, host: Host, snapshot: Hosted, request: Request, answer: Answer) -> None:
-    """Runs on the engine's thread, between two batches."""
+def _check_tokens(setup: Setup, host: Host, snapshot: Hosted, request: Request, answer: Answer) -> bool:
+    """Whether the answer could be checked. Runs on the engine's thread, between two batches."""
     codec = host.backbone.codec
     prompt, whole = codec.encode_source([request.text, f"{request.text} {answer.text}"])
     ids = whole[len(prompt) :]
     if len(ids) != answer.tokens:
-        return  # a special token was drawn, which has no text
+        return False  # a special token was drawn, which has no text
     with host.speaking(snapshot.named(Mixture.same(request.weights, 1))):
         check_chosen("serving", host.backbone, [prompt], torch.tensor([ids], device=setup.device))
+    return True

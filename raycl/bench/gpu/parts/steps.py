@@ -52,6 +52,8 @@ EARLIER = 4
 PSEUDO_SAMPLES = 20
 QUERY_WIDTH = 384
 STAGE = Stage(0, "bench", (Task("bench", None, "exact_match"),))
+SAME_LOSS = 2e-4
+"""Of the first losses: drawn weights lose about ln V whatever is added, so only equality says something."""
 CHECKPOINTED = "lora, gradient checkpointing"
 
 
@@ -127,7 +129,7 @@ def _linears(model: nn.Module) -> Iterator[Any]:
 def _check_first_steps(setup: Setup, size: str, first: dict[str, StepResult]) -> None:
     """New adapters add nothing yet, so every loss is the bare model's; recomputation changes no gradient."""
     losses = torch.tensor([result.loss for result in first.values()])
-    check_close(f"{size}, first losses of {', '.join(first)}", losses, losses[:1], TOLERANCE[setup.dtype])
+    check_close(f"{size}, first losses of {', '.join(first)}", losses, losses[:1], SAME_LOSS)
     norms = torch.tensor([first[name].grad_norm for name in ("lora", CHECKPOINTED)])
     check_close(f"{size}, gradient norm with checkpointing", norms[1:], norms[:1], TOLERANCE[setup.dtype])
 
