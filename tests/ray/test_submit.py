@@ -14,7 +14,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
@@ -22,6 +22,8 @@ from time import monotonic, sleep
 import psutil
 import pytest
 from filelock import FileLock
+
+from raycl.status import status_of
 
 REPO = Path(__file__).resolve().parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -83,6 +85,14 @@ def head(one_at_a_time: FileLock) -> Iterator[str]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def until(ready: Callable[[], bool], seconds: float = 280) -> None:
+    """Wait until it is so."""
+    end = monotonic() + seconds
+    while not ready():
+        assert monotonic() < end, f"it did not happen in {seconds:g} s"
+        sleep(0.2)
+
+
 def submit(head: str, *overrides: str) -> subprocess.CompletedProcess[str]:
     """The third line of README, with overrides."""
     command = [RAY, "job", "submit", "--address", head, "--working-dir", "."]
@@ -107,3 +117,21 @@ def test_a_submitted_run_that_fails_says_why_and_exits_with_an_error(head: str, 
     assert failed.returncode != 0
     assert "weather" in failed.stdout + failed.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_submitted_run_that_is_stopped_says_so_in_its_status(head: str, tmp_path: Path) -> None:
+    """`ray job stop` gives a command three seconds, and no exit status comes back."""
+    job = [RAY, "job", "submit", "--address", head, "--working-dir", ".", "--no-wait", "--submission-id", "mine"]
+    long = ["train.epochs=200", "train.log_every_s=0.1", f"output.dir={tmp_path}", "output.name=mine"]
+    command = [*job, "--", "python", "jobs/train_stream.py", "launch.workers=1", *long]
+    submitted = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    folder = str(tmp_path / "mine")
+    until(lambda: (tmp_path / "mine" / "config.yaml").exists() and "training" in str(status_of(folder)))
+    assert status_of(folder).state == "running"
+    stop = [RAY, "job", "stop", "--address", head, "mine"]
+    subprocess.run(stop, capture_output=True, text=True, timeout=280, check=True)
+    until(lambda: status_of(folder).state not in ("running", "stopping"))
+    stopped = status_of(folder)
+    assert stopped.state == "stopped" and "by SIGTERM" in stopped.says and "exit status 75" in stopped.says
+    assert stopped.command == f"python jobs/train_stream.py --resume {folder}"
