@@ -40,6 +40,9 @@ class At:
         if step == self.step and "loss" in metrics:
             self.act()
 
+    def table(self, step: int, name: str, columns: object, rows: object) -> None:
+        """Nothing happens at a table."""
+
 
 def learn(config: RunConfig, storage: Storage, step: int, act: Callable[[], None]) -> None:
     """A run as a worker does it, with `act` after so many optimizer steps."""

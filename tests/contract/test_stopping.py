@@ -32,6 +32,9 @@ class At:
         if step == self.step and "loss" in metrics:
             self.act()
 
+    def table(self, step: int, name: str, columns: object, rows: object) -> None:
+        """Nothing happens at a table."""
+
 
 def stopped(config: object, storage: Storage, step: int) -> None:
     """A run whose driver asks it to stop after `step` optimizer steps of both stages together."""

@@ -112,6 +112,9 @@ def test_a_run_goes_on_when_the_store_is_back(complete: Complete, store: Store, 
                 store.stop()
                 threading.Timer(2.0, store.start).start()
 
+        def table(self, step: int, name: str, columns: object, rows: object) -> None:
+            """Nothing happens at a table."""
+
     run(done.config, storage, sink=Outage())
     assert stopped == [1, 8]
     assert (trace(storage), matrix(storage), exported(storage)) == (
