@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -75,6 +76,7 @@ def s3_uri() -> Iterator[Callable[[str], str]]:
         server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         server.start()
         host, port = server.get_host_and_port()
+        urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", data=b"")  # servers of one process share a store
         boto3.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket="bucket")
         yield lambda name: f"s3://bucket/{name}?endpoint_override={host}:{port}&scheme=http"
         server.stop()

@@ -78,7 +78,7 @@ def save_config(folder: Path) -> Path:
             "keys": {"groups": 4, "steps": 40, "start": "data"},
             "encoder": {"name": model, "max_tokens": 64},
         },
-        "train": {"epochs": 120, "batch_size": 8, "learning_rate": 0.01, "log_every_s": 5},
+        "train": {"epochs": 60, "batch_size": 8, "learning_rate": 0.01, "log_every_s": 5},
         "checkpoint": {"every_steps": 150},
         "launch": {"workers": 2, "cpus_per_worker": 1, "max_failures": 5},
     }
