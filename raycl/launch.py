@@ -45,6 +45,7 @@ from raycl.train.parts import RunInfo
 from raycl.train.publish import open_bank, publish_again
 from raycl.train.results import build_results
 from raycl.train.settings import EXEMPT
+from raycl.train.stop import HostStop, is_stop_requested
 from raycl.train.verdict import is_stopped
 from raycl.types import Stage
 from raycl.worker import CONFIG, LOGS, error_file, leave_error, visiting, worker_main
@@ -208,6 +209,7 @@ class Hosting:
         asks: after every stage but the last the workers wait for the host's word (`raycl.train.verdict`).
         weights: in the object store, the files of the run's backbone; None: every worker reads them itself.
         lends: number of finished stages -> folder that then gets a place to go on from (`raycl.train.branch`).
+        stop: where the host requests that its runs stop.
     """
 
     here: bool = False
@@ -216,6 +218,7 @@ class Hosting:
     asks: bool = False
     weights: ray.ObjectRef[list[Any]] | None = None
     lends: dict[int, str] = field(default_factory=dict)
+    stop: HostStop | None = None
 
 
 def train(prepared: Prepared, hosting: Hosting | None = None) -> dict[str, Any]:
@@ -224,7 +227,7 @@ def train(prepared: Prepared, hosting: Hosting | None = None) -> dict[str, Any]:
     Raises:
         LaunchError: the cluster cannot ever give the workers.
         RunError: the workers failed more often than `launch.max_failures`.
-        StoppedError: SIGTERM stopped it, or its store did not answer for longer than `output.retry_s`.
+        StoppedError: SIGTERM or its host stopped it, or its store did not answer for longer than `output.retry_s`.
     """
     storage = prepared.storage.patient(prepared.config.output.retry_s)
     try:
@@ -324,6 +327,7 @@ def job_of(prepared: Prepared, hosting: Hosting, driver: str, threads: int = 1, 
         "stages": len(prepared.stages),
         "lends": hosting.lends,
         "weights": hosting.weights,
+        "stop": hosting.stop,
     }
 
 
@@ -362,7 +366,8 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
         raise RunError(f"{error} (run {storage.uri})") from error
     if storage.exists(error_file(driver)):
         raise RunError(f"{storage.read_json(error_file(driver))['message']} (run {storage.uri})")
-    if sigterm.requested and prepared.done < len(prepared.stages):
+    stopped = sigterm.requested or (hosting.stop is not None and is_stop_requested(storage, driver))
+    if stopped and prepared.done < len(prepared.stages):
         raise StoppedError(f"stopped by SIGTERM, {_place(prepared)}; go on with {resume_line(storage, config)}")
     if prepared.done == done:
         raise RunError(f"the workers ended without finishing a stage: see '{storage.uri}/{LOGS}'")

@@ -1,7 +1,7 @@
 """SIGTERM in a command: schedulers send it before they take a machine away, `ray job stop` before it kills.
 
-A run in progress is asked to write a checkpoint and end; the command then exits with status 75 (EX_TEMPFAIL): start it
-again, and it goes on.
+A run in progress, or every running trial of a sweep, is asked to write a checkpoint and end; the command then exits
+with status 75 (EX_TEMPFAIL): start it again, and it goes on.
 What it does not know: how workers stop (`raycl.train.control`).
 """
 
@@ -43,20 +43,21 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 class StopOnSigterm:
-    """While it is entered (in the main thread), SIGTERM asks a run's workers to stop, and leaves when they are late.
+    """While it is entered (in the main thread), SIGTERM asks workers to stop, and leaves when they are late.
 
     Attributes:
         requested: whether the signal came.
     """
 
-    def __init__(self, storage: Storage, driver: str, grace_s: float) -> None:
+    def __init__(self, storage: Storage, driver: str, grace_s: float, many: bool = False) -> None:
         """Nothing is changed yet.
 
         Args:
-            driver: who started the workers. grace_s: seconds that they get.
+            storage: of the run, or of the host of many runs. driver: who started the workers.
+            grace_s: seconds that they get. many: the workers belong to runs of a host.
         """
         self.storage = storage.patient(0)  # there is no time to wait for one that is away
-        self.driver, self.grace_s = driver, grace_s
+        self.driver, self.grace_s, self.many = driver, grace_s, many
         self.requested = False
         self._late = False
         self._over = threading.Event()
@@ -85,7 +86,7 @@ class StopOnSigterm:
     def _request(self) -> None:
         try:
             request_stop(self.storage, self.driver, "SIGTERM")
-            if any(attempt.get("driver") == self.driver for attempt in read_state(self.storage).attempts):
+            if self.many or any(attempt.get("driver") == self.driver for attempt in read_state(self.storage).attempts):
                 log.info("SIGTERM: the workers write a checkpoint and end, within launch.grace_s=%g s", self.grace_s)
                 self._over.wait(self.grace_s)
         except StorageError as error:

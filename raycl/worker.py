@@ -85,7 +85,7 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
     world = _world(job, device)
     config = configs.validate(RunConfig, job["config"])
     hang_s = None if job["here"] else config.launch.hang_s  # the process of somebody else is not ours to end
-    with Control(storage, world, job["driver"], hang_s) as control:
+    with Control(storage, world, job["driver"], hang_s, host=job["stop"]) as control:
         try:
             _learn(job, storage, world, config, control)
         except (MemoryError, RuntimeError) as error:

@@ -22,8 +22,8 @@ from raycl import config as configs
 from raycl import launch, run
 from raycl.backbone import BackboneConfig
 from raycl.data.stream import open_stream
-from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeError, RunError
-from raycl.run import RunConfig
+from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeError, RunError, StoppedError
+from raycl.run import LaunchConfig, RunConfig
 from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig, examples
 from raycl.sweep.outcome import Outcome, collect
@@ -34,6 +34,8 @@ from raycl.sweep.space import Settings
 from raycl.sweep.stopping import AtTaskEnds, rule_of
 from raycl.sweep.trial import Work, as_trainable
 from raycl.sweep.weights import put_weights
+from raycl.termination import StopOnSigterm
+from raycl.train.stop import HostStop
 
 log = logging.getLogger("raycl")
 
@@ -68,6 +70,7 @@ def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Outco
     Raises:
         RunError: the folder holds a sweep already and `resume` is not set, or nothing could run.
         ResumeError: the sweep there is another one. ConfigError, DataError: a trial that cannot run.
+        StoppedError: SIGTERM came; running trials wrote their checkpoints.
     """
     directory = Storage.at(directory).address
     place = Place.of(sweep, directory)
@@ -159,10 +162,35 @@ def _tune(sweep: SweepConfig, directory: str, place: Place, plan: Plan) -> None:
             searcher.tell_finished(plan.trials[number], rows.curve, states[number][0] == "stopped")
     at_once = concurrency(sweep)
     log.info("%s: %d of %d trials to run, %d at a time", place.storage.uri, todo, plan.total, at_once)
-    work = Work(configs.as_tree(sweep), directory, plan.shared, put_weights(plan.backbones))
-    errors = _fit(sweep, place, work, searcher, scheduler, todo, at_once)
+    stop = HostStop(place.storage.address, uuid.uuid4().hex[:12])
+    work = Work(configs.as_tree(sweep), directory, stop, plan.shared, put_weights(plan.backbones))
+    sigterm = StopOnSigterm(place.storage, stop.driver, _launch(sweep).grace_s, many=True)
+    searcher.stop = stop
+    try:
+        with sigterm:
+            errors = _fit(sweep, place, work, searcher, scheduler, todo, at_once)
+    except (SystemExit, KeyboardInterrupt):  # Ray makes the one of the other
+        if not sigterm.requested:
+            raise
+        errors = {}
     for number, error in errors.items():
         place.fail(number, error)
+    if sigterm.requested:
+        _refuse_unfinished(place, plan)
+
+
+def _refuse_unfinished(place: Place, plan: Plan) -> None:
+    """Nothing to do where SIGTERM came so late that every trial is over.
+
+    Raises:
+        StoppedError: some are not.
+    """
+    over = [number for number in place.settings() if place.state(number, plan.tasks)[0] != "unfinished"]
+    if len(over) < plan.total:
+        raise StoppedError(
+            f"stopped by SIGTERM, {len(over)} of {plan.total} trials are over, '{place.storage.uri}' has the "
+            "checkpoints of the others; go on with the same command and --resume"
+        )
 
 
 def _fit(
@@ -215,10 +243,15 @@ def _held(sweep: SweepConfig) -> dict[str, float]:
 
 def _restarts(sweep: SweepConfig) -> int:
     """Of a trial's own process after crashes (-1: no limit); it stands for the worker group where that works in it."""
-    crashes = configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}).launch.max_failures
+    crashes = _launch(sweep).max_failures
     if not sweep.in_process:
         return sweep.retries
     return -1 if crashes < 0 else max(crashes, sweep.retries)
+
+
+def _launch(sweep: SweepConfig) -> LaunchConfig:
+    """What the sweep's base says about workers."""
+    return configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}).launch
 
 
 def concurrency(sweep: SweepConfig) -> int:

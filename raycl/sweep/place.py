@@ -4,6 +4,7 @@
     settings/0003.json      what trial 3 was given, before it starts
     trials/NAME-0003/       its run, like any other
     failed/0003.json        why its last try failed
+    stop/DRIVER.json        request of that driver that all trials write a checkpoint and end
     prefixes/KEY/           the first stages that several trials have in common
     bank/                   adapters and snapshots of all trials
     best.yaml, summary.*    what it found

@@ -20,6 +20,7 @@ from raycl.sweep.config import SweepConfig
 from raycl.sweep.place import Place, plain
 from raycl.sweep.space import Draw, Settings, in_order, step_value
 from raycl.sweep.trial import FAILED, SCORES, TASKS
+from raycl.train.stop import HostStop
 from raycl.train.verdict import is_stopped
 
 log = logging.getLogger("raycl")
@@ -29,13 +30,14 @@ class Remembering(Searcher, ABC):  # type: ignore[misc]
     """A searcher whose proposals are written down.
 
     Attributes:
-        numbers: Tune's trial id -> number of the trial.
+        numbers: Tune's trial id -> number of the trial. stop: a request there ends the search.
     """
 
     def __init__(self, sweep: SweepConfig, place: Place) -> None:
         super().__init__()
         self.sweep, self.place = sweep, place
         self.numbers: dict[str, int] = {}
+        self.stop: HostStop | None = None
 
     @abstractmethod
     def next_trial(self) -> tuple[int, Settings] | None:
@@ -43,7 +45,8 @@ class Remembering(Searcher, ABC):  # type: ignore[misc]
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str:
         """What Tune asks for."""
-        found = self.next_trial()
+        stopping = self.stop is not None and self.stop.is_requested
+        found = None if stopping else self.next_trial()
         if found is None:
             return str(Searcher.FINISHED)
         number, settings = found

@@ -23,7 +23,7 @@ from ray import tune
 from raycl import config as configs
 from raycl import launch, run
 from raycl.config import Tree
-from raycl.errors import ConfigError, DamagedError, DataError, RayclError, RunError
+from raycl.errors import ConfigError, DamagedError, DataError, RayclError, RunError, StoppedError
 from raycl.launch import Hosting, Prepared
 from raycl.run import RunConfig
 from raycl.storage import Storage
@@ -35,6 +35,7 @@ from raycl.sweep.separate import singles_of
 from raycl.sweep.weights import key_of
 from raycl.train.branch import borrow, read_place
 from raycl.train.ledger import last_attempt, read_state
+from raycl.train.stop import HostStop
 from raycl.train.verdict import is_stopped
 
 log = logging.getLogger("raycl")
@@ -51,13 +52,14 @@ class Work:
     """What all trials of a sweep are given; plain values, since they travel to other processes.
 
     Attributes:
-        sweep: the config. directory: address of what holds the sweep's folder.
+        sweep: the config. directory: address of what holds the sweep's folder. stop: where its driver asks trials to.
         shared: prefix keys that several trials have (`raycl.sweep.prefix`).
         weights: of frozen backbones, in the object store (`raycl.sweep.weights`).
     """
 
     sweep: Tree
     directory: str
+    stop: HostStop
     shared: frozenset[str] = field(default_factory=frozenset)
     weights: Mapping[str, Any] = field(default_factory=dict)
 
@@ -78,10 +80,14 @@ def run_trial(work: Work, number: int, config: RunConfig) -> None:
         )
     trial = Trial(sweep, place, number, config, work)
     for tries in range(1, sweep.retries + 2):
+        if work.stop.is_requested:
+            return
         try:
             trial.learn()
             return
         except RayclError as error:
+            if isinstance(error, StoppedError) and work.stop.is_requested:
+                return
             if tries > sweep.retries or isinstance(error, ConfigError | DataError):
                 said = f"{error} (tried {tries} times)" if tries > 1 else str(error)
                 trial.place.fail(number, said)
@@ -122,11 +128,11 @@ class Trial:
             if key in self.work.shared and done > prepared.done
         }
         asks, weights = self.sweep.scheduler.name != "none", self.work.weights.get(key_of(self.config.backbone))
-        here = self.sweep.in_process
-        self._fit(prepared, Hosting(here=here, asks=asks, lends=lends, weights=weights), judge)
+        here, stop = self.sweep.in_process, self.work.stop
+        self._fit(prepared, Hosting(here=here, asks=asks, lends=lends, weights=weights, stop=stop), judge)
 
     def _prepared(self) -> Prepared:
-        hosting = Hosting(here=self.sweep.in_process)
+        hosting = Hosting(here=self.sweep.in_process, stop=self.work.stop)
         needed = singles_of(self.config, self.work.directory, hosting) if self.sweep.singles else self.config
         return launch.prepare(needed)
 

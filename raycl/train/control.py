@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from raycl.errors import StorageError, UnreachableError
 from raycl.storage import Storage
-from raycl.train.stop import is_stop_requested
+from raycl.train.stop import HostStop, is_stop_requested, request_stop
 from raycl.train.world import World
 
 log = logging.getLogger("raycl")
@@ -54,16 +54,18 @@ class Control:
         driver: str = "",
         hang_s: float | None = None,
         poll_s: float = POLL_S,
+        host: HostStop | None = None,
     ) -> None:
         """Nothing is written yet.
 
         Args:
             driver: whose requests to stop are obeyed; empty: nobody's.
             hang_s: seconds without progress after which the process ends; None: never.
+            host: whose requests are obeyed as well; None: the run has no host.
         """
         self.storage = storage.patient(0)  # what it reads and writes can wait for the next time
         self.world, self.driver = world, driver
-        self.hang_s, self.poll_s = hang_s, poll_s
+        self.hang_s, self.poll_s, self.host = hang_s, poll_s, host
         self.activity = "starting"
         self._facts: dict[str, Any] = {}
         self._progress = time.monotonic()
@@ -97,7 +99,10 @@ class Control:
         return self._stop
 
     def _look(self) -> bool:
+        """Whether there is a request; the host's is copied to the run's folder, where its status is read from."""
         try:
+            if self.host is not None and self.host.is_requested:
+                request_stop(self.storage, self.driver, "SIGTERM")
             return is_stop_requested(self.storage, self.driver)
         except UnreachableError:
             return False

@@ -2,6 +2,7 @@
 
 Why it exists: SIGTERM reaches the driver, training happens in other processes, and all that they share is the run's
 folder. A request is for the workers of one driver: it does not stop the run again when another driver resumes it.
+A sweep has one request in its own folder for the workers of all its trials.
 What it does not know: who asks, and what is done about it.
 """
 
@@ -9,8 +10,10 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import dataclass
 from typing import Any
 
+from raycl.errors import UnreachableError
 from raycl.storage import Storage
 from raycl.storage.records import read_record, seal
 
@@ -20,6 +23,26 @@ FORMAT = 1
 
 class StopRequested(Exception):
     """Ends the training loop of one worker after its checkpoint; never leaves the loop."""
+
+
+@dataclass(frozen=True)
+class HostStop:
+    """Where the host of many runs (a sweep) requests that all of them stop; a plain value that travels to workers.
+
+    Attributes:
+        folder: address of the host's storage. driver: the host's process, as in `request_stop`.
+    """
+
+    folder: str
+    driver: str
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether there is a request; False while the storage does not answer."""
+        try:
+            return is_stop_requested(Storage.at(self.folder), self.driver)
+        except UnreachableError:
+            return False
 
 
 def request_stop(storage: Storage, driver: str, reason: str) -> None:

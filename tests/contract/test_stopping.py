@@ -16,7 +16,7 @@ from raycl.storage import Storage
 from raycl.train.control import Control
 from raycl.train.ledger import read_state
 from raycl.train.loop import StreamLoop
-from raycl.train.stop import request_stop
+from raycl.train.stop import HostStop, request_stop, stop_of
 from raycl.train.world import World
 
 ALONE = World.alone(torch.device("cpu"))
@@ -96,6 +96,17 @@ def test_a_request_is_for_the_workers_of_one_driver(complete: Complete, tmp_path
     parts, open_engine = build(done.config, ALONE)
     StreamLoop(parts, open_engine, storage, ALONE, driver="next", control=Control(storage, ALONE, "next")).run()
     assert matrix(storage) == matrix(done.storage)
+
+
+def test_a_request_of_the_host_stops_the_run_too(complete: Complete, tmp_path: Path) -> None:
+    """A sweep requests it once for all of its trials; the run's own folder says so afterwards."""
+    done, storage, sweep = complete("bert", "lora", "torch"), Storage.at(tmp_path / "run"), Storage.at(tmp_path)
+    parts, open_engine = build(done.config, ALONE)
+    sink = At(3, lambda: request_stop(sweep, "sweep", "SIGTERM"))
+    control = Control(storage, ALONE, "driver", poll_s=0.0, host=HostStop(sweep.address, "sweep"))
+    StreamLoop(parts, open_engine, storage, ALONE, sink, driver="driver", control=control).run()
+    assert read_state(storage).checkpoints[-1].startswith("stage000-step0000003")
+    assert (stop_of(storage, "driver") or {})["reason"] == "SIGTERM"
 
 
 @pytest.mark.parametrize("engine", ["zero2"])

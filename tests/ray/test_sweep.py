@@ -1,11 +1,14 @@
 """Sweeps as users start them, on a real Ray cluster: killed, resumed, with a trial that fails and one that is stopped.
 
-The killed process is a driver that the test started itself.
+The processes that are killed or get SIGTERM are drivers that the tests started themselves.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +24,7 @@ from tiny import Lab, matrix, run, trace
 from raycl import config as configs
 from raycl.errors import ResumeError, RunError
 from raycl.run import RunConfig, load_config
+from raycl.status import status_of
 from raycl.storage import Storage
 from raycl.sweep.config import load_sweep
 from raycl.sweep.drive import run_sweep
@@ -62,6 +66,14 @@ def wait(ready: Callable[[], bool], process: subprocess.Popen[str], seconds: flo
     while not ready() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
     assert ready(), process.communicate(timeout=5)[0] if process.poll() is not None else "it did not get there"
+
+
+def assert_as_if_alone(trial: Storage, folder: Path) -> None:
+    """The trial is the run of its config without a sweep, bit for bit."""
+    tree = configs.from_yaml(trial.read(CONFIG).decode(), "trial")
+    alone = Storage.at(folder)
+    run(configs.validate(RunConfig, {**tree, "bank": {}}), alone)
+    assert matrix(trial) == matrix(alone) and trace(trial) == trace(alone)
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -145,10 +157,7 @@ def test_the_first_task_is_learned_once(swept: Swept, lab: Lab, tmp_path: Path, 
     """And the trial is the run alone, bit for bit: in a process that another one has left, or killed and moved."""
     assert [swept.row(trial)["borrowed"] for trial in (0, 1, 2)] == [0, 1, 1]
     trial = swept.place.run(number)
-    tree = configs.from_yaml(trial.read(CONFIG).decode(), "trial")
-    alone = Storage.at(tmp_path)
-    run(configs.validate(RunConfig, {**tree, "bank": {}}), alone)
-    assert matrix(trial) == matrix(alone) and trace(trial) == trace(alone)
+    assert_as_if_alone(trial, tmp_path)
     assert "modifiers" not in read_state(trial).stages[0]["facts"], "rows of another threshold are not its own"
 
 
@@ -179,3 +188,43 @@ def test_a_sweep_is_not_overwritten_nor_changed(swept: Swept) -> None:
         run_sweep(load_sweep(file), folder)
     with pytest.raises(ResumeError, match=r"base\.seed was None, now 7"):
         run_sweep(load_sweep(file, ["base.seed=7"]), folder, resume=True)
+
+
+def test_sigterm_writes_checkpoints_of_all_running_trials(
+    ray_cluster: dict[str, str], lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three trials are learning; each goes on from its very last step, as if nothing had happened."""
+    train = {"epochs": 100, "log_every_s": 0.1}
+    tree = {
+        "name": "mine",
+        "base": lab.tree("bert", "lora", train=train, checkpoint={"every_steps": None}),
+        "space": {"seed": {"grid": [1, 2, 3]}},
+        "search": {"name": "grid"},
+        "concurrency": 2,
+    }
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    place = Place(Storage.at(tmp_path).sub("mine"), "mine")
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster["address"])
+    first, running = start(file), [place.run(number) for number in (0, 1)]
+    try:
+        wait(lambda: all(len(trace(trial)) > 10 for trial in running), first)
+        first.send_signal(signal.SIGTERM)
+        said, _ = first.communicate(timeout=100)
+    finally:
+        first.kill()
+    assert first.returncode == os.EX_TEMPFAIL, said
+    last = said.splitlines()[-1]
+    assert re.search("stopped by SIGTERM, 0 of 3 trials are over, .*; go on with the same command and --resume$", last)
+    assert "Traceback" not in said and not place.storage.list("failed"), said
+    for trial in running:
+        stage, step = trace(trial)[-1][:2]
+        assert read_state(trial).checkpoints[-1].startswith(f"stage{stage:03d}-step{step:07d}-")
+        assert status_of(trial.uri).state == "stopped"
+    assert not read_state(place.run(2)).attempts, "a trial began after the signal"
+    second = start(file, "--resume")
+    said, _ = second.communicate(timeout=200)
+    assert second.returncode == 0, said
+    for number, trial in enumerate(running):
+        assert len(read_state(trial).attempts) == 2
+        assert_as_if_alone(trial, tmp_path / f"alone-{number}")

@@ -16,6 +16,7 @@ from raycl.sweep.search import Guided, Planned
 from raycl.sweep.separate import separate_key, separate_tree
 from raycl.sweep.stopping import AtTaskEnds, rule_of
 from raycl.sweep.trial import FAILED, SCORES, TASKS
+from raycl.train.stop import HostStop, request_stop
 from raycl.train.verdict import give_word, is_stopped, word
 
 
@@ -65,6 +66,16 @@ def test_planned_trials_are_handed_out_once_and_written_down(tmp_path: Path) -> 
         )
     assert searcher.suggest("c") == "FINISHED"
     assert place.settings() == {1: {"seed": 5}, 3: {"seed": 6}} and place.error(3) is None
+
+
+def test_nothing_is_proposed_after_a_request_to_stop(tmp_path: Path) -> None:
+    place = Place.of(sweep(), str(tmp_path))
+    searcher = Planned(sweep(), place, {1: {"seed": 5}, 3: {"seed": 6}})
+    searcher.stop = HostStop(place.storage.address, "driver")
+    assert isinstance(searcher.suggest("a"), dict)
+    request_stop(place.storage, "driver", "SIGTERM")
+    assert searcher.suggest("b") == "FINISHED"
+    assert list(place.settings()) == [1]
 
 
 def test_tpe_keeps_to_the_space_repeats_itself_and_learns(tmp_path: Path) -> None:
