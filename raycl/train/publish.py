@@ -15,7 +15,7 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.manifest import ModelFacts, TaskFacts, dump, parse_snapshot
 from raycl.bank.pruned import removed_from
 from raycl.bank.routers import put_router
-from raycl.errors import BankError, CheckpointError
+from raycl.errors import BankError, CheckpointError, RunError, StorageError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.train.checkpoint import read_snapshot
@@ -23,6 +23,7 @@ from raycl.train.ledger import RunState
 from raycl.train.parts import Parts
 from raycl.train.rebuild import lost_objects, objects_of, rebuild
 from raycl.train.settings import BankConfig
+from raycl.train.world import World
 from raycl.types import Stage, Task
 
 log = logging.getLogger("raycl")
@@ -76,6 +77,22 @@ def publish(
     )
     versions = {entry.name: entry.version for entry in snapshot.adapters}
     return {"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": versions}, dump(snapshot)
+
+
+def complete_bank(parts: Parts, storage: Storage, state: RunState, world: World) -> None:
+    """Before a run goes on: rank 0 publishes again what the bank has lost. Collective: its errors are raised by all.
+
+    Raises:
+        BankError, RunError, StorageError: see `publish_again`.
+    """
+    error = None
+    if world.is_first and parts.bank.publish:
+        goes_on = len(state.stages) < len(parts.stages)
+        try:
+            publish_again(open_bank(parts.bank, storage), storage, state, goes_on, parts.method.own_adapters)
+        except (BankError, RunError, StorageError) as raised:
+            error = raised
+    world.raise_any(error)
 
 
 def publish_again(bank: Bank, storage: Storage, state: RunState, goes_on: bool, keeps_adapters: bool = True) -> None:
