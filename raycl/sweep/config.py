@@ -21,7 +21,7 @@ from raycl import config as configs
 from raycl import trust
 from raycl.config import Section, Tree
 from raycl.errors import ConfigError
-from raycl.idle import covering, idle_in, leaves, refuse
+from raycl.idle import covering, idle_in, leaves, refuse, setting
 from raycl.run import RunConfig
 from raycl.sweep.expressions import Expression, parse
 from raycl.sweep.measure import read_metric
@@ -254,7 +254,8 @@ def load_sweep(file: str, overrides: Sequence[str] = ()) -> SweepConfig:
 def _idle(sweep: SweepConfig) -> dict[str, str]:
     """Settings of base and space that act on nothing in any trial -> the reason."""
     given = {"output": "--dir and the sweep's name", **{f"launch.{key}": f"resources.{key}" for key in TAKEN}}
-    written = {f"base.{path}": path for path in leaves(sweep.base)} | {f"space '{path}'": path for path in sweep.space}
+    written = {f"base.{setting(path, value)}": path for path, value in leaves(sweep.base).items()}
+    written |= {f"space '{path}'": path for path in sweep.space}
     found = {name: given[above] for name, path in written.items() if (above := covering(path, given))}
     trials = [idle_in(sweep.config(one)) for one in examples(sweep)]
     for name, path in written.items():
