@@ -99,7 +99,9 @@ class OutputConfig(Section):
         description="folder or s3:// URI that every worker reaches; null: $RAYCL_RUNS, else ~/raycl-runs in a "
         "submitted job (whose own folder is temporary), else ./runs",
     )
-    name: str | None = Field(None, description="folder of this run; null: made from stream, backbone, method, seed")
+    name: str | None = Field(
+        None, description="folder of this run; null: $RAYCL_RUN_NAME, else made from stream, backbone, method, seed"
+    )
     retry_s: float = Field(
         180.0, ge=0, description="seconds that a store which does not answer is asked again, with growing pauses"
     )
@@ -386,6 +388,11 @@ def default_directory() -> str:
 def directory(config: RunConfig) -> Storage:
     """The folder that holds the run's own."""
     return Storage.at(config.output.dir or default_directory())
+
+
+def name_of(config: RunConfig) -> str | None:
+    """The name of the run's folder from the config or the environment; None: there is none."""
+    return config.output.name or os.environ.get("RAYCL_RUN_NAME") or None
 
 
 def free_names(config: RunConfig) -> Iterator[str]:
