@@ -15,17 +15,10 @@ from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
 from raycl import trust
-from raycl.backbone import (
-    BackboneConfig,
-    because_of_kind,
-    identity,
-    known_kind,
-    load_backbone,
-    load_codec,
-    load_skeleton,
-)
+from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
 from raycl.backbone.base import Backbone
 from raycl.backbone.encoder import EncoderBackbone
+from raycl.backbone.load import because_of_kind, known_kind
 from raycl.bank.tensors import views
 from raycl.config import Section, Tree
 from raycl.data.loader import check_batch

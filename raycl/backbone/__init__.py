@@ -6,24 +6,6 @@ What it does not know: tasks, streams, methods, and how gradients are applied.
 """
 
 from raycl.backbone.base import Backbone, Output
-from raycl.backbone.load import (
-    BackboneConfig,
-    because_of_kind,
-    identity,
-    known_kind,
-    load_backbone,
-    load_codec,
-    load_skeleton,
-)
+from raycl.backbone.load import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
 
-__all__ = [
-    "Backbone",
-    "BackboneConfig",
-    "Output",
-    "because_of_kind",
-    "identity",
-    "known_kind",
-    "load_backbone",
-    "load_codec",
-    "load_skeleton",
-]
+__all__ = ["Backbone", "BackboneConfig", "Output", "identity", "load_backbone", "load_codec", "load_skeleton"]
