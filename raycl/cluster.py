@@ -41,11 +41,17 @@ def named(address: str | None = None) -> str | None:
     return None if found in (None, "", "local") else found
 
 
-def connect(address: str | None = None, namespace: str | None = None, dashboard: bool | None = None) -> None:
+def connect(
+    address: str | None = None,
+    namespace: str | None = None,
+    dashboard: bool | None = None,
+    env_vars: Mapping[str, str] | None = None,
+) -> None:
     """Join the cluster that is named, or start one here, unless this process has one.
 
     Args:
         address: from the config. dashboard: of a cluster that is started; None: as Ray likes.
+        env_vars: environment variables of all processes that this job starts on the cluster.
 
     Raises:
         LaunchError: there is no cluster at that address.
@@ -54,6 +60,8 @@ def connect(address: str | None = None, namespace: str | None = None, dashboard:
         return
     began, given = time.monotonic(), named(address)
     quiet: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "error"}
+    if env_vars:
+        quiet["runtime_env"] = {"env_vars": dict(env_vars)}
     try:
         if given:
             ray.init(address=given, **quiet)

@@ -87,7 +87,7 @@ def prepare(config: RunConfig) -> Prepared:
     Raises:
         RayclError: bad input, or the folder holds a run already.
     """
-    name = config.output.name
+    name = runs.name_of(config)
     if name is not None:
         storage = runs.directory(config).sub(name)
         if storage.exists(CONFIG) and last_attempt(storage):  # a run that never started holds nothing to lose

@@ -24,7 +24,7 @@ from raycl.bank.whole import Whole
 from raycl.errors import BankError, LaunchError
 from raycl.serve.app import NAME, build_from
 from raycl.serve.gate import Verdict, judge
-from raycl.serve.listening import claimed, url_of
+from raycl.serve.listening import PROXY_HOOK, claimed, limit_proxy, url_of
 from raycl.serve.resources import gate_takes, together
 from raycl.serve.settings import ServeConfig
 
@@ -43,7 +43,7 @@ def serve_forever(config: ServeConfig) -> None:
 
 def _serve_forever(config: ServeConfig) -> None:
     if cluster.named():
-        cluster.connect(namespace="serve")  # what `auto` is depends on what the cluster has
+        _connect()  # what `auto` is depends on what the cluster has
     application = build_from(config)
     stopped = threading.Event()
     with suppress(KeyboardInterrupt):
@@ -67,7 +67,7 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
     Raises:
         LaunchError: the cluster or a replica did not come up.
     """
-    cluster.connect(namespace="serve")
+    _connect()
     if config.ingress == "direct" and not config.port:
         raise LaunchError("port=0 lets every replica choose a port that nobody is told: name one with port=NUMBER")
     if not config.wait_for_nodes:
@@ -86,6 +86,11 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
         status = serve.status().applications.get(name)
         reason = " ".join(str(status.message if status else error).split())[-800:]
         raise LaunchError(f"the endpoint did not come up: {reason}") from error
+
+
+def _connect() -> None:
+    """Connect to Ray; proxies of Ray Serve that this job starts close silent connections."""
+    cluster.connect(namespace="serve", env_vars={PROXY_HOOK: f"{limit_proxy.__module__}:{limit_proxy.__name__}"})
 
 
 def _check_room(config: ServeConfig) -> None:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from raycl.errors import LaunchError
@@ -28,6 +29,9 @@ KEEP_ALIVE_S = 75
 """Longer than clients keep a connection that they do not use, so that it is they who close it."""
 
 START_S = 30.0
+
+PROXY_HOOK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+"""Ray Serve's environment variable that names a function; each of its proxies calls it before it listens."""
 
 HEAD_S = 20.0
 """Time for a request's head, from the connection's first moment or the head's first byte; then the connection goes."""
@@ -63,6 +67,15 @@ class Protocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def limit_proxy() -> list[Any]:
+    """Close silent connections in a proxy of Ray Serve too (see `PROXY_HOOK`); it adds no middleware.
+
+    Ray Serve has no setting for it, so the proxy's uvicorn gets this module's protocol as its default one.
+    """
+    HTTP_PROTOCOLS["auto"] = f"{__name__}:{Protocol.__name__}"
+    return []
 
 
 class Listener:

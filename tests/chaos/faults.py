@@ -27,6 +27,7 @@ import boto3
 import psutil
 import ray
 from moto.server import ThreadedMotoServer
+from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 
 from raycl.storage import Storage
@@ -86,6 +87,7 @@ class Nodes:
     """A Ray cluster of three nodes on this machine: a head that trains nothing, and two that do."""
 
     def __init__(self, folder: str) -> None:
+        Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)  # Cluster writes its address there
         self.cluster = Cluster()
         memory = 150 * 1024**2
         self.cluster.add_node(num_cpus=0, object_store_memory=memory, temp_dir=folder, include_dashboard=True)

@@ -131,3 +131,12 @@ def test_the_log_is_followed_through_a_storage_that_fails_for_a_moment(
         while "one line" not in caplog.messages and time.monotonic() < end:
             time.sleep(0.01)
         assert "one line" in caplog.messages
+
+
+def test_a_requeued_job_resumes_an_unnamed_run(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYCL_RUN_NAME", "slurm-4711")
+    config = lab.config("bert", output={"dir": str(tmp_path), "exists": "resume"})
+    work(launch.prepare(config))
+    again = launch.prepare(config)
+    assert (again.name, again.done) == ("slurm-4711", len(lab.tasks))
+    assert launch.prepare(two(lab, tmp_path)[0]).name == "race", "output.name comes first"

@@ -23,6 +23,7 @@ import yaml
 from tiny import Lab, run
 
 from raycl import cluster
+from raycl.serve.listening import HEAD_S
 from raycl.storage import Storage
 from raycl.worker import visiting
 
@@ -93,7 +94,10 @@ def heads(process: subprocess.Popen[str]) -> dict[int, set[str]]:
 
 
 def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_path: Path) -> None:
-    """None of them names a Ray, so none of them joins another's, waits for its CPUs or ends with it."""
+    """None of them names a Ray, so none of them joins another's, waits for its CPUs or ends with it.
+
+    Connections to the endpoint's proxy that send nothing are closed meanwhile.
+    """
     with visiting():
         run(lab.config("bert", "inclora"), Storage.at(tmp_path / "served"))
     tree = lab.tree("bert", "inclora", train={"epochs": 2}, output={"dir": str(tmp_path / "runs"), "name": "mine"})
@@ -104,11 +108,13 @@ def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
 
-    endpoint = start(str(REPO / "jobs/serve.py"), "--bank", str(tmp_path / "served/bank"), f"port={port}")
+    arguments = ["--bank", str(tmp_path / "served/bank"), f"port={port}", "ingress=proxy"]
+    endpoint = start(str(REPO / "jobs/serve.py"), *arguments)
     end = time.monotonic() + 180
     while asked(port) != 200:
         assert endpoint.poll() is None and time.monotonic() < end, endpoint.said.read_text()  # type: ignore[attr-defined]
         time.sleep(0.5)
+    silent, opened = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)], time.monotonic()
     training = start(str(REPO / "jobs/train_stream.py"), "--config", "run.yaml")
     search = start(str(REPO / "jobs/sweep.py"), "sweep.yaml", "--dir", "sweeps")
     statuses, ports = [], {process.pid: dict[int, set[str]]() for process in (endpoint, training, search)}
@@ -126,6 +132,10 @@ def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_
         assert re.search(r"^Ray started here in \d+ s$", said, re.MULTILINE) and "waiting for" not in said, said
         assert "active Ray instances" not in said
     assert set(statuses) == {200} and asked(port) == 200
+    for connection in silent:
+        with connection:
+            connection.settimeout(max(0.1, opened + HEAD_S + 10 - time.monotonic()))
+            assert connection.recv(1) == b"", "the proxy keeps connections that send nothing"
     numbers = [number for found in ports.values() for number in found]
     assert len(numbers) == len(set(numbers)) == 3 and set(numbers) <= set(cluster.PORTS)
     bound = {address.removeprefix("::ffff:") for found in ports.values() for one in found.values() for address in one}

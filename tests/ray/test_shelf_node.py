@@ -12,6 +12,7 @@ import pytest
 import ray
 import torch
 from filelock import FileLock
+from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 from ray.exceptions import ActorUnavailableError
 
@@ -28,6 +29,7 @@ TRIES = 30
 def two_nodes(one_at_a_time: FileLock) -> Iterator[Cluster]:
     """A head node with this process and a second node, both on this machine."""
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
+    Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)  # Cluster writes its address there
     cluster = Cluster()
     try:
         memory = {"num_cpus": 1, "object_store_memory": 100 * 1024**2}

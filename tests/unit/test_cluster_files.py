@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from raycl.serve.listening import PROXY_HOOK, limit_proxy
+
 REPO = Path(__file__).resolve().parents[2]
 CLUSTER = REPO / "cluster"
 FILES = sorted(path for path in CLUSTER.iterdir() if path.is_file())
@@ -105,6 +107,11 @@ def test_what_the_image_copies_exists() -> None:
     names = {name for line in copied for name in line.split()}
     assert [name for name in names if not (REPO / name).exists()] == []
     assert names >= {"raycl", "jobs", "sweeps"}, "what the printed commands name"
+
+
+def test_proxies_of_the_image_close_silent_connections() -> None:
+    hook = re.findall(rf"^ENV {PROXY_HOOK}=(\S+)$", (CLUSTER / "Dockerfile").read_text(), flags=re.MULTILINE)
+    assert hook == [f"{limit_proxy.__module__}:{limit_proxy.__name__}"]
 
 
 def test_the_images_user_owns_the_projects_folder() -> None:
