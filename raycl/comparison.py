@@ -22,7 +22,7 @@ from raycl import config as configs
 from raycl import launch, trust
 from raycl.config import Section, Tree
 from raycl.errors import RayclError, StoppedError
-from raycl.idle import found_in, idle_in, leaves, refuse
+from raycl.idle import found_in, idle_in, leaves, refuse, setting
 from raycl.launch import Hosting
 from raycl.run import RunConfig
 from raycl.storage import Storage
@@ -95,9 +95,10 @@ def _tree(overrides: Sequence[str]) -> Tree:
 def _ignored(comparison: ComparisonConfig) -> dict[str, str]:
     """Settings of runs that a comparison gives itself -> what it has instead."""
     instead = {"output": "--dir and the run's name", "seed": "seeds"}
-    found = {path: f"base.{path}" for path in leaves(comparison.base)}
+    found = {path: f"base.{setting(path, value)}" for path, value in leaves(comparison.base).items()}
     for name, entry in comparison.runs.items():
-        found |= {path: f"runs.{name}.set of {path}" for path in leaves(_tree(entry.set))}
+        given = leaves(_tree(entry.set))
+        found |= {path: f"runs.{name}.set of {setting(path, value)}" for path, value in given.items()}
     return {place: instead[key] for path, place in found.items() if (key := path.partition(".")[0]) in instead}
 
 

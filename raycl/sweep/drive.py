@@ -149,7 +149,7 @@ def _tune(sweep: SweepConfig, directory: str, place: Place, plan: Plan) -> None:
     states = {number: place.state(number, plan.tasks) for number in plan.trials}
     over = [number for number, (state, _) in states.items() if state in ("done", "stopped")]
     left = {number: settings for number, settings in plan.trials.items() if number not in over}
-    todo = len(left) if sweep.plans else len(left) + sweep.samples - len(plan.trials)
+    todo = len(left) if sweep.plans else len(left) + sweep.samples - len(plan.trials) - len(place.repeated())
     if todo <= 0:
         return
     done = collect(sweep, place, plan.tasks)
@@ -186,9 +186,10 @@ def _refuse_unfinished(place: Place, plan: Plan) -> None:
         StoppedError: some are not.
     """
     over = [number for number in place.settings() if place.state(number, plan.tasks)[0] != "unfinished"]
-    if len(over) < plan.total:
+    total = plan.total - len(place.repeated())
+    if len(over) < total:
         raise StoppedError(
-            f"stopped by SIGTERM, {len(over)} of {plan.total} trials are over, '{place.storage.uri}' has the "
+            f"stopped by SIGTERM, {len(over)} of {total} trials are over, '{place.storage.uri}' has the "
             "checkpoints of the others; go on with the same command and --resume"
         )
 

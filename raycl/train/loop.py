@@ -36,7 +36,7 @@ from raycl.train.memory import peak_memory_mb, resident_memory_mb
 from raycl.train.parts import Parts
 from raycl.train.progress import Progress, Trace, clock
 from raycl.train.proof import Proof
-from raycl.train.publish import open_bank, publish, publish_again
+from raycl.train.publish import complete_bank, publish
 from raycl.train.results import build_results, curves, matrix_of
 from raycl.train.resume import newest_place
 from raycl.train.row import evaluate_row, evaluate_unseen
@@ -130,6 +130,7 @@ class StreamLoop:
 
         Raises:
             RunError: stages are recorded, but no checkpoint can be gone on from.
+            BankError: the bank has lost what the next stage needs.
         """
         place = newest_place(self.storage, self.state, self.world)
         if place.problems:
@@ -137,9 +138,7 @@ class StreamLoop:
         if place.problems and self.ledger is not None:
             log.warning("%s", place.told)
             self.ledger.go_back(place.checkpoints, place.stages)
-        if self.ledger is not None and self.parts.bank.publish:
-            goes_on = len(self.state.stages) < len(self.parts.stages)
-            publish_again(open_bank(self.parts.bank, self.storage), self.storage, self.state, goes_on)
+        complete_bank(self.parts, self.storage, self.state, self.world)
         if (found := place.checkpoint) is None:
             return None
         self.parts.method.load_state_dict(found.method, found.carried)
