@@ -25,11 +25,11 @@ from raycl.bank import Bank
 from raycl.data.loader import batch_of, eval_batches
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
-from raycl.serve.asks import FAILURES, Ask, Choice, Sampling
-from raycl.serve.engine import Engine
-from raycl.serve.host import Host
+from raycl.generation.requests import FAILURES, Ask, Choice, Sampling
+from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.model_host import Host
 from raycl.storage import Storage
-from raycl.train.world import World
+from raycl.training.distributed import World
 from raycl.types import Mixture
 
 STOP_AFTER = 3

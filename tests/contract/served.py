@@ -19,13 +19,13 @@ from raycl.bank import Bank
 from raycl.data.loader import batch_of, eval_batches
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
-from raycl.serve.asks import Ask, Choice, Event, Failed, Labelled, Piece, Sampling, Started
-from raycl.serve.engine import Engine
-from raycl.serve.host import Hosted
-from raycl.serve.model import SnapshotModel
-from raycl.serve.opening import close_service, open_service
+from raycl.generation.requests import Ask, Choice, Event, Failed, Labelled, Piece, Sampling, Started
+from raycl.serve.deployment.factory import close_service, open_service
+from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.model_host import Hosted
 from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
+from raycl.serve.snapshots.snapshot_model import SnapshotModel
 from raycl.types import Mixture
 
 WAIT_S = 120.0

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from tiny import Stop, run
 
 from raycl import config as configs
-from raycl.run import RunConfig
+from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
-from raycl.train.world import World
+from raycl.training.distributed import World
 
 
 def main(rank: int, size: int, rendezvous: str, jobs: str) -> None:

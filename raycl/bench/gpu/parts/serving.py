@@ -23,9 +23,9 @@ from raycl.bench.gpu.parts.decoding import check_chosen
 from raycl.bench.gpu.setup import DENSE, LIMITS, RANK, TARGETS, Case, Setup, check_equal, ratio
 from raycl.bench.gpu.timing import Times, peak_gib, quartiles, reset_peak
 from raycl.errors import WrongResultError
-from raycl.serve.asks import Ask, Choice, Event, Failed, Piece, Sampling, is_last
-from raycl.serve.engine import Engine
-from raycl.serve.host import Host, Hosted
+from raycl.generation.requests import Ask, Choice, Event, Failed, Piece, Sampling, is_last
+from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.model_host import Host, Hosted
 from raycl.types import Mixture
 
 REQUESTS, TINY_REQUESTS = 64, 6
