@@ -10,7 +10,8 @@ import importlib.util
 import json
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from raycl.errors import BackboneError
 
@@ -22,7 +23,8 @@ PUBLISHED = {"minilm": "sentence-transformers/all-MiniLM-L6-v2"}
 
 WEIGHTS = (".safetensors", ".bin")
 INDEX = "model.safetensors.index.json"
-FACTS = ("config.json", "tokenizer.json")
+CONFIG = "config.json"
+FACTS = (CONFIG, "tokenizer.json")
 """Files that make a model what it is; others (cards, training state) may differ."""
 
 
@@ -61,6 +63,18 @@ def folder_of(name: str, revision: str | None = None) -> Path:
     """The model's files on this machine; a hub id is fetched into the hub's cache first."""
     where = resolve(name)
     return Path(where if Path(where).is_dir() else snapshot_download(where, revision=revision))
+
+
+def present_folder(name: str, revision: str | None = None) -> Path | None:
+    """The folder with the model's config.json if it is on this machine already; nothing is fetched."""
+    try:
+        where = resolve(name)
+        found = (
+            Path(where, CONFIG) if Path(where).is_dir() else try_to_load_from_cache(where, CONFIG, revision=revision)
+        )
+    except (BackboneError, HFValidationError):
+        return None
+    return Path(found).parent if isinstance(found, str | Path) else None
 
 
 def weight_files(name: str, revision: str | None = None) -> list[Path]:

@@ -35,7 +35,7 @@ from raycl.backbone.language import LanguageHead
 from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.config import Section
 from raycl.errors import BackboneError
-from raycl.pretrained import fingerprint_of, resolve, resolve_path
+from raycl.pretrained import fingerprint_of, present_folder, resolve, resolve_path
 
 log = logging.getLogger("raycl")
 
@@ -74,6 +74,38 @@ class BackboneConfig(Section):
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
     allow_pickle: bool = Field(False, description="accept weights that are not safetensors (pickles can run code)")
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """What only the label head of encoder-only models reads."""
+        if known_kind(self) in ("encoder-decoder", "decoder"):
+            yield "pooling", because_of_kind(self)
+
+
+def known_kind(config: BackboneConfig) -> Kind | None:
+    """What the model is, as far as its config.json is on this machine.
+
+    Returns:
+        None: not known before it is fetched from the hub, or before code of its own runs, or it cannot be read at all,
+        which `load_codec` says.
+    """
+    if config.kind != "auto":
+        return config.kind
+    folder = present_folder(config.name, config.revision)
+    if folder is None:
+        return None
+    try:
+        with _explained(config.name):
+            return _kind(config, AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    except BackboneError:
+        return None
+
+
+def because_of_kind(config: BackboneConfig) -> str:
+    """Why settings for another kind of model act on nothing, as a path from the backbone's section and a reason."""
+    kind = known_kind(config)
+    called = {"encoder": "an encoder-only", "decoder": "a decoder-only"}.get(str(kind), "an encoder-decoder")
+    named = f"kind={kind}" if config.kind != "auto" else f"name={config.name}, {called} model"
+    return f"{named}, which {'generates no text' if kind == 'encoder' else 'has no label head'}"
 
 
 def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens: int) -> HFCodec:

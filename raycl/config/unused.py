@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from raycl import config as configs
 from raycl.config import Section, Tree
@@ -27,8 +28,8 @@ def idle_in(config: Section, prefix: str = "") -> dict[str, str]:
     return found
 
 
-def written(path: str | None, overrides: Sequence[str] = ()) -> list[str]:
-    """Dotted paths that a person gave a value: in the file, unless raycl wrote it, and in overrides."""
+def written(path: str | None, overrides: Sequence[str] = ()) -> Tree:
+    """Dotted path -> value of all that a person gave one: in the file, unless raycl wrote it, and in overrides."""
     by_hand = path is not None and not Path(path).read_text(encoding="utf-8").startswith(configs.MARK)
     tree = configs.read_tree(path) if path is not None and by_hand else {}
     for override in overrides:
@@ -36,15 +37,26 @@ def written(path: str | None, overrides: Sequence[str] = ()) -> list[str]:
     return leaves(tree)
 
 
-def leaves(tree: Tree) -> list[str]:
-    """Dotted paths of a tree's values; null is none."""
-    return [path for path, value in configs.flatten(tree).items() if value is not None]
+def leaves(tree: Tree) -> Tree:
+    """Dotted path -> value of a tree; null is none."""
+    return {path: value for path, value in configs.flatten(tree).items() if value is not None}
 
 
-def found_in(paths: Iterable[str], idle: Mapping[str, str]) -> dict[str, str]:
-    """Those of `paths` that act on nothing, with the reason."""
-    pairs = ((path, covering(path, idle)) for path in paths)
-    return {path: idle[above] for path, above in pairs if above is not None}
+def found_in(given: Tree, idle: Mapping[str, str]) -> dict[str, str]:
+    """`path=value` of those that act on nothing, with the reason."""
+    pairs = ((path, covering(path, idle)) for path in given)
+    return {setting(path, given[path]): idle[above] for path, above in pairs if above is not None}
+
+
+def setting(path: str, value: Any) -> str:
+    """As one writes it on a command line."""
+    return f"{path}={_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def covering(path: str, idle: Iterable[str]) -> str | None:

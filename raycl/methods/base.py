@@ -7,7 +7,7 @@ What it does not know: engines, workers, files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -29,6 +29,18 @@ class MethodConfig(Section):
 
     idle_alone: ClassVar[tuple[str, ...]] = ()
     """Settings without any part in the score of a task that is trained alone."""
+
+    label_head: ClassVar[tuple[str, ...]] = ()
+    """Settings that act on label heads alone, which only encoder-only backbones have."""
+
+    def idle_beside(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
+        """Settings that act on nothing on the run's backbone, as `Section.idle` says them from the method on.
+
+        Args:
+            has_label_head: the backbone is encoder-only. reason: which backbone it is, and what it lacks.
+        """
+        if not has_label_head:
+            yield from ((name, reason) for name in self.label_head)
 
     def acting(self, index: int, tasks: Sequence[str]) -> Tree:
         """The settings that can change anything about stage `index`: what is learned, remembered or measured in it.

@@ -44,6 +44,11 @@ class ReferenceConfig(MethodConfig):
         """As the learner does."""
         return self.learner.looks_ahead
 
+    def idle_beside(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
+        """What the learner says."""
+        for path, why in self.learner.idle_beside(has_label_head, reason):
+            yield f"learner.{path}", why
+
 
 class SeparateConfig(ReferenceConfig):
     """PerTaskFT of MIGU, "separate fine-tune" of SLM."""

@@ -17,6 +17,7 @@ from raycl import config as configs
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
 from raycl.backbone.base import Backbone
 from raycl.backbone.encoder import EncoderBackbone
+from raycl.backbone.load import because_of_kind, known_kind
 from raycl.bank.tensors import views
 from raycl.config import Section, Tree, trust
 from raycl.config.unused import found_in, idle_in, refuse, written
@@ -52,6 +53,11 @@ if TYPE_CHECKING:
     EngineChoice = EngineConfig
 else:
     EngineChoice = Annotated[TorchConfig | DeepSpeedConfig, Field(discriminator="name")]
+
+
+LABEL_HEAD = ("train.head_learning_rate", "train.label_loss")
+GENERATION = ("stream.max_target_tokens", "eval.max_new_tokens")
+"""Settings that act on label heads, and on texts that a backbone generates."""
 
 
 class LaunchConfig(Section):
@@ -127,12 +133,19 @@ class RunConfig(Section):
         return configs.named_each(value, MODIFIERS)
 
     def idle(self) -> Iterator[tuple[str, str]]:
-        """What belongs to methods of another kind."""
+        """What belongs to methods or backbones of another kind.
+
+        A hub backbone that is not cached has no known kind yet; once it is fetched, nobody knows what a person wrote.
+        """
         names = {self.method.name, getattr(getattr(self.method, "learner", None), "name", "")}
         if "sapt" not in names:
             yield "train.attention_learning_rate", f"method={self.method.name}"
         if "finetune" not in names:
             yield "checkpoint.export", f"method={self.method.name}"
+        if kind := known_kind(self.backbone):
+            reason = f"backbone.{because_of_kind(self.backbone)}"
+            yield from ((f"method.{path}", why) for path, why in self.method.idle_beside(kind == "encoder", reason))
+            yield from ((path, reason) for path in (GENERATION if kind == "encoder" else LABEL_HEAD))
 
     @model_validator(mode="after")
     def _unseen_are_not_told(self) -> Self:

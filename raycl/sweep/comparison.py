@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from raycl import config as configs
 from raycl.config import Section, Tree, trust
-from raycl.config.unused import found_in, idle_in, leaves, refuse
+from raycl.config.unused import found_in, idle_in, leaves, refuse, setting
 from raycl.errors import RayclError, StoppedError
 from raycl.launch import driver
 from raycl.launch.driver import Hosting
@@ -95,9 +95,10 @@ def _tree(overrides: Sequence[str]) -> Tree:
 def _ignored(comparison: ComparisonConfig) -> dict[str, str]:
     """Settings of runs that a comparison gives itself -> what it has instead."""
     instead = {"output": "--dir and the run's name", "seed": "seeds"}
-    found = {path: f"base.{path}" for path in leaves(comparison.base)}
+    found = {path: f"base.{setting(path, value)}" for path, value in leaves(comparison.base).items()}
     for name, entry in comparison.runs.items():
-        found |= {path: f"runs.{name}.set of {path}" for path in leaves(_tree(entry.set))}
+        given = leaves(_tree(entry.set))
+        found |= {path: f"runs.{name}.set of {setting(path, value)}" for path, value in given.items()}
     return {place: instead[key] for path, place in found.items() if (key := path.partition(".")[0]) in instead}
 
 

@@ -19,12 +19,12 @@ from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
 from raycl.config import Section, Tree, trust
-from raycl.config.unused import covering, idle_in, leaves, refuse
+from raycl.config.unused import covering, idle_in, leaves, refuse, setting
 from raycl.errors import ConfigError
 from raycl.run.assembly import RunConfig
 from raycl.sweep.search.expressions import Expression, parse
 from raycl.sweep.search.measure import read_metric
-from raycl.sweep.search.space import Draw, Settings, crossed, in_order, planned
+from raycl.sweep.search.space import Draw, Settings, crossed, in_order, key_of, planned
 
 Mode = Literal["max", "min"]
 
@@ -156,19 +156,23 @@ class SweepConfig(Section):
             found = crossed(self.space, self.follow)
         else:
             found = planned(self.space, self.samples, self.search.seed, self.follow)
-        found = self._collapsed(found)
+        found = self._without_repeats(found)
         if self.scheduler.name == "none":
             return found
         return [found[place] for place in np.random.default_rng(self.search.seed).permutation(len(found))]
 
-    def _collapsed(self, trials: list[Settings]) -> list[Settings]:
+    def collapsed(self, settings: Settings) -> Settings:
+        """One trial's settings without those that act on nothing beside the others."""
+        idle = idle_in(self.config(settings))
+        return {path: value for path, value in settings.items() if covering(path, idle) is None}
+
+    def _without_repeats(self, trials: list[Settings]) -> list[Settings]:
         """Without settings that act on nothing beside a trial's others, and of trials that are then alike one."""
         found: list[Settings] = []
         seen: set[str] = set()
         for settings in trials:
-            idle = idle_in(self.config(settings))
-            kept = {path: value for path, value in settings.items() if covering(path, idle) is None}
-            key = json.dumps(kept, sort_keys=True, default=list)
+            kept = self.collapsed(settings)
+            key = key_of(kept)
             if len(kept) == len(settings) or key not in seen:
                 found.append(kept)
             seen.add(key)
@@ -253,7 +257,8 @@ def load_sweep(file: str, overrides: Sequence[str] = ()) -> SweepConfig:
 def _idle(sweep: SweepConfig) -> dict[str, str]:
     """Settings of base and space that act on nothing in any trial -> the reason."""
     given = {"output": "--dir and the sweep's name", **{f"launch.{key}": f"resources.{key}" for key in TAKEN}}
-    written = {f"base.{path}": path for path in leaves(sweep.base)} | {f"space '{path}'": path for path in sweep.space}
+    written = {f"base.{setting(path, value)}": path for path, value in leaves(sweep.base).items()}
+    written |= {f"space '{path}'": path for path in sweep.space}
     found = {name: given[above] for name, path in written.items() if (above := covering(path, given))}
     trials = [idle_in(sweep.config(one)) for one in examples(sweep)]
     for name, path in written.items():

@@ -147,7 +147,7 @@ def _tune(sweep: SweepConfig, directory: str, place: Place, plan: Plan) -> None:
     states = {number: place.state(number, plan.tasks) for number in plan.trials}
     over = [number for number, (state, _) in states.items() if state in ("done", "stopped")]
     left = {number: settings for number, settings in plan.trials.items() if number not in over}
-    todo = len(left) if sweep.plans else len(left) + sweep.samples - len(plan.trials)
+    todo = len(left) if sweep.plans else len(left) + sweep.samples - len(plan.trials) - len(place.repeated())
     if todo <= 0:
         return
     done = collect(sweep, place, plan.tasks)

@@ -2,6 +2,7 @@
 
     sweep.yaml              the sweep as it was started
     settings/0003.json      what trial 3 was given, before it starts
+    repeated/0004.json      what a guided search proposed as trial 4, which equals an earlier trial and is not run
     trials/NAME-0003/       its run, like any other
     failed/0003.json        why its last try failed
     prefixes/KEY/           the first stages that several trials have in common
@@ -27,7 +28,7 @@ from raycl.sweep.search.space import Settings
 from raycl.training.records.journal import RunState, read_state
 from raycl.training.records.stop_signal import is_stopped
 
-SWEEP, SETTINGS, FAILED = "sweep.yaml", "settings", "failed"
+SWEEP, SETTINGS, REPEATED, FAILED = "sweep.yaml", "settings", "repeated", "failed"
 
 State = Literal["done", "stopped", "failed", "unfinished"]
 """`stopped`: by the scheduler."""
@@ -75,8 +76,19 @@ class Place:
 
     def settings(self) -> dict[int, Settings]:
         """What each trial so far was given, by number."""
-        names = [name for name in self.storage.list(SETTINGS) if re.fullmatch(r"\d{4,}\.json", name)]
-        return {int(name.removesuffix(".json")): dict(self.storage.read_json(f"{SETTINGS}/{name}")) for name in names}
+        return self._numbered(SETTINGS)
+
+    def remember_repeated(self, number: int, settings: Settings) -> None:
+        """Write down a proposal that is not run, with the settings that act on nothing in it."""
+        self.storage.write_json(f"{REPEATED}/{number:04d}.json", settings)
+
+    def repeated(self) -> dict[int, Settings]:
+        """Proposals so far that were not run, by number."""
+        return self._numbered(REPEATED)
+
+    def _numbered(self, folder: str) -> dict[int, Settings]:
+        names = [name for name in self.storage.list(folder) if re.fullmatch(r"\d{4,}\.json", name)]
+        return {int(name.removesuffix(".json")): dict(self.storage.read_json(f"{folder}/{name}")) for name in names}
 
     def fail(self, number: int, error: str) -> None:
         """Write down why a trial failed."""

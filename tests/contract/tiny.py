@@ -131,7 +131,7 @@ class Lab:
     def tree(self, kind: str, method: Any = "lora", engine: Any = "torch", **sections: Any) -> dict[str, Any]:
         """A config tree: 4 steps of 4 rows a task, a checkpoint after the second; `sections` are merged in."""
         tree: dict[str, Any] = {
-            "stream": {"tasks": self.tasks, "dev_fraction": 0, "max_source_tokens": 24, "max_target_tokens": 4},
+            "stream": {"tasks": self.tasks, "dev_fraction": 0, "max_source_tokens": 24},
             "backbone": {"name": str(self.model_folder(kind)), "dtype": "float32"},
             "method": _quick(method),
             "engine": engine,
@@ -139,6 +139,8 @@ class Lab:
             "checkpoint": {"every_steps": 2, **({"export": "each"} if "finetune" in str(method) else {})},
             "eval": {"batch_size": 4},
         }
+        if kind != "bert":  # no text is generated there
+            tree["stream"]["max_target_tokens"] = 4
         for name, values in sections.items():
             tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
         return tree

@@ -179,3 +179,27 @@ def test_a_sweep_is_not_overwritten_nor_changed(swept: Swept) -> None:
         run_sweep(load_sweep(file), folder)
     with pytest.raises(ResumeError, match=r"base\.seed was None, now 7"):
         run_sweep(load_sweep(file, ["base.seed=7"]), folder, resume=True)
+
+
+def test_tpe_runs_what_an_idle_setting_makes_alike_once(
+    ray_cluster: dict[str, str], lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tune is asked for five trials and gets fewer; asked again, the sweep has nothing left to do."""
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster["address"])
+    tree = {
+        "name": "alike",
+        "base": lab.tree("bert", "sapt", train={"max_steps": 1}),
+        "space": {"method.arm.weight": {"uniform": [0.1, 2.0]}, "method.ablation": {"choice": ["none", "arm"]}},
+        "search": "tpe",
+        "samples": 5,
+        "concurrency": 2,
+    }
+    file = tmp_path / "alike.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    found = [run_sweep(load_sweep(str(file)), str(tmp_path), resume) for resume in (False, True)]
+    place = Place.of(load_sweep(str(file)), str(tmp_path))
+    repeated = place.repeated()
+    assert repeated and {one["method.ablation"] for one in repeated.values()} == {"arm"}
+    for outcome in found:
+        assert {row.state for row in outcome.rows} == {"done"} and len(outcome.rows) == 5 - len(repeated)
+        assert [row.settings for row in outcome.rows].count({"method.ablation": "arm"}) == 1

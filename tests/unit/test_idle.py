@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ CASES = {
     "method.a_init_std=0.5": ("method.value=prompt", ["method=slm"]),
     "method.learner.arm.every=2": ("method.name=separate", ["method=separate", "method.learner=sapt"]),
     "modifiers.migu.cluster_samples=9": ("modifiers.migu.clusters=null", ["modifiers=[migu]"]),
-    "train.attention_learning_rate=1e-3": ("method=lora", []),
+    "train.attention_learning_rate=0.001": ("method=lora", []),
     "train.warmup_ratio=0.1": ("train.warmup_steps=5", ["train.lr_scheduler=linear"]),
     "checkpoint.export=each": ("method=lora", []),
     "tracking.project=mine": ("tracking.backend=none", []),
@@ -45,15 +47,15 @@ CASES = {
 def test_an_idle_setting_is_said_with_what_makes_it_so(override: str, tmp_path: Path) -> None:
     reason, before = CASES[override]
     decides = [reason] if "null" not in reason and not reason.startswith(("method=", "method.name")) else []
-    path = override.partition("=")[0]
+    setting = re.escape(override)
     with pytest.raises(
-        ConfigError, match=rf"{path} acts on nothing beside {reason}: leave it out, or change the other"
+        ConfigError, match=rf"{setting} acts on nothing beside {reason}: leave it out, or change the other"
     ):
         load_config(None, [*before, *decides, override])
     tree: dict[str, Any] = {}
     for one in (*before, *decides, override):
         configs.apply_override(tree, one)
-    with pytest.raises(ConfigError, match=rf"written\.yaml': {path} acts on nothing beside {reason}"):
+    with pytest.raises(ConfigError, match=rf"written\.yaml': {setting} acts on nothing beside {reason}"):
         load_config(file(tmp_path, tree), [])
 
 
@@ -73,20 +75,125 @@ def test_what_acts_is_taken(overrides: list[str]) -> None:
     load_config(None, overrides)
 
 
+MODELS = {
+    "encoder": {"model_type": "bert", "architectures": ["BertModel"]},
+    "encoder-decoder": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+    "decoder": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+}
+HEADLESS = "which has no label head"
+SILENT = "which generates no text"
+
+
+def model(folder: Path, kind: str) -> str:
+    """A local model of that kind, as far as its kind goes."""
+    (folder / "config.json").write_text(json.dumps(MODELS[kind]))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "override", "why", "before"),
+    [
+        ("decoder", "backbone.pooling=cls", HEADLESS, []),
+        ("encoder-decoder", "backbone.pooling=cls", HEADLESS, []),
+        ("decoder", "train.head_learning_rate=0.5", HEADLESS, []),
+        ("decoder", "train.label_loss=task", HEADLESS, []),
+        ("decoder", "method.head_rule=logit", HEADLESS, ["method=sapt"]),
+        ("encoder-decoder", "method.head_rule=logit", HEADLESS, ["method=slm"]),
+        ("decoder", "method.head=own", HEADLESS, ["method=inclora"]),
+        ("decoder", "method.head=own", HEADLESS, ["method=olora"]),
+        ("decoder", "method.learner.head_rule=logit", HEADLESS, ["method=joint", "method.learner=slm"]),
+        ("encoder", "stream.max_target_tokens=8", SILENT, []),
+        ("encoder", "eval.max_new_tokens=8", SILENT, []),
+    ],
+)
+def test_a_setting_that_the_kind_of_the_backbone_leaves_idle(
+    kind: str, override: str, why: str, before: list[str], tmp_path: Path
+) -> None:
+    """And the same setting is taken where the backbone is of a kind that reads it."""
+    name = model(tmp_path, kind)
+    with pytest.raises(ConfigError, match=rf"{override} acts on nothing beside .*{why}.*: leave it out, or change"):
+        load_config(None, [*before, override, f"backbone.name={name}"])
+    other = model(tmp_path, "decoder" if kind == "encoder" else "encoder")
+    config = load_config(None, [*before, override, f"backbone.name={other}"])
+    path = tmp_path / "config.yaml"
+    path.write_text(configs.to_yaml(config))
+    model(tmp_path, kind)
+    assert fingerprint(load_config(str(path), [])) == fingerprint(config), "what raycl wrote loads unchanged"
+
+
+def test_attention_has_no_floor_where_scores_of_label_heads_are_added(tmp_path: Path) -> None:
+    given = ["method=sapt", "method.attention.floor=0.1", f"backbone.name={model(tmp_path, 'encoder')}"]
+    load_config(None, given)
+    with pytest.raises(
+        ConfigError, match=r"method\.attention\.floor=0\.1 acts on nothing beside method\.head_rule=log"
+    ):
+        load_config(None, [*given, "method.head_rule=logit"])
+
+
+def test_the_backbone_of_a_generator_has_no_label_head_either(tmp_path: Path) -> None:
+    writer = [f"method.writer.backbone.name={model(tmp_path, 'decoder')}", "method.writer.backbone.pooling=cls"]
+    with pytest.raises(ConfigError, match=rf"method\.writer\.backbone\.pooling=cls .* {HEADLESS}"):
+        load_config(None, ["method=sapt", "method.arm.source=generated", *writer])
+
+
+def test_the_kind_that_a_person_named_counts(tmp_path: Path) -> None:
+    name = [f"backbone.name={model(tmp_path, 'encoder')}", "train.head_learning_rate=0.5"]
+    load_config(None, name)
+    with pytest.raises(ConfigError, match=rf"beside backbone\.kind=decoder, {HEADLESS}"):
+        load_config(None, [*name, "backbone.kind=decoder"])
+
+
+def test_the_kind_of_a_hub_backbone_is_known_once_it_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    given = ["backbone.name=mine/llama", "train.head_learning_rate=0.5"]
+    load_config(None, given)
+    cached = tmp_path / "models--mine--llama"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    model(cached / "snapshots" / "abc", "decoder")
+    with pytest.raises(ConfigError, match=rf"train\.head_learning_rate=0\.5 .*name=mine/llama, .*{HEADLESS}"):
+        load_config(None, given)
+
+
+def test_a_backbone_whose_kind_cannot_be_read_is_left_to_later_checks(tmp_path: Path) -> None:
+    given = [f"backbone.name={tmp_path}", "train.head_learning_rate=0.5"]
+    load_config(None, given)
+    (tmp_path / "config.json").write_text("{")
+    load_config(None, given)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
+    load_config(None, given)
+
+
+def test_a_sweep_over_backbones_leaves_out_what_one_of_them_does_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    names = [model(tmp_path / "a", "encoder"), model(tmp_path / "b", "decoder")]
+    space = {"backbone.name": {"grid": names}, "train.head_learning_rate": {"grid": [0.1, 0.5]}}
+    tree: dict[str, Any] = {"name": "mine", "space": space, "search": "grid"}
+    assert load_sweep(file(tmp_path, tree)).trials() == [
+        *({"backbone.name": names[0], "train.head_learning_rate": rate} for rate in (0.1, 0.5)),
+        {"backbone.name": names[1]},
+    ]
+    tree = {**tree, "base": {"backbone": {"name": names[1]}}, "space": {"train.head_learning_rate": {"grid": [0.1]}}}
+    with pytest.raises(ConfigError, match=rf"space 'train\.head_learning_rate' acts on nothing .*{HEADLESS}"):
+        load_sweep(file(tmp_path, tree))
+
+
 def test_what_raycl_wrote_loads_unchanged(tmp_path: Path) -> None:
     """It holds every default, those of idle settings too; what is typed beside it counts."""
     given = load_config(None, ["method=sapt", "method.ablation=arm", "seed=7"])
     path = tmp_path / "config.yaml"
     path.write_text(configs.to_yaml(given))
     assert fingerprint(load_config(str(path), [])) == fingerprint(given)
-    with pytest.raises(ConfigError, match=r"config\.yaml': method\.arm\.weight acts on nothing"):
+    with pytest.raises(ConfigError, match=r"config\.yaml': method\.arm\.weight=2 acts on nothing"):
         load_config(str(path), ["method.arm.weight=2"])
 
 
 def test_the_endpoints_settings() -> None:
-    with pytest.raises(ConfigError, match=r"the config: router_replicas acts on nothing beside layout=colocated"):
+    with pytest.raises(ConfigError, match=r"the config: router_replicas=2 acts on nothing beside layout=colocated"):
         load_serve_config(None, ["bank=b", "router_replicas=2"])
-    with pytest.raises(ConfigError, match=r"follow\.gated acts on nothing beside follow\.enabled=false"):
+    with pytest.raises(ConfigError, match=r"follow\.gated=true acts on nothing beside follow\.enabled=false"):
         load_serve_config(None, ["bank=b", "follow.enabled=false", "follow.gated=true"])
     load_serve_config(None, ["bank=b", "layout=split", "router_replicas=2", "follow.gated=true"])
 
@@ -97,12 +204,16 @@ BASE = {"method": "sapt", "stream": {"name": "builtin"}}
 @pytest.mark.parametrize(
     ("base", "row", "message"),
     [
-        ({"output": {"dir": "x"}}, [], r"base\.output\.dir acts on nothing beside --dir and the run's name"),
-        ({"seed": 3}, [], r"base\.seed acts on nothing beside seeds"),
-        ({}, ["output.name=x"], r"runs\.a\.set of output\.name acts on nothing beside --dir"),
-        ({}, ["seed=3"], r"runs\.a\.set of seed acts on nothing beside seeds"),
-        ({"tracking": {"project": "x"}}, [], r"base\.tracking\.project acts on nothing beside tracking\.backend=none"),
-        ({}, ["method.ablation=arm", "method.arm.weight=2"], r"runs\.a: method\.arm\.weight acts on nothing beside"),
+        ({"output": {"dir": "x"}}, [], r"base\.output\.dir=x acts on nothing beside --dir and the run's name"),
+        ({"seed": 3}, [], r"base\.seed=3 acts on nothing beside seeds"),
+        ({}, ["output.name=x"], r"runs\.a\.set of output\.name=x acts on nothing beside --dir"),
+        ({}, ["seed=3"], r"runs\.a\.set of seed=3 acts on nothing beside seeds"),
+        (
+            {"tracking": {"project": "x"}},
+            [],
+            r"base\.tracking\.project=x acts on nothing beside tracking\.backend=none",
+        ),
+        ({}, ["method.ablation=arm", "method.arm.weight=2"], r"runs\.a: method\.arm\.weight=2 acts on nothing beside"),
     ],
 )
 def test_a_comparison_ignores_nothing(base: dict[str, Any], row: list[str], message: str, tmp_path: Path) -> None:
@@ -120,14 +231,18 @@ def test_what_all_rows_of_a_comparison_share_acts_in_one_of_them(tmp_path: Path)
 @pytest.mark.parametrize(
     ("base", "space", "message"),
     [
-        ({"output": {"name": "x"}}, {}, r"base\.output\.name acts on nothing beside --dir and the sweep's name"),
-        ({"launch": {"workers": 2}}, {}, r"base\.launch\.workers acts on nothing beside resources\.workers"),
+        ({"output": {"name": "x"}}, {}, r"base\.output\.name=x acts on nothing beside --dir and the sweep's name"),
+        ({"launch": {"workers": 2}}, {}, r"base\.launch\.workers=2 acts on nothing beside resources\.workers"),
         (
             {},
             {"launch.workers": {"grid": [1, 2]}},
             r"space 'launch\.workers' acts on nothing beside resources\.workers",
         ),
-        ({"tracking": {"project": "x"}}, {}, r"base\.tracking\.project acts on nothing beside tracking\.backend=none"),
+        (
+            {"tracking": {"project": "x"}},
+            {},
+            r"base\.tracking\.project=x acts on nothing beside tracking\.backend=none",
+        ),
         ({}, {"method.selector.steps": {"grid": [1, 2]}}, r"space 'method\.selector\.steps' acts on nothing beside"),
     ],
 )
@@ -166,9 +281,12 @@ def test_the_sweeps_that_come_with_raycl_hold_nothing_idle(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(REPO.glob("jobs/configs/compare/*.yaml")), ids=lambda path: path.name)
-def test_nor_do_the_comparisons(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_do_the_comparisons(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, kind in (("mini-llama", "decoder"), ("mini-t5", "encoder-decoder")):
+        (tmp_path / name).mkdir()
+        model(tmp_path / name, kind)
     for name in ("RAYCL_DATA", "RAYCL_MODELS"):
-        monkeypatch.setenv(name, "/data")
+        monkeypatch.setenv(name, str(tmp_path))
     assert load_comparison(str(path)).runs
 
 

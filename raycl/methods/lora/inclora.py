@@ -38,6 +38,8 @@ class IncLoraSettings(LoraSettings):
         "of its own labels",
     )
 
+    label_head: ClassVar[tuple[str, ...]] = ("head",)
+
 
 class IncLoraConfig(IncLoraSettings):
     """No settings beyond those."""

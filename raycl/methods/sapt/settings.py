@@ -50,6 +50,8 @@ class SaptConfig(MethodConfig):
     idle_alone: ClassVar[tuple[str, ...]] = ("attention", "arm", "ablation", "selector", "writer")
     """A single block is attended to with weight 1, and there is nothing to reflect on."""
 
+    label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
+
     def acting(self, index: int, tasks: Sequence[str]) -> Tree:
         """In the first task there is nothing to reflect on."""
         settings = super().acting(index, tasks)
@@ -73,6 +75,12 @@ class SaptConfig(MethodConfig):
             yield "writer", "ablation=arm" if self.ablation == "arm" else f"arm.source={self.arm.source}"
         if self.arm.source != "file":
             yield "arm.files", f"arm.source={self.arm.source}"
+
+    def idle_beside(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
+        """Of label heads whose scores are added, all are evaluated (`AttentionConfig.settled`)."""
+        yield from super().idle_beside(has_label_head, reason)
+        if has_label_head and self.head_rule == "logit":
+            yield "attention.floor", f"method.head_rule=logit and {reason}"
 
     @model_validator(mode="after")
     def _replay_has_answers(self) -> SaptConfig:

@@ -71,6 +71,8 @@ class SlmConfig(MethodConfig):
     retrieval: RetrievalConfig = RetrievalConfig()
     encoder: EncoderConfig = EncoderConfig()
 
+    label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
+
     def idle(self) -> Iterator[tuple[str, str]]:
         """What slots of another kind hold."""
         others = ("rank", "a_init_std", "targets") if self.value == "prompt" else ("prompt_length",)

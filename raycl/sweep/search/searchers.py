@@ -11,6 +11,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ray.tune.search import Searcher
@@ -18,7 +19,7 @@ from ray.tune.search import Searcher
 from raycl import config as configs
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.place import Place, plain
-from raycl.sweep.search.space import Draw, Settings, in_order, step_value
+from raycl.sweep.search.space import Draw, Settings, in_order, key_of, step_value
 from raycl.sweep.trials.trial import FAILED, SCORES, TASKS
 from raycl.training.records.stop_signal import is_stopped
 
@@ -83,10 +84,26 @@ class Planned(Remembering):
         return None if number is None else (number, self.left.pop(number))
 
 
+@dataclass(frozen=True)
+class Result:
+    """What Optuna is told of a trial.
+
+    Attributes:
+        curve: tasks learned -> value of each metric. scores: at the end; empty: the trial failed.
+    """
+
+    curve: Mapping[int, Sequence[float | None]]
+    scores: Sequence[float | None]
+    stopped: bool
+
+
 class Guided(Remembering):
     """Optuna's TPE, told of every trial's scores.
 
     A trial that the scheduler stopped counts as pruned: TPE ranks it by the scores that it had on the way.
+    Settings that act on nothing beside a proposal's others are left out of the trial; a proposal that equals an earlier
+    trial then is not run, but gets its result, now or when it ends. It counts as one of the samples, so that the search
+    ends where few different trials are left.
     """
 
     def __init__(self, sweep: SweepConfig, place: Place, again: Mapping[int, Settings]) -> None:
@@ -97,7 +114,14 @@ class Guided(Remembering):
         self.again = dict(again)
         self.study = _study(sweep)
         self.asked: dict[int, Any] = {}
-        self.made = max([*place.settings(), -1]) + 1
+        self.curves: dict[int, dict[int, Sequence[float | None]]] = {}
+        self.keys = {number: key_of(settings) for number, settings in place.settings().items()}
+        self.results: dict[str, Result] = {}
+        self.waiting: dict[str, list[Any]] = {}
+        repeated = place.repeated()
+        self.made = max([*self.keys, *repeated, -1]) + 1
+        for settings in repeated.values():
+            self._repeat(key_of(sweep.collapsed(settings)), self._ask_for(settings))
 
     def tell_finished(self, settings: Settings, scores: Sequence[Sequence[float | None]], stopped: bool) -> None:
         """A trial of an earlier session.
@@ -105,32 +129,39 @@ class Guided(Remembering):
         Args:
             scores: after each task, of each metric.
         """
-        self.study.enqueue_trial(self._as_parameters(settings))
-        trial = self.study.ask(self._distributions())
-        for tasks, values in enumerate(scores, 1):
-            self._on_the_way(trial, tasks, values)
-        self._close(trial, scores[-1] if scores else [], stopped)
+        result = Result(dict(enumerate(scores, 1)), scores[-1] if scores else [], stopped)
+        self._replay(self._ask_for(settings), result)
+        self._share(key_of(settings), result)
 
     def next_trial(self) -> tuple[int, Settings] | None:
         """One of an earlier session, or a fresh one."""
         if self.again:
             number = next(iter(self.again))
             settings = self.again.pop(number)
-            self.study.enqueue_trial(self._as_parameters(settings))
-            self.asked[number] = self.study.ask(self._distributions())
+            self.asked[number], self.keys[number] = self._ask_for(settings), key_of(settings)
             return number, settings
-        if self.made >= self.sweep.samples:
-            return None
-        trial = self.study.ask(self._distributions())
-        number, self.made = self.made, self.made + 1
-        self.asked[number] = trial
-        return number, self._as_settings(trial.params)
+        while self.made < self.sweep.samples:
+            trial = self.study.ask(self._distributions())
+            number, self.made = self.made, self.made + 1
+            proposed = self._as_settings(trial.params)
+            settings = self.sweep.collapsed(proposed)
+            key = key_of(settings)
+            if key in self.keys.values() and len(settings) < len(proposed):
+                log.info("proposal %d equals an earlier trial and gets its result", number)
+                self.place.remember_repeated(number, proposed)
+                self._repeat(key, trial)
+                continue
+            self.asked[number], self.keys[number] = trial, key
+            return number, settings
+        return None
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """A row."""
         number = self.numbers.get(trial_id)
-        if number in self.asked and TASKS in result:
-            self._on_the_way(self.asked[number], int(result[TASKS]), self._values(result))
+        if number is not None and number in self.asked and TASKS in result:
+            tasks, values = int(result[TASKS]), self._values(result)
+            self.curves.setdefault(number, {})[tasks] = values
+            self._on_the_way(self.asked[number], tasks, values)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """The last row, or an error."""
@@ -140,7 +171,31 @@ class Guided(Remembering):
         failed = error or not result or FAILED in result
         values = [] if failed or result is None else self._values(result)
         stopped = bool(values) and is_stopped(self.place.run(number), int((result or {})[TASKS]))
-        self._close(self.asked.pop(number), values, stopped)
+        told = Result(self.curves.pop(number, {}), values, stopped)
+        self._close(self.asked.pop(number), told)
+        self._share(self.keys[number], told)
+
+    def _ask_for(self, settings: Settings) -> Any:
+        """An Optuna trial with given settings; what they leave out is drawn."""
+        self.study.enqueue_trial(self._as_parameters(settings))
+        return self.study.ask(self._distributions())
+
+    def _repeat(self, key: str, trial: Any) -> None:
+        """Tell a proposal that is not run what became of the trial that it equals, as soon as that is over."""
+        self.waiting.setdefault(key, []).append(trial)
+        if key in self.results:
+            self._share(key, self.results[key])
+
+    def _share(self, key: str, result: Result) -> None:
+        """Keep the first result of a trial, and tell it the proposals that wait for it."""
+        first = self.results.setdefault(key, result)
+        for trial in self.waiting.pop(key, []):
+            self._replay(trial, first)
+
+    def _replay(self, trial: Any, result: Result) -> None:
+        for tasks, values in result.curve.items():
+            self._on_the_way(trial, tasks, values)
+        self._close(trial, result)
 
     def _values(self, result: Mapping[str, Any]) -> list[float | None]:
         return [result.get(f"{SCORES}{place}") for place in range(len(self.sweep.metrics))]
@@ -149,15 +204,15 @@ class Guided(Remembering):
         if len(values) == 1 and values[0] is not None:
             trial.report(values[0], tasks)
 
-    def _close(self, trial: Any, values: Sequence[float | None], stopped: bool) -> None:
+    def _close(self, trial: Any, result: Result) -> None:
         from optuna.trial import TrialState
 
-        if not values or any(value is None for value in values):
+        if not result.scores or any(value is None for value in result.scores):
             self.study.tell(trial, state=TrialState.FAIL)
-        elif stopped:
+        elif result.stopped:
             self.study.tell(trial, state=TrialState.PRUNED)
         else:
-            self.study.tell(trial, list(values))
+            self.study.tell(trial, list(result.scores))
 
     def _distributions(self) -> dict[str, Any]:
         return {path: _distribution(draw) for path, draw in self.sweep.space.items() if draw.expr is None}

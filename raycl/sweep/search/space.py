@@ -8,6 +8,7 @@ What it does not know: what a setting means (`raycl.run.assembly.RunConfig` says
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -122,6 +123,11 @@ def crossed(space: Space, follow: Callable[[Settings], Settings]) -> list[Settin
     """Every combination of all listed values (search `grid`)."""
     listed = {path: draw.values for path, draw in space.items() if draw.expr is None}
     return [follow(dict(zip(listed, values, strict=True))) for values in itertools.product(*listed.values())]
+
+
+def key_of(settings: Settings) -> str:
+    """The same for settings that are alike, read from a file or not."""
+    return json.dumps(settings, sort_keys=True, default=list)
 
 
 def in_order(settings: Settings, space: Space) -> Settings:

@@ -121,6 +121,81 @@ def test_tpe_with_two_metrics(tmp_path: Path) -> None:
     assert 0 in {trial.number for trial in searcher.study.best_trials}
 
 
+def conditional(**changes: Any) -> SweepConfig:
+    """SAPT with and without reflection: its weight acts in half of the trials."""
+    space = {"method.arm.weight": {"uniform": [0.1, 2.0]}, "method.ablation": {"choice": ["none", "arm"]}}
+    return sweep(base={"method": "sapt"}, space=space, samples=10, **changes)
+
+
+def finish(searcher: Guided, name: str, value: float) -> None:
+    """The only row of a trial, and its end."""
+    result = {TASKS: 1, f"{SCORES}0": value}
+    searcher.on_trial_result(name, result)
+    searcher.on_trial_complete(name, result)
+
+
+def asked(searcher: Guided) -> dict[str, dict[str, Any]]:
+    """All trials, none of which ends: by Tune's id."""
+    found: dict[str, dict[str, Any]] = {}
+    while (proposed := searcher.suggest(f"id{len(found)}")) != "FINISHED":
+        assert isinstance(proposed, dict)
+        found[f"id{len(found)}"] = proposed
+    return found
+
+
+def test_tpe_runs_trials_once_that_an_idle_dimension_makes_alike(tmp_path: Path) -> None:
+    place = Place.of(conditional(), str(tmp_path))
+    searcher = Guided(conditional(), place, {})
+    found: dict[int, dict[str, Any]] = {}
+    while (proposed := searcher.suggest(f"id{len(found)}")) != "FINISHED":
+        assert isinstance(proposed, dict)
+        settings, name = proposed["settings"], f"id{len(found)}"
+        found[proposed["number"]] = settings
+        assert ("method.arm.weight" in settings) == (settings["method.ablation"] == "none")
+        finish(searcher, name, 5.0 if settings["method.ablation"] == "arm" else settings["method.arm.weight"])
+    assert list(found.values()).count({"method.ablation": "arm"}) == 1 and 2 < len(found) < 10
+    assert place.settings() == found
+    trials = searcher.study.trials
+    assert len(trials) == 10 and {trial.state.name for trial in trials} == {"COMPLETE"}
+    without = [trial for trial in trials if trial.params["method.ablation"] == 1]
+    assert len(without) == 11 - len(found)
+    assert [trial.value for trial in without] == [5.0] * len(without), "each has the result of the one that ran"
+    assert [trial.intermediate_values for trial in without] == [{1: 5.0}] * len(without)
+
+
+def test_tpe_tells_the_result_of_a_trial_that_was_still_running_when_its_like_came(tmp_path: Path) -> None:
+    searcher = Guided(conditional(), Place.of(conditional(), str(tmp_path)), {})
+    running = asked(searcher)
+    alike = [trial for trial in searcher.study.trials if trial.params["method.ablation"] == 1]
+    assert len(running) == 11 - len(alike) and {trial.state.name for trial in alike} == {"RUNNING"}
+    name = next(key for key, one in running.items() if one["settings"] == {"method.ablation": "arm"})
+    searcher.on_trial_complete(name, {FAILED: "no"})
+    numbers = [trial.number for trial in alike]
+    assert [searcher.study.trials[number].state.name for number in numbers] == ["FAIL"] * len(numbers)
+
+
+def test_a_tpe_sweep_that_goes_on_knows_which_trials_were_alike(tmp_path: Path) -> None:
+    """Whether the one that ran is over, or has to be run again; and nothing is proposed beyond the samples."""
+    place = Place.of(conditional(), str(tmp_path))
+    running = asked(Guided(conditional(), place, {}))
+    settings = {one["number"]: one["settings"] for one in running.values()}
+    alike = next(number for number, one in settings.items() if one == {"method.ablation": "arm"})
+    finished = Guided(conditional(), place, {})
+    for one in settings.values():
+        finished.tell_finished(one, [[3.0]], stopped=False)
+    assert finished.suggest("more") == "FINISHED"
+    assert [trial.value for trial in finished.study.trials] == [3.0] * 10
+    again = Guided(conditional(), place, {alike: settings[alike]})
+    for number in settings.keys() - {alike}:
+        again.tell_finished(settings[number], [[3.0]], stopped=False)
+    proposed = again.suggest("again")
+    assert isinstance(proposed, dict) and proposed["settings"] == {"method.ablation": "arm"}
+    assert again.suggest("more") == "FINISHED"
+    finish(again, "again", 4.0)
+    values = sorted(trial.value for trial in again.study.trials)
+    assert values == [3.0] * (len(settings) - 1) + [4.0] * (11 - len(settings))
+
+
 def decisions(scheduler: AtTaskEnds, curves: dict[int, list[float]]) -> dict[int, int]:
     """Trials in turn, each until it is stopped: tasks that each learned."""
     learned = {}
