@@ -1,4 +1,4 @@
-"""Train one model on a stream of tasks, and say what it kept and what it forgot.
+"""Train one model on a stream of tasks, and report accuracy and forgetting for every task.
 
 python jobs/train_stream.py                                     the built-in stream, LoRA, this machine
 python jobs/train_stream.py FILE.yaml key.path=value ...        a config file, or --config FILE; then overrides
@@ -15,8 +15,7 @@ import sys
 
 from raycl import config as configs
 from raycl.errors import ConfigError, RayclError
-from raycl.launch import console, driver, termination
-from raycl.launch.status import status_of
+from raycl.launch import console, driver, status, termination
 from raycl.report.plots import heatmap
 from raycl.report.tables import matrix_table
 from raycl.run import assembly
@@ -52,7 +51,7 @@ def main() -> int:
     termination.exit_on_sigterm()
     try:
         if options.status:
-            print(status_of(options.status))
+            print(status.status_of(options.status))
             return 0
         if options.print_config:
             print(configs.to_yaml(assembly.load_config(options.config, options.overrides)), end="")

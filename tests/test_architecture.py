@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from architecture import APART, LAYERS, README_LINES, RULES, Module
+from architecture import APART, LAYERS, RULES, Module
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -48,11 +48,6 @@ def test_the_tables_name_what_exists(modules: list[Module]) -> None:
 def test_no_test_folder_hides_a_library() -> None:
     hidden = [path for path in _files("tests") if re.fullmatch(r"tests/\w+/__init__\.py", path)]
     assert not hidden, f"{hidden}: tests/ is on sys.path, so a package tests/ray would be imported instead of ray"
-
-
-def test_the_readme_is_short() -> None:
-    lines = (REPO / "README.md").read_text(encoding="utf-8").count("\n")
-    assert lines <= README_LINES, f"README.md has {lines} lines, at most {README_LINES}: move details to docs/"
 
 
 # ---- the checker itself --------------------------------------------------------------------------------------------

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
+from raycl.adapters import AdapterStack
+from raycl.backbone import Backbone
 from raycl.errors import AdapterError
 from raycl.generation import dynamic_cache
-from raycl.generation.requests import Ask, Event, Failed, Made, Piece, Sampling
+from raycl.generation.requests import Event, Failed, GenerationRequest, Made, Piece, Sampling
 from raycl.generation.sampling import BROKEN, Spoken, pick
 from raycl.generation.static_cache import Slots
-from raycl.serve.engine.model_host import Host, stacked
 from raycl.types import Mixture
 
 PATIENCE_S = 1.0
@@ -25,16 +28,49 @@ PATIENCE_S = 1.0
 
 OVERFLOW = "the model gives no finite numbers under this mixture: choose weights nearer to those of training"
 
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+class AdapterModel(Protocol):
+    """A backbone with adapters that are loaded when a mixture names them.
+
+    Attributes:
+        stack: its adapters.
+    """
+
+    backbone: Backbone
+    stack: AdapterStack
+
+    def fit(self, mixtures: Sequence[Mixture]) -> bool:
+        """Whether the adapters of all have room on the device together."""
+        ...
+
+    def speaking(self, mixture: Mixture) -> AbstractContextManager[None]:
+        """The mixture is active inside."""
+        ...
+
+    def speaking_in_place(self, mixture: Mixture, weights_SN: Tensor) -> AbstractContextManager[int]:
+        """The same at addresses that do not change while the number that it gives stays the same."""
+        ...
+
+    def hold(self, keys: Sequence[str]) -> None:
+        """Keep adapters loaded until they are released as often as they were held."""
+        ...
+
+    def release(self, keys: Sequence[str]) -> None:
+        """Take one hold back from each."""
+        ...
+
 
 @dataclass(frozen=True)
-class Ready:
+class Ready(Generic[RequestT]):
     """An ask whose mixture and prompt are known.
 
     Attributes:
         sampling: the ask's, with no more tokens than there is room for.
     """
 
-    ask: Ask
+    ask: RequestT
     mixture: Mixture
     ids: list[int]
     sampling: Sampling | None
@@ -42,16 +78,16 @@ class Ready:
 
 
 @dataclass
-class Row:
+class Row(Generic[RequestT]):
     """A sequence of the running batch."""
 
-    ask: Ask
+    ask: RequestT
     mixture: Mixture
     spoken: Spoken
     draws: torch.Generator
 
 
-class Decoding:
+class Decoding(Generic[RequestT]):
     """Texts in the making.
 
     Attributes:
@@ -59,7 +95,13 @@ class Decoding:
         tokens: generated so far.
     """
 
-    def __init__(self, host: Host, max_rows: int, tell: Callable[[Ask, Event], None], in_slots: bool = False) -> None:
+    def __init__(
+        self,
+        host: AdapterModel,
+        max_rows: int,
+        tell: Callable[[RequestT, Event], None],
+        in_slots: bool = False,
+    ) -> None:
         """Nothing speaks yet.
 
         Args:
@@ -69,10 +111,10 @@ class Decoding:
         self.host, self.max_rows = host, max_rows
         self._slots = Slots(host.backbone, max_rows) if in_slots else None
         self._under = 0
-        self.joining: list[Ready] = []
+        self.joining: list[Ready[RequestT]] = []
         self.tokens = 0
         self._tell = tell
-        self._rows: list[Row] = []
+        self._rows: list[Row[RequestT]] = []
         self._state: dynamic_cache.Running | Slots | None = None
         self._speaking = ExitStack()
 
@@ -85,20 +127,20 @@ class Decoding:
         return 0 if self._slots is None else self._slots.captures
 
     @property
-    def asks(self) -> list[Ask]:
+    def asks(self) -> list[RequestT]:
         """All that are not finished."""
         return [*(ready.ask for ready in self.joining), *self.speaking]
 
     @property
-    def speaking(self) -> list[Ask]:
+    def speaking(self) -> list[RequestT]:
         """Those that are decoded now."""
         return [row.ask for row in self._rows]
 
-    def joined(self) -> list[Ready]:
+    def joined(self) -> list[Ready[RequestT]]:
         """Take as many as there is room for; who waits for room is overtaken for a while only."""
         room, now = self.max_rows - len(self._rows), time.perf_counter()
-        fresh: list[Ready] = []
-        left: list[Ready] = []
+        fresh: list[Ready[RequestT]] = []
+        left: list[Ready[RequestT]] = []
         for one in self.joining:
             beside = [*(row.mixture for row in self._rows), *(other.mixture for other in fresh)]
             if len(fresh) < room and self.host.fit([*beside, one.mixture]):
@@ -110,14 +152,14 @@ class Decoding:
         self.joining = left
         return fresh
 
-    def begin(self, ready: list[Ready]) -> list[Ready]:
+    def begin(self, ready: list[Ready[RequestT]]) -> list[Ready[RequestT]]:
         """Read their prompts; from now on they speak.
 
         Raises:
             RayclError: their adapters cannot be had; none of them speaks.
         """
         self.silence()
-        codec, mixture = self.host.backbone.codec, stacked([one.mixture for one in ready])
+        codec, mixture = self.host.backbone.codec, Mixture.stacked([one.mixture for one in ready])
         rows = []
         for one in ready:
             assert one.sampling is not None, "only texts are decoded"
@@ -148,7 +190,7 @@ class Decoding:
         if self._state is None:
             return
         if not self.host.stack.is_open:
-            self._open(stacked([row.mixture for row in self._rows]))
+            self._open(Mixture.stacked([row.mixture for row in self._rows]))
         device = self.host.backbone.device
         chosen = torch.tensor([tokens[number] for number in going], device=device)
         if isinstance(self._state, Slots):

@@ -1,6 +1,6 @@
-"""What the engine is asked, and what it says: one request for one answer, and the events of that answer.
+"""Generation requests, and the events that answer them.
 
-What it does not know: HTTP, models, snapshots' contents.
+What it does not know: models, adapters, snapshots, HTTP.
 """
 
 from __future__ import annotations
@@ -8,17 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-
-from raycl.errors import RayclError
-from raycl.serve.engine.model_host import Hosted
-
-CLOSED = "the server is shutting down: ask again in a moment"
-
-FAILURES = (
-    *(RayclError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
-    *(RuntimeError, TypeError, ValueError),
-)
-"""What one answer may fail with while others go on; anything else ends the replica, and Serve starts another."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +25,6 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Who should speak.
-
-    Attributes:
-        weights: adapter -> weight, as the request pinned them; {} is the bare backbone; None: the router decides.
-        task: where the request knows it.
-        hard: only the loudest task's adapters speak, at the weights among them.
-    """
-
-    weights: Mapping[str, float] | None = None
-    task: str | None = None
-    hard: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,34 +89,20 @@ Event = Started | Piece | Labelled | Failed
 
 
 @dataclass
-class Ask:
-    """One answer to be made.
+class GenerationRequest:
+    """One answer to be generated.
 
     Attributes:
-        hosted: the snapshot that answers, from beginning to end.
-        sampling: None: a label, or with `route_only` nothing but the mixture.
-        templated: the text is an input, and gets the prompt that its task was trained with.
-        send: takes events, from the engine's thread.
+        send: takes events, from the thread that generates.
+        sampling: None: no text is generated.
         cancelled: set by whoever does not want it any more.
-        over: set by the engine with the last event.
-        template: set by the engine: task whose template routing has read the text with; "" for none.
+        over: set with the last event.
+        began: when it was made, by `time.perf_counter`.
     """
 
     text: str
-    hosted: Hosted
-    choice: Choice
     send: Callable[[Event], None]
     sampling: Sampling | None = None
-    route_only: bool = False
-    templated: bool = True
     cancelled: bool = False
     over: bool = False
-    template: str = ""
     began: float = field(default_factory=time.perf_counter)
-
-
-def is_last(ask: Ask, event: Event) -> bool:
-    """Whether nothing comes after it."""
-    if isinstance(event, Started):
-        return ask.route_only
-    return not isinstance(event, Piece) or event.finish is not None

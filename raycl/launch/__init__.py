@@ -1,1 +1,1 @@
-"""TODO"""
+"""Starting runs on Ray: clusters, the driver, workers, progress on the terminal, signals and status."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Commands on a bank: maintenance, import and export, unlearning."""

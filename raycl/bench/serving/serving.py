@@ -38,11 +38,12 @@ from raycl.bench.serving.clients import Seen, run_clients
 from raycl.bench.serving.soak import FASTEST, soak
 from raycl.bench.streams.stream import default_models
 from raycl.data.loader import batch_of
-from raycl.generation.requests import Ask, Labelled, Made, Started
+from raycl.generation.requests import Labelled, Made, Started
 from raycl.retrieval.encoder import SentenceEncoder
 from raycl.serve.deployment.app import NAME, Endpoint, options_of
 from raycl.serve.deployment.endpoint import start
 from raycl.serve.engine.model_host import Host
+from raycl.serve.engine.requests import Ask
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import decide_first
 from raycl.types import Mixture

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Benchmarks of training on streams."""

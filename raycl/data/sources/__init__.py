@@ -1,1 +1,1 @@
-"""TODO"""
+"""Files as rows: readers, checks, and the node-local cache."""

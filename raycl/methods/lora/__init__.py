@@ -1,1 +1,1 @@
-"""TODO"""
+"""Methods on LoRA adapters without a router."""

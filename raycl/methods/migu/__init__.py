@@ -1,1 +1,1 @@
-"""TODO"""
+"""MIGU: gradient masks by output magnitude."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""SAPT: shared attention over task adapters, with attentive reflection on pseudo-samples."""

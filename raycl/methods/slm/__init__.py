@@ -1,1 +1,1 @@
-"""TODO"""
+"""SLM: scalable language model with dynamic task-related knowledge retrieval."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The endpoint on Ray Serve: application, resources, command."""

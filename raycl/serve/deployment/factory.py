@@ -16,11 +16,12 @@ from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.bank.object_store import Shelf
 from raycl.errors import ConfigError, RayclError
-from raycl.generation.requests import Ask, Choice, Event, Failed, Sampling, is_last
+from raycl.generation.requests import Event, Failed, Sampling
 from raycl.generation.static_cache import MODELS, fits_slots
 from raycl.serve.engine.disaggregated import RemoteEngine, Stream
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.model_host import Host, Hosted
+from raycl.serve.engine.requests import Ask, Choice, is_last
 from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import readable_snapshot, wanted_snapshots
@@ -111,7 +112,8 @@ def _warm(engine: Engine, hosted: Hosted, routes: bool) -> None:
 
     task = hosted.snapshot.tasks[0].name if hosted.snapshot.tasks else None
     weights = None if routes else dict.fromkeys(list(hosted.keys)[:1], 1.0)
-    ask = Ask(WARMING, hosted, Choice(weights, task), events.put, None if engine.kind == "encoder" else Sampling(2))
+    sampling = None if engine.kind == "encoder" else Sampling(2)
+    ask = Ask(WARMING, events.put, sampling, hosted=hosted, choice=Choice(weights, task))
     engine.submit(ask)
     event = events.get()
     while not is_last(ask, event):

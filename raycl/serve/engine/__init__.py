@@ -1,1 +1,1 @@
-"""TODO"""
+"""The serving engine: requests are routed, batched and answered by one model."""

@@ -18,9 +18,10 @@ from typing import Any
 from ray.exceptions import RayError
 
 from raycl.errors import RayclError
-from raycl.generation.requests import CLOSED, FAILURES, Ask, Choice, Event, Failed, Sampling, Started
+from raycl.generation.requests import Event, Failed, Sampling, Started
 from raycl.retrieval.router import NEEDS_BACKBONE
 from raycl.serve.engine.model_host import Hosted
+from raycl.serve.engine.requests import CLOSED, FAILURES, Ask, Choice
 from raycl.serve.engine.routing import mixtures_of, unfamiliar_of
 
 

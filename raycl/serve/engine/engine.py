@@ -26,8 +26,9 @@ from raycl.data.loader import batch_of
 from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
 from raycl.generation.continuous_batch import OVERFLOW, Decoding, Ready
-from raycl.generation.requests import CLOSED, FAILURES, Ask, Event, Failed, Labelled, Made, Started, is_last
-from raycl.serve.engine.model_host import Host, Hosted, stacked
+from raycl.generation.requests import Event, Failed, Labelled, Made, Started
+from raycl.serve.engine.model_host import Host, Hosted
+from raycl.serve.engine.requests import CLOSED, FAILURES, Ask, is_last
 from raycl.serve.engine.routing import head_of, mixtures_of, template_of, unfamiliar_of
 from raycl.serve.engine.truncation import Fitting, Wanted
 from raycl.serve.errors import BrokenError
@@ -248,7 +249,7 @@ class Engine:
 
     # ---- choosing --------------------------------------------------------------------------------------------
 
-    def _routed(self, asks: list[Ask]) -> list[Ready]:
+    def _routed(self, asks: list[Ask]) -> list[Ready[Ask]]:
         began = time.perf_counter()
         mixtures: dict[int, Mixture] = {}
         strange: dict[int, float] = {}
@@ -313,9 +314,9 @@ class Engine:
 
     # ---- labels ----------------------------------------------------------------------------------------------
 
-    def _groups(self, ready: list[Ready]) -> list[list[Ready]]:
+    def _groups(self, ready: list[Ready[Ask]]) -> list[list[Ready[Ask]]]:
         """Batches whose adapters fit on the device together and whose heads go by one rule."""
-        groups: list[list[Ready]] = []
+        groups: list[list[Ready[Ask]]] = []
         for one in ready:
             for group in groups:
                 same = group[0].ask.hosted.head_rule == one.ask.hosted.head_rule
@@ -327,11 +328,11 @@ class Engine:
         return groups
 
     @torch.no_grad()
-    def _labelled(self, ready: list[Ready]) -> list[Ready]:
+    def _labelled(self, ready: list[Ready[Ask]]) -> list[Ready[Ask]]:
         backbone = self.host.backbone
         rule = ready[0].ask.hosted.head_rule
         told = [head_of(one.ask) for one in ready] if rule == "label_count" else ()
-        mixture = stacked([one.mixture for one in ready])
+        mixture = Mixture.stacked([one.mixture for one in ready])
         batch = batch_of([one.ids for one in ready], backbone.codec.pad_id).to(backbone.device)
         with self.host.speaking(mixture, rule, told), backbone.precision():
             assert isinstance(backbone, EncoderBackbone), "labels come from encoder-only backbones"

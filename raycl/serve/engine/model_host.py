@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from raycl.adapters import AdapterStack
@@ -330,18 +329,3 @@ class Host:
 def _power_of_two(rows: int) -> int:
     """The next one, since making room anew costs a capture."""
     return 1 << max(4, (rows - 1).bit_length())
-
-
-def stacked(mixtures: Sequence[Mixture]) -> Mixture:
-    """The examples of several mixtures below each other, over the adapters of all."""
-    names = tuple(dict.fromkeys(name for mixture in mixtures for name in mixture.names))
-    column = {name: number for number, name in enumerate(names)}
-    rows: list[list[float]] = []  # numbers, since tensors of one row each cost more than what is in them
-    for mixture in mixtures:
-        columns = [column[name] for name in mixture.names]
-        for weights in mixture.weights.tolist():
-            row = [0.0] * len(names)
-            for place, weight in zip(columns, weights, strict=True):
-                row[place] = weight
-            rows.append(row)
-    return Mixture(names, torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(names)))

@@ -11,9 +11,9 @@ from functools import cache
 
 import torch
 
-from raycl.generation.requests import Ask
 from raycl.retrieval.router import TextRouter
 from raycl.serve.engine.model_host import Hosted
+from raycl.serve.engine.requests import Ask
 from raycl.serve.errors import AskedError
 from raycl.serve.snapshots.snapshot_model import heads_of
 from raycl.types import Mixture

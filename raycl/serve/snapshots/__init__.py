@@ -1,1 +1,1 @@
-"""TODO"""
+"""Snapshots of an endpoint: loaded, activated, evaluated by the gate."""

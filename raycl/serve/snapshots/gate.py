@@ -17,10 +17,11 @@ from raycl.bank import Snapshot
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.errors import BankError
 from raycl.eval.settings import EvalConfig
-from raycl.generation.requests import Ask, Choice, Event, Failed, Labelled, Piece, Sampling
+from raycl.generation.requests import Event, Failed, Labelled, Piece, Sampling
 from raycl.serve.deployment.factory import close_service, open_service
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.model_host import Hosted
+from raycl.serve.engine.requests import Ask, Choice
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.scores import score_snapshot
 from raycl.types import Batch, Score, Task
@@ -125,7 +126,7 @@ class _Through:
         boxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in texts]
         for place, (text, box) in enumerate(zip(texts, boxes, strict=True)):
             choice = Choice(task=tasks[place] if rule and tasks else None)
-            self.engine.submit(Ask(text or " ", self.hosted, choice, box.put, sampling))
+            self.engine.submit(Ask(text or " ", box.put, sampling, hosted=self.hosted, choice=choice))
         return [self._answer(box) for box in boxes]
 
     def _answer(self, box: queue.SimpleQueue[Event]) -> str:

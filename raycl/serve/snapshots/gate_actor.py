@@ -22,7 +22,7 @@ from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.activations import Activation, Activations
 from raycl.errors import counted
-from raycl.generation.requests import FAILURES
+from raycl.serve.engine.requests import FAILURES
 from raycl.serve.metrics import GateMetrics
 from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig

@@ -20,11 +20,11 @@ from raycl.bank.activations import Activations
 from raycl.bank.integrity import Whole
 from raycl.bank.object_store import Shelf
 from raycl.errors import BankError, RayclError
-from raycl.generation.requests import FAILURES
 from raycl.retrieval.router import Router, TextRouter
 from raycl.serve.engine.disaggregated import RemoteEngine
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.model_host import Hosted, mark_of
+from raycl.serve.engine.requests import FAILURES
 from raycl.serve.errors import UnavailableError
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import wanted_snapshots

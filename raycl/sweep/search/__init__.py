@@ -1,1 +1,1 @@
-"""TODO"""
+"""What a sweep searches: spaces, metrics, search algorithms, early stopping."""

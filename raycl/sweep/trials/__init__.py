@@ -1,1 +1,1 @@
-"""TODO"""
+"""Trials of a sweep: one run each, shared prefixes, single-task runs, shared weights."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Training engines behind one protocol: PyTorch and DeepSpeed."""
