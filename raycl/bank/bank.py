@@ -34,7 +34,7 @@ from raycl.bank.manifest import (
     parse_snapshot,
     snapshot_file,
 )
-from raycl.bank.tensors import dtype_of, pack, unpack, views
+from raycl.bank.tensors import DTYPES, dtype_of, pack, unpack, views
 from raycl.errors import AlreadyExistsError, BankError, StorageError
 from raycl.storage import Storage
 from raycl.storage.records import Stamp, numbers, stamps
@@ -186,6 +186,17 @@ class Bank:
             if not self.storage.exists(facts.file):
                 write_as(facts.file)
         return facts
+
+    def put_back_object(self, facts: ObjectFacts, tensors: Mapping[str, Tensor]) -> bool:
+        """Write an object that is lost or damaged once more, if these tensors are what it was; returns whether so."""
+        kinds, size = {tensor.dtype for tensor in tensors.values()}, sum(tensor.nbytes for tensor in tensors.values())
+        if size > facts.bytes or not kinds <= set(DTYPES.values()):
+            return False
+        parts = pack(tensors)
+        if _facts(parts) != facts:
+            return False
+        self.storage.write(facts.file, *parts)
+        return True
 
     def get(self, facts: ObjectFacts, what: str) -> dict[str, Tensor]:
         """Read them back, hash checked.

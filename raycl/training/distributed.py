@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raycl.errors import RayclError
+
 T = TypeVar("T")
 
 
@@ -66,6 +68,18 @@ class World:
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]  # type: ignore[no-any-return]
+
+    def raise_any(self, error: RayclError | None) -> None:
+        """Raise the first error of any worker on every worker, so that none waits for one that has stopped. Collective.
+
+        Args:
+            error: this worker's own, if any.
+        """
+        found = next((one for one in self.gather(error) if one is not None), None)
+        if found is not None and found is error:
+            raise found
+        if found is not None:
+            raise found from error
 
     def barrier(self) -> None:
         """Wait for all workers."""

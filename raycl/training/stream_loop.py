@@ -37,7 +37,7 @@ from raycl.training.records import checkpoint as checkpoints
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Ledger, RunState, read_state
 from raycl.training.records.progress import Progress, Trace, clock
-from raycl.training.records.publish import open_bank, publish, publish_again
+from raycl.training.records.publish import complete_bank, publish
 from raycl.training.records.results import build_results, curves, matrix_of
 from raycl.training.records.resume import newest_place
 from raycl.training.records.stop_request import StopRequested
@@ -130,6 +130,7 @@ class StreamLoop:
 
         Raises:
             RunError: stages are recorded, but no checkpoint can be gone on from.
+            BankError: the bank has lost what the next stage needs.
         """
         place = newest_place(self.storage, self.state, self.world)
         if place.problems:
@@ -137,9 +138,7 @@ class StreamLoop:
         if place.problems and self.ledger is not None:
             log.warning("%s", place.told)
             self.ledger.go_back(place.checkpoints, place.stages)
-        if self.ledger is not None and self.parts.bank.publish:
-            goes_on = len(self.state.stages) < len(self.parts.stages)
-            publish_again(open_bank(self.parts.bank, self.storage), self.storage, self.state, goes_on)
+        complete_bank(self.parts, self.storage, self.state, self.world)
         if (found := place.checkpoint) is None:
             return None
         self.parts.method.load_state_dict(found.method, found.carried)

@@ -141,14 +141,126 @@ def test_resume_says_what_it_cannot_publish_again(
         driver.train(driver.reopen(storage.uri))
     (said,) = [one.message for one in caplog.records if "snapshot 1" in one.message]
     assert "no checkpoint of stage 0 is kept" in said
-    third = bank.open(3)
+    first = bank.open(3).adapter("colour").tensors.file
     bank.storage.delete("snapshots/000003.json")
-    bank.storage.delete(third.adapter("third").tensors.file)
+    bank.storage.delete(first)
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="raycl"):
         driver.train(driver.reopen(storage.uri))
     assert any("snapshot 3" in one.message and "is missing" in one.message for one in caplog.records)
+    said = [one.message for one in caplog.records if "tensors of colour@1" in one.message]
+    assert len(said) == 1 and f"no checkpoint of the run holds them; restore '{first}' from a copy" in said[0]
     assert bank.snapshots() == [2]
+
+
+def damage(path: Path, harm: str) -> None:
+    """Take an object away, or flip one bit in its middle."""
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    if harm == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+
+
+def resumed(done: Complete, tmp_path: Path, kind: str, method: str) -> tuple[Storage, Bank]:
+    """A copy of a finished run, with what `--resume` reads."""
+    complete = done(kind, method, "torch")
+    storage = complete.copy(tmp_path)
+    storage.write(CONFIG, configs.to_yaml(complete.config).encode())
+    return storage, Bank(storage.sub("bank"))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What a run warns of."""
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("harm", ["gone", "flip"])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [(kind, method) for kind in ("bert", "llama") for method in ("lora", "inclora", "olora", "slm", "sapt")]
+    + [("t5", "sapt-prompt"), ("bert", "slm-adapter")],
+)
+def test_tensors_that_a_checkpoint_holds_are_published_again(
+    complete: Complete, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, method: str, harm: str
+) -> None:
+    """Adapters, routers and pseudo-samples of a finished run, byte for byte under the versions that they had."""
+    storage, bank = resumed(complete, tmp_path, kind, method)
+    last = bank.open(2)
+    objects = [entry.tensors for entry in last.adapters]
+    objects += [facts for entry in last.adapters for facts in entry.extras.values()]
+    objects += [last.router.tensors] if last.router.tensors else []
+    assert len(objects) > 1 or method == "lora"
+    before = {file: bank.storage.read(file) for file in bank.storage.files()}
+    for facts in objects:
+        damage(Path(bank.storage.path(facts.file)), harm)
+    assert verify(bank).problems
+    with caplog.at_level(logging.WARNING, logger="raycl"):
+        driver.train(driver.reopen(storage.uri))
+    assert {file: bank.storage.read(file) for file in bank.storage.files()} == before
+    assert verify(bank).problems == []
+    (said,) = warnings(caplog)
+    assert "published again from the run's checkpoints" in said and "\n" not in said
+    assert f"{last.adapters[0]}" in said and said.count("@") == len(objects) - bool(last.router.tensors)
+    assert ("the router of snapshot 2" in said) is bool(last.router.tensors)
+    caplog.clear()
+    driver.train(driver.reopen(storage.uri))
+    assert warnings(caplog) == [], "what is whole is not mentioned"
+
+
+@pytest.mark.parametrize("method", ["lora", "slm", "sapt"])
+def test_tensors_that_no_checkpoint_holds_are_named_once(
+    complete: Complete, tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """The first version of a LoRA that every task changes; and anything at all, once the checkpoints are damaged."""
+    storage, bank = resumed(complete, tmp_path, "bert", method)
+    second = bank.open(2)
+    lost = {
+        "lora": bank.open(1).adapters[0].tensors,
+        "slm": second.router.tensors,
+        "sapt": second.adapters[0].extras.get("pseudo"),
+    }[method]
+    assert lost is not None
+    if method != "lora":
+        for name in storage.list("checkpoints"):
+            damage(Path(storage.path(f"checkpoints/{name}/carried.safetensors")), "flip")
+    bank.storage.delete(lost.file)
+    with caplog.at_level(logging.WARNING, logger="raycl"):
+        driver.train(driver.reopen(storage.uri))
+    (said,) = warnings(caplog)
+    what = {"lora": "lora@1", "slm": "the router of snapshot 2", "sapt": "animal@1 (pseudo)"}[method]
+    assert said.startswith(f"the tensors of {what} are gone from the bank '{bank.storage.uri}' or damaged: ")
+    assert said.endswith(f"no checkpoint of the run holds them; restore '{lost.file}' from a copy")
+    assert not bank.storage.exists(lost.file)
+
+
+@pytest.mark.parametrize("method", ["lora", "olora", "slm", "sapt"])
+def test_a_run_in_its_middle_gets_its_tensors_back(complete: Complete, tmp_path: Path, method: str) -> None:
+    done, storage = complete("bert", method, "torch"), Storage.at(tmp_path)
+    run(done.config, storage, on_stage=lambda record: False)
+    bank = Bank(storage.sub("bank"))
+    for file in [file for file in bank.storage.files() if file.startswith("objects/")]:
+        damage(Path(bank.storage.path(file)), "gone")
+    run(done.config, storage)
+    assert matrix(storage) == matrix(done.storage) and exported(storage) == exported(done.storage)
+    assert verify(bank).problems == []
+
+
+def test_a_run_that_needs_lost_tensors_says_so_before_it_trains(complete: Complete, tmp_path: Path) -> None:
+    """One model per task: inside the second task no checkpoint holds the first one's adapter any more."""
+    done, storage = complete("bert", "separate", "torch"), Storage.at(tmp_path)
+    config = done.config.model_copy(
+        update={"checkpoint": done.config.checkpoint.model_copy(update={"every_steps": 1, "keep": 1})}
+    )
+    with pytest.raises(Stop):
+        run(config, storage, after=7)
+    bank = Bank(storage.sub("bank"))
+    file = bank.open(1).adapter("colour").tensors.file
+    bank.storage.delete(file)
+    with pytest.raises(BankError, match=r"tensors of colour@1 are gone .*the next stage is built on them") as raised:
+        run(config, storage, after=0)
+    assert file in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_what_is_pruned_stays_away(three: tuple[Any, Storage, Bank], caplog: pytest.LogCaptureFixture) -> None:

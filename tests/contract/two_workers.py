@@ -18,13 +18,17 @@ import torch.distributed as dist
 from tiny import Stop, run
 
 from raycl import config as configs
+from raycl.errors import RayclError
 from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
 from raycl.training.distributed import World
 
 
 def main(rank: int, size: int, rendezvous: str, jobs: str) -> None:
-    """Run every job `{"tree", "folder", "after"}`; `after` steps end it as a crash would."""
+    """Run every job `{"tree", "folder", "after"}`; `after` steps end it as a crash would.
+
+    With `"views"`, each rank reads a run directory of its own, `folder/RANK`, and leaves an error of ours there.
+    """
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group(
@@ -33,8 +37,15 @@ def main(rank: int, size: int, rendezvous: str, jobs: str) -> None:
     world = World(rank, size, rank, torch.device("cpu"))
     for job in json.loads(Path(jobs).read_text()):
         config = configs.validate(RunConfig, job["tree"])
-        with suppress(Stop):
-            run(config, Storage.at(job["folder"]), after=job["after"], world=world)
+        views = job.get("views", False)
+        folder = Path(job["folder"]) / str(rank) if views else Path(job["folder"])
+        try:
+            with suppress(Stop):
+                run(config, Storage.at(folder), after=job["after"], world=world)
+        except RayclError as error:
+            if not views:
+                raise
+            (folder / "error.txt").write_text(f"{type(error).__name__}: {error}")
     dist.destroy_process_group()
 
 

@@ -40,7 +40,7 @@ def test_a_run_has_its_own_unless_one_is_named(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)
-    config = load_config(None, [f"driver.address={setting}"] if setting else [])
+    config = load_config(None, [f"launch.address={setting}"] if setting else [])
     with pytest.raises(Reached, match=rf"^{reached}$"), driver.cluster(config):
         pass
     assert os.environ.get("RAY_ADDRESS") == variable
@@ -75,5 +75,5 @@ def test_a_cluster_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch, er
         raise error
 
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(LaunchError, match=r"no Ray answers at 10\.1\.2\.3:6379, which driver.address or RAY_ADDRESS"):
+    with pytest.raises(LaunchError, match=r"no Ray answers at 10\.1\.2\.3:6379, which launch.address or RAY_ADDRESS"):
         cluster.connect("10.1.2.3:6379")

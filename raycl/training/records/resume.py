@@ -2,15 +2,18 @@
 
 Why it exists: a checkpoint can be damaged after it was written. The one before it gives the same run, bit for bit, if
 everything that was recorded after it is forgotten: a later stage must not start from a model that is older than it.
+Workers may see different files (a node's cache, a copy of its own): they look at each checkpoint together, so that all
+go on from the same one or stop with the same error.
 What it does not know: how a model takes its values back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raycl.errors import CheckpointError, RunError
+from raycl.errors import CheckpointError, RunError, StorageError
 from raycl.storage import Storage
 from raycl.training.distributed import World
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
@@ -50,11 +53,11 @@ def newest_place(storage: Storage, state: RunState, world: World) -> Place:
         StorageError: the storage is out of reach.
     """
     names, stages = state.checkpoints, state.stages
-    mine, found, problems = _newest_whole(storage, names, len(stages))
-    place = min(world.gather(mine))
-    if place < mine:
-        problems.append(f"another worker cannot read checkpoint '{names[mine]}'")
-        found = read_checkpoint(storage, names[place]) if place >= 0 else None
+    found, problems, place = None, [], len(names) - 1
+    while found is None and place >= 0:
+        found, said = _read_by_all(storage, names[place], len(stages), world)
+        problems += said
+        place -= found is None
     if found is None and stages:
         raise RunError(
             f"no checkpoint of '{storage.uri}' is whole, though {len(stages)} stages are finished "
@@ -67,16 +70,29 @@ def newest_place(storage: Storage, state: RunState, world: World) -> Place:
     return Place(found, names[: place + 1], kept, problems, lost)
 
 
-def _newest_whole(storage: Storage, names: list[str], stages: int) -> tuple[int, Checkpoint | None, list[str]]:
-    """Its place among `names` (-1: none), what it holds, and why newer ones are of no use."""
-    problems: list[str] = []
-    for place in reversed(range(len(names))):
-        try:
-            found = read_checkpoint(storage, names[place])
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        if found.stage <= stages:
-            return place, found, problems
-        problems.append(f"checkpoint '{names[place]}' is of stage {found.stage}, but {stages} stages are recorded")
-    return -1, None, problems
+def _read_by_all(storage: Storage, name: str, stages: int, world: World) -> tuple[Checkpoint | None, list[str]]:
+    """What a checkpoint holds, or None and why some worker cannot use it: the same answer on every worker.
+
+    Raises:
+        RunError, StorageError: any worker's, where an older checkpoint would be no remedy.
+    """
+    found, error = None, None
+    try:
+        found = read_checkpoint(storage, name)
+        if found.stage > stages:
+            raise CheckpointError(f"checkpoint '{name}' is of stage {found.stage}, but {stages} stages are recorded")
+    except (RunError, StorageError) as raised:
+        error = raised
+    damage = isinstance(error, CheckpointError)
+    world.raise_any(None if damage else error)
+    said = world.gather(str(error) if damage else "")
+    if not any(said):
+        return found, []
+    return None, _problems(said)
+
+
+def _problems(said: Sequence[str]) -> list[str]:
+    """What workers say of one checkpoint, by rank; what not all of them say comes with the worker's number."""
+    if len(set(said)) == 1:
+        return [said[0]]
+    return [f"worker {rank + 1} of {len(said)}: {one}" for rank, one in enumerate(said) if one]
