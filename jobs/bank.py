@@ -3,7 +3,7 @@
     python jobs/bank.py --bank runs/mine/bank list
     python jobs/bank.py --bank runs/mine/bank export --adapters agnews=0.7,yelp=0.3 --to folder [--merged]
 
-Why it exists: the command-line door to `raycl.bank` and `raycl.exchange`.
+Why it exists: the command-line door to `raycl.bank` and `raycl.bank.operations.exchange`.
 What it does not know: how anything is stored.
 """
 
@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from raycl.bank_commands import answer
+from raycl.bank.operations.commands import answer
 from raycl.errors import RayclError
 
 

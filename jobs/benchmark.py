@@ -26,13 +26,13 @@ from raycl.bench.figures import table
 from raycl.errors import RayclError
 
 BENCHMARKS = {
-    "stream": "raycl.bench.stream",
+    "stream": "raycl.bench.streams.stream",
     "mixing": "raycl.bench.mixing",
     "migu": "raycl.bench.migu",
     "bank": "raycl.bench.bank",
     "retrieval": "raycl.bench.retrieval",
     "growth": "raycl.bench.growth",
-    "serve": "raycl.bench.serving",
+    "serve": "raycl.bench.serving.serving",
     "sweep": "raycl.bench.sweep",
     "gpu": "raycl.bench.gpu.suite",
 }

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from raycl import console, termination
-from raycl.comparison import load_comparison, run_comparison
 from raycl.errors import RayclError
+from raycl.launch import console, termination
 from raycl.report.plots import heatmaps
 from raycl.report.tables import comparison_table, side_by_side
+from raycl.sweep.comparison import load_comparison, run_comparison
 
 
 def arguments() -> argparse.Namespace:

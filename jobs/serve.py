@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from raycl.errors import RayclError
-from raycl.serve import endpoint
+from raycl.serve.deployment import endpoint
 from raycl.serve.settings import ServeConfig, load_serve_config
 
 

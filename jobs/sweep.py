@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from raycl import console, run, termination
 from raycl.errors import RayclError
+from raycl.launch import console, termination
+from raycl.run import assembly
 from raycl.sweep.config import load_sweep
 from raycl.sweep.drive import run_sweep
 from raycl.sweep.write import write_outcome
@@ -33,7 +34,7 @@ def main() -> int:
     options = arguments()
     console.log_to_stderr()
     termination.exit_on_sigterm()
-    directory = options.dir or run.default_directory()
+    directory = options.dir or assembly.default_directory()
     try:
         sweep = load_sweep(options.sweep, options.set)
         outcome = run_sweep(sweep, directory, options.resume)

@@ -1,4 +1,4 @@
-"""Train one model on a stream of tasks, and say what it kept and what it forgot.
+"""Train one model on a stream of tasks, and report accuracy and forgetting for every task.
 
 python jobs/train_stream.py                                     the built-in stream, LoRA, this machine
 python jobs/train_stream.py FILE.yaml key.path=value ...        a config file, or --config FILE; then overrides
@@ -14,11 +14,11 @@ import argparse
 import sys
 
 from raycl import config as configs
-from raycl import console, launch, run, termination
 from raycl.errors import ConfigError, RayclError
+from raycl.launch import console, driver, status, termination
 from raycl.report.plots import heatmap
 from raycl.report.tables import matrix_table
-from raycl.status import status_of
+from raycl.run import assembly
 
 
 def arguments() -> argparse.Namespace:
@@ -51,21 +51,21 @@ def main() -> int:
     termination.exit_on_sigterm()
     try:
         if options.status:
-            print(status_of(options.status))
+            print(status.status_of(options.status))
             return 0
         if options.print_config:
-            print(configs.to_yaml(run.load_config(options.config, options.overrides)), end="")
+            print(configs.to_yaml(assembly.load_config(options.config, options.overrides)), end="")
             return 0
         if options.add and not options.resume:
             raise ConfigError("--add says what a run is to learn next: name the run with --resume RUN_DIR")
         if options.add:
-            prepared = launch.extend(options.resume, options.add, tuple(options.overrides))
+            prepared = driver.extend(options.resume, options.add, tuple(options.overrides))
         elif options.resume:
-            prepared = launch.reopen(options.resume, overrides=tuple(options.overrides))
+            prepared = driver.reopen(options.resume, overrides=tuple(options.overrides))
         else:
-            prepared = launch.prepare(run.load_config(options.config, options.overrides))
+            prepared = driver.prepare(assembly.load_config(options.config, options.overrides))
         print(f"run {prepared.storage.uri}", flush=True)
-        results = launch.train(prepared)
+        results = driver.train(prepared)
     except RayclError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status

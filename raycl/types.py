@@ -176,6 +176,21 @@ class Mixture:
         row = torch.tensor([list(weights.values())], dtype=torch.float32).reshape(1, len(weights))
         return Mixture(tuple(weights), row.expand(examples, -1))
 
+    @staticmethod
+    def stacked(mixtures: Sequence[Mixture]) -> Mixture:
+        """The examples of several mixtures below each other, over the adapters of all."""
+        names = tuple(dict.fromkeys(name for mixture in mixtures for name in mixture.names))
+        column = {name: number for number, name in enumerate(names)}
+        rows: list[list[float]] = []  # numbers: tensors of one row each cost more than what is in them
+        for mixture in mixtures:
+            columns = [column[name] for name in mixture.names]
+            for weights in mixture.weights.tolist():
+                row = [0.0] * len(names)
+                for place, weight in zip(columns, weights, strict=True):
+                    row[place] = weight
+                rows.append(row)
+        return Mixture(names, torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(names)))
+
 
 @dataclass(frozen=True)
 class AdapterState:

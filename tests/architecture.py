@@ -15,18 +15,18 @@ from pathlib import PurePosixPath
 LAYERS = (
     ("errors", "types"),
     ("config", "storage", "pretrained"),
-    ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking", "trust", "idle", "cluster"),
-    ("methods",),
-    ("train", "serve", "report", "exchange"),
-    ("run", "forgetting"),
-    ("extension", "worker", "termination"),
-    ("console",),
+    ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking"),
+    ("generation", "methods"),
+    ("training", "report"),
+    ("run",),
     ("launch",),
-    ("sweep", "comparison", "bank_commands", "status"),
+    ("serve",),
+    ("bank/operations",),
+    ("sweep",),
     ("bench",),
     ("jobs",),
 )
-"""A unit (a module or package right below raycl/, or jobs/) imports units of rows above its own, no others."""
+"""A unit (a module, package or subpackage of raycl/, or jobs/) imports units of rows above its own, no others."""
 
 APART = {
     "serve": ("methods",),
@@ -35,21 +35,21 @@ APART = {
 
 DOORS = {
     "ray": (
-        "raycl/cluster.py",
-        "raycl/launch.py",
-        "raycl/worker.py",
+        "raycl/launch/cluster.py",
+        "raycl/launch/driver.py",
+        "raycl/launch/worker.py",
         "raycl/sweep/",
-        "raycl/bank/shelf.py",
+        "raycl/bank/object_store.py",
         "raycl/serve/",
         "raycl/bench/",
     ),
-    "deepspeed": ("raycl/train/deepspeed.py",),
-    "omegaconf": ("raycl/config.py",),
+    "deepspeed": ("raycl/training/engines/deepspeed.py",),
+    "omegaconf": ("raycl/config/",),
     "boto3": ("raycl/storage/exclusive.py",),
     "botocore": ("raycl/storage/exclusive.py",),
     "google": ("raycl/storage/exclusive.py",),
-    "faiss": ("raycl/retrieval/codes.py",),
-    "optuna": ("raycl/sweep/search.py",),
+    "faiss": ("raycl/retrieval/memory_slots/codes.py",),
+    "optuna": ("raycl/sweep/search/searchers.py",),
     "sentence_transformers": ("raycl/retrieval/encoder.py",),
     "triton": ("raycl/kernels/",),
     "matplotlib": ("raycl/report/",),
@@ -69,6 +69,7 @@ PRETRAINED = "raycl/backbone"
 """Where `from_pretrained` is called, a module or a package."""
 
 FILE_LINES, FUNCTION_LINES, JOB_LINES = 400, 80, 80
+ROOT_MODULES, FOLDER_MODULES, README_LINES = 5, 12, 150
 KNOTS = {"utils", "util", "common", "misc", "helpers", "helper"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter"}
 MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "clear", "discard"}
@@ -81,10 +82,16 @@ class Module:
     path: str
     text: str
     tree: ast.Module
+    beside: tuple[str, ...] = ()
 
     @staticmethod
-    def of(path: str, text: str) -> Module:
-        return Module(path, text, ast.parse(text, path))
+    def of(path: str, text: str, beside: tuple[str, ...] = ()) -> Module:
+        """Parsed.
+
+        Args:
+            beside: names of the other modules of its folder.
+        """
+        return Module(path, text, ast.parse(text, path), beside)
 
     @property
     def ours(self) -> bool:
@@ -92,7 +99,7 @@ class Module:
 
     @property
     def unit(self) -> str | None:
-        """`config` for raycl/config.py, `bank` for raycl/bank/shelf.py, `jobs`; None for raycl itself and tests."""
+        """`config` for raycl/config/trust.py, `bank/operations` for modules there; None for raycl itself and tests."""
         return _unit(_dotted(self.path)) if self.ours else None
 
     def imports(self) -> Iterator[tuple[int, str]]:
@@ -117,7 +124,10 @@ def _unit(dotted: str) -> str | None:
     parts = dotted.split(".")
     if parts[0] == "jobs":
         return "jobs"
-    return parts[1] if parts[0] == "raycl" and len(parts) > 1 and parts[1] != "__version__" else None
+    if parts[0] != "raycl" or len(parts) == 1 or parts[1] == "__version__":
+        return None
+    below = "/".join(parts[1:3])
+    return below if any(below in row for row in LAYERS) else parts[1]
 
 
 def _name(node: ast.expr | None) -> str:
@@ -194,6 +204,20 @@ def sizes(module: Module) -> Iterator[Finding]:
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > FUNCTION_LINES:
                 yield node.lineno, f"function {node.name} has {length} lines, at most {FUNCTION_LINES}"
+
+
+@rule
+def folders(module: Module) -> Iterator[Finding]:
+    """Counted once for each folder, at its `__init__.py`."""
+    parts = PurePosixPath(module.path).parts
+    if parts[0] != "raycl" or parts[-1] != "__init__.py" or not module.beside:
+        return
+    limit = ROOT_MODULES if len(parts) == 2 else FOLDER_MODULES
+    if len(module.beside) > limit:
+        yield (
+            1,
+            f"{len(module.beside)} modules beside it, at most {limit}: make a package of those that belong together",
+        )
 
 
 @rule
@@ -275,16 +299,3 @@ def changed_tables(module: Module) -> Iterator[Finding]:
             continue
         if isinstance(changed, ast.Name) and changed.id in tables:
             yield node.lineno, f"changes the global table {changed.id}"
-
-
-def problems_of_map(readme: str, files: list[str]) -> list[str]:
-    """Files that no code span of `## The map` names, and spans that name nothing; `raycl/bank/` is its __init__.py."""
-    section = re.search(r"^## The map$(.*?)(?=^## |\Z)", readme, flags=re.MULTILINE | re.DOTALL)
-    if section is None:
-        return ["README.md has no section `## The map`"]
-    spans = set(re.findall(r"`((?:raycl|jobs|sweeps|cluster)/[^`\s]*)`", section.group(1)))
-    folders = {f"{parent}/" for path in files for parent in map(str, PurePosixPath(path).parents) if parent != "."}
-    missing = [path for path in files if path not in spans and path.removesuffix("__init__.py") not in spans]
-    unknown = sorted(spans - set(files) - folders)
-    gaps = [f"the map does not name `{path}`" for path in missing]
-    return gaps + [f"the map names `{path}`, which does not exist" for path in unknown]

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from architecture import APART, LAYERS, RULES, Module, problems_of_map
+from architecture import APART, LAYERS, RULES, Module
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -24,7 +24,12 @@ def _files(*folders: str) -> list[str]:
 @pytest.fixture(scope="module")
 def modules() -> list[Module]:
     paths = [path for path in _files("raycl", "jobs", "tests", "cluster") if path.endswith(".py")]
-    return [Module.of(path, (REPO / path).read_text(encoding="utf-8")) for path in paths]
+    return [Module.of(path, (REPO / path).read_text(encoding="utf-8"), _beside(path, paths)) for path in paths]
+
+
+def _beside(path: str, paths: list[str]) -> tuple[str, ...]:
+    folder = str(Path(path).parent)
+    return tuple(Path(other).stem for other in paths if str(Path(other).parent) == folder and other != path)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -45,36 +50,34 @@ def test_no_test_folder_hides_a_library() -> None:
     assert not hidden, f"{hidden}: tests/ is on sys.path, so a package tests/ray would be imported instead of ray"
 
 
-def test_the_map_in_the_readme_is_complete() -> None:
-    readme = REPO / "README.md"
-    assert readme.is_file(), "README.md is missing; it must hold a section `## The map`"
-    found = problems_of_map(readme.read_text(encoding="utf-8"), _files("raycl", "jobs", "sweeps", "cluster"))
-    assert not found, "\n" + "\n".join(found)
-
-
 # ---- the checker itself --------------------------------------------------------------------------------------------
 
 DOC = '"""Why."""\n'
 BROKEN = [
-    ("direction", "raycl/data/x.py", "from raycl.methods.lora import Lora", "data imports methods"),
+    ("direction", "raycl/data/x.py", "from raycl.methods.lora.lora import Lora", "data imports methods"),
     ("direction", "raycl/data/x.py", "from raycl.bank import Bank", "data imports bank"),
     ("direction", "raycl/data/x.py", "from raycl import eval", "data imports eval"),
     ("direction", "raycl/data/x.py", "from .. import eval", "data imports eval"),
-    ("direction", "raycl/data/__init__.py", "from ..train.step import step", "data imports train"),
-    ("direction", "raycl/data/x.py", "def f():\n    import raycl.launch", "data imports launch"),
-    ("direction", "raycl/data/x.py", "if TYPE_CHECKING:\n    from raycl.run import RunConfig", "data imports run"),
+    ("direction", "raycl/data/__init__.py", "from ..training.step import step", "data imports training"),
+    ("direction", "raycl/data/x.py", "def f():\n    import raycl.launch.driver", "data imports launch"),
+    (
+        "direction",
+        "raycl/data/x.py",
+        "if TYPE_CHECKING:\n    from raycl.run.assembly import RunConfig",
+        "data imports run",
+    ),
     ("direction", "raycl/data/x.py", "importlib.import_module('raycl.sweep')", "data imports sweep"),
-    ("direction", "raycl/train/x.py", "import raycl.report.tables", "train imports report"),
-    ("direction", "raycl/train/x.py", "import jobs.sweep", "train imports jobs"),
+    ("direction", "raycl/training/x.py", "import raycl.report.tables", "training imports report"),
+    ("direction", "raycl/training/x.py", "import jobs.sweep", "training imports jobs"),
     ("direction", "raycl/types.py", "from raycl.errors import RayclError", "types imports errors"),
     ("direction", "raycl/serve/x.py", "from raycl.methods import METHODS", "serve imports methods"),
     ("direction", "raycl/extra.py", "import os", "no row in LAYERS"),
     ("direction", "raycl/data/x.py", "import raycl.extra", "no row in LAYERS"),
     ("direction", "raycl/__init__.py", "from raycl.config import load", "must stay empty"),
-    ("doors", "raycl/train/step.py", "import deepspeed.ops", "imports deepspeed"),
-    ("doors", "raycl/train/engine.py", "def f():\n    from ray import train", "imports ray"),
+    ("doors", "raycl/training/step.py", "import deepspeed.ops", "imports deepspeed"),
+    ("doors", "raycl/training/engines/engine.py", "def f():\n    from ray import train", "imports ray"),
     ("doors", "jobs/serve.py", "import ray", "imports ray"),
-    ("doors", "raycl/launch.py", "import wandb", "imports wandb"),
+    ("doors", "raycl/launch/driver.py", "import wandb", "imports wandb"),
     ("doors", "raycl/bank/store.py", "import pickle", "only at no place"),
     ("doors", "raycl/report/plots.py", "import torch", "does without it"),
     ("pretrained", "raycl/retrieval/x.py", "AutoModel.from_pretrained('x')", "ask the backbone"),
@@ -87,7 +90,7 @@ BROKEN = [
     ("excepts", "raycl/data/x.py", "try:\n    f()\nexcept (OSError, Exception):\n    g()", "catches everything"),
     ("excepts", "jobs/x.py", "with contextlib.suppress(BaseException):\n    f()", "catches everything"),
     ("stars", "tests/test_x.py", "from os import *", "name what you take"),
-    ("names", "raycl/train/utils.py", "x = 1", "'utils' says nothing"),
+    ("names", "raycl/training/utils.py", "x = 1", "'utils' says nothing"),
     ("names", "raycl/common/x.py", "x = 1", "'common' says nothing"),
     ("docstrings", "raycl/data/__init__.py", None, "has no docstring"),
     ("mutable_globals", "raycl/data/x.py", "cache = {'a': 1}", "cache is a mutable global"),
@@ -103,16 +106,16 @@ SOUND = [
         "raycl/data/x.py",
         "from raycl.data.y import z\nfrom . import y\nfrom raycl import __version__\nfrom raycl.types import Task",
     ),
-    ("raycl/launch.py", "import ray.train\nfrom raycl.run import build"),
+    ("raycl/launch/driver.py", "import ray.train\nfrom raycl.run.assembly import build"),
     ("raycl/backbone/load.py", "AutoModel.from_pretrained('x')"),
     ("raycl/backbone.py", "AutoModel.from_pretrained('x')"),
-    ("raycl/methods/__init__.py", "METHODS = {'lora': 'raycl.methods.lora:Lora'}\n__all__ = ['METHODS']"),
+    ("raycl/methods/__init__.py", "METHODS = {'lora': 'raycl.methods.lora.lora:Lora'}\n__all__ = ['METHODS']"),
     (
         "raycl/data/x.py",
         "Tree = dict[str, int]\nlog = logging.getLogger(__name__)\ndef f():\n    seen = {}\n    seen['a'] = 1",
     ),
     ("raycl/data/x.py", "try:\n    f()\nexcept (OSError, ValueError):\n    raise"),
-    ("jobs/train_stream.py", "from raycl.launch import launch\nprint('done')"),
+    ("jobs/train_stream.py", "from raycl.launch.driver import launch\nprint('done')"),
     ("tests/test_x.py", "import pickle\nimport ray\nfrom raycl import data, launch"),
 ]
 
@@ -123,6 +126,21 @@ def test_every_rule_finds_what_breaks_it(name: str, path: str, code: str | None,
     assert any(words in text for text in found), f"expected '{words}' in {found}"
 
 
+@pytest.mark.parametrize(
+    ("path", "count", "findings"),
+    [
+        ("raycl/__init__.py", 6, 1),
+        ("raycl/__init__.py", 5, 0),
+        ("raycl/data/__init__.py", 13, 1),
+        ("raycl/data/x.py", 13, 0),
+        ("raycl/data/__init__.py", 12, 0),
+    ],
+)
+def test_full_folders_are_found(path: str, count: int, findings: int) -> None:
+    module = Module.of(path, DOC, tuple(f"m{number}" for number in range(count)))
+    assert len(list(RULES["folders"](module))) == findings
+
+
 @pytest.mark.parametrize(("path", "code"), SOUND)
 def test_sound_code_breaks_no_rule(path: str, code: str) -> None:
     module = Module.of(path, DOC + code + "\n")
@@ -130,20 +148,4 @@ def test_sound_code_breaks_no_rule(path: str, code: str) -> None:
 
 
 def test_every_rule_is_tried() -> None:
-    assert {name for name, *_ in BROKEN} == set(RULES)
-
-
-@pytest.mark.parametrize(
-    ("readme", "problems"),
-    [
-        ("# x\n", ["README.md has no section `## The map`"]),
-        ("## The map\n- `raycl/a.py` a\n- `raycl/b/` b\n- `raycl/b/c.py`\n## More\n", []),
-        ("## The map\n- `raycl/a.py`\n- `raycl/b/`\n## More\n`raycl/b/c.py`", ["the map does not name `raycl/b/c.py`"]),
-        (
-            "## The map\n`raycl/a.py` `raycl/b/__init__.py` `raycl/b/c.py` `raycl/gone.py`",
-            ["the map names `raycl/gone.py`, which does not exist"],
-        ),
-    ],
-)
-def test_the_map_check_finds_gaps_and_ghosts(readme: str, problems: list[str]) -> None:
-    assert problems_of_map(readme, ["raycl/a.py", "raycl/b/__init__.py", "raycl/b/c.py"]) == problems
+    assert {name for name, *_ in BROKEN} | {"folders"} == set(RULES)

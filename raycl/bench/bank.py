@@ -23,7 +23,7 @@ import torch
 
 from raycl.bank import AdapterManifest, Bank, Snapshot
 from raycl.bank.manifest import ModelFacts, RouterFacts, SnapshotAdapter
-from raycl.bank.shelf import Shelf
+from raycl.bank.object_store import Shelf
 from raycl.bench.figures import Figure, Report, machine
 from raycl.types import AdapterState
 

@@ -22,14 +22,14 @@ from raycl import config as configs
 from raycl.adapters import AdapterStack
 from raycl.bench.figures import Figure, Report, machine
 from raycl.data.loader import Collate
-from raycl.methods.pseudo import PseudoSamples
-from raycl.methods.reflection import Memory
-from raycl.methods.sapt import Sapt
-from raycl.methods.slm import Slm
-from raycl.methods.stage_rows import StageRows
-from raycl.run import RunConfig, build
-from raycl.train.step import train_step
-from raycl.train.world import World
+from raycl.methods.context import StageRows
+from raycl.methods.sapt.pseudo_samples import PseudoSamples
+from raycl.methods.sapt.reflection import Memory
+from raycl.methods.sapt.sapt import Sapt
+from raycl.methods.slm.slm import Slm
+from raycl.run.assembly import RunConfig, build
+from raycl.training.distributed import World
+from raycl.training.step import train_step
 from raycl.types import AdapterState, Batch, Stage
 
 LIMITS = {"slm": (1.1, 1.5), "sapt": (2.0, 2.0)}

@@ -23,13 +23,13 @@ from torch import Tensor
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.bench.figures import Figure, Report, machine
 from raycl.config import validate
-from raycl.methods.migu import FIRST, MEASURED, Migu, MiguConfig
+from raycl.methods.migu.migu import FIRST, MEASURED, Migu, MiguConfig
 from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import method_class
-from raycl.train.engine import NONE, TorchEngine
-from raycl.train.settings import TrainConfig
-from raycl.train.step import train_step
-from raycl.train.world import World
+from raycl.training.distributed import World
+from raycl.training.engines.engine import NONE, TorchEngine
+from raycl.training.settings import TrainConfig
+from raycl.training.step import train_step
 from raycl.types import IGNORE, Batch, Stage, Task
 
 BUSY = 0.5

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
-from raycl.bench.banks import LIMITS_MS, WIDTH, drawn_router
 from raycl.bench.figures import Figure, Report, machine
 from raycl.bench.growth import GrownSlm, steps_s
-from raycl.bench.stream import default_models
-from raycl.retrieval.codes import search_threads
+from raycl.bench.serving.banks import LIMITS_MS, WIDTH, drawn_router
+from raycl.bench.streams.stream import default_models
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
-from raycl.retrieval.index import KeyIndex
-from raycl.retrieval.keys import KeyConfig, cosines, learn_keys, split_groups
-from raycl.retrieval.slots import KINDS, SlotRouter
+from raycl.retrieval.memory_slots.codes import search_threads
+from raycl.retrieval.memory_slots.index import KeyIndex
+from raycl.retrieval.memory_slots.keys import KeyConfig, cosines, learn_keys, split_groups
+from raycl.retrieval.memory_slots.slots import KINDS, SlotRouter
 
 RECALL, BUSY = 0.99, 0.5
 EPOCHS, BATCH = 3, 16

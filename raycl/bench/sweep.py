@@ -19,9 +19,9 @@ from statistics import mean, median
 from typing import Any
 
 from raycl import config as configs
-from raycl import launch
 from raycl.bench.figures import Figure, Report, machine
-from raycl.run import RunConfig
+from raycl.launch import driver
+from raycl.run.assembly import RunConfig
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.drive import run_sweep
 from raycl.sweep.outcome import Outcome
@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
     before = os.getloadavg()[0]
     figures: list[Figure] = []
-    with tempfile.TemporaryDirectory(prefix="raycl-bench-") as folder, launch.cluster(base(options), dashboard=True):
+    with tempfile.TemporaryDirectory(prefix="raycl-bench-") as folder, driver.cluster(base(options), dashboard=True):
         if options.part != "asha":
             figures += overhead(options, Path(folder))
         if options.part != "overhead":
@@ -97,7 +97,7 @@ def overhead(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
         log.info("run alone, then as a trial: %d of %d", number + 1, options.repeats)
         own = {**tree(options, TASKS[:2]), "seed": number, "output": {"dir": str(folder), "name": f"alone-{number}"}}
         began = time.monotonic()
-        launch.train(launch.prepare(configs.validate(RunConfig, own)))
+        driver.train(driver.prepare(configs.validate(RunConfig, own)))
         alone.append(time.monotonic() - began)
         space = {"seed": {"grid": [number]}}
         one = {"name": f"one-{number}", "base": tree(options, TASKS[:2]), "space": space, "search": "grid"}

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from raycl.data.cache import Facts, entry, key_of
-from raycl.data.chunks import ChunkedRows
-from raycl.data.ingest import RawRows
 from raycl.data.language import check_objective, whole_texts
 from raycl.data.prompts import Prompt
 from raycl.data.selection import Indices
+from raycl.data.sources.cache import Facts, entry, key_of
+from raycl.data.sources.chunks import ChunkedRows
+from raycl.data.sources.ingest import RawRows
 from raycl.data.tokens import Split, TokenTable
 from raycl.errors import ConfigError, DataError
 from raycl.types import Task, TextCodec

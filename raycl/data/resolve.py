@@ -11,16 +11,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from raycl.data import builtin
-from raycl.data.benchmarks import Benchmark, find, require
-from raycl.data.formats import LABEL_NAMES, TEXT_NAMES, Columns, detect
-from raycl.data.ingest import Labels, Reading
-from raycl.data.knowledge import OLORA_INSTRUCTIONS, TASKS, TaskInfo, canonical
+from raycl.data.benchmarks import builtin
+from raycl.data.benchmarks.knowledge import OLORA_INSTRUCTIONS, TASKS, TaskInfo, canonical
+from raycl.data.benchmarks.layout import SPLITS, TaskFolder, check_name, locate, task_folder
+from raycl.data.benchmarks.orders import Benchmark, find, require
 from raycl.data.language import TOKEN_ACCURACY
-from raycl.data.layout import SPLITS, TaskFolder, check_name, locate, task_folder
 from raycl.data.prompts import PromptName
 from raycl.data.settings import ColumnNames, StreamConfig, TaskSpec
-from raycl.data.source import SourceFile
+from raycl.data.sources.formats import LABEL_NAMES, TEXT_NAMES, Columns, detect
+from raycl.data.sources.ingest import Labels, Reading
+from raycl.data.sources.source import SourceFile
 from raycl.errors import ConfigError
 from raycl.storage import Storage
 

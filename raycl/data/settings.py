@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
 from raycl.config import Section
-from raycl.data.formats import Format
 from raycl.data.prompts import PromptName
+from raycl.data.sources.formats import Format
 from raycl.types import Objective
 
 

@@ -15,15 +15,16 @@ from pathlib import Path
 
 import numpy as np
 
-from raycl.data import builtin, prompts
-from raycl.data.cache import cache_folder, key_of
-from raycl.data.ingest import RawRows, ingest, ingest_pairs
+from raycl.data import prompts
+from raycl.data.benchmarks import builtin
 from raycl.data.language import Exercise, exercise
 from raycl.data.prepare import Chosen, Lengths, check_codec, prepare
 from raycl.data.prompts import Prompt
 from raycl.data.resolve import StreamPlan, TaskPlan, resolve
 from raycl.data.selection import Indices, carve_dev, per_class, pick_reference, sample
 from raycl.data.settings import ColumnNames, StreamConfig, TaskSpec
+from raycl.data.sources.cache import cache_folder, key_of
+from raycl.data.sources.ingest import RawRows, ingest, ingest_pairs
 from raycl.data.tokens import Split, TokenTable
 from raycl.errors import ConfigError, DataError
 from raycl.types import Stage, Task, TextCodec

@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from raycl.data.cache import Entry
-from raycl.data.chunks import ChunkedRows, RowIndices
+from raycl.data.sources.cache import Entry
+from raycl.data.sources.chunks import ChunkedRows, RowIndices
 from raycl.types import Task
 
 Split = Literal["train", "dev", "test"]

@@ -1,7 +1,7 @@
 """The hooks of a continual-learning method.
 
 A method never steps: it shapes the model, prepares batches, adds a penalty and remembers. Only
-`raycl.train.step` calls backward and step, which is what lets every method compose with everything else.
+`raycl.training.step` calls backward and step, which is what lets every method compose with everything else.
 What it does not know: engines, workers, files.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone, Output
 from raycl.config import Section, Tree, as_tree
-from raycl.methods.stage_rows import StageRows
+from raycl.methods.context import StageRows
 from raycl.retrieval.encoder import SentenceEncoder
 from raycl.types import Activation, AdapterState, Batch, Mixture, RouterState, Stage, Task
 

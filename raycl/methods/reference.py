@@ -17,9 +17,9 @@ from torch import Tensor
 from raycl.backbone import Backbone, Output
 from raycl.config import named
 from raycl.methods.base import Learned, Method, MethodConfig
-from raycl.methods.lora import LoraConfig
+from raycl.methods.context import StageRows
+from raycl.methods.lora.lora import LoraConfig
 from raycl.methods.registry import LearnerChoice, method_class
-from raycl.methods.stage_rows import StageRows
 from raycl.retrieval.encoder import SentenceEncoder
 from raycl.types import Batch, Mixture, RouterState, Stage, Task
 

@@ -17,11 +17,11 @@ from raycl.methods.modifier import GradientModifier, ModifierConfig
 
 METHODS: dict[str, str] = {
     "finetune": "raycl.methods.finetune:Finetune",
-    "lora": "raycl.methods.lora:Lora",
-    "inclora": "raycl.methods.inclora:IncLora",
-    "olora": "raycl.methods.olora:OLora",
-    "slm": "raycl.methods.slm:Slm",
-    "sapt": "raycl.methods.sapt:Sapt",
+    "lora": "raycl.methods.lora.lora:Lora",
+    "inclora": "raycl.methods.lora.inclora:IncLora",
+    "olora": "raycl.methods.lora.olora:OLora",
+    "slm": "raycl.methods.slm.slm:Slm",
+    "sapt": "raycl.methods.sapt.sapt:Sapt",
     "replay": "raycl.methods.replay:Replay",
     "separate": "raycl.methods.reference:Separate",
     "joint": "raycl.methods.reference:Joint",
@@ -29,7 +29,7 @@ METHODS: dict[str, str] = {
 """Method name -> class."""
 
 MODIFIERS: dict[str, str] = {
-    "migu": "raycl.methods.migu:Migu",
+    "migu": "raycl.methods.migu.migu:Migu",
 }
 """Gradient modifier name -> class; a run takes any number of them beside its one method."""
 

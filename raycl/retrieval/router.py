@@ -14,7 +14,7 @@ import torch
 from raycl.errors import BankError, RetrievalError
 from raycl.retrieval.attention import AttentionRouter
 from raycl.retrieval.encoder import ASKED_TEXTS, EncoderConfig, SentenceEncoder
-from raycl.retrieval.slots import SlotRouter
+from raycl.retrieval.memory_slots.slots import SlotRouter
 from raycl.types import Mixture, RouterState
 
 Owners = Mapping[str, tuple[str, ...]]

@@ -10,7 +10,7 @@ import time
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from raycl.serve.engine import Engine
+from raycl.serve.engine.engine import Engine
 from raycl.serve.service import Answer, Service
 
 MS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 30000]

@@ -17,14 +17,15 @@ from functools import partial
 from typing import Any
 
 from raycl.errors import BankError, counted
-from raycl.serve.asks import Ask, Choice, Event, Failed, Labelled, Made, Piece, Sampling, Started
-from raycl.serve.engine import Engine
-from raycl.serve.host import MARK, Hosted
-from raycl.serve.refusals import BusyError, LateError, TooMuchError, UnknownError
-from raycl.serve.roster import Roster
-from raycl.serve.schema import MAX_NUMBER, Generation, How, Request
+from raycl.generation.requests import Event, Failed, Labelled, Made, Piece, Sampling, Started
+from raycl.serve.engine.disaggregated import RemoteEngine
+from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.model_host import MARK, Hosted
+from raycl.serve.engine.requests import Ask, Choice
+from raycl.serve.errors import BusyError, LateError, TooMuchError, UnknownError
+from raycl.serve.http.schema import MAX_NUMBER, Generation, How, Request
 from raycl.serve.settings import ServeConfig
-from raycl.serve.split import RemoteEngine
+from raycl.serve.snapshots.manager import Roster
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ class Service:
         for place, text in enumerate(texts):
             events: asyncio.Queue[Event] = asyncio.Queue()
             sampling = samplings[place] if isinstance(samplings, list) else samplings
-            asks.append(Ask(text, hosted, choice, partial(mailbox.post, events), sampling, **settings))
+            asks.append(Ask(text, partial(mailbox.post, events), sampling, hosted=hosted, choice=choice, **settings))
             queues.append(events)
         for ask in asks:
             self.engine.submit(ask)

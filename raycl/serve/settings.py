@@ -11,10 +11,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from raycl import config as configs
-from raycl import trust
-from raycl.config import Section
-from raycl.idle import found_in, idle_in, refuse, written
-from raycl.trust import Permissions
+from raycl.config import Section, trust
+from raycl.config.trust import Permissions
+from raycl.config.unused import found_in, idle_in, refuse, written
 
 
 class LimitsConfig(Section):
@@ -165,7 +164,7 @@ def load_serve_config(path: str | None, overrides: Sequence[str]) -> ServeConfig
     """The validated tree from a file and overrides.
 
     Raises:
-        ConfigError: see `raycl.config.load`; or the file asks for what only the command may allow (`raycl.trust`).
+        ConfigError: see `raycl.config.load`; or the file asks for what only the command may allow (`config.trust`).
     """
     config = configs.load(ServeConfig, path, overrides)
     source = "the config" if path is None else f"config file '{path}'"

@@ -18,14 +18,13 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
-from raycl import trust
-from raycl.config import Section, Tree
+from raycl.config import Section, Tree, trust
+from raycl.config.unused import covering, idle_in, leaves, refuse, setting
 from raycl.errors import ConfigError
-from raycl.idle import covering, idle_in, leaves, refuse, setting
-from raycl.run import RunConfig
-from raycl.sweep.expressions import Expression, parse
-from raycl.sweep.measure import read_metric
-from raycl.sweep.space import Draw, Settings, crossed, in_order, key_of, planned
+from raycl.run.assembly import RunConfig
+from raycl.sweep.search.expressions import Expression, parse
+from raycl.sweep.search.measure import read_metric
+from raycl.sweep.search.space import Draw, Settings, crossed, in_order, key_of, planned
 
 Mode = Literal["max", "min"]
 
@@ -236,7 +235,7 @@ def load_sweep(file: str, overrides: Sequence[str] = ()) -> SweepConfig:
             `space.train.epochs={grid: [1, 2]}` or `space.train.epochs.grid=[1,2]`; null takes it out of the space.
 
     Raises:
-        ConfigError: the first thing that is wrong, or asked for that only the command may allow (`raycl.trust`).
+        ConfigError: the first thing that is wrong, or asked for that only the command may allow (`raycl.config.trust`).
     """
     tree = configs.read_yaml(file)
     for override in overrides:
@@ -270,7 +269,7 @@ def _idle(sweep: SweepConfig) -> dict[str, str]:
 
 
 def _asked(sweep: SweepConfig) -> list[str]:
-    """What any trial could ask for (`raycl.trust`): in the base, in a listed value, or by any rule for its path."""
+    """What any trial could ask for (`config.trust`): in the base, in a listed value, or by any rule for its path."""
     configs_of = [configs.as_tree(sweep.config({})), *(configs.as_tree(sweep.config(one)) for one in examples(sweep))]
     searched = [path for path in sweep.space if path.rpartition(".")[2] in trust.RISKS]
     return sorted({path for tree in configs_of for path in trust.asked(tree)} | set(searched))

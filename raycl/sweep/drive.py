@@ -17,25 +17,26 @@ from typing import Any
 import ray
 from ray import tune
 
-from raycl import cluster as clusters
 from raycl import config as configs
-from raycl import launch, run
 from raycl.backbone import BackboneConfig
 from raycl.data.stream import open_stream
 from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeError, RunError, StoppedError
-from raycl.run import LaunchConfig, RunConfig
+from raycl.launch import cluster as clusters
+from raycl.launch import driver
+from raycl.launch.termination import StopOnSigterm
+from raycl.run import assembly
+from raycl.run.assembly import LaunchConfig, RunConfig
 from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig, examples
 from raycl.sweep.outcome import Outcome, collect
 from raycl.sweep.place import SWEEP, Place, plain
-from raycl.sweep.prefix import prefix_keys, shared_keys
-from raycl.sweep.search import Guided, Planned, Remembering
-from raycl.sweep.space import Settings
-from raycl.sweep.stopping import AtTaskEnds, rule_of
-from raycl.sweep.trial import Work, as_trainable
-from raycl.sweep.weights import put_weights
-from raycl.termination import StopOnSigterm
-from raycl.train.stop import HostStop
+from raycl.sweep.search.searchers import Guided, Planned, Remembering
+from raycl.sweep.search.space import Settings
+from raycl.sweep.search.stopping import AtTaskEnds, rule_of
+from raycl.sweep.trials.prefix import prefix_keys, shared_keys
+from raycl.sweep.trials.trial import Work, as_trainable
+from raycl.sweep.trials.weights import put_weights
+from raycl.training.records.stop_request import HostStop
 
 log = logging.getLogger("raycl")
 
@@ -76,7 +77,7 @@ def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Outco
     place = Place.of(sweep, directory)
     _claim(sweep, place, resume)
     plan = make_plan(sweep, place)
-    with launch.cluster(_first(sweep, plan), dashboard=True):
+    with driver.cluster(_first(sweep, plan), dashboard=True):
         _tune(sweep, directory, place, plan)
     return collect(sweep, place, plan.tasks)
 
@@ -112,14 +113,14 @@ def make_plan(sweep: SweepConfig, place: Place) -> Plan:
     known = list(trials.values()) if sweep.plans else examples(sweep)
     found = [(place.config(sweep, 0, settings), settings) for settings in known]
     names = [_task_names(config) for config, _ in found]
-    lengths = {len(run.stages(config, open_stream(config.stream, config.seed))) for config, _ in found}
+    lengths = {len(assembly.stages(config, open_stream(config.stream, config.seed))) for config, _ in found}
     if len(lengths) > 1 and sweep.scheduler.name != "none":
         raise ConfigError(
             f"trials have between {min(lengths)} and {max(lengths)} stages, so scheduler '{sweep.scheduler.name}' "
             "cannot compare them: leave stream.tasks of one length, or use scheduler=none"
         )
     for config in _kinds([config for config, _ in found]):
-        run.check(config)
+        assembly.check(config)
     keys = [prefix_keys(config, tasks) for (config, _), tasks in zip(found, names, strict=True)]
     shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
     total = len(trials) if sweep.plans else sweep.samples
@@ -238,7 +239,7 @@ def _held(sweep: SweepConfig) -> dict[str, float]:
     """What a trial's own process reserves: its worker's share if that works there, else next to nothing."""
     if not sweep.in_process:
         return {"CPU": 0, "memory": SMALL}
-    scaling = launch.scaling_of(configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}))
+    scaling = driver.scaling_of(configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}))
     return dict(scaling.resources_per_worker)
 
 

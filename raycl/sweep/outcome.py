@@ -13,11 +13,11 @@ from typing import Any
 
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.run import RunConfig
+from raycl.run.assembly import RunConfig
 from raycl.sweep.config import SweepConfig
-from raycl.sweep.measure import measured
 from raycl.sweep.place import Place, State
-from raycl.sweep.space import Settings
+from raycl.sweep.search.measure import measured
+from raycl.sweep.search.space import Settings
 
 NUMBERS = ("ap", "f_ra", "bwt", "fwt")
 """Of every run, beside the sweep's own metrics."""

@@ -22,12 +22,12 @@ from typing import Any, Literal
 
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.run import RunConfig
+from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig, json_safe
-from raycl.sweep.space import Settings
-from raycl.train.ledger import RunState, read_state
-from raycl.train.verdict import is_stopped
+from raycl.sweep.search.space import Settings
+from raycl.training.records.journal import RunState, read_state
+from raycl.training.records.stop_signal import is_stopped
 
 SWEEP, SETTINGS, REPEATED, FAILED = "sweep.yaml", "settings", "repeated", "failed"
 

@@ -31,8 +31,8 @@ from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 
 from raycl.storage import Storage
-from raycl.train.checkpoint import FOLDER, PARAMETERS
-from raycl.train.ledger import RunState, read_state
+from raycl.training.records.checkpoint import FOLDER, PARAMETERS
+from raycl.training.records.journal import RunState, read_state
 
 REPO = Path(__file__).resolve().parents[2]
 TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")

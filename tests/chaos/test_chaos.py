@@ -32,8 +32,8 @@ from tiny import save_model
 
 from raycl.bank import Bank
 from raycl.storage import Storage
-from raycl.train.ledger import RunState, read_state
-from raycl.train.progress import read_trace
+from raycl.training.records.journal import RunState, read_state
+from raycl.training.records.progress import read_trace
 
 PORT = 8993
 ROWS, TESTS = 160, 24

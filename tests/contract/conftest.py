@@ -11,7 +11,7 @@ import pytest
 from listening import Served, serving
 from tiny import ENGINES, VARIANTS, Complete, Done, Lab, Taught, run
 
-from raycl.backbone import running
+from raycl.generation import dynamic_cache
 from raycl.storage import Storage
 
 
@@ -76,10 +76,10 @@ def served(complete: Complete) -> Iterator[Callable[[str], Served]]:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that needs 10 ms a token at least: what a test interrupts is still going on then."""
-    step = running.step
+    step = dynamic_cache.step
 
     def slowly(*given: Any) -> Any:
         time.sleep(0.01)
         return step(*given)
 
-    monkeypatch.setattr(running, "step", slowly)
+    monkeypatch.setattr(dynamic_cache, "step", slowly)

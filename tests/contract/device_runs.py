@@ -25,11 +25,12 @@ from raycl.bank import Bank
 from raycl.data.loader import batch_of, eval_batches
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
-from raycl.serve.asks import FAILURES, Ask, Choice, Sampling
-from raycl.serve.engine import Engine
-from raycl.serve.host import Host
+from raycl.generation.requests import Sampling
+from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.model_host import Host
+from raycl.serve.engine.requests import FAILURES, Ask, Choice
 from raycl.storage import Storage
-from raycl.train.world import World
+from raycl.training.distributed import World
 from raycl.types import Mixture
 
 STOP_AFTER = 3
@@ -151,7 +152,7 @@ def served(bank: Bank, device: torch.device, in_slots: bool) -> list[Any]:
             sampling = None if engine.kind == "encoder" else Sampling(8, heat, 0.9 if number % 4 else 1.0, number)
             task = model.hosted.snapshot.tasks[number % 2].name
             reply = Reply()
-            engine.submit(Ask(text, model.hosted, Choice(None, task), reply.take, sampling))
+            engine.submit(Ask(text, reply.take, sampling, hosted=model.hosted, choice=Choice(None, task)))
             replies.append(reply)
         return [reply.label if engine.kind == "encoder" else reply.text for reply in replies]
     finally:

@@ -19,11 +19,11 @@ from typing import Any
 import uvicorn
 
 from raycl import config as configs
-from raycl.serve.access import Keys
-from raycl.serve.opening import close_service, open_service
+from raycl.serve.deployment.factory import close_service, open_service
+from raycl.serve.http.access import Keys
+from raycl.serve.http.web import make_web
 from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
-from raycl.serve.web import make_web
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ from raycl.bank import Bank
 from raycl.data.loader import batch_of, eval_batches
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
-from raycl.serve.asks import Ask, Choice, Event, Failed, Labelled, Piece, Sampling, Started
-from raycl.serve.engine import Engine
-from raycl.serve.host import Hosted
-from raycl.serve.model import SnapshotModel
-from raycl.serve.opening import close_service, open_service
+from raycl.generation.requests import Event, Failed, Labelled, Piece, Sampling, Started
+from raycl.serve.deployment.factory import close_service, open_service
+from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.model_host import Hosted
+from raycl.serve.engine.requests import Ask, Choice
 from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
+from raycl.serve.snapshots.snapshot_model import SnapshotModel
 from raycl.types import Mixture
 
 WAIT_S = 120.0
@@ -121,7 +122,7 @@ class Desk:
     ) -> Reply:
         """One ask; `settings` are those of `Ask`."""
         reply, hosted = Reply(), self.hosted(snapshot)
-        reply.asked = Ask(text, hosted, Choice(weights, task), reply.take, sampling, **settings)  # type: ignore[attr-defined]
+        reply.asked = Ask(text, reply.take, sampling, hosted=hosted, choice=Choice(weights, task), **settings)  # type: ignore[attr-defined]
         self.engine.submit(reply.asked)  # type: ignore[attr-defined]
         return reply
 

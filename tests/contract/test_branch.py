@@ -15,13 +15,13 @@ from tiny import Lab, matrix, run, trace
 
 from raycl import config as configs
 from raycl.bank import Bank
-from raycl.bank.upkeep import verify
-from raycl.run import RunConfig
+from raycl.bank.operations.maintenance import verify
+from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
-from raycl.sweep.prefix import prefix_keys
-from raycl.train.branch import borrow, lend, read_place
-from raycl.train.checkpoint import read_checkpoint
-from raycl.train.ledger import read_state
+from raycl.sweep.trials.prefix import prefix_keys
+from raycl.training.records.checkpoint import read_checkpoint
+from raycl.training.records.fork_points import borrow, lend, read_place
+from raycl.training.records.journal import read_state
 
 MIGU = {"name": "migu", "layers": ["attention", "ffn"]}
 

@@ -14,9 +14,9 @@ import pytest
 from tiny import Lab, run
 
 from raycl import config as configs
-from raycl import launch
-from raycl.comparison import ComparisonConfig, run_comparison
-from raycl.launch import Hosting, Prepared
+from raycl.launch import driver
+from raycl.launch.driver import Hosting, Prepared
+from raycl.sweep.comparison import ComparisonConfig, run_comparison
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
@@ -29,10 +29,10 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
             with one_at_a_time:  # torch draws from one generator
                 run(prepared.config, prepared.storage)
             done.append(prepared.name)
-        return launch.finish(prepared)
+        return driver.finish(prepared)
 
-    monkeypatch.setattr(launch, "cluster", lambda config: nullcontext())
-    monkeypatch.setattr(launch, "train", train)
+    monkeypatch.setattr(driver, "cluster", lambda config: nullcontext())
+    monkeypatch.setattr(driver, "train", train)
     runs = {
         "separate": {"set": ["method=separate"]},
         "lora": {"set": ["method=lora"], "singles": "separate"},

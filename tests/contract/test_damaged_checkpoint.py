@@ -10,12 +10,12 @@ import pytest
 from tiny import Complete, Lab, Stop, exported, matrix, run, trace
 
 from raycl.bank import Bank
-from raycl.bank.upkeep import verify
+from raycl.bank.operations.maintenance import verify
 from raycl.errors import CheckpointError, RunError
 from raycl.storage import Storage
-from raycl.train import loop as loops
-from raycl.train.branch import borrow, lend, read_place
-from raycl.train.ledger import last_attempt, read_state
+from raycl.training import stream_loop
+from raycl.training.records.fork_points import borrow, lend, read_place
+from raycl.training.records.journal import last_attempt, read_state
 
 FILES = ("parameters.safetensors", "optimizer.safetensors", "carried.safetensors", "manifest.json")
 
@@ -46,10 +46,12 @@ def stopped_after(config: Any, storage: Storage, where: str, monkeypatch: pytest
         with pytest.raises(Stop):
             run(config, storage, after=7)
     elif where == "before evaluation":
-        real = loops.evaluate_row
+        real = stream_loop.evaluate_row
         with monkeypatch.context() as patch, pytest.raises(Stop):
             patch.setattr(
-                loops, "evaluate_row", lambda parts, stage, *rest: (stop if stage.index else real)(parts, stage, *rest)
+                stream_loop,
+                "evaluate_row",
+                lambda parts, stage, *rest: (stop if stage.index else real)(parts, stage, *rest),
             )
             run(config, storage)
     else:

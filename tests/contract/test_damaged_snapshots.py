@@ -14,12 +14,12 @@ from wired import listening, problem
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
-from raycl.bank.upkeep import verify
+from raycl.bank.operations.maintenance import verify
 from raycl.errors import BankError
-from raycl.serve.decisions import decide_first
-from raycl.serve.endpoint import activate
-from raycl.serve.gate import judge
+from raycl.serve.deployment.endpoint import activate
 from raycl.serve.settings import ServeConfig
+from raycl.serve.snapshots.decisions import decide_first
+from raycl.serve.snapshots.gate import judge
 
 FOLLOW = {"follow": {"enabled": True, "poll_s": 0.01}}
 

@@ -17,7 +17,7 @@ from tiny import Done, Taught
 from raycl.backbone import BackboneConfig, identity
 from raycl.bank import Bank
 from raycl.bank.manifest import ModelFacts
-from raycl.serve.asks import Labelled, Sampling
+from raycl.generation.requests import Labelled, Sampling
 
 REPO = Path(__file__).resolve().parents[2]
 TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")

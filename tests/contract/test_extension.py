@@ -11,14 +11,14 @@ import yaml
 from tiny import Lab, matrix, run, trace, work
 
 from raycl import config as configs
-from raycl import launch
 from raycl.errors import ConfigError, ResumeError
-from raycl.extension import with_tasks
-from raycl.run import RunConfig, check
+from raycl.launch import driver
+from raycl.launch.worker import CONFIG
+from raycl.run.assembly import RunConfig, check
+from raycl.run.extension import with_tasks
 from raycl.storage import Storage
-from raycl.train.checkpoint import read_checkpoint
-from raycl.train.ledger import read_state
-from raycl.worker import CONFIG
+from raycl.training.records.checkpoint import read_checkpoint
+from raycl.training.records.journal import read_state
 
 
 def halves(lab: Lab, method: Any) -> tuple[RunConfig, RunConfig, str]:
@@ -37,11 +37,11 @@ def test_a_task_that_comes_later_is_learned_as_if_it_had_been_known(lab: Lab, me
     folder = Storage.at(tmp_path / "first")
     run(first, folder)
     folder.write(CONFIG, configs.to_yaml(first).encode())
-    before = launch.finish(launch.reopen(str(tmp_path / "first")))
-    grown = launch.extend(str(tmp_path / "first"), [later])
+    before = driver.finish(driver.reopen(str(tmp_path / "first")))
+    grown = driver.extend(str(tmp_path / "first"), [later])
     assert (grown.done, len(grown.stages)) == (1, 2)
     work(grown)
-    results = launch.finish(launch.reopen(str(tmp_path / "first")))
+    results = driver.finish(driver.reopen(str(tmp_path / "first")))
     assert results["finished"] and results["matrix"][0][0] == before["matrix"][0][0]
     assert trace(folder) == trace(Storage.at(tmp_path / "whole"))
     assert matrix(folder) == matrix(Storage.at(tmp_path / "whole"))
@@ -63,14 +63,14 @@ def test_what_cannot_be_taught_is_said_and_changes_nothing(lab: Lab, tmp_path: P
         ([later], ("stream.train_rows_by_task.colour=3",), ResumeError, "rows_by_task.colour"),
     ):
         with pytest.raises(kind, match=message):
-            launch.extend(str(tmp_path / "run"), added, overrides)
+            driver.extend(str(tmp_path / "run"), added, overrides)
         assert folder.read(CONFIG) == written
     own = str(lab.tasks[1]["name"])
     its_own = (f"train.epochs_by_task.{own}=2", f"stream.train_rows_by_task.{own}=5")
-    taught = launch.extend(str(tmp_path / "run"), [later], its_own).config
+    taught = driver.extend(str(tmp_path / "run"), [later], its_own).config
     assert (taught.train.epochs_of(own), taught.stream.train_rows_of(own)) == (2, 5)
     with pytest.raises(ResumeError, match="holds no run"):
-        launch.extend(str(tmp_path / "nothing"), [later])
+        driver.extend(str(tmp_path / "nothing"), [later])
 
 
 @pytest.mark.parametrize("key", ["train.epochs_by_task", "stream.train_rows_by_task"])

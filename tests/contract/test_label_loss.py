@@ -13,10 +13,10 @@ from tiny import TASKS, VARIANTS, Lab, run, trace
 from raycl.backbone.encoder import EncoderBackbone
 from raycl.data.loader import batch_of
 from raycl.errors import ConfigError
-from raycl.run import build, check
+from raycl.run.assembly import build, check
 from raycl.storage import Storage
-from raycl.train.loop import StreamLoop
-from raycl.train.world import World
+from raycl.training.distributed import World
+from raycl.training.stream_loop import StreamLoop
 
 ALONE = World.alone(torch.device("cpu"))
 

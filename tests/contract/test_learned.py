@@ -16,11 +16,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from raycl.backbone.head import LabelHead
 from raycl.bank import Bank, Snapshot
-from raycl.bank.upkeep import verify
+from raycl.bank.operations.exchange import export_merged, export_peft, facts_of, mixed
+from raycl.bank.operations.maintenance import verify
 from raycl.data.loader import eval_batches
-from raycl.exchange import export_merged, export_peft, facts_of, mixed
 from raycl.methods.registry import METHODS, method_class
-from raycl.serve.model import backbone_of
+from raycl.serve.snapshots.snapshot_model import backbone_of
 from raycl.types import Mixture, Stage
 
 AUTO: dict[str, Any] = {"bert": AutoModel, "t5": AutoModelForSeq2SeqLM, "llama": AutoModelForCausalLM}

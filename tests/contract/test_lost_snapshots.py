@@ -13,13 +13,13 @@ import pytest
 from tiny import Complete, Lab, Stop, exported, matrix, run
 
 from raycl import config as configs
-from raycl import launch
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
-from raycl.bank.upkeep import prune, verify
+from raycl.bank.operations.maintenance import prune, verify
 from raycl.errors import BankError
+from raycl.launch import driver
+from raycl.launch.worker import CONFIG
 from raycl.storage import Storage
-from raycl.worker import CONFIG
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -126,10 +126,10 @@ def test_resume_publishes_the_last_snapshot_again(
     if harm == "cut":
         path.write_bytes(whole[:50])
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        launch.train(launch.reopen(storage.uri))
+        driver.train(driver.reopen(storage.uri))
     assert path.read_bytes() == whole and verify(bank).problems == []
     assert [one.message for one in caplog.records if "snapshot 3" in one.message and "published again" in one.message]
-    assert launch.reopen(storage.uri).done == 3
+    assert driver.reopen(storage.uri).done == 3
 
 
 def test_resume_says_what_it_cannot_publish_again(
@@ -138,7 +138,7 @@ def test_resume_says_what_it_cannot_publish_again(
     _, storage, bank = three
     bank.storage.delete("snapshots/000001.json")
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        launch.train(launch.reopen(storage.uri))
+        driver.train(driver.reopen(storage.uri))
     (said,) = [one.message for one in caplog.records if "snapshot 1" in one.message]
     assert "no checkpoint of stage 0 is kept" in said
     first = bank.open(3).adapter("colour").tensors.file
@@ -146,7 +146,7 @@ def test_resume_says_what_it_cannot_publish_again(
     bank.storage.delete(first)
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        launch.train(launch.reopen(storage.uri))
+        driver.train(driver.reopen(storage.uri))
     assert any("snapshot 3" in one.message and "is missing" in one.message for one in caplog.records)
     said = [one.message for one in caplog.records if "tensors of colour@1" in one.message]
     assert len(said) == 1 and f"no checkpoint of the run holds them; restore '{first}' from a copy" in said[0]
@@ -197,7 +197,7 @@ def test_tensors_that_a_checkpoint_holds_are_published_again(
         damage(Path(bank.storage.path(facts.file)), harm)
     assert verify(bank).problems
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        launch.train(launch.reopen(storage.uri))
+        driver.train(driver.reopen(storage.uri))
     assert {file: bank.storage.read(file) for file in bank.storage.files()} == before
     assert verify(bank).problems == []
     (said,) = warnings(caplog)
@@ -205,7 +205,7 @@ def test_tensors_that_a_checkpoint_holds_are_published_again(
     assert f"{last.adapters[0]}" in said and said.count("@") == len(objects) - bool(last.router.tensors)
     assert ("the router of snapshot 2" in said) is bool(last.router.tensors)
     caplog.clear()
-    launch.train(launch.reopen(storage.uri))
+    driver.train(driver.reopen(storage.uri))
     assert warnings(caplog) == [], "what is whole is not mentioned"
 
 
@@ -227,7 +227,7 @@ def test_tensors_that_no_checkpoint_holds_are_named_once(
             damage(Path(storage.path(f"checkpoints/{name}/carried.safetensors")), "flip")
     bank.storage.delete(lost.file)
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        launch.train(launch.reopen(storage.uri))
+        driver.train(driver.reopen(storage.uri))
     (said,) = warnings(caplog)
     what = {"lora": "lora@1", "slm": "the router of snapshot 2", "sapt": "animal@1 (pseudo)"}[method]
     assert said.startswith(f"the tensors of {what} are gone from the bank '{bank.storage.uri}' or damaged: ")
@@ -267,7 +267,7 @@ def test_what_is_pruned_stays_away(three: tuple[Any, Storage, Bank], caplog: pyt
     _, storage, bank = three
     prune(bank, keep_snapshots=1, grace_s=0.0)
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        launch.train(launch.reopen(storage.uri))
+        driver.train(driver.reopen(storage.uri))
     assert bank.snapshots() == [3] and caplog.records == []
 
 

@@ -15,7 +15,7 @@ from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import METHODS
 from raycl.report.kept_rows import KeptRows
 from raycl.report.tables import kept_rows_table
-from raycl.run import RunConfig, read_singles
+from raycl.run.assembly import RunConfig, read_singles
 from raycl.storage import Storage
 
 MIGU = {"name": "migu", "threshold": 0.7, "skip_first_task": False}

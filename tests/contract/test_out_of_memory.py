@@ -10,9 +10,9 @@ import pytest
 import torch
 from tiny import Lab, work
 
-from raycl import launch
 from raycl.backbone.encoder import EncoderBackbone
 from raycl.errors import RunError
+from raycl.launch import driver
 
 
 def too_much_for_the_cpu(*given: Any, **named: Any) -> Any:
@@ -31,7 +31,7 @@ def too_much_for_python(*given: Any, **named: Any) -> Any:
 def refused(lab: Lab, folder: Path, **sections: Any) -> str:
     config = lab.config("bert", output={"dir": str(folder), "name": "mine"}, **sections)
     with pytest.raises(RunError) as raised:
-        work(launch.prepare(config))
+        work(driver.prepare(config))
     return str(raised.value)
 
 
@@ -65,4 +65,4 @@ def test_other_errors_are_what_they_were(lab: Lab, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(EncoderBackbone, "forward", broken)
     config = lab.config("bert", output={"dir": str(tmp_path), "name": "mine"})
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        work(launch.prepare(config))
+        work(driver.prepare(config))

@@ -26,8 +26,8 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from tiny import Complete
 
 from raycl.bank import Bank
-from raycl.serve.engine import Engine
-from raycl.serve.playground import TYPES
+from raycl.serve.engine.engine import Engine
+from raycl.serve.http.playground import TYPES
 
 REPO = Path(__file__).resolve().parents[2]
 QUIET = ("background-networking", "component-update", "sync", "quic", "gpu", "dev-shm-usage")
@@ -75,10 +75,10 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[[Served], None]:
 
 
 def test_every_file_is_served_and_packaged() -> None:
-    files = {file.name for file in resources.files("raycl.serve.playground").iterdir() if file.is_file()}
+    files = {file.name for file in resources.files("raycl.serve.http.playground").iterdir() if file.is_file()}
     assert {name for name in files if not name.endswith(".py")} == set(TYPES)
     setup = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]
-    patterns = setup["package-data"]["raycl.serve.playground"]
+    patterns = setup["package-data"]["raycl.serve.http.playground"]
     assert [name for name in TYPES if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []
 
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from tiny import ENGINES, TASKS, Done, Lab, Stop, exported, matrix, run, trace
 
 from raycl.bank import Bank
-from raycl.run import build
+from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.train.world import World
+from raycl.training.distributed import World
 
 CASES = [
     ("masked", "mlm", "finetune"),

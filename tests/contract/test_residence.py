@@ -10,7 +10,7 @@ from served import WAIT_S, alone, bank_of, examples, is_piece, serving
 from tiny import Taught, opened
 
 from raycl.bank import Bank
-from raycl.serve.asks import Sampling, Started
+from raycl.generation.requests import Sampling, Started
 
 TEXTS = ("fire is", "the sea is")
 
@@ -84,7 +84,7 @@ def test_a_running_text_is_never_robbed_of_its_adapter(taught: Taught, tmp_path:
 def test_who_waits_for_room_is_not_overtaken_for_ever(
     taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raycl.serve.decoding.PATIENCE_S", 0.05)
+    monkeypatch.setattr("raycl.generation.continuous_batch.PATIENCE_S", 0.05)
     bank = bank_of(taught("llama", "separate"), tmp_path)
     rank = bank.open(2).adapters[0].rank
     with serving(bank, resident_rows=rank) as desk:
@@ -108,7 +108,7 @@ def test_a_damaged_adapter_fails_only_who_needs_it(
     taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Damaged after its snapshot was activated, and not on the device yet."""
-    monkeypatch.setattr("raycl.serve.host.AHEAD_BYTES", 0)
+    monkeypatch.setattr("raycl.serve.engine.model_host.AHEAD_BYTES", 0)
     bank = bank_of(taught("llama", "separate"), tmp_path)
     model = opened(bank, bank.open(2))
     expected = alone(model, "fire is", {"colour": 1.0}, "colour")

@@ -16,20 +16,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from raycl.adapters import AdapterStack
 from raycl.adapters.prompts import MixedPrompts
 from raycl.bank import Bank
+from raycl.bank.operations.maintenance import verify
+from raycl.bank.operations.unlearning import evaluate, forget
 from raycl.bank.routers import get_router
-from raycl.bank.upkeep import verify
 from raycl.data.loader import eval_batches
 from raycl.errors import ConfigError, RayclError
-from raycl.forgetting import evaluate, forget
-from raycl.methods import sapt
-from raycl.methods.pseudo import sources_of
-from raycl.methods.sapt import Sapt
-from raycl.methods.stage_rows import StageRows
+from raycl.methods.context import StageRows
+from raycl.methods.sapt import sapt
+from raycl.methods.sapt.pseudo_samples import sources_of
+from raycl.methods.sapt.sapt import Sapt
 from raycl.retrieval.attention import Attention, AttentionRouter, max_pooled
-from raycl.run import build, check
-from raycl.serve.model import router_of
+from raycl.run.assembly import build, check
+from raycl.serve.snapshots.snapshot_model import router_of
 from raycl.storage import Storage
-from raycl.train.world import World
+from raycl.training.distributed import World
 from raycl.types import AdapterState, Batch, Mixture, Objective
 
 WORLD = World.alone(torch.device("cpu"))

@@ -10,11 +10,11 @@ from test_sapt import WORLD, loss, started
 from tiny import KINDS, Lab
 from torch import Tensor
 
-from raycl.methods.pseudo import sources_of
-from raycl.methods.sapt import Sapt
-from raycl.methods.stage_rows import StageRows
+from raycl.methods.context import StageRows
+from raycl.methods.sapt.pseudo_samples import sources_of
+from raycl.methods.sapt.sapt import Sapt
 from raycl.retrieval.attention import max_pooled
-from raycl.run import build
+from raycl.run.assembly import build
 from raycl.types import Batch, Mixture, Stage
 
 

@@ -9,7 +9,7 @@ from served import bank_of, examples, serving
 from tiny import KINDS, Done, Lab, Taught, opened, run
 
 from raycl.data.loader import eval_batches
-from raycl.serve.asks import Sampling
+from raycl.generation.requests import Sampling
 from raycl.storage import Storage
 
 

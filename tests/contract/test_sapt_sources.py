@@ -14,17 +14,17 @@ from tiny import Lab, Stop, exported, matrix, run, trace
 from transformers import AutoTokenizer
 
 from raycl.bank import Bank
+from raycl.bank.operations.unlearning import evaluate
 from raycl.bank.routers import get_router
 from raycl.errors import BackboneError, ConfigError, DataError
-from raycl.forgetting import evaluate
-from raycl.methods.reflection import ReflectionConfig
-from raycl.methods.sapt import Sapt
-from raycl.methods.stage_rows import StageRows
-from raycl.methods.writer import Writer, WriterConfig
+from raycl.methods.context import StageRows
+from raycl.methods.sapt.generator import Writer, WriterConfig
+from raycl.methods.sapt.reflection import ReflectionConfig
+from raycl.methods.sapt.sapt import Sapt
 from raycl.retrieval.attention import loudest
-from raycl.run import build, check, load_config
+from raycl.run.assembly import build, check, load_config
 from raycl.storage import Storage
-from raycl.train.world import World
+from raycl.training.distributed import World
 
 WORLD = World.alone(torch.device("cpu"))
 WRITER = {"steps": 30, "rate": 0.02, "max_tokens": 8}

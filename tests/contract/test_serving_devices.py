@@ -10,7 +10,7 @@ from served import bank_of, serving
 from tiny import Taught
 
 from raycl.errors import ConfigError
-from raycl.serve.app import build_from
+from raycl.serve.deployment.app import build_from
 from raycl.serve.settings import ServeConfig
 
 

@@ -14,8 +14,8 @@ from served import LIMIT, WAIT_S, Reply, alone, bank_of, chunks, examples, is_pi
 from tiny import Taught, opened
 
 from raycl.errors import ConfigError, RayclError
-from raycl.serve.asks import Labelled, Piece, Sampling, Started
-from raycl.serve.fitting import Fitted, Wanted
+from raycl.generation.requests import Labelled, Piece, Sampling, Started
+from raycl.serve.engine.truncation import Fitted, Wanted
 
 WEIGHTS: tuple[dict[str, float], ...] = (
     {"colour": -2.0, "animal": 1.0},
@@ -189,7 +189,8 @@ def test_numbers_that_overflow_fail_alone(taught: Taught, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("decoding", "place"), [("dynamic", "raycl.backbone.running.step"), ("static", "raycl.backbone.slots.Slots.step")]
+    ("decoding", "place"),
+    [("dynamic", "raycl.generation.dynamic_cache.step"), ("static", "raycl.generation.static_cache.Slots.step")],
 )
 def test_a_fault_of_ours_is_told_and_ends_no_other(
     taught: Taught,

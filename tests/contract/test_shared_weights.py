@@ -14,10 +14,10 @@ import torch
 from tiny import Lab, matrix, run, trace
 
 from raycl.pretrained import weight_files
-from raycl.run import build
+from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.train.loop import StreamLoop
-from raycl.train.world import World
+from raycl.training.distributed import World
+from raycl.training.stream_loop import StreamLoop
 
 ALONE = World.alone(torch.device("cpu"))
 

@@ -13,9 +13,9 @@ from tiny import Lab, run, trace
 
 from raycl import config as configs
 from raycl.errors import ConfigError
-from raycl.run import RunConfig, read_singles
+from raycl.run.assembly import RunConfig, read_singles
 from raycl.storage import Storage
-from raycl.sweep.separate import FOLDER, separate_key, separate_tree, singles_of
+from raycl.sweep.trials.single_tasks import FOLDER, separate_key, separate_tree, singles_of
 
 
 @pytest.mark.parametrize(

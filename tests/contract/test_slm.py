@@ -14,18 +14,18 @@ from wired import listening
 from raycl.adapters import AdapterStack
 from raycl.backbone.roles import linear_names
 from raycl.bank import Bank
+from raycl.bank.operations.maintenance import verify
+from raycl.bank.operations.unlearning import evaluate, forget
 from raycl.bank.routers import get_router
-from raycl.bank.upkeep import verify
 from raycl.bench.gpu.tiny import tiny_model
 from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, ConfigError, RayclError
-from raycl.forgetting import evaluate, forget
-from raycl.methods.slm import Slm
+from raycl.methods.slm.slm import Slm
 from raycl.report.routing import Routing
-from raycl.retrieval.slots import SlotRouter
-from raycl.run import build
+from raycl.retrieval.memory_slots.slots import SlotRouter
+from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.train.world import World
+from raycl.training.distributed import World
 from raycl.types import AdapterState, Batch, Mixture
 
 WORLD = World.alone(torch.device("cpu"))
@@ -324,7 +324,7 @@ def test_memory_of_the_papers_slots() -> None:
     ],
 )
 def test_bad_settings_are_said_before_anything_starts(lab: Lab, settings: dict[str, Any], said: str) -> None:
-    from raycl.run import check
+    from raycl.run.assembly import check
 
     with pytest.raises(RayclError, match=said):
         check(lab.config("bert", {"name": "slm", **settings}))

@@ -11,9 +11,9 @@ import pytest
 from tiny import KINDS, VARIANTS, Complete, Done, matrix, opened
 
 from raycl.bank import Bank, Snapshot
+from raycl.bank.operations.unlearning import evaluate, forget
 from raycl.data.loader import eval_batches
 from raycl.errors import BankError
-from raycl.forgetting import evaluate, forget
 from raycl.methods.registry import METHODS
 
 REPO = Path(__file__).resolve().parents[2]

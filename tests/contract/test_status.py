@@ -14,17 +14,18 @@ import pytest
 import torch
 from tiny import Complete, Done, Lab, work
 
-from raycl import launch, status
-from raycl import run as runs
 from raycl.errors import ResumeError, RunError
-from raycl.run import RunConfig
-from raycl.status import Status, status_of
+from raycl.launch import driver as launch
+from raycl.launch import status
+from raycl.launch.status import Status, status_of
+from raycl.run import assembly
+from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
-from raycl.train import control as controls
-from raycl.train.control import Control
-from raycl.train.loop import StreamLoop
-from raycl.train.stop import request_stop
-from raycl.train.world import World
+from raycl.training import control as controls
+from raycl.training.control import Control
+from raycl.training.distributed import World
+from raycl.training.records.stop_request import request_stop
+from raycl.training.stream_loop import StreamLoop
 
 ALONE = World.alone(torch.device("cpu"))
 REPO = Path(__file__).resolve().parents[2]
@@ -46,7 +47,7 @@ class At:
 
 def learn(config: RunConfig, storage: Storage, step: int, act: Callable[[], None]) -> None:
     """A run as a worker does it, with `act` after so many optimizer steps."""
-    parts, open_engine = runs.build(config, ALONE)
+    parts, open_engine = assembly.build(config, ALONE)
     with Control(storage, ALONE, "mine", poll_s=0.0) as control:
         StreamLoop(parts, open_engine, storage, ALONE, At(step, act), driver="mine", control=control).run()
 

@@ -10,14 +10,14 @@ import torch
 from tiny import Complete, exported, matrix, run, trace
 
 from raycl.bank import Bank
-from raycl.bank.upkeep import verify
-from raycl.run import build
+from raycl.bank.operations.maintenance import verify
+from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.train.control import Control
-from raycl.train.ledger import read_state
-from raycl.train.loop import StreamLoop
-from raycl.train.stop import HostStop, request_stop, stop_of
-from raycl.train.world import World
+from raycl.training.control import Control
+from raycl.training.distributed import World
+from raycl.training.records.journal import read_state
+from raycl.training.records.stop_request import HostStop, request_stop, stop_of
+from raycl.training.stream_loop import StreamLoop
 
 ALONE = World.alone(torch.device("cpu"))
 

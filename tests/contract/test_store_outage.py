@@ -14,10 +14,10 @@ import pytest
 from store import Store
 from tiny import Complete, exported, matrix, run, trace, work
 
-from raycl import launch
 from raycl.bank import Bank
-from raycl.bank.upkeep import verify
+from raycl.bank.operations.maintenance import verify
 from raycl.errors import AlreadyExistsError, StorageError, UnreachableError
+from raycl.launch import driver
 from raycl.storage import Storage, outage
 
 
@@ -129,11 +129,11 @@ def test_a_worker_gives_up_in_a_way_that_can_be_resumed(complete: Complete, stor
     done = complete("bert", "lora", "torch")
     settings = {"dir": store.uri(""), "name": "given-up", "retry_s": 8.0}
     config = done.config.model_copy(update={"output": done.config.output.model_copy(update=settings)})
-    prepared = launch.prepare(config)
+    prepared = driver.prepare(config)
     store.stop()
     with pytest.raises(UnreachableError):
         work(prepared)
     store.start()
     assert prepared.storage.list("errors") == [], "its driver would take an error for the end of the run"
-    work(launch.reopen(prepared.storage.address))
+    work(driver.reopen(prepared.storage.address))
     assert matrix(prepared.storage) == matrix(done.storage)

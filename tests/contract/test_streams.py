@@ -15,12 +15,12 @@ import torch
 from tiny import ENGINES, KINDS, TASKS, VARIANTS, Complete, Done, Lab, Stop, exported, matrix, run, trace
 
 from raycl.bank import Bank
-from raycl.bank.upkeep import verify
+from raycl.bank.operations.maintenance import verify
 from raycl.methods.registry import METHODS
-from raycl.run import build
+from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.train import loop as loops
-from raycl.train.world import World
+from raycl.training import stream_loop
+from raycl.training.distributed import World
 
 OWN = ("slm", "sapt", "olora", "separate", "joint")
 """Methods that put more before an engine than `lora` and `finetune` do; IncLoRA is in O-LoRA, replay is its learner."""
@@ -109,7 +109,7 @@ def test_stopped_between_training_and_evaluation(
     stages = len(done.parts.stages)
     for stage in range(stages):
         with monkeypatch.context() as patch, pytest.raises(Stop):
-            patch.setattr(loops, "evaluate_row", stop)
+            patch.setattr(stream_loop, "evaluate_row", stop)
             run(done.config, storage)
         steps = done.storage.read_json("results.json")["stage_times"][stage]["steps"]
         assert storage.list("checkpoints")[-1].startswith(f"stage{stage:03d}-step{steps:07d}")
@@ -122,9 +122,9 @@ def test_stopped_between_training_and_evaluation(
 @pytest.mark.parametrize(
     ("method", "module", "place"),
     [
-        ("finetune", loops.checkpoints, "write_model"),
-        ("finetune", loops.checkpoints, "write_checkpoint"),
-        ("separate", loops.checkpoints, "write_checkpoint"),
+        ("finetune", stream_loop.checkpoints, "write_model"),
+        ("finetune", stream_loop.checkpoints, "write_checkpoint"),
+        ("separate", stream_loop.checkpoints, "write_checkpoint"),
         ("separate", Bank, "_publish"),
         ("separate", Bank, "snapshot"),
     ],
@@ -204,7 +204,7 @@ def test_trackers_see_the_metrics_and_the_matrix(lab: Lab, tmp_path: Path, metho
     """After each stage, over the tasks learned so far; at the end those of results.json."""
     world, curves, storage = World.alone(torch.device("cpu")), Curves(), Storage.at(tmp_path)
     parts, open_engine = build(lab.config("bert", method), world)
-    loops.StreamLoop(parts, open_engine, storage, world, curves).run()
+    stream_loop.StreamLoop(parts, open_engine, storage, world, curves).run()
     found, cells = storage.read_json("results.json")["metrics"], matrix(storage)
     last = {name: points[-1][1] for name, points in curves.points.items() if name.startswith("metrics/")}
     names = ["ap", "average_accuracy"] if method == "joint" else ["ap", "average_accuracy", "bwt", "bwt_m", "f_ra"]

@@ -15,18 +15,19 @@ import yaml
 from tiny import Lab, work
 
 from raycl import config as configs
-from raycl import launch, run
 from raycl.bank import Bank
-from raycl.comparison import load_comparison
+from raycl.bank.operations.unlearning import forget
+from raycl.config.trust import Permissions
 from raycl.errors import BackboneError, BankError, ConfigError, RunError
-from raycl.forgetting import forget
-from raycl.serve.gate import judge
-from raycl.serve.model import backbone_of
-from raycl.serve.opening import close_service, open_service
+from raycl.launch import driver
+from raycl.run import assembly
+from raycl.serve.deployment.factory import close_service, open_service
 from raycl.serve.settings import ServeConfig, load_serve_config
+from raycl.serve.snapshots.gate import judge
+from raycl.serve.snapshots.snapshot_model import backbone_of
 from raycl.storage import Storage
+from raycl.sweep.comparison import load_comparison
 from raycl.sweep.config import load_sweep
-from raycl.trust import Permissions
 
 REPO = Path(__file__).resolve().parents[2]
 TYPED = "backbone.trust_remote_code=true"
@@ -84,7 +85,7 @@ def custom(lab: Lab, tmp_path: Path, modules: None) -> Custom:
 @pytest.fixture
 def trained(custom: Custom) -> Storage:
     """A finished run, whose files all ask for the code."""
-    prepared = launch.prepare(run.load_config(str(custom.file), [TYPED]))
+    prepared = driver.prepare(assembly.load_config(str(custom.file), [TYPED]))
     work(prepared)
     assert custom.ran, "the command allowed it"
     return prepared.storage
@@ -92,9 +93,9 @@ def trained(custom: Custom) -> Storage:
 
 def test_a_config_file_cannot_allow_it(custom: Custom) -> None:
     with pytest.raises(ConfigError, match=rf"config\.yaml' sets backbone\.trust_remote_code.*add {TYPED} to the comm"):
-        run.load_config(str(custom.file), ["method.rank=4"])
+        assembly.load_config(str(custom.file), ["method.rank=4"])
     with pytest.raises(ConfigError, match="trust_remote_code"):
-        run.load_config(str(custom.file), [TYPED, "backbone.trust_remote_code=${seed}"])
+        assembly.load_config(str(custom.file), [TYPED, "backbone.trust_remote_code=${seed}"])
     assert not custom.ran
 
 
@@ -104,20 +105,20 @@ def test_nor_any_of_the_others(lab: Lab, tmp_path: Path, path: str) -> None:
     configs.assign(tree, path, True, "test")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(ConfigError, match=f"sets {path}"):
-        run.load_config(str(tmp_path / "config.yaml"), [TYPED])
-    run.load_config(str(tmp_path / "config.yaml"), [f"{path}=true"])
+        assembly.load_config(str(tmp_path / "config.yaml"), [TYPED])
+    assembly.load_config(str(tmp_path / "config.yaml"), [f"{path}=true"])
 
 
 def test_a_run_goes_on_where_its_command_allows_it(custom: Custom, trained: Storage) -> None:
     with pytest.raises(ConfigError, match=rf"sets backbone\.trust_remote_code.*add {TYPED} to the command"):
-        launch.reopen(trained.uri)
+        driver.reopen(trained.uri)
     with pytest.raises(ConfigError, match="trust_remote_code"):
-        launch.extend(trained.uri, ["{name: later, path: x}"])
+        driver.extend(trained.uri, ["{name: later, path: x}"])
     assert not custom.ran
     with pytest.raises(RunError, match=rf"go on with --resume {trained.uri} {TYPED}, or"):
-        launch.prepare(run.load_config(str(custom.file), [TYPED]))
-    assert launch.reopen(trained.uri, overrides=(TYPED,)).done == 2
-    again = launch.prepare(run.load_config(str(custom.file), [TYPED, "output.exists=resume"]))
+        driver.prepare(assembly.load_config(str(custom.file), [TYPED]))
+    assert driver.reopen(trained.uri, overrides=(TYPED,)).done == 2
+    again = driver.prepare(assembly.load_config(str(custom.file), [TYPED, "output.exists=resume"]))
     assert again.done == 2 and custom.ran, "the same command, given again by whoever restarts it"
 
 
@@ -198,5 +199,5 @@ def test_a_comparison_file_cannot_allow_it(custom: Custom, tmp_path: Path) -> No
 def test_a_model_with_code_of_its_own_names_the_setting(custom: Custom, lab: Lab) -> None:
     config = lab.config("bert", backbone={"name": str(custom.folder)})
     with pytest.raises(BackboneError, match=r"brings code of its own, .*backbone\.trust_remote_code=true"):
-        run.check(config)
+        assembly.check(config)
     assert not custom.ran

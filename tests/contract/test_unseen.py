@@ -11,19 +11,20 @@ import pytest
 from tiny import KINDS, TASKS, TEST_ROWS, Lab, Stop, exported, matrix, run, trace, work
 
 from raycl import config as configs
-from raycl import forgetting, launch
 from raycl.bank import Bank
+from raycl.bank.operations import unlearning
 from raycl.config import Tree
 from raycl.errors import ConfigError
+from raycl.launch import driver
+from raycl.launch.worker import CONFIG
 from raycl.report.compare import to_csv
 from raycl.report.tables import comparison_table, matrix_table
-from raycl.run import RunConfig, check, read_singles
+from raycl.run.assembly import RunConfig, check, read_singles
 from raycl.storage import Storage
-from raycl.sweep.prefix import prefix_keys
-from raycl.sweep.separate import separate_key, separate_tree
-from raycl.train import loop as loops
+from raycl.sweep.trials.prefix import prefix_keys
+from raycl.sweep.trials.single_tasks import separate_key, separate_tree
+from raycl.training import stream_loop
 from raycl.types import Batch
-from raycl.worker import CONFIG
 
 
 def asked(lab: Lab, kind: str, method: Any = "lora", unseen: Any = None, **sections: Any) -> RunConfig:
@@ -62,7 +63,7 @@ def test_they_are_evaluated_at_the_end_and_touch_nothing_else(lab: Lab, tmp_path
 
 def test_the_method_is_not_told(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SAPT's batches carry their tasks' names, except for those."""
-    from raycl.methods.sapt import Sapt
+    from raycl.methods.sapt.sapt import Sapt
 
     route, heard = Sapt.route, list[str]()
 
@@ -101,7 +102,7 @@ def test_killed_before_them_it_evaluates_and_finished_it_keeps(
         raise Stop("between the last task and these")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loops, "evaluate_unseen", kill)
+        patch.setattr(stream_loop, "evaluate_unseen", kill)
         with pytest.raises(Stop):
             run(config, killed)
     assert results(killed)["unseen"] is None and not results(killed)["finished"]
@@ -110,9 +111,9 @@ def test_killed_before_them_it_evaluates_and_finished_it_keeps(
     assert trace(killed) == trace(whole) and matrix(killed) == matrix(whole)
 
     killed.write(CONFIG, configs.to_yaml(config).encode())
-    monkeypatch.setattr(loops, "evaluate_unseen", kill)
+    monkeypatch.setattr(stream_loop, "evaluate_unseen", kill)
     run(config, killed)
-    assert launch.finish(launch.reopen(killed.address))["unseen"] == results(whole)["unseen"]
+    assert driver.finish(driver.reopen(killed.address))["unseen"] == results(whole)["unseen"]
 
 
 def test_a_run_that_is_taught_more_asks_again(lab: Lab, tmp_path: Path) -> None:
@@ -123,8 +124,8 @@ def test_a_run_that_is_taught_more_asks_again(lab: Lab, tmp_path: Path) -> None:
     run(first, folder)
     folder.write(CONFIG, configs.to_yaml(first).encode())
     assert results(folder)["unseen"]["cells"].keys() == {"mixed"}
-    grown = launch.extend(folder.address, [json.dumps(lab.tasks[1])])
-    assert launch.finish(grown)["unseen"] is None, "that was of the model before"
+    grown = driver.extend(folder.address, [json.dumps(lab.tasks[1])])
+    assert driver.finish(grown)["unseen"] is None, "that was of the model before"
     work(grown)
     run(whole, Storage.at(tmp_path / "whole"))
     assert results(folder)["unseen"] == results(Storage.at(tmp_path / "whole"))["unseen"]
@@ -151,7 +152,7 @@ def test_a_snapshot_is_scored_without_them(lab: Lab, tmp_path: Path) -> None:
     shutil.rmtree(spec["path"])
     bank = Bank(storage.sub("bank"))
     newest = bank.newest()
-    assert newest is not None and set(forgetting.evaluate(bank, newest)) == set(TASKS)
+    assert newest is not None and set(unlearning.evaluate(bank, newest)) == set(TASKS)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from test_damaged_checkpoint import checkpoint, damage
 from tiny import Lab, Stop, matrix, run, trace, two_processes
 
 from raycl.storage import Storage
-from raycl.train.ledger import read_state
+from raycl.training.records.journal import read_state
 
 PARAMETERS, MANIFEST = "parameters.safetensors", "manifest.json"
 Harm = tuple[int, str, str]

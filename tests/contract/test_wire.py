@@ -13,7 +13,7 @@ from tiny import Done, Taught, opened
 from wired import Wire, listening, problem
 
 from raycl.bank import Bank
-from raycl.serve.model import SnapshotModel
+from raycl.serve.snapshots.snapshot_model import SnapshotModel
 
 LONG = "the sea is"
 

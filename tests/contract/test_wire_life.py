@@ -18,11 +18,11 @@ from wired import Wire, listening, problem
 
 from raycl.bank import Bank
 from raycl.retrieval.router import TextRouter
-from raycl.run import build
-from raycl.serve.roster import Roster
+from raycl.run.assembly import build
+from raycl.serve.snapshots.manager import Roster
 from raycl.storage import Storage
-from raycl.train.loop import StreamLoop
-from raycl.train.world import World
+from raycl.training.distributed import World
+from raycl.training.stream_loop import StreamLoop
 
 ENDLESS = {"model": "base", "prompt": "a sleeps", "max_tokens": 4000}
 """A prompt to which this T5 says `much` for ever; 40 s of it, with fixture `slow`."""

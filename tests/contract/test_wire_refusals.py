@@ -18,7 +18,7 @@ from tiny import Taught
 from wired import Wire, listening, problem
 
 from raycl.errors import ConfigError
-from raycl.serve.access import Keys, check_access
+from raycl.serve.http.access import Keys, check_access
 from raycl.serve.settings import AuthConfig, ServeConfig
 
 LIMITS = {"body_kb": 256, "inputs": 6, "n": 3, "max_tokens": 50, "text_chars": 3000, "prompt_tokens": 60}
@@ -282,7 +282,7 @@ def test_a_stream_that_fails_later_ends_with_the_error(
         def broken(*_: Any) -> Any:
             raise ZeroDivisionError("secret")
 
-        monkeypatch.setattr("raycl.backbone.running.step", broken)
+        monkeypatch.setattr("raycl.generation.dynamic_cache.step", broken)
         with wire.http.stream("POST", TEXT, json={"prompt": "fire is", "model": "colour", "stream": True}) as found:
             assert found.status_code == 200
             events = found.read().decode().strip().split("\n\n")

@@ -13,14 +13,14 @@ from tiny import Lab, Stop, exported, matrix, run, trace, two_processes
 
 from raycl.bank import Bank
 from raycl.errors import ConfigError
-from raycl.methods import writer as writers
-from raycl.methods.pseudo import PseudoSamples, take_real
-from raycl.methods.sapt import Sapt
-from raycl.methods.stage_rows import StageRows
-from raycl.methods.writer import Writer, WriterConfig
-from raycl.run import build, check, load_config
+from raycl.methods.context import StageRows
+from raycl.methods.sapt import generator
+from raycl.methods.sapt.generator import Writer, WriterConfig
+from raycl.methods.sapt.pseudo_samples import PseudoSamples, take_real
+from raycl.methods.sapt.sapt import Sapt
+from raycl.run.assembly import build, check, load_config
 from raycl.storage import Storage
-from raycl.train.world import World
+from raycl.training.distributed import World
 
 WORLD = World.alone(torch.device("cpu"))
 LORA = {"steps": 5, "rate": 0.02, "max_tokens": 8}
@@ -147,7 +147,7 @@ def test_where_a_generator_fails_stored_inputs_stand_in_and_the_run_goes_on(
     def diverge(self: Writer, texts: Any, start: Any, *rest: Any) -> None:
         start.data.fill_(float("nan"))
 
-    monkeypatch.setattr(writers.Writer, "_train", diverge if how == "diverges" else lambda *given: None)
+    monkeypatch.setattr(generator.Writer, "_train", diverge if how == "diverges" else lambda *given: None)
     if how == "writes nothing":
         monkeypatch.setattr("raycl.backbone.codec.HFCodec.decode", lambda self, ids: [""] * len(ids))
     config, storage = lab.config("llama", generated(PROMPT)), Storage.at(tmp_path)

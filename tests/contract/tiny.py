@@ -21,19 +21,19 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from raycl import config as configs
-from raycl import launch
 from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
 from raycl.bench.gpu import tiny as models
-from raycl.run import RunConfig, build
-from raycl.serve.model import SnapshotModel, adapters_of, backbone_of, router_of
+from raycl.launch import driver
+from raycl.launch.worker import visiting, worker_main
+from raycl.run.assembly import RunConfig, build
+from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.storage import Storage
-from raycl.train.ledger import read_state
-from raycl.train.loop import MetricsSink, StreamLoop
-from raycl.train.parts import Parts
-from raycl.train.progress import read_trace
-from raycl.train.world import World
-from raycl.worker import visiting, worker_main
+from raycl.training.distributed import World
+from raycl.training.records.journal import read_state
+from raycl.training.records.progress import read_trace
+from raycl.training.stream_loop import MetricsSink, StreamLoop
+from raycl.training.training_context import Parts
 
 WORDS = (
     *("red", "blue", "cat", "dog", "the", "a", "is", "sky", "sea", "fire"),
@@ -184,10 +184,10 @@ def run(
     return loop
 
 
-def work(prepared: launch.Prepared) -> None:
+def work(prepared: driver.Prepared) -> None:
     """What the one worker of a prepared run does, without Ray: whose run it is decides its claim."""
     with visiting():
-        worker_main(launch.job_of(prepared, launch.Hosting(here=True), "driver"))
+        worker_main(driver.job_of(prepared, driver.Hosting(here=True), "driver"))
 
 
 def opened(bank: Bank, snapshot: Snapshot, device: torch.device | None = None) -> SnapshotModel:

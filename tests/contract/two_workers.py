@@ -19,9 +19,9 @@ from tiny import Stop, run
 
 from raycl import config as configs
 from raycl.errors import RayclError
-from raycl.run import RunConfig
+from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
-from raycl.train.world import World
+from raycl.training.distributed import World
 
 
 def main(rank: int, size: int, rendezvous: str, jobs: str) -> None:

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from tiny import run
 
 from raycl import config as configs
-from raycl.methods.sapt import Sapt
-from raycl.methods.writer import Writer
-from raycl.run import RunConfig
+from raycl.methods.sapt.generator import Writer
+from raycl.methods.sapt.sapt import Sapt
+from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
-from raycl.train.world import World
+from raycl.training.distributed import World
 
 
 def main(rank: int, rendezvous: str, folder: Path) -> None:

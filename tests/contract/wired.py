@@ -15,9 +15,9 @@ from openai import OpenAI
 from served import WAIT_S, Desk, serving
 
 from raycl.bank import Bank
-from raycl.serve.access import Keys
+from raycl.serve.http.access import Keys
+from raycl.serve.http.web import make_web
 from raycl.serve.settings import AuthConfig
-from raycl.serve.web import make_web
 
 
 class Wire(Desk):

@@ -19,13 +19,13 @@ from tiny import Lab
 
 from raycl import config as configs
 from raycl.bank import Bank
-from raycl.run import build
-from raycl.serve.app import NAME, build_from
-from raycl.serve.endpoint import start
+from raycl.run.assembly import build
+from raycl.serve.deployment.app import NAME, build_from
+from raycl.serve.deployment.endpoint import start
 from raycl.serve.settings import ServeConfig
 from raycl.storage import Storage
-from raycl.train.loop import StreamLoop
-from raycl.train.world import World
+from raycl.training.distributed import World
+from raycl.training.stream_loop import StreamLoop
 
 CLIENTS, PORT = 16, 8917
 TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")

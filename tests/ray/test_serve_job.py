@@ -16,10 +16,10 @@ import torch
 from filelock import FileLock
 from tiny import Lab
 
-from raycl.run import build
+from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.train.loop import StreamLoop
-from raycl.train.world import World
+from raycl.training.distributed import World
+from raycl.training.stream_loop import StreamLoop
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -22,10 +22,10 @@ import ray
 import yaml
 from tiny import Lab, run
 
-from raycl import cluster
-from raycl.serve.listening import HEAD_S
+from raycl.launch import cluster
+from raycl.launch.worker import visiting
+from raycl.serve.http.server import HEAD_S
 from raycl.storage import Storage
-from raycl.worker import visiting
 
 REPO = Path(__file__).resolve().parents[2]
 HOLD = """

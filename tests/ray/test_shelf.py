@@ -16,9 +16,9 @@ import torch
 from ray.exceptions import ObjectLostError
 
 from raycl.bank import Bank, Snapshot
+from raycl.bank.integrity import objects_of
 from raycl.bank.manifest import ModelFacts, RouterFacts
-from raycl.bank.shelf import NAMESPACE, Shelf
-from raycl.bank.whole import objects_of
+from raycl.bank.object_store import NAMESPACE, Shelf
 from raycl.errors import BankError
 from raycl.types import AdapterState
 

@@ -17,9 +17,9 @@ from ray.exceptions import OutOfDiskError
 from raycl.backbone import BackboneConfig
 from raycl.bank import Bank
 from raycl.bank.manifest import ModelFacts, RouterFacts
-from raycl.bank.shelf import NAMESPACE, Shelf
+from raycl.bank.object_store import NAMESPACE, Shelf
 from raycl.pretrained import weight_files
-from raycl.sweep import weights
+from raycl.sweep.trials import weights
 from raycl.types import AdapterState
 
 COUNT, WIDTH, RANK = 7, 4096, 512

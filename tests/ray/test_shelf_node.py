@@ -18,7 +18,7 @@ from ray.exceptions import ActorUnavailableError
 
 from raycl.bank import Bank
 from raycl.bank.manifest import ModelFacts, RouterFacts
-from raycl.bank.shelf import NAMESPACE, Shelf
+from raycl.bank.object_store import NAMESPACE, Shelf
 from raycl.types import AdapterState
 
 TRIES = 30

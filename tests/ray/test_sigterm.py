@@ -19,10 +19,11 @@ import pytest
 import tiny
 from store import Store
 
-from raycl import launch, run
-from raycl.status import status_of
+from raycl.launch import driver as launch
+from raycl.launch.status import status_of
+from raycl.run import assembly
 from raycl.storage import Storage
-from raycl.train.ledger import RunState, read_state
+from raycl.training.records.journal import RunState, read_state
 
 pytestmark = pytest.mark.usefixtures("s3_uri", "ray_cluster")
 """In this order: the cluster's workers take the store's credentials from the environment."""
@@ -73,7 +74,7 @@ def own_driver(ray_cluster: dict[str, str], tmp_path: Path) -> Iterator[Callable
 @pytest.fixture(scope="module")
 def whole(ray_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Storage:
     """The run that is left alone."""
-    reference = launch.prepare(run.load_config(None, [*SMALL, f"output.dir={tmp_path_factory.mktemp('whole')}"]))
+    reference = launch.prepare(assembly.load_config(None, [*SMALL, f"output.dir={tmp_path_factory.mktemp('whole')}"]))
     launch.train(reference)
     return reference.storage
 

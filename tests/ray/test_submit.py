@@ -23,7 +23,7 @@ import psutil
 import pytest
 from filelock import FileLock
 
-from raycl.status import status_of
+from raycl.launch.status import status_of
 
 REPO = Path(__file__).resolve().parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))

@@ -23,14 +23,14 @@ from tiny import Lab, matrix, run, trace
 
 from raycl import config as configs
 from raycl.errors import ResumeError, RunError
-from raycl.run import RunConfig, load_config
-from raycl.status import status_of
+from raycl.launch.status import status_of
+from raycl.launch.worker import CONFIG
+from raycl.run.assembly import RunConfig, load_config
 from raycl.storage import Storage
 from raycl.sweep.config import load_sweep
 from raycl.sweep.drive import run_sweep
 from raycl.sweep.place import Place
-from raycl.train.ledger import read_state
-from raycl.worker import CONFIG
+from raycl.training.records.journal import read_state
 
 REPO = Path(__file__).resolve().parents[2]
 

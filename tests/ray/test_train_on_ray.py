@@ -19,12 +19,13 @@ import psutil
 import pytest
 import tiny
 
-from raycl import launch, run
 from raycl.bank import Bank
 from raycl.errors import LaunchError, ResumeError, RunError
+from raycl.launch import driver as launch
+from raycl.run import assembly
 from raycl.storage import Storage
-from raycl.train.ledger import RunState, read_state
-from raycl.train.progress import read_trace
+from raycl.training.records.journal import RunState, read_state
+from raycl.training.records.progress import read_trace
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -42,7 +43,7 @@ STEPS = 20
 
 def prepared(folder: Path, *overrides: str) -> launch.Prepared:
     """A small run below `folder`."""
-    return launch.prepare(run.load_config(None, [*SMALL, f"output.dir={folder}", *overrides]))
+    return launch.prepare(assembly.load_config(None, [*SMALL, f"output.dir={folder}", *overrides]))
 
 
 def losses(storage: Storage) -> list[tuple[int, int, float]]:
@@ -85,7 +86,7 @@ def test_the_run_is_whole(whole: tuple[Storage, dict[str, Any]]) -> None:
     assert results["finished"] and results["attempts"] == 1 and results["workers"] == 2
     matrix = cells(results)
     assert matrix[0][1] is None and None not in matrix[1]
-    assert results["fingerprint"] == run.fingerprint(run.load_config(None, SMALL))
+    assert results["fingerprint"] == assembly.fingerprint(assembly.load_config(None, SMALL))
     assert all(entry["tokens_per_s"] > 0 and entry["peak_memory_mb"] > 100 for entry in results["stage_times"])
     newest = Bank(storage.sub("bank")).newest()
     assert newest is not None and [str(entry) for entry in newest.adapters] == ["lora@2"]
@@ -186,7 +187,7 @@ def test_a_newer_driver_takes_over_and_the_older_stops(
     new = own_driver("--resume", str(folder))
     wait_for(storage, lambda state: len(state.attempts) == 2)
     os.kill(late_writer, signal.SIGCONT)
-    tiny.run(run.load_config(None, small), alone)
+    tiny.run(assembly.load_config(None, small), alone)
     _, said_by_old = old.communicate(timeout=200)
     _, said_by_new = new.communicate(timeout=200)
     assert new.returncode == 0, said_by_new

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from raycl.serve.listening import PROXY_HOOK, limit_proxy
+from raycl.serve.http.server import PROXY_HOOK, limit_proxy
 
 REPO = Path(__file__).resolve().parents[2]
 CLUSTER = REPO / "cluster"
@@ -51,7 +51,7 @@ def test_named_files_exist(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_settings_on_command_lines_exist(path: Path) -> None:
     from raycl import config
-    from raycl.run import RunConfig
+    from raycl.run.assembly import RunConfig
 
     for words in commands(path.read_text()):
         if words[0] != "jobs/train_stream.py":
@@ -178,7 +178,7 @@ def test_serve_files_fit_rays_schema_and_our_settings() -> None:
     service = yaml.safe_load(tree("kuberay-rayservice.yaml")["spec"]["serveConfigV2"])
     for found in (tree("serve.yaml"), service):
         schema = ServeDeploySchema.model_validate(found)
-        assert schema.applications[0].import_path == "raycl.serve.app:build"
+        assert schema.applications[0].import_path == "raycl.serve.deployment.app:build"
         args = config.validate(ServeConfig, found["applications"][0]["args"])
         assert args.host == found["http_options"]["host"] or args.host == "127.0.0.1"
 

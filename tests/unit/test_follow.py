@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from raycl import console
 from raycl.errors import StorageError
+from raycl.launch import console
 from raycl.storage import Storage
 
 

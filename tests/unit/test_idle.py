@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from raycl import config as configs
-from raycl.comparison import load_comparison, plan
 from raycl.errors import ConfigError
-from raycl.run import fingerprint, load_config
+from raycl.run.assembly import fingerprint, load_config
 from raycl.serve.settings import load_serve_config
+from raycl.sweep.comparison import load_comparison, plan
 from raycl.sweep.config import load_sweep
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import ray
 
-from raycl import cluster, launch
 from raycl.errors import LaunchError
-from raycl.run import load_config
+from raycl.launch import cluster, driver
+from raycl.run.assembly import load_config
 
 
 class Reached(Exception):
@@ -41,7 +41,7 @@ def test_a_run_has_its_own_unless_one_is_named(
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)
     config = load_config(None, [f"launch.address={setting}"] if setting else [])
-    with pytest.raises(Reached, match=rf"^{reached}$"), launch.cluster(config):
+    with pytest.raises(Reached, match=rf"^{reached}$"), driver.cluster(config):
         pass
     assert os.environ.get("RAY_ADDRESS") == variable
 

@@ -14,7 +14,7 @@ from raycl.backbone.roles import linear_names, linear_shapes
 from raycl.bank import Snapshot
 from raycl.bank.manifest import ModelFacts, ObjectFacts, RouterFacts, SnapshotAdapter
 from raycl.retrieval.router import SumRouter
-from raycl.serve.host import Hosted
+from raycl.serve.engine.model_host import Hosted
 from raycl.types import AdapterState, Mixture
 
 NO_OBJECT = ObjectFacts(sha256="0" * 64, bytes=0)
@@ -38,7 +38,7 @@ def drawn_adapters(model: nn.Module, targets: Sequence[str], count: int, rank: i
 
 
 def hosted(adapters: dict[str, AdapterState], number: int = 1) -> Hosted:
-    """A snapshot of these adapters that a `raycl.serve.host.Host` can load."""
+    """A snapshot of these adapters that a `raycl.serve.engine.model_host.Host` can load."""
     facts = ModelFacts(name="drawn", sha256="0" * 64, kind="decoder")
     linears = next(iter(adapters.values())).linears
     layout = {path: (int(a.shape[1]), int(b.shape[0])) for path, (a, b) in linears.items()}

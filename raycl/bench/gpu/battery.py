@@ -20,12 +20,12 @@ import torch
 from raycl import config as configs
 from raycl.bench.figures import Figure
 from raycl.bench.gpu.tiny import Stop, save_model, stopping
-from raycl.data import builtin
-from raycl.run import RunConfig, build
+from raycl.data.benchmarks import builtin
+from raycl.run.assembly import RunConfig, build
 from raycl.storage import Storage
-from raycl.train.loop import StreamLoop
-from raycl.train.progress import read_trace
-from raycl.train.world import World
+from raycl.training.distributed import World
+from raycl.training.records.progress import read_trace
+from raycl.training.stream_loop import StreamLoop
 
 KINDS = ("bert", "t5", "llama")
 TASKS = ("topic", "sentiment")

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raycl.backbone.slots import captured
 from raycl.bench.figures import Figure
 from raycl.bench.gpu.timing import ONCE, ROUNDS, Contender, Times, quartiles, take_turns
 from raycl.errors import WrongResultError
+from raycl.generation.static_cache import captured
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest difference to a float32 reference, as a share of the reference's largest value."""

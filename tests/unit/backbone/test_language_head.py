@@ -25,10 +25,10 @@ from raycl.backbone.encoder import EncoderBackbone
 from raycl.bench.gpu.tiny import SIZES, tiny_model
 from raycl.errors import ConfigError
 from raycl.methods.finetune import Finetune
-from raycl.run import build
+from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.train.checkpoint import write_model
-from raycl.train.world import World
+from raycl.training.distributed import World
+from raycl.training.records.checkpoint import write_model
 from raycl.types import IGNORE, Batch, Stage, Task
 
 CPU = torch.device("cpu")

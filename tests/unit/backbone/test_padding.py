@@ -9,8 +9,8 @@ from tiny import KINDS, TASKS, Lab
 from raycl.backbone import Backbone
 from raycl.backbone.base import loss_count
 from raycl.data.loader import Collate
-from raycl.run import build
-from raycl.train.world import World
+from raycl.run.assembly import build
+from raycl.training.distributed import World
 from raycl.types import IGNORE, TENSORS, Batch
 
 

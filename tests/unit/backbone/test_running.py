@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
-from raycl.backbone.running import Running, begin, step
-from raycl.backbone.slots import Slots, captured, fits_slots
 from raycl.errors import BackboneError
+from raycl.generation.dynamic_cache import Running, begin, step
+from raycl.generation.static_cache import Slots, captured, fits_slots
 
 TEXTS = ("red blue cat", "the sky is very much blue cold warm", "a dog", "fire runs sleeps")
 
@@ -122,7 +122,7 @@ def test_a_step_that_fails_before_its_capture_is_waited_for(monkeypatch: pytest.
             waits.append((self.name, other.name))
 
     main, side = Stream("main"), Stream("side")
-    monkeypatch.setattr("raycl.backbone.slots._side_stream", lambda: side)
+    monkeypatch.setattr("raycl.generation.static_cache._side_stream", lambda: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 
@@ -147,7 +147,7 @@ def test_too_little_memory_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
         return pad(tensor, gap)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
-        patch.setattr("raycl.backbone.slots.pad", none_left)
+        patch.setattr("raycl.generation.static_cache.pad", none_left)
         slots.step(slots.logits.argmax(-1))
     for logits in expected:
         torch.testing.assert_close(slots.logits[0], logits, atol=1e-5, rtol=1e-4)
@@ -206,7 +206,7 @@ def test_the_librarys_own_generation_says_the_same(kind: str, tmp_path: Path) ->
 def test_caches_that_cannot_be_joined_are_said(tmp_path: Path) -> None:
     from transformers import DynamicCache, LlamaConfig
 
-    from raycl.backbone.running import _layers
+    from raycl.generation.dynamic_cache import _layers
 
     cache = DynamicCache(config=LlamaConfig(sliding_window=4, layer_types=["sliding_attention"], num_hidden_layers=1))
     cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from raycl.bank import AdapterManifest, AdapterRef, Bank
 from raycl.bank.manifest import ModelFacts, RouterFacts, TaskFacts
-from raycl.bank.upkeep import diff, prune, verify
+from raycl.bank.operations.maintenance import diff, prune, verify
 from raycl.errors import BankError, StorageError
 from raycl.storage import Storage
 from raycl.storage.records import seal

@@ -17,10 +17,10 @@ from raycl.bank.activations import Activations, activated
 from raycl.bank.manifest import ModelFacts, RouterFacts
 from raycl.errors import BankError, RayclError, RunError, StorageError
 from raycl.storage import Storage
-from raycl.train import branch
-from raycl.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from raycl.train.ledger import Ledger, read_state
-from raycl.train.verdict import give_word, word
+from raycl.training.records import fork_points
+from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from raycl.training.records.journal import Ledger, read_state
+from raycl.training.records.stop_signal import give_word, word
 from raycl.types import AdapterState
 
 MODEL = ModelFacts(name="tiny", sha256="a" * 64)
@@ -57,7 +57,7 @@ RECORDS = {
     "checkpoint": Record(
         "checkpoints/b/manifest.json", "checkpoints/a/manifest.json", lambda s: read_checkpoint(s, "b"), RunError
     ),
-    "place": Record("place/place.json", "", lambda s: branch.read_place(s.sub("place")), StorageError),
+    "place": Record("place/place.json", "", lambda s: fork_points.read_place(s.sub("place")), StorageError),
     "verdict": Record("verdict/002.json", "verdict/001.json", lambda s: word(s, 2), StorageError),
 }
 
@@ -79,7 +79,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Storage:
         ledger.checkpoint(name, keep=2)
         give_word(storage, 1 + seed, go_on=bool(seed))
     ledger.stage_done({"stage": 0, "row": {"t": {"value": 12.5}}})
-    branch.lend(storage, 1, storage.sub("place"))
+    fork_points.lend(storage, 1, storage.sub("place"))
     return storage
 
 

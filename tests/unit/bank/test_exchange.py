@@ -23,8 +23,8 @@ from raycl.adapters.state import combine, fold
 from raycl.backbone import BackboneConfig, identity
 from raycl.bank import AdapterRef, Bank
 from raycl.bank.manifest import ModelFacts, RouterFacts
+from raycl.bank.operations.exchange import export_merged, export_peft, import_peft, mixed
 from raycl.errors import AdapterError, BankError
-from raycl.exchange import export_merged, export_peft, import_peft, mixed
 from raycl.types import AdapterState, Mixture
 
 REPO = Path(__file__).resolve().parents[3]

@@ -130,7 +130,7 @@ WRONG = [
     ("linears", "7B, o", "raycl.adapters.layer.add_shared", wrong_add),
     ("decoding", "prefill", "raycl.adapters.layer.add_shared", wrong_add),
     ("masking", "T5 large, finetune", "raycl.kernels.row_gradient.weight_gradient", wrong_gradient),
-    ("routing", "keys", "raycl.retrieval.slots.sparse_weights", wrong_search),
+    ("routing", "keys", "raycl.retrieval.memory_slots.slots.sparse_weights", wrong_search),
 ]
 
 
@@ -148,7 +148,7 @@ def test_a_wrong_result_is_a_failure_and_no_figure(
 
 def test_a_token_that_is_not_the_best_one_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches that forget where they are still give tokens as fast."""
-    from raycl.backbone.slots import Slots
+    from raycl.generation.static_cache import Slots
 
     forward = Slots._forward
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raycl.bench.reader import SMAPS, Memory, memory
-from raycl.bench.sharing import sharing
+from raycl.bench.streams.reader import SMAPS, Memory, memory
+from raycl.bench.streams.sharing import sharing
 
 TEXT = """\
 7f0000000000-7f0000100000 r--s 00000000 fd:01 1234    /cache/tokens/0a b.arrow

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from raycl import run as runs
-from raycl.bench import plain, stream
-from raycl.bench.trials import Trial, Typical
-from raycl.bench.worksheet import write_down
+from raycl.bench.streams import plain, stream
+from raycl.bench.streams.trials import Trial, Typical
+from raycl.bench.streams.worksheet import write_down
 from raycl.errors import ConfigError
-from raycl.run import RunConfig
+from raycl.run import assembly
+from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
-from raycl.train.loop import StreamLoop
-from raycl.train.progress import read_trace
-from raycl.train.world import World
+from raycl.training.distributed import World
+from raycl.training.records.progress import read_trace
+from raycl.training.stream_loop import StreamLoop
 
 
 def options(*flags: str) -> argparse.Namespace:
@@ -30,7 +30,7 @@ def options(*flags: str) -> argparse.Namespace:
 def loop(config: RunConfig, folder: Path) -> Storage:
     """raycl's own loop in this process, without Ray."""
     world, storage = World.alone(torch.device("cpu")), Storage.at(str(folder))
-    parts, open_engine = runs.build(config, world)
+    parts, open_engine = assembly.build(config, world)
     StreamLoop(parts, open_engine, storage, world).run()
     return storage
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from raycl.data import builtin
-from raycl.data.benchmarks import ALIASES, ORDERS, find, require
-from raycl.data.knowledge import OLORA_GROUPS, TASKS, canonical
-from raycl.data.layout import check_name, locate
+from raycl.data.benchmarks import builtin
+from raycl.data.benchmarks.knowledge import OLORA_GROUPS, TASKS, canonical
+from raycl.data.benchmarks.layout import check_name, locate
+from raycl.data.benchmarks.orders import ALIASES, ORDERS, find, require
 from raycl.errors import ConfigError, DataError, MissingTasksError
 from raycl.storage import Storage
 

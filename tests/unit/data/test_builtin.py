@@ -10,8 +10,8 @@ from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
-from raycl.data import builtin, builtin_words
-from raycl.data.builtin import TASKS, labels, rows
+from raycl.data.benchmarks import builtin, builtin_words
+from raycl.data.benchmarks.builtin import TASKS, labels, rows
 from raycl.errors import DataError
 
 TRAIN, TEST = 2000, 500

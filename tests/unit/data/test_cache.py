@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raycl.data.cache import Facts, cache_folder, entry, key_of
-from raycl.data.chunks import ChunkedRows
+from raycl.data.sources.cache import Facts, cache_folder, entry, key_of
+from raycl.data.sources.chunks import ChunkedRows
 
 SCHEMA = pa.schema([("ids", pa.list_(pa.int32())), ("n", pa.int64())])
 

@@ -13,7 +13,7 @@ import pytest
 from data_samples import MiniLMCodec, WriteTask, news, open_agnews
 
 from raycl.config import as_tree, load, validate
-from raycl.data import ingest, source
+from raycl.data.sources import ingest, source
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
 from raycl.errors import ConfigError, DataError, MissingTasksError
 from raycl.types import Task

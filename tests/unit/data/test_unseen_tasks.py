@@ -8,9 +8,9 @@ import pytest
 from data_samples import MiniLMCodec, WriteTask, news
 
 from raycl.config import load
-from raycl.data.benchmarks import ALIASES, ORDERS
-from raycl.data.knowledge import TASKS, canonical
-from raycl.data.layout import task_folder
+from raycl.data.benchmarks.knowledge import TASKS, canonical
+from raycl.data.benchmarks.layout import task_folder
+from raycl.data.benchmarks.orders import ALIASES, ORDERS
 from raycl.data.stream import StreamConfig, open_stream
 from raycl.errors import ConfigError, DataError, MissingTasksError
 from raycl.storage import Storage

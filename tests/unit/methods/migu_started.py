@@ -9,11 +9,11 @@ from tiny import ENGINES, Lab
 from torch import Tensor, nn
 
 from raycl.data.loader import Collate
-from raycl.methods.migu import Migu
-from raycl.run import build
-from raycl.train.engine import Engine
-from raycl.train.step import StepResult, train_step
-from raycl.train.world import World
+from raycl.methods.migu.migu import Migu
+from raycl.run.assembly import build
+from raycl.training.distributed import World
+from raycl.training.engines.engine import Engine
+from raycl.training.step import StepResult, train_step
 from raycl.types import Batch
 
 WORLD = World.alone(torch.device("cpu"))

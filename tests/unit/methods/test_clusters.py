@@ -9,9 +9,9 @@ import torch
 from migu_started import Started
 from tiny import Lab, Stop, run, trace
 
-from raycl.methods.clusters import CoMagnitude, balanced_kmeans, sequential, spectral
-from raycl.methods.row_choice import Groups, kept, masked_count
-from raycl.methods.row_watch import Layout, Seen
+from raycl.methods.migu.clusters import CoMagnitude, balanced_kmeans, sequential, spectral
+from raycl.methods.migu.observed_layers import Layout, Seen
+from raycl.methods.migu.row_selection import Groups, kept, masked_count
 from raycl.storage import Storage
 
 WAYS = ("weight", "co_magnitude", "sequential")

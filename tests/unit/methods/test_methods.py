@@ -12,9 +12,9 @@ from tiny import ENGINES, TASKS, Lab
 from raycl.methods.base import Method, stage_labels
 from raycl.methods.reference import Reference
 from raycl.methods.registry import METHODS
-from raycl.run import build
-from raycl.train.parts import Parts
-from raycl.train.world import World
+from raycl.run.assembly import build
+from raycl.training.distributed import World
+from raycl.training.training_context import Parts
 from raycl.types import Stage, Task
 
 LABELS = {task: sorted(label for label, _ in classes) for task, classes in TASKS.items()}

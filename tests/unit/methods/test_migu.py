@@ -11,8 +11,8 @@ from migu_started import WORLD, Started, sgd
 from tiny import Lab
 from torch import Tensor
 
-from raycl.methods.row_choice import kept, masked_count
-from raycl.train.step import train_step
+from raycl.methods.migu.row_selection import kept, masked_count
+from raycl.training.step import train_step
 from raycl.types import IGNORE, Batch
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -11,11 +11,11 @@ from tiny import Lab
 from torch import Tensor
 
 from raycl.errors import ConfigError, RunError
+from raycl.methods.migu.row_selection import masked_count
 from raycl.methods.modifier import Modifiers
-from raycl.methods.row_choice import masked_count
-from raycl.run import check
-from raycl.train.parts import Parts
-from raycl.train.step import train_step
+from raycl.run.assembly import check
+from raycl.training.step import train_step
+from raycl.training.training_context import Parts
 from raycl.types import Stage
 
 # ---- adapters ------------------------------------------------------------------------------------------------------

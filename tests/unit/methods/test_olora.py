@@ -15,13 +15,13 @@ from raycl.adapters.state import combine
 from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank
 from raycl.data.loader import eval_batches
-from raycl.methods.inclora import IncLora
-from raycl.methods.olora import OLora, abssum
-from raycl.run import build
-from raycl.serve.model import backbone_of
+from raycl.methods.lora.inclora import IncLora
+from raycl.methods.lora.olora import OLora, abssum
+from raycl.run.assembly import build
+from raycl.serve.snapshots.snapshot_model import backbone_of
 from raycl.storage import Storage
-from raycl.train.parts import Parts
-from raycl.train.world import World
+from raycl.training.distributed import World
+from raycl.training.training_context import Parts
 from raycl.types import AdapterState, Batch, Mixture
 
 WORLD = World.alone(torch.device("cpu"))

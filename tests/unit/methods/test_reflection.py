@@ -11,12 +11,12 @@ import torch
 from tiny import Lab
 
 from raycl.errors import ConfigError, DataError
-from raycl.methods.pseudo import PseudoSamples, counts_of, read_file, read_texts, take_real, volume
-from raycl.methods.reflection import Memory, Reflection, ReflectionConfig
-from raycl.methods.stage_rows import StageRows
+from raycl.methods.context import StageRows
+from raycl.methods.sapt.pseudo_samples import PseudoSamples, counts_of, read_file, read_texts, take_real, volume
+from raycl.methods.sapt.reflection import Memory, Reflection, ReflectionConfig
 from raycl.retrieval.attention import Attention, AttentionConfig, divergence
-from raycl.run import build, load_config
-from raycl.train.world import World
+from raycl.run.assembly import build, load_config
+from raycl.training.distributed import World
 
 WIDE = 8
 

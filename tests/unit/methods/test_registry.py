@@ -7,11 +7,11 @@ import pytest
 from raycl.config import as_tree, validate
 from raycl.errors import ConfigError
 from raycl.methods.finetune import FinetuneConfig
-from raycl.methods.lora import LoraConfig
-from raycl.methods.migu import MiguConfig
+from raycl.methods.lora.lora import LoraConfig
+from raycl.methods.migu.migu import MiguConfig
 from raycl.methods.reference import SeparateConfig
 from raycl.methods.registry import METHODS, MODIFIERS, REFERENCES, method_class, modifier_class
-from raycl.run import RunConfig, fingerprint, load_config
+from raycl.run.assembly import RunConfig, fingerprint, load_config
 
 
 @pytest.mark.parametrize("name", METHODS)

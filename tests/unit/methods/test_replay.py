@@ -14,10 +14,10 @@ from tiny import TRAIN_ROWS, Lab, matrix, run, trace
 from raycl.bank import Bank
 from raycl.data.stream import StreamConfig, open_stream
 from raycl.errors import ConfigError
-from raycl.run import build
+from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.train.loop import StreamLoop
-from raycl.train.world import World
+from raycl.training.distributed import World
+from raycl.training.stream_loop import StreamLoop
 
 WORLD = World.alone(torch.device("cpu"))
 

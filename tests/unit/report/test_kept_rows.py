@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raycl.errors import RunError
-from raycl.methods.row_record import _most_often
+from raycl.methods.migu.summary import _most_often
 from raycl.report.kept_rows import KeptRows, has_kept_rows
 from raycl.report.tables import kept_rows_table
 

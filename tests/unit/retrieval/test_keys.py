@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycl.errors import RetrievalError
-from raycl.retrieval.keys import KeyConfig, choose, cosines, key_accuracy, learn_keys, semi_orthogonal, split_groups
-from raycl.retrieval.weights import RetrievalConfig, slot_weights
+from raycl.retrieval.memory_slots.keys import (
+    KeyConfig,
+    choose,
+    cosines,
+    key_accuracy,
+    learn_keys,
+    semi_orthogonal,
+    split_groups,
+)
+from raycl.retrieval.memory_slots.weights import RetrievalConfig, slot_weights
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

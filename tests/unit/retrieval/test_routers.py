@@ -13,12 +13,12 @@ from torch import Tensor
 from raycl.errors import BankError, RetrievalError
 from raycl.retrieval.discriminant import Discriminant, Statistics
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
-from raycl.retrieval.index import KeyIndex
-from raycl.retrieval.keys import KeyConfig
-from raycl.retrieval.maps import plane, similarity
+from raycl.retrieval.memory_slots.index import KeyIndex
+from raycl.retrieval.memory_slots.key_maps import plane, similarity
+from raycl.retrieval.memory_slots.keys import KeyConfig
+from raycl.retrieval.memory_slots.slots import Kind, SlotRouter
+from raycl.retrieval.memory_slots.weights import RetrievalConfig
 from raycl.retrieval.router import make_router, without
-from raycl.retrieval.slots import Kind, SlotRouter
-from raycl.retrieval.weights import RetrievalConfig
 from raycl.types import RouterState
 
 TASKS = {"one": 0, "two": 1, "three": 2}
@@ -192,7 +192,7 @@ def large(kind: Kind, tasks: int = 400) -> tuple[SlotRouter, Tensor]:
 def test_a_large_bank_is_searched_with_the_same_weights(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     router, texts = large(kind)
     dense = router.route(texts)
-    monkeypatch.setattr("raycl.retrieval.slots.EXACT_UP_TO", 100)
+    monkeypatch.setattr("raycl.retrieval.memory_slots.slots.EXACT_UP_TO", 100)
     sparse = router.route(texts)
     assert len(sparse.names) <= len(dense.names)
     spread = torch.zeros_like(dense.weights)

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from raycl.errors import RetrievalError
-from raycl.retrieval import unfamiliar
+from raycl.retrieval import out_of_distribution
 from raycl.retrieval.discriminant import Discriminant, Statistics
-from raycl.retrieval.keys import KeyConfig
-from raycl.retrieval.maps import newest_rows, similarity
+from raycl.retrieval.memory_slots.key_maps import newest_rows, similarity
+from raycl.retrieval.memory_slots.keys import KeyConfig
+from raycl.retrieval.memory_slots.slots import SlotRouter
+from raycl.retrieval.memory_slots.weights import RetrievalConfig
+from raycl.retrieval.out_of_distribution import KEPT, Yardstick, sample_of
 from raycl.retrieval.router import without
-from raycl.retrieval.slots import SlotRouter
-from raycl.retrieval.unfamiliar import KEPT, Yardstick, sample_of
-from raycl.retrieval.weights import RetrievalConfig
 from raycl.types import RouterState
 
 TASKS = ("one", "two", "three", "four")
@@ -92,7 +92,7 @@ def test_what_is_odd_for_every_task_counts_less() -> None:
 def test_many_kept_texts_are_measured_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     router, queries = studied("one", "two"), texts_of("two", 50, seed=6)
     whole = router.unfamiliar(queries)
-    monkeypatch.setattr(unfamiliar, "ROWS", 7)
+    monkeypatch.setattr(out_of_distribution, "ROWS", 7)
     samples = [router.samples["two"], router.samples["one"]]
     torch.testing.assert_close(Yardstick(router.discriminant, samples).shares(queries), whole)
 

@@ -8,7 +8,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from raycl.serve.access import Gate, Keys
+from raycl.serve.http.access import Gate, Keys
 from raycl.serve.settings import AuthConfig, LimitsConfig
 
 

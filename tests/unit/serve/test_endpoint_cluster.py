@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from raycl.errors import LaunchError
-from raycl.serve.endpoint import start
+from raycl.serve.deployment.endpoint import start
 from raycl.serve.settings import ServeConfig
 
 

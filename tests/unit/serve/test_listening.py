@@ -15,8 +15,8 @@ import pytest
 from pydantic import ValidationError
 
 from raycl.errors import LaunchError
-from raycl.serve import listening as listening_module
-from raycl.serve.listening import Listener, bound, claimed, url_of
+from raycl.serve.http import server
+from raycl.serve.http.server import Listener, bound, claimed, url_of
 from raycl.serve.settings import ServeConfig, load_serve_config
 
 
@@ -130,7 +130,7 @@ def lasts(connection: socket.socket, seconds: float) -> bool:
 
 def test_connections_that_ask_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that send nothing, or part of a request's head a byte at a time, and one that did so after an answer."""
-    monkeypatch.setattr(listening_module, "HEAD_S", 0.6)
+    monkeypatch.setattr(server, "HEAD_S", 0.6)
     config = settings()
     with listening(saying("one"), config), ExitStack() as stack:
         idle = [stack.enter_context(socket.create_connection((config.host, config.port))) for _ in range(50)]
@@ -151,7 +151,7 @@ def test_connections_that_ask_nothing_are_closed(monkeypatch: pytest.MonkeyPatch
 
 def test_a_client_that_reads_slowly_or_comes_again_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head has a time; the answer, and the pause until the next request, have others."""
-    monkeypatch.setattr(listening_module, "HEAD_S", 0.3)
+    monkeypatch.setattr(server, "HEAD_S", 0.3)
     config = settings()
     with (
         listening(saying("one", takes_s=0.8), config),

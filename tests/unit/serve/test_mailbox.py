@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raycl.serve.asks import Event, Piece
+from raycl.generation.requests import Event, Piece
 from raycl.serve.service import Mailbox
 
 

@@ -10,8 +10,8 @@ from ray import serve
 
 from raycl import config as configs
 from raycl.errors import LaunchError
-from raycl.serve import endpoint
-from raycl.serve.resources import gate_takes, replica_takes, together
+from raycl.serve.deployment import endpoint
+from raycl.serve.deployment.resources import gate_takes, replica_takes, together
 from raycl.serve.settings import ServeConfig
 
 GATED = {"follow": {"gated": True}}

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from raycl.serve.asks import Sampling
-from raycl.serve.sampling import BROKEN, Spoken, pick
+from raycl.generation.requests import Sampling
+from raycl.generation.sampling import BROKEN, Spoken, pick
 
 EOS = 0
 LOGITS = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=12)

@@ -15,14 +15,14 @@ from raycl import config as configs
 from raycl.report.plots import new_figure
 from raycl.report.sweep_plots import draw_setting, kinds_of, parallel_coordinates, pareto_front, sensitivity
 from raycl.report.sweeps import group_table, sweep_csv, sweep_table, text
-from raycl.run import RunConfig
+from raycl.run.assembly import RunConfig
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.outcome import Outcome, Row, collect, pareto
 from raycl.sweep.place import Place
-from raycl.sweep.space import Settings
+from raycl.sweep.search.space import Settings
 from raycl.sweep.write import write_outcome
-from raycl.train.ledger import Ledger
-from raycl.train.verdict import give_word
+from raycl.training.records.journal import Ledger
+from raycl.training.records.stop_signal import give_word
 
 TASKS = ["topic", "sentiment"]
 

@@ -8,8 +8,8 @@ import pytest
 
 from raycl import config as configs
 from raycl.methods.registry import METHODS, MODIFIERS, method_class, modifier_class
-from raycl.run import RunConfig
-from raycl.sweep.prefix import lent_records, prefix_keys, shared_keys
+from raycl.run.assembly import RunConfig
+from raycl.sweep.trials.prefix import lent_records, prefix_keys, shared_keys
 
 TASKS = ["topic", "sentiment", "intent"]
 

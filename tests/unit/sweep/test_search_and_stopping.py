@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from raycl import config as configs
-from raycl.run import RunConfig
+from raycl.run.assembly import RunConfig
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.place import Place
-from raycl.sweep.search import Guided, Planned
-from raycl.sweep.separate import separate_key, separate_tree
-from raycl.sweep.stopping import AtTaskEnds, rule_of
-from raycl.sweep.trial import FAILED, SCORES, TASKS
-from raycl.train.stop import HostStop, request_stop
-from raycl.train.verdict import give_word, is_stopped, word
+from raycl.sweep.search.searchers import Guided, Planned
+from raycl.sweep.search.stopping import AtTaskEnds, rule_of
+from raycl.sweep.trials.single_tasks import separate_key, separate_tree
+from raycl.sweep.trials.trial import FAILED, SCORES, TASKS
+from raycl.training.records.stop_request import HostStop, request_stop
+from raycl.training.records.stop_signal import give_word, is_stopped, word
 
 
 def sweep(**changes: Any) -> SweepConfig:

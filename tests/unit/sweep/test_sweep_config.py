@@ -12,7 +12,7 @@ from raycl import config as configs
 from raycl.errors import ConfigError
 from raycl.sweep.config import SweepConfig, check_space, load_sweep
 from raycl.sweep.place import Place
-from raycl.sweep.space import Draw
+from raycl.sweep.search.space import Draw
 
 REPO = Path(__file__).resolve().parents[3]
 READY = sorted((REPO / "sweeps").glob("*.yaml"))

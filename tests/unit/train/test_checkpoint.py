@@ -9,7 +9,7 @@ import torch
 
 from raycl.errors import RunError
 from raycl.storage import Storage
-from raycl.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 
 
 def made(step: int = 3) -> Checkpoint:

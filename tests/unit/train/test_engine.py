@@ -15,12 +15,12 @@ from torch.optim import AdamW
 
 from raycl.backbone import Backbone
 from raycl.data.loader import Collate
-from raycl.run import build
+from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.train.engine import adamw, advance, schedule
-from raycl.train.settings import SCHEDULERS, TrainConfig
-from raycl.train.step import train_step
-from raycl.train.world import World
+from raycl.training.distributed import World
+from raycl.training.engines.engine import adamw, advance, schedule
+from raycl.training.settings import SCHEDULERS, TrainConfig
+from raycl.training.step import train_step
 from raycl.types import AdapterState, Mixture
 
 WORLD = World.alone(torch.device("cpu"))

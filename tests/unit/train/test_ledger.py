@@ -12,7 +12,7 @@ import pytest
 
 from raycl.errors import AlreadyExistsError, StaleAttemptError
 from raycl.storage import Storage
-from raycl.train.ledger import Ledger, RunState, last_attempt, read_state
+from raycl.training.records.journal import Ledger, RunState, last_attempt, read_state
 
 
 @pytest.fixture

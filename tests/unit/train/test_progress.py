@@ -10,9 +10,9 @@ import torch
 
 from raycl.errors import StorageError
 from raycl.storage import Storage
-from raycl.train.memory import forget_peak, peak_memory_mb
-from raycl.train.progress import Progress, Trace, clock, read_trace
-from raycl.train.step import StepResult
+from raycl.training.memory import forget_peak, peak_memory_mb
+from raycl.training.records.progress import Progress, Trace, clock, read_trace
+from raycl.training.step import StepResult
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_line_is_said_when_it_is_time_and_at_the_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("raycl.train.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("raycl.training.records.progress.time.monotonic", lambda: now[0])
     logger = logging.getLogger("raycl")
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level(logging.INFO, logger="raycl")

@@ -16,12 +16,12 @@ from raycl.data.loader import GlobalOrder, Loader
 from raycl.errors import RunError
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
-from raycl.run import build
-from raycl.train.engine import Engine, TorchEngine
-from raycl.train.loop import micro_batch_size
-from raycl.train.parts import Parts
-from raycl.train.step import token_count, train_step
-from raycl.train.world import World
+from raycl.run.assembly import build
+from raycl.training.distributed import World
+from raycl.training.engines.engine import Engine, TorchEngine
+from raycl.training.step import token_count, train_step
+from raycl.training.stream_loop import micro_batch_size
+from raycl.training.training_context import Parts
 from raycl.types import Batch
 
 WORLD = World.alone(torch.device("cpu"))

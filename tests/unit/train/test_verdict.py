@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from raycl.storage import Storage
-from raycl.train import verdict
-from raycl.train.verdict import give_word, is_stopped, wait_for_word, word
+from raycl.training.records import stop_signal
+from raycl.training.records.stop_signal import give_word, is_stopped, wait_for_word, word
 
 
 def test_a_word_holds_for_its_stage_alone(tmp_path: Path) -> None:
@@ -34,5 +34,5 @@ def test_workers_wait_for_it(tmp_path: Path, go_on: bool) -> None:
 
 
 def test_a_silent_host_does_not_hold_a_run_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(stop_signal, "PATIENCE_S", 0.1)
     assert wait_for_word(Storage.at(tmp_path), 1) is True

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from raycl.storage import Storage
-from raycl.train import ledger as ledgers
-from raycl.train.ledger import Ledger, RunState, read_state
-from raycl.train.results import wall_seconds
+from raycl.training.records import journal as ledgers
+from raycl.training.records.journal import Ledger, RunState, read_state
+from raycl.training.records.results import wall_seconds
 
 WEEK = 7 * 24 * 3600.0
 

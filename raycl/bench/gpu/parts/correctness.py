@@ -19,19 +19,19 @@ from raycl.backbone import Backbone
 from raycl.backbone.causal import CausalBackbone
 from raycl.backbone.codec import HFCodec
 from raycl.backbone.seq2seq import Seq2SeqBackbone
-from raycl.bench.banks import drawn_router
 from raycl.bench.figures import Figure
 from raycl.bench.gpu.adapters import SCALE, dense, drawn_adapters, hosted, one_each
 from raycl.bench.gpu.battery import KINDS
 from raycl.bench.gpu.parts.serving import Request, answered
 from raycl.bench.gpu.setup import Case, Setup, check_equal
 from raycl.bench.gpu.tiny import tiny_model, word_tokenizer
+from raycl.bench.serving.banks import drawn_router
 from raycl.kernels.magnitude import summed_magnitude
 from raycl.kernels.row_gradient import adamw_rows, weight_gradient
 from raycl.retrieval.attention import Attention, AttentionConfig, AttentionRouter
-from raycl.retrieval.slots import KINDS as ROUTERS
-from raycl.serve.engine import Engine
-from raycl.serve.host import Host
+from raycl.retrieval.memory_slots.slots import KINDS as ROUTERS
+from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.model_host import Host
 from raycl.types import Mixture
 
 CPU = torch.device("cpu")

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from raycl.adapters.state import combine, fold
-from raycl.backbone import Backbone, running
-from raycl.backbone.slots import Slots
+from raycl.backbone import Backbone
 from raycl.bench.figures import Figure
 from raycl.bench.gpu.adapters import dense, drawn_adapters, hosted
 from raycl.bench.gpu.models import decoder, shared_copy, sizes_of, token_ids, twin
@@ -25,7 +24,9 @@ from raycl.bench.gpu.parts.limits import limits_of
 from raycl.bench.gpu.setup import DENSE, LIMITS, RANK, TARGETS, TOLERANCE, Case, Setup, check_close, check_equal, ratio
 from raycl.bench.gpu.timing import Contender, Times, quartiles
 from raycl.errors import WrongResultError
-from raycl.serve.host import Host
+from raycl.generation import dynamic_cache
+from raycl.generation.static_cache import Slots
+from raycl.serve.engine.model_host import Host
 from raycl.types import AdapterState, Mixture
 
 BANDWIDTH_SHARE = 0.7
@@ -103,7 +104,7 @@ class Decoder:
         columns = 1 << (max(map(len, prompts)) + steps).bit_length()
         self.slots = Slots(backbone, len(prompts), columns, graphs)
         with self.routed():
-            self._begun = running.begin(backbone, prompts)
+            self._begun = dynamic_cache.begin(backbone, prompts)
         self._under: Any = None
 
     def routed(self) -> AbstractContextManager[Any]:
@@ -236,11 +237,11 @@ def _prefill(models: Models, seconds: float) -> Iterator[Figure]:
     setup, bare = models.setup, models.bare
     rows, length = TINY_PREFILL if setup.tiny else PREFILL
     prompts = token_ids(setup, rows, length, sizes_of(setup, "7B").vocabulary).tolist()
-    runs: dict[str, Any] = {"bare": partial(running.begin, bare, prompts)}
+    runs: dict[str, Any] = {"bare": partial(dynamic_cache.begin, bare, prompts)}
     with torch.no_grad(), ExitStack() as opened:
         for name, host in models.mixed.items():
             opened.enter_context(host.speaking(models.mixture(name, rows)))
-            runs[name] = partial(running.begin, host.backbone, prompts)
+            runs[name] = partial(dynamic_cache.begin, host.backbone, prompts)
         times = setup.turns(runs, seconds)
         logits = {name: run().logits[0].float() for name, run in runs.items()}
     weights = models.mixture("q, v", rows).weights[0]

@@ -14,8 +14,8 @@ from raycl.bench.figures import Figure
 from raycl.bench.gpu.models import FIRST_WORD, decoder, encoder_decoder
 from raycl.bench.gpu.setup import TOLERANCE, Case, Setup, check_close, check_equal, ratio
 from raycl.bench.migu import CONTENDERS, LIMITS, Twin, text_batch
-from raycl.methods.migu import FIRST, MEASURED
-from raycl.train.world import World
+from raycl.methods.migu.migu import FIRST, MEASURED
+from raycl.training.distributed import World
 from raycl.types import Batch
 
 MODELS: dict[str, tuple[Callable[[Setup], Backbone], tuple[int, int, int]]] = {

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raycl.bench.banks import LIMITS_MS, WIDTH, drawn_router
 from raycl.bench.figures import Figure
 from raycl.bench.gpu.setup import Case, Setup
 from raycl.bench.gpu.timing import quartiles
+from raycl.bench.serving.banks import LIMITS_MS, WIDTH, drawn_router
 from raycl.errors import WrongResultError
 from raycl.retrieval.attention import Attention, AttentionConfig, AttentionRouter, max_pooled
-from raycl.retrieval.keys import cosines, split_groups
-from raycl.retrieval.slots import KINDS, Kind, SlotRouter
-from raycl.retrieval.weights import slot_weights
+from raycl.retrieval.memory_slots.keys import cosines, split_groups
+from raycl.retrieval.memory_slots.slots import KINDS, Kind, SlotRouter
+from raycl.retrieval.memory_slots.weights import slot_weights
 from raycl.types import Mixture
 
 TASKS, TINY_TASKS = 10_000, 1_500

@@ -23,9 +23,10 @@ from raycl.bench.gpu.parts.decoding import check_chosen
 from raycl.bench.gpu.setup import DENSE, LIMITS, RANK, TARGETS, Case, Setup, check_equal, ratio
 from raycl.bench.gpu.timing import Times, peak_gib, quartiles, reset_peak
 from raycl.errors import WrongResultError
-from raycl.serve.asks import Ask, Choice, Event, Failed, Piece, Sampling, is_last
-from raycl.serve.engine import Engine
-from raycl.serve.host import Host, Hosted
+from raycl.generation.requests import Event, Failed, Piece, Sampling
+from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.model_host import Host, Hosted
+from raycl.serve.engine.requests import Ask, Choice, is_last
 from raycl.types import Mixture
 
 REQUESTS, TINY_REQUESTS = 64, 6
@@ -130,7 +131,7 @@ def answered(engine: Engine, snapshot: Hosted, requests: Sequence[Request]) -> l
     """
     inboxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in requests]
     asks = [
-        Ask(one.text, snapshot, Choice(one.weights), inbox.put, Sampling(one.tokens), templated=False)
+        Ask(one.text, inbox.put, Sampling(one.tokens), hosted=snapshot, choice=Choice(one.weights), templated=False)
         for one, inbox in zip(requests, inboxes, strict=True)
     ]
     everything_is_queued = threading.Event()

@@ -27,18 +27,18 @@ from raycl.bench.gpu.parts.limits import limits_of
 from raycl.bench.gpu.setup import DENSE, RANK, TOLERANCE, Case, Setup, check_close, ratio
 from raycl.bench.gpu.timing import Times, quartiles
 from raycl.methods.base import Method
-from raycl.methods.lora import Lora, LoraConfig
-from raycl.methods.pseudo import PseudoSamples
-from raycl.methods.reflection import Memory
-from raycl.methods.sapt import Sapt
-from raycl.methods.sapt_settings import SaptConfig
-from raycl.methods.slm import Slm, SlmConfig
+from raycl.methods.lora.lora import Lora, LoraConfig
+from raycl.methods.sapt.pseudo_samples import PseudoSamples
+from raycl.methods.sapt.reflection import Memory
+from raycl.methods.sapt.sapt import Sapt
+from raycl.methods.sapt.settings import SaptConfig
+from raycl.methods.slm.slm import Slm, SlmConfig
 from raycl.retrieval.encoder import EncoderConfig
-from raycl.retrieval.keys import KeyConfig
-from raycl.train.engine import TorchEngine
-from raycl.train.settings import TrainConfig
-from raycl.train.step import StepResult, train_step
-from raycl.train.world import World
+from raycl.retrieval.memory_slots.keys import KeyConfig
+from raycl.training.distributed import World
+from raycl.training.engines.engine import TorchEngine
+from raycl.training.settings import TrainConfig
+from raycl.training.step import StepResult, train_step
 from raycl.types import AdapterState, Batch, Stage, Task
 
 SLM_LIMIT = 1.10

@@ -1,0 +1,1 @@
+"""Commands on a bank: maintenance, import and export, unlearning."""

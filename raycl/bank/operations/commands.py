@@ -1,0 +1,255 @@
+"""What `jobs/bank.py` does for each of its commands: an answer as text for people and as a tree for scripts.
+
+What it does not know: how options are written on a command line.
+"""
+
+from __future__ import annotations
+
+import io
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from raycl.backbone import BackboneConfig
+from raycl.bank import AdapterRef, Bank, Snapshot
+from raycl.bank.operations.exchange import export_merged, export_peft, facts_of, import_peft, mixed
+from raycl.bank.operations.maintenance import Named, diff, prune, verify
+from raycl.bank.operations.unlearning import forget
+from raycl.config.trust import Permissions
+from raycl.errors import BankError, counted
+from raycl.serve.snapshots.snapshot_model import backbone_of
+from raycl.storage import Storage
+from raycl.training.records.journal import last_attempt, read_state
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command found; `ok` False makes the job fail."""
+
+    text: str
+    tree: Any
+    ok: bool = True
+
+
+def snapshot_of(bank: Bank, number: int | None) -> Snapshot:
+    """The snapshot of that number, or the newest.
+
+    Raises:
+        BankError: there is none.
+    """
+    if number is not None:
+        return bank.open(number)
+    newest = bank.newest()
+    if newest is None:
+        raise BankError(f"the bank '{bank.storage.uri}' has no snapshot yet: train a stream, or check the path")
+    return newest
+
+
+def _list(bank: Bank, options: Namespace) -> Answer:
+    snapshots = [bank.open(number) for number in bank.snapshots()]
+    adapters = {name: bank.versions(name) for name in bank.names()}
+    tree: dict[str, Any] = {
+        "snapshots": [
+            {
+                "number": s.number,
+                "parent": s.parent,
+                "router": s.router.kind,
+                "backbone": s.backbone.name,
+                "tasks": [task.name for task in s.tasks],
+                "adapters": [str(entry) for entry in s.adapters],
+            }
+            for s in snapshots
+        ],
+        "adapters": adapters,
+    }
+    first = _table(
+        ("snapshot", "router", "backbone", "tasks", "adapters"),
+        [
+            (s["number"], s["router"], s["backbone"], ", ".join(s["tasks"]), len(s["adapters"]))
+            for s in tree["snapshots"]
+        ],
+    )
+    second = _table(("adapter", "versions"), [(name, ", ".join(map(str, found))) for name, found in adapters.items()])
+    return Answer(f"{first}\n\n{second}", tree)
+
+
+def _show(bank: Bank, options: Namespace) -> Answer:
+    what: str = options.what
+    if what.isdigit():
+        tree = bank.open(int(what)).model_dump(mode="json")
+    else:
+        name, _, number = what.partition("@")
+        versions = bank.versions(name)
+        if not versions or (number and not number.isdigit()):
+            raise BankError(
+                f"the bank '{bank.storage.uri}' has no adapter '{what}': expected name, name@version or number"
+            )
+        tree = bank.manifest(AdapterRef(name=name, version=int(number or versions[-1]))).model_dump(mode="json")
+    rows = [(key, _short(value)) for key, value in tree.items()]
+    return Answer(_table(("", ""), rows), tree)
+
+
+def _verify(bank: Bank, options: Namespace) -> Answer:
+    found = verify(bank, _named(bank, options.run))
+    lines = [
+        f"{counted(found.adapters, 'adapter')}, {counted(found.snapshots, 'snapshot')}, "
+        f"{counted(found.objects, 'file of tensors')}, {counted(found.bytes, 'byte')}",
+        *(f"problem: {problem}" for problem in found.problems),
+        *(f"leftover: {file}" for file in found.leftovers),
+        *(f"stray: {file}" for file in found.strays),
+        "clean" if not found.problems else counted(len(found.problems), "problem"),
+    ]
+    return Answer("\n".join(lines), asdict(found), not found.problems)
+
+
+def _named(bank: Bank, run: str | None) -> list[Named]:
+    """What a run published; without a name that of the run in whose folder the bank lies, if it does.
+
+    Raises:
+        BankError: there is no run.
+    """
+    if run is None:
+        if not bank.storage.is_local or not last_attempt(Storage.at(Path(bank.storage.root).parent)):
+            return []
+        run = str(Path(bank.storage.root).parent)
+    storage = Storage.at(run)
+    if not last_attempt(storage):
+        raise BankError(f"'{run}' holds no run: give the run directory that a training run printed")
+    published = [record for record in read_state(storage).stages if record["bank"]]
+    return [
+        Named(record["bank"]["snapshot"], f"stage {record['stage']} of '{storage.uri}'", record["bank"]["adapters"])
+        for record in published
+    ]
+
+
+def _export(bank: Bank, options: Namespace) -> Answer:
+    snapshot = snapshot_of(bank, options.snapshot)
+    weights = _weights(options.adapters) if options.adapters else _always(snapshot)
+    state = mixed(bank, snapshot, weights, head=not options.without_head)
+    if options.merged:
+        backbone = backbone_of(snapshot, options.backbone, _permissions(options))
+        storage = export_merged(state, facts_of(snapshot, weights, backbone), backbone, options.to)
+    else:
+        found = backbone_of(snapshot, options.backbone, _permissions(options)) if options.backbone else None
+        storage = export_peft(state, facts_of(snapshot, weights, found), options.to)
+    return Answer(f"wrote {storage.uri}", {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number})
+
+
+def _always(snapshot: Snapshot) -> dict[str, float]:
+    """The mixture that every text gets, for routers that choose nothing.
+
+    Raises:
+        BankError: the mixture depends on the text.
+    """
+    if snapshot.router.kind not in ("single", "sum"):
+        raise BankError(
+            f"router '{snapshot.router.kind}' of snapshot {snapshot.number} mixes adapters for each text: name some of "
+            f"{', '.join(entry.name for entry in snapshot.adapters)} with --adapters"
+        )
+    return {entry.name: 1.0 for entry in snapshot.adapters}
+
+
+def _weights(text: str) -> dict[str, float]:
+    """`a=0.7,b=0.3`, or a name alone for weight 1."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            weights[name.strip()] = float(value) if value else 1.0
+        except ValueError as error:
+            raise BankError(f"'{part}' is no weight: write name=number, for example agnews=0.7") from error
+    return weights
+
+
+def _import(bank: Bank, options: Namespace) -> Answer:
+    backbone = BackboneConfig(name=options.backbone, **asdict(_permissions(options)))
+    manifest = import_peft(bank, options.folder, options.name, backbone, options.tasks)
+    return Answer(f"published {manifest.ref}", manifest.model_dump(mode="json"))
+
+
+def _prune(bank: Bank, options: Namespace) -> Answer:
+    pruned = prune(bank, options.keep_snapshots, options.grace_s, options.dry_run)
+    verb = "would remove" if options.dry_run else "removed"
+    numbers = (len(pruned.snapshots), len(pruned.adapters), len(pruned.files), pruned.bytes)
+    counts = ", ".join(map(counted, numbers, ("snapshot", "adapter", "file", "byte")))
+    return Answer(f"{verb} {counts}", asdict(pruned))
+
+
+def _diff(bank: Bank, options: Namespace) -> Answer:
+    tree = diff(bank.open(options.old), bank.open(options.new))
+    return Answer(_table(("", ""), [(key, _short(value) or "-") for key, value in tree.items()]), tree)
+
+
+def _forget(bank: Bank, options: Namespace) -> Answer:
+    snapshot = snapshot_of(bank, options.snapshot)
+    overrides = options.set + ([f"stream.test_rows={options.rows}"] if options.rows else [])
+    scores, backbone = not options.without_scores, options.backbone or ""
+    done = forget(bank, snapshot, options.task, scores, overrides, backbone, _permissions(options))
+    pairs = {task: (before, done.after[task]) for task, before in done.before.items()}
+    rows = [
+        (task, f"{old.value:.1f}", f"{new.value:.1f}", f"{new.value - old.value:+.1f}", old.count)
+        for task, (old, new) in pairs.items()
+    ]
+    gone = ", ".join(done.removed) or "no adapter"
+    words = f"snapshot {done.new} is snapshot {done.old} without '{done.task}' (removed: {gone})"
+    table = _table(("task", "before", "after", "difference", "examples"), rows) if rows else ""
+    stays = f"snapshot {done.old} stays until it is pruned (prune --keep-snapshots)"
+    return Answer("\n".join(filter(None, [table, words, stays])), asdict(done))
+
+
+def _permissions(options: Namespace) -> Permissions:
+    return Permissions(options.trust_remote_code, options.allow_pickle)
+
+
+COMMANDS: dict[str, Callable[[Bank, Namespace], Answer]] = {
+    "list": _list,
+    "show": _show,
+    "verify": _verify,
+    "export": _export,
+    "import": _import,
+    "prune": _prune,
+    "diff": _diff,
+    "forget": _forget,
+}
+"""Command -> what it does."""
+
+
+def answer(options: Namespace) -> Answer:
+    """Run a command on the bank that it names; only `import` begins a new one.
+
+    Raises:
+        RayclError: there is no such bank, or the command failed.
+    """
+    bank = Bank.at(options.bank)
+    if options.command != "import" and not is_bank(bank.storage):
+        inner = bank.storage.sub("bank")
+        hint = f"'{inner.uri}' is one" if is_bank(inner) else "give the folder or URI that a run wrote, as RUN/bank"
+        raise BankError(f"there is no bank at '{bank.storage.uri}': {hint}")
+    return COMMANDS[options.command](bank, options)
+
+
+def is_bank(storage: Storage) -> bool:
+    """Whether a bank has ever written there."""
+    return any(storage.exists(folder) for folder in ("snapshots", "adapters", "objects", "pruned"))
+
+
+def _short(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 200 else f"{text[:200]} ... (all of it with --json)"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    drawn = Table(box=box.SIMPLE_HEAD, collapse_padding=True, show_header=any(columns))
+    for column in columns:
+        drawn.add_column(column, overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(str, row))
+    text = io.StringIO()
+    Console(file=text, width=160, markup=False, highlight=False, emoji=False, color_system=None).print(drawn)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())

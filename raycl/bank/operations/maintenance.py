@@ -1,0 +1,251 @@
+"""Looking after a bank: is it whole, what is no longer needed, what changed between two snapshots.
+
+What it does not know: what adapters are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raycl.bank.activations import Activations, activated, endpoints
+from raycl.bank.bank import Bank
+from raycl.bank.manifest import (
+    NAME,
+    AdapterManifest,
+    AdapterRef,
+    ObjectFacts,
+    Snapshot,
+    adapter_of,
+    is_object,
+    manifest_file,
+    snapshot_file,
+)
+from raycl.bank.pruning import record_removal, removed_from
+from raycl.errors import BankError
+from raycl.storage.records import number_of
+
+GRACE_S = 3600.0
+"""Files younger than this are never pruned: their writer may be about to publish them."""
+
+
+@dataclass
+class Findings:
+    """What `verify` found.
+
+    Attributes:
+        problems: one sentence each; a whole bank has none.
+        leftovers: files that no manifest names, of writers that are at work or died; they harm nobody.
+        strays: files that no bank writes; they are ignored and never removed.
+    """
+
+    adapters: int = 0
+    snapshots: int = 0
+    objects: int = 0
+    bytes: int = 0
+    problems: list[str] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
+    strays: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Pruned:
+    """What `prune` removed, or would remove."""
+
+    snapshots: list[int] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Named:
+    """A snapshot that somebody outside the bank counts on.
+
+    Attributes:
+        who: `stage 2 of RUN`, for messages.
+        adapters: name -> version, as they were published with it.
+    """
+
+    snapshot: int
+    who: str
+    adapters: dict[str, int]
+
+
+def verify(bank: Bank, named: Sequence[Named] = ()) -> Findings:
+    """Read everything: records, hashes, shapes; and is all there that parents, activations and `named` count on?"""
+    found = Findings()
+    removed = removed_from(bank.storage)
+    found.problems += removed.problems
+    objects: dict[str, list[str]] = {}
+    for manifest in _manifests(bank, found):
+        found.adapters += 1
+        for facts in _objects(manifest):
+            objects.setdefault(facts.file, []).append(str(manifest.ref))
+        try:
+            bank.fetch(manifest)
+        except BankError as error:
+            found.problems.append(str(error))
+    there = set(bank.snapshots()) | removed.snapshots
+    for snapshot in _snapshots(bank, found):
+        found.snapshots += 1
+        if snapshot.parent is not None and snapshot.parent not in there:
+            found.problems.append(_gone(snapshot.parent, f"snapshot {snapshot.number} names as its parent"))
+        for entry in snapshot.adapters:
+            file = manifest_file(entry.name, entry.version)
+            if not bank.storage.exists(file):
+                found.problems.append(f"snapshot {snapshot.number} names {entry}, which is not published")
+        if snapshot.router.tensors is not None:
+            try:
+                bank.get(snapshot.router.tensors, f"the router of snapshot {snapshot.number}")
+            except BankError as error:
+                found.problems.append(str(error))
+        for file in _files_of(snapshot):
+            objects.setdefault(file, []).append(f"snapshot {snapshot.number}")
+    _decided(bank, there, found)
+    _counted_on(bank, named, there, found)
+    files = bank.storage.files()
+    for file, users in objects.items():
+        if file not in files:
+            found.problems.append(f"'{file}' is missing, which {users[0]} needs")
+        else:
+            found.objects += 1
+            found.bytes += files[file].size
+    found.leftovers = sorted(
+        file for file, facts in files.items() if facts.unfinished or (is_object(file) and file not in objects)
+    )
+    found.strays = sorted(file for file, facts in files.items() if not (facts.unfinished or _is_written(file)))
+    found.problems = list(dict.fromkeys(found.problems))
+    return found
+
+
+def _gone(number: int, which: str) -> str:
+    return f"snapshot {number} is gone, which {which}, and no pruning removed it: restore a copy, or resume its run"
+
+
+def _decided(bank: Bank, there: set[int], found: Findings) -> None:
+    """What endpoints were told to answer from, or had seen."""
+    for endpoint in endpoints(bank):
+        for decision in Activations(bank, endpoint).all():
+            if isinstance(decision, BankError):
+                found.problems.append(str(decision))
+                continue
+            for number in {decision.snapshot, decision.seen} - there - {0}:
+                found.problems.append(_gone(number, f"decision {decision.number} of endpoint '{endpoint}' names"))
+
+
+def _counted_on(bank: Bank, named: Sequence[Named], there: set[int], found: Findings) -> None:
+    for one in named:
+        if one.snapshot not in there:
+            found.problems.append(_gone(one.snapshot, f"{one.who} published"))
+            continue
+        try:
+            versions = {entry.name: entry.version for entry in bank.open(one.snapshot).adapters}
+        except BankError:
+            continue  # pruned, or a problem already
+        if versions != one.adapters:
+            found.problems.append(
+                f"snapshot {one.snapshot} is not the one that {one.who} published: its adapters differ"
+            )
+
+
+def prune(bank: Bank, keep_snapshots: int | None = None, grace_s: float = GRACE_S, dry_run: bool = False) -> Pruned:
+    """Remove what no snapshot names: older versions, forgotten adapters, leftovers of dead writers.
+
+    Args:
+        keep_snapshots: how many of the newest snapshots stay, beside those that an endpoint answers from; None: all.
+        grace_s: nothing younger is touched.
+
+    Raises:
+        BankError: a snapshot cannot be read, so nobody knows what it needs; nothing is removed.
+    """
+    if keep_snapshots is not None and keep_snapshots < 1:
+        raise BankError(f"keep_snapshots is {keep_snapshots}: at least the newest snapshot must stay")
+    files = bank.storage.files()
+    numbers = bank.snapshots()
+    answering = activated(bank)
+    old = [number for number in numbers[:-keep_snapshots] if number not in answering] if keep_snapshots else []
+    kept = [bank.open(number) for number in numbers if number not in old]
+    named = {(entry.name, entry.version) for snapshot in kept for entry in snapshot.adapters}
+    needed = {file for snapshot in kept for file in _files_of(snapshot)}
+    pruned = Pruned(snapshots=old)
+    doomed = [snapshot_file(number) for number in old]
+    for manifest in _manifests(bank, None):
+        if (manifest.name, manifest.version) in named or files[manifest.file].age < grace_s:
+            needed |= {facts.file for facts in _objects(manifest)}
+        else:
+            pruned.adapters.append(str(manifest.ref))
+            doomed.append(manifest.file)
+    for file, facts in files.items():
+        if (facts.unfinished or (is_object(file) and file not in needed)) and facts.age >= grace_s:
+            doomed.append(file)
+    pruned.files = doomed
+    pruned.bytes = sum(files[file].size for file in doomed)
+    if not dry_run:
+        if pruned.snapshots or pruned.adapters:
+            record_removal(bank.storage, pruned.snapshots, pruned.adapters)
+        for file in doomed:  # records go before the tensors they name
+            bank.storage.delete(file)
+    return pruned
+
+
+def diff(old: Snapshot, new: Snapshot) -> dict[str, Any]:
+    """What changed: adapters added, removed and replaced, tasks, router, backbone, encoder."""
+    before = {entry.name: entry for entry in old.adapters}
+    after = {entry.name: entry for entry in new.adapters}
+    both = before.keys() & after.keys()
+    tasks = [{task.name for task in snapshot.tasks} for snapshot in (old, new)]
+    parts = ("backbone", "encoder", "router")
+    return {
+        "from": old.number,
+        "to": new.number,
+        "added": [str(after[name]) for name in sorted(after.keys() - before.keys())],
+        "removed": [str(before[name]) for name in sorted(before.keys() - after.keys())],
+        "replaced": [
+            f"{before[name]} -> {after[name]}" for name in sorted(both) if before[name].tensors != after[name].tensors
+        ],
+        "tasks_added": sorted(tasks[1] - tasks[0]),
+        "tasks_removed": sorted(tasks[0] - tasks[1]),
+        "changed": [part for part in parts if getattr(old, part) != getattr(new, part)],
+    }
+
+
+def _manifests(bank: Bank, found: Findings | None) -> Iterator[AdapterManifest]:
+    """Every readable manifest; others become problems, or an error where nobody collects problems."""
+    for name in bank.names():
+        for version in bank.versions(name):
+            try:
+                yield bank.manifest(AdapterRef(name=name, version=version))
+            except BankError as error:
+                if found is None:
+                    raise
+                found.problems.append(str(error))
+
+
+def _snapshots(bank: Bank, found: Findings) -> Iterator[Snapshot]:
+    for number in bank.snapshots():
+        try:
+            yield bank.open(number)
+        except BankError as error:
+            found.problems.append(str(error))
+
+
+def _objects(manifest: AdapterManifest) -> list[ObjectFacts]:
+    return [manifest.tensors, *manifest.extras.values()]
+
+
+def _files_of(snapshot: Snapshot) -> set[str]:
+    files = {facts.file for entry in snapshot.adapters for facts in (entry.tensors, *entry.extras.values())}
+    return files | ({snapshot.router.tensors.file} if snapshot.router.tensors else set())
+
+
+def _is_written(file: str) -> bool:
+    """Whether a bank may have written it."""
+    folder, _, rest = file.partition("/")
+    if folder in ("snapshots", "pruned"):
+        return number_of(rest) is not None
+    if folder == "serving":
+        endpoint, _, record = rest.partition("/")
+        return NAME.fullmatch(endpoint) is not None and number_of(record) is not None
+    return is_object(file) or adapter_of(file) is not None

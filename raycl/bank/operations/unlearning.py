@@ -1,0 +1,143 @@
+"""Forgetting on request: a new snapshot without a task, and what that cost every other one.
+
+Old snapshots stay until they are pruned; with the last one that names them, the task's tensors go too.
+What it does not know: how anything was learned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from raycl import config as configs
+from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
+from raycl.bank import Bank, Snapshot
+from raycl.bank.routers import get_router, put_router
+from raycl.config.trust import NONE_GIVEN, Permissions
+from raycl.data.stream import Stream, StreamConfig, open_stream
+from raycl.errors import BankError
+from raycl.eval.settings import EvalConfig
+from raycl.retrieval.router import without
+from raycl.serve.snapshots.scores import score_snapshot
+from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
+from raycl.types import Score
+
+log = logging.getLogger("raycl")
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """What forgetting a task did.
+
+    Attributes:
+        removed: adapters that the new snapshot does not name.
+        before, after: score of every other task; empty when not asked for.
+    """
+
+    task: str
+    old: int
+    new: int
+    removed: list[str]
+    before: dict[str, Score] = field(default_factory=dict)
+    after: dict[str, Score] = field(default_factory=dict)
+
+
+def forget(
+    bank: Bank,
+    snapshot: Snapshot,
+    task: str,
+    scores: bool = True,
+    overrides: Sequence[str] = (),
+    backbone: str = "",
+    permissions: Permissions = NONE_GIVEN,
+) -> Forgotten:
+    """Make a snapshot without `task`: its adapters, their head rows, keys and pseudo samples are gone from it.
+
+    Args:
+        scores: also evaluate every other task before and after.
+        overrides: dotted settings of the stream, for data that has moved (`stream.root=...`, `stream.test_rows=200`).
+        backbone: where it is now, if not where it was.
+        permissions: what the snapshot's author may run here.
+
+    Raises:
+        BankError: the task is unknown or the only one, or shares an adapter with others.
+        RayclError: backbone or data cannot be read; then nothing is changed.
+    """
+    removed = _adapters_of_task(snapshot, task)
+    before = evaluate(bank, snapshot, task, overrides, backbone, permissions) if scores else {}
+    kept = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters if entry.name not in removed]
+    forgotten = [*snapshot.made.get("forgotten", []), task]
+    router, _ = put_router(bank, without(get_router(bank, snapshot), task))
+    new = bank.snapshot(
+        kept,
+        snapshot.backbone,
+        router,
+        [facts for facts in snapshot.tasks if facts.name != task],
+        snapshot.encoder,
+        parent=snapshot.number,
+        made={**snapshot.made, "forgotten": forgotten},
+    )
+    after = evaluate(bank, bank.open(new.number), task, overrides, backbone, permissions) if scores else {}
+    return Forgotten(task, snapshot.number, new.number, removed, before, after)
+
+
+def _adapters_of_task(snapshot: Snapshot, task: str) -> list[str]:
+    """Names of the adapters that know this task and no other.
+
+    Raises:
+        BankError: see `forget`.
+    """
+    tasks = [facts.name for facts in snapshot.tasks]
+    if task not in tasks:
+        raise BankError(
+            f"snapshot {snapshot.number} has no task '{task}': expected one of {', '.join(tasks) or 'none'}"
+        )
+    if tasks == [task]:
+        raise BankError(f"'{task}' is the only task of snapshot {snapshot.number}: remove the bank instead")
+    for entry in snapshot.adapters:
+        others = [other for other in entry.tasks if other != task]
+        if task in entry.tasks and others:
+            raise BankError(
+                f"adapter {entry} learned '{task}' together with {', '.join(others)}, and no part of it is of one task "
+                "alone: train again without it, or with a method that gives every task an adapter of its own"
+            )
+    return [entry.name for entry in snapshot.adapters if entry.tasks == (task,)]
+
+
+def evaluate(
+    bank: Bank,
+    snapshot: Snapshot,
+    without: str = "",
+    overrides: Sequence[str] = (),
+    backbone: str = "",
+    permissions: Permissions = NONE_GIVEN,
+) -> dict[str, Score]:
+    """Score of every task of the snapshot but one, on the data of the run that made it.
+
+    Raises:
+        BankError: the snapshot was not made by a run. RayclError: backbone or data cannot be read.
+    """
+    tree: dict[str, Any] = {key: dict(snapshot.made.get("config", {}).get(key, {})) for key in ("stream", "eval")}
+    seed = snapshot.made.get("config", {}).get("seed")
+    if seed is None:
+        raise BankError(f"snapshot {snapshot.number} does not say which data it was trained on: it cannot be evaluated")
+    tree["stream"]["unseen"] = None
+    for override in overrides:
+        configs.apply_override(tree, override)
+    stream = open_stream(configs.validate(StreamConfig, tree["stream"]), int(seed))
+    wanted = {facts.name for facts in snapshot.tasks} - {without}
+    log.info("snapshot %d:", snapshot.number)
+    config = backbone_of(snapshot, backbone or None, permissions)
+    model = SnapshotModel(_backbone(config, stream), snapshot, adapters_of(bank, snapshot), router_of(bank, snapshot))
+    settings = configs.validate(EvalConfig, tree["eval"])
+    return score_snapshot(model, stream, [task for task in stream.tasks if task.name in wanted], settings)
+
+
+def _backbone(config: BackboneConfig, stream: Stream) -> Backbone:
+    codec = load_codec(config, *stream.token_limits)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return load_backbone(config, codec, device, 0)

@@ -1,0 +1,113 @@
+"""Clients in a process of their own: each sends its next request when its last answer is there.
+
+    python -m raycl.bench.serving.clients '{"url": ..., "clients": 32, "seconds": 10, "bodies": [...]}'
+
+prints what they saw as JSON. Why it exists: clients in the benchmark's own process would slow what they measure.
+What it does not know: what the answers mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+RETRIES = 2
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What clients saw.
+
+    Attributes:
+        ms: latency of every answer, in order of arrival. failed: statuses (or 0: no answer) of requests that were
+            given up. retried: requests that were sent again, as OpenAI's client does after a server's error.
+        facts: `usage` and `raycl` of the answers, summed or averaged.
+    """
+
+    seconds: float
+    ms: list[float]
+    failed: list[int]
+    retried: int
+    facts: dict[str, float]
+
+    @property
+    def rate(self) -> float:
+        """Answers per second."""
+        return len(self.ms) / self.seconds
+
+    def at(self, percent: float) -> float:
+        """Percentile of the latency in ms."""
+        return float(np.percentile(self.ms, percent)) if self.ms else float("nan")
+
+
+def run_clients(url: str, bodies: Sequence[dict[str, Any]], clients: int, seconds: float) -> Seen:
+    """Ask for `seconds`, from another process."""
+    asked = json.dumps({"url": url, "clients": clients, "seconds": seconds, "bodies": list(bodies)})
+    done = subprocess.run(
+        [sys.executable, "-m", "raycl.bench.serving.clients"], input=asked, capture_output=True, text=True, check=True
+    )
+    return Seen(**json.loads(done.stdout))
+
+
+async def _ask(asked: dict[str, Any]) -> dict[str, Any]:
+    bodies = itertools.cycle(asked["bodies"])
+    ms: list[float] = []
+    failed: list[int] = []
+    facts: dict[str, list[float]] = {}
+    retried: list[int] = []
+    began = time.perf_counter()
+    until = began + asked["seconds"]
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        while time.perf_counter() < until:
+            start, wanted = time.perf_counter(), next(bodies)
+            for attempt in range(1 + RETRIES):
+                status, body = await _once(session, asked["url"], wanted)
+                if status == 200 or attempt == RETRIES:
+                    break
+                retried.append(status)
+                await asyncio.sleep(0.1 * 2**attempt)
+            if status != 200:
+                failed.append(status)
+                continue
+            ms.append((time.perf_counter() - start) * 1e3)
+            for name, value in _facts(body).items():
+                facts.setdefault(name, []).append(value)
+
+    connector = aiohttp.TCPConnector(limit=asked["clients"])
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        await asyncio.gather(*(client(session) for _ in range(asked["clients"])))
+    spent = time.perf_counter() - began
+    sums = {name: sum(values) for name, values in facts.items()}
+    return {"seconds": spent, "ms": ms, "failed": failed, "retried": len(retried), "facts": sums}
+
+
+async def _once(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Status and answer; 0 where the connection broke."""
+    try:
+        async with session.post(url, json=body) as answer:
+            return answer.status, await answer.json() if answer.status == 200 else {}
+    except (aiohttp.ClientError, TimeoutError):
+        return 0, {}
+
+
+def _facts(body: dict[str, Any]) -> dict[str, float]:
+    made = body.get("raycl") or (body.get("data") or [{}])[0].get("raycl") or {}
+    found = {name: float(made.get(name, 0)) for name in ("batch", "retrieval_ms", "queue_ms", "snapshot")}
+    found["adapters"] = float(len(made.get("adapters", {})))
+    return found | {"tokens": float(body.get("usage", {}).get("completion_tokens", 0))}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(asyncio.run(_ask(json.loads(sys.stdin.read())))))

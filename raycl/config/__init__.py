@@ -1,0 +1,49 @@
+"""Strict configuration: sections, overrides, unused settings, and what may run code of others."""
+
+from __future__ import annotations
+
+from raycl.config.sections import (
+    MARK,
+    Section,
+    SectionT,
+    Tree,
+    apply_override,
+    as_tree,
+    assign,
+    differences,
+    fingerprint,
+    flatten,
+    from_yaml,
+    load,
+    named,
+    named_each,
+    read_override,
+    read_tree,
+    read_yaml,
+    to_yaml,
+    tree_to_yaml,
+    validate,
+)
+
+__all__ = [
+    "MARK",
+    "Section",
+    "SectionT",
+    "Tree",
+    "apply_override",
+    "as_tree",
+    "assign",
+    "differences",
+    "fingerprint",
+    "flatten",
+    "from_yaml",
+    "load",
+    "named",
+    "named_each",
+    "read_override",
+    "read_tree",
+    "read_yaml",
+    "to_yaml",
+    "tree_to_yaml",
+    "validate",
+]

@@ -1,0 +1,392 @@
+"""Strict configuration: one YAML tree, dotted overrides, errors that name the dotted key, a fingerprint.
+
+Why it exists: a typo must be an error with the nearest valid key, before any work starts.
+OmegaConf parses, pydantic validates; ours is only the sugar for named nodes and the wording of errors.
+What it does not know: which sections exist (`raycl.run.assembly.RunConfig` puts the tree together).
+
+Named nodes: `method=lora method.rank=8` is short for `method: {name: lora, rank: 8}`, and
+`modifiers=[migu] modifiers.migu.threshold=0.7` for `modifiers: {migu: {threshold: 0.7}}`. Naming another
+choice drops the keys of the former one, since they belong to it; naming the same one keeps them.
+Interpolations (`${data.path}`) are resolved last: they see the overrides, and only what is written, never a
+default; `\\${` is a literal `${`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from raycl.errors import ConfigError
+
+Tree = dict[str, Any]
+MARK = "# Every setting, written by raycl.\n"
+
+
+class Section(BaseModel):
+    """Base of every config section: unknown keys are errors, values are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Settings in here that act on nothing, and `key=value` that makes it so; both as dotted paths from here."""
+        return iter(())
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def load(model: type[SectionT], path: str | None, overrides: Sequence[str] = ()) -> SectionT:
+    """Read YAML at `path` (None: all defaults), apply `key.path=value` overrides in order, validate.
+
+    Raises:
+        ConfigError: unreadable file, malformed override, unknown key, wrong value.
+    """
+    tree = read_tree(path) if path is not None else {}
+    for override in overrides:
+        apply_override(tree, override)
+    return validate(model, _resolve(tree, f"config file '{path}'" if path is not None else "the overrides"))
+
+
+def read_yaml(path: str) -> Tree:
+    """The YAML tree at `path`, interpolations resolved, duplicate keys refused.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or is not a mapping.
+    """
+    return _resolve(read_tree(path), f"config file '{path}'")
+
+
+def from_yaml(text: str, source: str) -> Tree:
+    """The same from YAML text, for example from what `to_yaml` wrote; `source` names it in errors.
+
+    Raises:
+        ConfigError: it is not YAML, or is not a mapping.
+    """
+    return _resolve(_mapping(text, f"'{source}'"), f"'{source}'")
+
+
+def read_tree(path: str) -> Tree:
+    """The tree as written, interpolations still in it."""
+    if not Path(path).is_file():
+        raise ConfigError(f"config file '{path}' does not exist: give the path of a YAML file")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file '{path}' cannot be read: {error}") from error
+    return _mapping(text, f"config file '{path}'")
+
+
+def _mapping(text: str, source: str) -> Tree:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
+        raise ConfigError(f"{source} is not valid YAML: {_one_line(error)}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source} holds a {type(tree).__name__}: expected a mapping of sections")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _resolve(tree: Tree, source: str) -> Tree:
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{source} cannot be resolved: {_one_line(error)}") from error
+    assert isinstance(resolved, dict), "a mapping resolves to a mapping"
+    return {str(key): value for key, value in resolved.items()}
+
+
+def apply_override(tree: Tree, override: str) -> None:
+    """Set one `key.path=value` in `tree`, in place; interpolations in the value stay as they are.
+
+    Raises:
+        ConfigError: no `=`, an empty key, or a value that is not YAML.
+    """
+    key, value = read_override(override)
+    assign(tree, key, value, f"override '{override}'")
+
+
+def read_override(override: str) -> tuple[str, Any]:
+    """Dotted key and value of `key.path=value`.
+
+    Raises:
+        ConfigError: see `apply_override`.
+    """
+    key, sign, text = override.partition("=")
+    if not sign or not all(key.strip().split(".")):
+        raise ConfigError(f"override '{override}' is not of the form key.path=value, for example method.rank=8")
+    try:
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[call-overload, index]
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"override '{override}': the value is not valid YAML: {_one_line(error)}") from error
+    if isinstance(value, dict) and not re.search(r"[\s{]", text):  # an IPv6 address such as `::`, and no mapping
+        return key.strip(), text
+    return key.strip(), value
+
+
+def assign(tree: Tree, key: str, value: Any, source: str) -> None:
+    """Set the value at a dotted key in `tree`, in place, as an override does; `source` names it in errors.
+
+    Raises:
+        ConfigError: a value stands where keys are expected.
+    """
+    parts, node = key.split("."), tree
+    for position, part in enumerate(parts[:-1]):
+        child = _as_mapping(node.get(part))
+        if child is None:
+            path = ".".join(parts[: position + 1])
+            raise ConfigError(f"{source}: '{path}' is {node[part]!r} and has no keys below it")
+        node[part] = child
+        node = child
+    _assign(node, parts[-1], value)
+
+
+def _as_mapping(node: Any) -> Tree | None:
+    """A node that can hold keys: a name or a list of names becomes a mapping; None for other scalars."""
+    if node is None:
+        return {}
+    if isinstance(node, str):
+        return {"name": node} if "${" not in node else None
+    if isinstance(node, list):
+        names = [_name_of(item) for item in node]
+        return (
+            {name: _without_name(item) for name, item in zip(names, node, strict=True) if name} if all(names) else None
+        )
+    return node if isinstance(node, dict) else None
+
+
+def _name_of(item: Any) -> str | None:
+    """Of an item in a list of names or of mappings that carry theirs; None for anything else."""
+    name = item.get("name") if isinstance(item, dict) else item
+    return name if isinstance(name, str) else None
+
+
+def _without_name(item: Any) -> Tree:
+    return {key: value for key, value in item.items() if key != "name"} if isinstance(item, dict) else {}
+
+
+def _assign(node: Tree, key: str, value: Any) -> None:
+    """Set a value; where it names what is there already, or nothing was named yet, the keys below stay."""
+    old = node.get(key)
+    if isinstance(old, dict) and isinstance(value, str) and old.get("name", value) == value:
+        value = {"name": value, **old}
+    elif isinstance(old, dict) and isinstance(value, list) and any(_is_key(item, old) for item in value):
+        value = {item: old.get(item, {}) for item in value}
+    node[key] = value
+
+
+def _is_key(item: Any, node: Tree) -> bool:
+    return isinstance(item, str) and item in node
+
+
+def validate(model: type[SectionT], tree: Tree) -> SectionT:
+    """Check `tree` against `model`.
+
+    Raises:
+        ConfigError: one sentence a problem, each with its dotted path and the nearest valid key.
+    """
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        problems = [_explain(model, tree, detail) for detail in _telling(model, tree, error.errors())]
+        raise ConfigError("; ".join(dict.fromkeys(problems))) from error
+
+
+def _telling(model: type[BaseModel], tree: Tree, details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Without what pydantic only says because something inside is wrong, or of members of a union nobody meant."""
+    places = [tuple(_place(model, tree, detail["loc"])[0]) for detail in details]
+    ours = {place for place, detail in zip(places, details, strict=True) if detail["type"] == "value_error"}
+
+    def is_echo(place: tuple[str, ...], detail: ErrorDetails) -> bool:
+        deeper = any(len(other) > len(place) and other[: len(place)] == place for other in places)
+        return deeper or (place in ours and detail["type"] != "value_error")
+
+    return [detail for place, detail in zip(places, details, strict=True) if not is_echo(place, detail)]
+
+
+def _explain(model: type[BaseModel], tree: Tree, detail: ErrorDetails) -> str:
+    parts, owners, others = _place(model, tree, detail["loc"])
+    path = ".".join(parts)
+    if detail["type"] == "extra_forbidden":
+        return f"unknown config key '{path}'{_hint(parts, owners, others)}"
+    if detail["type"] == "union_tag_invalid":
+        tag, expected = detail["ctx"]["tag"], re.findall(r"'(.*?)'", detail["ctx"]["expected_tags"])
+        near = difflib.get_close_matches(tag, expected, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'? Expected" if near else "expected"
+        return f"config key '{path}' names '{tag}': {hint} one of {', '.join(expected)}"
+    if detail["type"] == "missing":
+        return f"config key '{path}' is missing: it has no default, give it a value"
+    if detail["type"] in ("value_error", "assertion_error"):
+        text = str(detail.get("ctx", {}).get("error", detail["msg"]))
+        return f"{path}: {text}" if path and not text.startswith(path) else text
+    message = detail["msg"][0].lower() + detail["msg"][1:]
+    return f"config key '{path}' is {detail['input']!r}: {message}"
+
+
+def _hint(parts: list[str], owners: list[type[BaseModel]], others: list[type[BaseModel]]) -> str:
+    """The nearest key of the section, or the choice that has the key, or all keys."""
+    keys = sorted({key for owner in owners for key in owner.model_fields})
+    near = difflib.get_close_matches(parts[-1], keys, n=1, cutoff=0.5)
+    if near:
+        return f": did you mean '{'.'.join([*parts[:-1], near[0]])}'?"
+    node = ".".join(parts[:-1])
+    having = [f"{node}={kind.model_fields['name'].default}" for kind in others if parts[-1] in kind.model_fields]
+    if having:
+        return f": it belongs to {' and '.join(having)}"
+    return f": expected one of {', '.join(keys)}"
+
+
+Sections = list[type[BaseModel]]
+
+
+def _place(model: type[BaseModel], tree: Any, loc: Sequence[int | str]) -> tuple[list[str], Sections, Sections]:
+    """Where a pydantic location is, in the user's words.
+
+    pydantic puts the chosen member of a union into the location (`method.lora.rank`, `steps.int`); nobody wrote that.
+
+    Returns:
+        dotted parts, the sections that the last part belongs to, and those that were not chosen in their place.
+    """
+    parts: list[str] = []
+    owners: Sections = []
+    left_out: Sections = []
+    here, others, node = [model], list[type[BaseModel]](), tree
+    for part in loc:
+        field = next((kind.model_fields[part] for kind in here if part in kind.model_fields), None)
+        chosen = [kind for kind in here if _names(kind, part)]
+        if field is None and len(here) > 1 and chosen:
+            here, others = chosen, [kind for kind in here if kind not in chosen]
+            continue
+        written = _is_written(part, node)
+        if field is None and not written:
+            continue
+        parts.append(str(part))
+        owners, left_out = here, others
+        if written and isinstance(node, list) and isinstance(part, str):
+            node = next(item for item in node if _name_of(item) == part)
+        else:
+            node = node[part] if written else None
+        here, others = (_sections(field.annotation), []) if field is not None else (here, others)
+    return parts, owners, left_out
+
+
+def _is_written(part: int | str, node: Any) -> bool:
+    """Whether the user's tree has that key, place in a list, or name in a list of names."""
+    if isinstance(node, dict):
+        return part in node
+    return isinstance(node, list) and (isinstance(part, int) or part in [_name_of(item) for item in node])
+
+
+def _names(kind: type[BaseModel], part: int | str) -> bool:
+    """Whether `part` is how pydantic calls this member of a union: its class name or the value of its tag."""
+    tag = kind.model_fields.get("name")
+    return part == kind.__name__ or (tag is not None and part in get_args(tag.annotation))
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes anywhere in a type annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [kind for argument in get_args(annotation) for kind in _sections(argument)]
+
+
+def as_tree(config: BaseModel) -> Tree:
+    """The resolved config as plain JSON-able values."""
+    return config.model_dump(mode="json", serialize_as_any=True)
+
+
+def named(value: Any, default: str) -> Any:
+    """A named node as a mapping with its `name`: a bare name, or keys of the default choice, are completed."""
+    if isinstance(value, str):
+        return {"name": value}
+    return {"name": default, **value} if isinstance(value, dict) else value
+
+
+def named_each(value: Any, known: Iterable[str]) -> Any:
+    """A list of names, or of mappings with a `name`, as a mapping from name to settings; null settings are left out.
+
+    Raises:
+        ValueError: a name that is not `known`, twice, or not the one that its settings carry.
+    """
+    if isinstance(value, list | tuple):
+        pairs = [(_name_of(item), _without_name(item)) for item in value]
+    elif isinstance(value, dict):
+        pairs = [(name, item) for name, item in value.items() if item is not None]
+    else:
+        return value
+    found: Tree = {}
+    for name, item in pairs:
+        if name is None:
+            raise ValueError(f"an entry with {item!r} has no name: expected some of {', '.join(known)}")
+        if name not in known:
+            near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+            hint = f"did you mean '{near[0]}'?" if near else f"expected some of {', '.join(known)}"
+            raise ValueError(f"'{name}' is unknown: {hint}")
+        if name in found:
+            raise ValueError(f"'{name}' stands there twice: give each name once")
+        found[name] = {"name": name, **item} if isinstance(item, dict) else item
+        if isinstance(item, dict) and item.get("name", name) != name:
+            raise ValueError(f"the settings of '{name}' call themselves '{item['name']}': expected the same name")
+    return found
+
+
+def to_yaml(config: BaseModel) -> str:
+    """The resolved tree as YAML, ready to be loaded again."""
+    return tree_to_yaml(as_tree(config))
+
+
+def tree_to_yaml(tree: Tree) -> str:
+    """The same from a resolved tree."""
+    return MARK + OmegaConf.to_yaml(OmegaConf.create(_escape(tree)))
+
+
+def _escape(value: Any) -> Any:
+    """Protect every literal `${` from interpolation."""
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def flatten(tree: Tree, prefix: str = "") -> Tree:
+    """Dotted path -> leaf value."""
+    leaves: Tree = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            leaves.update(flatten(value, f"{prefix}{key}."))
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
+
+
+def fingerprint(config: BaseModel, without: Iterable[str] = ()) -> str:
+    """First 16 hex digits of the SHA-256 of the canonical tree, top-level sections `without` left out."""
+    left_out = set(without)
+    tree = {key: value for key, value in as_tree(config).items() if key not in left_out}
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def differences(old: Tree, new: Tree, without: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (old value, new value) for every leaf that differs outside the sections `without`."""
+    left_out = set(without)
+    before = {key: value for key, value in flatten(old).items() if key.split(".")[0] not in left_out}
+    after = {key: value for key, value in flatten(new).items() if key.split(".")[0] not in left_out}
+    keys = sorted(before.keys() | after.keys())
+    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+
+
+def _one_line(error: BaseException) -> str:
+    """The message of a library on one line; OmegaConf's `full_key: x object_type=dict` becomes `at 'x'`."""
+    return re.sub(r" full_key: (\S+) object_type=\S+$", r", at '\1'", " ".join(str(error).split()))

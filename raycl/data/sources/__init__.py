@@ -1,0 +1,1 @@
+"""Files as rows: readers, checks, and the node-local cache."""

@@ -1,0 +1,279 @@
+"""Readers: a file of one of six formats becomes a stream of rows, one at a time.
+
+Why it exists: data comes as NaturalInstructions objects, lists of sentences, JSON lines, CSV, Parquet or plain
+text, and everything behind the reader should see one thing. Every error names file and row, what was found, what
+was expected and what to do. What it does not know: label sets, splits, prompts.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, Literal, NoReturn
+
+import pyarrow.parquet as pq
+from pyarrow import ArrowException
+
+from raycl.data.sources.source import SourceFile
+
+Format = Literal["auto", "natural_instructions", "olora", "jsonl", "csv", "parquet", "text"]
+
+TEXT_NAMES = ("text", "input", "sentence")
+LABEL_NAMES = ("label", "output")
+_PEEK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """One example as it is on disk.
+
+    Attributes:
+        number: 1-based place in its file: the line for JSON lines, the row below the header for CSV.
+        text: the input.
+        references: acceptable answers, at least one; an empty text where no answers are read.
+    """
+
+    number: int
+    text: str
+    references: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names under which text and label are looked for (the first that a row has), and a missing CSV header.
+
+    No names for the label: texts alone are read.
+    """
+
+    text: tuple[str, ...] = TEXT_NAMES
+    label: tuple[str, ...] = LABEL_NAMES
+    header: tuple[str, ...] | None = None
+
+
+def read_rows(file: SourceFile, format: Format = "auto", columns: Columns | None = None) -> Iterator[Row]:
+    """The rows of `file` in order, streaming.
+
+    Raises:
+        DataError: the file or a row cannot be used.
+    """
+    file.require()
+    reader = _READERS[detect(file) if format == "auto" else format]
+    return reader(file, columns or Columns())
+
+
+def detect(file: SourceFile) -> Format:
+    """The format of `file` by its suffix, and for `.json` by how it begins.
+
+    Raises:
+        DataError: neither tells.
+    """
+    suffix = PurePosixPath(file.name).suffix.lower()
+    if suffix in _SUFFIXES:
+        return _SUFFIXES[suffix]
+    if suffix != ".json":
+        file.refuse(
+            f"the suffix '{suffix}' tells no format: expected .json, .jsonl, .csv, .tsv, .parquet or .txt, or set "
+            "'format'"
+        )
+    with file.open() as stream:
+        head = stream.read(_PEEK).lstrip()
+    if head.startswith(b"["):
+        return "olora"
+    return "jsonl" if _is_json_line(head) else "natural_instructions"
+
+
+def _is_json_line(head: bytes) -> bool:
+    """Whether the first line alone is an object that is not a NaturalInstructions one."""
+    try:
+        first = json.loads(head.partition(b"\n")[0])
+    except ValueError:
+        return False
+    return isinstance(first, dict) and "Instances" not in first
+
+
+def read_definition(file: SourceFile) -> str:
+    """The joined `Definition` of a NaturalInstructions file, stripped; empty if it has none.
+
+    Raises:
+        DataError: the part of the file before its end is not JSON.
+    """
+    import ijson  # read by these formats alone
+
+    parts: list[str] = []
+    with file.open() as stream:
+        try:
+            for prefix, event, value in ijson.parse(stream):
+                if prefix in ("Definition", "Definition.item") and event == "string":
+                    parts.append(value)
+                elif prefix == "Definition" and event in ("end_array", "null"):
+                    break
+        except ijson.JSONError as error:
+            _refuse_json(file, 0, error)
+    return "\n".join(parts).strip()
+
+
+def _natural_instructions(file: SourceFile, columns: Columns) -> Iterator[Row]:
+    for number, item in enumerate(_json_items(file, "Instances.item"), start=1):
+        yield _row(file, number, item, Columns(("input",), ("output",) if columns.label else ()))
+
+
+def _olora(file: SourceFile, columns: Columns) -> Iterator[Row]:
+    for number, item in enumerate(_json_items(file, "item"), start=1):
+        yield _row(file, number, item, columns)
+
+
+def _json_items(file: SourceFile, prefix: str) -> Iterator[Any]:
+    import ijson  # read by these formats alone
+
+    number = 0
+    with file.open() as stream:
+        try:
+            for item in ijson.items(stream, prefix):
+                number += 1
+                yield item
+        except ijson.JSONError as error:
+            _refuse_json(file, number + 1, error)
+
+
+def _refuse_json(file: SourceFile, row: int, error: Exception) -> NoReturn:
+    """Say where the JSON breaks; the parser does not tell the position, so the broken file is parsed once more."""
+    if "UTF8" in str(error):
+        file.refuse("invalid UTF-8: expected UTF-8 text, convert the file to UTF-8", row)
+    place, reason = "", str(error).splitlines()[0]
+    with file.open() as stream:
+        try:
+            json.loads(stream.read())
+        except json.JSONDecodeError as found:
+            place, reason = f" at line {found.lineno}, column {found.colno}", found.msg
+        except ValueError:
+            pass
+    file.refuse(
+        f"malformed JSON{place} ({reason}): expected one complete JSON value, repair or re-export the file", row
+    )
+
+
+def _jsonl(file: SourceFile, columns: Columns) -> Iterator[Row]:
+    for number, line in file.lines():
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except json.JSONDecodeError as error:
+            file.refuse(
+                f"malformed JSON at column {error.colno} ({error.msg}): expected one object a line, repair the line",
+                number,
+            )
+        yield _row(file, number, item, columns)
+
+
+def _csv(file: SourceFile, columns: Columns) -> Iterator[Row]:
+    """Python's reader, not Arrow's: it goes row by row and knows which row is broken."""
+    lines = (f"{line}\n" for _, line in file.lines())
+    reader = csv.reader(lines, delimiter="\t" if file.name.lower().endswith(".tsv") else ",", strict=True)
+    header: Sequence[str] | None = columns.header
+    number = 0
+    try:
+        for cells in reader:
+            if header is None:
+                header = cells
+                _require_columns(file, header, columns)
+                continue
+            number += 1
+            if len(cells) != len(header):
+                file.refuse(
+                    f"{len(cells)} cells: expected {len(header)} as in the header, quote cells with commas", number
+                )
+            yield _row(file, number, dict(zip(header, cells, strict=True)), columns)
+    except csv.Error as error:
+        file.refuse(f"malformed CSV ({error}): expected quoted cells as in RFC 4180, re-export the file", number + 1)
+
+
+def _parquet(file: SourceFile, columns: Columns) -> Iterator[Row]:
+    with file.open() as stream:
+        try:
+            parquet = pq.ParquetFile(stream)
+            names = parquet.schema_arrow.names
+            _require_columns(file, names, columns)
+            wanted = [name for name in names if name in columns.text + columns.label]
+            number = 0
+            for batch in parquet.iter_batches(batch_size=1024, columns=wanted):
+                for item in batch.to_pylist():
+                    number += 1
+                    yield _row(file, number, item, columns)
+        except ArrowException as error:
+            file.refuse(f"not a readable Parquet file ({' '.join(str(error).split())}): re-export the file")
+
+
+def _text(file: SourceFile, columns: Columns) -> Iterator[Row]:
+    """A text on each line; empty lines are left out."""
+    if columns.label:
+        file.refuse("plain text has no answers: expected rows with a label, or set stream.objective to mlm or clm")
+    for number, line in file.lines():
+        if line.strip():
+            yield Row(number, line.strip(), ("",))
+
+
+def _require_columns(file: SourceFile, names: Sequence[str], columns: Columns) -> None:
+    for role, wanted in (("text", columns.text), ("label", columns.label)):
+        if wanted and not set(wanted) & set(names):
+            file.refuse(
+                f"no {role} column among {', '.join(names) or 'no columns'}: expected {' or '.join(wanted)}, "
+                f"or set columns.{role}"
+            )
+
+
+def _row(file: SourceFile, number: int, item: Any, columns: Columns) -> Row:
+    if not isinstance(item, dict):
+        wanted = " and ".join((columns.text[0], *columns.label[:1]))
+        file.refuse(f"found a {_kind(item)}: expected an object with {wanted}", number)
+    text = _field(item, columns.text)
+    if not isinstance(text, str):
+        file.refuse(f"the {columns.text[0]} is a {_kind(text)}: expected a string, repair or remove the row", number)
+    if not columns.label:
+        return Row(number, text, ("",))
+    return Row(number, text, _references(file, number, _field(item, columns.label), columns.label[0]))
+
+
+def _field(item: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((item[name] for name in names if name in item), None)
+
+
+def _references(file: SourceFile, number: int, value: Any, name: str) -> tuple[str, ...]:
+    """A string, a whole number (as class ids are stored) or a list of these."""
+    if value is None:
+        file.refuse(f"no {name}: expected a string or a list of strings, complete or remove the row", number)
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        file.refuse(
+            f"the list of references in {name} is empty: expected at least one, complete or remove the row", number
+        )
+    for item in values:
+        if isinstance(item, bool) or not isinstance(item, str | int):
+            file.refuse(f"the {name} is a {_kind(item)}: expected a string, repair or remove the row", number)
+    return tuple(str(item) for item in values)
+
+
+def _kind(value: Any) -> str:
+    return "missing value" if value is None else type(value).__name__
+
+
+_SUFFIXES: Mapping[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
+
+_READERS: Mapping[str, Callable[[SourceFile, Columns], Iterator[Row]]] = {
+    "natural_instructions": _natural_instructions,
+    "olora": _olora,
+    "jsonl": _jsonl,
+    "csv": _csv,
+    "parquet": _parquet,
+    "text": _text,
+}

@@ -1,0 +1,198 @@
+"""From a file to checked raw rows in the node's cache.
+
+Why it exists: a source is read once per node, streaming, and every row is checked before any worker starts.
+What it does not know: which rows will be used, tokens, prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import numpy as np
+import pyarrow as pa
+
+from raycl.data.selection import Indices
+from raycl.data.sources.cache import Entry, Facts, entry, key_of
+from raycl.data.sources.chunks import ChunkedRows
+from raycl.data.sources.formats import Columns, Format, Row, detect, read_definition, read_rows
+from raycl.data.sources.source import SourceFile
+
+Labels = tuple[str, ...] | Literal["auto"] | None
+Refuse = Callable[[str, int | None], NoReturn]
+
+MAX_AUTO_LABELS = 64
+"""More distinct answers than this in a train file are free text, not a label set."""
+
+_VERSION = 1
+_BATCH = 1024
+_SCHEMA = pa.schema([("text", pa.string()), ("references", pa.list_(pa.string())), ("row", pa.int64())])
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a file is to be read.
+
+    Attributes:
+        labels: the closed set that every label must be in, "auto" to gather it, None for free text.
+        unlabelled: labels that mark a row as having none.
+        keep_unlabelled: keep such rows; else they are dropped and counted.
+        first_label: number of the first label where files hold class numbers, else None.
+    """
+
+    format: Format = "auto"
+    columns: Columns = field(default_factory=Columns)
+    labels: Labels = None
+    unlabelled: tuple[str, ...] = ()
+    keep_unlabelled: bool = False
+    first_label: int | None = None
+
+
+@dataclass(frozen=True)
+class RawRows:
+    """Rows of one split as they are on disk.
+
+    Attributes:
+        key: changes with content and reading.
+        where: what error messages call it.
+    """
+
+    key: str
+    where: str
+    entry: Entry
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return int(self.entry.facts["count"])
+
+    @property
+    def dropped(self) -> int:
+        """Number of unlabelled rows left out."""
+        return int(self.entry.facts["dropped"])
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The closed label set, given or gathered; None for free text."""
+        labels = self.entry.facts["labels"]
+        return None if labels is None else tuple(labels)
+
+    @property
+    def definition(self) -> str:
+        """The instruction that the file carries, or an empty text."""
+        return str(self.entry.facts["definition"])
+
+    def open(self) -> ChunkedRows:
+        """Columns `text`, `references`, `row` (1-based number in the file)."""
+        return ChunkedRows(self.entry.table())
+
+    def label_codes(self, rows: Indices) -> Indices:
+        """Index in `labels` of each row's first reference, -1 if it is none of them."""
+        codes = {label: code for code, label in enumerate(self.labels or ())}
+        references = self.open().values("references", rows)
+        return np.array([codes.get(names[0], -1) for names in references], dtype=np.int64)
+
+
+def ingest(file: SourceFile, reading: Reading, cache: Path) -> RawRows:
+    """The rows of `file`, from the cache if this content was read this way before.
+
+    Raises:
+        DataError: the file, a row or a label cannot be used, or there are no rows.
+    """
+    key = key_of(_VERSION, "file", file.content_hash(cache), file.name, asdict(reading))
+
+    def build(writer: pa.RecordBatchFileWriter) -> Facts:
+        format = detect(file) if reading.format == "auto" else reading.format
+        rows = read_rows(file, format, reading.columns)
+        definition = read_definition(file) if format == "natural_instructions" else ""
+        return {**write_rows(rows, reading, writer, file.refuse), "definition": definition}
+
+    return RawRows(key, file.uri, entry(cache / "raw", key, _SCHEMA, build))
+
+
+def ingest_pairs(
+    pairs: Iterable[tuple[str, str]], where: str, key: str, labels: tuple[str, ...], cache: Path
+) -> RawRows:
+    """Generated (text, label) pairs; `pairs` is consumed only if `key` is not cached."""
+
+    def build(writer: pa.RecordBatchFileWriter) -> Facts:
+        rows = (Row(number, text, (label,)) for number, (text, label) in enumerate(pairs, start=1))
+        return {**write_rows(rows, Reading(labels=labels), writer, refuse), "definition": ""}
+
+    def refuse(problem: str, row: int | None) -> NoReturn:
+        raise AssertionError(f"{where}, row {row}: {problem}")
+
+    return RawRows(key, where, entry(cache / "raw", key, _SCHEMA, build))
+
+
+def write_rows(rows: Iterator[Row], reading: Reading, writer: pa.RecordBatchFileWriter, refuse: Refuse) -> Facts:
+    """Check rows and write them in batches; memory holds one batch at a time."""
+    check = _Check(reading, refuse)
+    kept = (row for row in map(check, rows) if row is not None)
+    while batch := list(islice(kept, _BATCH)):
+        writer.write_batch(
+            pa.record_batch(
+                [[row.text for row in batch], [row.references for row in batch], [row.number for row in batch]],
+                schema=_SCHEMA,
+            )
+        )
+    if not check.count:
+        refuse("the split is empty: expected at least one row, fill the file or leave the task out", None)
+    return {"count": check.count, "dropped": check.dropped, "labels": check.labels()}
+
+
+class _Check:
+    """Counts rows, gathers labels, refuses what is outside the label set; None means: drop this row."""
+
+    def __init__(self, reading: Reading, refuse: Refuse) -> None:
+        self.count = self.dropped = 0
+        self._reading = reading
+        self._refuse = refuse
+        self._allowed = set(reading.labels) if isinstance(reading.labels, tuple) else None
+        self._gathered: set[str] | None = set() if reading.labels == "auto" else None
+
+    def __call__(self, row: Row) -> Row | None:
+        if row.references[0] in self._reading.unlabelled:
+            if not self._reading.keep_unlabelled:
+                self.dropped += 1
+                return None
+        else:
+            row = self._named(row)
+            self._check_labels(row)
+        self.count += 1
+        return row
+
+    def _named(self, row: Row) -> Row:
+        """Class numbers replaced by the labels they stand for."""
+        labels, first = self._reading.labels, self._reading.first_label
+        if first is None or not isinstance(labels, tuple):
+            return row
+        numbered = {str(number): label for number, label in enumerate(labels, start=first)}
+        return Row(row.number, row.text, tuple(numbered.get(label, label) for label in row.references))
+
+    def _check_labels(self, row: Row) -> None:
+        if self._allowed is not None:
+            for label in row.references:
+                if label not in self._allowed:
+                    self._refuse_label(label, row.number)
+        elif self._gathered is not None:
+            self._gathered.update(row.references)
+            if len(row.references) > 1 or len(self._gathered) > MAX_AUTO_LABELS:
+                self._gathered = None
+
+    def _refuse_label(self, label: str, number: int) -> NoReturn:
+        assert isinstance(self._reading.labels, tuple)
+        self._refuse(
+            f"label '{label}' is outside the label set: expected one of {', '.join(self._reading.labels)}; correct the "
+            "row, or describe the task in 'tasks' with its own labels (labels: null for free text)",
+            number,
+        )
+
+    def labels(self) -> list[str] | None:
+        """The closed label set in its order (sorted if gathered), None for free text."""
+        if isinstance(self._reading.labels, tuple):
+            return list(self._reading.labels)
+        return None if self._gathered is None else sorted(self._gathered)

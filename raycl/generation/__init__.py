@@ -1,0 +1,1 @@
+"""Decoding: continuous batches, dynamic and static key-value caches, CUDA graphs, sampling."""

@@ -1,0 +1,240 @@
+"""The running batch: texts that join while others speak, each row with its own mixture, and leave when they end.
+
+What it does not know: threads, routers, labels.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from raycl.adapters import AdapterStack
+from raycl.backbone import Backbone
+from raycl.errors import AdapterError
+from raycl.generation import dynamic_cache
+from raycl.generation.requests import Event, Failed, GenerationRequest, Made, Piece, Sampling
+from raycl.generation.sampling import BROKEN, Spoken, pick
+from raycl.generation.static_cache import Slots
+from raycl.types import Mixture
+
+PATIENCE_S = 1.0
+"""How long others may overtake a text whose adapters find no room beside those that speak."""
+
+OVERFLOW = "the model gives no finite numbers under this mixture: choose weights nearer to those of training"
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+class AdapterModel(Protocol):
+    """A backbone with adapters that are loaded when a mixture names them.
+
+    Attributes:
+        stack: its adapters.
+    """
+
+    backbone: Backbone
+    stack: AdapterStack
+
+    def fit(self, mixtures: Sequence[Mixture]) -> bool:
+        """Whether the adapters of all have room on the device together."""
+        ...
+
+    def speaking(self, mixture: Mixture) -> AbstractContextManager[None]:
+        """The mixture is active inside."""
+        ...
+
+    def speaking_in_place(self, mixture: Mixture, weights_SN: Tensor) -> AbstractContextManager[int]:
+        """The same at addresses that do not change while the number that it gives stays the same."""
+        ...
+
+    def hold(self, keys: Sequence[str]) -> None:
+        """Keep adapters loaded until they are released as often as they were held."""
+        ...
+
+    def release(self, keys: Sequence[str]) -> None:
+        """Take one hold back from each."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ready(Generic[RequestT]):
+    """An ask whose mixture and prompt are known.
+
+    Attributes:
+        sampling: the ask's, with no more tokens than there is room for.
+    """
+
+    ask: RequestT
+    mixture: Mixture
+    ids: list[int]
+    sampling: Sampling | None
+    made: Made
+
+
+@dataclass
+class Row(Generic[RequestT]):
+    """A sequence of the running batch."""
+
+    ask: RequestT
+    mixture: Mixture
+    spoken: Spoken
+    draws: torch.Generator
+
+
+class Decoding(Generic[RequestT]):
+    """Texts in the making.
+
+    Attributes:
+        joining: wait for room.
+        tokens: generated so far.
+    """
+
+    def __init__(
+        self,
+        host: AdapterModel,
+        max_rows: int,
+        tell: Callable[[RequestT, Event], None],
+        in_slots: bool = False,
+    ) -> None:
+        """Nothing speaks yet.
+
+        Args:
+            tell: takes every event.
+            in_slots: at fixed addresses (`raycl.generation.static_cache`).
+        """
+        self.host, self.max_rows = host, max_rows
+        self._slots = Slots(host.backbone, max_rows) if in_slots else None
+        self._under = 0
+        self.joining: list[Ready[RequestT]] = []
+        self.tokens = 0
+        self._tell = tell
+        self._rows: list[Row[RequestT]] = []
+        self._state: dynamic_cache.Running | Slots | None = None
+        self._speaking = ExitStack()
+
+    def __bool__(self) -> bool:
+        return bool(self.joining or self._rows)
+
+    @property
+    def captures(self) -> int:
+        """Steps captured as CUDA graphs so far."""
+        return 0 if self._slots is None else self._slots.captures
+
+    @property
+    def asks(self) -> list[RequestT]:
+        """All that are not finished."""
+        return [*(ready.ask for ready in self.joining), *self.speaking]
+
+    @property
+    def speaking(self) -> list[RequestT]:
+        """Those that are decoded now."""
+        return [row.ask for row in self._rows]
+
+    def joined(self) -> list[Ready[RequestT]]:
+        """Take as many as there is room for; who waits for room is overtaken for a while only."""
+        room, now = self.max_rows - len(self._rows), time.perf_counter()
+        fresh: list[Ready[RequestT]] = []
+        left: list[Ready[RequestT]] = []
+        for one in self.joining:
+            beside = [*(row.mixture for row in self._rows), *(other.mixture for other in fresh)]
+            if len(fresh) < room and self.host.fit([*beside, one.mixture]):
+                fresh.append(one)
+                continue
+            left.append(one)
+            if now - one.ask.began > PATIENCE_S:
+                room = 0
+        self.joining = left
+        return fresh
+
+    def begin(self, ready: list[Ready[RequestT]]) -> list[Ready[RequestT]]:
+        """Read their prompts; from now on they speak.
+
+        Raises:
+            RayclError: their adapters cannot be had; none of them speaks.
+        """
+        self.silence()
+        codec, mixture = self.host.backbone.codec, Mixture.stacked([one.mixture for one in ready])
+        rows = []
+        for one in ready:
+            assert one.sampling is not None, "only texts are decoded"
+            draws = torch.Generator().manual_seed(one.sampling.seed)
+            rows.append(Row(one.ask, one.mixture, Spoken(codec.tokenizer, codec.eos_id, one.sampling), draws))
+        with self.host.speaking(mixture):
+            state = dynamic_cache.begin(self.host.backbone, [one.ids for one in ready])
+        before = self._state if self._slots is None else self._slots
+        self._state = state if before is None else before.joined(state)
+        self._rows += rows
+        for row in rows:
+            self.host.hold(row.mixture.names)
+        return ready
+
+    def step(self) -> None:
+        """One token for every row; those that ended leave."""
+        if self._state is None:
+            return
+        settings = [row.spoken.settings for row in self._rows]
+        tokens = pick(self._state.logits, settings, [row.draws for row in self._rows])
+        self.tokens += len(tokens)
+        for row, token in zip(self._rows, tokens, strict=True):
+            event = _said(row.spoken, token)
+            if event is not None:
+                self._tell(row.ask, event)
+        going = [number for number, row in enumerate(self._rows) if not row.ask.over]
+        self._keep(going)
+        if self._state is None:
+            return
+        if not self.host.stack.is_open:
+            self._open(Mixture.stacked([row.mixture for row in self._rows]))
+        device = self.host.backbone.device
+        chosen = torch.tensor([tokens[number] for number in going], device=device)
+        if isinstance(self._state, Slots):
+            self._state.step(chosen, self._under)
+        else:
+            self._state = dynamic_cache.step(self.host.backbone, self._state, chosen)
+
+    def _open(self, mixture: Mixture) -> None:
+        if isinstance(self._state, Slots):
+            opened = self.host.speaking_in_place(mixture, self._state.placed(mixture.weights))
+            self._under = self._speaking.enter_context(opened)
+        else:
+            self._speaking.enter_context(self.host.speaking(mixture))
+
+    def forget(self) -> None:
+        """Let go of what was cancelled."""
+        self.joining = [ready for ready in self.joining if not ready.ask.cancelled]
+        self._keep([number for number, row in enumerate(self._rows) if not row.ask.cancelled])
+
+    def abandon(self) -> None:
+        """Nobody speaks any more."""
+        self._keep([])
+
+    def silence(self) -> None:
+        """Close the mixture, which is opened again with the next step."""
+        self._speaking.close()
+
+    def _keep(self, going: Sequence[int]) -> None:
+        """Only these rows go on."""
+        if len(going) == len(self._rows):
+            return
+        self.silence()
+        for number in set(range(len(self._rows))) - set(going):
+            self.host.release(self._rows[number].mixture.names)
+        self._rows = [self._rows[number] for number in going]
+        if self._slots is not None and self._state is not None:
+            self._slots.kept(going)
+        elif going and self._state is not None:
+            self._state = self._state.kept(going)
+        self._state = self._state if going else None
+
+
+def _said(spoken: Spoken, token: int) -> Event | None:
+    if token == BROKEN:
+        return Failed(AdapterError(OVERFLOW))
+    text = spoken.push(token)
+    return Piece(text, len(spoken.ids), spoken.finish) if text or spoken.finish else None

@@ -1,0 +1,108 @@
+"""Generation requests, and the events that answer them.
+
+What it does not know: models, adapters, snapshots, HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn (the usual terms).
+
+    Attributes:
+        temperature: 0 takes the most likely token. top_p: nucleus.
+        seed: of this answer's draws, which depend on nothing else.
+        stop: the answer ends before any of these.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Made:
+    """How an answer was made.
+
+    Attributes:
+        snapshot: number. weights: adapter -> weight of those that spoke.
+        template: task whose prompt was put around the text, "" for none.
+        cut_tokens: of the prompt, to fit what the snapshot was trained on.
+        unfamiliar: from 0 to 1, near 1 for a text like none that was learned; None: not asked, or not known.
+        queue_ms, retrieval_ms: waiting, and choosing (encoder, search, weights; shared by those chosen for together).
+    """
+
+    snapshot: int
+    weights: Mapping[str, float]
+    template: str = ""
+    prompt_tokens: int = 0
+    cut_tokens: int = 0
+    unfamiliar: float | None = None
+    queue_ms: float = 0.0
+    retrieval_ms: float = 0.0
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Started:
+    """The mixture is known."""
+
+    made: Made
+
+
+@dataclass(frozen=True)
+class Piece:
+    """More text.
+
+    Attributes:
+        tokens: generated so far.
+        finish: `stop` or `length` with the last piece, else None.
+    """
+
+    text: str
+    tokens: int
+    finish: str | None = None
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Label -> probability, the best first."""
+
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Nothing came of it."""
+
+    error: Exception
+
+
+Event = Started | Piece | Labelled | Failed
+
+
+@dataclass
+class GenerationRequest:
+    """One answer to be generated.
+
+    Attributes:
+        send: takes events, from the thread that generates.
+        sampling: None: no text is generated.
+        cancelled: set by whoever does not want it any more.
+        over: set with the last event.
+        began: when it was made, by `time.perf_counter`.
+    """
+
+    text: str
+    send: Callable[[Event], None]
+    sampling: Sampling | None = None
+    cancelled: bool = False
+    over: bool = False
+    began: float = field(default_factory=time.perf_counter)

@@ -1,0 +1,104 @@
+"""From logits to tokens to pieces of text, each answer with its own settings, draws and ends.
+
+What it does not know: models, batches that change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raycl.generation.requests import Sampling
+
+BROKEN = -1
+"""Instead of a token, for a row whose logits are no numbers."""
+
+COLDEST = 1e-4
+"""Temperatures below are this one: only the most likely token is left."""
+
+
+def pick(logits_BV: Tensor, settings: Sequence[Sampling], draws: Sequence[torch.Generator]) -> list[int]:
+    """The next token of each row: a row's own settings and generator decide, whoever its neighbours are.
+
+    Of equally likely tokens the first one counts as more likely.
+    """
+    best_B, first_B = logits_BV.max(-1)
+    tokens: list[int] = torch.where(torch.isfinite(best_B), first_B, BROKEN).tolist()
+    drawn = [row for row, one in enumerate(settings) if one.temperature > 0 and tokens[row] != BROKEN]
+    if not drawn:
+        return tokens
+    device = logits_BV.device
+    heat_D1 = torch.tensor([[max(COLDEST, settings[row].temperature)] for row in drawn], device=device)
+    chances_DV = ((logits_BV[drawn] - best_B[drawn, None]).double() / heat_D1).softmax(-1)
+    points_D1 = torch.stack([torch.rand(1, generator=draws[row], dtype=torch.float64) for row in drawn]).to(device)
+    whole = [place for place, row in enumerate(drawn) if settings[row].top_p >= 1]
+    part = [place for place, row in enumerate(drawn) if settings[row].top_p < 1]
+    if whole:
+        for place, token in zip(whole, _placed(chances_DV[whole], points_D1[whole]).tolist(), strict=True):
+            tokens[drawn[place]] = token
+    if part:
+        nucleus_D1 = torch.tensor([[settings[drawn[place]].top_p] for place in part], device=device)
+        sorted_DV, order_DV = chances_DV[part].sort(dim=-1, descending=True, stable=True)
+        before_DV = sorted_DV.cumsum(-1) - sorted_DV
+        kept_DV = sorted_DV.masked_fill(before_DV >= nucleus_D1, 0.0)
+        found_D = order_DV.gather(-1, _placed(kept_DV, points_D1[part])[:, None])[:, 0]
+        for place, token in zip(part, found_D.tolist(), strict=True):
+            tokens[drawn[place]] = token
+    return tokens
+
+
+def _placed(chances_DV: Tensor, points_D1: Tensor) -> Tensor:
+    """Where each point of [0, 1) falls when the row is laid out by its chances; never where a chance is 0."""
+    sums_DV = chances_DV.cumsum(-1)
+    return (sums_DV <= points_D1 * sums_DV[:, -1:]).sum(-1)
+
+
+class Spoken:
+    """One answer's tokens as text that may be sent on, without white space around it, as it was measured.
+
+    Attributes:
+        ids: tokens so far. finish: why it ended, None while it goes on.
+    """
+
+    def __init__(self, tokenizer: Any, eos_id: int, settings: Sampling) -> None:
+        self._tokenizer, self._eos, self.settings = tokenizer, eos_id, settings
+        self._tidies = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        self.ids: list[int] = []
+        self.finish: str | None = None
+        self._sent = 0
+
+    def push(self, token: int) -> str:
+        """Take a token; returns the text that can be sent now, maybe none."""
+        if token == self._eos:
+            self.finish = "stop"
+        else:
+            self.ids.append(token)
+        text: str = self._tokenizer.decode(self.ids, skip_special_tokens=True).lstrip()
+        ends = [place for stop in self.settings.stop if (place := text.find(stop)) >= 0]
+        if ends:
+            text, self.finish = text[: min(ends)], "stop"
+        if self.finish is None and len(self.ids) >= self.settings.max_tokens:
+            self.finish = "length"
+        sure = text if self.finish else text[: len(text) - self._held(text)]
+        upto = max(self._sent, len(sure.rstrip()))
+        piece, self._sent = text[self._sent : upto], upto
+        return piece
+
+    def _held(self, text: str) -> int:
+        """Characters at the end that may still become something else.
+
+        Parts of a character, the start of a stop, and for tokenizers that tidy up what they decode (`it 's`) the last
+        word with the space before it.
+        """
+        solid = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        kept = [len(text) - len(solid)]
+        if self._tidies:
+            kept.append(len(text) - max(0, solid.rstrip().rfind(" ")))
+        for stop in self.settings.stop:
+            longest = min(len(stop) - 1, len(solid))
+            fits = (length for length in range(longest, 0, -1) if solid.endswith(stop[:length]))
+            kept.append(len(text) - len(solid) + next(fits, 0))
+        return max(kept)

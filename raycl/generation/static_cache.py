@@ -1,0 +1,290 @@
+"""Sequences that are decoded at fixed addresses: one step is one CUDA graph, whoever speaks.
+
+Why it exists: on a GPU a step of a small batch is a thousand small kernels, whose launches take longer than they do.
+Here nothing changes its shape or address while sequences come and go: each has a slot in caches that are made once
+(and again, twice as long, when one of them outgrows them), so that a step can be captured and replayed. A slot's
+columns are filled from the first on, so a column is a position too. Slots that nobody has compute along unheard.
+Without a GPU the same steps run uncaptured. For decoder-only backbones; the others are decoded as `running` does.
+What it does not know: sampling, adapters (whoever opens them at fixed addresses names what the graph was captured
+under), when a sequence ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from raycl.backbone.base import Backbone
+from raycl.generation.dynamic_cache import Running
+
+log = logging.getLogger("raycl")
+
+COLUMNS = 256
+"""Of the first caches."""
+
+WARM_STEPS = 3
+"""Before a capture, as torch asks for."""
+
+MASKED = ("sdpa", "eager")
+"""Attentions that take a mask of any shape."""
+
+MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
+"""Kinds of models that are known to ask for nothing but positions and mask; others may count columns (ALiBi)."""
+
+
+def fits_slots(backbone: Backbone) -> bool:
+    """Whether its sequences can be decoded here: every layer attends to everything before."""
+    config = backbone.model.config
+    if backbone.codec.kind != "decoder" or config.model_type not in MODELS:
+        return False
+    windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None) is not None
+    full = all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())
+    return full and not windowed and config._attn_implementation in MASKED
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values `[B, heads, T, width]` of one layer; a row's next ones go to its own column.
+
+    Attributes:
+        places: `[B]` these columns, shared by all layers.
+    """
+
+    is_compileable = True
+
+    def __init__(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self.places = keys, values, places
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to make."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write `[B, heads, 1, width]` of both, and give all."""
+        for held, fresh in ((self.keys, key_states), (self.values, value_states)):
+            index = self.places.view(-1, 1, 1, 1).expand(fresh.shape)
+            held.scatter_(2, index, fresh.to(held.dtype))
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """All columns, from the first on."""
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> int:
+        """Asked only where neither mask nor positions are given."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """T."""
+        return int(self.keys.shape[2])
+
+
+@cache
+def _side_stream() -> Any:
+    """One for all captures, since each stream keeps memory of its own."""
+    make: Any = torch.cuda.Stream
+    return make()
+
+
+def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A step on the GPU as a graph; it is warmed by running it before, and not run by being captured.
+
+    Raises:
+        RuntimeError: it does what cannot be captured, or there is no GPU.
+    """
+    side = _side_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(side):
+            for _ in range(WARM_STEPS):
+                step()
+    finally:  # one that fails has begun on memory that the next uncaptured step uses
+        torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    mode = "thread_local"  # what other threads do with the device meanwhile does not spoil the capture
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode=mode):
+        step()
+    return graph
+
+
+class Slots:
+    """Room for `rows` sequences; the order of those that have one is the order in which they joined.
+
+    Attributes:
+        rows: B.
+        order: slot of each sequence.
+        captures: graphs captured so far.
+    """
+
+    def __init__(self, backbone: Backbone, rows: int, columns: int = COLUMNS, graphs: bool = True) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            columns: of the first caches. graphs: steps are captured where there is a GPU.
+        """
+        self.backbone, self.rows, self.columns = backbone, rows, columns
+        self.order: list[int] = []
+        self._seated = self._indexed([])
+        self.captures = 0
+        self._lengths = [0] * rows
+        device = backbone.device
+        self._ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self._places = torch.zeros(rows, dtype=torch.long, device=device)
+        self._moves = torch.zeros(rows, dtype=torch.long, device=device)
+        self._mask = self._closed(columns)
+        self._layers: list[SlotLayer] = []
+        self._logits: Tensor | None = None
+        self._captures = graphs and device.type == "cuda"
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._tried: Hashable = None
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def logits(self) -> Tensor:
+        """`[n, V]` of each sequence's next token."""
+        assert self._logits is not None, "nobody joined"
+        return self._logits[self._seated]
+
+    def joined(self, other: Running) -> Slots:
+        """These sequences too; there must be slots for them."""
+        free = [slot for slot in range(self.rows) if slot not in set(self.order)][: len(other)]
+        assert len(free) == len(other), "more sequences than slots"
+        lengths = other.mask.sum(1).tolist()
+        self._reserve(other, other.mask.shape[1])
+        assert self._logits is not None
+        index, length_N = self._indexed(free), self._indexed(lengths)
+        self._logits[index] = other.logits
+        self._places[index] = length_N
+        self._moves[index] = 1
+        open_NT = torch.arange(self.columns, device=length_N.device) < length_N[:, None]
+        self._mask[index] = self._closed(self.columns)[:1].masked_fill(open_NT[:, None, None], 0.0)
+        wide = other.mask.shape[1]  # rows are moved from the right to the left
+        source_NW = (torch.arange(wide, device=length_N.device) - length_N[:, None]) % wide
+        for layer, (keys, values) in zip(self._layers, other.layers, strict=True):
+            for held, fresh in ((layer.keys, keys), (layer.values, values)):
+                held[index] = 0.0  # what was left there may not be finite, and 0 times that is not 0
+                held[index, :, :wide] = fresh.gather(2, source_NW[:, None, :, None].expand(fresh.shape))
+        for slot, length in zip(free, lengths, strict=True):
+            self._lengths[slot] = length
+        self._seat([*self.order, *free])
+        return self
+
+    def kept(self, rows: Sequence[int]) -> Slots:
+        """Only these sequences; the slots of the others are free."""
+        kept = [self.order[row] for row in rows]
+        gone = self._indexed([slot for slot in self.order if slot not in set(kept)])
+        self._places[gone] = 0
+        self._moves[gone] = 0
+        self._mask[gone] = torch.finfo(self._mask.dtype).min
+        self._mask[gone, :, :, 0] = 0.0  # attention to nothing at all is not a number
+        self._seat(kept)
+        return self
+
+    def placed(self, rows_BN: Tensor) -> Tensor:
+        """A row for each slot, 0 for those that nobody has, from a row for each sequence."""
+        found = rows_BN.new_zeros(self.rows, rows_BN.shape[1])
+        found[self.order] = rows_BN
+        return found
+
+    @torch.no_grad()
+    def step(self, next_B: Tensor, under: Hashable = None) -> Slots:
+        """One more token for every sequence; the mixture of all slots must be open.
+
+        Args:
+            next_B: the token that each was given, int64.
+            under: what the addresses of the open mixture are known by: a captured step serves no other.
+        """
+        self._ids[self._seated, 0] = next_B
+        if max(self._lengths[slot] for slot in self.order) >= self.columns:
+            self._lengthen(2 * self.columns)
+        for slot in self.order:
+            self._lengths[slot] += 1
+        if self._captures and self._tried != (under, self.columns):
+            self._tried, self._graph = (under, self.columns), None  # the old one's memory is free before
+            self._graph = self._captured()
+        if self._graph is None:
+            self._forward()
+        else:
+            self._graph.replay()
+        return self
+
+    def _forward(self) -> None:
+        """The step itself: nothing in it may wait for the device or allocate what outlives it."""
+        assert self._logits is not None
+        self._mask.scatter_(3, self._places.view(-1, 1, 1, 1), 0.0)
+        with self.backbone.precision():
+            out = self.backbone.model(
+                input_ids=self._ids,
+                attention_mask=self._mask,
+                position_ids=self._places[:, None],
+                past_key_values=Cache(layers=list(self._layers)),
+                use_cache=True,
+            )
+        self._logits.copy_(out.logits[:, -1])
+        self._places.add_(self._moves)
+
+    def _captured(self) -> torch.cuda.CUDAGraph | None:
+        """None: there is too little memory now, or this model does what cannot be captured, now or later."""
+        moves = self._moves.clone()
+        self._moves.zero_()  # what warm steps write is written again, since nobody moves on in them
+        try:
+            graph = captured(self._forward)
+        except RuntimeError as error:
+            log.warning("decoding goes on without CUDA graphs: %s", error)
+            self._captures = isinstance(error, torch.OutOfMemoryError)
+            return None
+        finally:
+            self._moves.copy_(moves)
+        self.captures += 1
+        log.info("decoding captured: %d sequences of %d tokens", self.rows, self.columns)
+        return graph
+
+    # ---- room ------------------------------------------------------------------------------------------------
+
+    def _reserve(self, example: Running, columns: int) -> None:
+        """Caches as the example's, with so many columns at least."""
+        if self._logits is None:
+            layers = []
+            for keys, values in example.layers:
+                room = [one.new_zeros(self.rows, one.shape[1], self.columns, one.shape[3]) for one in (keys, values)]
+                layers.append(SlotLayer(room[0], room[1], self._places))
+            self._layers, self._logits = layers, example.logits.new_zeros(self.rows, example.logits.shape[1])
+        while self.columns < columns:
+            self._lengthen(2 * self.columns)
+
+    def _lengthen(self, columns: int) -> None:
+        """Other addresses: what was captured is of no use any more.
+
+        Raises:
+            torch.OutOfMemoryError: all stay where they are.
+        """
+        self._graph, self._tried = None, None
+        gap = columns - self.columns
+        mask = self._closed(columns)
+        mask[..., : self.columns] = self._mask
+        made = [(pad(layer.keys, (0, 0, 0, gap)), pad(layer.values, (0, 0, 0, gap))) for layer in self._layers]
+        for layer, (keys, values) in zip(self._layers, made, strict=True):
+            layer.keys, layer.values = keys, values
+        self._mask, self.columns = mask, columns
+
+    def _closed(self, columns: int) -> Tensor:
+        """`[B, 1, 1, T]` what is added to the scores of attention: the first column alone is attended to."""
+        dtype, device = self.backbone.dtype, self.backbone.device
+        mask = torch.full((self.rows, 1, 1, columns), torch.finfo(dtype).min, dtype=dtype, device=device)
+        mask[..., 0] = 0.0
+        return mask
+
+    def _seat(self, order: list[int]) -> None:
+        self.order, self._seated = order, self._indexed(order)
+
+    def _indexed(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(list(numbers), dtype=torch.long, device=self.backbone.device)

@@ -1,0 +1,1 @@
+"""Starting runs on Ray: clusters, the driver, workers, progress on the terminal, signals and status."""

@@ -1,0 +1,59 @@
+"""What a command says on its terminal while workers work elsewhere: their progress lines, read from the run's log.
+
+What it does not know: who writes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from raycl.errors import StorageError
+from raycl.launch.worker import LOGS, is_log, log_to
+from raycl.storage import Storage
+
+log = logging.getLogger("raycl")
+FOLLOW_S = 1.0
+
+
+@contextmanager
+def follow(storage: Storage, label: str = "") -> Iterator[None]:
+    """Say the workers' progress lines here, each after `label`, as they come; only what is written from now on."""
+    seen: dict[str, int] = {}
+    over = threading.Event()
+
+    def fresh(folder: Storage) -> Iterator[str]:
+        for name in filter(is_log, folder.list(LOGS)):
+            data = folder.read(f"{LOGS}/{name}")
+            new, seen[name] = data[seen.get(name, 0) :], len(data)
+            yield from new.decode(errors="replace").splitlines()
+
+    def say_new() -> None:
+        with suppress(StorageError):  # away for a moment: the next look finds all that was written meanwhile
+            for line in fresh(storage.patient(0)):
+                log.info("%s%s", label, line)
+
+    def watch() -> None:
+        while not over.wait(FOLLOW_S):
+            say_new()
+
+    for _ in fresh(storage):
+        pass  # what was written before is not said again
+    thread = threading.Thread(target=watch, name="follow", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        say_new()
+
+
+def log_to_stderr() -> None:
+    """Progress lines of this process without decoration."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log_to(handler)

@@ -1,0 +1,394 @@
+"""Ray Train: one worker group runs the whole stream, and is started again where it died.
+
+Why it exists: the driver validates everything it can, writes the config, asks the cluster for workers, and reads
+the outcome from the run's own ledger, which it trusts more than Ray's record of reported checkpoints.
+What it does not know: how training works (`raycl.training`), what the parts are (`raycl.run.assembly`).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shlex
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, ScalingConfig
+from ray.train import RunConfig as RayRunConfig
+from ray.train.torch import TorchTrainer
+
+from raycl import config as configs
+from raycl.config import trust
+from raycl.data.stream import Stream
+from raycl.errors import (
+    AlreadyExistsError,
+    LaunchError,
+    RayclError,
+    ResumeError,
+    RunError,
+    StoppedError,
+    UnreachableError,
+)
+from raycl.launch import cluster as clusters
+from raycl.launch.console import follow
+from raycl.launch.termination import StopOnSigterm, exit_on_sigterm, exits_on_sigterm
+from raycl.launch.worker import CONFIG, LOGS, error_file, leave_error, visiting, worker_main
+from raycl.run import assembly
+from raycl.run.assembly import RunConfig
+from raycl.run.extension import other_changes, with_tasks
+from raycl.storage import Storage
+from raycl.training.records.journal import RunState, check_owner, last_attempt, read_state
+from raycl.training.records.publish import open_bank, publish_again
+from raycl.training.records.results import build_results
+from raycl.training.records.stop_request import HostStop, is_stop_requested
+from raycl.training.records.stop_signal import is_stopped
+from raycl.training.settings import EXEMPT
+from raycl.training.training_context import RunInfo
+from raycl.types import Stage
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A validated run with its folder, ready to start or to go on.
+
+    Attributes:
+        replaces: fingerprint of the config that the folder's claims had when this one was compared with it.
+    """
+
+    config: RunConfig
+    stream: Stream
+    storage: Storage
+    name: str
+    singles: dict[str, float] | None
+    replaces: str = ""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """What is trained one after another."""
+        return assembly.stages(self.config, self.stream)
+
+    @property
+    def info(self) -> RunInfo:
+        """What identifies the run."""
+        return assembly.info_of(self.config, self.singles, self.replaces)
+
+    @property
+    def done(self) -> int:
+        """Stages that are trained and evaluated."""
+        return len(read_state(self.storage).stages)
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Validate a new run and give it a folder. Whose the folder is, the first worker's claim decides.
+
+    Raises:
+        RayclError: bad input, or the folder holds a run already.
+    """
+    name = assembly.name_of(config)
+    if name is not None:
+        storage = assembly.directory(config).sub(name)
+        if storage.exists(CONFIG) and last_attempt(storage):  # a run that never started holds nothing to lose
+            if config.output.exists == "resume":
+                return reopen(storage.address, config)
+            raise RunError(
+                f"'{storage.uri}' holds a run already: go on with {resume_line(storage, config)}, or choose another "
+                "output.name"
+            )
+    stream = assembly.check(config)
+    singles = assembly.read_singles(config)
+    text = configs.to_yaml(config).encode()
+    if name is None:
+        storage, name = _new_folder(config, text)
+    else:
+        storage.write(CONFIG, text)
+    return Prepared(config, stream, storage, name, singles)
+
+
+def _new_folder(config: RunConfig, text: bytes) -> tuple[Storage, str]:
+    """A folder that is nobody else's, with its config; of two that start at once each gets its own."""
+    root = assembly.directory(config)
+    for name in assembly.free_names(config):
+        try:
+            root.sub(name).create(CONFIG, text)
+        except AlreadyExistsError:
+            continue
+        return root.sub(name), name
+    raise AssertionError("there is always a free name")
+
+
+def reopen(folder: str, wanted: RunConfig | None = None, overrides: tuple[str, ...] = ()) -> Prepared:
+    """Go on with the run in `folder`.
+
+    Args:
+        wanted: the config that the caller has; None: the run's own, with `overrides`.
+
+    Raises:
+        ResumeError: there is no run, or a setting that changes what is learned differs.
+        ConfigError: the run asks for what `overrides` do not allow (`raycl.config.trust`).
+    """
+    storage, old, state = _run_in(folder)
+    new = wanted or _allowed(_config_of(storage, state, overrides), overrides, storage)
+    _refuse(folder, configs.differences(configs.as_tree(old), configs.as_tree(new), without=EXEMPT))
+    return _going_on(new, storage, state)
+
+
+def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -> Prepared:
+    """Go on with the run in `folder`, finished or not, with more tasks at the end of its stream.
+
+    Args:
+        added: see `raycl.run.extension.with_tasks`.
+
+    Raises:
+        ResumeError: there is no run, its method takes no more tasks, or another setting differs.
+        ConfigError, DataError: the tasks are not there.
+    """
+    storage, old, state = _run_in(folder)
+    new = with_tasks(_allowed(_config_of(storage, state, overrides), overrides, storage), added)
+    _refuse(folder, other_changes(old, new, len(added), without=EXEMPT))
+    return _going_on(new, storage, state)
+
+
+def _going_on(config: RunConfig, storage: Storage, state: RunState) -> Prepared:
+    """The run with a config that may follow that of `state`; the next claim records it."""
+    stream, singles = assembly.check(config), assembly.read_singles(config)
+    return Prepared(config, stream, storage, storage.uri.rsplit("/", 1)[-1], singles, state.fingerprint)
+
+
+def _run_in(folder: str) -> tuple[Storage, RunConfig, RunState]:
+    storage = Storage.at(folder)
+    if not storage.exists(CONFIG):
+        raise ResumeError(f"'{folder}' holds no run (no {CONFIG}): give the run directory that an earlier run printed")
+    state = read_state(storage)
+    return storage, _config_of(storage, state), state
+
+
+def _refuse(folder: str, changed: dict[str, tuple[Any, Any]]) -> None:
+    if changed:
+        listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
+        raise ResumeError(f"'{folder}' cannot go on with a changed config: {listed}; start a new run instead")
+
+
+def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) -> RunConfig:
+    """The config, if these overrides allow what it asks for (`raycl.config.trust`)."""
+    trust.require(trust.asked(configs.as_tree(config)), overrides, f"the run '{storage.uri}'")
+    return config
+
+
+def resume_line(storage: Storage, config: RunConfig) -> str:
+    """What to type behind the job's name to go on with a run."""
+    return resume_arguments(storage, configs.as_tree(config))
+
+
+def resume_arguments(storage: Storage, tree: dict[str, Any]) -> str:
+    """The same for a config that is not validated."""
+    return " ".join(["--resume", shlex.quote(storage.address), *trust.as_overrides(tree)])
+
+
+def _config_of(storage: Storage, state: RunState, overrides: tuple[str, ...] = ()) -> RunConfig:
+    """The config that the run's claims recorded; before the first, and of older versions, its file."""
+    tree: dict[str, Any] = copy.deepcopy(state.config) or configs.from_yaml(
+        storage.read_text(CONFIG), f"{storage.uri}/{CONFIG}"
+    )
+    for override in overrides:
+        configs.apply_override(tree, override)
+    return configs.validate(RunConfig, tree)
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """What a host of many runs (a sweep, a comparison) asks of each.
+
+    Attributes:
+        here: the run's one worker works in this process, which has the worker's CPUs and GPUs: Ray Train's local mode.
+        share: runs that share the cluster, where the config does not say how many CPUs a worker gets.
+        label: said before each of the run's progress lines.
+        asks: after every stage but the last the workers wait for a decision (`raycl.training.records.stop_signal`).
+        weights: in the object store, the files of the run's backbone; None: every worker reads them itself.
+        lends: number of finished stages -> folder that then gets a fork point (`raycl.training.records.fork_points`).
+        stop: where the host requests that its runs stop.
+    """
+
+    here: bool = False
+    share: int = 1
+    label: str = ""
+    asks: bool = False
+    weights: ray.ObjectRef[list[Any]] | None = None
+    lends: dict[int, str] = field(default_factory=dict)
+    stop: HostStop | None = None
+
+
+def train(prepared: Prepared, hosting: Hosting | None = None) -> dict[str, Any]:
+    """Run the stream on Ray to its end, or to where its host stops it, and return the results.
+
+    Raises:
+        LaunchError: the cluster cannot ever give the workers.
+        RunError: the workers failed more often than `launch.max_failures`.
+        StoppedError: SIGTERM or its host stopped it, or its store did not answer for longer than `output.retry_s`.
+    """
+    storage = prepared.storage.patient(prepared.config.output.retry_s)
+    try:
+        return _train(replace(prepared, storage=storage), hosting or Hosting())
+    except UnreachableError as error:
+        raise StoppedError(f"{error}; when it is back, go on with {resume_line(storage, prepared.config)}") from error
+
+
+def _train(prepared: Prepared, hosting: Hosting) -> dict[str, Any]:
+    stages = len(prepared.stages)
+    if prepared.done < stages:
+        with cluster(prepared.config):
+            scaling = scaling_of(prepared.config, hosting.share)
+            while (done := prepared.done) < stages and not is_stopped(prepared.storage, done):
+                _fit(prepared, scaling, done, hosting)
+    elif prepared.config.bank.publish:  # workers that go on look after this themselves
+        bank = open_bank(prepared.config.bank, prepared.storage)
+        publish_again(bank, prepared.storage, read_state(prepared.storage), goes_on=False)
+    return finish(prepared)
+
+
+def finish(prepared: Prepared) -> dict[str, Any]:
+    """Results from the ledger, written to `results.json`.
+
+    Raises:
+        ResumeError: what is in the ledger is another run's.
+    """
+    stream, state = prepared.stream, read_state(prepared.storage)
+    check_owner(prepared.storage, state, prepared.info)
+    results = build_results(prepared.info, stream.name, stream.notes, stream.tasks, prepared.stages, state)
+    prepared.storage.write_json("results.json", results)
+    return results
+
+
+@contextmanager
+def cluster(config: RunConfig, dashboard: bool = False) -> Iterator[None]:
+    """Join the cluster, or start one on this machine; a cluster that we started is stopped again.
+
+    Args:
+        dashboard: start it too; without it Train's cleaner of what a dead trial leaves behind cannot work.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    # Progress comes through the run's own log (`follow`): Ray's forwarding would mix in its helpers' chatter. Without
+    # the dashboard a local start takes a third of the time; what it would clean up ends with the cluster anyway.
+    exits = exits_on_sigterm()
+    clusters.connect(config.launch.address, dashboard=dashboard)
+    if exits:  # Ray has put its own handler there
+        exit_on_sigterm()
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def scaling_of(config: RunConfig, share: int = 1) -> ScalingConfig:
+    """What to ask of the cluster, which so many runs share.
+
+    Raises:
+        LaunchError: it can never give that.
+    """
+    launch, have = config.launch, ray.cluster_resources()
+    cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
+    gpu = launch.gpus_per_worker if launch.gpus_per_worker is not None else float(gpus >= launch.workers)
+    cpu = launch.cpus_per_worker or max(1.0, cpus // (launch.workers * share) if not gpu else 1.0)
+    wanted = (cpu * launch.workers, gpu * launch.workers)
+    if not launch.wait_for_nodes and (wanted[0] > cpus or wanted[1] > gpus):
+        raise LaunchError(
+            f"launch.workers={launch.workers} needs {wanted[0]:g} CPUs and {wanted[1]:g} GPUs, but the cluster has "
+            f"{cpus:g} CPUs and {gpus:g} GPUs: ask for fewer workers, set launch.cpus_per_worker or "
+            "launch.gpus_per_worker, or set launch.wait_for_nodes=true if the cluster grows"
+        )
+    resources = {"CPU": cpu, **({"GPU": gpu} if gpu else {})}
+    return ScalingConfig(num_workers=launch.workers, use_gpu=bool(gpu), resources_per_worker=resources)
+
+
+def job_of(prepared: Prepared, hosting: Hosting, driver: str, threads: int = 1, gpu: bool = False) -> dict[str, Any]:
+    """What every worker of a run is given (`raycl.launch.worker.worker_main`).
+
+    Args:
+        driver: who starts them, for the ledger. threads: torch threads of each. gpu: whether each has one.
+    """
+    return {
+        "driver": driver,
+        "config": configs.as_tree(prepared.config),
+        "folder": prepared.storage.address,
+        "retry_s": prepared.config.output.retry_s,
+        "name": prepared.name,
+        "singles": prepared.singles,
+        "replaces": prepared.replaces,
+        "stop_after": 1 if prepared.config.launch.fresh_workers_per_task else None,
+        "threads": threads,
+        "here": hosting.here,
+        "gpu": gpu,
+        "asks": hosting.asks,
+        "stages": len(prepared.stages),
+        "lends": hosting.lends,
+        "weights": hosting.weights,
+        "stop": hosting.stop,
+    }
+
+
+def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting) -> None:
+    """One Ray Train run: the whole stream, or one stage of it (with fresh workers, if not `here`)."""
+    config, storage = prepared.config, prepared.storage
+    driver = uuid.uuid4().hex[:12]
+    threads = max(1, int(scaling.num_cpus_per_worker))
+    job = job_of(prepared, hosting, driver, threads, bool(scaling.use_gpu))
+    ray_run = RayRunConfig(
+        name=f"{prepared.name}-{driver}",
+        storage_path=storage.path("ray"),
+        storage_filesystem=None if storage.is_local else storage.filesystem,
+        failure_config=FailureConfig(max_failures=config.launch.max_failures),
+    )
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # how soon the end of a run is seen; Ray's: 2 s
+    asked = ScalingConfig(num_workers=0, use_gpu=scaling.use_gpu) if hosting.here else scaling
+    trainer = TorchTrainer(worker_main, train_loop_config=job, scaling_config=asked, run_config=ray_run)
+    sigterm = StopOnSigterm(storage, driver, config.launch.grace_s)
+    try:
+        with sigterm, visiting() if hosting.here else _watched(storage, scaling, hosting.label):
+            trainer.fit()
+    except SystemExit:
+        if not sigterm.requested:
+            raise
+    except ray.train.TrainingFailedError as error:
+        for failure in getattr(error, "worker_failures", {}).values():
+            if isinstance(failure, UnreachableError):
+                raise failure from error
+        said = f"the workers failed: {_cause(error)}; go on with {resume_line(storage, config)}"
+        leave_error(storage, driver, RunError(said))
+        raise RunError(said) from error
+    except UnreachableError:
+        raise
+    except RayclError as error:  # of a worker in this process
+        raise RunError(f"{error} (run {storage.uri})") from error
+    if storage.exists(error_file(driver)):
+        raise RunError(f"{storage.read_json(error_file(driver))['message']} (run {storage.uri})")
+    stopped = sigterm.requested or (hosting.stop is not None and is_stop_requested(storage, driver))
+    if stopped and prepared.done < len(prepared.stages):
+        raise StoppedError(f"stopped by SIGTERM, {_place(prepared)}; go on with {resume_line(storage, config)}")
+    if prepared.done == done:
+        raise RunError(f"the workers ended without finishing a stage: see '{storage.uri}/{LOGS}'")
+
+
+def _place(prepared: Prepared) -> str:
+    """From where a run that was stopped goes on, for people."""
+    newest = read_state(prepared.storage).checkpoints[-1:]
+    at = f"checkpoint '{newest[0]}' is the last one" if newest else "before its first checkpoint"
+    return f"{prepared.done} of {len(prepared.stages)} tasks are done, {at}"
+
+
+@contextmanager
+def _watched(storage: Storage, scaling: ScalingConfig, label: str) -> Iterator[None]:
+    """The workers' progress lines, and before them, where there is no room yet, what they wait for."""
+    asked = {name: amount * int(scaling.num_workers) for name, amount in (scaling.resources_per_worker or {}).items()}
+    lower = "launch.workers, launch.cpus_per_worker or launch.gpus_per_worker"
+    with clusters.said_while(clusters.is_pending, asked, lower), follow(storage, label):
+        yield
+
+
+def _cause(error: BaseException) -> str:
+    text = str(error.__cause__ or error).strip()
+    return text.splitlines()[-1] if text else type(error).__name__

@@ -1,0 +1,194 @@
+"""What a worker of Ray Train does: builds the parts of its run, learns the stream, and writes its log.
+
+What it does not know: who started it, and what happens when it dies.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import ray
+import torch
+from ray.train.torch import get_device
+
+from raycl import config as configs
+from raycl.errors import RayclError, RunError, UnreachableError
+from raycl.run import assembly
+from raycl.run.assembly import RunConfig
+from raycl.storage import Storage
+from raycl.tracking import open_tracker
+from raycl.training.control import Control, hang_file
+from raycl.training.distributed import World
+from raycl.training.memory import forget_peak, is_out_of_memory, out_of_memory
+from raycl.training.records.fork_points import lend
+from raycl.training.records.journal import read_state
+from raycl.training.records.stop_signal import wait_for_word
+from raycl.training.stream_loop import StreamLoop
+
+log = logging.getLogger("raycl")
+CONFIG = "config.yaml"
+LOGS = "log"
+
+
+def is_log(name: str) -> bool:
+    """Whether a file of `LOGS` is an attempt's, and no editor's or file manager's."""
+    return re.fullmatch(r"attempt-\d{4,}\.txt", name) is not None
+
+
+def error_file(driver: str) -> str:
+    """Where on a run's storage an error of ours is left for its driver."""
+    return f"errors/{driver}.json"
+
+
+def leave_error(storage: Storage, driver: str, error: RayclError) -> None:
+    """Leave an error of ours for its driver, and for whoever asks for the run's status."""
+    record = {"type": type(error).__name__, "message": str(error), "time": time.time()}
+    storage.write_json(error_file(driver), record)
+
+
+def worker_main(job: dict[str, Any]) -> None:
+    """What every Ray Train worker runs.
+
+    Ray starts a failed worker group again. That helps after a crash, not after an error of ours, which would only
+    come back: it is left on storage, and the new group ends at once, so that the driver can say it.
+    """
+    storage = Storage.at(job["folder"]).patient(job["retry_s"])
+    if not storage.exists(CONFIG):
+        raise RunError(
+            f"the worker on {socket.gethostname()} does not see '{storage.uri}': "
+            "set output.dir to a file system that all nodes share, or to s3://"
+        )
+    if storage.exists(error_file(job["driver"])):
+        return
+    try:
+        _run_worker(job, storage)
+    except UnreachableError:
+        raise  # there is no place for it, and a new group may find the store back
+    except RayclError as error:
+        leave_error(storage, job["driver"], error)
+        raise
+
+
+def _run_worker(job: dict[str, Any], storage: Storage) -> None:
+    torch.set_num_threads(job["threads"])
+    device = torch.device("cpu") if job["here"] and not job["gpu"] else get_device()  # local mode takes what it sees
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    world = _world(job, device)
+    config = configs.validate(RunConfig, job["config"])
+    hang_s = None if job["here"] else config.launch.hang_s  # the process of somebody else is not ours to end
+    with Control(storage, world, job["driver"], hang_s, host=job["stop"]) as control:
+        try:
+            _learn(job, storage, world, config, control)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            where = f"worker {world.rank + 1} of {world.size} on {socket.gethostname()}, {device.type.upper()}"
+            raise RunError(out_of_memory(control.activity, job["config"], world.size, where)) from error
+
+
+def _learn(job: dict[str, Any], storage: Storage, world: World, config: RunConfig, control: Control) -> None:
+    """Build the parts of the run and go on with it."""
+    files = ray.get(job["weights"]) if job["weights"] is not None else ()
+    parts, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])
+    tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
+    failed = True
+    try:
+        report = partial(_report, job, storage, world)
+        try:
+            loop = StreamLoop(parts, open_engine, storage, world, tracker, report, job["driver"], control)
+        finally:
+            if world.is_first:
+                _copy_config(storage)
+        if loop.ledger is not None:
+            log_to(RunLog(storage, loop.ledger.attempt))
+            for rank in range(world.size):
+                _say_hang(storage, hang_file(job["driver"], rank))
+            if files:
+                log.info("the backbone's %.0f MiB came from the object store", sum(map(len, files)) / 2**20)
+        loop.run(job["stop_after"])
+        failed = False
+    finally:  # the process may go on: with another trial
+        if tracker is not None:
+            tracker.close(failed)
+
+
+def _say_hang(storage: Storage, file: str) -> None:
+    """What a worker of the attempt before left when it hung; each attempt says it once more, the file stays."""
+    if storage.exists(file):
+        log.warning("%s", storage.read_json(file)["message"])
+
+
+def _copy_config(storage: Storage) -> None:
+    """`config.yaml` as the claims have it: a driver whose run is refused may have written its own."""
+    config = read_state(storage).config
+    text = configs.tree_to_yaml(config).encode()
+    if config and storage.read(CONFIG) != text:
+        storage.write(CONFIG, text)
+
+
+def _world(job: dict[str, Any], device: torch.device) -> World:
+    """Who else works; inside a Tune trial, where Train's context is refused, nobody."""
+    if job["here"]:
+        return World(0, 1, 0, device)
+    context = ray.train.get_context()
+    return World(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), device)
+
+
+@contextmanager
+def visiting() -> Iterator[None]:
+    """A worker inside a process of somebody else's: what it changes there is as before, what it held is free."""
+    handlers, level, propagate, threads = log.handlers, log.level, log.propagate, torch.get_num_threads()
+    forget_peak()
+    try:
+        yield
+    finally:
+        log.handlers, log.propagate = handlers, propagate
+        log.setLevel(level)
+        torch.set_num_threads(threads)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _report(job: dict[str, Any], storage: Storage, world: World, record: dict[str, Any]) -> bool:
+    """Tell Ray Train about a finished stage (all workers, equally often), if it listens; whether to go on."""
+    done = record["stage"] + 1
+    if world.is_first and done in job["lends"]:
+        lend(storage, done, Storage.at(job["lends"][done]))
+    if not job["here"]:
+        scores = {f"score/{task}": cell["value"] for task, cell in record["row"].items()}
+        ray.train.report({"stage": record["stage"], **scores, **record["times"]})
+    if not job["asks"] or done == job["stages"]:
+        return True
+    return world.broadcast(wait_for_word(storage, done) if world.is_first else True)
+
+
+class RunLog(logging.Handler):
+    """Progress lines of rank 0 as a file of the run, `log/attempt-0001.txt`, which the driver reads aloud."""
+
+    def __init__(self, storage: Storage, attempt: int) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(message)s"))
+        self.storage = storage
+        self.name_on_storage = f"{LOGS}/attempt-{attempt:04d}.txt"
+        self._text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add a line."""
+        self._text += self.format(record) + "\n"
+        self.storage.write(self.name_on_storage, self._text.encode())
+
+
+def log_to(handler: logging.Handler) -> None:
+    """Send raycl's own lines, from INFO on, to one place only."""
+    log.handlers = [handler]
+    log.setLevel(logging.INFO)
+    log.propagate = False

@@ -1,0 +1,1 @@
+"""Methods on LoRA adapters without a router."""

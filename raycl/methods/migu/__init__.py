@@ -1,0 +1,1 @@
+"""MIGU: gradient masks by output magnitude."""

@@ -1,0 +1,115 @@
+"""Rows that share one mask bit: partitions of a layer's rows into clusters of equal size (MIGU, appendix E).
+
+The authors' code for this does not run as released, so equal sizes (they say so of weight clusters only), spectral
+clustering that ends in the same balanced k-means, and rows normalised one by one are our reading.
+What it does not know: what is masked, where magnitudes come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raycl.adapters.layer import StackedLora
+from raycl.methods.migu.observed_layers import Layout
+
+ROUNDS = 10
+"""Of k-means: it settles long before."""
+
+
+def sequential(rows: int, count: int) -> Tensor:
+    """`[S]` cluster of each row: contiguous blocks whose sizes differ by one at most."""
+    return torch.arange(rows) * min(count, rows) // rows
+
+
+def balanced_kmeans(x_SD: Tensor, count: int, seed: int) -> Tensor:
+    """`[S]` cluster of each row by direction (rows are L2-normalised), sizes as in `sequential`.
+
+    Rows choose in the order of how near they are to their nearest centre, and a full cluster takes no more.
+    """
+    points = nn.functional.normalize(x_SD.float().cpu(), dim=1)
+    rooms = torch.bincount(sequential(len(points), count)).tolist()
+    draw = torch.Generator().manual_seed(seed)
+    centres = points[torch.randperm(len(points), generator=draw)[: len(rooms)]]
+    found = torch.zeros(len(points), dtype=torch.long)
+    for _ in range(ROUNDS):
+        before, found = found, _seated((points @ centres.T).numpy(), rooms)
+        if torch.equal(before, found):
+            break
+        sums = torch.zeros_like(centres).index_add_(0, found, points)
+        centres = nn.functional.normalize(sums, dim=1)
+    return found
+
+
+def _seated(similarity_SC: Any, rooms: list[int]) -> Tensor:
+    left = list(rooms)
+    wishes = np.argsort(-similarity_SC, axis=1, kind="stable")
+    found = np.zeros(len(wishes), dtype=np.int64)
+    for row in np.argsort(-similarity_SC.max(axis=1), kind="stable"):
+        found[row] = next(wish for wish in wishes[row] if left[wish])
+        left[found[row]] -= 1
+    return torch.from_numpy(found)
+
+
+def spectral(affinity_SS: Tensor, count: int, seed: int) -> Tensor:
+    """`[S]` cluster of each row: the leading eigenvectors of the normalised affinity, then `balanced_kmeans`."""
+    affinity = affinity_SS.double().cpu()
+    scale = affinity.sum(1).clamp_min(1e-30).rsqrt()
+    _, vectors = torch.linalg.eigh(affinity * scale * scale.unsqueeze(1))
+    return balanced_kmeans(vectors[:, -min(count, len(affinity)) :], count, seed)
+
+
+def weight_clusters(layout: Layout, layers: Mapping[str, nn.Module], count: int, seed: int) -> Tensor:
+    """`[F]` cluster of every unit within its group: outputs by rows of `W + s B A`, units of a slot by rows of A."""
+    found = []
+    for (path, part), seen in layout.seen.items():
+        rows = _low(layers[path]) if part == "low" else _merged(layers[path])
+        found += [balanced_kmeans(own, count, seed) for own in torch.split(rows, list(seen.groups))]
+    return torch.cat(found)
+
+
+def sequential_clusters(layout: Layout, count: int) -> Tensor:
+    """`[F]` cluster of every unit within its group."""
+    return torch.cat([sequential(size, count) for seen in layout.seen.values() for size in seen.groups])
+
+
+def _low(layer: Any) -> Tensor:
+    low: Tensor = layer.lora_A.detach()
+    return low
+
+
+def _merged(layer: Any) -> Tensor:
+    base: Any = layer.base if isinstance(layer, StackedLora) else layer
+    weight: Tensor = base.weight.detach().float()
+    weight = weight if isinstance(base, nn.Linear) else weight.T
+    if isinstance(layer, StackedLora) and layer.lora_A is not None and layer.lora_B is not None:
+        weight = weight + layer.live_scale * (layer.lora_B.detach().float() @ layer.lora_A.detach().float())
+    return weight
+
+
+class CoMagnitude:
+    """`G += |h| |h|^T` per real token, for every group of units, over the examples that are shown."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.affinities = {
+            key: [torch.zeros(size, size, device=device) for size in seen.groups] for key, seen in layout.seen.items()
+        }
+
+    def add(self, key: Any, y: Tensor, weight: Tensor | None) -> None:
+        """Outputs `[B, S, units]` of one layer, `weight` `[B, S]` 0 where they do not count."""
+        magnitudes = y.detach().float().abs()
+        if weight is not None:
+            magnitudes = magnitudes * weight.unsqueeze(-1)
+        flat = magnitudes.reshape(-1, y.shape[-1])
+        sizes = [len(affinity) for affinity in self.affinities[key]]
+        for affinity, units in zip(self.affinities[key], torch.split(flat, sizes, dim=1), strict=True):
+            affinity += units.T @ units
+
+    def clusters(self, reduce: Any, count: int, seed: int) -> Tensor:
+        """`[F]` cluster of every unit within its group; collective."""
+        groups = [affinity for found in self.affinities.values() for affinity in found]
+        return torch.cat([spectral(reduce(affinity), count, seed) for affinity in groups])

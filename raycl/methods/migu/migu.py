@@ -1,0 +1,350 @@
+"""MIGU: only the rows of a weight whose outputs are large are updated (sections 3.2 and 3.3 of its paper).
+
+"Unlocking Continual Learning Abilities in Language Models", Findings of EMNLP 2024.
+After the forward passes of an optimizer step, every layer knows the summed magnitude of each of its outputs over all
+real tokens on all workers. The share T of rows with the smallest ones gets no gradient in this step. Nothing is kept
+between steps, and nobody says which task it is. LoRA's A is masked by the magnitudes of `A x`, gated as they enter
+the output, each slot by itself; its B by those of the full output of the layer. A fused projection is one layer.
+Where the authors' code differs (quantile, all linears, no mask on the first task), there is a setting; but not for its
+counting of padding, with which a mask would depend on how texts were put into batches. Forward passes outside a
+training step (evaluation, generation) do not count, nor does recomputation.
+What it does not know: engines, the method it works with, files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from raycl.config import Tree
+from raycl.errors import RunError
+from raycl.kernels.magnitude import summed_gated_magnitude, summed_magnitude
+from raycl.kernels.row_gradient import RowChoice, choose_rows
+from raycl.methods.base import Method
+from raycl.methods.migu.clusters import CoMagnitude, sequential_clusters, weight_clusters
+from raycl.methods.migu.observed_layers import Layout, Part, Seen, layout_of, watched_layers
+from raycl.methods.migu.row_selection import Groups, Rule, by_size
+from raycl.methods.migu.summary import RowRecord
+from raycl.methods.modifier import GradientModifier, ModifierConfig, Reduce
+from raycl.types import Batch, Stage
+
+MEASURED, FIRST = 50, 2
+"""One step in so many is measured for the report (share of gradient norm kept, and rows where masking is off), and the
+first ones of a task; a new label head is zero in the very first, and so are the gradients below it."""
+
+T = TypeVar("T")
+
+
+class MiguConfig(ModifierConfig):
+    """MIGU's settings: thresholds from its section 5.1 and figure 4, layers from 3.3, else the authors' T5 scripts."""
+
+    name: Literal["migu"] = "migu"
+    threshold: float = Field(
+        0.7,
+        ge=0,
+        le=1,
+        description="T, the share of rows that is masked; the paper's best: 0.7 for finetune, lora and inclora, 0.4 "
+        "with replay, 0.1 for olora",
+    )
+    rule: Rule = Field("floor", description="floor: floor(T rows) are masked; quantile: as in the authors' code")
+    layers: tuple[str, ...] = Field(
+        ("attention", "ffn"), min_length=1, description="roles or regular expressions of linear paths"
+    )
+    include_lm_head: bool = Field(False, description="as the authors' code does; tied embeddings are masked with it")
+    bias: bool = Field(False, description="a masked row's bias is masked too")
+    skip_first_task: bool | None = Field(
+        None, description="no mask on the run's first task, as in the authors' T5 runs; null: if there are others"
+    )
+    mask_scope: Literal["step", "micro_batch"] = Field(
+        "step",
+        description="whose magnitudes decide: all of the optimizer step, or (a deviation) its first micro-batch on "
+        "every worker, whose mask is known before any backward pass",
+    )
+    mask_update: bool = Field(False, description="masked rows do not move at all, by momentum and decay neither")
+    clusters: int | None = Field(
+        None, ge=1, description="rows of a layer are put into so many clusters that share one mask bit; null: none do"
+    )
+    cluster_by: Literal["weight", "co_magnitude", "sequential"] = Field(
+        "weight",
+        description="like rows of the weights, rows that are large together (over the task's first cluster_samples "
+        "examples), or blocks of neighbours",
+    )
+    cluster_samples: int = Field(500, ge=1)
+    row_sparse: bool = Field(
+        True, description="masked rows of a weight's gradient are not computed where the mask is known in time"
+    )
+    random_update: bool = Field(False, description="control: as many rows, drawn at random in every step")
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """How clusters are made, where there are none."""
+        if self.clusters is None:
+            yield from ((name, "clusters=null") for name in ("cluster_by", "cluster_samples"))
+        elif self.cluster_by != "co_magnitude":
+            yield "cluster_samples", f"cluster_by={self.cluster_by}"
+
+    def masks(self, index: int, only: bool) -> bool:
+        """Whether a stage is masked at all; `only`: the run has no other."""
+        skip = self.skip_first_task if self.skip_first_task is not None else not only
+        return not (skip and index == 0)
+
+    def acting(self, index: int, tasks: Sequence[str]) -> Tree:
+        """Where nothing is masked, how much would be does not matter."""
+        settings = super().acting(index, tasks)
+        if self.masks(index, only=len(tasks) == 1):
+            return settings | {"skip_first_task": False}
+        without = ("threshold", "mask_update", "random_update")
+        return {key: value for key, value in settings.items() if key not in without} | {"skip_first_task": True}
+
+
+class Migu(GradientModifier):
+    """The mask of an optimizer step."""
+
+    Config = MiguConfig
+
+    def __init__(self, config: MiguConfig, method: Method) -> None:
+        """Check that the named layers exist.
+
+        Raises:
+            ConfigError: `layers` names none, or there is no language-model head to include.
+        """
+        super().__init__(config, method)
+        self.config: MiguConfig
+        watched_layers(method.backbone, config.layers, config.include_lm_head)
+        self.record = RowRecord()
+        self._stop: list[Callable[[], None]] = []
+        self._choices: dict[tuple[str, Part], RowChoice] = {}
+        self._layout = Layout({}, {}, 0)
+        self._groups: list[Groups] = []
+        self._clusters: Tensor | None = None
+        self._together: CoMagnitude | None = None
+        self._active = self._measured = self._counts = False
+        self._left, self._seed = 0, 0
+        self._reduce: Reduce = _alone
+        self._sums = self._mask = self._still = torch.zeros(0)
+        self._weights: dict[tuple[str, int], Tensor | None] = {}
+        self._tokens: dict[tuple[str, int], Tensor] = {}
+        self._real: Mapping[Any, Tensor] = {}
+
+    # ---- a task ----------------------------------------------------------------------------------------------
+
+    def begin_task(self, stage: Stage, only: bool, resumed: bool) -> None:
+        """Watch every chosen layer that trains a weight.
+
+        Raises:
+            RunError: there is none.
+        """
+        config, backbone = self.config, self.method.backbone
+        self._active = config.masks(stage.index, only)
+        layers = watched_layers(backbone, config.layers, config.include_lm_head)
+        self._layout = layout_of(backbone, layers, config.bias)
+        if not self._layout.rows:
+            raise RunError(
+                f"modifiers.migu finds no trained weight in the layers {', '.join(config.layers)} at task "
+                f"'{stage.name}': expected a method that trains some of them; drop the modifier, or name them in "
+                "modifiers.migu.layers"
+            )
+        self.reach = tuple(self._layout.rows)
+        if not resumed:
+            self._clusters = self._first_clusters(stage, layers)
+        self._group()
+        self._sums = torch.zeros(self._layout.size, device=backbone.device)
+        self._mask = torch.ones(self._layout.size, device=backbone.device, dtype=torch.bool)
+        self._still = ~self._mask
+        self.record.begin(self._layout, backbone.device, resumed)
+        self._attach(layers)
+
+    def _first_clusters(self, stage: Stage, layers: Mapping[str, nn.Module]) -> Tensor | None:
+        """Those that need no data; they stay for the whole task."""
+        count, how = self.config.clusters, self.config.cluster_by
+        self.examples = self.config.cluster_samples if count is not None and how == "co_magnitude" else 0
+        if count is None or how == "co_magnitude":
+            return None
+        if how == "sequential":
+            return sequential_clusters(self._layout, count)
+        return weight_clusters(self._layout, layers, count, self.method.seed + stage.index)
+
+    def _group(self) -> None:
+        sizes = [size for seen in self._layout.seen.values() for size in seen.groups]
+        device = self.method.backbone.device
+        clusters = None if self._clusters is None else self._clusters.to(device)
+        self._groups = by_size(sizes, device, clusters)
+
+    def study(self, show: Callable[[], None], reduce: Reduce) -> None:
+        """Co-magnitude clusters."""
+        assert self.config.clusters is not None, "nothing to study"
+        self._together = CoMagnitude(self._layout, self.method.backbone.device)
+        show()
+        self._clusters = self._together.clusters(reduce, self.config.clusters, self.method.seed)
+        self._together = None
+        self._group()
+
+    def _attach(self, layers: Mapping[str, nn.Module]) -> None:
+        """Hooks of our own on the layers; whatever hooks there are stay."""
+        for (path, part), seen in self._layout.seen.items():
+            layer: Any = layers[path]
+            if part == "low":
+                layer.watch_low = partial(self._observe_low, seen)
+                self._stop.append(partial(setattr, layer, "watch_low", None))
+            else:
+                handle = layer.register_forward_hook(partial(self._observe_output, seen))
+                self._stop.append(handle.remove)
+            if self._active and self.config.row_sparse and self.config.threshold and self._owns_rows(layer, seen):
+                self._choices[path, part] = RowChoice()
+                self._stop.append(choose_rows(layer, self._choices[path, part]))
+
+    def _owns_rows(self, layer: nn.Module, seen: Seen) -> bool:
+        """Whether the rows of a plain linear's weight are its outputs', and not those of a layer it is tied to."""
+        own = self._layout.rows.get(f"model.{seen.path}.weight")
+        return isinstance(layer, nn.Linear) and own is not None and own.place == seen.place
+
+    def end_task(self) -> None:
+        """Take our hooks away; what was seen stays as facts."""
+        for stop in self._stop:
+            stop()
+        self._stop.clear()
+        self._choices.clear()
+        self.record.end(self._layout)
+        self.reach = self.names = ()
+        self._layout, self._groups, self._clusters = Layout({}, {}, 0), [], None
+        self._sums = self._mask = self._still = torch.zeros(0)
+
+    # ---- a step ----------------------------------------------------------------------------------------------
+
+    def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
+        """Forget the magnitudes of the step before."""
+        self._measured = self.record.steps < FIRST or seed % MEASURED == 0
+        self._left = (1 if self.config.mask_scope == "micro_batch" else micro_batches) * self._works
+        self._seed, self._reduce = seed, reduce
+        self._sums.zero_()
+        self._tell_layers(None)
+        self.names = self.reach if self._works else ()
+
+    @property
+    def _works(self) -> bool:
+        """Whether masks are made in this step: where masking is off, those of measured steps are for the report."""
+        return self._active or self._measured
+
+    def watched(self, forward: Callable[[Batch], T], batch: Batch) -> T:
+        """Add up magnitudes while `forward` runs; the mask is known when the last pass that decides has ended."""
+        if not self._left and self._together is None:
+            return forward(batch)
+        self._real, self._counts = self.method.backbone.real_tokens(batch), True
+        try:
+            output = forward(batch)
+        finally:
+            self._counts = False
+            self._weights.clear()
+            self._tokens.clear()
+        self._left -= self._together is None
+        if not self._left and self._together is None:
+            self._choose()
+        return output
+
+    def _observe_output(self, seen: Seen, layer: nn.Module, given: Any, y: Tensor) -> None:
+        """Forward hook: `y` is `[B, S, O]`."""
+        if self._counts and self._together is not None:
+            self._together.add((seen.path, "output"), y, self._weight(seen, y))
+        elif self._counts:
+            weight = self._weight(seen, y)
+            flat = None if weight is None else weight.reshape(-1)
+            rows = None if flat is None or y.device.type == "cpu" else self._rows_of(seen, y, flat)
+            self._sums[seen.place] += summed_magnitude(y.detach().reshape(-1, y.shape[-1]), flat, rows)
+
+    def _observe_low(self, seen: Seen, h: Tensor, gate_BR: Tensor) -> None:
+        """`h` is `[B, S, R]`."""
+        if self._counts and self._together is not None:
+            self._together.add((seen.path, "low"), h, self._weight(seen, h))
+        elif self._counts:
+            weight = self._weight(seen, h)
+            self._sums[seen.place] += summed_gated_magnitude(h.detach(), gate_BR.detach(), weight)
+
+    def _weight(self, seen: Seen, y: Tensor) -> Tensor | None:
+        """`[B, S]` float32, 1 on real tokens; None where all are. A prefix in front of the text is no text."""
+        real_BS = self._real[seen.side]
+        before = y.shape[1] - real_BS.shape[1] if y.dim() == 3 else -1
+        if before < 0 or y.shape[0] != real_BS.shape[0]:
+            raise RunError(
+                f"modifiers.migu: layer '{seen.path}' gives {tuple(y.shape)} for a batch of {tuple(real_BS.shape)} "
+                "tokens, so it cannot be told which of them are padding: leave it out of modifiers.migu.layers"
+            )
+        key = (seen.side, before)
+        if key not in self._weights:
+            whole = bool(real_BS.all()) and not before
+            self._weights[key] = None if whole else nn.functional.pad(real_BS.float(), (before, 0))
+        return self._weights[key]
+
+    def _rows_of(self, seen: Seen, y: Tensor, weight_N: Tensor) -> Tensor:
+        """Tokens that count, found once for all layers of a pass."""
+        key = (seen.side, y.shape[1])
+        if key not in self._tokens:
+            self._tokens[key] = weight_N.nonzero().squeeze(1)
+        return self._tokens[key]
+
+    def _choose(self) -> None:
+        """One sum over workers for all layers, then every group's rows."""
+        if self.config.random_update:
+            draw = torch.Generator().manual_seed(self._seed)
+            self._sums.copy_(torch.rand(self._layout.size, generator=draw))
+        else:
+            self._sums = self._reduce(self._sums)
+        for groups in self._groups:
+            groups.choose(self._sums, self.config.threshold, self.config.rule, self._mask)
+        self._still = ~self._mask
+        self.record.count(self._mask)
+        if self._choices and not self._measured:  # what is measured must be whole
+            self._tell_layers(self._mask.nonzero().squeeze(1))
+
+    def _tell_layers(self, kept_F: Tensor | None) -> None:
+        """From here on the layers' backward forms these rows of their weights' gradients only; None: all."""
+        places = [self._layout.seen[key].place for key in self._choices]
+        if kept_F is None:
+            bounds = [(0, 0)] * len(places)
+        else:
+            ends = torch.tensor([(place.start, place.stop) for place in places], device=kept_F.device)
+            bounds = torch.searchsorted(kept_F, ends).tolist()
+        for choice, place, (first, last) in zip(self._choices.values(), places, bounds, strict=True):
+            choice.rows = None if kept_F is None else kept_F[first:last] - place.start
+
+    # ---- gradients -------------------------------------------------------------------------------------------
+
+    def __call__(self, name: str, gradient: Tensor) -> Tensor:
+        """Zero where masked; exactly so, whatever stood there."""
+        masked = self._layout.rows[name].on(self._still)
+        if self._measured:
+            self.record.measure(gradient, masked)
+        return gradient.masked_fill_(masked, 0) if self._active else gradient
+
+    def masked(self, name: str) -> Tensor | None:
+        """The rows (columns, where a weight is kept the other way round) that are not updated in this step."""
+        return self._layout.rows[name].on(self._still) if self._active and name in self.names else None
+
+    def held(self, name: str) -> Tensor | None:
+        """Masked rows, under `mask_update`."""
+        return self.masked(name) if self.config.mask_update else None
+
+    # ---- what is remembered ----------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """Rows kept most often and the share of gradient norm kept, of the stage that has just ended."""
+        return {"masked": self._active, **self.record.facts}
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Counts for the report, and the task's clusters: nothing else outlives a step."""
+        clusters = {} if self._clusters is None else {"clusters": self._clusters.cpu()}
+        return {"facts": self.record.facts, "active": self._active}, self.record.tensors() | clusters
+
+    def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on counting."""
+        self._active = bool(state.get("active", False))
+        self._clusters = tensors.get("clusters")
+        self.record.load(state.get("facts", {}), tensors)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The sum over one worker."""
+    return tensor

@@ -1,0 +1,88 @@
+"""What is remembered of the masks of a stage, for people: rows kept most often, share of gradient norm kept.
+
+It is counted on the device, goes into checkpoints, and becomes small JSON at the end of the stage. No step reads it.
+What it does not know: how rows are chosen.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raycl.methods.migu.observed_layers import Layout
+
+
+class RowRecord:
+    """One stage's counts.
+
+    Attributes:
+        steps: counted so far.
+        facts: of the last stage that ended: `steps` with a mask; `gradient_norm_kept`, norm of masked over unmasked
+            gradient of the watched parameters, over the measured steps; `layers`, path -> `{rows, kept}`, with `kept`
+            a bit per row in base64 (`unpacked_rows` reads it), set for the rows kept most often.
+    """
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {}
+        self.steps = 0
+        self._counts = torch.zeros(0, dtype=torch.int32)
+        self._tally = torch.zeros(2, dtype=torch.float64)
+        """Squared norm of what was kept, and of everything."""
+
+    def begin(self, layout: Layout, device: torch.device, resumed: bool) -> None:
+        """Start at nothing, or go on."""
+        if not resumed or len(self._counts) != layout.size:
+            self.steps, self._tally = 0, torch.zeros_like(self._tally)
+            self._counts = torch.zeros(layout.size, dtype=torch.int32)
+        self._counts, self._tally = self._counts.to(device), self._tally.to(device)
+
+    def count(self, mask_F: Tensor) -> None:
+        """A step keeps these rows."""
+        self._counts += mask_F
+        self.steps += 1
+
+    def measure(self, gradient: Tensor, masked: Tensor) -> None:
+        """A whole gradient before it is masked."""
+        squares = gradient.detach().double().square()
+        self._tally[0] += squares.masked_fill(masked, 0).sum()
+        self._tally[1] += squares.sum()
+
+    def end(self, layout: Layout) -> None:
+        """The stage's facts; counts are dropped."""
+        within, whole = self._tally.tolist()
+        counts = self._counts.cpu()
+        outputs = {seen.path: counts[seen.place] for (_, part), seen in layout.seen.items() if part == "output"}
+        layers = {path: _most_often(part, self.steps) for path, part in outputs.items()} if self.steps else {}
+        self.facts = {
+            "steps": self.steps,
+            "gradient_norm_kept": math.sqrt(within / whole) if whole else None,
+            "layers": layers,
+        }
+        self._counts = torch.zeros(0, dtype=torch.int32)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For checkpoints; empty between stages."""
+        if not len(self._counts):
+            return {}
+        return {"counts": self._counts.cpu(), "tally": self._tally.cpu(), "steps": torch.tensor(self.steps)}
+
+    def load(self, facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """What `facts` and `tensors` were."""
+        self.facts = facts
+        if "counts" in tensors:
+            self._counts, self._tally = tensors["counts"].clone(), tensors["tally"].clone()
+            self.steps = int(tensors["steps"])
+
+
+def _most_often(counts_O: Tensor, steps: int) -> dict[str, Any]:
+    """As many rows as a step keeps, those that were kept in most steps; of equal ones the first."""
+    size = round(float(counts_O.sum()) / steps)
+    bits = np.zeros(len(counts_O), dtype=np.uint8)
+    bits[torch.argsort(counts_O, descending=True, stable=True)[:size].numpy()] = 1
+    return {"rows": len(counts_O), "kept": base64.b64encode(np.packbits(bits).tobytes()).decode()}

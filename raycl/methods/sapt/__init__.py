@@ -1,0 +1,1 @@
+"""SAPT: shared attention over task adapters, with attentive reflection on pseudo-samples."""

@@ -1,0 +1,311 @@
+"""SAPT's generator: a LoRA or a soft prompt that learns to write a task's inputs, and is forgotten when it has.
+
+SAPT, section 4.3. On the frozen backbone it reads one special token, [Gen], behind the soft prompt if there is one,
+and writes a text to its end token. [Gen]'s embedding is trained with it; it is a vector of the generator's own, and
+no vocabulary grows. Where this is not the paper's or its authors' way (methods.md, 2.5):
+- It writes the input alone, and the task's real template is put around it, as around real data. Theirs writes
+  instruction, separator and input: its instructions can come out wrong (one in SAPT's table 12 does), and texts
+  without the separator are thrown away.
+- It writes just as many texts as are kept. Theirs writes one for each training row and keeps a random 2 % of them.
+- It is trained. Theirs as released trains nothing: its LoRA is frozen.
+- An epoch is so many steps on rows drawn at random; the prompt starts as random words of the vocabulary, and
+  Adafactor's rate is not scaled by its size (LFPT5's code, which SAPT's 300 positions and rate are from).
+Nothing that was learned is lost where it fails, for it works when its task is trained already. Too few texts: those
+there are stand for the task. None at all: stored training inputs do, as with method.arm.source=real. Both are logged
+as a warning, and the second is told in the run's results (`stand_ins`) and beside the samples. So who must never keep
+training inputs looks there, or brings texts along (method.arm.source=file).
+Every worker trains the same one: it is small, and no part of the stream's own training; what the first one wrote
+counts (`raycl.methods.sapt.pseudo_samples.same_everywhere`).
+What it does not know: the method, what its texts are used for.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from raycl.adapters import AdapterStack
+from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec, load_skeleton
+from raycl.backbone.base import summed_cross_entropy
+from raycl.backbone.roles import linear_names
+from raycl.config import Section
+from raycl.errors import ConfigError
+from raycl.methods.context import StageRows
+from raycl.methods.sapt.pseudo_samples import PseudoSamples, drawn_sources, volume
+from raycl.types import IGNORE, Mixture
+
+log = logging.getLogger("raycl")
+
+NAME = "generator"
+TRIES = 4
+"""Rounds of sampling, each of as many texts as are wanted."""
+
+OWN = {
+    "lora": ("rank", "alpha", "dropout", "targets", "steps", "rate"),
+    "prompt": ("prompt_length", "epochs", "prompt_rate"),
+}
+"""Value -> settings that only it has."""
+
+
+class WriterConfig(Section):
+    """The generator's settings (rank, steps, batch, rates: SAPT, appendix C; else the authors' scripts)."""
+
+    value: Literal["lora", "prompt"] = Field("lora", description="what is trained, besides [Gen]'s embedding")
+    backbone: BackboneConfig | None = Field(
+        None, description="who writes; null: the run's own backbone. Encoder-only backbones cannot, and must name one"
+    )
+    rank: int = Field(8, ge=1, description="this to `rate`: value=lora only")
+    alpha: float = Field(32.0, gt=0)
+    dropout: float = Field(0.1, ge=0, lt=1)
+    targets: tuple[str, ...] = Field(
+        ("attention.query", "attention.value"),
+        min_length=1,
+        description="on a named backbone, and with prompts; else the linears that the tasks' blocks are on",
+    )
+    steps: int = Field(5000, ge=1, description="optimizer steps for each task")
+    rate: float = Field(1e-3, gt=0, description="of AdamW, constant")
+    prompt_length: int = Field(300, ge=1, description="positions; this to `prompt_rate`: value=prompt only")
+    epochs: int = Field(80, ge=1, description="over each task's rows")
+    prompt_rate: float = Field(0.5, gt=0, description="of Adafactor, constant, not scaled by the prompt's size")
+    batch: int = Field(16, ge=1)
+    max_tokens: int = Field(512, ge=1, description="of a written input")
+    top_k: int = Field(20, ge=1)
+    repetition_penalty: float = Field(2.5, gt=0)
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> WriterConfig:
+        for value, names in OWN.items():
+            given = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+            if value != self.value and given:
+                raise ValueError(
+                    f"method.writer.{given[0]} is of method.writer.value={value}, and value is {self.value}, which has "
+                    f"{', '.join(OWN[self.value])}: leave it out, or choose value={value}"
+                )
+        return self
+
+    @property
+    def positions(self) -> int:
+        """What is read before a text is written: the prompt, if there is one, and [Gen]."""
+        return 1 + (self.prompt_length if self.value == "prompt" else 0)
+
+    def steps_for(self, rows: int) -> int:
+        """Optimizer steps for a task of so many rows."""
+        return self.steps if self.value == "lora" else self.epochs * -(-rows // self.batch)
+
+
+def check_writer(config: WriterConfig, backbone: Backbone) -> None:
+    """Whether somebody can write.
+
+    Args:
+        backbone: the run's own, with or without weights.
+
+    Raises:
+        ConfigError: nobody can, or texts do not fit. BackboneError: the named backbone is not there.
+    """
+    if config.backbone is None:
+        if backbone.codec.kind == "encoder":
+            raise ConfigError(
+                "method.arm.source=generated needs a backbone that writes, and this run's is encoder-only: name a "
+                "small one in method.writer.backbone.name, or choose method.arm.source=real"
+            )
+        _check_positions(config, backbone)
+        return
+    codec = load_codec(config.backbone, 1, 1)
+    if codec.kind == "encoder":
+        raise ConfigError(
+            f"method.writer.backbone.name '{config.backbone.name}' is encoder-only and cannot write texts: expected an "
+            "encoder-decoder or decoder-only backbone"
+        )
+    _check_positions(config, load_skeleton(config.backbone, codec))
+
+
+def _check_positions(config: WriterConfig, backbone: Backbone) -> None:
+    """Decoders read and write in the same positions, encoder-decoders apart; relative ones have no limit."""
+    limit = getattr(backbone.model.config, "max_position_embeddings", None)
+    read, written = config.positions, config.max_tokens
+    wanted = max(read, written) if backbone.codec.kind == "encoder-decoder" else read + written
+    if limit is not None and wanted > limit:
+        prompt = "method.writer.prompt_length, " if config.value == "prompt" else ""
+        raise ConfigError(
+            f"the generator reads {read} positions and writes up to method.writer.max_tokens={written}, which is more "
+            f"than the {limit} positions of its backbone: lower {prompt}method.writer.max_tokens"
+        )
+
+
+class Writer:
+    """Writes inputs like those of a stage, and leaves the backbone as it was."""
+
+    def __init__(self, config: WriterConfig, backbone: Backbone, stack: AdapterStack, seed: int) -> None:
+        """Take the run's backbone between two stages, or load the named one.
+
+        Args:
+            stack: over `backbone`, with nothing in training; over no linear at all, it is not used.
+        """
+        self.config, self.seed = config, seed
+        self.backbone, own = backbone, stack if stack.layers else None
+        if config.backbone is not None:
+            codec = load_codec(config.backbone, 1, 1)
+            self.backbone, own = load_backbone(config.backbone, codec, backbone.device, seed, trains=True), None
+        self._borrowed, self.stack = own, own
+        model = self.backbone.model
+        if config.value == "prompt":
+            self.stack = None
+        elif own is None:
+            self.stack = AdapterStack(model, linear_names(model, config.targets))
+
+    def write(self, rows: StageRows, fraction: float) -> PseudoSamples:
+        """As many inputs of each task of the stage as `fraction` of its training rows, with its template.
+
+        Fewer where the generator fails, stored ones where it writes none at all; both are logged.
+        """
+        prompts: list[list[int]] = []
+        stored = 0
+        try:
+            for number, table in enumerate(rows.tables("train")):
+                count, seed = volume(fraction, len(table)), self.seed + number
+                texts = self._like(table.texts(range(len(table))), count, seed)
+                self._tell(table.task.name, len(texts), count)
+                if texts:
+                    prompts += rows.prompts(table.task, texts)
+                else:
+                    prompts += drawn_sources(table, count, torch.Generator().manual_seed(seed))
+                    stored += count
+        finally:
+            if self.stack is not None and self._borrowed is None:
+                self.stack.detach()
+        return PseudoSamples(prompts, [], [], stored)
+
+    def _tell(self, task: str, found: int, count: int) -> None:
+        """Warn where texts are missing."""
+        if found == count:
+            return
+        kept = "only these are kept" if found else "stored training inputs stand for the task instead"
+        length, rate = OWN[self.config.value][-2:]
+        log.warning(
+            f"    the generator of task '{task}' wrote {found} of {count} texts in {TRIES * count} tries: {kept}; a "
+            f"new run may train it longer (method.writer.{length}) or more gently (method.writer.{rate})"
+        )
+
+    def _like(self, texts: Sequence[str], count: int, seed: int) -> list[str]:
+        """`count` texts like these, or fewer; a generator that diverged writes none."""
+        backbone, was_training = self.backbone, self.backbone.training
+        thawed = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
+        torch.manual_seed(seed)
+        for parameter in thawed:
+            parameter.requires_grad_(False)
+        try:
+            start_PD = self._start()
+            parameters = [start_PD, *self._live()]
+            self._train(texts, start_PD, parameters, seed)
+            is_sound = all(bool(parameter.isfinite().all()) for parameter in parameters)
+            return self._sampled(start_PD, count) if is_sound else []
+        finally:
+            if self.stack is not None:
+                self.stack.end_live()
+            for parameter in thawed:
+                parameter.requires_grad_(True)
+            backbone.train(was_training)
+
+    def _start(self) -> nn.Parameter:
+        """`[P, D]`: the prompt, random words as yet, and [Gen], their mean."""
+        words = self.backbone.model.get_input_embeddings().weight.detach()
+        chosen = torch.randint(len(words), (self.config.positions - 1,)).to(words.device)
+        return nn.Parameter(torch.cat([words[chosen].float(), words.float().mean(0, keepdim=True)]))
+
+    def _live(self) -> list[nn.Parameter]:
+        """The LoRA in training; nothing with a prompt."""
+        if self.stack is None:
+            return []
+        config = self.config
+        self.stack.begin_live({NAME: config.rank}, config.alpha / config.rank, _init, config.dropout)
+        own = [p for layer in self.stack.layers.values() for p in (layer.lora_A, layer.lora_B) if p is not None]
+        for parameter in own:
+            parameter.data = parameter.data.float()
+        return own
+
+    def _speaking(self, rows: int) -> AbstractContextManager[None]:
+        """The generator's LoRA alone; with a prompt the bare backbone."""
+        return nullcontext() if self.stack is None else self.stack.mixing(Mixture.same({NAME: 1.0}, rows))
+
+    def _optimizer(self, parameters: list[nn.Parameter]) -> Any:
+        if self.config.value == "lora":
+            return torch.optim.AdamW(parameters, lr=self.config.rate, weight_decay=0.0)
+        from transformers.optimization import Adafactor  # brings peft: a third of a driver's start, which makes none
+
+        return Adafactor(parameters, lr=self.config.prompt_rate, scale_parameter=False, relative_step=False)
+
+    def _train(self, texts: Sequence[str], start_PD: Tensor, parameters: list[nn.Parameter], seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        ids = [row[: self.config.max_tokens] for row in self.backbone.codec.encode_target(texts)]
+        optimizer = self._optimizer(parameters)
+        self.backbone.train()
+        for _ in range(self.config.steps_for(len(ids))):
+            chosen = torch.randint(len(ids), (min(self.config.batch, len(ids)),), generator=draw).tolist()
+            labels = _padded([ids[number] for number in chosen]).to(self.backbone.device)
+            with self._speaking(len(labels)):
+                loss = self._loss(labels, start_PD) / int((labels != IGNORE).sum())
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+    def _loss(self, labels_BT: Tensor, start_PD: Tensor) -> Tensor:
+        """Summed cross-entropy of the texts behind [Gen]."""
+        backbone, rows = self.backbone, len(labels_BT)
+        start = self._read(start_PD, rows)
+        with backbone.precision():
+            if backbone.codec.kind == "encoder-decoder":
+                read: dict[str, Any] = {"inputs_embeds": start}
+                if self.stack is None:  # all rows read the same, and nothing is dropped out of it: encoded once
+                    encoded = backbone.model.get_encoder()(inputs_embeds=start[:1]).last_hidden_state
+                    read = {"encoder_outputs": (encoded.expand(rows, -1, -1),)}
+                logits = backbone.model(**read, labels=labels_BT, use_cache=False).logits
+                return summed_cross_entropy(logits, labels_BT)
+            written = backbone.embedded(labels_BT.clamp(min=0)).to(start.dtype)
+            mask = torch.cat([labels_BT.new_ones(start.shape[:2]), (labels_BT != IGNORE).long()], dim=1)
+            inputs = torch.cat([start, written], dim=1)
+            logits = backbone.model(inputs_embeds=inputs, attention_mask=mask, use_cache=False).logits
+            return summed_cross_entropy(logits[:, len(start_PD) - 1 : -1], labels_BT)
+
+    def _read(self, start_PD: Tensor, rows: int) -> Tensor:
+        return start_PD.to(self.backbone.dtype).expand(rows, -1, -1)
+
+    @torch.no_grad()
+    def _sampled(self, start_PD: Tensor, count: int) -> list[str]:
+        """`count` texts that are not empty, one after another by top-k sampling; fewer if `TRIES` rounds give fewer."""
+        backbone, config, found = self.backbone.eval(), self.config, list[str]()
+        for _ in range(TRIES):
+            for start in range(0, count, config.batch):
+                rows = min(config.batch, count - start)
+                with self._speaking(rows), backbone.precision():
+                    ids = backbone.model.generate(
+                        inputs_embeds=self._read(start_PD, rows),
+                        attention_mask=torch.ones(rows, len(start_PD), dtype=torch.long, device=backbone.device),
+                        max_new_tokens=config.max_tokens,
+                        do_sample=True,
+                        num_beams=1,
+                        top_k=config.top_k,
+                        repetition_penalty=config.repetition_penalty,
+                        pad_token_id=backbone.codec.pad_id,
+                        eos_token_id=backbone.codec.eos_id,
+                        remove_invalid_values=True,
+                    )
+                found += [text for text in backbone.codec.decode(ids) if text]
+            if len(found) >= count:
+                break
+        return found[:count]
+
+
+def _init(low: Tensor, outputs: int) -> None:
+    nn.init.kaiming_uniform_(low, a=math.sqrt(5))
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[IGNORE] * (width - len(row))] for row in rows])

@@ -1,0 +1,78 @@
+"""Pseudo samples as ordinary training data: each rides along with a training row (SAPT's ablation +Replay).
+
+In every epoch each sample of every earlier task is trained on exactly once, beside a row that the epoch's own draw
+gives it. So who rides along depends on rows and epoch alone: accumulation and workers change nothing.
+What it does not know: where samples came from, what else is added to the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from raycl.methods.sapt.pseudo_samples import PseudoSamples
+from raycl.types import IGNORE, Batch
+
+Place = tuple[int, int]
+"""Memory, and sample in it."""
+
+
+class Companions:
+    """Samples of all earlier tasks, dealt out over the rows of the present one."""
+
+    def __init__(self, samples: Sequence[PseudoSamples], labels: Sequence[Sequence[int]], rows: int, seed: int) -> None:
+        """Take what there is.
+
+        Args:
+            labels: row of the label head of every label of each memory, in its order.
+            rows: training rows of the present stage.
+        """
+        self.samples, self.labels, self.rows, self.seed = samples, labels, rows, seed
+        self._places = [(memory, number) for memory, held in enumerate(samples) for number in range(len(held))]
+        self._dealt = lru_cache(maxsize=1)(self._deal)
+
+    def _deal(self, epoch: int) -> dict[int, list[Place]]:
+        """Row -> samples that ride along with it in this epoch."""
+        order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
+        found: dict[int, list[Place]] = {}
+        for number, place in enumerate(self._places):
+            found.setdefault(order[number % self.rows], []).append(place)
+        return found
+
+    def joined(self, batch: Batch, epoch: int, pad_id: int) -> Batch:
+        """The batch with the samples that ride along with its rows behind it."""
+        dealt = self._dealt(epoch)
+        mine = [place for row in batch.rows.tolist() for place in dealt.get(row, ())]
+        if not mine:
+            return batch
+        sources = [self.samples[memory].sources[number] for memory, number in mine]
+        targets = [self.samples[memory].targets[number] for memory, number in mine]
+        rows = [self._label(memory, self.samples[memory].labels[number]) for memory, number in mine]
+        blank = ("",) * len(mine)
+        return replace(
+            batch,
+            source_ids=_below(batch.source_ids, sources, pad_id),
+            source_mask=_below(batch.source_mask, [[1] * len(source) for source in sources], 0),
+            target_ids=_below(batch.target_ids, targets, IGNORE),
+            label_ids=torch.cat([batch.label_ids, torch.tensor(rows, dtype=torch.int64)]),
+            weight=torch.cat([batch.weight, torch.ones(len(mine))]),
+            rows=torch.cat([batch.rows, torch.full((len(mine),), -1)]),
+            texts=(*batch.texts, *blank) if batch.texts else (),
+            tasks=(*batch.tasks, *blank) if batch.tasks else (),
+        )
+
+    def _label(self, memory: int, label: int) -> int:
+        known = self.labels[memory]
+        return known[label] if known and label >= 0 else IGNORE
+
+
+def _below(upper_BL: Tensor, rows: Sequence[Sequence[int]], fill: int) -> Tensor:
+    """More rows below a right-padded tensor."""
+    width = max(upper_BL.shape[1], *(len(row) for row in rows))
+    upper = torch.nn.functional.pad(upper_BL, (0, width - upper_BL.shape[1]), value=fill)
+    lower = torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=upper_BL.dtype)
+    return torch.cat([upper, lower.reshape(len(rows), width)])

@@ -1,0 +1,203 @@
+"""Pseudo samples: prompts that stand for a task after it was learned (SAPT, section 4.3).
+
+They are kept as token ids, beside the task's adapter. Inputs only, as SAPT's reflection needs no answers; answers are
+kept where they are trained on again (the ablation +Replay).
+What it does not know: what is done with them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raycl.data.tokens import Split, TokenTable
+from raycl.errors import DataError
+from raycl.methods.context import StageRows
+
+Ids = Sequence[int]
+
+
+@dataclass(frozen=True)
+class PseudoSamples:
+    """Samples of one stage.
+
+    Attributes:
+        sources: prompt ids of each, with the model's special tokens.
+        targets: answer ids of each, or empty lists; empty where answers are not kept.
+        labels: row of the stage's labels of each, -1 for none; empty where answers are not kept.
+        stand_ins: how many of them are training inputs because a generator wrote nothing.
+    """
+
+    sources: list[list[int]]
+    targets: list[list[int]]
+    labels: list[int]
+    stand_ins: int = 0
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For checkpoints and the bank: flat int32 ids and the length of each."""
+        found = {"source_ids": _flat(self.sources), "source_lengths": _lengths(self.sources)}
+        if self.labels:
+            found |= {"target_ids": _flat(self.targets), "target_lengths": _lengths(self.targets)}
+            found["labels"] = torch.tensor(self.labels, dtype=torch.int32)
+        if self.stand_ins:
+            found["stand_ins"] = torch.tensor([self.stand_ins], dtype=torch.int32)
+        return found
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor]) -> PseudoSamples:
+        """Back from what `tensors` gave."""
+        sources = _split(tensors["source_ids"], tensors["source_lengths"])
+        stand_ins = int(tensors["stand_ins"]) if "stand_ins" in tensors else 0
+        if "labels" not in tensors:
+            return PseudoSamples(sources, [], [], stand_ins)
+        targets = _split(tensors["target_ids"], tensors["target_lengths"])
+        return PseudoSamples(sources, targets, tensors["labels"].tolist(), stand_ins)
+
+
+def same_everywhere(samples: PseudoSamples, device: torch.device) -> PseudoSamples:
+    """The first worker's samples on all workers: texts sampled on several GPUs, or files of several nodes, may differ.
+
+    Args:
+        device: where this worker computes.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return samples
+    box: list[Any] = [samples]
+    dist.broadcast_object_list(box, src=0, device=device)
+    found: PseudoSamples = box[0]
+    return found
+
+
+def counts_of(kept: Mapping[str, PseudoSamples]) -> dict[str, dict[str, int]]:
+    """For people: how many samples stand for each task; where a generator failed, also how many stand in for its."""
+    found = {"pseudo": {task: len(samples) for task, samples in kept.items()}}
+    stand_ins = {task: samples.stand_ins for task, samples in kept.items() if samples.stand_ins}
+    return found | ({"stand_ins": stand_ins} if stand_ins else {})
+
+
+def volume(fraction: float, rows: int) -> int:
+    """How many samples stand for so many rows: `max(1, floor(fraction rows))`, as in the files of SAPT's release."""
+    return min(rows, max(1, int(Decimal(str(fraction)) * rows)))
+
+
+def take_real(rows: StageRows, fraction: float, seed: int, answers: bool = False) -> PseudoSamples:
+    """A few training rows of each of the stage's tasks, drawn by `seed`."""
+    draw = torch.Generator().manual_seed(seed)
+    all_labels = [label for task in rows.stage.tasks for label in task.labels or ()]
+    place = {label: number for number, label in enumerate(dict.fromkeys(all_labels))}
+    found = PseudoSamples([], [], [])
+    for table in rows.tables("train"):
+        columns = table.columns(_drawn(table, volume(fraction, len(table)), draw))
+        found.sources.extend(ids.tolist() for ids in columns.source_ids)
+        if answers:
+            found.targets.extend(ids.tolist() for ids in columns.target_ids)
+            found.labels.extend(_label(table, code, place) for code in columns.labels.tolist())
+    return found
+
+
+def drawn_sources(table: TokenTable, count: int, draw: torch.Generator) -> list[list[int]]:
+    """Prompt ids of so many rows of a task."""
+    return [ids.tolist() for ids in table.columns(_drawn(table, count, draw)).source_ids]
+
+
+def _drawn(table: TokenTable, count: int, draw: torch.Generator) -> list[int]:
+    places: list[int] = torch.randperm(len(table), generator=draw)[:count].sort().values.tolist()
+    return places
+
+
+def _label(table: TokenTable, code: int, place: Mapping[str, int]) -> int:
+    return -1 if code < 0 or table.task.labels is None else place[table.task.labels[code]]
+
+
+def read_file(rows: StageRows, folder: str, fraction: float) -> PseudoSamples:
+    """Those of each of the stage's tasks: the first ones, as many as count.
+
+    From `<task>.jsonl`, lines of `{"text": ...}`; or from `<task>/train.json`, as SAPT's authors publish theirs:
+    `{"Instances": [{"input": ...}, ...]}`, of which instruction and outputs are left alone.
+
+    Raises:
+        DataError: a file is missing, empty or not UTF-8, or an input has no text.
+    """
+    sources: list[list[int]] = []
+    counts = {table.task.name: len(table) for table in rows.tables("train")}
+    for task in rows.stage.tasks:
+        texts = read_texts(folder, task.name)
+        sources += rows.prompts(task, texts[: volume(fraction, counts.get(task.name, len(texts)))])
+    return PseudoSamples(sources, [], [])
+
+
+def read_texts(folder: str, task: str) -> list[str]:
+    """Of `<folder>/<task>.jsonl`, or of `<folder>/<task>/train.json` as SAPT's authors publish theirs.
+
+    Raises:
+        DataError: the file is missing, not in UTF-8 or empty, or a line has no text.
+    """
+    path, released = Path(folder) / f"{task}.jsonl", Path(folder) / task / "train.json"
+    if not path.is_file() and released.is_file():
+        return _released(released)
+    if not path.is_file():
+        raise DataError(
+            f"'{path}' with pseudo inputs is missing: expected one JSON line {{\"text\": ...}} for each of them "
+            "(method.arm.files), or choose method.arm.source=real"
+        )
+    found = []
+    for number, line in enumerate(StringIO(_utf8(path, 'a JSON line {"text": ...} for each input')), 1):
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"'{path}' line {number} is no pseudo input: expected {{\"text\": ...}}") from error
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(f"'{path}' line {number} has no text: remove the line, or write an input")
+        found.append(text)
+    if not found:
+        raise DataError(f"'{path}' holds no pseudo input: write at least one line {{\"text\": ...}}")
+    return found
+
+
+def _released(path: Path) -> list[str]:
+    expected = '{"Instances": [{"input": ...}, ...]}'
+    try:
+        found = [instance["input"] for instance in json.loads(_utf8(path, expected))["Instances"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"'{path}' holds no pseudo inputs: expected {expected}") from error
+    if not found or not all(isinstance(text, str) and text.strip() for text in found):
+        raise DataError(f"'{path}' holds an empty pseudo input, or none: expected {expected}, each input with text")
+    return found
+
+
+def _utf8(path: Path, expected: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"'{path}' with pseudo inputs is not UTF-8 (byte {error.start}): expected {expected}; save it as UTF-8"
+        ) from error
+
+
+def sources_of(rows: StageRows, split: Split) -> list[list[int]]:
+    """Prompt ids of all rows of a split of the stage's tasks."""
+    return [ids.tolist() for table in rows.tables(split) for ids in table.columns(range(len(table))).source_ids]
+
+
+def _flat(rows: Sequence[Ids]) -> Tensor:
+    return torch.tensor([token for row in rows for token in row], dtype=torch.int32)
+
+
+def _lengths(rows: Sequence[Ids]) -> Tensor:
+    return torch.tensor([len(row) for row in rows], dtype=torch.int32)
+
+
+def _split(flat: Tensor, lengths: Tensor) -> list[list[int]]:
+    return [part.tolist() for part in torch.split(flat, lengths.tolist())]

@@ -1,0 +1,152 @@
+"""ARM, SAPT's attentive reflection: old tasks' inputs shall be attended to as they were (SAPT, section 4.3).
+
+After a task its mean weights are kept. While a later one is trained, pseudo inputs of every earlier one go through
+the present projection and keys, and KL(kept || now) is added to the task loss. Which inputs a step draws depends on
+the step alone: every micro-batch of every worker adds the same term, which the step counts exactly once, so that
+accumulation and workers change nothing and nothing random is kept in a checkpoint. Only the projection runs: inputs
+are pooled once a task, since embeddings are frozen.
+What it does not know: the model, where pseudo inputs came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from raycl.config import Section
+from raycl.data.settings import Place
+from raycl.methods.base import under
+from raycl.methods.sapt.pseudo_samples import PseudoSamples
+from raycl.retrieval.attention import Attention, divergence
+
+
+class ReflectionConfig(Section):
+    """ARM's settings (SAPT, section 4.3 and appendix C); where its released code differs, a setting says so."""
+
+    weight: float | None = Field(
+        None, ge=0, description="lambda; null: 2 on decoders, 0.5 elsewhere (the paper: 0.1 on T5's long sequences)"
+    )
+    source: Literal["real", "generated", "file"] = Field(
+        "real",
+        description="pseudo inputs: stored training inputs, those of a generator trained on each task (the paper's), "
+        "or <files>/<task>.jsonl",
+    )
+    fraction: float = Field(0.02, gt=0, le=1, description="pseudo inputs per training row; at least one a task")
+    files: Place = Field(
+        None,
+        description="source=file: folder of <task>.jsonl, lines of {text: ...}, or of the authors' <task>/train.json",
+    )
+    batch: int = Field(16, ge=1, description="pseudo inputs of each earlier task that a step draws")
+    every: int = Field(1, ge=1, description="reflect in one step of so many (data_replay_freq of the scripts)")
+    skip_steps: int = Field(0, ge=0, description="first steps of a task without; as released: 1")
+    kl_reduction: Literal["sum", "mean"] = Field("sum", description="over earlier tasks")
+    kl_scale_with_accum: bool = Field(
+        False, description="not divided by the accumulation while the task loss is, as released"
+    )
+    abar_split: Literal["dev", "test"] = Field(
+        "dev", description="whose mean weights are kept; test: the paper's words; without dev rows: the training rows"
+    )
+
+    def weight_on(self, kind: str) -> float:
+        """Lambda: unless given 2 on decoders (the paper's LLaMA), 0.5 elsewhere (its T5 on SuperNI)."""
+        if self.weight is not None:
+            return self.weight
+        return 2.0 if kind == "decoder" else 0.5
+
+    @model_validator(mode="after")
+    def _files_fit(self) -> ReflectionConfig:
+        if (self.source == "file") != (self.files is not None):
+            raise ValueError(
+                "method.arm.source=file needs method.arm.files, the folder of <task>.jsonl, and no other source does"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is kept of a task.
+
+    Attributes:
+        samples: its pseudo samples.
+        abar: `[i]` mean weights over the keys there were then, in the order of learning.
+    """
+
+    samples: PseudoSamples
+    abar: Tensor
+
+
+class Reflection:
+    """Memories of all tasks so far, and the term they add.
+
+    Attributes:
+        weight: lambda.
+        memories: task -> what is kept of it, in the order of learning.
+        pooled: task -> `[n, d]` its pseudo inputs, pooled, on the model's device.
+    """
+
+    def __init__(self, config: ReflectionConfig, weight: float) -> None:
+        self.config, self.weight = config, weight
+        self.memories: dict[str, Memory] = {}
+        self.pooled: dict[str, Tensor] = {}
+        self._step, self._seed, self._micro_batches = 0, 0, 1
+
+    def begin_step(self, step: int, seed: int, micro_batches: int) -> None:
+        """As `Method.begin_step`."""
+        self._step, self._seed, self._micro_batches = step, seed, micro_batches
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the present step reflects."""
+        config = self.config
+        late = self._step >= config.skip_steps and self._step % config.every == 0
+        return late and self.weight > 0 and bool(self.pooled)
+
+    def draw(self) -> dict[str, Tensor]:
+        """Task -> places of the pseudo inputs that the present step draws, without repetition."""
+        draw = torch.Generator().manual_seed(self._seed)
+        return {
+            task: torch.randperm(len(pooled), generator=draw)[: self.config.batch]
+            for task, pooled in self.pooled.items()
+        }
+
+    def term(self, attention: Attention) -> Tensor | None:
+        """`lambda * sum_i mean KL(abar_i || alpha)` of the present step; None if there is none."""
+        if not self.is_due:
+            return None
+        drawn = self.draw()
+        rows = torch.cat([self.pooled[task][places.to(self.pooled[task].device)] for task, places in drawn.items()])
+        names = attention.names
+        target = torch.cat([self.target(task, len(names)).expand(len(places), -1) for task, places in drawn.items()])
+        share = torch.cat([torch.full((len(places),), 1.0 / len(places)) for places in drawn.values()])
+        total = (divergence(target.to(rows.device), attention(rows)) * share.to(rows.device)).sum()
+        if self.config.kl_reduction == "mean":
+            total = total / len(drawn)
+        return total * (self.weight * (self._micro_batches if self.config.kl_scale_with_accum else 1))
+
+    def target(self, task: str, keys: int) -> Tensor:
+        """`[1, keys]`: the kept mean weights, 0 for keys that came later."""
+        abar = self.memories[task].abar
+        return torch.nn.functional.pad(abar, (0, keys - len(abar)))[None]
+
+    # ---- keeping ---------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`abar/<task>`, `pseudo/<task>/<what>`."""
+        found: dict[str, Tensor] = {}
+        for task, memory in self.memories.items():
+            found[f"abar/{task}"] = memory.abar
+            found |= {f"pseudo/{task}/{name}": tensor for name, tensor in memory.samples.tensors().items()}
+        return found
+
+    def take(self, tasks: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
+        """Back from what `tensors` gave of these tasks; nothing is kept of tasks that are always told."""
+        self.memories = {
+            task: Memory(PseudoSamples.of(under(f"pseudo/{task}/", tensors)), tensors[f"abar/{task}"])
+            for task in tasks
+            if f"abar/{task}" in tensors
+        }

@@ -1,0 +1,92 @@
+"""SAPT's settings: its blocks', and by section its attention's, reflection's, generator's and selector's.
+
+What it does not know: how any of them act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from raycl.config import Tree
+from raycl.methods.base import MethodConfig
+from raycl.methods.sapt.generator import WriterConfig
+from raycl.methods.sapt.reflection import ReflectionConfig
+from raycl.retrieval.attention import AttentionConfig
+from raycl.retrieval.selector import SelectorConfig
+
+
+class SaptConfig(MethodConfig):
+    """SAPT's settings; those of the paper's runs: its appendix C, and the authors' scripts."""
+
+    name: Literal["sapt"] = "sapt"
+    value: Literal["lora", "prompt"] = Field("lora", description="a task's block: SAPT-LoRA, or SAPT-Prompt")
+    rank: int = Field(8, ge=1, description="r; the paper: 8 on T5's long sequences, else 4")
+    alpha: float = Field(32.0, gt=0, description="LoRA's alpha; the update is scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: tuple[str, ...] = Field(
+        ("attention.query", "attention.value"), min_length=1, description="roles or regular expressions of linear paths"
+    )
+    prompt_length: int = Field(10, ge=1, description="positions of a prompt; the sum of all is as long")
+    attention: AttentionConfig = AttentionConfig()
+    arm: ReflectionConfig = ReflectionConfig()
+    head_rule: Literal["probability", "logit"] = Field(
+        "probability", description="how the blocks' label heads are mixed on encoder-only backbones"
+    )
+    stop_grad_old_blocks: bool = Field(
+        False, description="no gradient through old blocks into the layers below, as released"
+    )
+    ablation: Literal["none", "arm", "replay", "alignment", "shared_attention"] = Field(
+        "none",
+        description="what is left out (SAPT, section 6.3). arm: lambda = 0; replay: lambda = 0, and pseudo samples are "
+        "trained on as ordinary data; alignment: a separate selector is learned from recorded weights and used at "
+        "test; shared_attention: each block is learned alone, and a separate selector picks one",
+    )
+    selector: SelectorConfig = SelectorConfig()
+    writer: WriterConfig = WriterConfig()
+
+    idle_alone: ClassVar[tuple[str, ...]] = ("attention", "arm", "ablation", "selector", "writer")
+    """A single block is attended to with weight 1, and there is nothing to reflect on."""
+
+    label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
+
+    def acting(self, index: int, tasks: Sequence[str]) -> Tree:
+        """In the first task there is nothing to reflect on."""
+        settings = super().acting(index, tasks)
+        if index == 0:
+            kept = ("source", "fraction", "files", "abar_split")
+            settings["arm"] = {name: settings["arm"][name] for name in kept}
+        return settings
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """What the other kind of block has, and what belongs to a part that is left out, or a source not taken."""
+        others = ("rank", "alpha", "dropout", "targets") if self.value == "prompt" else ("prompt_length",)
+        yield from ((name, f"value={self.value}") for name in others)
+        reflection = ("weight", "batch", "every", "skip_steps", "kl_reduction", "kl_scale_with_accum")
+        if self.ablation != "none":
+            yield from ((f"arm.{name}", f"ablation={self.ablation}") for name in reflection)
+        elif self.arm.weight == 0:
+            yield from ((f"arm.{name}", "arm.weight=0") for name in reflection[1:])
+        if self.ablation not in ("alignment", "shared_attention"):
+            yield "selector", f"ablation={self.ablation}"
+        if self.arm.source != "generated" or self.ablation == "arm":
+            yield "writer", "ablation=arm" if self.ablation == "arm" else f"arm.source={self.arm.source}"
+        if self.arm.source != "file":
+            yield "arm.files", f"arm.source={self.arm.source}"
+
+    def idle_beside(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
+        """Of label heads whose scores are added, all are evaluated (`AttentionConfig.settled`)."""
+        yield from super().idle_beside(has_label_head, reason)
+        if has_label_head and self.head_rule == "logit":
+            yield "attention.floor", f"method.head_rule=logit and {reason}"
+
+    @model_validator(mode="after")
+    def _replay_has_answers(self) -> SaptConfig:
+        if self.ablation == "replay" and self.arm.source != "real":
+            raise ValueError(
+                f"method.ablation=replay trains on answers, which method.arm.source={self.arm.source} does not have: "
+                "expected real"
+            )
+        return self

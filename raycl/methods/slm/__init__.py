@@ -1,0 +1,1 @@
+"""SLM: scalable language model with dynamic task-related knowledge retrieval."""

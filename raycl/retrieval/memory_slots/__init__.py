@@ -1,0 +1,1 @@
+"""SLM's memory slots: keys, nearest-key search, mixture weights, and their router."""

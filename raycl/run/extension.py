@@ -1,0 +1,67 @@
+"""More tasks for a run that is there already: what makes a deployed model learn something new this week.
+
+A task that is added is learned as if it had been in the stream from the start: order, draws and seeds of a stage
+depend on its place and its own name alone, so the matrix is the one of a run that knew all tasks (a property test).
+What it does not know: workers, folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from raycl import config as configs
+from raycl.backbone import load_codec, load_skeleton
+from raycl.data.stream import open_stream
+from raycl.errors import ConfigError, ResumeError
+from raycl.methods.registry import method_class
+from raycl.run.assembly import RunConfig
+
+
+def with_tasks(config: RunConfig, added: Sequence[str]) -> RunConfig:
+    """The config with tasks at the end of its stream.
+
+    Args:
+        added: names below the stream's root, or tasks of your own as YAML (`{name: tickets, path: data/tickets}`).
+
+    Raises:
+        ConfigError: no such task, or it is no YAML. ResumeError: the method cannot take more tasks.
+    """
+    _check_method(config)
+    tree = configs.as_tree(config)
+    given = tree["stream"]["tasks"]
+    known = given if given is not None else [task.name for task in open_stream(config.stream, config.seed).tasks]
+    tree["stream"]["tasks"] = [*known, *map(_task, added)]
+    return configs.validate(RunConfig, tree)
+
+
+def _task(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"'{text}' is neither a task's name nor YAML such as '{{name: tickets, path: data/tickets}}': {reason}"
+        ) from error
+
+
+def _check_method(config: RunConfig) -> None:
+    codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
+    kind = method_class(config.method.name)
+    if kind.joint:
+        raise ResumeError(f"method '{config.method.name}' learns all tasks in one stage: start a new run instead")
+    if kind(config.method, load_skeleton(config.backbone, codec), config.seed).studies_ahead:
+        raise ResumeError("this run studied its whole stream before the first task: start a new run instead")
+
+
+def other_changes(old: RunConfig, new: RunConfig, count: int, without: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    """What differs beside the last `count` tasks and their own epochs and rows; dotted key -> (old, new)."""
+    before, after = configs.as_tree(old), configs.as_tree(new)
+    fresh = {task if isinstance(task, str) else task.name for task in (new.stream.tasks or ())[-count:]}
+    for section, key in (("train", "epochs_by_task"), ("stream", "train_rows_by_task")):
+        kept = {name: value for name, value in after[section][key].items() if name not in fresh}
+        after[section][key] = kept
+    after["stream"]["tasks"] = before["stream"]["tasks"]
+    return configs.differences(before, after, without=without)

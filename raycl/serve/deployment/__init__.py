@@ -1,0 +1,1 @@
+"""The endpoint on Ray Serve: application, resources, command."""

@@ -1,0 +1,231 @@
+"""The endpoint on Ray Serve: replicas, their resources and their life.
+
+    serve run raycl.serve.deployment.app:build bank=runs/mine/bank
+
+Why it exists: the one place where the service meets Ray Serve.
+What it does not know: how answers are made (`service`), what the wire looks like (`web`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from raycl import config as configs
+from raycl.bank import Bank
+from raycl.errors import RayclError
+from raycl.generation.requests import Event, Failed
+from raycl.serve.deployment.factory import close_service, open_front, open_service
+from raycl.serve.deployment.resources import gate_device, gate_takes, replica_takes, settled_device
+from raycl.serve.engine.disaggregated import Spec
+from raycl.serve.http.access import check_access
+from raycl.serve.http.server import Listener
+from raycl.serve.http.web import make_web
+from raycl.serve.metrics import Metrics
+from raycl.serve.service import Answer, Service, labelled, routed, spoken_out, take
+from raycl.serve.settings import ServeConfig
+from raycl.serve.snapshots.decisions import decide_first
+from raycl.serve.snapshots.gate_actor import Gatekeeper, ask_gate
+
+NAME = "raycl"
+log = logging.getLogger(__name__)
+
+
+class Ingress:
+    """A service's wire.
+
+    Attributes:
+        web: the ASGI application, for Serve's proxy.
+    """
+
+    def __init__(self, service: Service, config: ServeConfig) -> None:
+        """Listen, if it is not the proxy that does.
+
+        Raises:
+            ConfigError: this process knows no keys, and others on the network would reach it.
+        """
+        self.web = make_web(service, check_access(config))
+        self.listener = Listener(self.web, config) if config.ingress == "direct" else None
+
+    def check_health(self) -> None:
+        """See `Endpoint.check_health`."""
+        assert self.listener is None or self.listener.alive, "the HTTP server has ended"
+
+    def close(self) -> None:
+        """Answer what has begun."""
+        if self.listener is not None:
+            self.listener.close()
+
+
+class Endpoint:
+    """Ingress, router and model in one replica: no hop between them."""
+
+    def __init__(self, tree: dict[str, Any], gatekeeper: DeploymentHandle | None = None) -> None:
+        """Load the backbone and the first snapshot."""
+        logging.getLogger("raycl").setLevel(logging.INFO)
+        self.config = configs.validate(ServeConfig, tree)
+        self.service = open_service(self.config, shelf=True)
+        if gatekeeper is not None:
+            ask_gate(gatekeeper, self.service)
+        self.metrics = Metrics(self.service)
+        self.ingress = Ingress(self.service, self.config)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self.ingress.web
+
+    def check_health(self) -> None:
+        """Called by Serve every few seconds; a replica whose model thread has ended is replaced."""
+        assert self.service.engine.alive, "the model's thread has ended"
+        self.ingress.check_health()
+
+    def __del__(self) -> None:
+        if hasattr(self, "ingress"):
+            self.ingress.close()
+        if hasattr(self, "service"):
+            close_service(self.service)
+
+
+class Model:
+    """The model behind replicas that route: answers texts whose mixture is known."""
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        """Load the backbone and the first snapshot."""
+        logging.getLogger("raycl").setLevel(logging.INFO)
+        self.service = open_service(configs.validate(ServeConfig, tree), shelf=True, routes=False)
+        self.metrics = Metrics(self.service)
+
+    async def answer(self, spec: Spec) -> AsyncGenerator[Event, None]:
+        """Events of one answer, up to its last."""
+        service = self.service
+        settings = {"templated": spec.templated, "route_only": spec.route_only, "sampling": spec.sampling}
+        until = routed if spec.route_only else labelled if spec.sampling is None else spoken_out
+        answer, began = Answer(), time.perf_counter()
+        try:
+            async with (
+                service.holding(spec.snapshot) as hosted,
+                service.asked(hosted, spec.choice, [spec.text], **settings) as queues,
+            ):
+                async for event in service.events(queues[0], until):
+                    take(answer, event, began)
+                    yield event
+            service.observe(answer)
+        except RayclError as error:
+            yield Failed(error)
+
+    def check_health(self) -> None:
+        """See `Endpoint.check_health`."""
+        assert self.service.engine.alive, "the model's thread has ended"
+
+
+class Front:
+    """Ingress and router in front of replicas with the model."""
+
+    def __init__(
+        self, tree: dict[str, Any], model: DeploymentHandle, gatekeeper: DeploymentHandle | None = None
+    ) -> None:
+        """Load the first snapshot's router."""
+        logging.getLogger("raycl").setLevel(logging.INFO)
+        self.config = configs.validate(ServeConfig, tree)
+        answers = model.options(method_name="answer", stream=True)
+
+        async def stream(spec: Spec) -> AsyncGenerator[Event, None]:
+            async for event in answers.remote(spec):
+                yield event
+
+        self.service = open_front(self.config, stream, shelf=True)
+        if gatekeeper is not None:
+            ask_gate(gatekeeper, self.service)
+        self.ingress = Ingress(self.service, self.config)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self.ingress.web
+
+    def check_health(self) -> None:
+        """See `Endpoint.check_health`."""
+        assert self.service.engine.alive, "a thread has ended"
+        self.ingress.check_health()
+
+    def __del__(self) -> None:
+        if hasattr(self, "ingress"):
+            self.ingress.close()
+
+
+def build(args: Mapping[str, Any]) -> Any:
+    """The application, for `serve run`, `serve deploy` and `jobs/serve.py`.
+
+    Args:
+        args: settings as a tree, or dotted keys with values as text.
+
+    Raises:
+        ConfigError: a setting is wrong. BankError: the bank has nothing to serve.
+    """
+    tree: dict[str, Any] = {}
+    for key, value in args.items():
+        if isinstance(value, str):
+            configs.apply_override(tree, f"{key}={value}")
+        else:
+            tree[key] = value
+    return build_from(configs.validate(ServeConfig, tree))
+
+
+def build_from(config: ServeConfig) -> Any:
+    """The application of a validated config; what answers first is written into the bank.
+
+    Raises:
+        ConfigError, BankError: see `build`.
+    """
+    check_access(config)
+    decide_first(Bank.at(config.bank), config)
+    tree = {**configs.as_tree(config), "device": settled_device(config.device)}
+    others = []
+    if config.gates:
+        judged = {**tree, "device": gate_device(config)}
+        gatekeeper = serve.deployment(Gatekeeper, name="gatekeeper", ray_actor_options={"num_cpus": 0})
+        others = [gatekeeper.bind(judged, gate_takes(config))]
+    if config.layout == "colocated":
+        return serve.deployment(serve.ingress()(Endpoint), **options_of(config)).bind(tree, *others)
+    model = serve.deployment(Model, **options_of(config)).bind(tree)
+    front = serve.deployment(
+        serve.ingress()(Front),
+        name="front",
+        num_replicas=config.router_replicas,
+        max_ongoing_requests=2 * config.limits.queue,
+        **_drain(config),
+        logging_config={"enable_access_log": config.access_log},
+        ray_actor_options={"num_cpus": config.reserved},
+    )
+    return front.bind(tree, model, *others)
+
+
+def _drain(config: ServeConfig) -> dict[str, float]:
+    """How long a replica that ends may answer what it has begun; Serve does not see what it was asked directly."""
+    if config.ingress == "direct":
+        return {"graceful_shutdown_wait_loop_s": 0.1, "graceful_shutdown_timeout_s": config.limits.timeout_s + 15}
+    return {"graceful_shutdown_timeout_s": config.limits.timeout_s}
+
+
+def options_of(config: ServeConfig) -> dict[str, Any]:
+    """Serve's options of a replica that holds the model."""
+    queue = config.limits.queue
+    options: dict[str, Any] = {
+        "name": "endpoint",
+        # more than the service's own queue, so that it is the service that says 429
+        "max_ongoing_requests": 2 * queue,
+        **_drain(config),
+        "health_check_period_s": 5,
+        "logging_config": {"enable_access_log": config.access_log},
+        "ray_actor_options": replica_takes(config),
+    }
+    if not config.scales:
+        return {**options, "num_replicas": config.replicas}
+    scaling = {
+        "min_replicas": config.replicas,
+        "max_replicas": config.max_replicas,
+        "target_ongoing_requests": config.max_batch,
+    }
+    return {**options, "autoscaling_config": scaling}

@@ -1,0 +1,162 @@
+"""An endpoint from the command line: started here, pointed at another snapshot, or at a candidate that passes.
+
+What it does not know: how answers are made.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import signal
+import threading
+from contextlib import nullcontext, redirect_stdout, suppress
+
+import ray
+from ray import serve
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from raycl.bank import Bank
+from raycl.bank.activations import Activations
+from raycl.bank.integrity import Whole
+from raycl.errors import BankError, LaunchError
+from raycl.launch import cluster
+from raycl.serve.deployment.app import NAME, build_from
+from raycl.serve.deployment.resources import gate_takes, together
+from raycl.serve.http.server import PROXY_HOOK, claimed, limit_proxy, url_of
+from raycl.serve.settings import ServeConfig
+from raycl.serve.snapshots.gate import Verdict, judge
+
+log = logging.getLogger("raycl")
+
+
+def serve_forever(config: ServeConfig) -> None:
+    """Start the endpoint on this cluster, or on one of our own, and stay until a signal comes.
+
+    Raises:
+        LaunchError: it did not come up. RayclError: config or bank.
+    """
+    with nullcontext(config) if cluster.named() else claimed(config) as settled:
+        _serve_forever(settled)
+
+
+def _serve_forever(config: ServeConfig) -> None:
+    if cluster.named():
+        _connect()  # what `auto` is depends on what the cluster has
+    application = build_from(config)
+    stopped = threading.Event()
+    with suppress(KeyboardInterrupt):
+        start(config, application)
+        for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets a handler of its own
+            signal.signal(number, lambda *_: stopped.set())
+        log.info("serving %s on %s (Ctrl-C ends it)", config.bank, url_of(config.host, config.port))
+        stopped.wait()
+    log.info("stopping: answers that have begun are finished")
+    with redirect_stdout(io.StringIO()):  # Serve's controller ends itself in the midst of a call, which Ray prints
+        serve.shutdown()
+        ray.shutdown()
+
+
+def start(config: ServeConfig, application: object, name: str = NAME, prefix: str = "/") -> None:
+    """Bring the application up and return.
+
+    Args:
+        name, prefix: of the application and of its paths behind a proxy, beside others on the same cluster.
+
+    Raises:
+        LaunchError: the cluster or a replica did not come up.
+    """
+    _connect()
+    if config.ingress == "direct" and not config.port:
+        raise LaunchError("port=0 lets every replica choose a port that nobody is told: name one with port=NUMBER")
+    if not config.wait_for_nodes:
+        _check_room(config)
+    serve.start(
+        proxy_location="Disabled" if config.ingress == "direct" else "EveryNode",
+        http_options={"host": config.host, "port": config.port},
+        logging_config={"enable_access_log": config.access_log},
+    )
+    asked = {name: amount for name, amount in together(config).items() if amount}
+    waits = not cluster.fits(asked)
+    try:
+        with cluster.said_while(lambda: waits, asked, "replicas, threads or cpus"):
+            serve.run(application, name=name, route_prefix=prefix)
+    except RuntimeError as error:
+        status = serve.status().applications.get(name)
+        reason = " ".join(str(status.message if status else error).split())[-800:]
+        raise LaunchError(f"the endpoint did not come up: {reason}") from error
+
+
+def _connect() -> None:
+    """Connect to Ray; proxies of Ray Serve that this job starts close silent connections."""
+    cluster.connect(namespace="serve", env_vars={PROXY_HOOK: f"{limit_proxy.__module__}:{limit_proxy.__name__}"})
+
+
+def _check_room(config: ServeConfig) -> None:
+    have, gate = ray.cluster_resources(), gate_takes(config)
+    for name, key, remedy in (
+        ("CPU", "num_cpus", "ask for fewer replicas or threads, set cpus to what a replica may reserve"),
+        ("GPU", "num_gpus", "ask for fewer replicas, share GPUs with gpus=0.5 gate.gpus=0.5, set gate.device=cpu"),
+    ):
+        wanted, there = together(config)[name], have.get(name, 0.0)
+        if wanted > there:
+            part = f" ({gate[key]:g} for its gate)" if config.gates and gate[key] else ""
+            raise LaunchError(
+                f"the endpoint wants {wanted:g} {name}s{part}, but the cluster has {there:g}: {remedy}, or set "
+                "wait_for_nodes=true if the cluster grows"
+            )
+
+
+def activate(config: ServeConfig, number: int) -> None:
+    """Answer from a snapshot, on every replica that watches this bank.
+
+    Raises:
+        BankError: the bank has no such snapshot, or it is damaged.
+    """
+    bank = Bank.at(config.bank)
+    activations, whole = Activations(bank), Whole.of(bank)
+    snapshot = bank.open(number)
+    with suppress(BankError):  # without an active one everything is read
+        if (last := activations.latest()) is not None:
+            whole.take_for_whole(bank.open(last.snapshot))
+    whole.check(snapshot)
+    decided = activations.add(snapshot, "asked for")
+    log.info("decision %d: snapshot %d answers", decided.number, number)
+
+
+def promote(config: ServeConfig, number: int) -> tuple[Verdict, str]:
+    """Judge a candidate and activate it if it passes.
+
+    Returns:
+        the verdict, and its table with the outcome below.
+
+    Raises:
+        RayclError: it cannot be judged; nothing is activated.
+    """
+    verdict = judge(config, number)
+    if verdict.passed:
+        activate(config, number)
+        outcome = f"passed: snapshot {number} answers"
+    else:
+        worst = max(verdict.drops, key=lambda task: verdict.drops[task])
+        outcome = (
+            f"refused: {worst} falls by {verdict.drops[worst]:.1f} points, allowed are {verdict.max_drop:g}; "
+            f"snapshot {verdict.active} goes on"
+        )
+    return verdict, f"{verdict_table(verdict)}\n{outcome}"
+
+
+def verdict_table(verdict: Verdict) -> str:
+    """One row a task: rows asked, score of the active snapshot, of the candidate, and the change."""
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("task")
+    for title in ("rows", f"snapshot {verdict.active}", f"snapshot {verdict.candidate}", "change"):
+        table.add_column(title, justify="right")
+    for task, after in verdict.after.items():
+        before = verdict.before.get(task)
+        old, change = ("", "new") if before is None else (f"{before.value:.1f}", f"{after.value - before.value:+.1f}")
+        table.add_row(task, str(after.count), old, f"{after.value:.1f}", change)
+    text = io.StringIO()
+    Console(file=text, width=200, markup=False, highlight=False, color_system=None).print(table)
+    return text.getvalue().strip("\n")

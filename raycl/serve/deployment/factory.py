@@ -1,0 +1,138 @@
+"""From a bank to a service that answers: backbone, engine and snapshots put together.
+
+What it does not know: HTTP, how many replicas there are.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from contextlib import suppress
+
+import torch
+
+from raycl.backbone import Backbone, load_backbone, load_codec
+from raycl.bank import Bank
+from raycl.bank.activations import Activations
+from raycl.bank.object_store import Shelf
+from raycl.errors import ConfigError, RayclError
+from raycl.generation.requests import Event, Failed, Sampling
+from raycl.generation.static_cache import MODELS, fits_slots
+from raycl.serve.engine.disaggregated import RemoteEngine, Stream
+from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.model_host import Host, Hosted
+from raycl.serve.engine.requests import Ask, Choice, is_last
+from raycl.serve.service import Service
+from raycl.serve.settings import ServeConfig
+from raycl.serve.snapshots.decisions import readable_snapshot, wanted_snapshots
+from raycl.serve.snapshots.manager import Roster
+from raycl.serve.snapshots.snapshot_model import backbone_of
+
+log = logging.getLogger(__name__)
+
+SOURCE_TOKENS, TARGET_TOKENS = 256, 64
+"""Of snapshots that no run made."""
+
+WARMING = "a first text, to which nobody waits for an answer"
+
+
+def open_service(config: ServeConfig, shelf: bool = False, routes: bool = True) -> Service:
+    """Load everything; blocks for as long as that takes.
+
+    Args:
+        shelf: adapters come through the cluster's object store, once per node.
+        routes: texts are routed here; else whatever the router reads texts with is loaded when first needed.
+
+    Raises:
+        BankError: no snapshot, or damaged. BackboneError: the backbone cannot be loaded, or is another one.
+        ConfigError: the device is not there.
+    """
+    device = torch.device(_device(config.device))
+    bank = Bank.at(config.bank)
+    snapshot = readable_snapshot(bank, wanted_snapshots(bank, Activations(bank), config))
+    if device.type == "cpu":
+        torch.set_num_threads(config.threads)
+    settings = backbone_of(snapshot, config.backbone, config.permissions)
+    if config.dtype != "auto":
+        settings = settings.model_copy(update={"dtype": config.dtype})
+    limits = snapshot.made.get("config", {}).get("stream", {})
+    source, target = (
+        int(limits.get(name) or default)
+        for name, default in (("max_source_tokens", SOURCE_TOKENS), ("max_target_tokens", TARGET_TOKENS))
+    )
+    backbone = load_backbone(settings, load_codec(settings, source, target), device, 0)
+    host = Host(backbone, config.resident_rows)
+    in_slots = decodes_in_slots(config, backbone)
+    engine = Engine(host, config.max_batch, source, target, config.limits.prompt_tokens, in_slots)
+    roster = Roster(bank, engine, config, snapshot.backbone.sha256, Shelf(bank) if shelf else None)
+    _warm(engine, roster.active, routes)
+    return Service(config, engine, roster)
+
+
+def decodes_in_slots(config: ServeConfig, backbone: Backbone) -> bool:
+    """Whether texts are decoded at fixed addresses.
+
+    Raises:
+        ConfigError: they shall be, and cannot.
+    """
+    if config.decoding == "static" and not fits_slots(backbone):
+        raise ConfigError(
+            f"decoding is 'static', but a '{backbone.model.config.model_type}' model of this kind ("
+            f"{backbone.codec.kind}) is decoded in caches that grow: expected one of {', '.join(MODELS)} without a "
+            "sliding window, or decoding=auto"
+        )
+    on_gpu = backbone.device.type == "cuda"
+    return config.decoding == "static" or (config.decoding == "auto" and on_gpu and fits_slots(backbone))
+
+
+def open_front(config: ServeConfig, stream: Stream, shelf: bool = False) -> Service:
+    """Routing alone: what is answered, `stream` makes elsewhere.
+
+    Args:
+        shelf: whether a snapshot is whole is found out by the cluster's keeper, for all replicas.
+
+    Raises:
+        BankError: no snapshot, or damaged. RetrievalError: another sentence encoder.
+    """
+    bank = Bank.at(config.bank)
+    snapshot = readable_snapshot(bank, wanted_snapshots(bank, Activations(bank), config))
+    limits = snapshot.made.get("config", {}).get("stream", {})
+    target = int(limits.get("max_target_tokens") or TARGET_TOKENS)
+    torch.set_num_threads(config.threads)
+    engine = RemoteEngine(stream, snapshot.backbone.kind, config.max_batch, target)
+    roster = Roster(bank, engine, config, snapshot.backbone.sha256, Shelf(bank) if shelf else None)
+    with suppress(RayclError):  # a router that must be told the task has nothing to load
+        roster.active.mixture([WARMING])
+    return Service(config, engine, roster)
+
+
+def _warm(engine: Engine, hosted: Hosted, routes: bool) -> None:
+    """Answer something once: encoder, adapters and kernels are loaded and chosen now, not while somebody waits."""
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    task = hosted.snapshot.tasks[0].name if hosted.snapshot.tasks else None
+    weights = None if routes else dict.fromkeys(list(hosted.keys)[:1], 1.0)
+    sampling = None if engine.kind == "encoder" else Sampling(2)
+    ask = Ask(WARMING, events.put, sampling, hosted=hosted, choice=Choice(weights, task))
+    engine.submit(ask)
+    event = events.get()
+    while not is_last(ask, event):
+        event = events.get()
+    if isinstance(event, Failed):
+        log.warning("a first answer failed: %s", event.error)
+
+
+def close_service(service: Service) -> None:
+    """Stop its threads."""
+    service.roster.close()
+    service.engine.close()
+
+
+def _device(name: str) -> str:
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ConfigError(
+            "device is 'cuda', but torch sees no GPU here (none, hidden by CUDA_VISIBLE_DEVICES, or a torch built "
+            "without CUDA): expected 'auto' or 'cpu', or a node with a GPU"
+        )
+    return name if name != "auto" else "cuda" if has_gpu else "cpu"

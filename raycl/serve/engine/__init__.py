@@ -1,0 +1,1 @@
+"""The serving engine: requests are routed, batched and answered by one model."""

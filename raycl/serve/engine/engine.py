@@ -1,0 +1,383 @@
+"""The model's thread: takes asks in, routes them together, answers them in batches that change with every token.
+
+Requests that came while a batch was computed make the next one, so nobody waits for a timer. Labels are one forward
+pass; texts are decoded in one running batch that new ones join and finished ones leave, each row with its own mixture,
+and rows of different snapshots side by side.
+What it does not know: HTTP, event loops, where snapshots come from.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from raycl.backbone.encoder import EncoderBackbone
+from raycl.data.loader import batch_of
+from raycl.data.prompts import Prompt
+from raycl.errors import AdapterError, RayclError
+from raycl.generation.continuous_batch import OVERFLOW, Decoding, Ready
+from raycl.generation.requests import Event, Failed, Labelled, Made, Started
+from raycl.serve.engine.model_host import Host, Hosted
+from raycl.serve.engine.requests import CLOSED, FAILURES, Ask, is_last
+from raycl.serve.engine.routing import head_of, mixtures_of, template_of, unfamiliar_of
+from raycl.serve.engine.truncation import Fitting, Wanted
+from raycl.serve.errors import BrokenError
+from raycl.types import Mixture
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+TOGETHER = 8
+"""Adapters brought to the device between two batches: a few milliseconds."""
+
+
+class Engine:
+    """Answers asks on a thread of its own.
+
+    Attributes:
+        host: the backbone; only this thread touches it.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        max_batch: int,
+        max_source_tokens: int,
+        max_target_tokens: int,
+        max_prompt_tokens: int = 4096,
+        in_slots: bool = False,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            max_batch: rows that are computed together.
+            max_source_tokens: longest prompt; longer inputs are cut at their end, as in training.
+            max_target_tokens: of an answer, where the ask does not say.
+            max_prompt_tokens: longest prompt that is not an input; what is longer is refused.
+            in_slots: texts are decoded at fixed addresses (`raycl.generation.static_cache`).
+        """
+        self.host, self.max_batch = host, max_batch
+        self.max_target = max_target_tokens
+        self._fitting = Fitting(host.backbone, max_source_tokens, max_prompt_tokens)
+        self._inbox: queue.SimpleQueue[Ask | tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._waiting: list[Ask] = []
+        self._texts = Decoding(host, max_batch, self._tell, in_slots)
+        self._retrieval_s = 0.0
+        self._lock = threading.Lock()  # of the three below
+        self._unfinished = 0
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name="raycl-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, ask: Ask) -> None:
+        """Take an ask; its events come through `ask.send`."""
+        with self._lock:
+            if self._open:
+                self._unfinished += 1
+                self._inbox.put(ask)
+                return
+        ask.send(Failed(RayclError(CLOSED)))
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run something on the model's thread, between two batches."""
+        done: Future[T] = Future()
+        with self._lock:
+            if self._open:
+                self._inbox.put((function, done))
+                return done
+        done.set_exception(RayclError(CLOSED))
+        return done
+
+    def take_on(self, hosted: Hosted) -> None:
+        """Put a snapshot on the host, and its adapters on the device if that is little, between batches; blocks.
+
+        Raises:
+            BankError: see `Host.add`.
+        """
+        self.call(lambda: self.host.add(hosted)).result()
+        keys = self.host.ahead(hosted)
+        for first in range(0, len(keys), TOGETHER):
+            self.call(partial(self.host.bring, keys[first : first + TOGETHER])).result()
+
+    def let_go(self, hosted: Hosted) -> None:
+        """Take a snapshot from the host, between two batches."""
+        self.call(lambda: self.host.drop(hosted)).result()
+
+    @property
+    def kind(self) -> str:
+        """Of the backbone: encoder, encoder-decoder, decoder."""
+        return self.host.backbone.codec.kind
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """What happened so far, by name, for metrics."""
+        return {**self.host.counts, "tokens": self._texts.tokens, "retrieval_s": self._retrieval_s}
+
+    @property
+    def captures(self) -> int:
+        """Decoding steps captured as CUDA graphs so far."""
+        return self._texts.captures
+
+    @property
+    def load(self) -> int:
+        """Asks whose last event has not come."""
+        return self._unfinished
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stop after what is being computed now; asks that wait are failed."""
+        self._inbox.put(None)
+        self._thread.join(timeout=60)
+
+    # ---- the thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take():
+                self._forget()
+                if self._waiting:
+                    self._start()
+                self._isolated(self._texts.begin, self._texts.joined(), lambda one: one.ask)
+                self._guarded(self._texts.step, self._texts.speaking, self._texts.abandon)
+        finally:
+            self._end()
+
+    def _take(self) -> bool:
+        """Everything that came in; waits only if there is nothing else to do. False: it is time to stop."""
+        idle = not (self._waiting or self._texts)
+        while idle or not self._inbox.empty():
+            item = self._inbox.get()
+            idle = False
+            if item is None:
+                return False
+            if isinstance(item, Ask):
+                self._waiting.append(item)
+            else:
+                self._texts.silence()
+                _call(*item)
+        return True
+
+    def _end(self) -> None:
+        """Nothing is taken any more, and nobody waits in vain."""
+        with self._lock:
+            self._open = False
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if isinstance(item, Ask):
+                self._waiting.append(item)
+            elif item is not None:
+                item[1].set_exception(RayclError(CLOSED))
+        for ask in [*self._waiting, *self._texts.asks]:
+            self._tell(ask, Failed(RayclError(CLOSED)))
+        self._texts.abandon()
+
+    def _forget(self) -> None:
+        """What nobody wants any more."""
+        gone = [ask for ask in (*self._waiting, *self._texts.asks) if ask.cancelled]
+        if gone:
+            self._waiting = [ask for ask in self._waiting if not ask.cancelled]
+            self._texts.forget()
+        for ask in gone:
+            self._over(ask)
+
+    def _start(self) -> None:
+        """Route what waits; then labels are answered, and texts wait to join."""
+        taken, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
+        ready = self._isolated(self._routed, taken, lambda ask: ask)
+        for one in ready:
+            if one.sampling is not None or one.ask.route_only:  # a label follows at once: both are told together then
+                self._tell(one.ask, Started(one.made))
+        ready = [one for one in ready if not one.ask.over]
+        self._texts.joining += [one for one in ready if one.sampling is not None]
+        for group in self._groups([one for one in ready if one.sampling is None]):
+            self._isolated(self._labelled, group, lambda one: one.ask)
+
+    def _isolated(
+        self, work: Callable[[list[Any]], list[Any]], items: list[Any], ask: Callable[[Any], Ask]
+    ) -> list[Any]:
+        """`work` on all; if that fails, on each alone, so that one that cannot be answered spoils no other."""
+        try:
+            return work(items) if items else []
+        except FAILURES as error:  # a request must never end the thread
+            if len(items) == 1:
+                self._fail(ask(items[0]), error)
+                return []
+            return [found for item in items for found in self._isolated(work, [item], ask)]
+
+    def _guarded(self, work: Callable[[], None], asks: Sequence[Ask], after: Callable[[], None]) -> None:
+        try:
+            work()
+        except FAILURES as error:  # a request must never end the thread
+            for ask in asks:
+                self._fail(ask, error)
+            after()
+
+    def _fail(self, ask: Ask, error: Exception) -> None:
+        if not isinstance(error, RayclError):
+            log.error("an answer failed", exc_info=error)
+            name = type(error).__name__
+            error = BrokenError(f"the model failed on this request ({name}): the server's log says more")
+        self._tell(ask, Failed(error))
+
+    def _tell(self, ask: Ask, event: Event) -> None:
+        """Send an event, unless the last one has been sent."""
+        if ask.over:
+            return
+        if is_last(ask, event):
+            self._over(ask)
+        ask.send(event)
+
+    def _over(self, ask: Ask) -> None:
+        if not ask.over:
+            ask.over = True
+            with self._lock:
+                self._unfinished -= 1
+
+    # ---- choosing --------------------------------------------------------------------------------------------
+
+    def _routed(self, asks: list[Ask]) -> list[Ready[Ask]]:
+        began = time.perf_counter()
+        mixtures: dict[int, Mixture] = {}
+        strange: dict[int, float] = {}
+        for hosted in {id(ask.hosted): ask.hosted for ask in asks}.values():
+            mine = [number for number, ask in enumerate(asks) if ask.hosted is hosted]
+            group = [asks[number] for number in mine]
+            mixtures |= dict(zip(mine, mixtures_of(hosted, group, self._attend), strict=True))
+            told = unfamiliar_of(hosted, group)
+            strange |= {number: told[asks[number].text] for number in mine if asks[number].text in told}
+        spent = (time.perf_counter() - began) * 1e3
+        self._retrieval_s += spent / 1e3
+        drafts = [self._drafted(ask, mixtures[number]) for number, ask in enumerate(asks)]
+        ready = []
+        for number, (one, fitted) in enumerate(
+            zip(drafts, self._fitting.fit([one.wanted for one in drafts]), strict=True)
+        ):
+            ask, sampling = asks[number], asks[number].sampling
+            if sampling is not None and fitted.room is not None:
+                sampling = replace(sampling, max_tokens=min(sampling.max_tokens, fitted.room))
+            made = Made(
+                snapshot=ask.hosted.snapshot.number,
+                weights=dict(sorted(one.weights.items(), key=lambda pair: -pair[1])),
+                template=one.template,
+                prompt_tokens=len(fitted.ids),
+                cut_tokens=fitted.cut,
+                queue_ms=(began - ask.began) * 1e3,
+                retrieval_ms=spent,
+                batch=len(asks),
+                unfamiliar=strange.get(number),
+            )
+            ready.append(Ready(ask, mixtures[number], fitted.ids, sampling, made))
+        return ready
+
+    def _attend(self, hosted: Hosted, asks: Sequence[Ask], tasks: Sequence[str]) -> Mixture:
+        """Prompts as the model will read them, in the eyes of a router beside it."""
+        ahead = max((entry.prompt[0] for entry in hosted.snapshot.adapters if entry.prompt), default=0)
+        wanted = []
+        for ask, task in zip(asks, tasks, strict=True):
+            prompt = hosted.prompts.get(task, Prompt()) if ask.templated else Prompt()
+            wanted.append(Wanted(ask.text, prompt, ask.templated or ask.sampling is None, ahead))
+        ids = [fitted.ids for fitted in self._fitting.fit(wanted)]
+        batch = batch_of(ids, self.host.backbone.codec.pad_id).to(self.host.backbone.device)
+        return self.host.attended(hosted, batch.source_ids, batch.source_mask)
+
+    def _drafted(self, ask: Ask, mixture: Mixture) -> Draft:
+        """With the prompt of the task that the request names, else of the one that speaks loudest (`template_of`)."""
+        hosted = ask.hosted
+        if not ask.route_only and not self.host.fit([mixture]):
+            raise AdapterError(
+                f"{', '.join(mixture.names)} take {self.host.rows(mixture.names)} rows on the device together, this "
+                f"endpoint keeps {self.host.stack.table.capacity}: choose fewer adapters, or raise resident_rows"
+            )
+        pairs = zip(mixture.names, mixture.weights[0].tolist(), strict=True)
+        weights = {hosted.names[key]: weight for key, weight in pairs}
+        task = template_of(hosted, ask, mixture) if ask.templated else ""
+        prompt = hosted.prompts.get(task, Prompt())
+        ahead = max(
+            (entry.prompt[0] for entry in hosted.snapshot.adapters if entry.prompt and entry.name in weights), default=0
+        )
+        wanted = Wanted(ask.text, prompt, ask.templated or ask.sampling is None, ahead)
+        return Draft(weights, task if prompt != Prompt() else "", wanted)
+
+    # ---- labels ----------------------------------------------------------------------------------------------
+
+    def _groups(self, ready: list[Ready[Ask]]) -> list[list[Ready[Ask]]]:
+        """Batches whose adapters fit on the device together and whose heads go by one rule."""
+        groups: list[list[Ready[Ask]]] = []
+        for one in ready:
+            for group in groups:
+                same = group[0].ask.hosted.head_rule == one.ask.hosted.head_rule
+                if same and self.host.fit([other.mixture for other in (*group, one)]):
+                    group.append(one)
+                    break
+            else:
+                groups.append([one])
+        return groups
+
+    @torch.no_grad()
+    def _labelled(self, ready: list[Ready[Ask]]) -> list[Ready[Ask]]:
+        backbone = self.host.backbone
+        rule = ready[0].ask.hosted.head_rule
+        told = [head_of(one.ask) for one in ready] if rule == "label_count" else ()
+        mixture = Mixture.stacked([one.mixture for one in ready])
+        batch = batch_of([one.ids for one in ready], backbone.codec.pad_id).to(backbone.device)
+        with self.host.speaking(mixture, rule, told), backbone.precision():
+            assert isinstance(backbone, EncoderBackbone), "labels come from encoder-only backbones"
+            scores = backbone.head(backbone.pooled(batch)).float()
+        found = _best(scores.cpu(), backbone.head.labels)
+        for one, event in zip(ready, found, strict=True):
+            self._tell(one.ask, Started(one.made))
+            self._tell(one.ask, event)
+        return ready
+
+
+class Draft(NamedTuple):
+    """What is known of an answer before its text is read.
+
+    Attributes:
+        weights: adapter -> weight. template: the task whose prompt stands around the text; "": none does.
+    """
+
+    weights: dict[str, float]
+    template: str
+    wanted: Wanted
+
+
+def _call(function: Callable[[], Any], done: Future[Any]) -> None:
+    try:
+        done.set_result(function())
+    except FAILURES as error:  # handed to whoever asked
+        done.set_exception(error)
+
+
+def _best(scores_BC: Tensor, labels: Sequence[str]) -> list[Labelled | Failed]:
+    """Each row's labels by falling chance; scores of minus infinity are of labels that nobody knows."""
+    known_BC = scores_BC != -torch.inf
+    broken_B = (known_BC & ~torch.isfinite(scores_BC)).any(1).tolist()
+    mute_B = (~known_BC).all(1).tolist()
+    chances_BC, order_BC = torch.sort(scores_BC.softmax(1), dim=1, descending=True, stable=True)
+    found: list[Labelled | Failed] = []
+    for broken, mute, chances, order in zip(broken_B, mute_B, chances_BC.tolist(), order_BC.tolist(), strict=True):
+        if broken:
+            found.append(Failed(AdapterError(OVERFLOW)))
+        elif mute:
+            found.append(
+                Failed(AdapterError("nobody who speaks for this text knows any label: choose adapters with labels"))
+            )
+        else:
+            pairs = zip(order, chances, strict=True)
+            found.append(Labelled({labels[place]: chance for place, chance in pairs if chance > 0}))
+    return found

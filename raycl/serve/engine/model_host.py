@@ -1,0 +1,331 @@
+"""One backbone that speaks for any number of snapshots at once: what several bring is resident side by side.
+
+Why it exists: while a new snapshot is taken on, answers begun on the old one go on, in the same batches. An adapter
+is known on the device by name and version, so that two snapshots share what they have in common and nothing else.
+What it does not know: requests, where snapshots come from, when one is no longer needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from raycl.adapters import AdapterStack
+from raycl.adapters.head import MixedHead
+from raycl.adapters.prompts import MixedPrompts
+from raycl.adapters.stack import Source
+from raycl.adapters.static import StaticRows
+from raycl.backbone import Backbone
+from raycl.bank import Snapshot
+from raycl.data.prompts import Prompt
+from raycl.errors import BankError, StorageError
+from raycl.retrieval.attention import AttentionRouter
+from raycl.retrieval.router import Router
+from raycl.serve.errors import UnavailableError
+from raycl.types import Activation, AdapterState, Mixture
+
+log = logging.getLogger(__name__)
+
+MARK = "~"
+"""Between an adapter's name and version, which have no such sign, and what tells it from another of both."""
+
+AHEAD_BYTES = 256 * 2**20
+"""Adapters of one snapshot that are brought ahead take so much at most, as files."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hosted:
+    """A snapshot that can be spoken for.
+
+    Attributes:
+        source: adapter -> what it holds.
+        keys: adapter -> its name on the device. names: the other way round.
+        owners: name on the device -> tasks that the adapter was trained on.
+        heads: task -> name on the device of the adapter that brought its label head first.
+        prompts: task -> what stood around its texts.
+    """
+
+    snapshot: Snapshot
+    router: Router
+    source: Source
+    keys: Mapping[str, str]
+    names: Mapping[str, str]
+    owners: Mapping[str, tuple[str, ...]]
+    heads: Mapping[str, str]
+    prompts: Mapping[str, Prompt]
+
+    @staticmethod
+    def of(snapshot: Snapshot, router: Router, source: Source, mark: str = "") -> Hosted:
+        """Ready to be taken on.
+
+        Args:
+            mark: ends the names on the device, see `mark_of`.
+        """
+        keys = {entry.name: f"{entry}{mark}" for entry in snapshot.adapters}
+        heads = {task: keys[entry.name] for entry in reversed(snapshot.adapters) for task in entry.tasks}
+        return Hosted(
+            snapshot,
+            router,
+            source,
+            keys,
+            {key: name for name, key in keys.items()},
+            {keys[entry.name]: entry.tasks for entry in snapshot.adapters},
+            heads,
+            {facts.name: Prompt(*facts.prompt) for facts in snapshot.tasks},
+        )
+
+    @property
+    def head_rule(self) -> Any:
+        """How its label heads are mixed (`raycl.adapters.head.Rule`)."""
+        return self.snapshot.router.settings.get("head_rule", "probability")
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether its router is asked with the backbone's embeddings (`Host.attended`), not with texts."""
+        return isinstance(self.router, AttentionRouter)
+
+    @property
+    def needs_task(self) -> bool:
+        """Whether a text alone does not say which prompt it gets: the router chooses nothing, and prompts differ."""
+        return not self.router.chooses and len(set(self.prompts.values())) > 1
+
+    def mixture(self, texts: Sequence[str], tasks: Sequence[str] | None = None) -> Mixture:
+        """Who speaks for each text, by names on the device; adapters that nobody chose are left out.
+
+        Raises:
+            BankError: the router needs the tasks, or does not know one.
+        """
+        return self.named(self.router.route(texts, tasks))
+
+    def named(self, mixture: Mixture) -> Mixture:
+        """A mixture of the snapshot's own names by names on the device.
+
+        Raises:
+            BankError: it names an adapter that the snapshot lacks.
+        """
+        chosen = (mixture.weights != 0).any(0).nonzero().flatten().tolist()
+        missing = [name for column in chosen if (name := mixture.names[column]) not in self.keys]
+        if missing:
+            raise BankError(
+                f"the router of snapshot {self.snapshot.number} chose {', '.join(missing)}, which the snapshot lacks: "
+                "it was put together wrongly, use another one"
+            )
+        return Mixture(tuple(self.keys[mixture.names[column]] for column in chosen), mixture.weights[:, chosen])
+
+    def shares(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """Task -> summed weight of its adapters, the largest first.
+
+        Args:
+            weights: by names on the device.
+        """
+        found: dict[str, float] = {}
+        for key, weight in weights.items():
+            for task in self.owners[key]:
+                found[task] = found.get(task, 0.0) + weight
+        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def mark_of(snapshot: Snapshot, others: Iterable[Hosted]) -> str:
+    """What tells a snapshot's adapters from those hosted under the same name and version that are others.
+
+    Empty but for banks that were emptied and filled again while somebody answered from them.
+    """
+    held = {one.keys[entry.name]: entry for one in others for entry in one.snapshot.adapters}
+    marks = ("" if number == 0 else f"{MARK}{number}" for number in count())
+    return next(m for m in marks if all(held.get(f"{entry}{m}", entry) == entry for entry in snapshot.adapters))
+
+
+class Host:
+    """The backbone with the adapters of all hosted snapshots.
+
+    Attributes:
+        stack: adapters over the backbone's linears, brought to the device when a mixture names them.
+        counts: mixtures opened, their rows and adapters, and how many of those were on the device already.
+    """
+
+    def __init__(self, backbone: Backbone, resident_rows: int | None = None) -> None:
+        """Take the backbone, which from now on speaks through snapshots alone.
+
+        Args:
+            resident_rows: ranks of adapters on the device at once; None: as many as are asked for.
+        """
+        self.backbone = backbone.eval()
+        self._all: list[Hosted] = []
+        self.counts = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0}
+        self._sources: dict[str, tuple[Source, str]] = {}
+        self._ranks: dict[str, int] = {}
+        self.stack = AdapterStack(backbone.model, [], resident_rows, self._fetch)
+        self._room: StaticRows | None = None
+        self._room_for: object = None
+        self._room_number = 0
+        if backbone.codec.needs_labels:
+            backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size))
+
+    @property
+    def hosted(self) -> dict[int, Hosted]:
+        """Number -> snapshot; of two that had the same number after each other the later one."""
+        return {one.snapshot.number: one for one in self._all}
+
+    def add(self, hosted: Hosted) -> None:
+        """Take a snapshot on; no mixture may be open.
+
+        Raises:
+            BankError: it was made for a backbone without some of its linears, or its adapters have another activation
+                than those hosted (or than each other).
+        """
+        snapshot = hosted.snapshot
+        self.stack.activation = self._activation(snapshot)
+        paths = sorted({path for layout in snapshot.layouts.values() for path in layout})
+        try:
+            for path in paths:
+                self.backbone.model.get_submodule(path)  # all are there before the first is taken
+            self.stack.extend(paths)
+        except AttributeError as error:
+            raise BankError(
+                f"snapshot {snapshot.number} adapts linears that this backbone lacks ({error}): it was made for "
+                f"'{snapshot.backbone.name}'"
+            ) from error
+        if self.backbone.prefix is None and any(entry.prompt for entry in snapshot.adapters):
+            width = int(self.backbone.model.get_input_embeddings().weight.shape[1])
+            self.backbone.prefix = MixedPrompts(self.stack, width)
+        for name, key in hosted.keys.items():
+            self._sources.setdefault(key, (hosted.source, name))
+        self._ranks |= {hosted.keys[entry.name]: entry.rank for entry in snapshot.adapters}
+        self._all.append(hosted)
+
+    def _activation(self, snapshot: Snapshot) -> Activation:
+        """The one of all hosted adapters; those of a head or a prompt alone have none and need none."""
+        others = [hosted.snapshot for hosted in self._all]
+        example = {entry.activation: entry for one in (*others, snapshot) for entry in one.adapters if entry.rank}
+        if len(example) > 1:
+            kinds = ", ".join(f"'{kind or 'none'}' ({example[kind]})" for kind in sorted(example))
+            raise BankError(
+                f"the adapters of snapshot {snapshot.number} and those hosted have activations {kinds}, but a model "
+                "computes all of its adapters with one: make a snapshot for each, and host one kind"
+            )
+        return next(iter(example), "")
+
+    def drop(self, gone: Hosted) -> None:
+        """Forget a snapshot and what no other one has; no mixture may be open."""
+        self._all = [one for one in self._all if one is not gone]
+        kept = {key for other in self._all for key in other.keys.values()}
+        for name, key in gone.keys.items():
+            if key in kept:
+                if self._sources[key][0] is gone.source:
+                    owner = next(other for other in self._all if key in other.keys.values())
+                    self._sources[key] = (owner.source, name)
+                continue
+            del self._sources[key], self._ranks[key]
+            if key in self.stack.states:
+                self.stack.drop(key)
+
+    def _fetch(self, key: str) -> AdapterState:
+        source, name = self._sources[key]
+        try:
+            return source(name)
+        except (BankError, StorageError) as error:
+            raise UnavailableError(f"adapter {key} cannot be had now: {error}") from error
+
+    def attended(self, hosted: Hosted, ids_BL: Tensor, mask_BL: Tensor) -> Mixture:
+        """Who speaks for each prompt of a snapshot that reads them; see `Hosted.mixture`."""
+        assert isinstance(hosted.router, AttentionRouter), "this snapshot's router reads texts"
+        return hosted.named(hosted.router.read(self.backbone.embedded(ids_BL), mask_BL))
+
+    def ahead(self, hosted: Hosted) -> list[str]:
+        """Adapters of a snapshot worth bringing to the device before anybody asks: so many as take little."""
+        room, found = AHEAD_BYTES, []
+        for entry in hosted.snapshot.adapters:
+            room -= entry.tensors.bytes
+            if room < 0:
+                break
+            found.append(hosted.keys[entry.name])
+        return found
+
+    def bring(self, keys: Sequence[str]) -> None:
+        """Have them on the device if there is room; what cannot be had now is left to those who ask for it."""
+        for key in keys:
+            if key in self._sources and key not in self.stack.states and self._has_room(self._ranks[key]):
+                try:
+                    self.stack.need([key])
+                except UnavailableError as error:
+                    log.warning("%s", error)
+                    return
+
+    def _has_room(self, rows: int) -> bool:
+        return self.stack.grows or self.stack.table.free >= rows
+
+    def hold(self, keys: Sequence[str]) -> None:
+        """Keep these adapters on the device until they are released as often as they were held."""
+        for key in keys:
+            self.stack.table.pin(key)
+
+    def release(self, keys: Sequence[str]) -> None:
+        """Take one hold back from each."""
+        for key in keys:
+            self.stack.table.unpin(key)
+
+    def rows(self, keys: Sequence[str]) -> int:
+        """Resident rows that these adapters take together."""
+        return sum(self._ranks[key] for key in keys)
+
+    def fit(self, mixtures: Sequence[Mixture]) -> bool:
+        """Whether the adapters of all have room on the device together."""
+        if self.stack.grows:
+            return True
+        names = dict.fromkeys(name for mixture in mixtures for name in mixture.names)
+        return self.rows(tuple(names)) <= self.stack.table.capacity
+
+    @contextmanager
+    def speaking(self, mixture: Mixture, rule: Any = "probability", told: Sequence[str] = ()) -> Iterator[None]:
+        """Everything inside is spoken by this mixture.
+
+        Args:
+            rule: of label heads. told: adapter whose head answers each example, for rule `label_count`.
+        """
+        head = self.backbone.head
+        if isinstance(head, MixedHead):
+            head.rule, head.told = rule, tuple(told)
+            if rule == "label_count":
+                self.stack.need(tuple(dict.fromkeys(told)))
+        self._count(mixture)
+        with self.stack.mixing(mixture):
+            yield
+
+    @contextmanager
+    def speaking_in_place(self, mixture: Mixture, weights_SN: Tensor) -> Iterator[int]:
+        """As `speaking` without labels, at addresses that stay the same as long as the number that it gives.
+
+        Args:
+            weights_SN: those of `mixture`, at the places where its examples are.
+        """
+        self._count(mixture)
+        used = (mixture.weights != 0).any(0).tolist()
+        self.stack.need([name for name, yes in zip(mixture.names, used, strict=True) if yes])
+        rows, speaks = self.rows(mixture.names), bool(self.stack.layers and self.stack.pool.rows)
+        wanted = (tuple(self.stack.layers), self.stack.activation, speaks, len(weights_SN))
+        if self._room_for != wanted or (self._room is not None and self._room.rows < rows):
+            fresh = StaticRows(self.stack.pool, _power_of_two(rows), len(weights_SN)) if speaks else None
+            self._room, self._room_for, self._room_number = fresh, wanted, self._room_number + 1
+        self.stack.static = self._room
+        try:
+            with self.stack.mixing(Mixture(mixture.names, weights_SN)):
+                yield self._room_number
+        finally:
+            self.stack.static = None
+
+    def _count(self, mixture: Mixture) -> None:
+        resident = sum(name in self.stack.states for name in mixture.names)
+        more = {"batches": 1, "rows": len(mixture.weights), "adapters": len(mixture.names)}
+        more |= {"hits": resident, "misses": len(mixture.names) - resident}
+        self.counts = {name: value + more[name] for name, value in self.counts.items()}
+
+
+def _power_of_two(rows: int) -> int:
+    """The next one, since making room anew costs a capture."""
+    return 1 << max(4, (rows - 1).bit_length())

@@ -1,0 +1,62 @@
+"""Requests to the serving engine: a generation request, its snapshot, and the adapters that it selects.
+
+What it does not know: HTTP, models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from raycl.errors import RayclError
+from raycl.generation.requests import Event, GenerationRequest, Piece, Started
+from raycl.serve.engine.model_host import Hosted
+
+CLOSED = "the server is shutting down: ask again in a moment"
+
+FAILURES = (
+    *(RayclError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""What one answer may fail with while others go on; anything else ends the replica, and Serve starts another."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which adapters are active.
+
+    Attributes:
+        weights: adapter -> weight, as the request pinned them; {} is the bare backbone; None: the router decides.
+        task: where the request knows it.
+        hard: only the loudest task's adapters speak, at the weights among them.
+    """
+
+    weights: Mapping[str, float] | None = None
+    task: str | None = None
+    hard: bool = False
+
+
+@dataclass
+class Ask(GenerationRequest):
+    """One answer from a snapshot: a text, a label, or the mixture alone.
+
+    Attributes:
+        hosted: the snapshot that answers, from beginning to end.
+        choice: which adapters are active.
+        route_only: with `sampling` None, answer with nothing but the mixture; else a label.
+        templated: the text is an input, and gets the prompt that its task was trained with.
+        template: set by the engine: task whose template routing has read the text with; "" for none.
+    """
+
+    hosted: Hosted = field(kw_only=True)
+    choice: Choice = field(kw_only=True)
+    route_only: bool = False
+    templated: bool = True
+    template: str = ""
+
+
+def is_last(ask: Ask, event: Event) -> bool:
+    """Whether nothing comes after it."""
+    if isinstance(event, Started):
+        return ask.route_only
+    return not isinstance(event, Piece) or event.finish is not None

@@ -1,0 +1,1 @@
+"""HTTP: the ASGI application, request and response schema, access control, the playground."""

@@ -1,0 +1,172 @@
+"""Who may ask, and how large a request may be: pure ASGI, before anything is parsed.
+
+What it does not know: what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from raycl.errors import ConfigError
+from raycl.serve.errors import body_of
+from raycl.serve.http.disconnects import attended
+from raycl.serve.settings import AuthConfig, LimitsConfig, ServeConfig
+
+OPEN = ("/", "/healthz", "/readyz", "/openapi.json")
+"""Paths that need no key, and all below /playground/: what loads the page that asks for one, and what probes see."""
+
+DRAINED = 16
+"""Times the largest body that is read of one that is too large: who is still sending hears no answer."""
+
+
+class Keys:
+    """API keys and those that may also administer."""
+
+    def __init__(self, config: AuthConfig) -> None:
+        """Read them.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds no key.
+        """
+        lines = os.environ.get(config.keys_env, "").split(",")
+        if config.keys_file is not None:
+            try:
+                lines += Path(config.keys_file).read_text(encoding="utf-8").splitlines()
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"auth.keys_file '{config.keys_file}' cannot be read: {error}") from error
+        found = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+        self._admin = [key.removeprefix("admin:").encode() for key in found if key.startswith("admin:")]
+        self._plain = [key.encode() for key in found if not key.startswith("admin:")]
+        if b"" in self._admin:
+            raise ConfigError("an API key is 'admin:' and nothing behind it: write the key there")
+        if config.keys_file is not None and not found:
+            raise ConfigError(f"auth.keys_file '{config.keys_file}' holds no key: write one a line")
+
+    def __bool__(self) -> bool:
+        return bool(self._admin or self._plain)
+
+    def knows(self, key: bytes, admin: bool) -> bool:
+        """Whether it is one of them; takes as long whichever it is, or none."""
+        allowed = self._admin if admin else [*self._admin, *self._plain]
+        return sum(hmac.compare_digest(key, other) for other in allowed) > 0
+
+
+def check_access(config: ServeConfig) -> Keys:
+    """The keys, if the endpoint may start with them.
+
+    Raises:
+        ConfigError: it would be open to the network.
+    """
+    keys = Keys(config.auth)
+    if not keys and not is_loopback(config.host):
+        raise ConfigError(
+            f"host={config.host} lets others on the network in, and there are no API keys: set auth.keys_file, or "
+            f"{config.auth.keys_env}, or host=127.0.0.1"
+        )
+    return keys
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_local(host: bytes) -> bool:
+    """Whether a Host header names this machine: a web page elsewhere may have its name point here (DNS rebinding)."""
+    try:
+        name = urlsplit(f"//{host.decode('latin-1')}").hostname
+    except ValueError:
+        return False
+    return name is not None and is_loopback(name)
+
+
+class Gate:
+    """ASGI middleware: keys, size of bodies and time for them; behind it the whole body is there."""
+
+    def __init__(self, app: Any, keys: Keys, limits: LimitsConfig) -> None:
+        self.app, self.keys = app, keys
+        self.body_bytes, self.timeout_s = limits.body_kb * 1024, limits.timeout_s
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        if not self.keys and not _is_local(headers.get(b"host", b"localhost")):
+            message = "without API keys only this machine may ask, by 127.0.0.1 or localhost: set auth.keys_file"
+            await _answer(send, 403, message, "permission_error")
+            return
+        refusal = self._unknown(scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")), headers)
+        if refusal is not None:
+            await _answer(send, 401, refusal, "authentication_error")
+            return
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:19]) > DRAINED * self.body_bytes:
+            await self._refuse(send)
+            return
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                body = await self._read(receive)
+        except TimeoutError:
+            message = f"the request did not come whole within {self.timeout_s:g} s: send it faster"
+            await _answer(send, 408, message, "timeout_error")
+            return
+        except _GoneError:
+            return
+        if body is None:
+            await self._refuse(send)
+        else:
+            await attended(self.app, scope, body, receive, send)
+
+    def _unknown(self, path: str, headers: dict[bytes, bytes]) -> str | None:
+        """Why this client may not ask that, if it may not."""
+        admin = path.startswith("/admin")
+        if not self.keys or path in OPEN or path.startswith("/playground/"):
+            return None
+        given = headers.get(b"authorization", b"")
+        key = given[7:].strip() if given[:7].lower() == b"bearer " else b""
+        if self.keys.knows(key, admin):
+            return None
+        return f"{'an admin key' if admin else 'an API key'} is needed: send 'Authorization: Bearer KEY'"
+
+    async def _read(self, receive: Any) -> bytes | None:
+        """The whole body; None: it is too large (a part of it is read all the same, or the answer would be lost)."""
+        parts: list[bytes] = []
+        size, more = 0, True
+        while more and size <= DRAINED * self.body_bytes:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _GoneError
+            part, more = message.get("body", b""), message.get("more_body", False)
+            size += len(part)
+            if size <= self.body_bytes:
+                parts.append(part)
+        return b"".join(parts) if size <= self.body_bytes else None
+
+    async def _refuse(self, send: Any) -> None:
+        message = f"the request is larger than {self.body_bytes // 1024} KiB: send less text"
+        await _answer(send, 413, message, "invalid_request_error")
+
+
+class _GoneError(Exception):
+    """The client went away before its request was whole."""
+
+
+async def _answer(send: Any, status: int, message: str, kind: str) -> None:
+    body = json.dumps(body_of(message, kind)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,193 @@
+"""The endpoints that answer with texts: OpenAI's chat and completions, whole or as a stream.
+
+What it does not know: how a text is made.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from raycl.errors import RayclError
+from raycl.generation.requests import Piece, Sampling, Started
+from raycl.serve.errors import AskedError, told
+from raycl.serve.http.schema import ChatAnswer, ChatRequest, CompletionRequest, Generation, TextAnswer
+from raycl.serve.service import Answer, Service, how, spoken_out, take
+
+EVENT = {
+    "type": "object",
+    "description": "data is a chunk, in the shape of OpenAI's, an error, or [DONE]",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
+STREAM: dict[str, Any] = {"text/event-stream": {"schema": EVENT}}
+"""What `stream: true` gives, in the words of OpenAPI: the schema of every event."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A checked request: what is to be answered, and in which words.
+
+    Attributes:
+        prompts: each gets `request.answers` answers. echoes: what stands before the answers to each.
+        samplings: one for each answer.
+    """
+
+    request: Generation
+    prompts: Sequence[str]
+    echoes: Sequence[str]
+    samplings: list[Sampling]
+    chat: bool
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of every ask."""
+        template = self.request.pins.template
+        return {"sampling": self.samplings, "templated": self.chat if template is None else template}
+
+    @property
+    def texts(self) -> list[str]:
+        """One for each answer."""
+        return [prompt for prompt in self.prompts for _ in range(self.request.answers)]
+
+    def echo(self, number: int) -> str:
+        """What stands before an answer."""
+        return self.echoes[number // self.request.answers]
+
+    def head(self) -> dict[str, Any]:
+        """How every answer and every chunk begins."""
+        name = "chatcmpl" if self.chat else "cmpl"
+        return {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.request.model}
+
+    def usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+        """A prompt counts once, however many answers it gets."""
+        return usage(answers, self.request.answers)
+
+
+def add_texts(app: FastAPI, service: Service) -> None:
+    """Both endpoints."""
+
+    @app.post("/v1/chat/completions", response_model=None, responses={200: {"model": ChatAnswer, "content": STREAM}})
+    async def chat(request: ChatRequest) -> Response:
+        """The answer to the messages, as one text with the prompt of the task that it belongs to."""
+        most = request.max_completion_tokens or request.max_tokens
+        return await _answered(service, _wanted(service, request, [request.prompt], most, chat=True))
+
+    @app.post("/v1/completions", response_model=None, responses={200: {"model": TextAnswer, "content": STREAM}})
+    async def completions(request: CompletionRequest) -> Response:
+        """What follows each prompt, which is sent as it is."""
+        prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        echoes = prompts if request.echo else [""] * len(prompts)
+        return await _answered(service, _wanted(service, request, prompts, request.max_tokens, False, echoes))
+
+
+def _wanted(
+    service: Service,
+    request: Generation,
+    prompts: Sequence[str],
+    max_tokens: int | None,
+    chat: bool,
+    echoes: Sequence[str] = ("",),
+) -> Wanted:
+    if service.kind == "encoder":
+        raise AskedError("this endpoint's backbone gives labels, not texts: use POST /v1/classify")
+    one = service.sampling(request, max_tokens)
+    service.check(prompts, request.answers)
+    seeds = [(one.seed + number) % 2**63 for number in range(request.answers)]
+    return Wanted(request, prompts, echoes, [replace(one, seed=seed) for _ in prompts for seed in seeds], chat)
+
+
+async def _answered(service: Service, wanted: Wanted) -> Response:
+    if not wanted.request.stream:
+        return await _whole(service, wanted)
+    pieces = _pieces(service, wanted)
+    first = await anext(pieces)  # what cannot be answered fails here, before the stream begins
+    headers = {"Cache-Control": "no-cache"}
+    return StreamingResponse(_events(first, pieces), media_type="text/event-stream", headers=headers)
+
+
+async def _whole(service: Service, wanted: Wanted) -> Response:
+    deadline = service.deadline
+    async with (
+        service.chosen(wanted.request) as (hosted, choice),
+        service.asked(hosted, choice, wanted.texts, **wanted.settings) as queues,
+    ):
+        answers = [await service.complete(queue, spoken_out, deadline) for queue in queues]
+    choices = []
+    for number, answer in enumerate(answers):
+        assert answer.made is not None, "an answer begins with how it is made"
+        text = wanted.echo(number) + answer.text
+        content = {"message": {"role": "assistant", "content": text}} if wanted.chat else {"text": text}
+        facts = how(hosted, answer.made).model_dump()
+        choices.append({"index": number, **content, "finish_reason": answer.finish, "logprobs": None, "raycl": facts})
+    kind = "chat.completion" if wanted.chat else "text_completion"
+    body = {**wanted.head(), "object": kind, "choices": choices, "usage": wanted.usage(answers)}
+    return JSONResponse({**body, "raycl": choices[0]["raycl"]})
+
+
+async def _pieces(service: Service, wanted: Wanted) -> AsyncGenerator[dict[str, Any], None]:
+    """Chunks of a stream; answers to several prompts, or n > 1, come one after another."""
+    deadline, head = service.deadline, wanted.head()
+    answers: list[Answer] = []
+    async with (
+        service.chosen(wanted.request) as (hosted, choice),
+        service.asked(hosted, choice, wanted.texts, **wanted.settings) as queues,
+    ):
+        for number, queue in enumerate(queues):
+            answer, began = Answer(), time.perf_counter()
+            async for event in service.events(queue, spoken_out, deadline):
+                take(answer, event, began)
+                if isinstance(event, Started):
+                    facts = how(hosted, event.made).model_dump()
+                    yield _chunk(wanted, head, number, wanted.echo(number), None, first=True) | {"raycl": facts}
+                elif isinstance(event, Piece):
+                    yield _chunk(wanted, head, number, event.text, event.finish)
+            service.observe(answer)
+            answers.append(answer)
+    if wanted.request.tells_usage:
+        yield {**head, "object": _kind(wanted), "choices": [], "usage": wanted.usage(answers)}
+
+
+def _kind(wanted: Wanted) -> str:
+    return "chat.completion.chunk" if wanted.chat else "text_completion"
+
+
+def _chunk(
+    wanted: Wanted, head: dict[str, Any], number: int, text: str, finish: str | None, first: bool = False
+) -> dict[str, Any]:
+    delta = {**({"role": "assistant"} if first else {}), **({"content": text} if text or first else {})}
+    content = {"delta": delta} if wanted.chat else {"text": text}
+    one = {"index": number, **content, "finish_reason": finish, "logprobs": None}
+    return {**head, "object": _kind(wanted), "choices": [one]}
+
+
+async def _events(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:
+    """Server-sent events; what fails after the first one is the last."""
+    async with aclosing(rest):
+        yield _event(first)
+        try:
+            async for piece in rest:
+                yield _event(piece)
+        except RayclError as error:
+            yield _event(told(error)[1])
+            return
+        yield "data: [DONE]\n\n"
+
+
+def _event(tree: dict[str, Any]) -> str:
+    return f"data: {json.dumps(tree, ensure_ascii=False)}\n\n"
+
+
+def usage(answers: Sequence[Answer], n: int = 1) -> dict[str, int]:
+    """Tokens of answers, n to each prompt."""
+    asked = sum(answer.made.prompt_tokens for answer in answers[::n] if answer.made)
+    said = sum(answer.tokens for answer in answers)
+    return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}

@@ -1,0 +1,236 @@
+"""The endpoints: labels, routes, models, administration, health and the playground, beside those of `texts`.
+
+What it does not know: Ray; how many replicas there are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from raycl import __version__
+from raycl.errors import BankError, RayclError
+from raycl.serve.errors import AskedError, UnknownError, body_of, told
+from raycl.serve.http.access import Gate, Keys
+from raycl.serve.http.playground import add_playground
+from raycl.serve.http.schema import (
+    ActivateAnswer,
+    ActivateRequest,
+    AdaptersAnswer,
+    ClassifyRequest,
+    ErrorAnswer,
+    HealthAnswer,
+    LabelAnswer,
+    ModelFacts,
+    ModelsAnswer,
+    RouteAnswer,
+    SnapshotsAnswer,
+)
+from raycl.serve.http.texts import add_texts, usage
+from raycl.serve.service import Answer, Service, how, labelled, routed
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    code: {"model": ErrorAnswer} for code in (400, 401, 403, 404, 408, 413, 422, 429, 500, 503, 504)
+}
+
+
+def make_web(service: Service, keys: Keys) -> Any:
+    """The ASGI application of one replica."""
+    app = FastAPI(title="raycl", version=__version__, responses=REFUSALS, docs_url=None, redoc_url=None)
+    _add_errors(app)
+    add_texts(app, service)
+    _add_labels(app, service)
+    _add_facts(app, service)
+    _add_health(app, service)
+    add_playground(app)
+    return Gate(app, keys, service.config.limits)
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------
+
+
+class _Plain(Response):
+    """JSON in ASCII: what is refused may not be text at all."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def wrong(request: Request, error: RequestValidationError) -> Response:
+        first, place = _clearest(error)
+        reason = str(first["msg"]).removeprefix("Value error, ")
+        if first["type"] == "json_invalid":
+            text, place = f"the body is no valid JSON: {first.get('ctx', {}).get('error', reason)}", ""
+        elif isinstance(error.body, bytes):
+            text = "the body is not JSON, or does not say so: send it with 'Content-Type: application/json'"
+        else:
+            text = f"{place or 'the body'}: {reason}"
+        return _Plain(body_of(text, "invalid_request_error", place or None), 400)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        return _Plain(body_of(str(error.detail), kind), error.status_code, error.headers)
+
+    @app.exception_handler(RayclError)
+    async def ours(request: Request, error: RayclError) -> Response:
+        status, body = told(error)
+        return _Plain(body, status, {"Retry-After": "1"} if status == 429 else None)
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> Response:
+        name = type(error).__name__
+        return _Plain(body_of(f"a fault of the server ({name}): its log says more", "server_error"), 500)
+
+
+def _clearest(error: RequestValidationError) -> tuple[dict[str, Any], str]:
+    """Of what is wrong with the first wrong field, what lies deepest; and its dotted path."""
+    found = [(dict(one), _place(one["loc"], error.body)) for one in error.errors()]
+    field = found[0][1].partition(".")[0]
+    return max((one for one in found if one[1].partition(".")[0] == field), key=lambda one: one[1].count("."))
+
+
+def _place(where: Sequence[Any], body: Any) -> str:
+    """Dotted path of a field, without the names of alternatives that the validator tried."""
+    path: list[str] = []
+    here = body
+    for part in where[1:]:
+        if isinstance(here, dict) and isinstance(part, str) and (part in here or part == where[-1]):
+            path, here = [*path, part], here.get(part)
+        elif isinstance(here, list) and isinstance(part, int) and part < len(here):
+            path, here = [*path, str(part)], here[part]
+    return ".".join(path)
+
+
+# ---- labels and routes -------------------------------------------------------------------------------------------
+
+
+def _add_labels(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/classify", response_model=None, responses={200: {"model": LabelAnswer}})
+    async def classify(request: ClassifyRequest) -> Response:
+        """The label of each text, with the probability of every label that was in question."""
+        if service.kind != "encoder":
+            raise AskedError("this endpoint's backbone answers with texts: use POST /v1/chat/completions")
+        answers, facts = await _each(service, request, labelled, route_only=False)
+        data = [
+            {"index": number, "label": next(iter(answer.scores)), "scores": answer.scores, "raycl": made}
+            for number, (answer, made) in enumerate(zip(answers, facts, strict=True))
+        ]
+        return JSONResponse({"object": "list", "model": request.model, "data": data, "usage": usage(answers)})
+
+    @app.post("/v1/route", response_model=None, responses={200: {"model": RouteAnswer}})
+    async def route(request: ClassifyRequest) -> Response:
+        """Who would speak for each text; nothing is answered."""
+        _, facts = await _each(service, request, routed, route_only=True)
+        data = [{"index": number, "raycl": made} for number, made in enumerate(facts)]
+        return JSONResponse({"object": "list", "model": request.model, "data": data})
+
+
+async def _each(
+    service: Service, request: ClassifyRequest, until: Any, route_only: bool
+) -> tuple[list[Answer], list[dict[str, Any]]]:
+    """Answers to the texts, and how each was made."""
+    deadline, texts = service.deadline, request.texts
+    service.check(texts)
+    async with (
+        service.chosen(request) as (hosted, choice),
+        service.asked(hosted, choice, texts, route_only=route_only) as queues,
+    ):
+        answers = [await service.complete(queue, until, deadline) for queue in queues]
+    return answers, [how(hosted, answer.made).model_dump() for answer in answers if answer.made is not None]
+
+
+# ---- facts -------------------------------------------------------------------------------------------------------
+
+
+def _add_facts(app: FastAPI, service: Service) -> None:
+    roster = service.roster
+
+    def names() -> list[dict[str, Any]]:
+        active = roster.active.snapshot
+        found = ["auto", "base", *(f"snapshot:{number}" for number in roster.bank.snapshots())]
+        found += [entry.name for entry in active.adapters]
+        created = int(roster.active_since)
+        return [{"id": name, "object": "model", "created": created, "owned_by": "raycl"} for name in found]
+
+    @app.get("/v1/models", response_model=None, responses={200: {"model": ModelsAnswer}})
+    def models() -> Response:
+        """Everything that `model` may say."""
+        return JSONResponse({"object": "list", "data": names()})
+
+    @app.get("/v1/models/{name}", response_model=None, responses={200: {"model": ModelFacts}})
+    def model(name: str) -> Response:
+        """One of them."""
+        found = [one for one in names() if one["id"] == name]
+        if not found:
+            raise UnknownError(f"model '{name}' is not there: GET /v1/models lists all")
+        return JSONResponse(found[0])
+
+    @app.get("/v1/adapters", response_model=None, responses={200: {"model": AdaptersAnswer}})
+    async def adapters() -> Response:
+        """Adapters of the active snapshot."""
+        active = roster.active.snapshot
+        data = [
+            {
+                "name": entry.name,
+                "version": entry.version,
+                "tasks": entry.tasks,
+                "labels": entry.labels,
+                "rank": entry.rank,
+                "bytes": entry.tensors.bytes,
+            }
+            for entry in active.adapters
+        ]
+        return JSONResponse({"object": "list", "snapshot": active.number, "data": data})
+
+    @app.get("/v1/snapshots", response_model=None, responses={200: {"model": SnapshotsAnswer}})
+    def snapshots() -> Response:
+        """Numbers of all snapshots, and which one answers here."""
+        active = roster.active.snapshot
+        return JSONResponse(
+            {
+                "object": "list",
+                "active": active.number,
+                "tasks": [facts.name for facts in active.tasks],
+                "kind": service.kind,
+                "data": roster.bank.snapshots(),
+                "decision": roster.decision,
+                "problem": service.problem,
+            }
+        )
+
+    @app.post("/admin/activate", response_model=None, responses={200: {"model": ActivateAnswer}})
+    def activate(request: ActivateRequest) -> Response:
+        """Answer from this snapshot from now on, on every replica: a rollback, or a step forward."""
+        before = roster.active.snapshot.number
+        try:
+            roster.activate(request.snapshot, "asked for")
+        except BankError as error:
+            raise UnknownError(str(error)) from error
+        return JSONResponse({"active": roster.active.snapshot.number, "before": before})
+
+
+def _add_health(app: FastAPI, service: Service) -> None:
+    @app.get("/healthz", response_model=None, responses={200: {"model": HealthAnswer}})
+    async def healthy() -> Response:
+        """Whether this replica can answer at all."""
+        if not service.engine.alive:
+            return _Plain(body_of("the model's thread has ended: restart the replica", "server_error"), 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/readyz", response_model=None, responses={200: {"model": HealthAnswer}})
+    async def ready() -> Response:
+        """Whether it takes more requests now."""
+        if service.engine.load >= service.config.limits.queue:
+            return _Plain(body_of("the queue is full", "server_error"), 503)
+        return JSONResponse({"status": "ready", "snapshot": service.roster.active.snapshot.number})

@@ -1,0 +1,1 @@
+"""Snapshots of an endpoint: loaded, activated, evaluated by the gate."""

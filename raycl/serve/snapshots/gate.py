@@ -1,0 +1,143 @@
+"""May a snapshot answer? It is judged through the serving path, router and mixture included, on held-out rows.
+
+A task that the candidate has lost is asked all the same, and counts with what comes back.
+What it does not know: what becomes of the verdict.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raycl import config as configs
+from raycl.backbone import Backbone
+from raycl.bank import Snapshot
+from raycl.data.stream import Stream, StreamConfig, open_stream
+from raycl.errors import BankError
+from raycl.eval.settings import EvalConfig
+from raycl.generation.requests import Event, Failed, Labelled, Piece, Sampling
+from raycl.serve.deployment.factory import close_service, open_service
+from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.model_host import Hosted
+from raycl.serve.engine.requests import Ask, Choice
+from raycl.serve.settings import ServeConfig
+from raycl.serve.snapshots.scores import score_snapshot
+from raycl.types import Batch, Score, Task
+
+log = logging.getLogger("raycl")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate found.
+
+    Attributes:
+        before, after: task -> score of the active snapshot and of the candidate; tasks that are new have no `before`.
+    """
+
+    active: int
+    candidate: int
+    before: dict[str, Score]
+    after: dict[str, Score]
+    max_drop: float
+
+    @property
+    def drops(self) -> dict[str, float]:
+        """Task -> points lost, of tasks that the active snapshot has learned; negative: gained."""
+        return {task: score.value - self.after[task].value for task, score in self.before.items()}
+
+    @property
+    def passed(self) -> bool:
+        """Whether no task falls by more than allowed."""
+        return all(drop <= self.max_drop for drop in self.drops.values())
+
+
+def judge(config: ServeConfig, candidate: int) -> Verdict:
+    """Score the active snapshot and a candidate.
+
+    Raises:
+        BankError: the candidate is not there or answers already; a task has no rows to judge by.
+        RayclError: data or backbone cannot be read.
+    """
+    quiet = config.model_copy(update={"follow": config.follow.model_copy(update={"enabled": False})})
+    service = open_service(quiet)
+    try:
+        active, engine = service.roster.active, service.engine
+        assert isinstance(engine, Engine), "the gate has the model in its own process"
+        if candidate == active.snapshot.number:
+            raise BankError(f"snapshot {candidate} answers already: name another one")
+        newer = service.roster.open_whole(candidate)
+        stream = _stream(newer.snapshot, config)
+        known = {facts.name for facts in active.snapshot.tasks}
+        learned = known | {facts.name for facts in newer.snapshot.tasks}
+        tasks = [task for task in stream.tasks if task.name in learned]
+        _check_rows(stream, tasks, learned, config)
+        settings = EvalConfig(split=config.gate.split, batch_size=config.max_batch)
+        log.info("snapshot %d, which answers now:", active.snapshot.number)
+        old = [task for task in tasks if task.name in known]
+        before = score_snapshot(_Through(engine, active), stream, old, settings)
+        log.info("snapshot %d:", candidate)
+        after = score_snapshot(_Through(engine, newer), stream, tasks, settings)
+        return Verdict(active.snapshot.number, candidate, before, after, config.gate.max_drop)
+    finally:
+        close_service(service)
+
+
+def _stream(snapshot: Snapshot, config: ServeConfig) -> Stream:
+    made = snapshot.made.get("config")
+    if made is None:
+        raise BankError(f"snapshot {snapshot.number} does not say which data it was trained on: it cannot be judged")
+    tree = {"stream": {**made["stream"], "unseen": None}}
+    for override in config.gate.stream:
+        configs.apply_override(tree, f"stream.{override}")
+    return open_stream(configs.validate(StreamConfig, tree["stream"]), int(made["seed"]))
+
+
+def _check_rows(stream: Stream, tasks: Sequence[Task], learned: set[str], config: ServeConfig) -> None:
+    missing = sorted(learned - {task.name for task in tasks})
+    if missing:
+        raise BankError(
+            f"the candidate's stream has no {', '.join(missing)}: the active snapshot cannot be compared on it; "
+            "activate the candidate without the gate if that is right"
+        )
+    split = config.gate.split
+    empty = [task.name for task in tasks if not len(stream.rows(task, split))]
+    if empty:
+        raise BankError(
+            f"{', '.join(empty)}: no {split} rows to judge by; train with stream.dev_fraction above 0, or set "
+            "gate.split=test"
+        )
+
+
+class _Through:
+    """A hosted snapshot as a requester sees it."""
+
+    def __init__(self, engine: Engine, hosted: Hosted) -> None:
+        self.engine, self.hosted = engine, hosted
+        self.backbone: Backbone = engine.host.backbone
+
+    def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
+        """One answer per example, asked for as anybody would: by the text alone, fill-ups too."""
+        hosted = self.hosted
+        rule = hosted.head_rule == "label_count" or hosted.snapshot.router.kind == "task" or hosted.needs_task
+        sampling = None if self.backbone.codec.needs_labels else Sampling(limit)
+        boxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in texts]
+        for place, (text, box) in enumerate(zip(texts, boxes, strict=True)):
+            choice = Choice(task=tasks[place] if rule and tasks else None)
+            self.engine.submit(Ask(text or " ", box.put, sampling, hosted=self.hosted, choice=choice))
+        return [self._answer(box) for box in boxes]
+
+    def _answer(self, box: queue.SimpleQueue[Event]) -> str:
+        text = ""
+        while True:
+            event = box.get()
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Labelled):
+                return next(iter(event.scores))
+            if isinstance(event, Piece):
+                text += event.text
+                if event.finish is not None:
+                    return text.strip()

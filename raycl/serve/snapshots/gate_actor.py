@@ -1,0 +1,210 @@
+"""Following with a gate: what is published is judged where the cluster has room, and then decided.
+
+Why it exists: judging takes a backbone of its own. It reserves what that uses, and only while it judges; and a snapshot
+that waits, or cannot be judged, is said wherever people look.
+What it does not know: how a snapshot is judged (`raycl.serve.snapshots.gate`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from raycl import config as configs
+from raycl.bank import Bank
+from raycl.bank.activations import Activation, Activations
+from raycl.errors import counted
+from raycl.serve.engine.requests import FAILURES
+from raycl.serve.metrics import GateMetrics
+from raycl.serve.service import Service
+from raycl.serve.settings import ServeConfig
+from raycl.serve.snapshots.gate import Verdict, judge
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 15.0
+"""A judge that has room is there by then: later it is said that it waits."""
+
+PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
+"""Before a snapshot that could not be judged is judged again; doubled each time."""
+
+ASK_S, ANSWER_S = 2.0, 10.0
+"""How often replicas ask what the gate says, and how long they wait for it."""
+
+
+class Judge:
+    """An actor that has what judging takes for as long as it lives."""
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        logging.getLogger("raycl").setLevel(logging.INFO)
+        self.config = configs.validate(ServeConfig, tree)
+
+    def ready(self) -> None:
+        """Returns when the actor has its resources."""
+
+    def judge(self, candidate: int) -> Verdict | str:
+        """The verdict on a snapshot, or why there is none."""
+        try:
+            return judge(self.config, candidate)
+        except FAILURES as error:
+            return str(error)
+
+
+@dataclass
+class _Pending:
+    """The newest snapshot, which is not decided.
+
+    Attributes:
+        since, again: when it was found, and when it may be judged, on the monotonic clock.
+        pause_s: after it could not be judged.
+        problem: why it could not.
+    """
+
+    number: int
+    since: float = field(default_factory=time.monotonic)
+    again: float = 0.0
+    pause_s: float = PAUSE_S
+    problem: str = ""
+
+
+class Gatekeeper:
+    """Watches the bank, has what is new judged, and decides. It takes no room itself."""
+
+    def __init__(self, tree: dict[str, Any], takes: dict[str, float]) -> None:
+        """Watch from now on, on a thread of its own.
+
+        Args:
+            tree: settings of the endpoint, the device that of the gate. takes: Ray's options of a judge.
+        """
+        logging.getLogger("raycl").setLevel(logging.INFO)
+        self.config, self._tree, self._takes = configs.validate(ServeConfig, tree), tree, takes
+        self._activations = Activations(Bank.at(self.config.bank))
+        self._problem, self._pending = "", _Pending(0)
+        self._metrics = GateMetrics()
+        self._thread = threading.Thread(target=self._watch, name="raycl-gate", daemon=True)
+        self._thread.start()
+
+    def problem(self) -> str:
+        """Why the newest snapshot has not been judged; "" if it has, or is being judged."""
+        return self._problem
+
+    def check_health(self) -> None:
+        """Called by Serve every few seconds; a gate whose thread has ended is replaced."""
+        assert self._thread.is_alive(), "the gate's thread has ended"
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self.config.follow.poll_s)
+            try:
+                last, newest = self._activations.latest(), self._newest()
+                if last is None or newest <= last.seen:
+                    self._metrics.waiting.set(0.0)
+                    self._say("")
+                    continue
+                if newest != self._pending.number:
+                    self._pending = _Pending(newest)
+                self._say(self._pending.problem)
+                self._metrics.waiting.set(time.monotonic() - self._pending.since)
+                if time.monotonic() >= self._pending.again:
+                    self._decide(last)
+            except FAILURES as error:  # storage that cannot be reached for a while
+                self._say(f"the gate cannot look at the bank now: {error}")
+
+    def _newest(self) -> int:
+        return max(self._activations.bank.snapshots(), default=0)
+
+    def _decide(self, last: Activation) -> None:
+        pending = self._pending
+        verdict = self._verdict()
+        if verdict is None or self._activations.latest() != last:  # somebody has decided meanwhile
+            return
+        if isinstance(verdict, str):
+            pending.again = time.monotonic() + pending.pause_s
+            pending.problem = (
+                f"snapshot {pending.number} cannot be judged, snapshot {last.snapshot} goes on: {verdict} (judged "
+                f"again in {pending.pause_s:.0f} s; `jobs/serve.py activate` decides without the gate)"
+            )
+            pending.pause_s = min(2 * pending.pause_s, LONGEST_PAUSE_S)
+            return
+        worst = max(verdict.drops.values(), default=0.0)
+        if verdict.passed:
+            self._activations.add(pending.number, f"passed the gate: no task falls by more than {worst:.1f}")
+        else:
+            why = f"snapshot {pending.number} was refused: a task falls by {worst:.1f}"
+            self._activations.add(last.snapshot, why)
+
+    def _verdict(self) -> Verdict | str | None:
+        """What a judge says, or why there is none; None: it has been decided meanwhile, or something newer is there."""
+        actor = ray.remote(Judge).options(**self._takes).remote(self._tree)
+        try:
+            if not self._has_room(actor.ready.remote()):
+                return None
+            self._say(self._pending.problem)
+            judged, limit, began = (
+                actor.judge.remote(self._pending.number),
+                self.config.gate.timeout_s,
+                time.monotonic(),
+            )
+            while not self._done(judged):
+                if time.monotonic() - began > limit:
+                    return f"it takes longer than gate.timeout_s={limit:g}"
+            found: Verdict | str = ray.get(judged)
+            return found
+        except RayError as error:  # its process or node died
+            return " ".join(str(error).split())[:400]
+        finally:
+            ray.kill(actor)
+
+    def _has_room(self, ready: Any) -> bool:
+        """Wait until the judge runs; False: nobody needs it any more."""
+        number, began = self._pending.number, time.monotonic()
+        while not self._done(ready):
+            last = self._activations.latest()
+            if last is None or number <= last.seen or number != self._newest():
+                return False
+            if time.monotonic() - began > PATIENCE_S:
+                self._say(f"snapshot {number} waits for the gate, which asks for {_room(self._takes)}")
+        ray.get(ready)
+        return True
+
+    def _done(self, result: Any) -> bool:
+        self._metrics.waiting.set(time.monotonic() - self._pending.since)
+        return bool(ray.wait([result], timeout=self.config.follow.poll_s)[0])
+
+    def _say(self, problem: str) -> None:
+        if problem and problem != self._problem:
+            log.error("%s", problem)
+        self._problem = problem
+        self._metrics.problem.set(float(bool(problem)))
+
+
+def _room(takes: dict[str, float]) -> str:
+    """`1 GPU: the cluster has 0 of 2 GPUs free`."""
+    free, whole = ray.available_resources(), ray.cluster_resources()
+    asked = [(takes[key], name) for key, name in (("num_gpus", "GPU"), ("num_cpus", "CPU")) if takes[key]]
+    wants = " and ".join(counted(number, name) for number, name in asked)
+    has = ", ".join(f"{free.get(name, 0.0):.3g} of {whole.get(name, 0.0):g} {name}s" for _, name in asked)
+    return f"{wants}: the cluster has {has} free"
+
+
+def ask_gate(gatekeeper: DeploymentHandle, service: Service) -> None:
+    """Have `service.gate_problem` follow what the gate says, as long as the service lives."""
+
+    def ask() -> None:
+        while service.engine.alive:
+            try:
+                service.gate_problem = gatekeeper.problem.remote().result(timeout_s=ANSWER_S)
+            except (*FAILURES, RayError, RayServeException) as error:
+                reason = " ".join(str(error).split())[:200] or type(error).__name__
+                service.gate_problem = f"the gate does not answer, so nothing new is activated: {reason}"
+            time.sleep(ASK_S)
+
+    threading.Thread(target=ask, name="raycl-ask-gate", daemon=True).start()

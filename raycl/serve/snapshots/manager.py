@@ -1,0 +1,334 @@
+"""The snapshots that a replica can answer from: opened in the background, taken on between two batches.
+
+A request keeps the snapshot that it began with. The active one is what the bank's activations say; in follow mode
+without a gate, what was published since the last decision counts as activated.
+What it does not know: requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raycl.adapters.stack import Source
+from raycl.bank import Bank, Snapshot
+from raycl.bank.activations import Activations
+from raycl.bank.integrity import Whole
+from raycl.bank.object_store import Shelf
+from raycl.errors import BankError, RayclError
+from raycl.retrieval.router import Router, TextRouter
+from raycl.serve.engine.disaggregated import RemoteEngine
+from raycl.serve.engine.engine import Engine
+from raycl.serve.engine.model_host import Hosted, mark_of
+from raycl.serve.engine.requests import FAILURES
+from raycl.serve.errors import UnavailableError
+from raycl.serve.settings import ServeConfig
+from raycl.serve.snapshots.decisions import wanted_snapshots
+from raycl.serve.snapshots.snapshot_model import router_of
+from raycl.storage.records import Stamp
+
+log = logging.getLogger(__name__)
+
+
+LONGEST_S = 30.0
+"""Between two looks at a snapshot that could not be used."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A snapshot that could not be used.
+
+    Attributes:
+        pause_s: how long it is not looked at. until: when that is over, on the monotonic clock.
+    """
+
+    error: RayclError
+    pause_s: float
+    until: float
+
+
+class Roster:
+    """Snapshots of one bank on one engine.
+
+    Attributes:
+        active: answers from now on.
+        problem: why what should answer now does not, "" if it does.
+    """
+
+    def __init__(
+        self, bank: Bank, engine: Engine | RemoteEngine, config: ServeConfig, identity: str, shelf: Shelf | None
+    ) -> None:
+        """Open the first snapshot that is whole, of those that may answer.
+
+        Args:
+            identity: SHA-256 of the backbone.
+            shelf: adapters come from the cluster's object store; None: from the bank itself.
+
+        Raises:
+            BankError: there is none, or all are damaged or were made for another backbone.
+        """
+        self.bank, self.engine, self.config = bank, engine, config
+        self.activations = Activations(bank)
+        self.problem = ""
+        self._identity, self._shelf = identity, shelf
+        self._whole = Whole.of(bank) if shelf is None else Whole(shelf.check)
+        self._refused: dict[int, Refused] = {}
+        self._open: OrderedDict[int, Hosted] = OrderedDict()
+        self._replaced: list[Hosted] = []  # whose number means another snapshot now, or none
+        self._stamps: dict[int, Stamp] = {}
+        self._users: Counter[Hosted] = Counter()
+        self._lock = threading.Lock()  # of these and of what is active: held for a moment only
+        self._changing = threading.RLock()  # one snapshot is opened, activated or let go at a time; that may take long
+        self._stopped = threading.Event()
+        self.active, error = self._best(wanted_snapshots(bank, self.activations, config))
+        self._tell(error)
+        self.active_since = time.time()
+        self._thread = threading.Thread(target=self._watch, name="raycl-follow", daemon=True)
+        self._thread.start()
+
+    def open(self, number: int) -> Hosted:
+        """A snapshot ready to answer; blocks while it is loaded.
+
+        Raises:
+            BankError: unknown, damaged, or made for another backbone.
+        """
+        with self._changing:
+            return self._opened(number) or self._load(*self._read(number))
+
+    def open_whole(self, number: int) -> Hosted:
+        """As `open`, and everything that the snapshot can ask for has been read.
+
+        Raises:
+            BankError: unknown, damaged in any part, or made for another backbone.
+        """
+        with self._changing:
+            hosted = self._opened(number)
+            if hosted is not None:
+                self._whole.check(hosted.snapshot)
+                return hosted
+            snapshot, stamp = self._read(number)
+            self._whole.check(snapshot)
+            return self._load(snapshot, stamp)
+
+    def _opened(self, number: int) -> Hosted | None:
+        with self._lock:
+            return self._open.get(number)
+
+    def _read(self, number: int) -> tuple[Snapshot, Stamp | None]:
+        """A record, read once since it may be large, and its stamp before that."""
+        stamp = self.bank.stamps().get(number)
+        return self.bank.open(number), stamp
+
+    def _load(self, snapshot: Snapshot, stamp: Stamp | None) -> Hosted:
+        self._check(snapshot)
+        with self._lock:
+            mark = mark_of(snapshot, [*self._open.values(), *self._replaced])
+        hosted = Hosted.of(snapshot, self._router(snapshot), self._source(snapshot), mark)
+        self.engine.take_on(hosted)
+        with self._lock:
+            self._open[snapshot.number] = hosted
+            if stamp is not None:
+                self._stamps[snapshot.number] = stamp
+        self._make_room(snapshot.number)
+        return hosted
+
+    def _router(self, snapshot: Snapshot) -> Router:
+        """Routers that read texts share one sentence encoder, which is loaded once."""
+        router = router_of(self.bank, snapshot)
+        with self._lock:
+            others = [hosted.router for hosted in self._open.values()]
+        for other in others:
+            if isinstance(router, TextRouter) and isinstance(other, TextRouter):
+                mine, its = router.encoder, other.encoder
+                if (mine.config, mine.fingerprint) == (its.config, its.fingerprint):
+                    router.encoder = its
+        return router
+
+    def _check(self, snapshot: Snapshot) -> None:
+        if snapshot.backbone.sha256 != self._identity:
+            raise BankError(
+                f"snapshot {snapshot.number} was made for backbone '{snapshot.backbone.name}' "
+                f"({snapshot.backbone.sha256[:12]}), this endpoint runs another ({self._identity[:12]})"
+            )
+
+    def _source(self, snapshot: Snapshot) -> Source:
+        if self._shelf is None:
+            entries = {entry.name: entry for entry in snapshot.adapters}
+            return lambda name: self.bank.fetch(entries[name], snapshot.layouts[entries[name].layout])
+        shelf = self._shelf
+        return lambda name: shelf.fetch(snapshot, [name])[name]
+
+    def _make_room(self, fresh: int | None = None) -> None:
+        """Let go of snapshots that nobody uses, the least recently used first."""
+        with self._lock:
+            gone = [hosted for hosted in self._replaced if not self._users[hosted] and hosted is not self.active]
+            self._replaced = [hosted for hosted in self._replaced if hosted not in gone]
+            if len(self._open) > self.config.hosted:
+                kept = (fresh, self.active.snapshot.number)
+                spare = [n for n, hosted in self._open.items() if not self._users[hosted] and n not in kept]
+                gone += [self._open.pop(n) for n in spare[: len(self._open) - self.config.hosted]]
+            for hosted in gone:
+                self._users.pop(hosted, None)
+        for hosted in gone:
+            self.engine.let_go(hosted)
+
+    def _look(self) -> None:
+        """Set aside what is open under a number that means another snapshot now, or none: it is not asked any more."""
+        stamps = self.bank.stamps()
+        for number, hosted in list(self._open.items()):
+            stamp = stamps.get(number)
+            if stamp is not None and (stamp == self._stamps.get(number) or self._is_still(hosted)):
+                self._stamps[number] = stamp
+                continue
+            with self._lock:
+                self._replaced.append(self._open.pop(number))
+            self._refused.pop(number, None)
+            log.warning("snapshot %d was removed from the bank%s", number, "" if stamp is None else " and made anew")
+
+    def _is_still(self, hosted: Hosted) -> bool:
+        """Whether its record says what it said; one that cannot be read now says nothing else."""
+        try:
+            return self.bank.open(hosted.snapshot.number) == hosted.snapshot
+        except BankError:
+            return True
+
+    def at_hand(self, number: int | None = None) -> Hosted | None:
+        """As `take`, without waiting: None if the snapshot is not open."""
+        with self._lock:
+            hosted = self.active if number is None else self._open.get(number)
+            if hosted is not None:
+                if self._open.get(hosted.snapshot.number) is hosted:
+                    self._open.move_to_end(hosted.snapshot.number)
+                self._users[hosted] += 1
+            return hosted
+
+    def take(self, number: int | None = None) -> Hosted:
+        """A snapshot for one answer, kept until `give_back`; None: the active one. Blocks while it is loaded.
+
+        Raises:
+            BankError: see `open`.
+        """
+        hosted = self.at_hand(number)
+        if hosted is not None:
+            return hosted
+        assert number is not None, "the active one is always there"
+        with self._changing:  # nobody lets go of it meanwhile
+            hosted = self.open(number)
+            with self._lock:
+                self._users[hosted] += 1
+            return hosted
+
+    def give_back(self, hosted: Hosted) -> None:
+        """The answer is finished."""
+        with self._lock:
+            self._users[hosted] -= 1
+
+    @property
+    def decision(self) -> dict[str, object]:
+        """The last one: number, snapshot, and why."""
+        last = self.activations.latest()
+        return {} if last is None else {"number": last.number, "snapshot": last.snapshot, **last.made}
+
+    # ---- following -------------------------------------------------------------------------------------------
+
+    def activate(self, number: int, why: str) -> None:
+        """Decide for a snapshot, for every replica; this one has it when this returns.
+
+        Raises:
+            BankError: see `open`. UnavailableError: it is not whole; nothing is decided.
+        """
+        with self._changing:
+            self._look()
+            hosted = self._opened(number)
+            snapshot, stamp = (hosted.snapshot, None) if hosted is not None else self._read(number)
+            try:
+                self._whole.check(snapshot)
+            except BankError as error:
+                raise UnavailableError(f"snapshot {number} is not activated: {error}") from error
+            if hosted is None:
+                self._load(snapshot, stamp)
+            self.activations.add(snapshot, why)
+            self._refused.pop(number, None)
+            self._follow()
+
+    def refresh(self) -> None:
+        """Do what the bank says now.
+
+        Raises:
+            RayclError: what should answer cannot; an older one does, or what answered before.
+        """
+        error = self._follow()
+        if error is not None:
+            raise error
+
+    def _follow(self) -> RayclError | None:
+        """Change to what should answer, or to the best of what can; why not the former, if so."""
+        with self._changing:
+            self._look()
+            if self._replaced:
+                self._make_room()
+            wanted = wanted_snapshots(self.bank, self.activations, self.config)
+            self._refused = {number: refused for number, refused in self._refused.items() if number in wanted}
+            now = self.active.snapshot.number
+            current = now in wanted and self._open.get(now) is self.active
+            newer = wanted[: wanted.index(now)] if current else wanted
+            if not newer:
+                return None
+            try:
+                hosted, error = self._best(newer)
+            except RayclError as none:
+                return none
+            with self._lock:
+                self.active, self.active_since = hosted, time.time()
+            self._make_room()
+            log.info("snapshot %d answers", hosted.snapshot.number)
+            return error
+
+    def _best(self, numbers: Sequence[int]) -> tuple[Hosted, RayclError | None]:
+        """The first that is whole and can be opened, and why none before it.
+
+        One that failed is read again after a pause that grows: it may be large, and be repaired never.
+
+        Raises:
+            RayclError: why the first one cannot answer, if none can.
+        """
+        first: RayclError | None = None
+        for number in numbers:
+            refused = self._refused.get(number)
+            if refused is None or time.monotonic() >= refused.until:
+                try:
+                    hosted = self.open_whole(number)
+                except RayclError as error:
+                    pause = self.config.follow.poll_s if refused is None else min(2 * refused.pause_s, LONGEST_S)
+                    refused = self._refused[number] = Refused(error, pause, time.monotonic() + pause)
+                else:
+                    self._refused.pop(number, None)
+                    return hosted, first
+            first = first or refused.error
+        assert first is not None, "there is at least one number"
+        raise first
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self.config.follow.poll_s):
+            try:
+                self._tell(self._follow())
+            except RayclError as error:
+                self._tell(error)
+            except FAILURES as error:  # a bank that cannot be reached for a while ends no server
+                log.warning("the bank cannot be looked at now: %s", error)
+
+    def _tell(self, error: RayclError | None) -> None:
+        """Keep the problem for whoever asks, and log it once."""
+        said = "" if error is None else str(error)
+        if said and said != self.problem:
+            log.error("the new snapshot cannot be used, an older one answers: %s", said)
+        self.problem = said
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stopped.set()
+        self._thread.join(timeout=30)

@@ -1,0 +1,60 @@
+"""Scores of a snapshot on the tasks of a stream, by the metrics that training used.
+
+What it does not know: how the snapshot came to be.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from raycl.backbone import Backbone
+from raycl.data.loader import eval_batches
+from raycl.data.stream import Stream
+from raycl.errors import BankError, counted
+from raycl.eval.evaluator import evaluate
+from raycl.eval.settings import EvalConfig
+from raycl.types import Batch, Score, Task
+
+log = logging.getLogger("raycl")
+
+
+class Answering(Protocol):
+    """A snapshot that answers, by itself or behind an engine."""
+
+    backbone: Backbone
+
+    def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
+        """As `raycl.serve.snapshots.snapshot_model.SnapshotModel.predict`."""
+        ...
+
+
+def score_snapshot(model: Answering, stream: Stream, tasks: Sequence[Task], settings: EvalConfig) -> dict[str, Score]:
+    """Task -> score, for these tasks of the stream.
+
+    Raises:
+        BankError: a task without answers.
+    """
+    return {task.name: _score(model, stream, task, settings) for task in tasks}
+
+
+def _score(model: Answering, stream: Stream, task: Task, settings: EvalConfig) -> Score:
+    if task.objective != "answer":
+        raise BankError(
+            f"task '{task.name}' taught texts themselves (stream.objective={task.objective}), so there are no answers "
+            "to judge a snapshot by: expected tasks with answers; see the run's own matrix"
+        )
+    codec, device = model.backbone.codec, model.backbone.device
+    table = stream.table(task, settings.split, codec)
+    limit = settings.max_new_tokens or codec.max_target_tokens
+
+    def answers(batch: Batch) -> list[str]:
+        texts = table.texts(batch.rows.tolist())
+        return model.predict(batch.to(device), texts, [task.name] * len(batch), limit)
+
+    batches = eval_batches(table, None, 0, 1, settings.batch_size, codec.pad_id)
+    others = {label for other in stream.tasks if other is not task for label in other.labels or ()}
+    _, score = evaluate(task, batches, answers, table.references(range(len(table))), others)
+    log.info("    %-36s %5.1f  (%s)", task.name, score.value, counted(score.count, "example"))
+    return score

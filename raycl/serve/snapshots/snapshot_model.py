@@ -1,0 +1,120 @@
+"""A snapshot as a model: routed, mixed and answered by the same layers as in training.
+
+What it does not know: which method learned the snapshot, where requests come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from raycl.adapters.stack import Source
+from raycl.backbone import Backbone, BackboneConfig, identity
+from raycl.bank import Bank, Snapshot
+from raycl.bank.routers import get_router
+from raycl.config.trust import NONE_GIVEN, RISKS, Permissions
+from raycl.errors import BankError
+from raycl.retrieval.router import Router, make_router
+from raycl.serve.engine.model_host import Host, Hosted
+from raycl.types import Batch, Mixture
+
+
+class SnapshotModel:
+    """Answers texts with a snapshot's adapters."""
+
+    def __init__(
+        self, backbone: Backbone, snapshot: Snapshot, source: Source, router: Router, resident_rows: int | None = None
+    ) -> None:
+        """Put the snapshot's adapters over `backbone`, which from now on speaks through them alone.
+
+        Args:
+            source: name of an adapter -> what it holds (`adapters_of`, or a shelf).
+            router: of the snapshot (`router_of`).
+            resident_rows: ranks of adapters on the device at once; None: as many as are asked for.
+
+        Raises:
+            BankError: see `Host.add`.
+        """
+        self.backbone, self.snapshot, self.router = backbone, snapshot, router
+        self.host = Host(backbone, resident_rows)
+        self.hosted = Hosted.of(snapshot, router, source)
+        self.host.add(self.hosted)
+
+    def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
+        """One answer per example.
+
+        Args:
+            texts: what is routed, one per example. tasks: where they are known.
+            limit: tokens of a generated answer.
+
+        Raises:
+            BankError: the router needs what is not given, or an adapter is damaged.
+        """
+        rule = self.hosted.head_rule
+        told = heads_of(self.hosted, tasks) if rule == "label_count" else ()
+        with self.host.speaking(self._mixture(batch, texts, tasks), rule, told):
+            return self.backbone.predict(batch, limit)
+
+    def _mixture(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        if self.hosted.reads_prompts:
+            return self.host.attended(self.hosted, batch.source_ids, batch.source_mask)
+        return self.hosted.mixture(texts, tasks)
+
+
+def heads_of(hosted: Hosted, tasks: Sequence[str] | None) -> list[str]:
+    """Rule `label_count`: whose head answers each example.
+
+    Raises:
+        BankError: nobody said the tasks, or one is unknown.
+    """
+    unknown = sorted(set(tasks or ()) - hosted.heads.keys())
+    if tasks is None or unknown:
+        raise BankError(
+            f"the snapshot's label heads go by the task of each text (head_rule=label_count): got "
+            f"{', '.join(unknown) or 'none'}, expected some of {', '.join(hosted.heads)}"
+        )
+    return [hosted.heads[task] for task in tasks]
+
+
+def backbone_of(snapshot: Snapshot, given: str | None = None, permissions: Permissions = NONE_GIVEN) -> BackboneConfig:
+    """How to load the snapshot's backbone: as its run did, or from `given`.
+
+    Args:
+        permissions: what the snapshot's author may run here; those of a snapshot without a run are used as they are.
+
+    Raises:
+        BankError: it asks for more than that, or what is found there is another model.
+    """
+    unrecorded = {"name": snapshot.backbone.name, **asdict(permissions)}
+    settings: dict[str, Any] = dict(snapshot.made.get("config", {}).get("backbone", unrecorded))
+    for name in permissions.refused(name for name in RISKS if settings.get(name)):
+        raise BankError(
+            f"snapshot {snapshot.number} was made with backbone.{name}=true, which {RISKS[name]}: a bank cannot allow "
+            f"that; if you trust its author, allow it with {name}=true (jobs/bank.py: --{name.replace('_', '-')})"
+        )
+    config = BackboneConfig(**{**settings, **({"name": given} if given else {})})
+    found = identity(config)
+    if found != snapshot.backbone.sha256:
+        raise BankError(
+            f"snapshot {snapshot.number} was made with backbone '{snapshot.backbone.name}' "
+            f"({snapshot.backbone.sha256[:12]}), '{config.name}' is another model ({found[:12]}): name the right one"
+        )
+    return config
+
+
+def router_of(bank: Bank, snapshot: Snapshot, cache: Path | None = None) -> Router:
+    """The snapshot's router.
+
+    Raises:
+        BankError: damaged, or of a kind that this version does not know. RetrievalError: another sentence encoder.
+    """
+    owners = {entry.name: entry.tasks for entry in snapshot.adapters}
+    return make_router(get_router(bank, snapshot), owners, cache)
+
+
+def adapters_of(bank: Bank, snapshot: Snapshot) -> Source:
+    """Fetches a snapshot's adapters from the bank itself."""
+    entries = {entry.name: entry for entry in snapshot.adapters}
+    return lambda name: bank.fetch(entries[name], snapshot.layouts[entries[name].layout])

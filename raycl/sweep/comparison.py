@@ -1,0 +1,183 @@
+"""A whole table with one command: several runs on the same stream, one or more at a time, resumable run by run.
+
+Why it exists: a comparison is honest only if every row shares data, backbone and training; so they share one base
+config here, and each run adds overrides in the language of the command line. Finished runs are read, not repeated.
+What it does not know: how a run is launched or drawn.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from raycl import config as configs
+from raycl.config import Section, Tree, trust
+from raycl.config.unused import found_in, idle_in, leaves, refuse, setting
+from raycl.errors import RayclError, StoppedError
+from raycl.launch import driver
+from raycl.launch.driver import Hosting
+from raycl.run.assembly import RunConfig
+from raycl.storage import Storage
+
+log = logging.getLogger("raycl")
+
+
+class Entry(Section):
+    """One row of the table."""
+
+    set: tuple[str, ...] = Field((), description="overrides, as on the command line")
+    singles: str | None = Field(None, description="the entry (a `separate` run) that FWT compares with")
+
+
+class ComparisonConfig(Section):
+    """Runs that differ only in what is named."""
+
+    name: str
+    base: dict[str, Any] = Field(default_factory=dict, description="config tree that all runs share")
+    runs: dict[str, Entry]
+    seeds: tuple[int, ...] = Field((42,), min_length=1)
+    at_once: int = Field(1, ge=1, description="runs at a time; small models gain more from it than from workers")
+
+    @model_validator(mode="after")
+    def _singles_come_first(self) -> ComparisonConfig:
+        names = list(self.runs)
+        for position, (name, entry) in enumerate(self.runs.items()):
+            if entry.singles is not None and entry.singles not in names[:position]:
+                raise ValueError(f"runs.{name}.singles is '{entry.singles}': expected a run that stands above it")
+        return self
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the runs: result trees by run name, and the error of each that failed."""
+
+    results: dict[str, dict[str, Any]]
+    failed: dict[str, str]
+
+
+def load_comparison(path: str, overrides: Sequence[str] = ()) -> ComparisonConfig:
+    """Read a comparison file and check every row's config.
+
+    Raises:
+        ConfigError: something is wrong, acts on nothing (`raycl.config.unused`), or is asked for that only the
+            command may allow (`raycl.config.trust`).
+    """
+    comparison = configs.load(ComparisonConfig, path, overrides)
+    source, planned = f"comparison file '{path}'", plan(comparison, ".")
+    refuse(_ignored(comparison), source)
+    idle = {name: idle_in(config) for name, config in planned.items()}
+    shared = leaves(comparison.base)
+    everywhere = [found_in(shared, one) for one in idle.values()]
+    refuse({f"base.{name}": everywhere[0][name] for name in set.intersection(*map(set, everywhere))}, source)
+    for name, found in idle.items():
+        entry = name.rpartition("-s")[0]
+        refuse(found_in(leaves(_tree(comparison.runs[entry].set)), found), f"{source}, runs.{entry}")
+    for config in planned.values():
+        trust.require(trust.asked(configs.as_tree(config)), overrides, source, "base.")
+    return comparison
+
+
+def _tree(overrides: Sequence[str]) -> Tree:
+    tree: Tree = {}
+    for override in overrides:
+        configs.apply_override(tree, override)
+    return tree
+
+
+def _ignored(comparison: ComparisonConfig) -> dict[str, str]:
+    """Settings of runs that a comparison gives itself -> what it has instead."""
+    instead = {"output": "--dir and the run's name", "seed": "seeds"}
+    found = {path: f"base.{setting(path, value)}" for path, value in leaves(comparison.base).items()}
+    for name, entry in comparison.runs.items():
+        given = leaves(_tree(entry.set))
+        found |= {path: f"runs.{name}.set of {setting(path, value)}" for path, value in given.items()}
+    return {place: instead[key] for path, place in found.items() if (key := path.partition(".")[0]) in instead}
+
+
+def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] = ()) -> Outcome:
+    """Run every row (or those named in `only`) for every seed on one cluster; a failed run does not stop the others.
+
+    Raises:
+        ConfigError: any row's config is wrong; all are checked before the first one starts.
+    """
+    planned = {
+        name: config
+        for name, config in plan(comparison, directory).items()
+        if not only or name.rsplit("-s", 1)[0] in only
+    }
+    if not planned:
+        return Outcome({}, {})
+    with driver.cluster(next(iter(planned.values()))):
+        if comparison.at_once > 1:
+            return _side_by_side(comparison, planned)
+        return _outcome({name: partial(_run, name, config, None, 1) for name, config in planned.items()})
+
+
+def _side_by_side(comparison: ComparisonConfig, planned: Mapping[str, RunConfig]) -> Outcome:
+    running: dict[str, Future[Tree]] = {}
+    pool = ThreadPoolExecutor(comparison.at_once, "run")
+    try:
+        for name, config in planned.items():
+            first = running.get(_needed(comparison, name))
+            running[name] = pool.submit(_run, name, config, first, comparison.at_once)
+        return _outcome({name: future.result for name, future in running.items()})
+    except (KeyboardInterrupt, SystemExit) as stop:
+        # Threads inside Ray cannot be interrupted, and taking Ray away from them aborts the process. Workers and a
+        # cluster of our own end with it, and the ledgers keep what is done.
+        log.error("stopped: repeat the command to go on")
+        os._exit(stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _needed(comparison: ComparisonConfig, name: str) -> str:
+    """The run that this one is compared with."""
+    entry, _, seed = name.rpartition("-s")
+    return f"{comparison.runs[entry].singles}-s{seed}"
+
+
+def _run(name: str, config: RunConfig, first: Future[Tree] | None, at_once: int) -> Tree:
+    if first is not None:
+        first.exception()  # what it needs stands above it, so is running already
+    log.info("== %s", name)
+    hosting = Hosting(share=at_once, label=f"{name}: " if at_once > 1 else "")
+    return driver.train(driver.prepare(config), hosting)
+
+
+def _outcome(results: Mapping[str, Callable[[], Tree]]) -> Outcome:
+    outcome = Outcome({}, {})
+    for number, (name, result) in enumerate(results.items(), 1):
+        try:
+            outcome.results[name] = result()
+            log.info("== %s is there (%d of %d)", name, number, len(results))
+        except StoppedError:
+            raise
+        except RayclError as error:
+            log.error("== %s failed: %s", name, error)
+            outcome.failed[name] = str(error)
+    return outcome
+
+
+def plan(comparison: ComparisonConfig, directory: str) -> dict[str, RunConfig]:
+    """Run name -> validated config, in the order in which they run."""
+    folder = Storage.at(directory).sub(comparison.name)
+    planned = {}
+    for seed in comparison.seeds:
+        for name, entry in comparison.runs.items():
+            tree = copy.deepcopy(comparison.base)
+            for override in entry.set:
+                configs.apply_override(tree, override)
+            tree["seed"] = seed
+            tree["output"] = {"dir": folder.address, "name": f"{name}-s{seed}", "exists": "resume"}
+            if entry.singles is not None:
+                tree.setdefault("eval", {})["singles"] = folder.sub(f"{entry.singles}-s{seed}").address
+            planned[f"{name}-s{seed}"] = configs.validate(RunConfig, tree)
+    return planned

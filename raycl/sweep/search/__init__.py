@@ -1,0 +1,1 @@
+"""What a sweep searches: spaces, metrics, search algorithms, early stopping."""

@@ -1,0 +1,86 @@
+"""When are two trials the same run up to some task? A key of all that acts until then.
+
+Why it exists: trials whose settings agree on the first tasks learn them once. Being wrong here would make a trial's
+numbers another run's, so the key holds the whole resolved config and the rules below only take out what provably has
+no part in the first stages; what a method or modifier does not use yet, its own settings class says (`acting`).
+What it does not know: where the shared stages are kept.
+
+Taken out: tasks to come (their names stay, as a set: answers are also compared with the labels of all other tasks),
+epochs of tasks to come, `stream.unseen` (evaluated after the last stage), `eval.singles` (it is read when results are
+written), sections about where a run writes and is followed. Kept besides the config: raycl's version, the number of
+stages, workers and their CPUs (sums of floats depend on both).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from raycl import __version__
+from raycl import config as configs
+from raycl.config import Tree
+from raycl.methods.registry import method_class
+from raycl.run.assembly import RunConfig
+from raycl.training.settings import EXEMPT
+
+
+def prefix_keys(config: RunConfig, tasks: Sequence[str]) -> list[str]:
+    """Keys of the run after 1, 2, ... stages, without the last: nobody goes on from there.
+
+    Args:
+        tasks: of the stream in order.
+    """
+    if method_class(config.method.name).joint:
+        return []
+    keys = []
+    told: list[Any] = [_whole(config, tasks)]
+    for index in range(len(tasks) - 1):
+        told.append(_stage(config, index, tasks))
+        keys.append(hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:24])
+    return keys
+
+
+def _whole(config: RunConfig, tasks: Sequence[str]) -> Tree:
+    """What acts from the first stage on."""
+    tree = configs.as_tree(config)
+    kept = {key: value for key, value in tree.items() if key not in (*EXEMPT, "method", "modifiers")}
+    given = kept["stream"].pop("tasks")
+    kept["stream"].pop("unseen")
+    specs = [json.dumps(task, sort_keys=True) for task in given or tasks]
+    ordered = config.method.looks_ahead or config.eval.tasks == "all"
+    kept["stream"]["all"] = specs if ordered else sorted(specs)
+    kept["train"] = {key: value for key, value in kept["train"].items() if key not in ("epochs", "epochs_by_task")}
+    kept["eval"].pop("singles")
+    workers = {key: tree["launch"][key] for key in ("workers", "cpus_per_worker", "gpus_per_worker")}
+    return {**kept, "raycl": __version__, "workers": workers}
+
+
+def _stage(config: RunConfig, index: int, tasks: Sequence[str]) -> Tree:
+    """What acts in one stage beside that."""
+    return {
+        "task": tasks[index],
+        "epochs": config.train.epochs_of(tasks[index]),
+        "method": config.method.acting(index, tasks),
+        "modifiers": {name: chosen.acting(index, tasks) for name, chosen in config.modifiers.items()},
+    }
+
+
+def shared_keys(keys: Sequence[Sequence[str]]) -> set[str]:
+    """Keys that more than one trial has."""
+    return {key for key, count in Counter(key for trial in keys for key in set(trial)).items() if count > 1}
+
+
+def lent_records(records: list[Tree], lender: Tree, borrower: Tree) -> list[Tree]:
+    """Ledger records as the borrower may have them: without facts that depend on modifier settings it has not.
+
+    A modifier that does not act yet may still report what it would have done (MIGU's rows on an unmasked task).
+    """
+    if lender == borrower:
+        return records
+    return [
+        {**record, "facts": {key: value for key, value in record["facts"].items() if key != "modifiers"}}
+        for record in records
+    ]

@@ -1,0 +1,200 @@
+"""One trial: a run on a whole stream inside a Tune trial, in its process or on workers of its own.
+
+Why it exists: Tune's supported way to try Train runs is a function that builds a trainer and fits it. A trial of one
+worker fits it in its own process, which the next trial finds with everything imported (Train's local mode). This one
+reads the rows of the accuracy matrix from the run's own ledger and reports them; Ray's callback for that would bring
+them through one more actor for each trial, two seconds later, and not after a crash.
+What it does not know: which trials there are, and who stops them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray import tune
+
+from raycl import config as configs
+from raycl.config import Tree
+from raycl.errors import ConfigError, DamagedError, DataError, RayclError, RunError, StoppedError
+from raycl.launch import driver
+from raycl.launch.driver import Hosting, Prepared
+from raycl.run import assembly
+from raycl.run.assembly import RunConfig
+from raycl.storage import Storage
+from raycl.sweep.config import SweepConfig
+from raycl.sweep.place import SWEEP, Place
+from raycl.sweep.search.measure import measured
+from raycl.sweep.trials.prefix import lent_records, prefix_keys
+from raycl.sweep.trials.single_tasks import singles_of
+from raycl.sweep.trials.weights import key_of
+from raycl.training.records.fork_points import borrow, read_place
+from raycl.training.records.journal import last_attempt, read_state
+from raycl.training.records.stop_request import HostStop
+from raycl.training.records.stop_signal import is_stopped
+
+log = logging.getLogger("raycl")
+
+TASKS, SCORES, FAILED = "tasks", "score", "failed"
+"""What is reported: tasks done, `score0`, `score1`, ... for the metrics in order, and why the trial failed."""
+
+POLL_S, POLL_REMOTE_S = 0.2, 2.0
+"""How often the ledger is read."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all trials of a sweep are given; plain values, since they travel to other processes.
+
+    Attributes:
+        sweep: the config. directory: address of what holds the sweep's folder. stop: where its driver asks trials to.
+        shared: prefix keys that several trials have (`raycl.sweep.trials.prefix`).
+        weights: of frozen backbones, in the object store (`raycl.sweep.trials.weights`).
+    """
+
+    sweep: Tree
+    directory: str
+    stop: HostStop
+    shared: frozenset[str] = field(default_factory=frozenset)
+    weights: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run_trial(work: Work, number: int, config: RunConfig) -> None:
+    """Run, or go on with, trial `number`; what fails is tried again, then written down and reported.
+
+    Args:
+        config: of its run, all paths absolute: this process works in a folder of Tune's.
+    """
+    log.handlers = [logging.NullHandler()]  # what a run says is in its own log
+    log.propagate = False
+    sweep = configs.validate(SweepConfig, work.sweep)
+    place = Place.of(sweep, work.directory)
+    if not place.storage.exists(SWEEP):
+        raise RunError(
+            f"the node {socket.gethostname()} does not see '{place.storage.uri}': use --dir on shared storage"
+        )
+    trial = Trial(sweep, place, number, config, work)
+    for tries in range(1, sweep.retries + 2):
+        if work.stop.is_requested:
+            return
+        try:
+            trial.learn()
+            return
+        except RayclError as error:
+            if isinstance(error, StoppedError) and work.stop.is_requested:
+                return
+            if tries > sweep.retries or isinstance(error, ConfigError | DataError):
+                said = f"{error} (tried {tries} times)" if tries > 1 else str(error)
+                trial.place.fail(number, said)
+                tune.report({FAILED: said})
+                return
+
+
+class Trial:
+    """A trial while it runs.
+
+    Attributes:
+        reported: rows that Tune has got from this process.
+    """
+
+    def __init__(self, sweep: SweepConfig, place: Place, number: int, config: RunConfig, work: Work) -> None:
+        self.sweep, self.place, self.number, self.config, self.work = sweep, place, number, config, work
+        self.reported = 0
+
+    def learn(self) -> None:
+        """To the end of the stream, or to where it is stopped.
+
+        Raises:
+            RayclError: the run failed.
+        """
+        prepared = self._prepared()
+        stages = [stage.name for stage in prepared.stages]
+        tasks = [task.name for task in prepared.stream.tasks]
+        judge = Judge(self.sweep, tasks, stages, prepared.singles)
+        keys = prefix_keys(prepared.config, tasks) if self.sweep.share else []
+        if not last_attempt(prepared.storage):
+            self._borrow(prepared.storage, prepared.config, keys)
+        self._report(prepared.storage, judge)
+        if is_stopped(prepared.storage, self.reported):
+            return
+        lends = {
+            done: self.place.prefix(key).address
+            for done, key in enumerate(keys, 1)
+            if key in self.work.shared and done > prepared.done
+        }
+        asks, weights = self.sweep.scheduler.name != "none", self.work.weights.get(key_of(self.config.backbone))
+        here, stop = self.sweep.in_process, self.work.stop
+        self._fit(prepared, Hosting(here=here, asks=asks, lends=lends, weights=weights, stop=stop), judge)
+
+    def _prepared(self) -> Prepared:
+        hosting = Hosting(here=self.sweep.in_process, stop=self.work.stop)
+        needed = singles_of(self.config, self.work.directory, hosting) if self.sweep.singles else self.config
+        return driver.prepare(needed)
+
+    def _borrow(self, storage: Storage, config: RunConfig, keys: Sequence[str]) -> None:
+        """Begin with the longest stretch that another trial has already learned and that is whole."""
+        for key in reversed(keys):
+            place = self.place.prefix(key)
+            try:
+                lent = read_place(place)
+                if lent is None:
+                    continue
+                theirs = read_state(Storage.at(lent["run"])).config.get("modifiers", {})
+                records = lent_records(lent["stages"], theirs, configs.as_tree(config)["modifiers"])
+                borrow(place, storage, records, assembly.info_of(config))
+            except (DamagedError, RunError) as error:
+                log.warning("trial %d learns what it could have taken over: %s", self.number, error)
+                continue
+            return
+
+    def _fit(self, prepared: Prepared, hosting: Hosting, judge: Judge) -> None:
+        """Workers learn; each row is reported as soon as it is in the ledger."""
+        pause = POLL_S if prepared.storage.is_local else POLL_REMOTE_S
+        with ThreadPoolExecutor(1, "fit") as pool:
+            fitting = pool.submit(driver.train, prepared, hosting)
+            while not fitting.done():
+                self._report(prepared.storage, judge)
+                time.sleep(pause)
+        fitting.result()
+        self._report(prepared.storage, judge)
+        if prepared.done < len(prepared.stages) and not is_stopped(prepared.storage, prepared.done):
+            raise RunError(f"the run in '{prepared.storage.uri}' ended early: see its log")
+
+    def _report(self, storage: Storage, judge: Judge) -> None:
+        """Rows that Tune has not got, one by one; returns when it has decided on the last of them."""
+        records = read_state(storage).stages
+        while self.reported < len(records) and not is_stopped(storage, self.reported):
+            self.reported += 1
+            tune.report(judge(records[: self.reported]))
+
+
+@dataclass(frozen=True)
+class Judge:
+    """From ledger records to what is reported."""
+
+    sweep: SweepConfig
+    tasks: Sequence[str]
+    stages: Sequence[str]
+    singles: dict[str, float] | None
+
+    def __call__(self, records: Sequence[Tree]) -> Tree:
+        """Tasks done, and each metric that is defined so far."""
+        values = measured(self.sweep.metrics, self.tasks, self.stages, records, self.singles)
+        scores = {f"{SCORES}{place}": value for place, value in enumerate(values) if value is not None}
+        return {TASKS: len(records), **scores}
+
+
+def as_trainable(work: Work) -> Callable[[dict[str, Any]], None]:
+    """The function that Tune calls for each trial."""
+
+    def trial(config: dict[str, Any], work: Work) -> None:
+        run_trial(work, int(config["number"]), configs.validate(RunConfig, json.loads(config["run"])))
+
+    given: Callable[[dict[str, Any]], None] = tune.with_parameters(trial, work=work)  # references travel in the store
+    return given

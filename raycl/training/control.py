@@ -1,0 +1,161 @@
+"""What goes on beside the training of one worker: it looks for requests to stop, and says that it is alive.
+
+A thread writes the run's `heartbeat.json` (rank 0), and ends a worker that makes no progress for too long: a hung
+collective or file system raises no error, and only new processes get out of it.
+What it does not know: what is trained; who starts a worker again.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import socket
+import tempfile
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from raycl.errors import StorageError, UnreachableError
+from raycl.storage import Storage
+from raycl.training.distributed import World
+from raycl.training.records.stop_request import HostStop, is_stop_requested, request_stop
+
+log = logging.getLogger("raycl")
+
+HEARTBEAT = "heartbeat.json"
+BEAT_S = 5.0
+"""Seconds between two heartbeats."""
+
+POLL_S = 0.5
+"""Seconds between two looks for a request to stop: `ray job stop` leaves 3 until it kills."""
+
+REPORT_S = 10.0
+"""Seconds that a hung worker gets to write its report: the storage may be what it hangs on."""
+
+
+def hang_file(driver: str, rank: int) -> str:
+    """Where on a run's storage a worker that hung leaves its report."""
+    return f"errors/{driver}-hang-{rank}.json"
+
+
+class Control:
+    """One worker's; as a context manager it runs the thread.
+
+    Attributes:
+        activity: what the worker does now, for people.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        world: World,
+        driver: str = "",
+        hang_s: float | None = None,
+        poll_s: float = POLL_S,
+        host: HostStop | None = None,
+    ) -> None:
+        """Nothing is written yet.
+
+        Args:
+            driver: whose requests to stop are obeyed; empty: nobody's.
+            hang_s: seconds without progress after which the process ends; None: never.
+            host: whose requests are obeyed as well; None: the run has no host.
+        """
+        self.storage = storage.patient(0)  # what it reads and writes can wait for the next time
+        self.world, self.driver = world, driver
+        self.hang_s, self.poll_s, self.host = hang_s, poll_s, host
+        self.activity = "starting"
+        self._facts: dict[str, Any] = {}
+        self._progress = time.monotonic()
+        self._looked, self._calls, self._skip, self._stop = time.monotonic(), 0, 0, False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="control", daemon=True)
+
+    def progress(self, activity: str, **facts: Any) -> None:
+        """Something was done: `activity` goes on.
+
+        Args:
+            facts: for the heartbeat, beside those given before.
+        """
+        self.activity, self._progress = activity, time.monotonic()
+        self._facts = {**self._facts, **facts}
+
+    def stop_requested(self, now: bool = False) -> bool:
+        """Whether the run is to stop. Collective; between two looks at the storage it costs nothing.
+
+        Args:
+            now: look in any case.
+        """
+        self._calls += 1
+        if not self.driver or self._stop or (self._calls <= self._skip and not now):
+            return self._stop
+        elapsed = time.monotonic() - self._looked
+        calls = int(self.poll_s * self._calls / max(elapsed, 1e-3))  # that many of them take poll_s
+        found = self.world.is_first and self._look()
+        self._stop, self._skip = self.world.broadcast((found, 0 if now else calls))
+        self._looked, self._calls = time.monotonic(), 0
+        return self._stop
+
+    def _look(self) -> bool:
+        """Whether there is a request; the host's is copied to the run's folder, where its status is read from."""
+        try:
+            if self.host is not None and self.host.is_requested:
+                request_stop(self.storage, self.driver, "SIGTERM")
+            return is_stop_requested(self.storage, self.driver)
+        except UnreachableError:
+            return False
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join(BEAT_S)
+        self.activity = "ended" if error is None else "failed"
+        self._beat()
+
+    def _watch(self) -> None:
+        beat = time.monotonic()
+        self._beat()
+        while not self._over.wait(min(1.0, BEAT_S)):
+            idle = time.monotonic() - self._progress
+            if self.hang_s is not None and idle > self.hang_s:
+                self._end(idle)
+            if time.monotonic() - beat >= BEAT_S:
+                beat = time.monotonic()
+                self._beat()
+
+    def _beat(self) -> None:
+        if not self.world.is_first:
+            return
+        idle = round(time.monotonic() - self._progress, 1)
+        facts = {"time": time.time(), "driver": self.driver, "activity": self.activity, "idle_s": idle, **self._facts}
+        try:
+            self.storage.write_json(HEARTBEAT, facts)
+        except StorageError as error:  # the next one may succeed, and training itself says what it lacks
+            log.debug("no heartbeat: %s", error)
+
+    def _end(self, idle: float) -> None:
+        """Write a report, if the storage takes it, and end this process at once, whatever its other threads hold."""
+        report = threading.Thread(target=self._report, args=(idle,), daemon=True)
+        report.start()
+        report.join(REPORT_S)
+        os._exit(os.EX_TEMPFAIL)
+
+    def _report(self, idle: float) -> None:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            stack = file.read().decode(errors="replace")
+        who = f"worker {self.world.rank + 1} of {self.world.size} (process {os.getpid()} on {socket.gethostname()})"
+        message = (
+            f"{who} made no progress for {idle:.0f} s while {self.activity}, launch.hang_s is {self.hang_s:g}: "
+            "it was ended, so that the workers start again from the last checkpoint"
+        )
+        record = {"type": "Hang", "message": message, "stack": stack, "time": time.time()}
+        self.storage.write_json(hang_file(self.driver, self.world.rank), record)

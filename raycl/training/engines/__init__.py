@@ -1,0 +1,1 @@
+"""Training engines behind one protocol: PyTorch and DeepSpeed."""

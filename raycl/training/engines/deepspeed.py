@@ -1,0 +1,312 @@
+"""DeepSpeed ZeRO 0-3 behind the engine protocol: the only file that imports it.
+
+Library facts this file leans on (DeepSpeed 0.19.8, observed): clipping is 1.0 when the key is missing, so it is
+always set; a shared-memory helper is compiled at the first `initialize` unless marked incompatible, and then no
+compiler is needed; its own "AdamW" compiles for minutes, so torch's is passed in; gradients are averaged over
+workers, hence the factor `world size` on the loss; `destroy()` leaves module hooks and, at ZeRO-3, partitioned
+parameters and attributes that hold the whole engine behind, so `close` removes those and puts plain parameters back.
+What it does not know: methods, tasks, data.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+from raycl.backbone import Backbone, Output
+from raycl.methods.modifier import Modifiers
+from raycl.training.distributed import World
+from raycl.training.engines.engine import MOMENTS, NONE, adamw, advance, schedule
+from raycl.training.settings import DeepSpeedConfig, TrainConfig
+from raycl.types import Batch
+
+
+def _library(world: World) -> Any:
+    """Import DeepSpeed, quiet and without its compiler, on the process group that exists already."""
+    if world.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not dist.is_initialized():
+        assert world.size == 1, "several workers, but no process group"
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    for name, value in (("RANK", world.rank), ("LOCAL_RANK", world.local_rank), ("WORLD_SIZE", world.size)):
+        os.environ.setdefault(name, str(value))
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+class DeepSpeedEngine:
+    """One stage's DeepSpeed engine."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        train: TrainConfig,
+        config: DeepSpeedConfig,
+        accumulation: int,
+        steps: int,
+        world: World,
+    ) -> None:
+        self.backbone = backbone
+        self.world = world
+        self.stage = config.zero_stage
+        self.accumulation = accumulation
+        self.library = _library(world)
+        self.trained = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
+        assert self.trained, "the method left no parameter to train"
+        self.optimizer = adamw(self.trained, train)
+        bf16 = backbone.dtype == torch.bfloat16
+        self._hooks = _module_hooks(backbone)
+        self.engine, *_ = self.library.initialize(
+            model=backbone,
+            model_parameters=list(self.trained.values()),
+            optimizer=self.optimizer,
+            config=_ds_config(train, config, accumulation, bf16, world.size),
+        )
+        self.schedule = schedule(self.optimizer, train, steps)
+        self._pending, self._fresh = False, True
+
+    @property
+    def _is_plain(self) -> bool:
+        """ZeRO 0 in float32 runs the torch optimizer as it is."""
+        return self.engine.optimizer is self.optimizer
+
+    def forward(self, batch: Batch) -> Output:
+        """Teacher-forced pass through the engine, whose hooks gather partitioned weights."""
+        output: Output = self.engine(batch)
+        return output
+
+    def backward(self, loss_sum: Tensor, total: float) -> None:
+        """Add the gradient of `loss_sum / total`; DeepSpeed averages over workers, hence the factor."""
+        if self._pending:  # the micro-batch before this one was not the last
+            assert not self.engine.is_gradient_accumulation_boundary(), "more micro-batches than the accumulation"
+            self.engine.step()
+        self.engine.backward(loss_sum * (self.world.size / total), scale_wrt_gas=False)
+        self._pending = True
+
+    def step(self, modifiers: Modifiers = NONE) -> float:
+        """Modify, clip and update at the accumulation boundary."""
+        assert self.engine.is_gradient_accumulation_boundary(), "fewer micro-batches than the accumulation"
+        for name in modifiers.names:
+            self._modify(modifiers, name)
+        norm = self._plain_norm() if self._is_plain else None
+        held = [hold for name in modifiers.names for hold in self._hold(modifiers, name)]
+        self.engine.step()
+        for name, part, mask, old in held:
+            self._put_back(name, part, mask, old)
+        self._pending, self._fresh = False, False
+        self.schedule.step()
+        return float(norm if norm is not None else self.engine.get_global_grad_norm() or 0.0)
+
+    def _modify(self, modifiers: Modifiers, name: str) -> None:
+        """Where the optimizer reads the reduced gradient: editing `.grad` has no effect at ZeRO 1 to 3."""
+        parameter, utils = self.trained[name], self.library.utils
+        if self._is_plain:
+            if parameter.grad is not None:
+                parameter.grad = modifiers(name, parameter.grad)
+            return
+        gradient = utils.safe_get_full_grad(parameter)
+        if gradient is not None:
+            utils.safe_set_full_grad(parameter, modifiers(name, gradient))
+
+    def _hold(self, modifiers: Modifiers, name: str) -> list[tuple[str, str, Tensor, Tensor]]:
+        """(parameter, moment or "" for itself, where it must not change, its whole value now)."""
+        mask, parameter = modifiers.held(name), self.trained[name]
+        if mask is None:
+            return []
+        value = self._whole(parameter)
+        moments = {moment: self._moment(parameter, moment) for moment in MOMENTS}
+        return [(name, part, mask, old.to(mask.device)) for part, old in {"": value, **moments}.items()]
+
+    def _put_back(self, name: str, part: str, mask: Tensor, old: Tensor) -> None:
+        parameter = self.trained[name]
+        if not part:
+            self._fill(parameter, torch.where(mask, old, self._whole(parameter).to(mask.device)))
+            return
+        self._set_moment(parameter, part, torch.where(mask, old, self._moment(parameter, part)))
+
+    def _plain_norm(self) -> Tensor:
+        """DeepSpeed keeps no norm at ZeRO 0 in float32; its gradients are already reduced here."""
+        return nn.utils.get_total_norm([p.grad for p in self.trained.values() if p.grad is not None])
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate that the next step will use."""
+        return float(self.schedule.get_last_lr()[0])
+
+    def parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Whole values on the CPU: float32 masters of trained parameters, gathered where partitioned."""
+        own = dict(self.backbone.named_parameters())
+        return {name: self._whole(own[name]) for name in names}
+
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        value = None
+        if parameter.requires_grad and not self._is_plain:
+            value = self.library.utils.safe_get_full_fp32_param(parameter)
+        if value is None:
+            with self._gathered([parameter]):
+                value = parameter.detach().clone()
+        return value.detach().cpu().clone()
+
+    def _gathered(self, parameters: list[nn.Parameter], write: bool = False) -> Any:
+        return self.library.zero.GatheredParameters(
+            parameters, modifier_rank=0 if write else None, enabled=self.stage == 3
+        )
+
+    def optimizer_state(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Adam's moments, whole, on the CPU."""
+        return {
+            f"{name}/{moment}": self._moment(self.trained[name], moment).detach().cpu().clone()
+            for name in (self.trained if names is None else names)
+            for moment in MOMENTS
+        }
+
+    def _moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
+        if self._fresh:
+            return torch.zeros(getattr(parameter, "ds_shape", parameter.shape), device=self.world.device)
+        if self._is_plain:
+            value = self.optimizer.state[parameter].get(moment)
+        else:
+            value = self.library.utils.safe_get_full_optimizer_state(parameter, moment)
+        return torch.zeros_like(parameter) if value is None else value
+
+    def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
+        if self._is_plain:
+            self.optimizer.state[parameter][moment].copy_(value)
+        else:
+            self.library.utils.safe_set_full_optimizer_state(parameter, value, moment)
+
+    def restore(self, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], steps: int) -> None:
+        """Fill parameters and Adam's state, which one step with a zero gradient has brought into being."""
+        self._create_state()
+        own = dict(self.backbone.named_parameters())
+        for name, value in parameters.items():
+            self._fill(own[name], value.to(self.world.device))
+        for name, parameter in self.trained.items():
+            for moment in MOMENTS:
+                self._set_moment(parameter, moment, optimizer[f"{name}/{moment}"].to(self.world.device))
+        for state in self.optimizer.state.values():
+            state["step"].fill_(float(steps))
+        advance(self.schedule, steps)
+
+    def _create_state(self) -> None:
+        """One step on an all-padding example with a loss of zero: moments become zeros (ZeRO 1-3 has none before)."""
+        codec = self.backbone.codec
+        one = torch.ones(1, 2, dtype=torch.long, device=self.world.device)
+        target = one[:, : 0 if codec.needs_labels else 1] * codec.eos_id
+        batch = Batch(one * codec.pad_id, one, target, one[:, 0] * 0, one[:, 0].float(), one[:, 0] * -1)
+        for _ in range(self.accumulation):
+            self.backward(self.forward(batch).loss_sum * 0.0, 1.0)
+        self.step()
+
+    def _fill(self, parameter: nn.Parameter, value: Tensor) -> None:
+        if parameter.requires_grad and not self._is_plain:
+            self.library.utils.safe_set_full_fp32_param(parameter, value)
+        with self._gathered([parameter], write=True), torch.no_grad():
+            parameter.copy_(value)
+
+    def close(self) -> None:
+        """Leave plain whole parameters in the backbone, free the engine, and remove what it left on the modules."""
+        self._put_plain_parameters(self._plain_parameters())
+        self.engine = self.optimizer = self.schedule = None  # type: ignore[assignment]
+        self.trained.clear()
+        if self.stage == 3:
+            _clear_class_caches()
+        gc.collect()  # the library's objects refer to each other, and they hold most of the memory
+        _return_freed_memory()
+
+    def _plain_parameters(self) -> dict[int, nn.Parameter]:
+        """Id of each parameter -> a whole one to take its place."""
+        fresh: dict[int, nn.Parameter] = {}
+        for parameter in self.backbone.parameters():
+            with self._gathered([parameter]):
+                value = parameter.detach().clone()
+            fresh[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        return fresh
+
+    def _put_plain_parameters(self, fresh: dict[int, nn.Parameter]) -> None:
+        self.engine.destroy()
+        for module in self.backbone.modules():
+            own = module._parameters.items()
+            module._parameters = {name: None if old is None else fresh[id(old)] for name, old in own}
+            for attribute in ATTRIBUTES & vars(module).keys():
+                delattr(module, attribute)
+        _drop_new_hooks(self.backbone, self._hooks)
+
+
+def _return_freed_memory() -> None:
+    """glibc keeps freed pieces between those in use: at ZeRO 3, 65 MiB in ten tasks, and 5 when told to return them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _clear_class_caches() -> None:
+    """ZeRO-3 keeps every coordinator that ever saw a second step in an `lru_cache` of the class, behind a wrapper."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    for method in vars(PartitionedParameterCoordinator).values():
+        for cell in getattr(method, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
+
+
+ATTRIBUTES = frozenset(
+    (
+        *("_external_params", "_original_parameters", "all_parameters", "applied_pre_backward_ref_cnt"),
+        *("ds_external_parameters", "ds_grads_remaining", "ds_id", "ds_inflight_param_registry"),
+        *("ds_recompute_parameters", "post_bwd_fn", "pre_bwd_fn"),
+    )
+)
+"""What ZeRO-3 sets on modules and never takes away; some of it refers to the engine."""
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _module_hooks(backbone: Backbone) -> dict[tuple[int, str], set[int]]:
+    """Ids of the hooks on every module."""
+    return {(id(module), kind): set(getattr(module, kind)) for module in backbone.modules() for kind in HOOKS}
+
+
+def _drop_new_hooks(backbone: Backbone, before: dict[tuple[int, str], set[int]]) -> None:
+    for module in backbone.modules():
+        for kind in HOOKS:
+            hooks = getattr(module, kind)
+            for key in set(hooks) - before.get((id(module), kind), set()):
+                del hooks[key]
+
+
+def _ds_config(
+    train: TrainConfig, config: DeepSpeedConfig, accumulation: int, bf16: bool, world_size: int
+) -> dict[str, Any]:
+    """DeepSpeed's own config for these settings (its batch sizes only count micro-batches)."""
+    zero: dict[str, Any] = {"stage": config.zero_stage}
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": accumulation * world_size,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": train.max_grad_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # its own, which it asks for with offloading, compiles for minutes too
+        "bf16": {"enabled": bf16},
+        "steps_per_print": 1_000_000_000,
+        **config.extra,
+    }

@@ -1,0 +1,149 @@
+"""Evaluation after a stage: a row of the accuracy matrix, and at the end the tasks that were never trained.
+
+Every task's examples are spread over the workers.
+
+What it does not know: what was trained, and where the row is recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch import Tensor
+
+from raycl.data.loader import eval_batches
+from raycl.data.tokens import TokenTable
+from raycl.eval.evaluator import evaluate
+from raycl.eval.language import score_texts
+from raycl.storage import Storage
+from raycl.training.distributed import World
+from raycl.training.training_context import Parts
+from raycl.types import Batch, Score, Stage, Task
+
+log = logging.getLogger("raycl")
+
+EXERCISE_SEED = 0
+"""Hides the same words of a text in every evaluation of every run, so that scores can be compared."""
+
+
+UNSEEN = "unseen"
+"""Folder of the answers to tasks that were never trained."""
+
+Before = Callable[[str], None]
+"""Called on every worker before a task is evaluated, with its name; what it raises ends the evaluation."""
+
+
+def _go_on(task: str) -> None:
+    """Nothing to do before a task."""
+
+
+def evaluate_row(
+    parts: Parts, stage: Stage, world: World, storage: Storage, before: Before = _go_on
+) -> dict[str, Score]:
+    """Task name -> score after `stage`. Collective; rank 0 says each score and keeps the answers."""
+    parts.backbone.eval()
+    folder = f"{stage.index:03d}-{stage.name}"
+    return {task.name: _score(parts, task, world, storage, folder, before) for task in _tasks(parts, stage)}
+
+
+def evaluate_unseen(parts: Parts, world: World, storage: Storage, before: Before = _go_on) -> dict[str, Score]:
+    """Task name -> score of tasks that were never trained, zero-shot; otherwise as `evaluate_row`.
+
+    What routes is never told such a task: a batch does not carry its name.
+    """
+    parts.backbone.eval()
+    if parts.stream.unseen and world.is_first:
+        log.info("    never trained:")
+    return {task.name: _score(parts, task, world, storage, UNSEEN, before) for task in parts.stream.unseen}
+
+
+def _tasks(parts: Parts, stage: Stage) -> list[Task]:
+    """The stage's own tasks (one model per task), every task seen, or all."""
+    if parts.method.one_model_per_task:
+        return list(stage.tasks)
+    if parts.evaluation.tasks == "all":
+        return list(parts.stream.tasks)
+    return [task for seen in parts.stages[: stage.index + 1] for task in seen.tasks]
+
+
+def _score(parts: Parts, task: Task, world: World, storage: Storage, folder: str, before: Before) -> Score:
+    before(task.name)
+    settings, codec = parts.evaluation, parts.backbone.codec
+    table = parts.stream.table(task, settings.split, codec)
+    encoder = parts.method.encoder
+    if encoder is not None:
+        encoder.embed_all(table.texts(range(len(table))), (world.rank, world.size), world.gather)
+    reads = parts.method.reads_batches
+    exercise = parts.stream.exercise(codec, EXERCISE_SEED)
+    sizes = (world.rank, world.size, settings.batch_size)
+    batches = eval_batches(table, None, *sizes, codec.pad_id, reads, exercise)
+    if task in parts.stream.unseen:
+        batches = map(_nameless, batches)
+    if exercise is not None:
+        return _text_score(parts, task, table, batches, world)
+    limit = settings.max_new_tokens or codec.max_target_tokens
+    references = table.references(range(len(table)))
+    others = {label for other in parts.stream.tasks if other is not task for label in other.labels or ()}
+    with _choosing(parts, task):
+        answers, cell = evaluate(
+            task,
+            batches,
+            lambda batch: _answers(parts, batch.to(world.device), limit),
+            references,
+            others,
+            world.gather,
+        )
+    cell.extra |= {"truncated_sources": float(table.truncated_sources)}
+    if world.is_first:
+        off = f", {cell.extra['off_task']:g} off task" if cell.extra.get("off_task") else ""
+        log.info("    %-36s %5.1f  (%d examples%s)", task.name, cell.value, cell.count, off)
+        if settings.save_predictions:
+            name = f"predictions/{folder}/{task.name}.jsonl"
+            storage.write(name, _jsonl(table.texts(range(len(table))), references, answers))
+    return cell
+
+
+def _text_score(parts: Parts, task: Task, table: TokenTable, batches: Iterable[Batch], world: World) -> Score:
+    """Where texts themselves are learned."""
+
+    def read(batch: Batch) -> Tensor:
+        batch = batch.to(world.device)
+        with parts.method.speaking(batch):
+            return parts.backbone.read(batch).cpu()
+
+    cell = score_texts(batches, read, len(table), world.gather)
+    cell.extra |= {"truncated_sources": float(table.truncated_sources)}
+    if world.is_first:
+        shown = (task.name, cell.value, cell.extra["perplexity"], cell.extra["tokens"])
+        log.info("    %-36s %5.1f  (perplexity %.4g, %d tokens)", *shown)
+    return cell
+
+
+def _nameless(batch: Batch) -> Batch:
+    """The batch as of no task, for tasks that the method cannot know."""
+    return replace(batch, tasks=("",) * len(batch.tasks))
+
+
+@contextmanager
+def _choosing(parts: Parts, task: Task) -> Iterator[None]:
+    """Labels are chosen among the task's own, where the evaluation tells the task."""
+    parts.backbone.choices = tuple(task.labels or ()) if parts.evaluation.labels == "task" else ()
+    try:
+        yield
+    finally:
+        parts.backbone.choices = ()
+
+
+def _answers(parts: Parts, batch: Batch, limit: int) -> list[str]:
+    with parts.method.speaking(batch):
+        return parts.backbone.predict(batch, limit)
+
+
+def _jsonl(texts: Sequence[str], references: Sequence[Sequence[str]], answers: Sequence[str]) -> bytes:
+    rows = zip(texts, references, answers, strict=True)
+    lines = [json.dumps({"text": text, "references": list(refs), "answer": answer}) for text, refs, answer in rows]
+    return ("\n".join(lines) + "\n").encode()

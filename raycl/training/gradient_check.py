@@ -1,0 +1,90 @@
+"""Proof that the optimizer saw the gradients as modifiers left them, on the real model, engine and data.
+
+Why it exists: some engines copy gradients before they can be edited (DeepSpeed 0.14.2 at ZeRO 0 in bfloat16, which the
+authors of MIGU pinned; 0.19.8 at ZeRO 1 in bfloat16 with float32 accumulation), and then a mask does nothing, silently.
+Adam's first moment tells: where the gradient was zero it has only decayed, whatever the learning rate, weight decay,
+clipping or precision. It is read around the first steps of every task, until one has a gradient to tell by, and nothing
+is changed: a trial step beforehand would have to put weights, moments, schedule and partitions back under five engines,
+and would prove less, since it is not the step that counts.
+What it does not know: which engine, which modifier.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raycl.errors import RunError
+from raycl.methods.modifier import Modifiers
+from raycl.training.engines.engine import MOMENTS, Engine
+
+TOLERANCE = 1e-5
+"""Of the decayed moment's largest entry; exactly 0 where it was zero before, as at the start of every task."""
+
+
+STEPS = 20
+"""So many are looked at until one proves it: below a new label head there is no gradient at first, as for LoRA's A."""
+
+
+class Proof:
+    """First moments of a few parameters around a step. Collective: every worker looks at the same ones.
+
+    Attributes:
+        left: steps that may still be looked at; 0 when it is proven, or there is nothing to prove.
+    """
+
+    def __init__(self, engine: Engine, modifiers: Modifiers, decay: float) -> None:
+        """For the engine of one task.
+
+        Args:
+            decay: Adam's beta1.
+        """
+        self.engine, self.modifiers, self.decay = engine, modifiers, decay
+        self.names = _some(modifiers.reach)
+        self.left = STEPS if self.names else 0
+        self._before: dict[str, Tensor] = {}
+
+    def before_step(self) -> None:
+        """Read the moments."""
+        if self.left:
+            self._before = self.engine.optimizer_state(self.names)
+
+    def after_step(self) -> None:
+        """Compare.
+
+        Raises:
+            RunError: the optimizer saw a gradient where there should be none.
+        """
+        if not self.left:
+            return
+        after = self.engine.optimizer_state(self.names)
+        masked = [name for name in self.names if self.modifiers.masked(name) is not None]
+        told = [
+            self._tells(name, *(state[f"{name}/{MOMENTS[0]}"] for state in (self._before, after))) for name in masked
+        ]
+        self.left = 0 if any(told) or not masked else self.left - 1
+
+    def _tells(self, name: str, before: Tensor, after: Tensor) -> bool:
+        """Whether there was a gradient at all, so that its absence in the masked rows proves something."""
+        masked, held = self.modifiers.masked(name), self.modifiers.held(name)
+        assert masked is not None
+        expected = before * self.decay
+        if held is not None:
+            expected = torch.where(held.cpu(), before, expected)
+        seen = (after - expected).abs() > TOLERANCE * float(expected.abs().max())
+        masked = masked.cpu().expand_as(seen)
+        wrong, all_masked = int((seen & masked).sum()), int(masked.sum())
+        if wrong:
+            raise RunError(
+                f"the optimizer saw a gradient in {wrong} of {all_masked} masked weights of '{name}': this engine "
+                "ignores edited gradients, so its modifiers would do nothing; use engine=torch or another "
+                "engine.zero_stage, or take gradient accumulation types out of engine.extra"
+            )
+        return bool((seen & ~masked).any())
+
+
+def _some(names: list[str]) -> list[str]:
+    """Two neighbours at the start, in the middle and at the end: A and B of LoRA, whose A has no gradient at first."""
+    middle = len(names) // 2
+    places = {0, 1, middle, middle + 1, len(names) - 2, len(names) - 1}
+    return [name for place, name in enumerate(names) if place in places]

@@ -1,0 +1,68 @@
+"""The memory of a worker: how much it holds, how much it held, and which setting to lower where there is not enough.
+
+What it does not know: what the memory is for.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """The most memory this process held so far: the GPU's if `device` is one, else resident memory, in MiB."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device)) / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def forget_peak() -> None:
+    """The next peak is counted from now on; where the system has no word for that, from the start of the process."""
+    # where a GPU is seen and not used, to ask would make a context
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.reset_peak_memory_stats()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident_memory_mb() -> float:
+    """What this process holds now, in MiB; it must not grow from task to task."""
+    return float(psutil.Process().memory_info().rss) / 2**20
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, the system or Python had no memory left. On CPUs torch raises an error without a type."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError)
+        and re.search(r"(can't|cannot|not enough) (allocate )?memory", str(error)) is not None
+    )
+
+
+def out_of_memory(activity: str, tree: dict[str, Any], workers: int, where: str) -> str:
+    """What was out of memory, and which settings to lower, in one sentence.
+
+    Args:
+        activity: what the worker was doing (`raycl.training.control`). tree: the run's config. where: the worker.
+    """
+    train, evaluation, backbone = tree["train"], tree["eval"], tree["backbone"]
+    micro = train["micro_batch_size"] or max(1, train["batch_size"] // workers)
+    advice = []
+    if activity == "training" and micro > 1:
+        advice.append(f"lower train.micro_batch_size (now {micro})")
+    if activity == "training" and not backbone["gradient_checkpointing"]:
+        advice.append("set backbone.gradient_checkpointing=true")
+    if activity == "evaluating" and evaluation["batch_size"] > 1:
+        advice.append(f"lower eval.batch_size (now {evaluation['batch_size']})")
+    if not advice and activity in ("training", "evaluating"):
+        advice.append(f"lower stream.max_source_tokens (now {tree['stream']['max_source_tokens']})")
+    if not advice:
+        advice.append(f"use a smaller backbone or another backbone.dtype (now {backbone['dtype']})")
+    return f"out of memory while {activity} ({where}): {' or '.join(advice)}, in a new run"

@@ -1,0 +1,168 @@
+"""Checkpoints: safetensors first, manifest last, hash checked on read, whole or absent.
+
+Everything is stored as whole tensors by parameter name, so a checkpoint of N workers at one ZeRO stage continues
+on any other number and stage. The data position and all randomness follow from the seed and the step, so they
+need no file.
+What it does not know: which tensors a method learns, and which checkpoint counts (the ledger says).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from raycl.errors import CheckpointError, DamagedError, FormatError, RunError
+from raycl.methods.base import Learned
+from raycl.storage import Storage
+from raycl.storage.records import read_record, seal
+
+FOLDER = "checkpoints"
+PARAMETERS, OPTIMIZER, CARRIED = "parameters.safetensors", "optimizer.safetensors", "carried.safetensors"
+MANIFEST, SNAPSHOT = "manifest.json", "snapshot.json"
+FORMAT = 2
+
+
+@dataclass
+class Checkpoint:
+    """A place to go on from.
+
+    Attributes:
+        stage: index of the stage.
+        step: optimizer steps done in it; `steps` means that the stage's training is over.
+        method: the method's `state_dict`.
+        parameters: whole learned parameters by name.
+        optimizer: `<parameter>/<moment>` -> tensor; empty when the stage is over.
+        spent: seconds and tokens of the stage so far, added up over attempts.
+        published: what went to the bank at the end of the stage (`raycl.training.records.publish`).
+        carried: tensors of the method and of modifiers that are no parameters.
+        modifiers: state of gradient modifiers by name.
+        snapshot: a copy of the snapshot's record, where one was published: the bank may lose its own.
+    """
+
+    stage: int
+    step: int
+    steps: int
+    method: dict[str, Any]
+    parameters: dict[str, Tensor]
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
+    spent: dict[str, float] = field(default_factory=dict)
+    published: dict[str, Any] = field(default_factory=dict)
+    carried: dict[str, Tensor] = field(default_factory=dict)
+    modifiers: dict[str, Any] = field(default_factory=dict)
+    snapshot: bytes = b""
+
+    @property
+    def is_stage_end(self) -> bool:
+        """Whether the stage's training is over."""
+        return self.step == self.steps
+
+    @property
+    def covers(self) -> int:
+        """Stages whose training is over with it."""
+        return self.stage + self.is_stage_end
+
+    def name(self, attempt: int) -> str:
+        """Folder name, unique over attempts."""
+        return f"stage{self.stage:03d}-step{self.step:07d}-attempt{attempt:04d}"
+
+
+def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint) -> None:
+    """Write the folder `checkpoints/<name>`."""
+    folder = storage.sub(f"{FOLDER}/{name}")
+    tensors = {PARAMETERS: checkpoint.parameters, OPTIMIZER: checkpoint.optimizer, CARRIED: checkpoint.carried}
+    files = {file: save({name: value.contiguous() for name, value in held.items()}) for file, held in tensors.items()}
+    if checkpoint.snapshot:
+        files[SNAPSHOT] = checkpoint.snapshot
+    for file, data in files.items():
+        folder.write(file, data)
+    manifest = {
+        "format": FORMAT,
+        "stage": checkpoint.stage,
+        "step": checkpoint.step,
+        "steps": checkpoint.steps,
+        "method": checkpoint.method,
+        "spent": checkpoint.spent,
+        "published": checkpoint.published,
+        "modifiers": checkpoint.modifiers,
+        "sha256": {file: hashlib.sha256(data).hexdigest() for file, data in files.items()},
+    }
+    folder.write(MANIFEST, seal(manifest))
+
+
+def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
+    """Read `checkpoints/<name>`.
+
+    Raises:
+        CheckpointError: a file is missing, cut or changed. RunError: of another version. StorageError: out of reach.
+    """
+    folder = storage.sub(f"{FOLDER}/{name}")
+    manifest = _manifest(folder)
+    files = {file: _file(folder, file, sha256) for file, sha256 in manifest["sha256"].items()}
+    return Checkpoint(
+        manifest["stage"],
+        manifest["step"],
+        manifest["steps"],
+        manifest["method"],
+        load(files[PARAMETERS]),
+        load(files[OPTIMIZER]),
+        manifest["spent"],
+        manifest["published"],
+        load(files[CARRIED]),
+        manifest["modifiers"],
+        files.get(SNAPSHOT, b""),
+    )
+
+
+def read_snapshot(storage: Storage, name: str) -> bytes:
+    """The snapshot's record that `checkpoints/<name>` has a copy of; empty if its stage is not over.
+
+    Raises:
+        CheckpointError, RunError, StorageError: see `read_checkpoint`.
+    """
+    folder = storage.sub(f"{FOLDER}/{name}")
+    hashes = _manifest(folder)["sha256"]
+    return _file(folder, SNAPSHOT, hashes[SNAPSHOT]) if SNAPSHOT in hashes else b""
+
+
+def _manifest(folder: Storage) -> dict[str, Any]:
+    _check_there(folder, MANIFEST)
+    try:
+        return read_record(folder, MANIFEST, FORMAT)
+    except DamagedError as error:
+        raise CheckpointError(str(error)) from error
+    except FormatError as error:
+        raise RunError(str(error)) from error
+
+
+def _file(folder: Storage, file: str, sha256: str) -> bytes:
+    _check_there(folder, file)
+    data = folder.read(file)
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise CheckpointError(
+            f"'{folder.uri}/{file}' is damaged: its SHA-256 is {found[:12]}, expected {sha256[:12]}: restore a copy"
+        )
+    return data
+
+
+def _check_there(folder: Storage, file: str) -> None:
+    """Absent is damage, out of reach is not: only the former is a reason to use an older checkpoint."""
+    if not folder.exists(file):
+        raise CheckpointError(f"checkpoint '{folder.uri}' is incomplete: it has no {file}; restore a copy")
+
+
+def write_model(storage: Storage, name: str, learned: Learned, model_files: dict[str, bytes]) -> None:
+    """Export `learned/<name>`: a Hugging Face model folder, its label head beside the weights."""
+    folder = storage.sub(f"learned/{name}")
+    head = {key: value for key, value in learned.model.items() if key.startswith("head.")}
+    body = {key: value.contiguous() for key, value in learned.model.items() if key not in head}
+    if head:
+        folder.write("label_head.safetensors", save(head))
+        folder.write_json("labels.json", learned.labels)
+    for file, data in model_files.items():
+        folder.write(file, data)
+    folder.write("model.safetensors", save(body, metadata={"format": "pt"}))

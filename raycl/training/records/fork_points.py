@@ -1,0 +1,86 @@
+"""Places to branch from: what a run had after its first stages, kept so that another run can go on from there.
+
+Why it exists: two runs whose settings agree on all that acts up to some stage learn the same up to there, bit for bit;
+the second one then starts with the first one's checkpoint and ledger records, as if it had been resumed there.
+What it does not know: which runs agree (`raycl.sweep.trials.prefix`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from raycl.config import Tree
+from raycl.errors import AlreadyExistsError, CheckpointError
+from raycl.storage import Storage
+from raycl.storage.records import read_record, seal
+from raycl.training.records import checkpoint as checkpoints
+from raycl.training.records import progress
+from raycl.training.records.journal import Ledger, read_state
+from raycl.training.training_context import RunInfo
+
+log = logging.getLogger("raycl")
+
+PLACE = "place.json"
+FORMAT = 2
+PREDICTIONS = "predictions"
+
+
+def lend(storage: Storage, done: int, to: Storage) -> None:
+    """Keep a place to go on from after `done` stages; the file that says so comes last. Kept once, by the first."""
+    state = read_state(storage)
+    if to.exists(PLACE) or len(state.stages) != done or not state.checkpoints:
+        return
+    name = state.checkpoints[-1]
+    copy = f"{name}-{storage.uri.rsplit('/', 1)[-1]}"  # two lenders at once do not write the same files
+    _copy(storage.sub(f"{checkpoints.FOLDER}/{name}"), to.sub(copy))
+    place = {"format": FORMAT, "run": storage.address, "checkpoint": copy, "stages": state.stages}
+    try:
+        to.create(PLACE, seal(place))
+    except AlreadyExistsError:
+        log.info("    somebody else lent '%s' first", to.uri)
+
+
+def read_place(place: Storage) -> Tree | None:
+    """What `lend` kept; None: nothing is there.
+
+    Raises:
+        StorageError: it is damaged.
+    """
+    return read_record(place, PLACE, FORMAT) if place.exists(PLACE) else None
+
+
+def borrow(place: Storage, storage: Storage, stages: list[dict[str, Any]], run: RunInfo | None = None) -> None:
+    """Begin the run in `storage`, which has not begun yet, behind the stages of `place`.
+
+    Args:
+        stages: their ledger records, without what the lender's own settings had a part in.
+        run: that begins.
+
+    Raises:
+        CheckpointError: what was lent is damaged; the run has not begun then.
+    """
+    tree = read_place(place)
+    assert tree is not None, "nobody borrows from where nothing was lent"
+    name = str(tree["checkpoint"])
+    folder = f"{checkpoints.FOLDER}/{name}"
+    _copy(place.sub(name), storage.sub(folder))
+    try:
+        checkpoints.read_checkpoint(storage, name)
+    except CheckpointError:
+        storage.delete(folder)
+        raise
+    lender = Storage.at(tree["run"])
+    for record in stages:
+        folder = f"{PREDICTIONS}/{record['stage']:03d}-{record['times']['stage']}"
+        _copy(lender.sub(folder), storage.sub(folder))
+    steps = [json.dumps(step) for step in progress.read_trace(lender) if step["stage"] < len(stages)]
+    ledger = Ledger.claim(storage, run, workers=0, driver="", borrowed=lender.uri)
+    storage.write(f"{progress.FOLDER}/attempt-{ledger.attempt:04d}.jsonl", ("\n".join(steps) + "\n").encode())
+    ledger.begin_with([name], stages)
+
+
+def _copy(source: Storage, target: Storage) -> None:
+    for name in source.files():
+        target.write(name, source.read(name))

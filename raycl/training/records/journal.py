@@ -1,0 +1,231 @@
+"""The run's own record of how far it got, fenced by attempt numbers.
+
+Why it exists: Ray Train can forget a checkpoint reported within two seconds of a crash, and after a restart a
+worker of the former attempt may still be writing. So the run trusts only this ledger:
+
+    ledger/attempt-0001/000000.json     claim: created exclusively, carries the state that this attempt starts from
+    ledger/attempt-0001/000001.json     one record per event, created exclusively, never rewritten
+    ledger/attempt-0002/000000.json     a later claim; whatever attempt 1 writes from now on is read by nobody
+
+A claim *copies* the state it inherits, so a late writer cannot change what a newer attempt believes: the fence
+needs no clock and no lock. What a record names (a checkpoint folder) was written before the record.
+The first claim also says whose run this is: it carries the config, and a later claim must come from the same one.
+What it does not know: what a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from raycl import config as configs
+from raycl.errors import AlreadyExistsError, DamagedError, FormatError, ResumeError, RunError, StaleAttemptError
+from raycl.storage import Storage
+from raycl.storage.records import numbered, numbers, read_record, seal
+from raycl.training.settings import EXEMPT
+from raycl.training.training_context import RunInfo
+
+FOLDER = "ledger"
+FORMAT = 2
+LISTINGS = 5
+"""Of an attempt's folder, before records that are not there count as lost: a listing may miss what is just written."""
+
+_ATTEMPT = re.compile(r"attempt-(\d{4,})")
+
+
+@dataclass
+class RunState:
+    """How far a run got.
+
+    Attributes:
+        checkpoints: names of usable checkpoints, oldest first; the last one is where to go on.
+        stages: one record per stage that is trained **and** evaluated, in order.
+        attempts: number, start time, time of the last record, host and process of rank 0, and further facts of every
+            attempt so far.
+        config: resolved tree of the run, as its first claim recorded it, or the one that added tasks.
+        fingerprint: of that config; empty for runs of versions that did not record it.
+    """
+
+    checkpoints: list[str] = field(default_factory=list)
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    fingerprint: str = ""
+
+
+class Ledger:
+    """The ledger of one attempt, which alone may write to it.
+
+    Attributes:
+        attempt: number of this attempt, from 1.
+        state: the state as of the last record.
+    """
+
+    def __init__(self, storage: Storage, attempt: int, state: RunState) -> None:
+        self.storage = storage
+        self.attempt = attempt
+        self.state = state
+        self._records = 1
+
+    @staticmethod
+    def claim(storage: Storage, run: RunInfo | None = None, **facts: Any) -> Ledger:
+        """Start the next attempt on what the last one left; of two racing claims each gets its own number.
+
+        Args:
+            run: whose config the claim records, or must find recorded.
+            facts: kept in `RunState.attempts` (workers, driver, ...).
+
+        Raises:
+            ResumeError: another run has claimed the folder.
+        """
+        while True:
+            last = last_attempt(storage)
+            state = read_state(storage)
+            if run is not None:
+                check_owner(storage, state, run)
+                if state.fingerprint != run.fingerprint:
+                    state.config, state.fingerprint = run.tree, run.fingerprint
+            number = last + 1
+            me = {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+            state.attempts.append({"attempt": number, **me, **facts})
+            try:
+                storage.create(_record(number, 0), _sealed(number, 0, asdict(state)))
+            except AlreadyExistsError:
+                continue
+            ledger = Ledger(storage, number, state)
+            ledger._catch_up(last)
+            return ledger
+
+    def _catch_up(self, former: int) -> None:
+        """Take over what the former attempt recorded while this one was claiming; from now on it records in vain."""
+        found = _state_of(self.storage, former)
+        if (found.checkpoints, found.stages) != (self.state.checkpoints, self.state.stages):
+            self._append({"checkpoints": found.checkpoints, "stages": found.stages})
+
+    def checkpoint(self, name: str, keep: int) -> list[str]:
+        """Record a checkpoint whose files are all written; returns the names that are no longer needed."""
+        names = [*self.state.checkpoints, name]
+        self._append({"checkpoints": names[-keep:]})
+        return names[:-keep]
+
+    def stage_done(self, record: dict[str, Any]) -> None:
+        """Record a stage that is trained and evaluated."""
+        self._append({"stages": [*self.state.stages, record]})
+
+    def go_back(self, checkpoints: list[str], stages: list[dict[str, Any]]) -> None:
+        """Record that the run goes on from an older checkpoint, and that what was recorded after it is ignored."""
+        self._append({"checkpoints": checkpoints, "stages": stages})
+
+    def begin_with(self, checkpoints: list[str], stages: list[dict[str, Any]]) -> None:
+        """Record what another run has done for this one, which has done nothing yet (`fork_points`)."""
+        assert not self.state.checkpoints and not self.state.stages, "the run has begun already"
+        self._append({"checkpoints": checkpoints, "stages": stages})
+
+    def ensure_current(self) -> None:
+        """Check that no newer attempt has claimed the run.
+
+        Raises:
+            StaleAttemptError: one has.
+        """
+        newest = last_attempt(self.storage)
+        if newest != self.attempt:
+            raise StaleAttemptError(
+                f"attempt {self.attempt} of '{self.storage.uri}' was replaced by attempt {newest}: it stops here"
+            )
+
+    def _append(self, change: dict[str, Any]) -> None:
+        self.ensure_current()
+        mine = [{**attempt, "ended": time.time()} for attempt in self.state.attempts[-1:]]
+        change = {**change, "attempts": [*self.state.attempts[:-1], *mine]}
+        place = (self.attempt, self._records)
+        self.storage.create(_record(*place), _sealed(*place, change))
+        self._records += 1
+        self.state = RunState(**{**asdict(self.state), **change})
+
+
+def check_owner(storage: Storage, state: RunState, run: RunInfo) -> None:
+    """Check that the folder was claimed by this run, or by nobody yet.
+
+    Raises:
+        ResumeError: by a run with other settings; names them.
+    """
+    if state.fingerprint in ("", run.fingerprint, run.replaces):
+        return
+    changed = configs.differences(state.config, run.tree, without=EXEMPT)
+    listed = ", ".join(f"{key} is {theirs!r} there, {mine!r} here" for key, (theirs, mine) in changed.items())
+    host, process = state.attempts[0]["host"], state.attempts[0]["pid"]
+    raise ResumeError(
+        f"'{storage.uri}' is a run with other settings, claimed on {host} by process {process}: {listed}; "
+        "choose another output.name"
+    )
+
+
+def last_attempt(storage: Storage) -> int:
+    """Number of the newest claimed attempt, 0 if there is none."""
+    found = [int(match[1]) for name in storage.list(FOLDER) if (match := _ATTEMPT.fullmatch(name))]
+    claimed = [number for number in found if storage.exists(_record(number, 0))]
+    return max(claimed, default=0)
+
+
+def read_state(storage: Storage) -> RunState:
+    """The state that the newest attempt recorded; an empty one if the run never started.
+
+    Raises:
+        RunError: a record is damaged, missing, or of another version.
+    """
+    return _state_of(storage, last_attempt(storage))
+
+
+def _state_of(storage: Storage, attempt: int) -> RunState:
+    if attempt == 0:
+        return RunState()
+    tree: dict[str, Any] = {}
+    for number in _numbers(storage, attempt):
+        tree.update(_change(storage, attempt, number))
+    return RunState(**tree)
+
+
+def _numbers(storage: Storage, attempt: int) -> list[int]:
+    folder = f"{FOLDER}/{_folder(attempt)}"
+    for _ in range(LISTINGS):
+        found = numbers(storage, folder, first=0)
+        if found == list(range(len(found))):
+            return found
+    missing = next(number for number, there in enumerate(found) if number != there)
+    raise RunError(
+        f"'{storage.uri}/{_record(attempt, missing)}' is missing, though later records are there: restore it from a "
+        "copy, or remove the later ones as well, and the run goes on from what is left"
+    )
+
+
+def _change(storage: Storage, attempt: int, number: int) -> dict[str, Any]:
+    file = _record(attempt, number)
+    try:
+        record = read_record(storage, file, FORMAT)
+    except DamagedError as error:
+        rest = "it and the records after it" if number else f"the folder {_folder(attempt)}"
+        raise RunError(f"{error}, or remove {rest}, and the run goes on from what is left") from error
+    except FormatError as error:
+        raise RunError(str(error)) from error
+    if (record["attempt"], record["number"]) != (attempt, number):
+        raise RunError(
+            f"'{storage.uri}/{file}' calls itself record {record['number']} of attempt {record['attempt']}: it was "
+            "moved; restore a copy"
+        )
+    return dict(record["change"])
+
+
+def _sealed(attempt: int, number: int, change: dict[str, Any]) -> bytes:
+    return seal({"format": FORMAT, "attempt": attempt, "number": number, "change": change})
+
+
+def _folder(attempt: int) -> str:
+    return f"attempt-{attempt:04d}"
+
+
+def _record(attempt: int, number: int) -> str:
+    return f"{FOLDER}/{_folder(attempt)}/{numbered(number)}"

@@ -1,0 +1,109 @@
+"""What a run says while it works: lines for a person, one record per step for a machine.
+
+What it does not know: wandb and TensorBoard (`raycl.tracking`), and what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from raycl.errors import StorageError
+from raycl.storage import Storage
+from raycl.training.step import StepResult
+
+log = logging.getLogger("raycl")
+FOLDER = "trace"
+_TRACE = re.compile(r"attempt-\d{4,}\.jsonl")
+
+
+class Trace:
+    """Per-step records of one attempt, `trace/attempt-0001.jsonl`; whole file on storage at every flush."""
+
+    def __init__(self, storage: Storage, attempt: int) -> None:
+        self.storage = storage
+        self.name = f"{FOLDER}/attempt-{attempt:04d}.jsonl"
+        self._lines: list[str] = []
+
+    def add(self, stage: int, task: str, step: int, result: StepResult, seconds: float) -> None:
+        """Remember one step."""
+        record = {"stage": stage, "task": task, "step": step, **asdict(result), "seconds": round(seconds, 4)}
+        self._lines.append(json.dumps(record))
+
+    def flush(self) -> None:
+        """Write everything so far."""
+        self.storage.write(self.name, ("\n".join(self._lines) + "\n").encode())
+
+
+def read_trace(storage: Storage) -> list[dict[str, Any]]:
+    """The steps of a run in order; where attempts overlap, the later one's record stands."""
+    merged: dict[tuple[int, int], dict[str, Any]] = {}
+    for name in storage.list(FOLDER):
+        if _TRACE.fullmatch(name):
+            for record in _records(storage, f"{FOLDER}/{name}"):
+                merged[record["stage"], record["step"]] = record
+    return [merged[key] for key in sorted(merged)]
+
+
+def _records(storage: Storage, name: str) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(storage.read_text(name).splitlines(), 1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise StorageError(f"'{storage.uri}/{name}' line {number} is not JSON: {error}") from error
+
+
+class Progress:
+    """One line every few seconds: task, step, loss, tokens per second, time left."""
+
+    def __init__(self, every_s: float, stages: int) -> None:
+        self.every_s = every_s
+        self.stages = stages
+        self._said = time.monotonic()
+        self._tokens = 0
+        self._seconds = 0.0
+        self._steps = 0
+        self._later = 0
+
+    def begin(self, index: int, name: str, rows: int, steps: int, start: int, later: int) -> None:
+        """A stage starts, or goes on after `start` steps; `later` steps follow in the stages after it."""
+        self._later = later
+        again = f", going on after step {start}" if start else ""
+        log.info("[%d/%d] %s: %d rows, %d steps%s", index + 1, self.stages, name, rows, steps, again)
+        self._said, self._tokens, self._seconds, self._steps = time.monotonic(), 0, 0.0, 0
+
+    def step(self, index: int, name: str, step: int, steps: int, result: StepResult, seconds: float) -> bool:
+        """Count a step; says a line, and returns True, when it is time or the stage is over."""
+        self._tokens += result.tokens
+        self._seconds += seconds
+        self._steps += 1
+        if time.monotonic() - self._said < self.every_s and step < steps:
+            return False
+        self._said = time.monotonic()
+        rate = self._tokens / max(self._seconds, 1e-9)
+        pace = self._seconds / self._steps
+        log.info(
+            "[%d/%d] %s  step %d/%d  loss %.4f  %s tokens/s  training left: %s in this task, %s in all",
+            index + 1,
+            self.stages,
+            name,
+            step,
+            steps,
+            result.loss,
+            f"{rate:,.0f}",
+            clock((steps - step) * pace),
+            clock((steps - step + self._later) * pace),
+        )
+        return True
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

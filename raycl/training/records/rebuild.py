@@ -1,0 +1,134 @@
+"""Objects of a bank that are gone or damaged, built again from the checkpoints of the run that published them.
+
+A checkpoint holds the same tensors under other names, and an object's hash says whether a candidate is the object. So
+nothing is written but what was there before, byte for byte.
+What it does not know: methods, models, which snapshots count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from raycl.bank import Bank, Snapshot
+from raycl.bank.manifest import Layout, ObjectFacts, SnapshotAdapter
+from raycl.errors import BankError, CheckpointError
+from raycl.methods.base import under
+from raycl.storage import Storage
+from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
+
+Candidates = Callable[[Checkpoint], Iterator[dict[str, Tensor]]]
+"""What a checkpoint holds that may be the object."""
+
+
+@dataclass(frozen=True)
+class BankObject:
+    """An object that a snapshot names.
+
+    Attributes:
+        what: for messages.
+        adapter: whether it is an adapter's own tensors, which later snapshots name too.
+        candidates: finds it in a checkpoint.
+    """
+
+    what: str
+    facts: ObjectFacts
+    adapter: bool
+    candidates: Candidates
+
+
+def objects_of(snapshot: Snapshot) -> list[BankObject]:
+    """All objects that a snapshot names: adapters, what is kept beside them, the router's tensors."""
+    found = []
+    for entry in snapshot.adapters:
+        found.append(BankObject(f"{entry}", entry.tensors, True, _adapter(entry, snapshot.layouts[entry.layout])))
+        for kind, facts in entry.extras.items():
+            found.append(BankObject(f"{entry} ({kind})", facts, False, _extra(entry.name, kind)))
+    if snapshot.router.tensors is not None:
+        what = f"the router of snapshot {snapshot.number}"
+        found.append(BankObject(what, snapshot.router.tensors, False, _router(snapshot)))
+    return found
+
+
+def lost_objects(bank: Bank, snapshots: Sequence[Snapshot]) -> list[BankObject]:
+    """Objects of these snapshots that are missing or damaged. Each object is read once and its hash is checked.
+
+    Raises:
+        StorageError: the bank is out of reach.
+    """
+    named = {one.facts.sha256: one for snapshot in snapshots for one in objects_of(snapshot)}
+    return [one for one in named.values() if not _is_whole(bank, one)]
+
+
+def rebuild(bank: Bank, storage: Storage, checkpoints: Sequence[str], lost: Sequence[BankObject]) -> set[str]:
+    """Write lost objects again, from the run's checkpoints; returns the hashes of those that are there again.
+
+    Raises:
+        RunError: a checkpoint is of another version. StorageError: bank or run are out of reach.
+    """
+    left = {one.facts.sha256: one for one in lost}
+    for name in reversed(checkpoints):
+        if not left:
+            break
+        with suppress(CheckpointError):
+            checkpoint = read_checkpoint(storage, name)
+            for sha256, one in list(left.items()):
+                if any(bank.put_back_object(one.facts, tensors) for tensors in one.candidates(checkpoint)):
+                    del left[sha256]
+    return {one.facts.sha256 for one in lost} - left.keys()
+
+
+def _is_whole(bank: Bank, one: BankObject) -> bool:
+    if not bank.storage.exists(one.facts.file):  # raises where the store is out of reach
+        return False
+    try:
+        bank.read_object(one.facts, one.what)
+    except BankError:
+        return False
+    return True
+
+
+def _adapter(entry: SnapshotAdapter, layout: Layout) -> Candidates:
+    """A frozen adapter that the checkpoint carries, or the one whose training was just over."""
+    parts = [f"{path}.{part}" for path in layout for part in ("lora_A", "lora_B")]
+    trained = {part: f"model.{part}" for part in parts}
+    if entry.labels:
+        trained |= {part: part for part in ("head.weight", "head.bias")}
+
+    def candidates(checkpoint: Checkpoint) -> Iterator[dict[str, Tensor]]:
+        yield from _unless_empty(under(f"slot/{entry.name}/", checkpoint.carried))
+        if trained and checkpoint.is_stage_end and checkpoint.parameters.keys() >= set(trained.values()):
+            yield {part: checkpoint.parameters[name] for part, name in trained.items()}
+
+    return candidates
+
+
+def _extra(adapter: str, kind: str) -> Candidates:
+    return lambda checkpoint: _unless_empty(under(f"{kind}/{adapter}/", checkpoint.carried))
+
+
+def _router(snapshot: Snapshot) -> Candidates:
+    """Any group of carried tensors, without what it holds of adapters and tasks that came later (`RouterState`)."""
+    known = {entry.name for entry in snapshot.adapters} | {task.name for task in snapshot.tasks}
+    known |= set(snapshot.router.settings.get("tasks", ()))
+    known |= {entry.name.rpartition("-")[0] for entry in snapshot.adapters}  # slots with a value for every sub-key
+
+    def candidates(checkpoint: Checkpoint) -> Iterator[dict[str, Tensor]]:
+        for group in dict.fromkeys(name.partition("/")[0] for name in checkpoint.carried):
+            held = under(f"{group}/", checkpoint.carried)
+            yield from _unless_empty({name: value for name, value in held.items() if _of(name, known)})
+
+    return candidates
+
+
+def _of(name: str, known: set[str]) -> bool:
+    _, slash, owner = name.partition("/")
+    return not slash or owner in known
+
+
+def _unless_empty(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    if tensors:
+        yield dict(tensors)

@@ -1,0 +1,106 @@
+"""`results.json`: the matrix, the metrics, and what is needed to trust and repeat them.
+
+What it does not know: how to draw or print them (`raycl.report`).
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from raycl import __version__
+from raycl.eval.matrix import AccuracyMatrix, summary
+from raycl.eval.variants import compute_variants
+from raycl.training.records.journal import RunState
+from raycl.training.training_context import RunInfo
+from raycl.types import Score, Stage, Task
+
+PACKAGES = ("ray", "torch", "transformers", "peft", "deepspeed", "numpy", "pyarrow")
+
+
+def build_results(
+    info: RunInfo, name: str, notes: Sequence[str], tasks: Sequence[Task], stages: Sequence[Stage], state: RunState
+) -> dict[str, Any]:
+    """The result tree of a run, finished or not, from its ledger.
+
+    Args:
+        name: of the stream. notes: what the stream left out.
+    """
+    matrix = matrix_of(tasks, stages, state)
+    times = [record["times"] for record in state.stages]
+    seconds = sum(entry["train_s"] for entry in times)
+    return {
+        "raycl": __version__,
+        "fingerprint": info.fingerprint,
+        "finished": len(state.stages) == len(stages),
+        "config": info.tree,
+        "stream": {"name": name, "tasks": list(matrix.tasks), "notes": list(notes)},
+        "stages": list(matrix.stages),
+        "matrix": matrix.to_json()["cells"],
+        "singles": info.singles,
+        "unseen": _unseen(state) if len(state.stages) == len(stages) else None,
+        "metrics": summary(matrix, info.singles),
+        "variants": compute_variants(matrix, info.singles),
+        "stage_times": times,
+        "stage_facts": [record.get("facts", {}) for record in state.stages],
+        "tokens_per_s": sum(entry["tokens"] for entry in times) / seconds if seconds else None,
+        "peak_memory_mb": max((entry["peak_memory_mb"] for entry in times), default=None),
+        "versions": _versions(),
+        "seeds": {"run": info.seed},
+        "attempts": len(state.attempts),
+        "workers": state.attempts[-1]["workers"] if state.attempts else None,
+        "wall_s": wall_seconds(state),
+    }
+
+
+def wall_seconds(state: RunState) -> float | None:
+    """Time of the attempts so far, each from its claim to its last record; None before the first stage is done."""
+    if not state.stages:
+        return None
+    starts = [attempt["started"] for attempt in state.attempts]
+    spent = 0.0
+    for attempt, until in zip(state.attempts, [*starts[1:], math.inf], strict=True):
+        ends = [record["ended"] for record in state.stages if attempt["started"] <= record["ended"] < until]
+        spent += attempt.get("ended", max(ends, default=attempt["started"])) - attempt["started"]
+    return spent
+
+
+def matrix_of(tasks: Sequence[Task], stages: Sequence[Stage], state: RunState) -> AccuracyMatrix:
+    """The accuracy matrix of a run, finished or not."""
+    matrix = AccuracyMatrix(tuple(task.name for task in tasks), tuple(stage.name for stage in stages))
+    for i, record in enumerate(state.stages):
+        for j, task in enumerate(tasks):
+            if task.name in record["row"]:
+                matrix.set(i, j, Score(**record["row"][task.name]))
+    return matrix
+
+
+def curves(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | None) -> dict[str, float]:
+    """`metrics/ap` and the other headline numbers that are defined, over what the first `done` stages taught."""
+    sofar = matrix.upto(done) if len(matrix.stages) == len(matrix.tasks) else matrix
+    return {f"metrics/{name}": value for name, value in summary(sofar, singles).items() if isinstance(value, float)}
+
+
+def _unseen(state: RunState) -> dict[str, Any] | None:
+    """Cells of the tasks that were never trained, and their mean; None where the stream has none.
+
+    A run that was taught more tasks has older ones in the records of former last stages.
+    """
+    cells = state.stages[-1].get("unseen")
+    if not cells:
+        return None
+    return {"cells": cells, "mean": statistics.fmean(cell["value"] for cell in cells.values())}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

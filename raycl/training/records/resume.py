@@ -1,0 +1,98 @@
+"""Where a run goes on: the newest checkpoint that all workers can read, and the stage records that it covers.
+
+Why it exists: a checkpoint can be damaged after it was written. The one before it gives the same run, bit for bit, if
+everything that was recorded after it is forgotten: a later stage must not start from a model that is older than it.
+Workers may see different files (a node's cache, a copy of its own): they look at each checkpoint together, so that all
+go on from the same one or stop with the same error.
+What it does not know: how a model takes its values back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raycl.errors import CheckpointError, RunError, StorageError
+from raycl.storage import Storage
+from raycl.training.distributed import World
+from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
+from raycl.training.records.journal import RunState
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place to go on from.
+
+    Attributes:
+        checkpoint: None: the start of the stream.
+        checkpoints, stages: what the ledger says from now on.
+        problems: why newer checkpoints are of no use; none where the newest one is used.
+        lost: stage records that are ignored from now on.
+    """
+
+    checkpoint: Checkpoint | None
+    checkpoints: list[str]
+    stages: list[dict[str, Any]]
+    problems: list[str] = field(default_factory=list)
+    lost: int = 0
+
+    @property
+    def told(self) -> str:
+        """The problems and what is done about them, for people."""
+        where = f"checkpoint '{self.checkpoints[-1]}'" if self.checkpoints else "the start of the stream"
+        again = f", and learns the last {self.lost} finished stages again" if self.lost else ""
+        return f"{'; '.join(self.problems)}: the run goes on from {where}{again}; its results will be the same"
+
+
+def newest_place(storage: Storage, state: RunState, world: World) -> Place:
+    """Where to go on. Collective: the newest checkpoint that every worker can read.
+
+    Raises:
+        RunError: stages are finished but no checkpoint is whole, or one is of another version.
+        StorageError: the storage is out of reach.
+    """
+    names, stages = state.checkpoints, state.stages
+    found, problems, place = None, [], len(names) - 1
+    while found is None and place >= 0:
+        found, said = _read_by_all(storage, names[place], len(stages), world)
+        problems += said
+        place -= found is None
+    if found is None and stages:
+        raise RunError(
+            f"no checkpoint of '{storage.uri}' is whole, though {len(stages)} stages are finished "
+            f"({'; '.join(problems) or 'none is recorded'}): restore one from a copy, or start a new run"
+        )
+    kept = stages[: found.covers] if found is not None else []
+    lost = len(stages) - len(kept)
+    if lost and not problems:
+        problems.append(f"checkpoint '{names[place]}' is older than the last stage record")
+    return Place(found, names[: place + 1], kept, problems, lost)
+
+
+def _read_by_all(storage: Storage, name: str, stages: int, world: World) -> tuple[Checkpoint | None, list[str]]:
+    """What a checkpoint holds, or None and why some worker cannot use it: the same answer on every worker.
+
+    Raises:
+        RunError, StorageError: any worker's, where an older checkpoint would be no remedy.
+    """
+    found, error = None, None
+    try:
+        found = read_checkpoint(storage, name)
+        if found.stage > stages:
+            raise CheckpointError(f"checkpoint '{name}' is of stage {found.stage}, but {stages} stages are recorded")
+    except (RunError, StorageError) as raised:
+        error = raised
+    damage = isinstance(error, CheckpointError)
+    world.raise_any(None if damage else error)
+    said = world.gather(str(error) if damage else "")
+    if not any(said):
+        return found, []
+    return None, _problems(said)
+
+
+def _problems(said: Sequence[str]) -> list[str]:
+    """What workers say of one checkpoint, by rank; what not all of them say comes with the worker's number."""
+    if len(set(said)) == 1:
+        return [said[0]]
+    return [f"worker {rank + 1} of {len(said)}: {one}" for rank, one in enumerate(said) if one]

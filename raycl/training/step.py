@@ -1,0 +1,74 @@
+"""One optimizer step: the only place that calls backward and step.
+
+What it does not know: how batches were drawn, what the method learns, how the engine reduces gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from raycl.backbone.base import loss_count
+from raycl.errors import RunError
+from raycl.methods.base import Method
+from raycl.methods.modifier import Modifiers
+from raycl.training.distributed import World
+from raycl.training.engines.engine import NONE, Engine
+from raycl.types import Batch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did, summed over all workers.
+
+    Attributes:
+        loss: mean task loss per loss position, before the update, penalties left out.
+        grad_norm: norm of the whole gradient, after modifiers and before clipping.
+        learning_rate: the rate that was used.
+        tokens: source and target tokens read.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+
+
+def train_step(
+    engine: Engine, method: Method, batches: Sequence[Batch], world: World, seed: int, modifiers: Modifiers = NONE
+) -> StepResult:
+    """Accumulate over this worker's micro-batches, then update.
+
+    Args:
+        seed: fixes dropout for this step, so that nothing random needs to be kept in a checkpoint.
+        modifiers: what changes the step's gradient before it is clipped; they have begun the task.
+
+    Raises:
+        RunError: the loss is not finite.
+    """
+    torch.manual_seed(seed + world.rank)
+    modifiers.begin_step(seed, len(batches), world.sum)
+    batches = [method.prepare_batch(batch).to(world.device) for batch in batches]
+    count, tokens = world.total(sum(map(loss_count, batches)), sum(map(token_count, batches)))
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    for batch in batches:
+        with method.speaking(batch):  # until backward has ended: recomputation reads the mixture again
+            output = modifiers.watched(engine.forward, batch)
+            loss_sum += output.loss_sum.detach()
+            penalty = method.penalty(batch, output)
+            objective = output.loss_sum if penalty is None else output.loss_sum + penalty * loss_count(batch)
+            engine.backward(objective, max(count, 1.0))
+    loss = float(world.sum(loss_sum)) / max(count, 1.0)
+    rate = engine.learning_rate
+    norm = engine.step(modifiers)
+    if not torch.isfinite(torch.tensor([loss, norm])).all():
+        raise RunError(f"the loss is {loss} and the gradient norm {norm}: lower train.learning_rate (now {rate:g})")
+    return StepResult(loss, norm, rate, int(tokens))
+
+
+def token_count(batch: Batch) -> int:
+    """Real tokens of a batch: source plus answer, fill-ups left out."""
+    real = batch.weight > 0
+    return int(batch.source_mask[real].sum()) + int((batch.target_ids[real] >= 0).sum())

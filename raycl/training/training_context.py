@@ -1,0 +1,59 @@
+"""Everything one worker needs to run a stream, as one bundle, and the facts that go into every result.
+
+What it does not know: how the parts were chosen (`raycl.run.assembly.build` does).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from raycl.backbone import Backbone
+from raycl.data.stream import Stream
+from raycl.eval.settings import EvalConfig
+from raycl.methods.base import Method
+from raycl.methods.modifier import Modifiers
+from raycl.training.settings import BankConfig, CheckpointConfig, EngineConfig, TrainConfig
+from raycl.types import Stage
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What identifies a run.
+
+    Attributes:
+        tree: the resolved config. fingerprint: of its parts that can change a result.
+        singles: task -> score of the task trained alone by the same method, for FWT.
+        replaces: fingerprint of the config that the run had so far, where it goes on with more tasks.
+    """
+
+    seed: int
+    tree: dict[str, Any]
+    fingerprint: str
+    singles: dict[str, float] | None = None
+    replaces: str = ""
+
+
+@dataclass
+class Parts:
+    """One worker's share of a run.
+
+    Attributes:
+        identity: hash of the pretrained backbone (`raycl.backbone.identity`).
+    """
+
+    info: RunInfo
+    stream: Stream
+    backbone: Backbone
+    method: Method
+    modifiers: Modifiers
+    train: TrainConfig
+    engine: EngineConfig
+    evaluation: EvalConfig
+    checkpoint: CheckpointConfig
+    bank: BankConfig
+    identity: str
+    stages: tuple[Stage, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stages = self.stream.stages(self.method.joint)
