@@ -85,8 +85,8 @@ class GeneratorConfig(Section):
             given = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
             if value != self.value and given:
                 raise ValueError(
-                    f"method.generator.{given[0]} is of method.generator.value={value}, and value is {self.value}, which has "
-                    f"{', '.join(OWN[self.value])}: leave it out, or choose value={value}"
+                    f"method.generator.{given[0]} is of method.generator.value={value}, and value is {self.value}, "
+                    f"which has {', '.join(OWN[self.value])}: leave it out, or choose value={value}"
                 )
         return self
 
@@ -120,8 +120,8 @@ def check_generator(config: GeneratorConfig, backbone: Backbone) -> None:
     codec = load_codec(config.backbone, 1, 1)
     if codec.kind == "encoder":
         raise ConfigError(
-            f"method.generator.backbone.name '{config.backbone.name}' is encoder-only and cannot write texts: expected an "
-            "encoder-decoder or decoder-only backbone"
+            f"method.generator.backbone.name '{config.backbone.name}' is encoder-only and cannot generate texts: expected "
+            "an encoder-decoder or decoder-only backbone"
         )
     _check_positions(config, load_skeleton(config.backbone, codec))
 
@@ -134,8 +134,8 @@ def _check_positions(config: GeneratorConfig, backbone: Backbone) -> None:
     if limit is not None and wanted > limit:
         prompt = "method.generator.prompt_length, " if config.value == "prompt" else ""
         raise ConfigError(
-            f"the generator reads {read} positions and writes up to method.generator.max_tokens={written}, which is more "
-            f"than the {limit} positions of its backbone: lower {prompt}method.generator.max_tokens"
+            f"the generator reads {read} positions and writes up to method.generator.max_tokens={written}, which is "
+            f"more than the {limit} positions of its backbone: lower {prompt}method.generator.max_tokens"
         )
 
 
