@@ -120,8 +120,8 @@ def check_generator(config: GeneratorConfig, backbone: Backbone) -> None:
     codec = load_codec(config.backbone, 1, 1)
     if codec.kind == "encoder":
         raise ConfigError(
-            f"method.generator.backbone.name '{config.backbone.name}' is encoder-only and cannot generate texts: expected "
-            "an encoder-decoder or decoder-only backbone"
+            f"method.generator.backbone.name '{config.backbone.name}' is encoder-only and cannot generate texts: "
+            "expected an encoder-decoder or decoder-only backbone"
         )
     _check_positions(config, load_skeleton(config.backbone, codec))
 
