@@ -12,10 +12,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from raycl.methods.base import Learned, phase_labels
 from raycl.methods.context import TaskRows
 from raycl.retrieval.encoder import SentenceEncoder
 from raycl.storage import Storage
+from raycl.tracking import MetricsSink
 from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine, load_parameters
@@ -49,18 +50,6 @@ log = logging.getLogger("raycl")
 
 OpenEngine = Callable[[int, int], Engine]
 """(accumulation, steps) -> the engine of one stage."""
-
-
-class MetricsSink(Protocol):
-    """Where metrics also go (wandb, TensorBoard)."""
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record `metrics` at an optimizer step counted over the whole run."""
-        ...
-
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Record a table at such a step; None where a cell is empty."""
-        ...
 
 
 class StreamLoop:
