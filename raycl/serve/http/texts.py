@@ -127,9 +127,7 @@ async def _whole(service: Service, wanted: Wanted) -> Response:
         text = wanted.echo(number) + answer.text
         content = {"message": {"role": "assistant", "content": text}} if wanted.chat else {"text": text}
         facts = how(loaded, answer.made).model_dump()
-        choices.append(
-            {"index": number, **content, "finish_reason": answer.finish, "logprobs": None, "raycl": facts}
-        )
+        choices.append({"index": number, **content, "finish_reason": answer.finish, "logprobs": None, "raycl": facts})
     kind = "chat.completion" if wanted.chat else "text_completion"
     body = {**wanted.head(), "object": kind, "choices": choices, "usage": wanted.usage(answers)}
     return JSONResponse({**body, "raycl": choices[0]["raycl"]})
