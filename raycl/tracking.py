@@ -32,6 +32,18 @@ log = logging.getLogger("raycl")
 Cell = str | float | None
 
 
+class MetricsSink(Protocol):
+    """Where metrics also go (wandb, TensorBoard)."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record `metrics` at an optimizer step counted over the whole run."""
+        ...
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Record a table at such a step; None where a cell is empty."""
+        ...
+
+
 class TrackingConfig(Section):
     """Where metrics are logged besides the run's own files.
 

@@ -44,7 +44,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Phase:
     """What is trained at once: one task of a sequence, or all tasks together for `joint`."""
 
     index: int

@@ -49,7 +49,7 @@ class MixedHead(nn.Module):
         super().__init__()
         self.rule = rule
         self.labels: list[str] = []
-        self.live_labels: tuple[str, ...] = ()
+        self.trainable_labels: tuple[str, ...] = ()
         self.told: tuple[str, ...] = ()
         self.frozen = False
         self.weight = nn.Parameter(torch.zeros(0, width, device=stack.device))
@@ -58,19 +58,19 @@ class MixedHead(nn.Module):
         self._rows: dict[str, tuple[object, _Rows]] = {}
 
     def grow(self, labels: Sequence[str]) -> None:
-        """Know more labels; no row is added (`begin_live` does that)."""
+        """Know more labels; no row is added (`begin_training` does that)."""
         self.labels.extend(label for label in dict.fromkeys(labels) if label not in self.labels)
 
     def clear(self) -> None:
         """Forget every label and all rows in training."""
-        self.labels, self.live_labels = [], ()
+        self.labels, self.trainable_labels = [], ()
         self._rows.clear()
         self._set_live(0)
 
-    def begin_live(self, labels: Sequence[str], shared: AdapterState | None = None) -> None:
+    def begin_training(self, labels: Sequence[str], shared: AdapterState | None = None) -> None:
         """Zero rows for `labels` in each adapter in training, or those of `shared`, which then stay as they are."""
         self.grow(labels)
-        self.live_labels = tuple(labels)
+        self.trainable_labels = tuple(labels)
         self._set_live(len(labels) * self._heads)
         self.frozen = shared is not None
         if shared is not None and shared.head_weight is not None and shared.head_bias is not None:
@@ -80,11 +80,11 @@ class MixedHead(nn.Module):
     @property
     def _heads(self) -> int:
         """M: heads in training."""
-        return 1 if self.rule == "label_count" else len(self._stack.live)
+        return 1 if self.rule == "label_count" else len(self._stack.trainable)
 
-    def end_live(self) -> None:
+    def end_training(self) -> None:
         """Drop the rows in training; the labels stay known."""
-        self.live_labels = ()
+        self.trainable_labels = ()
         self._set_live(0)
 
     def with_rows(self, states: Mapping[str, AdapterState], weight: Tensor, bias: Tensor) -> dict[str, AdapterState]:
@@ -92,7 +92,7 @@ class MixedHead(nn.Module):
         return {
             name: replace(
                 state,
-                labels=self.live_labels,
+                labels=self.trainable_labels,
                 head_weight=weight[self._live_rows(number)].clone(),
                 head_bias=bias[self._live_rows(number)].clone(),
             )
@@ -101,13 +101,13 @@ class MixedHead(nn.Module):
 
     def _live_rows(self, number: int) -> slice:
         """Of an adapter in training, by its position among them."""
-        first = min(number, self._heads - 1) * len(self.live_labels)
-        return slice(first, first + len(self.live_labels))
+        first = min(number, self._heads - 1) * len(self.trainable_labels)
+        return slice(first, first + len(self.trainable_labels))
 
     def _set_live(self, rows: int) -> None:
-        live = self.weight.requires_grad
-        self.weight = nn.Parameter(self.weight.detach().new_zeros(rows, self.weight.shape[1]), requires_grad=live)
-        self.bias = nn.Parameter(self.bias.detach().new_zeros(rows), requires_grad=live)
+        trainable = self.weight.requires_grad
+        self.weight = nn.Parameter(self.weight.detach().new_zeros(rows, self.weight.shape[1]), requires_grad=trainable)
+        self.bias = nn.Parameter(self.bias.detach().new_zeros(rows), requires_grad=trainable)
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
         """`[B, C]` scores over all known labels, -inf for labels of which no speaking adapter knows anything."""
@@ -136,7 +136,7 @@ class MixedHead(nn.Module):
         """Whose heads answer: adapter -> column of the weights `[B, N]`."""
         if self.rule == "label_count":
             assert len(self.told) == len(pooled_BD), "rule label_count must be told each example's head"
-            missing = set(self.told) - self._stack.states.keys() - self._stack.live.keys()
+            missing = set(self.told) - self._stack.states.keys() - self._stack.trainable.keys()
             assert not missing, f"heads of {missing} are not on the device"
             names = {name: column for column, name in enumerate(dict.fromkeys(self.told))}
             columns = torch.tensor([names[name] for name in self.told], device=pooled_BD.device)
@@ -150,13 +150,13 @@ class MixedHead(nn.Module):
     def _blocks(self, names: Mapping[str, int]) -> list[tuple[int, _Rows]]:
         """(column of the mixture, head rows) of every adapter that speaks and brings labels."""
         found = []
-        live = list(self._stack.live)
+        trainable = list(self._stack.trainable)
         for name, column in names.items():
             if name in self._stack.states and self._stack.states[name].labels:
                 found.append((column, self._resident(name)))
-            elif name in live and self.live_labels:
-                rows = self._live_rows(live.index(name))
-                found.append((column, _Rows(self.weight[rows], self.bias[rows], self._index(self.live_labels))))
+            elif name in trainable and self.trainable_labels:
+                rows = self._live_rows(trainable.index(name))
+                found.append((column, _Rows(self.weight[rows], self.bias[rows], self._index(self.trainable_labels))))
         return found
 
     def _resident(self, name: str) -> _Rows:

@@ -43,7 +43,7 @@ class StackedLora(nn.Module):
     @property
     def live_ranks(self) -> tuple[int, ...]:
         """Rank of each adapter in training, in the order of their rows."""
-        return tuple(self._stack.live.values()) if self.lora_A is not None else ()
+        return tuple(self._stack.trainable.values()) if self.lora_A is not None else ()
 
     @property
     def live_scale(self) -> float:
@@ -60,7 +60,7 @@ class StackedLora(nn.Module):
         """The base's own bias."""
         return self.base.bias  # type: ignore[return-value]
 
-    def live(self) -> tuple[Tensor, Tensor]:
+    def trainable(self) -> tuple[Tensor, Tensor]:
         """A and B in training with their gradients, whole even where the engine keeps parts (ZeRO 3)."""
         assert self.lora_A is not None and self.lora_B is not None, "no adapter is in training"
         if self.lora_A.numel() and self.lora_B.numel():
@@ -69,7 +69,7 @@ class StackedLora(nn.Module):
         return pair
 
     def forward(self, x: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """`[..., D]` to `[..., O]`; the first axis of x is the example (times beams or samples). None: see `live`."""
+        """`[..., D]` to `[..., O]`; the first axis is the example (times beams or samples); None: see `trainable`."""
         if x is None:
             assert self.lora_A is not None and self.lora_B is not None
             return self.lora_A.clone(), self.lora_B.clone()

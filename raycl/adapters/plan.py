@@ -79,7 +79,7 @@ class Plan:
     def gate_of_live(self, rows: int) -> Tensor:
         """`[rows, R_live]`."""
         assert self.live_gate is not None
-        return self._for_rows("live", self.live_gate, rows)
+        return self._for_rows("trainable", self.live_gate, rows)
 
     def weights(self, rows: int) -> Tensor:
         """The mixture's `[rows, N]`."""

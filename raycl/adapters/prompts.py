@@ -25,24 +25,24 @@ class MixedPrompts(nn.Module):
     """Prompt positions of the open mixture.
 
     Attributes:
-        live: `[M, P, D]` prompts in training, one for each of the stack's adapters in training; None without.
+        trainable: `[M, P, D]` prompts in training, one for each of the stack's adapters in training; None without.
     """
 
     def __init__(self, stack: AdapterStack, width: int, how: How = "sum") -> None:
         super().__init__()
         self.width, self.how = width, how
-        self.register_parameter("live", None)
-        self.live: nn.Parameter | None
+        self.register_parameter("trainable", None)
+        self.trainable: nn.Parameter | None
         self._stack = stack
 
-    def begin_live(self, start_MPD: Tensor) -> None:
+    def begin_training(self, start_MPD: Tensor) -> None:
         """Train these prompts, one per adapter in training."""
-        assert len(start_MPD) == len(self._stack.live), "one prompt for each adapter in training"
-        self.live = nn.Parameter(start_MPD.clone())
+        assert len(start_MPD) == len(self._stack.trainable), "one prompt for each adapter in training"
+        self.trainable = nn.Parameter(start_MPD.clone())
 
-    def end_live(self) -> None:
+    def end_training(self) -> None:
         """Drop the prompts in training."""
-        self.live = None
+        self.trainable = None
 
     def forward(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Prompt positions `[rows, P, D]` and their mask `[rows, P]`; None if nobody in the batch has a prompt."""
@@ -57,11 +57,11 @@ class MixedPrompts(nn.Module):
 
     def _prompts(self, names: tuple[str, ...], device: torch.device) -> dict[int, Tensor]:
         """Column of the mixture -> prompt `[P, D]`."""
-        live = list(self._stack.live)
+        trainable = list(self._stack.trainable)
         found: dict[int, Tensor] = {}
         for column, name in enumerate(names):
-            if name in live and self.live is not None:
-                found[column] = self.live[live.index(name)]
+            if name in trainable and self.trainable is not None:
+                found[column] = self.trainable[trainable.index(name)]
             elif name in self._stack.states and self._stack.states[name].prompt is not None:
                 prompt = self._stack.states[name].prompt
                 assert prompt is not None

@@ -68,7 +68,7 @@ class AdapterStack:
         self.activation = activation
         self.stops_resident = False
         self.states: dict[str, AdapterState] = {}
-        self.live: dict[str, int] = {}
+        self.trainable: dict[str, int] = {}
         self.live_scale = 1.0
         self.dropout = 0.0
         self.plan: Plan | None = None
@@ -112,7 +112,7 @@ class AdapterStack:
         Raises:
             AdapterError: it does not fit the model or has another activation, its name is taken, or there is no room.
         """
-        if name in self.states or name in self.live:
+        if name in self.states or name in self.trainable:
             raise AdapterError(f"adapter '{name}' is on the device already: drop it before loading another version")
         if state.linears and state.activation != self.activation:
             raise AdapterError(
@@ -142,14 +142,14 @@ class AdapterStack:
         for name in names:
             if name not in self.states:
                 if self.source is None:
-                    known = ", ".join([*self.live, *self.states]) or "none"
+                    known = ", ".join([*self.trainable, *self.states]) or "none"
                     raise AdapterError(f"adapter '{name}' is not loaded: expected some of {known}")
                 self.load(name, self.source(name), keep=names)
             self.table.touch(name)
 
     # ---- adapters in training --------------------------------------------------------------------------------
 
-    def begin_live(self, ranks: Mapping[str, int], scale: float, init: Init, dropout: float = 0.0) -> None:
+    def begin_training(self, ranks: Mapping[str, int], scale: float, init: Init, dropout: float = 0.0) -> None:
         """Allocate trainable adapters: A drawn by `init`, B zero, so they say nothing yet.
 
         Args:
@@ -157,7 +157,7 @@ class AdapterStack:
             init: fills A, a `[r, D]` tensor on the CPU, in place; also told the number of outputs. The same seed so
                 gives the same A on every device.
         """
-        self.live, self.live_scale, self.dropout = dict(ranks), scale, dropout
+        self.trainable, self.live_scale, self.dropout = dict(ranks), scale, dropout
         for layer in self.layers.values():
             dtype, device = base_dtype(layer.base), layer.weight.device
             blocks = []
@@ -169,13 +169,13 @@ class AdapterStack:
             high = torch.zeros(layer.outputs, sum(ranks.values()), dtype=dtype, device=device)
             layer.lora_B = nn.Parameter(high)
 
-    def end_live(self) -> None:
+    def end_training(self) -> None:
         """Drop the trainable adapters (load their states to keep them resident)."""
         for layer in self.layers.values():
             layer.lora_A = layer.lora_B = None
-        self.live = {}
+        self.trainable = {}
 
-    def live_states(self, values: Mapping[str, Tensor], prefix: str = "model.") -> dict[str, AdapterState]:
+    def trainable_states(self, values: Mapping[str, Tensor], prefix: str = "model.") -> dict[str, AdapterState]:
         """Adapter in training -> what it holds.
 
         Args:
@@ -183,7 +183,7 @@ class AdapterStack:
         """
         found: dict[str, AdapterState] = {}
         first = 0
-        for name, rank in self.live.items():
+        for name, rank in self.trainable.items():
             rows = slice(first, first + rank)
             pairs = {p: (values[f"{prefix}{p}.lora_A"], values[f"{prefix}{p}.lora_B"]) for p in self.layers}
             linears = {path: (a[rows].clone(), b[:, rows].clone()) for path, (a, b) in pairs.items()}
@@ -194,7 +194,7 @@ class AdapterStack:
     # ---- mixtures --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def mixing(self, mixture: Mixture | None, copies: int = 1) -> Iterator[None]:
+    def activate(self, mixture: Mixture | None, copies: int = 1) -> Iterator[None]:
         """Open a mixture for everything that runs inside, backward and recomputation included.
 
         Args:
@@ -224,10 +224,10 @@ class AdapterStack:
         used = [name for name, yes in zip(mixture.names, spoken.tolist(), strict=True) if yes]
         plan = Plan(Mixture(mixture.names, weights), copies, frozenset(used), self.pool)
         column = {name: number for number, name in enumerate(mixture.names)}
-        live = [(column.get(name, -1), rank, self.live_scale) for name, rank in self.live.items()]
-        if any(name in self.live for name in used):
-            plan.live_gate = gate_of(torch.cat([weights, weights.new_zeros(len(weights), 1)], dim=1), live)
-        self._plan_resident(plan, column, [name for name in used if name not in self.live])
+        trainable = [(column.get(name, -1), rank, self.live_scale) for name, rank in self.trainable.items()]
+        if any(name in self.trainable for name in used):
+            plan.live_gate = gate_of(torch.cat([weights, weights.new_zeros(len(weights), 1)], dim=1), trainable)
+        self._plan_resident(plan, column, [name for name in used if name not in self.trainable])
         self.plan = plan
 
     def _plan_resident(self, plan: Plan, column: Mapping[str, int], names: Sequence[str]) -> None:
@@ -257,7 +257,7 @@ class AdapterStack:
             rows: ranks added up of all adapters that one batch may use.
             sequences: rows of a batch, beams and samples included.
         """
-        assert not self.live, "adapters in training change shape: preallocate for inference only"
+        assert not self.trainable, "adapters in training change shape: preallocate for inference only"
         self.static = StaticRows(self.pool, rows, sequences)
 
     def detach(self) -> None:

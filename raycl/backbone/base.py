@@ -90,7 +90,7 @@ class Backbone(nn.Module, ABC):
         head: label head of encoder-only backbones, else None.
         prefix: what stands in front of every text, or None.
         dtype: what the model computes in, whatever an engine keeps trained parameters in.
-        choices: the only answers that `predict` gives; (): all.
+        allowed_labels: the only answers that `predict` gives; (): all.
     """
 
     head: Head | None
@@ -102,7 +102,7 @@ class Backbone(nn.Module, ABC):
         self.codec = codec
         self.head = None
         self.prefix = None
-        self.choices: tuple[str, ...] = ()
+        self.allowed_labels: tuple[str, ...] = ()
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
     @property
@@ -129,16 +129,16 @@ class Backbone(nn.Module, ABC):
         """
 
     def constraint(self, prompt: int, forced: int | None = None) -> dict[str, Callable[[int, Tensor], list[int]]]:
-        """What keeps `generate` to `choices`, token by token; nothing if there are none.
+        """What keeps `generate` to `allowed_labels`, token by token; nothing if there are none.
 
         Args:
             prompt: tokens in front of an answer in what `generate` gives back.
             forced: the model's own first token of every answer (BART), if it has one.
         """
-        if not self.choices:
+        if not self.allowed_labels:
             return {}
         after: dict[tuple[int, ...], list[int]] = {}
-        for answer in self.codec.encode_target(self.choices):
+        for answer in self.codec.encode_target(self.allowed_labels):
             ids = answer if forced is None else [forced, *answer]
             for place, token in enumerate(ids):
                 known = after.setdefault(tuple(ids[:place]), [])

@@ -19,7 +19,7 @@ class EncoderBackbone(Backbone):
 
     Attributes:
         language: where texts themselves are learned, the head that guesses hidden words; `forward` then does that.
-        rivals: in training, the only labels that compete for an example which has one of them; (): all do.
+        competing_labels: in training, the only labels that compete for an example which has one of them; (): all do.
     """
 
     def __init__(self, model: nn.Module, codec: HFCodec, pooling: str, language: LanguageHead | None = None) -> None:
@@ -27,7 +27,7 @@ class EncoderBackbone(Backbone):
         self.pooling = pooling
         self.head: Head = LabelHead(self.model.config.hidden_size)
         self.language = language
-        self.rivals: tuple[str, ...] = ()
+        self.competing_labels: tuple[str, ...] = ()
 
     def learn_labels(self, labels: Sequence[str]) -> None:
         """Add head rows for labels not seen before."""
@@ -60,18 +60,20 @@ class EncoderBackbone(Backbone):
         return (mask_BS.cumsum(1) - 1).clamp(min=0) + first
 
     def forward(self, batch: Batch) -> Output:
-        """Cross-entropy over all labels seen so far (see `rivals`), summed; over hidden words with a language head."""
+        """Cross-entropy summed over all labels seen so far (see `competing_labels`), or over masked words."""
         if self.language is not None:
             found = self.guesses(batch)
             return Output(summed_cross_entropy(found.logits, found.labels), found.logits)
         with self.precision():
             logits_BC = self.head(self.pooled(batch))
-        rivals_BC = self._among_rivals(logits_BC, batch.label_ids) if self.training and self.rivals else logits_BC
+        rivals_BC = (
+            self._among_rivals(logits_BC, batch.label_ids) if self.training and self.competing_labels else logits_BC
+        )
         return Output(summed_cross_entropy(rivals_BC, batch.label_ids), logits_BC)
 
     def _among_rivals(self, logits_BC: Tensor, label_B: Tensor) -> Tensor:
         """Examples of a rival label without all other labels; examples of other labels (replayed ones) as they are."""
-        competes_C = self._rows_of(self.rivals, logits_BC.device)
+        competes_C = self._rows_of(self.competing_labels, logits_BC.device)
         alone_B1 = competes_C[label_B.clamp(min=0)].unsqueeze(1)
         return logits_BC.masked_fill(alone_B1 & ~competes_C, -torch.inf)
 
@@ -105,14 +107,14 @@ class EncoderBackbone(Backbone):
 
     @torch.no_grad()
     def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
-        """The label text with the largest score among all labels seen so far (see `choices`).
+        """The label text with the largest score among all labels seen so far (see `allowed_labels`).
 
         "" where nothing is known of any.
         """
         with self.precision():
             logits_BC = self.head(self.pooled(batch)).float()
-        if self.choices:
-            logits_BC = logits_BC.masked_fill(~self._rows_of(self.choices, logits_BC.device), -torch.inf)
+        if self.allowed_labels:
+            logits_BC = logits_BC.masked_fill(~self._rows_of(self.allowed_labels, logits_BC.device), -torch.inf)
         best_B, row_B = logits_BC.max(-1)
         known = torch.isfinite(best_B).tolist()
         return [self.head.labels[row] if yes else "" for row, yes in zip(row_B.tolist(), known, strict=True)]

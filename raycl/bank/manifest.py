@@ -19,7 +19,7 @@ from raycl.errors import BankError, ConfigError, DamagedError, FormatError
 from raycl.storage.records import number_of, numbered, seal, unseal
 from raycl.types import Activation
 
-FORMAT = 1
+FORMAT = 2
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 HASH = re.compile(r"[0-9a-f]{64}")
 OBJECT = re.compile(r"objects/([0-9a-f]{2})/\1[0-9a-f]{62}\.safetensors")
@@ -77,7 +77,7 @@ class ObjectFacts(Section):
         return f"objects/{self.sha256[:2]}/{self.sha256}.safetensors"
 
 
-class ModelFacts(Section):
+class ModelInfo(Section):
     """A pretrained model by what it is, not only by what it is called."""
 
     name: str
@@ -99,7 +99,7 @@ class AdapterManifest(Section):
     dtype: str = "float32"
     prompt: tuple[int, int] | None = None
     labels: tuple[str, ...] = ()
-    backbone: ModelFacts
+    backbone: ModelInfo
     tasks: tuple[str, ...] = ()
     extras: dict[str, ObjectFacts] = Field(default_factory=dict, description="pseudo samples and the like, by kind")
     made: dict[str, Any] = Field(default_factory=dict, description="run, stage, time: for people")
@@ -135,7 +135,7 @@ class SnapshotAdapter(Section):
         return f"{self.name}@{self.version}"
 
 
-class TaskFacts(Section):
+class TaskInfo(Section):
     """A task as it was learned."""
 
     name: str
@@ -144,7 +144,7 @@ class TaskFacts(Section):
     prompt: tuple[str, str] = Field(("", ""), description="what stood before and behind every input text")
 
 
-class RouterFacts(Section):
+class RouterInfo(Section):
     """How adapters are chosen: kind, its settings, and its tensors by hash."""
 
     kind: str
@@ -158,10 +158,10 @@ class Snapshot(Section):
     format: int = FORMAT
     number: int = Field(ge=1)
     parent: int | None = None
-    backbone: ModelFacts
-    encoder: ModelFacts | None = None
-    router: RouterFacts
-    tasks: tuple[TaskFacts, ...] = ()
+    backbone: ModelInfo
+    encoder: ModelInfo | None = None
+    router: RouterInfo
+    tasks: tuple[TaskInfo, ...] = ()
     layouts: dict[str, Layout] = Field(default_factory=dict)
     adapters: tuple[SnapshotAdapter, ...] = ()
     made: dict[str, Any] = Field(default_factory=dict)

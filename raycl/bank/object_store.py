@@ -47,7 +47,7 @@ PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Before each time the keeper is asked: when it or its node was lost, it comes back after seconds."""
 
 
-class Keeper:
+class CacheActor:
     """What the actor does: file of tensors -> reference to its bytes, the least recently used dropped when full."""
 
     def __init__(self, address: str, capacity: int) -> None:
@@ -136,7 +136,7 @@ class _Mapped(Mapping[str, AdapterState]):
         return len(self._held)
 
 
-class Shelf:
+class ObjectStoreCache:
     """A reader's view of a bank through the object store.
 
     Attributes:
@@ -161,7 +161,7 @@ class Shelf:
         self.name = "shelf-" + hashlib.sha256(bank.storage.address.encode()).hexdigest()[:16]
         capacity = capacity_mb * 2**20 if capacity_mb else ray.cluster_resources()["object_store_memory"] / 2
         self._keeper = (
-            ray.remote(Keeper)
+            ray.remote(CacheActor)
             .options(
                 name=self.name,
                 namespace=NAMESPACE,

@@ -6,19 +6,19 @@ What it does not know: what routers do with it.
 from __future__ import annotations
 
 from raycl.bank.bank import Bank
-from raycl.bank.manifest import ModelFacts, RouterFacts, Snapshot
+from raycl.bank.manifest import ModelInfo, RouterInfo, Snapshot
 from raycl.types import RouterState
 
 ENCODER = "encoder"
 
 
-def put_router(bank: Bank, state: RouterState) -> tuple[RouterFacts, ModelFacts | None]:
+def put_router(bank: Bank, state: RouterState) -> tuple[RouterInfo, ModelInfo | None]:
     """Store its tensors; the facts that a snapshot names, and its encoder."""
     tensors = bank.put(state.tensors) if state.tensors else None
     if state.encoder is None:
-        return RouterFacts(kind=state.kind, settings=state.settings, tensors=tensors), None
-    facts = RouterFacts(kind=state.kind, settings={**state.settings, ENCODER: state.encoder}, tensors=tensors)
-    return facts, ModelFacts(name=str(state.encoder["name"]), sha256=state.encoder_sha256, kind="sentence encoder")
+        return RouterInfo(kind=state.kind, settings=state.settings, tensors=tensors), None
+    facts = RouterInfo(kind=state.kind, settings={**state.settings, ENCODER: state.encoder}, tensors=tensors)
+    return facts, ModelInfo(name=str(state.encoder["name"]), sha256=state.encoder_sha256, kind="sentence encoder")
 
 
 def get_router(bank: Bank, snapshot: Snapshot) -> RouterState:

@@ -22,8 +22,8 @@ import ray
 import torch
 
 from raycl.bank import AdapterManifest, Bank, Snapshot
-from raycl.bank.manifest import ModelFacts, RouterFacts, SnapshotAdapter
-from raycl.bank.object_store import Shelf
+from raycl.bank.manifest import ModelInfo, RouterInfo, SnapshotAdapter
+from raycl.bank.object_store import ObjectStoreCache
 from raycl.bench.figures import Figure, Report, machine
 from raycl.types import AdapterState
 
@@ -31,7 +31,7 @@ MIB = 2**20
 DISK_SHARE, OPEN_LIMIT_S, MAP_LIMIT_S, PRIVATE_LIMIT = 0.5, 2.0, 0.2, 0.1
 BUSY = 0.5
 SETTINGS = ("dir", "large_mb", "large", "small", "rank", "opened", "rounds")
-MODEL = ModelFacts(name="bench", sha256="0" * 64)
+MODEL = ModelInfo(name="bench", sha256="0" * 64)
 LINEARS, WIDTH = 12, 384
 """Query and value of six layers, as in MiniLM: 0.3 MB at rank 8."""
 
@@ -87,14 +87,14 @@ def _rates(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
 def _opening(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     bank = Bank.at(folder / "opening")
     first = bank.publish("a", _adapter(LINEARS, WIDTH, options.rank, 0), MODEL, ["a"])
-    one = bank.snapshot([first], MODEL, RouterFacts(kind="task"))
+    one = bank.snapshot([first], MODEL, RouterInfo(kind="task"))
     entry = one.adapters[0]
     fields = entry.model_dump()
     entries = [
         (SnapshotAdapter(**{**fields, "name": f"a{number:05d}"}), one.layouts[entry.layout])
         for number in range(options.opened)
     ]
-    many = bank.snapshot(entries, MODEL, RouterFacts(kind="task"))
+    many = bank.snapshot(entries, MODEL, RouterInfo(kind="task"))
     times = [_seconds(lambda: bank.open(many.number)) for _ in range(options.rounds)]
     size = bank.storage.files("snapshots")[many.file].size / MIB
     yield Figure(
@@ -104,27 +104,27 @@ def _opening(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
 
 def _shelf(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     """One reader fills the shelf, a second one on the node maps what is there."""
-    bank = Bank.at(folder / "shelf")
+    bank = Bank.at(folder / "object_store_cache")
     states = [_adapter(LINEARS, WIDTH, options.rank, number) for number in range(options.small)]
     made: list[AdapterManifest] = []
     spent = _seconds(lambda: made.extend(bank.publish(f"s{n}", state, MODEL) for n, state in enumerate(states)))
     size = sum(manifest.tensors.bytes for manifest in made)
     each = f"{size / len(made) / 1e6:.2f} MB each"
     yield Figure("publishing small adapters", len(made) / spent, "/s", detail=each)
-    snapshot = bank.snapshot(made, MODEL, RouterFacts(kind="task"))
+    snapshot = bank.snapshot(made, MODEL, RouterInfo(kind="task"))
     ray.init(
         "local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
         object_store_memory=4 * size + 100 * MIB,
     )  # fmt: skip
-    shelf = Shelf(bank)
+    object_store_cache = ObjectStoreCache(bank)
     try:
         names = [entry.name for entry in snapshot.adapters]
-        filled = _seconds(lambda: shelf.fetch(snapshot, names))
+        filled = _seconds(lambda: object_store_cache.fetch(snapshot, names))
         yield Figure("first reader, shelf empty", filled, "s", detail=f"{len(names):,} adapters, {size / MIB:.0f} MiB")
         reader = ray.remote(num_cpus=0)(_read)
         found = [ray.get(reader.remote(bank.storage.address, snapshot.number)) for _ in range(options.rounds)]
     finally:
-        shelf.close()
+        object_store_cache.close()
         ray.shutdown()
     took, private, opening, touched = (median(values) for values in zip(*found, strict=True))
     yield Figure("second reader on the node maps them in", took, "s", MAP_LIMIT_S, detail=f"{len(names):,} adapters")
@@ -143,11 +143,11 @@ def _read(address: str, number: int) -> tuple[float, int, float, int]:
     bank = Bank.at(address)
     snapshot: Snapshot = bank.open(number)
     names = [entry.name for entry in snapshot.adapters]
-    shelf = Shelf(bank)
-    shelf.fetch(snapshot, names[:1])
+    object_store_cache = ObjectStoreCache(bank)
+    object_store_cache.fetch(snapshot, names[:1])
     before = psutil.Process().memory_full_info().uss
     began = time.perf_counter()
-    mapped = shelf.fetch(snapshot, names)
+    mapped = object_store_cache.fetch(snapshot, names)
     took = time.perf_counter() - began
     private = psutil.Process().memory_full_info().uss
     began = time.perf_counter()

@@ -22,15 +22,15 @@ from raycl import config as configs
 from raycl.adapters import AdapterStack
 from raycl.bench.figures import Figure, Report, machine
 from raycl.data.loader import Collate
-from raycl.methods.context import StageRows
+from raycl.methods.context import TaskRows
 from raycl.methods.sapt.pseudo_samples import PseudoSamples
-from raycl.methods.sapt.reflection import Memory
+from raycl.methods.sapt.reflection import ReplayEntry
 from raycl.methods.sapt.sapt import Sapt
 from raycl.methods.slm.slm import Slm
 from raycl.run.assembly import RunConfig, build
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.step import train_step
-from raycl.types import AdapterState, Batch, Stage
+from raycl.types import AdapterState, Batch, Phase
 
 LIMITS = {"slm": (1.1, 1.5), "sapt": (2.0, 2.0)}
 """Time per step and per answer over those of the fewest tasks. SLM evaluates its top K however many tasks there are;
@@ -90,7 +90,7 @@ def _figures(options: argparse.Namespace) -> Iterator[Figure]:
             yield Figure(f"{tasks} tasks: time per step over {few} tasks'", step / other, "x", step_limit)
         for other in answers:
             yield Figure(f"{tasks} tasks: time per answer over {few} tasks'", answer / other, "x", answer_limit)
-        yield Figure(f"{tasks} tasks: blocks heard in a batch", grown.heard(), "")
+        yield Figure(f"{tasks} tasks: blocks heard in a batch", grown.recorded(), "")
         yield Figure(f"{tasks} tasks: slots, on the device", grown.stack.pool.bytes / 2**20, "MiB")
         yield Figure(f"{tasks} tasks: resident memory", memory, "MiB")
 
@@ -107,15 +107,15 @@ class Grown:
             "train": {"batch_size": batch_size},
         }
         self.rounds = rounds
-        self.world = World.alone(torch.device("cpu"))
-        self.parts, self.open_engine = build(configs.validate(RunConfig, tree), self.world)
-        codec = self.parts.backbone.codec
-        self.table = self.parts.stream.table(self.parts.stages[0].tasks[0], "train", codec)
+        self.world = DistributedContext.alone(torch.device("cpu"))
+        self.context, self.open_engine = build(configs.validate(RunConfig, tree), self.world)
+        codec = self.context.backbone.codec
+        self.table = self.context.stream.table(self.context.phases[0].tasks[0], "train", codec)
         self.draw = torch.Generator().manual_seed(0)
         self.learn(tasks)
-        self.method.show(StageRows(self.parts.stages[0], batch_size, self.parts.stream, codec))
-        self.method.begin_task(self.parts.stages[0], resumed=False)
-        collate = Collate([self.table], self.parts.backbone.label_ids(), codec.pad_id, texts=True)
+        self.method.show(TaskRows(self.context.phases[0], batch_size, self.context.stream, codec))
+        self.method.begin_task(self.context.phases[0], resumed=False)
+        collate = Collate([self.table], self.context.backbone.label_ids(), codec.pad_id, texts=True)
         size = batch_size
         rows = [torch.arange(start, start + size).numpy() for start in range(0, len(self.table) - size, size)]
         self.batches: list[Batch] = [collate(chosen, size) for chosen in rows]
@@ -140,7 +140,7 @@ class Grown:
         pairs = {path: (small(rank, layer.inputs), small(layer.outputs, rank)) for path, layer in layers}
         return AdapterState(pairs, scale, None, ("yes", "no"), small(2, 384), small(2))
 
-    def heard(self) -> float:
+    def recorded(self) -> float:
         """Mean number of adapters in a batch's mixture, between tasks."""
         return mean(len(self.method.route(batch).names) for batch in self.batches)
 
@@ -151,8 +151,8 @@ class Grown:
     def answer(self, number: int) -> None:
         """To a batch whose queries are known, choosing among all tasks."""
         batch = self.batch(number)
-        with self.method.speaking(batch):
-            self.parts.backbone.predict(batch, 1)
+        with self.method.activate(batch):
+            self.context.backbone.predict(batch, 1)
 
 
 def steps_s(all_grown: Sequence[Grown]) -> list[float]:
@@ -160,7 +160,7 @@ def steps_s(all_grown: Sequence[Grown]) -> list[float]:
     rounds = all_grown[0].rounds + WARM
     engines = [grown.open_engine(1, rounds) for grown in all_grown]
     for grown in all_grown:
-        grown.parts.backbone.train()
+        grown.context.backbone.train()
 
     def step(place: int, number: int) -> None:
         grown = all_grown[place]
@@ -170,7 +170,7 @@ def steps_s(all_grown: Sequence[Grown]) -> list[float]:
     for grown, engine in zip(all_grown, engines, strict=True):
         tensors = engine.parameters(grown.method.learned_names())
         engine.close()
-        grown.method.end_task(grown.parts.stages[0], tensors)
+        grown.method.end_task(grown.context.phases[0], tensors)
     return found
 
 
@@ -178,7 +178,7 @@ def steps_s(all_grown: Sequence[Grown]) -> list[float]:
 def answers_s(all_grown: Sequence[Grown]) -> list[float]:
     """Median seconds of each to answer a batch, between tasks."""
     for grown in all_grown:
-        grown.parts.backbone.eval()
+        grown.context.backbone.eval()
     rounds = all_grown[0].rounds + WARM
     return _in_turn(lambda place, number: all_grown[place].answer(number), len(all_grown), rounds)
 
@@ -203,17 +203,17 @@ class GrownSlm(Grown):
 
     def learn(self, tasks: int) -> None:
         """Keys and slots."""
-        assert isinstance(self.parts.method, Slm)
-        self.method = self.parts.method
+        assert isinstance(self.context.method, Slm)
+        self.method = self.context.method
         queries = self.method.encoder.embed(self.table.texts(range(len(self.table))))
         for number in range(tasks):
             mine = queries[torch.randperm(len(queries), generator=self.draw)[:32]]
             centre = mine + torch.randn(1, queries.shape[1], generator=self.draw) * queries.std()
-            stage = Stage(number, f"old{number}", ())
-            self.method.study(stage, centre, centre[:2])
-            names = self.method.router.adapters(stage.name)
+            phase = Phase(number, f"old{number}", ())
+            self.method.study(phase, centre, centre[:2])
+            names = self.method.router.adapters(phase.name)
             self.method._keep({name: self.slot(self.method.config.rank, 1.0) for name in names})
-        self.method.study(self.parts.stages[0], queries, queries[:2])
+        self.method.study(self.context.phases[0], queries, queries[:2])
 
 
 class GrownSapt(Grown):
@@ -227,8 +227,8 @@ class GrownSapt(Grown):
 
     def learn(self, tasks: int) -> None:
         """Keys, blocks and memories."""
-        assert isinstance(self.parts.method, Sapt)
-        self.method = self.parts.method
+        assert isinstance(self.context.method, Sapt)
+        self.method = self.context.method
         config, attention = self.method.config, self.method.attention
         sources = [ids.tolist() for ids in self.table.columns(range(PSEUDO_INPUTS)).source_ids]
         for number in range(tasks):
@@ -238,4 +238,4 @@ class GrownSapt(Grown):
             attention.end({**attention.tensors(), "key": key})
             self.method._keep({name: self.slot(config.rank, config.alpha / config.rank)})
             abar = torch.full((number + 1,), 1 / (number + 1))
-            self.method.reflection.memories[name] = Memory(PseudoSamples(sources, [], []), abar)
+            self.method.reflection.entries[name] = ReplayEntry(PseudoSamples(sources, [], []), abar)

@@ -26,11 +26,11 @@ from raycl.config import validate
 from raycl.methods.migu.migu import FIRST, MEASURED, Migu, MiguConfig
 from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import method_class
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import NONE, TorchEngine
 from raycl.training.settings import TrainConfig
 from raycl.training.step import train_step
-from raycl.types import IGNORE, Batch, Stage, Task
+from raycl.types import IGNORE, Batch, Phase, Task
 
 BUSY = 0.5
 SETTINGS = ("batch_size", "tokens", "threshold", "rounds", "threads")
@@ -104,7 +104,7 @@ class Bench:
     """Twins of one model, each trained in its own way on the same batches."""
 
     def __init__(self, backbones: dict[str, Backbone], method: str, threshold: float, device: torch.device) -> None:
-        self.world = World.alone(device)
+        self.world = DistributedContext.alone(device)
         self.twins = {
             name: Twin(backbones[name], method, _with(CONTENDERS[name], threshold), self.world) for name in backbones
         }
@@ -143,14 +143,14 @@ class Bench:
 class Twin:
     """One model in training."""
 
-    def __init__(self, backbone: Backbone, method: str, migu: MiguConfig | None, world: World) -> None:
+    def __init__(self, backbone: Backbone, method: str, migu: MiguConfig | None, world: DistributedContext) -> None:
         self.world = world
         kind = method_class(method)
         self.method = kind(kind.Config(name=method), backbone, 0)
-        stage = Stage(0, "bench", (Task("bench", ("no", "yes"), "exact_match"),))
-        self.method.begin_task(stage, resumed=False)
+        phase = Phase(0, "bench", (Task("bench", ("no", "yes"), "exact_match"),))
+        self.method.begin_task(phase, resumed=False)
         self.modifiers = Modifiers({"migu": Migu(migu, self.method)} if migu else {})
-        self.modifiers.begin_task(stage, only=True, resumed=False)
+        self.modifiers.begin_task(phase, only=True, resumed=False)
         self.engine = TorchEngine(backbone, TrainConfig(learning_rate=1e-5), 1000, world)
         backbone.train()
 

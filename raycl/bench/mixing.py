@@ -127,8 +127,8 @@ class _Bench:
 
         self.states = {f"n{number}": state() for number in range(self.most)}
         self.stacked = copy.deepcopy(self.bare)
-        resident = (self.most + DENSE) * options.rank
-        self.stack = AdapterStack(self.stacked, self.paths, rows=resident, source=self._source)
+        loaded = (self.most + DENSE) * options.rank
+        self.stack = AdapterStack(self.stacked, self.paths, rows=loaded, source=self._source)
         self.peft = self._peft()
 
     def _source(self, name: str) -> AdapterState:
@@ -187,7 +187,7 @@ class _Bench:
     def _mixed(self, names: tuple[str, ...], weights: Tensor, drop: bool = False) -> Tensor:
         for name in self.stack.states.keys() & set(names) if drop else ():
             self.stack.drop(name)
-        with self.stack.mixing(Mixture(names, weights)):
+        with self.stack.activate(Mixture(names, weights)):
             return self.stacked(input_ids=self.ids).last_hidden_state  # type: ignore[no-any-return]
 
     def _dense(self, count: int) -> Tensor:

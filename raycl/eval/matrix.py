@@ -29,40 +29,40 @@ class AccuracyMatrix:
 
     Attributes:
         tasks: column names, in stream order.
-        stages: row names; the tasks themselves unless said otherwise (`joint`: one row).
-        cells: `[len(stages)][len(tasks)]`, None where nothing was measured.
+        phases: row names; the tasks themselves unless said otherwise (`joint`: one row).
+        cells: `[len(phases)][len(tasks)]`, None where nothing was measured.
     """
 
     tasks: tuple[str, ...]
-    stages: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ()
     cells: list[list[Score | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tasks = tuple(self.tasks)
-        self.stages = tuple(self.stages) or self.tasks
-        self.cells = self.cells or [[None] * len(self.tasks) for _ in self.stages]
+        self.phases = tuple(self.phases) or self.tasks
+        self.cells = self.cells or [[None] * len(self.tasks) for _ in self.phases]
         shape = [len(row) for row in self.cells]
-        assert shape == [len(self.tasks)] * len(self.stages), f"rows of {shape} cells, expected {len(self.tasks)} each"
+        assert shape == [len(self.tasks)] * len(self.phases), f"rows of {shape} cells, expected {len(self.tasks)} each"
 
     def set(self, i: int, j: int, score: Score) -> None:
         """Record the score on task `j` after stage `i`, both counted from 0."""
-        assert 0 <= i < len(self.stages) and 0 <= j < len(self.tasks), f"no cell ({i}, {j})"
+        assert 0 <= i < len(self.phases) and 0 <= j < len(self.tasks), f"no cell ({i}, {j})"
         self.cells[i][j] = score
 
     def values(self) -> list[list[float | None]]:
-        """The numbers alone, `[len(stages)][len(tasks)]`."""
+        """The numbers alone, `[len(phases)][len(tasks)]`."""
         return [[score.value if score else None for score in row] for row in self.cells]
 
-    def upto(self, stages: int) -> AccuracyMatrix:
-        """The matrix of a sequence as it was after its first `stages` stages: those rows and their tasks."""
-        assert len(self.stages) == len(self.tasks), "only a sequence of tasks has earlier matrices"
-        cells = [row[:stages] for row in self.cells[:stages]]
-        return AccuracyMatrix(self.tasks[:stages], self.stages[:stages], cells)
+    def upto(self, phases: int) -> AccuracyMatrix:
+        """The matrix of a sequence as it was after its first `phases` stages: those rows and their tasks."""
+        assert len(self.phases) == len(self.tasks), "only a sequence of tasks has earlier matrices"
+        cells = [row[:phases] for row in self.cells[:phases]]
+        return AccuracyMatrix(self.tasks[:phases], self.phases[:phases], cells)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a result file; `from_json` reads them back."""
         cells = [[asdict(score) if score else None for score in row] for row in self.cells]
-        return {"tasks": list(self.tasks), "stages": list(self.stages), "cells": cells}
+        return {"tasks": list(self.tasks), "phases": list(self.phases), "cells": cells}
 
     @staticmethod
     def from_json(tree: Mapping[str, Any]) -> AccuracyMatrix:
@@ -73,7 +73,7 @@ class AccuracyMatrix:
         """
         try:
             cells = [[Score(**cell) if cell else None for cell in row] for row in tree["cells"]]
-            return AccuracyMatrix(tuple(tree["tasks"]), tuple(tree["stages"]), cells)
+            return AccuracyMatrix(tuple(tree["tasks"]), tuple(tree["phases"]), cells)
         except (KeyError, TypeError, AssertionError) as error:
             raise RunError(
                 f"this is no accuracy matrix ({error!r}): expected tasks, stages and a row per stage"
@@ -96,7 +96,7 @@ def summary(matrix: AccuracyMatrix, singles: Mapping[str, float] | None = None) 
     """All headline numbers.
 
     Args:
-        matrix: the whole matrix; unfinished runs ask for `matrix.upto(stages)`.
+        matrix: the whole matrix; unfinished runs ask for `matrix.upto(phases)`.
         singles: task -> score of the same method trained on that task alone, None if not measured.
     """
     values = matrix.values()

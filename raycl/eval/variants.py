@@ -107,7 +107,7 @@ def _bwt_all_stages(values: Values) -> float | None:
     if not is_sequence(values) or len(values) < 3:
         return None
     tasks = len(values)
-    until = [[row[:stages] for row in values[:stages]] for stages in range(3, tasks + 1)]
+    until = [[row[:phases] for row in values[:phases]] for phases in range(3, tasks + 1)]
     known = mean([change for part in until for change in changes(part)[:-1]])
     return None if known is None else known * (tasks - 2) / tasks
 

@@ -18,9 +18,9 @@ from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
 from raycl.errors import AdapterError
 from raycl.generation import dynamic_cache
-from raycl.generation.requests import Event, Failed, GenerationRequest, Made, Piece, Sampling
-from raycl.generation.sampling import BROKEN, Spoken, pick
-from raycl.generation.static_cache import Slots
+from raycl.generation.requests import Event, Failed, GenerationRequest, ResponseMetadata, Sampling, TextDelta
+from raycl.generation.sampling import BROKEN, DecodedText, pick
+from raycl.generation.static_cache import StaticKVCache
 from raycl.types import Mixture
 
 PATIENCE_S = 1.0
@@ -45,11 +45,11 @@ class AdapterModel(Protocol):
         """Whether the adapters of all have room on the device together."""
         ...
 
-    def speaking(self, mixture: Mixture) -> AbstractContextManager[None]:
+    def activate(self, mixture: Mixture) -> AbstractContextManager[None]:
         """The mixture is active inside."""
         ...
 
-    def speaking_in_place(self, mixture: Mixture, weights_SN: Tensor) -> AbstractContextManager[int]:
+    def activate_static(self, mixture: Mixture, weights_SN: Tensor) -> AbstractContextManager[int]:
         """The same at addresses that do not change while the number that it gives stays the same."""
         ...
 
@@ -63,7 +63,7 @@ class AdapterModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Ready(Generic[RequestT]):
+class PreparedRequest(Generic[RequestT]):
     """An ask whose mixture and prompt are known.
 
     Attributes:
@@ -74,7 +74,7 @@ class Ready(Generic[RequestT]):
     mixture: Mixture
     ids: list[int]
     sampling: Sampling | None
-    made: Made
+    made: ResponseMetadata
 
 
 @dataclass
@@ -83,11 +83,11 @@ class Row(Generic[RequestT]):
 
     ask: RequestT
     mixture: Mixture
-    spoken: Spoken
+    decoded: DecodedText
     draws: torch.Generator
 
 
-class Decoding(Generic[RequestT]):
+class ContinuousBatch(Generic[RequestT]):
     """Texts in the making.
 
     Attributes:
@@ -109,13 +109,13 @@ class Decoding(Generic[RequestT]):
             in_slots: at fixed addresses (`raycl.generation.static_cache`).
         """
         self.host, self.max_rows = host, max_rows
-        self._slots = Slots(host.backbone, max_rows) if in_slots else None
+        self._slots = StaticKVCache(host.backbone, max_rows) if in_slots else None
         self._under = 0
-        self.joining: list[Ready[RequestT]] = []
+        self.joining: list[PreparedRequest[RequestT]] = []
         self.tokens = 0
         self._tell = tell
         self._rows: list[Row[RequestT]] = []
-        self._state: dynamic_cache.Running | Slots | None = None
+        self._state: dynamic_cache.DynamicKVCache | StaticKVCache | None = None
         self._speaking = ExitStack()
 
     def __bool__(self) -> bool:
@@ -129,18 +129,18 @@ class Decoding(Generic[RequestT]):
     @property
     def asks(self) -> list[RequestT]:
         """All that are not finished."""
-        return [*(ready.ask for ready in self.joining), *self.speaking]
+        return [*(ready.ask for ready in self.joining), *self.activate]
 
     @property
-    def speaking(self) -> list[RequestT]:
+    def activate(self) -> list[RequestT]:
         """Those that are decoded now."""
         return [row.ask for row in self._rows]
 
-    def joined(self) -> list[Ready[RequestT]]:
+    def joined(self) -> list[PreparedRequest[RequestT]]:
         """Take as many as there is room for; who waits for room is overtaken for a while only."""
         room, now = self.max_rows - len(self._rows), time.perf_counter()
-        fresh: list[Ready[RequestT]] = []
-        left: list[Ready[RequestT]] = []
+        fresh: list[PreparedRequest[RequestT]] = []
+        left: list[PreparedRequest[RequestT]] = []
         for one in self.joining:
             beside = [*(row.mixture for row in self._rows), *(other.mixture for other in fresh)]
             if len(fresh) < room and self.host.fit([*beside, one.mixture]):
@@ -152,7 +152,7 @@ class Decoding(Generic[RequestT]):
         self.joining = left
         return fresh
 
-    def begin(self, ready: list[Ready[RequestT]]) -> list[Ready[RequestT]]:
+    def begin(self, ready: list[PreparedRequest[RequestT]]) -> list[PreparedRequest[RequestT]]:
         """Read their prompts; from now on they speak.
 
         Raises:
@@ -164,8 +164,8 @@ class Decoding(Generic[RequestT]):
         for one in ready:
             assert one.sampling is not None, "only texts are decoded"
             draws = torch.Generator().manual_seed(one.sampling.seed)
-            rows.append(Row(one.ask, one.mixture, Spoken(codec.tokenizer, codec.eos_id, one.sampling), draws))
-        with self.host.speaking(mixture):
+            rows.append(Row(one.ask, one.mixture, DecodedText(codec.tokenizer, codec.eos_id, one.sampling), draws))
+        with self.host.activate(mixture):
             state = dynamic_cache.begin(self.host.backbone, [one.ids for one in ready])
         before = self._state if self._slots is None else self._slots
         self._state = state if before is None else before.joined(state)
@@ -178,11 +178,11 @@ class Decoding(Generic[RequestT]):
         """One token for every row; those that ended leave."""
         if self._state is None:
             return
-        settings = [row.spoken.settings for row in self._rows]
+        settings = [row.decoded.settings for row in self._rows]
         tokens = pick(self._state.logits, settings, [row.draws for row in self._rows])
         self.tokens += len(tokens)
         for row, token in zip(self._rows, tokens, strict=True):
-            event = _said(row.spoken, token)
+            event = _said(row.decoded, token)
             if event is not None:
                 self._tell(row.ask, event)
         going = [number for number, row in enumerate(self._rows) if not row.ask.over]
@@ -193,17 +193,17 @@ class Decoding(Generic[RequestT]):
             self._open(Mixture.stacked([row.mixture for row in self._rows]))
         device = self.host.backbone.device
         chosen = torch.tensor([tokens[number] for number in going], device=device)
-        if isinstance(self._state, Slots):
+        if isinstance(self._state, StaticKVCache):
             self._state.step(chosen, self._under)
         else:
             self._state = dynamic_cache.step(self.host.backbone, self._state, chosen)
 
     def _open(self, mixture: Mixture) -> None:
-        if isinstance(self._state, Slots):
-            opened = self.host.speaking_in_place(mixture, self._state.placed(mixture.weights))
+        if isinstance(self._state, StaticKVCache):
+            opened = self.host.activate_static(mixture, self._state.placed(mixture.weights))
             self._under = self._speaking.enter_context(opened)
         else:
-            self._speaking.enter_context(self.host.speaking(mixture))
+            self._speaking.enter_context(self.host.activate(mixture))
 
     def forget(self) -> None:
         """Let go of what was cancelled."""
@@ -233,8 +233,8 @@ class Decoding(Generic[RequestT]):
         self._state = self._state if going else None
 
 
-def _said(spoken: Spoken, token: int) -> Event | None:
+def _said(decoded: DecodedText, token: int) -> Event | None:
     if token == BROKEN:
         return Failed(AdapterError(OVERFLOW))
-    text = spoken.push(token)
-    return Piece(text, len(spoken.ids), spoken.finish) if text or spoken.finish else None
+    text = decoded.push(token)
+    return TextDelta(text, len(decoded.ids), decoded.finish) if text or decoded.finish else None

@@ -27,7 +27,7 @@ Layers = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Running:
+class DynamicKVCache:
     """The state of B sequences after some of their tokens.
 
     Attributes:
@@ -47,17 +47,19 @@ class Running:
     def __len__(self) -> int:
         return len(self.mask)
 
-    def joined(self, other: Running) -> Running:
+    def joined(self, other: DynamicKVCache) -> DynamicKVCache:
         """Both together, this one's rows first."""
         columns = max(self.mask.shape[1], other.mask.shape[1])
         mine, its = self._widened(columns), other._widened(columns)
         if mine.source_mask is None or its.source_mask is None:
-            return Running(_cat(mine.logits, its.logits), _cat(mine.mask, its.mask), _cat_all(mine.layers, its.layers))
+            return DynamicKVCache(
+                _cat(mine.logits, its.logits), _cat(mine.mask, its.mask), _cat_all(mine.layers, its.layers)
+            )
         assert mine.hidden is not None and its.hidden is not None and mine.cross is not None and its.cross is not None
         wide = max(mine.source_mask.shape[1], its.source_mask.shape[1])
         masks = [pad(mask, (0, wide - mask.shape[1])) for mask in (mine.source_mask, its.source_mask)]
         hidden = [pad(states, (0, 0, 0, wide - states.shape[1])) for states in (mine.hidden, its.hidden)]
-        return Running(
+        return DynamicKVCache(
             _cat(mine.logits, its.logits),
             _cat(mine.mask, its.mask),
             _cat_all(mine.layers, its.layers),
@@ -66,14 +68,14 @@ class Running:
             _cat_all(_right(mine.cross, wide), _right(its.cross, wide)),
         )
 
-    def _widened(self, columns: int) -> Running:
+    def _widened(self, columns: int) -> DynamicKVCache:
         gap = columns - self.mask.shape[1]
         if not gap:
             return self
         layers = [(pad(keys, (0, 0, gap, 0)), pad(values, (0, 0, gap, 0))) for keys, values in self.layers]
         return replace(self, mask=pad(self.mask, (gap, 0)), layers=layers)
 
-    def kept(self, rows: Sequence[int]) -> Running:
+    def kept(self, rows: Sequence[int]) -> DynamicKVCache:
         """Only these rows; columns that were padding for all of them are dropped."""
         index = torch.tensor(list(rows), device=self.mask.device, dtype=torch.long)
         mask = self.mask[index]
@@ -89,7 +91,7 @@ class Running:
 
 
 @torch.no_grad()
-def begin(backbone: Backbone, sources: Sequence[Sequence[int]]) -> Running:
+def begin(backbone: Backbone, sources: Sequence[Sequence[int]]) -> DynamicKVCache:
     """Read prompts; their mixture must be open.
 
     Args:
@@ -104,7 +106,7 @@ def begin(backbone: Backbone, sources: Sequence[Sequence[int]]) -> Running:
         return _encoded(backbone, inputs) if backbone.codec.kind == "encoder-decoder" else _read(backbone, inputs)
 
 
-def _read(backbone: Backbone, inputs: dict[str, Tensor]) -> Running:
+def _read(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:
     """Decoder-only: the prompt is the beginning of the sequence."""
     rows, mask = pad_left(*inputs.values())
     name = next(iter(inputs))
@@ -117,10 +119,10 @@ def _read(backbone: Backbone, inputs: dict[str, Tensor]) -> Running:
         use_cache=True,
         logits_to_keep=1,
     )
-    return Running(out.logits[:, -1], mask, _layers(out.past_key_values))
+    return DynamicKVCache(out.logits[:, -1], mask, _layers(out.past_key_values))
 
 
-def _encoded(backbone: Backbone, inputs: dict[str, Tensor]) -> Running:
+def _encoded(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:
     """Encoder-decoder: the prompt is read by the encoder, the sequence begins with the start token."""
     model = backbone.model
     hidden = model.get_encoder()(**inputs).last_hidden_state
@@ -137,11 +139,11 @@ def _encoded(backbone: Backbone, inputs: dict[str, Tensor]) -> Running:
     )
     found = out.past_key_values
     layers, cross = _layers(found.self_attention_cache), _layers(found.cross_attention_cache)
-    return Running(out.logits[:, -1], torch.ones_like(ids), layers, inputs["attention_mask"], hidden, cross)
+    return DynamicKVCache(out.logits[:, -1], torch.ones_like(ids), layers, inputs["attention_mask"], hidden, cross)
 
 
 @torch.no_grad()
-def step(backbone: Backbone, state: Running, next_B: Tensor) -> Running:
+def step(backbone: Backbone, state: DynamicKVCache, next_B: Tensor) -> DynamicKVCache:
     """One more token for every sequence; the mixture of all rows must be open.
 
     Args:
@@ -158,7 +160,7 @@ def step(backbone: Backbone, state: Running, next_B: Tensor) -> Running:
                 past_key_values=cache,
                 use_cache=True,
             )
-            return Running(out.logits[:, -1], mask, _layers(out.past_key_values))
+            return DynamicKVCache(out.logits[:, -1], mask, _layers(out.past_key_values))
         both = EncoderDecoderCache(_cache(state.layers), _cache(state.cross))
         out = backbone.model(
             encoder_outputs=BaseModelOutput(last_hidden_state=state.hidden),

@@ -28,14 +28,14 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Made:
+class ResponseMetadata:
     """How an answer was made.
 
     Attributes:
         snapshot: number. weights: adapter -> weight of those that spoke.
         template: task whose prompt was put around the text, "" for none.
         cut_tokens: of the prompt, to fit what the snapshot was trained on.
-        unfamiliar: from 0 to 1, near 1 for a text like none that was learned; None: not asked, or not known.
+        ood_score: from 0 to 1, near 1 for a text like none that was learned; None: not asked, or not known.
         queue_ms, retrieval_ms: waiting, and choosing (encoder, search, weights; shared by those chosen for together).
     """
 
@@ -44,7 +44,7 @@ class Made:
     template: str = ""
     prompt_tokens: int = 0
     cut_tokens: int = 0
-    unfamiliar: float | None = None
+    ood_score: float | None = None
     queue_ms: float = 0.0
     retrieval_ms: float = 0.0
     batch: int = 1
@@ -54,11 +54,11 @@ class Made:
 class Started:
     """The mixture is known."""
 
-    made: Made
+    made: ResponseMetadata
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextDelta:
     """More text.
 
     Attributes:
@@ -72,7 +72,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelScores:
     """Label -> probability, the best first."""
 
     scores: Mapping[str, float]
@@ -85,7 +85,7 @@ class Failed:
     error: Exception
 
 
-Event = Started | Piece | Labelled | Failed
+Event = Started | TextDelta | LabelScores | Failed
 
 
 @dataclass

@@ -56,7 +56,7 @@ def _placed(chances_DV: Tensor, points_D1: Tensor) -> Tensor:
     return (sums_DV <= points_D1 * sums_DV[:, -1:]).sum(-1)
 
 
-class Spoken:
+class DecodedText:
     """One answer's tokens as text that may be sent on, without white space around it, as it was measured.
 
     Attributes:

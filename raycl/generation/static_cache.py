@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from raycl.backbone.base import Backbone
-from raycl.generation.dynamic_cache import Running
+from raycl.generation.dynamic_cache import DynamicKVCache
 
 log = logging.getLogger("raycl")
 
@@ -49,7 +49,7 @@ def fits_slots(backbone: Backbone) -> bool:
     return full and not windowed and config._attn_implementation in MASKED
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+class StaticCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values `[B, heads, T, width]` of one layer; a row's next ones go to its own column.
 
     Attributes:
@@ -114,7 +114,7 @@ def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-class Slots:
+class StaticKVCache:
     """Room for `rows` sequences; the order of those that have one is the order in which they joined.
 
     Attributes:
@@ -139,7 +139,7 @@ class Slots:
         self._places = torch.zeros(rows, dtype=torch.long, device=device)
         self._moves = torch.zeros(rows, dtype=torch.long, device=device)
         self._mask = self._closed(columns)
-        self._layers: list[SlotLayer] = []
+        self._layers: list[StaticCacheLayer] = []
         self._logits: Tensor | None = None
         self._captures = graphs and device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -154,7 +154,7 @@ class Slots:
         assert self._logits is not None, "nobody joined"
         return self._logits[self._seated]
 
-    def joined(self, other: Running) -> Slots:
+    def joined(self, other: DynamicKVCache) -> StaticKVCache:
         """These sequences too; there must be slots for them."""
         free = [slot for slot in range(self.rows) if slot not in set(self.order)][: len(other)]
         assert len(free) == len(other), "more sequences than slots"
@@ -178,7 +178,7 @@ class Slots:
         self._seat([*self.order, *free])
         return self
 
-    def kept(self, rows: Sequence[int]) -> Slots:
+    def kept(self, rows: Sequence[int]) -> StaticKVCache:
         """Only these sequences; the slots of the others are free."""
         kept = [self.order[row] for row in rows]
         gone = self._indexed([slot for slot in self.order if slot not in set(kept)])
@@ -196,7 +196,7 @@ class Slots:
         return found
 
     @torch.no_grad()
-    def step(self, next_B: Tensor, under: Hashable = None) -> Slots:
+    def step(self, next_B: Tensor, under: Hashable = None) -> StaticKVCache:
         """One more token for every sequence; the mixture of all slots must be open.
 
         Args:
@@ -250,13 +250,13 @@ class Slots:
 
     # ---- room ------------------------------------------------------------------------------------------------
 
-    def _reserve(self, example: Running, columns: int) -> None:
+    def _reserve(self, example: DynamicKVCache, columns: int) -> None:
         """Caches as the example's, with so many columns at least."""
         if self._logits is None:
             layers = []
             for keys, values in example.layers:
                 room = [one.new_zeros(self.rows, one.shape[1], self.columns, one.shape[3]) for one in (keys, values)]
-                layers.append(SlotLayer(room[0], room[1], self._places))
+                layers.append(StaticCacheLayer(room[0], room[1], self._places))
             self._layers, self._logits = layers, example.logits.new_zeros(self.rows, example.logits.shape[1])
         while self.columns < columns:
             self._lengthen(2 * self.columns)

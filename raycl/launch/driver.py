@@ -36,7 +36,7 @@ from raycl.errors import (
 from raycl.launch import cluster as clusters
 from raycl.launch.console import follow
 from raycl.launch.termination import StopOnSigterm, exit_on_sigterm, exits_on_sigterm
-from raycl.launch.worker import CONFIG, LOGS, error_file, leave_error, visiting, worker_main
+from raycl.launch.worker import CONFIG, LOGS, error_file, in_process_worker, leave_error, worker_main
 from raycl.run import assembly
 from raycl.run.assembly import RunConfig
 from raycl.run.extension import other_changes, with_tasks
@@ -48,7 +48,7 @@ from raycl.training.records.stop_request import HostStop, is_stop_requested
 from raycl.training.records.stop_signal import is_stopped
 from raycl.training.settings import EXEMPT
 from raycl.training.training_context import RunInfo
-from raycl.types import Stage
+from raycl.types import Phase
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Prepared:
     replaces: str = ""
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """What is trained one after another."""
-        return assembly.stages(self.config, self.stream)
+        return assembly.phases(self.config, self.stream)
 
     @property
     def info(self) -> RunInfo:
@@ -79,7 +79,7 @@ class Prepared:
     @property
     def done(self) -> int:
         """Stages that are trained and evaluated."""
-        return len(read_state(self.storage).stages)
+        return len(read_state(self.storage).phases)
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -199,7 +199,7 @@ def _config_of(storage: Storage, state: RunState, overrides: tuple[str, ...] = (
 
 
 @dataclass(frozen=True)
-class Hosting:
+class RunOptions:
     """What a host of many runs (a sweep, a comparison) asks of each.
 
     Attributes:
@@ -208,7 +208,7 @@ class Hosting:
         label: said before each of the run's progress lines.
         asks: after every stage but the last the workers wait for a decision (`raycl.training.records.stop_signal`).
         weights: in the object store, the files of the run's backbone; None: every worker reads them itself.
-        lends: number of finished stages -> folder that then gets a fork point (`raycl.training.records.fork_points`).
+        fork_points: number of finished phases -> folder that then gets a fork point.
         stop: where the host requests that its runs stop.
     """
 
@@ -217,11 +217,11 @@ class Hosting:
     label: str = ""
     asks: bool = False
     weights: ray.ObjectRef[list[Any]] | None = None
-    lends: dict[int, str] = field(default_factory=dict)
+    fork_points: dict[int, str] = field(default_factory=dict)
     stop: HostStop | None = None
 
 
-def train(prepared: Prepared, hosting: Hosting | None = None) -> dict[str, Any]:
+def train(prepared: Prepared, options: RunOptions | None = None) -> dict[str, Any]:
     """Run the stream on Ray to its end, or to where its host stops it, and return the results.
 
     Raises:
@@ -231,18 +231,18 @@ def train(prepared: Prepared, hosting: Hosting | None = None) -> dict[str, Any]:
     """
     storage = prepared.storage.patient(prepared.config.output.retry_s)
     try:
-        return _train(replace(prepared, storage=storage), hosting or Hosting())
+        return _train(replace(prepared, storage=storage), options or RunOptions())
     except UnreachableError as error:
         raise StoppedError(f"{error}; when it is back, go on with {resume_line(storage, prepared.config)}") from error
 
 
-def _train(prepared: Prepared, hosting: Hosting) -> dict[str, Any]:
-    stages = len(prepared.stages)
-    if prepared.done < stages:
+def _train(prepared: Prepared, options: RunOptions) -> dict[str, Any]:
+    phases = len(prepared.phases)
+    if prepared.done < phases:
         with cluster(prepared.config):
-            scaling = scaling_of(prepared.config, hosting.share)
-            while (done := prepared.done) < stages and not is_stopped(prepared.storage, done):
-                _fit(prepared, scaling, done, hosting)
+            scaling = scaling_of(prepared.config, options.share)
+            while (done := prepared.done) < phases and not is_stopped(prepared.storage, done):
+                _fit(prepared, scaling, done, options)
     elif prepared.config.bank.publish:  # workers that go on look after this themselves
         bank = open_bank(prepared.config.bank, prepared.storage)
         publish_again(bank, prepared.storage, read_state(prepared.storage), goes_on=False)
@@ -257,7 +257,7 @@ def finish(prepared: Prepared) -> dict[str, Any]:
     """
     stream, state = prepared.stream, read_state(prepared.storage)
     check_owner(prepared.storage, state, prepared.info)
-    results = build_results(prepared.info, stream.name, stream.notes, stream.tasks, prepared.stages, state)
+    results = build_results(prepared.info, stream.name, stream.notes, stream.tasks, prepared.phases, state)
     prepared.storage.write_json("results.json", results)
     return results
 
@@ -305,7 +305,7 @@ def scaling_of(config: RunConfig, share: int = 1) -> ScalingConfig:
     return ScalingConfig(num_workers=launch.workers, use_gpu=bool(gpu), resources_per_worker=resources)
 
 
-def job_of(prepared: Prepared, hosting: Hosting, driver: str, threads: int = 1, gpu: bool = False) -> dict[str, Any]:
+def job_of(prepared: Prepared, options: RunOptions, driver: str, threads: int = 1, gpu: bool = False) -> dict[str, Any]:
     """What every worker of a run is given (`raycl.launch.worker.worker_main`).
 
     Args:
@@ -321,22 +321,22 @@ def job_of(prepared: Prepared, hosting: Hosting, driver: str, threads: int = 1, 
         "replaces": prepared.replaces,
         "stop_after": 1 if prepared.config.launch.fresh_workers_per_task else None,
         "threads": threads,
-        "here": hosting.here,
+        "here": options.here,
         "gpu": gpu,
-        "asks": hosting.asks,
-        "stages": len(prepared.stages),
-        "lends": hosting.lends,
-        "weights": hosting.weights,
-        "stop": hosting.stop,
+        "asks": options.asks,
+        "phases": len(prepared.phases),
+        "lends": options.fork_points,
+        "weights": options.weights,
+        "stop": options.stop,
     }
 
 
-def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting) -> None:
+def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOptions) -> None:
     """One Ray Train run: the whole stream, or one stage of it (with fresh workers, if not `here`)."""
     config, storage = prepared.config, prepared.storage
     driver = uuid.uuid4().hex[:12]
     threads = max(1, int(scaling.num_cpus_per_worker))
-    job = job_of(prepared, hosting, driver, threads, bool(scaling.use_gpu))
+    job = job_of(prepared, options, driver, threads, bool(scaling.use_gpu))
     ray_run = RayRunConfig(
         name=f"{prepared.name}-{driver}",
         storage_path=storage.path("ray"),
@@ -344,11 +344,11 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
         failure_config=FailureConfig(max_failures=config.launch.max_failures),
     )
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # how soon the end of a run is seen; Ray's: 2 s
-    asked = ScalingConfig(num_workers=0, use_gpu=scaling.use_gpu) if hosting.here else scaling
+    asked = ScalingConfig(num_workers=0, use_gpu=scaling.use_gpu) if options.here else scaling
     trainer = TorchTrainer(worker_main, train_loop_config=job, scaling_config=asked, run_config=ray_run)
     sigterm = StopOnSigterm(storage, driver, config.launch.grace_s)
     try:
-        with sigterm, visiting() if hosting.here else _watched(storage, scaling, hosting.label):
+        with sigterm, in_process_worker() if options.here else _watched(storage, scaling, options.label):
             trainer.fit()
     except SystemExit:
         if not sigterm.requested:
@@ -366,8 +366,8 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, hosting: Hosting
         raise RunError(f"{error} (run {storage.uri})") from error
     if storage.exists(error_file(driver)):
         raise RunError(f"{storage.read_json(error_file(driver))['message']} (run {storage.uri})")
-    stopped = sigterm.requested or (hosting.stop is not None and is_stop_requested(storage, driver))
-    if stopped and prepared.done < len(prepared.stages):
+    stopped = sigterm.requested or (options.stop is not None and is_stop_requested(storage, driver))
+    if stopped and prepared.done < len(prepared.phases):
         raise StoppedError(f"stopped by SIGTERM, {_place(prepared)}; go on with {resume_line(storage, config)}")
     if prepared.done == done:
         raise RunError(f"the workers ended without finishing a stage: see '{storage.uri}/{LOGS}'")
@@ -377,7 +377,7 @@ def _place(prepared: Prepared) -> str:
     """From where a run that was stopped goes on, for people."""
     newest = read_state(prepared.storage).checkpoints[-1:]
     at = f"checkpoint '{newest[0]}' is the last one" if newest else "before its first checkpoint"
-    return f"{prepared.done} of {len(prepared.stages)} tasks are done, {at}"
+    return f"{prepared.done} of {len(prepared.phases)} tasks are done, {at}"
 
 
 @contextmanager

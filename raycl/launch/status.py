@@ -80,9 +80,9 @@ class _Files:
         return max(0.0, self.now - float(self.heartbeat.get("time", 0.0)))
 
     @property
-    def stages(self) -> int | None:
+    def phases(self) -> int | None:
         """How many there are in all."""
-        found = self.heartbeat.get("stages") or len(self.results.get("stages", ()))
+        found = self.heartbeat.get("phases") or len(self.results.get("phases", ()))
         return int(found) if found else None
 
     @property
@@ -91,8 +91,8 @@ class _Files:
 
     @property
     def is_finished(self) -> bool:
-        done = len(self.state.stages)
-        return done > 0 and bool(self.results.get("finished")) and done == len(self.results["stages"])
+        done = len(self.state.phases)
+        return done > 0 and bool(self.results.get("finished")) and done == len(self.results["phases"])
 
 
 def status_of(folder: str) -> Status:
@@ -169,7 +169,7 @@ def _state(files: _Files) -> tuple[State, str]:
     if files.is_alive:
         doing = f"{_doing(files.heartbeat)}, last progress {_ago(files.age + files.heartbeat['idle_s'])}"
         return ("stopping", f"asked to stop by {files.stop['reason']}; {doing}") if files.stop else ("running", doing)
-    done = len(files.state.stages)
+    done = len(files.state.phases)
     if files.is_finished:
         return "finished", f"all {done} tasks are learned and evaluated"
     if files.error:
@@ -197,9 +197,9 @@ def _crash(files: _Files) -> str:
 def _doing(heartbeat: dict[str, Any]) -> str:
     """What workers do, for people."""
     activity = heartbeat["activity"]
-    if "stage" not in heartbeat:
+    if "phase" not in heartbeat:
         return f"{activity}"
-    number = f"task {heartbeat['stage'] + 1} of {heartbeat['stages']}"
+    number = f"task {heartbeat['phase'] + 1} of {heartbeat['phases']}"
     if activity == "evaluating":
         return f"evaluating '{heartbeat['task']}' after {number}"
     text = f"{activity} in {number}, '{heartbeat['task']}'"
@@ -210,8 +210,8 @@ def _doing(heartbeat: dict[str, Any]) -> str:
 
 
 def _tasks(files: _Files) -> str:
-    done = [str(record["times"]["stage"]) for record in files.state.stages]
-    total = f" of {files.stages}" if files.stages else ""
+    done = [str(record["times"]["phase"]) for record in files.state.phases]
+    total = f" of {files.phases}" if files.phases else ""
     return f"{len(done)}{total} done{': ' if done else ''}{', '.join(done)}"
 
 
@@ -221,8 +221,8 @@ def _last_step(files: _Files) -> str:
     if not trace:
         return ""
     last, beat = trace[-1], files.heartbeat
-    of = f" of {beat['steps']}" if beat.get("stage") == last["stage"] and "steps" in beat else ""
-    task = f"task {last['stage'] + 1}, '{last['task']}'"
+    of = f" of {beat['steps']}" if beat.get("phase") == last["phase"] and "steps" in beat else ""
+    task = f"task {last['phase'] + 1}, '{last['task']}'"
     return f"the last one recorded is {last['step']}{of} of {task}, loss {last['loss']:.4f}"
 
 

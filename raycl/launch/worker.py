@@ -26,11 +26,11 @@ from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
 from raycl.tracking import open_tracker
 from raycl.training.control import Control, hang_file
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.memory import forget_peak, is_out_of_memory, out_of_memory
-from raycl.training.records.fork_points import lend
+from raycl.training.records.fork_points import save_fork_point
 from raycl.training.records.journal import read_state
-from raycl.training.records.stop_signal import wait_for_word
+from raycl.training.records.stop_signal import wait_for_decision
 from raycl.training.stream_loop import StreamLoop
 
 log = logging.getLogger("raycl")
@@ -95,21 +95,23 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
             raise RunError(out_of_memory(control.activity, job["config"], world.size, where)) from error
 
 
-def _learn(job: dict[str, Any], storage: Storage, world: World, config: RunConfig, control: Control) -> None:
+def _learn(
+    job: dict[str, Any], storage: Storage, world: DistributedContext, config: RunConfig, control: Control
+) -> None:
     """Build the parts of the run and go on with it."""
     files = ray.get(job["weights"]) if job["weights"] is not None else ()
-    parts, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])
+    context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
     failed = True
     try:
         report = partial(_report, job, storage, world)
         try:
-            loop = StreamLoop(parts, open_engine, storage, world, tracker, report, job["driver"], control)
+            loop = StreamLoop(context, open_engine, storage, world, tracker, report, job["driver"], control)
         finally:
             if world.is_first:
                 _copy_config(storage)
-        if loop.ledger is not None:
-            log_to(RunLog(storage, loop.ledger.attempt))
+        if loop.journal is not None:
+            log_to(RunLog(storage, loop.journal.attempt))
             for rank in range(world.size):
                 _say_hang(storage, hang_file(job["driver"], rank))
             if files:
@@ -135,16 +137,16 @@ def _copy_config(storage: Storage) -> None:
         storage.write(CONFIG, text)
 
 
-def _world(job: dict[str, Any], device: torch.device) -> World:
+def _world(job: dict[str, Any], device: torch.device) -> DistributedContext:
     """Who else works; inside a Tune trial, where Train's context is refused, nobody."""
     if job["here"]:
-        return World(0, 1, 0, device)
+        return DistributedContext(0, 1, 0, device)
     context = ray.train.get_context()
-    return World(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), device)
+    return DistributedContext(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), device)
 
 
 @contextmanager
-def visiting() -> Iterator[None]:
+def in_process_worker() -> Iterator[None]:
     """A worker inside a process of somebody else's: what it changes there is as before, what it held is free."""
     handlers, level, propagate, threads = log.handlers, log.level, log.propagate, torch.get_num_threads()
     forget_peak()
@@ -158,17 +160,17 @@ def visiting() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def _report(job: dict[str, Any], storage: Storage, world: World, record: dict[str, Any]) -> bool:
+def _report(job: dict[str, Any], storage: Storage, world: DistributedContext, record: dict[str, Any]) -> bool:
     """Tell Ray Train about a finished stage (all workers, equally often), if it listens; whether to go on."""
-    done = record["stage"] + 1
+    done = record["phase"] + 1
     if world.is_first and done in job["lends"]:
-        lend(storage, done, Storage.at(job["lends"][done]))
+        save_fork_point(storage, done, Storage.at(job["lends"][done]))
     if not job["here"]:
         scores = {f"score/{task}": cell["value"] for task, cell in record["row"].items()}
-        ray.train.report({"stage": record["stage"], **scores, **record["times"]})
-    if not job["asks"] or done == job["stages"]:
+        ray.train.report({"phase": record["phase"], **scores, **record["times"]})
+    if not job["asks"] or done == job["phases"]:
         return True
-    return world.broadcast(wait_for_word(storage, done) if world.is_first else True)
+    return world.broadcast(wait_for_decision(storage, done) if world.is_first else True)
 
 
 class RunLog(logging.Handler):

@@ -17,9 +17,9 @@ from torch import Tensor
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone, Output
 from raycl.config import Section, Tree, as_tree
-from raycl.methods.context import StageRows
+from raycl.methods.context import TaskRows
 from raycl.retrieval.encoder import SentenceEncoder
-from raycl.types import Activation, AdapterState, Batch, Mixture, RouterState, Stage, Task
+from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState, Task
 
 
 class MethodConfig(Section):
@@ -27,7 +27,7 @@ class MethodConfig(Section):
 
     name: str
 
-    idle_alone: ClassVar[tuple[str, ...]] = ()
+    unused_for_single_task: ClassVar[tuple[str, ...]] = ()
     """Settings without any part in the score of a task that is trained alone."""
 
     label_head: ClassVar[tuple[str, ...]] = ()
@@ -42,7 +42,7 @@ class MethodConfig(Section):
         if not has_label_head:
             yield from ((name, reason) for name in self.label_head)
 
-    def acting(self, index: int, tasks: Sequence[str]) -> Tree:
+    def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
         """The settings that can change anything about stage `index`: what is learned, remembered or measured in it.
 
         Runs whose acting settings agree up to some stage are the same run up to there, bit for bit, and sweeps train
@@ -59,8 +59,8 @@ class MethodConfig(Section):
         return False
 
     @property
-    def looks_ahead(self) -> bool:
-        """Whether texts of later tasks are read before the first one is learned (`Method.studies_ahead`)."""
+    def fits_ahead(self) -> bool:
+        """Whether texts of later tasks are read before the first one is learned (`Method.fits_ahead`)."""
         return False
 
 
@@ -86,9 +86,9 @@ class Method:
 
     Attributes:
         stack: adapters over the backbone, if it has any.
-        told_task: evaluation may use each example's task (`Batch.tasks`), as an upper reference does.
-        memory_share: of each earlier task's train rows, learned again in every later stage.
-        studies_ahead: `study` is called for all stages before the first one, not for each before its own.
+        task_id_given: evaluation may use each example's task (`Batch.tasks`), as an upper reference does.
+        replay_share: of each earlier task's train rows, learned again in every later stage.
+        fits_ahead: `study` is called for all stages before the first one, not for each before its own.
 
     Class attributes:
         Config: its settings class.
@@ -107,9 +107,9 @@ class Method:
         self.backbone = backbone
         self.seed = seed
         self.stack: AdapterStack | None = None
-        self.told_task = False
-        self.studies_ahead = False
-        self.memory_share = 0.0
+        self.task_id_given = False
+        self.fits_ahead = False
+        self.replay_share = 0.0
 
     @property
     def encoder(self) -> SentenceEncoder | None:
@@ -128,24 +128,24 @@ class Method:
             RayclError: the first thing that is wrong.
         """
 
-    def show(self, rows: StageRows) -> None:
+    def show(self, rows: TaskRows) -> None:
         """Before `begin_task` of a stage, new or resumed: where its rows are, to be read when they are needed."""
 
-    def study(self, stage: Stage, queries_BC: Tensor, dev_BC: Tensor) -> None:
+    def study(self, phase: Phase, queries_BC: Tensor, dev_BC: Tensor) -> None:
         """Before `begin_task` of a new stage, with the queries of all its training and dev texts (`encoder`)."""
 
     def put_together(self, gather: Callable[[Any], Sequence[Any]]) -> None:
-        """After an evaluation, join what each worker saw of its own share of the texts, for `facts`. Collective.
+        """After an evaluation, join what each worker saw of its own share of the texts, for `summary`. Collective.
 
         Args:
             gather: every worker's value from this one's.
         """
 
-    def facts(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """JSON-able: what people should know about the stage that has just ended; goes into the results."""
         return {}
 
-    def begin_task(self, stage: Stage, resumed: bool) -> None:
+    def begin_task(self, phase: Phase, resumed: bool) -> None:
         """Before the first batch: which parameters exist, which are live, which are frozen?
 
         Args:
@@ -168,15 +168,15 @@ class Method:
         """Per micro-batch, in training and in evaluation: which adapters speak for each example, how loudly?"""
         return None
 
-    def speaking(self, batch: Batch) -> AbstractContextManager[None]:
+    def activate(self, batch: Batch) -> AbstractContextManager[None]:
         """The batch's mixture, open for all that runs inside: forward, backward with its recomputation, generation."""
-        return nullcontext() if self.stack is None else self.stack.mixing(self.route(batch))
+        return nullcontext() if self.stack is None else self.stack.activate(self.route(batch))
 
-    def all_live(self, examples: int) -> AbstractContextManager[None]:
+    def activate_trainable(self, examples: int) -> AbstractContextManager[None]:
         """Every adapter in training speaks fully, for passes that are about parameters and not about data."""
         if self.stack is None:
             return nullcontext()
-        return self.stack.mixing(Mixture.same(dict.fromkeys(self.stack.live, 1.0), examples))
+        return self.stack.activate(Mixture.same(dict.fromkeys(self.stack.trainable, 1.0), examples))
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """Per micro-batch, after forward: what is added to the mean task loss? Scalar, or None for nothing.
@@ -186,7 +186,7 @@ class Method:
         """
         return None
 
-    def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned | None:
+    def end_task(self, phase: Phase, tensors: Mapping[str, Tensor]) -> Learned | None:
         """After the last step: what is remembered, what is exported?
 
         Args:
@@ -198,7 +198,7 @@ class Method:
         """How the adapters that it leaves are chosen later."""
         return RouterState("task" if self.own_adapters else "single")
 
-    def carried(self) -> dict[str, Tensor]:
+    def frozen_state(self) -> dict[str, Tensor]:
         """Tensors of earlier stages that are no parameters any more (frozen adapters, keys), for checkpoints."""
         return {}
 
@@ -210,16 +210,16 @@ class Method:
         """JSON-able state that shapes the model (label rows, slots); tensors travel by `learned_names`."""
         return {"labels": [] if self.backbone.head is None else list(self.backbone.head.labels)}
 
-    def load_state_dict(self, state: Mapping[str, Any], carried: Mapping[str, Tensor]) -> None:
-        """Give the model the shape of `state` and what was `carried`; parameters are filled in afterwards."""
+    def load_state_dict(self, state: Mapping[str, Any], frozen_state: Mapping[str, Tensor]) -> None:
+        """Give the model the shape of `state` and what was `frozen_state`; parameters are filled in afterwards."""
         if self.backbone.head is not None:
             self.backbone.head.clear()
             self.backbone.learn_labels(state["labels"])
 
 
-def stage_labels(stage: Stage) -> list[str]:
+def phase_labels(phase: Phase) -> list[str]:
     """All labels of a stage's tasks in order, without repeats."""
-    return list(dict.fromkeys(label for task in stage.tasks for label in task.labels or ()))
+    return list(dict.fromkeys(label for task in phase.tasks for label in task.labels or ()))
 
 
 def in_head(name: str, parameter: Tensor) -> bool:
@@ -233,7 +233,7 @@ def packed(states: Mapping[str, AdapterState]) -> dict[str, Tensor]:
 
 
 def unpacked(
-    labels: Mapping[str, Sequence[str]], carried: Mapping[str, Tensor], scale: float, activation: Activation = ""
+    labels: Mapping[str, Sequence[str]], frozen_state: Mapping[str, Tensor], scale: float, activation: Activation = ""
 ) -> dict[str, AdapterState]:
     """Back from what `packed` gave.
 
@@ -241,7 +241,7 @@ def unpacked(
         labels: adapter -> labels of its head rows, in the order in which they were learned.
     """
     return {
-        name: AdapterState.from_tensors(under(f"slot/{name}/", carried), scale, rows, activation)
+        name: AdapterState.from_tensors(under(f"slot/{name}/", frozen_state), scale, rows, activation)
         for name, rows in labels.items()
     }
 

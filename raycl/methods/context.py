@@ -12,25 +12,25 @@ from dataclasses import dataclass, field
 from raycl.data.prepare import fit_sources
 from raycl.data.stream import Stream
 from raycl.data.tokens import Split, TokenTable
-from raycl.types import Stage, Task, TextCodec
+from raycl.types import Phase, Task, TextCodec
 
 
 @dataclass(frozen=True)
-class StageRows:
+class TaskRows:
     """The rows of a stage.
 
     Attributes:
         batch_size: examples of an optimizer step, over all workers.
     """
 
-    stage: Stage
+    phase: Phase
     batch_size: int
     _stream: Stream = field(repr=False)
     _codec: TextCodec = field(repr=False)
 
     def tables(self, split: Split) -> list[TokenTable]:
         """The token table of each of the stage's tasks that has rows in `split`."""
-        tasks = [task for task in self.stage.tasks if len(self._stream.rows(task, split))]
+        tasks = [task for task in self.phase.tasks if len(self._stream.rows(task, split))]
         return [self._stream.table(task, split, self._codec) for task in tasks]
 
     def count(self, split: Split) -> int:

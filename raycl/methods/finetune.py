@@ -7,8 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from raycl.methods.base import Learned, Method, MethodConfig, stage_labels
-from raycl.types import Stage
+from raycl.methods.base import Learned, Method, MethodConfig, phase_labels
+from raycl.types import Phase
 
 
 class FinetuneConfig(MethodConfig):
@@ -22,13 +22,13 @@ class Finetune(Method):
 
     Config = FinetuneConfig
 
-    def begin_task(self, stage: Stage, resumed: bool) -> None:
+    def begin_task(self, phase: Phase, resumed: bool) -> None:
         """All parameters are live; the head gains the stage's labels."""
-        self.backbone.learn_labels(stage_labels(stage))
+        self.backbone.learn_labels(phase_labels(phase))
         for parameter in self.backbone.parameters():
             parameter.requires_grad_(parameter.numel() > 0)  # a label head without labels is nothing to train
 
-    def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned:
+    def end_task(self, phase: Phase, tensors: Mapping[str, Tensor]) -> Learned:
         """The whole model under its Hugging Face names, the label head beside it."""
         exported = {self.backbone.exported_name(name): tensor for name, tensor in tensors.items()}
         head = self.backbone.head

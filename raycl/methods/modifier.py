@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raycl.config import Section, Tree, as_tree
 from raycl.methods.base import Method
-from raycl.types import Batch, Stage
+from raycl.types import Batch, Phase
 
 Reduce = Callable[[Tensor], Tensor]
 """Sum of a tensor over all workers, in place."""
@@ -29,8 +29,8 @@ class ModifierConfig(Section):
 
     name: str
 
-    def acting(self, index: int, tasks: Sequence[str]) -> Tree:
-        """The settings that can change what stage `index` learns; see `MethodConfig.acting`. Its facts may differ."""
+    def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
+        """The settings that can change what stage `index` learns; see `MethodConfig.cache_key`."""
         return as_tree(self)
 
 
@@ -59,7 +59,7 @@ class GradientModifier:
         """
         self.config, self.method = config, method
 
-    def begin_task(self, stage: Stage, only: bool, resumed: bool) -> None:
+    def begin_task(self, phase: Phase, only: bool, resumed: bool) -> None:
         """After the method's `begin_task` and before the first batch: watch what is live.
 
         Args:
@@ -91,7 +91,7 @@ class GradientModifier:
     def end_task(self) -> None:
         """After the last step: watch nothing any more."""
 
-    def facts(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """JSON-able: what people should know about the stage that has just ended; goes into the results."""
         return {}
 
@@ -123,10 +123,10 @@ class Modifiers:
         """Parameters whose gradients any of them wants at the end of this step, each once."""
         return list(dict.fromkeys(name for member in self.members.values() for name in member.names))
 
-    def begin_task(self, stage: Stage, only: bool, resumed: bool) -> None:
+    def begin_task(self, phase: Phase, only: bool, resumed: bool) -> None:
         """As each does."""
         for member in self.members.values():
-            member.begin_task(stage, only, resumed)
+            member.begin_task(phase, only, resumed)
 
     def study(self, show: Callable[[int], None], reduce: Reduce) -> None:
         """Each that wants it has `show(examples)` run so many examples through the model; collective."""
@@ -165,9 +165,9 @@ class Modifiers:
         for member in self.members.values():
             member.end_task()
 
-    def facts(self) -> dict[str, Any]:
-        """`{"modifiers": {name: its facts}}`; empty without modifiers, so that such runs' results look as ever."""
-        return {"modifiers": {name: member.facts() for name, member in self.members.items()}} if self.members else {}
+    def summary(self) -> dict[str, Any]:
+        """`{"modifiers": {name: its summary}}`; empty without modifiers, so that such runs' results look as ever."""
+        return {"modifiers": {name: member.summary() for name, member in self.members.items()}} if self.members else {}
 
     def state(self) -> dict[str, Any]:
         """JSON-able state of each by its name."""

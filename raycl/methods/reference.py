@@ -17,11 +17,11 @@ from torch import Tensor
 from raycl.backbone import Backbone, Output
 from raycl.config import named
 from raycl.methods.base import Learned, Method, MethodConfig
-from raycl.methods.context import StageRows
+from raycl.methods.context import TaskRows
 from raycl.methods.lora.lora import LoraConfig
 from raycl.methods.registry import LearnerChoice, method_class
 from raycl.retrieval.encoder import SentenceEncoder
-from raycl.types import Batch, Mixture, RouterState, Stage, Task
+from raycl.types import Batch, Mixture, Phase, RouterState, Task
 
 
 class ReferenceConfig(MethodConfig):
@@ -40,9 +40,9 @@ class ReferenceConfig(MethodConfig):
         return self.learner.needs_task
 
     @property
-    def looks_ahead(self) -> bool:
+    def fits_ahead(self) -> bool:
         """As the learner does."""
-        return self.learner.looks_ahead
+        return self.learner.fits_ahead
 
     def idle_beside(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
         """What the learner says."""
@@ -57,7 +57,7 @@ class SeparateConfig(ReferenceConfig):
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """What has no part in a task that is learned alone."""
-        yield from ((f"learner.{name}", "name=separate") for name in type(self.learner).idle_alone)
+        yield from ((f"learner.{name}", "name=separate") for name in type(self.learner).unused_for_single_task)
 
     @property
     def needs_task(self) -> bool:
@@ -78,7 +78,7 @@ class Reference(Method):
         super().__init__(config, backbone, seed)
         self.learner = method_class(config.learner.name)(config.learner, backbone, seed)
         self.stack = self.learner.stack
-        self.studies_ahead = self.learner.studies_ahead
+        self.fits_ahead = self.learner.fits_ahead
 
     @property
     def encoder(self) -> SentenceEncoder | None:
@@ -94,25 +94,25 @@ class Reference(Method):
         """As the learner does."""
         self.learner.check(tasks)
 
-    def show(self, rows: StageRows) -> None:
+    def show(self, rows: TaskRows) -> None:
         """As the learner does."""
         self.learner.show(rows)
 
-    def begin_task(self, stage: Stage, resumed: bool) -> None:
+    def begin_task(self, phase: Phase, resumed: bool) -> None:
         """As the learner does."""
-        self.learner.begin_task(stage, resumed)
+        self.learner.begin_task(phase, resumed)
 
-    def study(self, stage: Stage, queries_BC: Tensor, dev_BC: Tensor) -> None:
+    def study(self, phase: Phase, queries_BC: Tensor, dev_BC: Tensor) -> None:
         """As the learner does."""
-        self.learner.study(stage, queries_BC, dev_BC)
+        self.learner.study(phase, queries_BC, dev_BC)
 
     def put_together(self, gather: Callable[[Any], Sequence[Any]]) -> None:
         """As the learner does."""
         self.learner.put_together(gather)
 
-    def facts(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """As the learner says."""
-        return self.learner.facts()
+        return self.learner.summary()
 
     def begin_step(self, step: int, seed: int, micro_batches: int) -> None:
         """As the learner does."""
@@ -126,29 +126,29 @@ class Reference(Method):
         """As the learner does."""
         return self.learner.route(batch)
 
-    def speaking(self, batch: Batch) -> AbstractContextManager[None]:
+    def activate(self, batch: Batch) -> AbstractContextManager[None]:
         """As the learner does."""
-        return self.learner.speaking(batch)
+        return self.learner.activate(batch)
 
-    def all_live(self, examples: int) -> AbstractContextManager[None]:
+    def activate_trainable(self, examples: int) -> AbstractContextManager[None]:
         """As the learner does."""
-        return self.learner.all_live(examples)
+        return self.learner.activate_trainable(examples)
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """As the learner does."""
         return self.learner.penalty(batch, output)
 
-    def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned | None:
+    def end_task(self, phase: Phase, tensors: Mapping[str, Tensor]) -> Learned | None:
         """As the learner does."""
-        return self.learner.end_task(stage, tensors)
+        return self.learner.end_task(phase, tensors)
 
     def router_state(self) -> RouterState:
         """As the learner says."""
         return self.learner.router_state()
 
-    def carried(self) -> dict[str, Tensor]:
+    def frozen_state(self) -> dict[str, Tensor]:
         """As the learner says."""
-        return self.learner.carried()
+        return self.learner.frozen_state()
 
     def learned_names(self) -> list[str]:
         """As the learner says."""
@@ -158,9 +158,9 @@ class Reference(Method):
         """As the learner says."""
         return self.learner.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any], carried: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], frozen_state: Mapping[str, Tensor]) -> None:
         """As the learner does."""
-        self.learner.load_state_dict(state, carried)
+        self.learner.load_state_dict(state, frozen_state)
 
 
 class Joint(Reference):
@@ -182,7 +182,7 @@ class Separate(Reference):
 
     def __init__(self, config: SeparateConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
-        self.learner.told_task = self.learner.own_adapters
+        self.learner.task_id_given = self.learner.own_adapters
         self._first = {
             name: parameter.detach().clone()
             for name, parameter in backbone.named_parameters()
@@ -194,7 +194,7 @@ class Separate(Reference):
         learners = self.learner.router_state()
         return learners if self.learner.own_adapters else RouterState("task")
 
-    def begin_task(self, stage: Stage, resumed: bool) -> None:
+    def begin_task(self, phase: Phase, resumed: bool) -> None:
         """Forget the former task's model, then as the learner does."""
         if not resumed and not self.learner.own_adapters:
             if self.backbone.head is not None:
@@ -203,16 +203,16 @@ class Separate(Reference):
             with torch.no_grad():
                 for name, first in self._first.items():
                     parameters[name].copy_(first)
-        self.learner.begin_task(stage, resumed)
+        self.learner.begin_task(phase, resumed)
 
-    def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned | None:
+    def end_task(self, phase: Phase, tensors: Mapping[str, Tensor]) -> Learned | None:
         """The learner's, each adapter under its task's name."""
-        learned = self.learner.end_task(stage, tensors)
+        learned = self.learner.end_task(phase, tensors)
         if learned is not None and not self.learner.own_adapters:
             several = len(learned.adapters) > 1
             learned.extras = {}
             learned.adapters = {
-                f"{stage.name}.{name}" if several else str(stage.name): state
+                f"{phase.name}.{name}" if several else str(phase.name): state
                 for name, state in learned.adapters.items()
             }
         return learned

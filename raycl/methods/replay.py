@@ -44,4 +44,4 @@ class Replay(Reference):
                 f"method.learner is {config.learner.name}, which trains each task's adapters on its own texts alone: "
                 "expected finetune, lora, inclora or olora"
             )
-        self.memory_share = config.share
+        self.replay_share = config.share

@@ -18,27 +18,27 @@ from raycl.methods.base import in_head
 from raycl.types import AdapterState
 
 
-def end_live(backbone: Backbone, stack: AdapterStack, tensors: Mapping[str, Tensor]) -> dict[str, AdapterState]:
+def end_training(backbone: Backbone, stack: AdapterStack, tensors: Mapping[str, Tensor]) -> dict[str, AdapterState]:
     """Adapter in training -> what it holds; from now on nothing is in training.
 
     Args:
         tensors: learned parameters by name, whole and on the CPU.
     """
-    states = stack.live_states(tensors)
+    states = stack.trainable_states(tensors)
     head, prefix = backbone.head, backbone.prefix
     if isinstance(prefix, MixedPrompts):
         prompts = tensors["prefix.live"].clone()
         pairs = zip(states.items(), prompts, strict=True)
         states = {name: replace(state, prompt=prompt) for (name, state), prompt in pairs}
-        prefix.end_live()
-    if isinstance(head, MixedHead) and head.live_labels:
+        prefix.end_training()
+    if isinstance(head, MixedHead) and head.trainable_labels:
         found = {"head.weight": head.weight.detach(), "head.bias": head.bias.detach(), **tensors}
         states = head.with_rows(states, found["head.weight"], found["head.bias"])
-        head.end_live()
-    stack.end_live()
+        head.end_training()
+    stack.end_training()
     return states
 
 
-def is_live(name: str, parameter: Tensor) -> bool:
+def is_trainable(name: str, parameter: Tensor) -> bool:
     """Whether a parameter of the backbone belongs to the adapters in training."""
     return ".lora_" in name or name == "prefix.live" or in_head(name, parameter)

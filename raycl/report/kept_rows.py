@@ -47,13 +47,13 @@ class KeptRows:
         """
         if not has_kept_rows(result):
             raise RunError(f"'{title_of(result)}' tells of no kept rows: only runs with modifiers=[migu] do")
-        told = [stage["modifiers"]["migu"] for stage in result["stage_facts"]]
-        paths = [path for path in told[0]["layers"] if all(path in facts["layers"] for facts in told)]
+        told = [phase["modifiers"]["migu"] for phase in result["stage_facts"]]
+        paths = [path for path in told[0]["layers"] if all(path in summary["layers"] for summary in told)]
         return KeptRows(
-            [str(name) for name in result["stages"][: len(told)]],
-            [bool(facts["masked"]) for facts in told],
-            [_percent(facts["gradient_norm_kept"]) for facts in told],
-            {path: [_bits(facts["layers"][path]) for facts in told] for path in paths},
+            [str(name) for name in result["phases"][: len(told)]],
+            [bool(summary["masked"]) for summary in told],
+            [_percent(summary["gradient_norm_kept"]) for summary in told],
+            {path: [_bits(summary["layers"][path]) for summary in told] for path in paths},
         )
 
     @property
@@ -71,8 +71,8 @@ class KeptRows:
 
 def has_kept_rows(result: Tree) -> bool:
     """Whether every stage so far tells which rows it kept."""
-    stages = result.get("stage_facts") or []
-    return bool(stages) and all("layers" in stage.get("modifiers", {}).get("migu", {}) for stage in stages)
+    phases = result.get("stage_facts") or []
+    return bool(phases) and all("layers" in phase.get("modifiers", {}).get("migu", {}) for phase in phases)
 
 
 def _shared(mine: Bits, other: Bits) -> float:

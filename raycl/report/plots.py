@@ -51,7 +51,7 @@ def heatmaps(results: Sequence[Tree], path: str | Path) -> Path:
     """
     if not 0 < len(results) <= MOST_PANELS:
         raise RunError(f"a picture of {len(results)} runs cannot be read: give between 1 and {MOST_PANELS}")
-    heights = [CELL_HEIGHT * len(result["stages"]) for result in results]
+    heights = [CELL_HEIGHT * len(result["phases"]) for result in results]
     widths = [CELL_WIDTH * len(tasks_of(result)) for result in results]
     rooms = [max(width, len(title_of(result)) * 0.08) for width, result in zip(widths, results, strict=True)]
     figure = new_figure(sum(rooms) + MARGIN * len(results) + 1.0, max(heights) + 2.0)
@@ -64,8 +64,8 @@ def heatmaps(results: Sequence[Tree], path: str | Path) -> Path:
 
 def forgetting_curves(result: Tree, path: str | Path) -> Path:
     """The score of each task from its own stage to the end, as a PNG at `path`."""
-    stages = [str(stage) for stage in result["stages"]]
-    figure = new_figure(max(6.0, 0.55 * len(stages) + 4.0), 4.2)
+    phases = [str(phase) for phase in result["phases"]]
+    figure = new_figure(max(6.0, 0.55 * len(phases) + 4.0), 4.2)
     axes = figure.subplots()
     for number, (task, scores) in enumerate(_curves(result)):
         style, marker = STYLES[number // len(COLOURS) % len(STYLES)]
@@ -73,7 +73,7 @@ def forgetting_curves(result: Tree, path: str | Path) -> Path:
         axes.plot(
             points, color=COLOURS[number % len(COLOURS)], linestyle=style, marker=marker, label=task, markersize=4
         )
-    axes.set_xticks(range(len(stages)), short_names(stages), rotation=40, ha="right", rotation_mode="anchor")
+    axes.set_xticks(range(len(phases)), short_names(phases), rotation=40, ha="right", rotation_mode="anchor")
     axes.set(title=title_of(result), xlabel="after training on", ylabel="score", ylim=(-2, 102))
     axes.yaxis.set_major_locator(MultipleLocator(20))
     axes.grid(axis="y", alpha=0.3)
@@ -101,7 +101,7 @@ def axes_at(figure: Figure, left: float, width: float, height: float, top: float
 
 def _draw_matrix(axes: Axes, result: Tree) -> None:
     cells = np.array([[np.nan if v is None else v for v in row] for row in values_of(result)], dtype=float)
-    draw_cells(axes, cells, tasks_of(result), [str(stage) for stage in result["stages"]])
+    draw_cells(axes, cells, tasks_of(result), [str(phase) for phase in result["phases"]])
     axes.set_xlabel("score on", fontsize=9)
     axes.set_ylabel("after training on", fontsize=9)
     axes.set_title(_headline(result), fontsize=9, loc="left")

@@ -4,7 +4,7 @@ Why it exists: tables, plots and comparisons share one reading of a result tree,
 What it does not know: who wrote the file, how a number was computed.
 
 A result tree is the parsed `results.json` of a run; the keys used here are `config` (with `seed`, `stream`,
-`backbone`, `method`, perhaps `modifiers`), `stream` (with `tasks`), `stages`, `matrix`, `metrics`, perhaps `unseen`.
+`backbone`, `method`, perhaps `modifiers`), `stream` (with `tasks`), `phases`, `matrix`, `metrics`, perhaps `unseen`.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def _problem(tree: Any) -> str:
     """What keeps a parsed file from being a result, in words; empty if nothing does."""
     if not isinstance(tree, dict):
         return f"it holds a {type(tree).__name__}, expected a mapping"
-    missing = [key for key in ("config", "stream", "stages", "matrix", "metrics") if key not in tree]
+    missing = [key for key in ("config", "stream", "phases", "matrix", "metrics") if key not in tree]
     if missing:
         return f"the keys {', '.join(missing)} are missing"
     if not isinstance(tree["stream"], dict) or "tasks" not in tree["stream"]:
         return "its stream has no tasks"
-    shape = (len(tree["stages"]), len(tree["stream"]["tasks"]))
+    shape = (len(tree["phases"]), len(tree["stream"]["tasks"]))
     if len(tree["matrix"]) != shape[0] or any(len(row) != shape[1] for row in tree["matrix"]):
         return f"its matrix does not have one row per stage and one column per task ({shape[0]} x {shape[1]})"
     return ""

@@ -1,6 +1,6 @@
 """What a run's router was like after its last stage, read from its result file.
 
-Why it exists: tables and pictures of routing share one reading of `stage_facts`.
+Why it exists: tables and pictures of routing share one reading of `phase_summary`.
 What it does not know: how routers work, how anything is shown.
 """
 
@@ -61,16 +61,16 @@ class Routing:
                 f"'{title_of(result)}' has no facts of a router in its stage_facts: only runs of methods that route by "
                 "text (slm) have them, after their first stage"
             )
-        stages: Sequence[Tree] = result["stage_facts"]
-        last, names = stages[-1], [str(name) for name in result["stages"]]
+        phases: Sequence[Tree] = result["stage_facts"]
+        last, names = phases[-1], [str(name) for name in result["phases"]]
         found = {kind: dict(last.get("found", {}).get(kind) or {}) for kind in KINDS}
-        owners, cosines = _by_slot(stages, names) or _by_task(last, names)
+        owners, cosines = _by_slot(phases, names) or _by_task(last, names)
         measured = [task for shares in found.values() for task in shares]
         return Routing(
             used=str(last["router"]),
             tasks=list(dict.fromkeys([*owners, *measured])),
             found=found,
-            novelty={task: share for facts in stages for task, share in facts.get("novelty", {}).items()},
+            novelty={task: share for summary in phases for task, share in summary.get("novelty", {}).items()},
             owners=owners,
             cosines=cosines,
             points=[_point(place) for place in last.get("key_plane", ())],
@@ -87,12 +87,12 @@ def mean_of(shares: Mapping[str, float]) -> float | None:
     return sum(shares.values()) / len(shares) if shares else None
 
 
-def _by_slot(stages: Sequence[Tree], names: Sequence[str]) -> tuple[list[str], list[list[float]]] | None:
+def _by_slot(phases: Sequence[Tree], names: Sequence[str]) -> tuple[list[str], list[list[float]]] | None:
     """Every stage wrote the rows of its own slots; None if one did not."""
-    if not all(facts.get("slot_similarity") for facts in stages):
+    if not all(summary.get("slot_similarity") for summary in phases):
         return None
-    rows = [row for facts in stages for row in facts["slot_similarity"]]
-    owners = [name for name, facts in zip(names, stages, strict=False) for _ in facts["slot_similarity"]]
+    rows = [row for summary in phases for row in summary["slot_similarity"]]
+    owners = [name for name, summary in zip(names, phases, strict=False) for _ in summary["slot_similarity"]]
     places = range(len(rows))
     return owners, [[float(rows[max(i, j)][min(i, j)]) for j in places] for i in places]
 

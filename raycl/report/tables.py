@@ -190,8 +190,8 @@ def _matrix(result: Tree) -> RenderableType:
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right")
-    for stage, row in zip(result["stages"], values_of(result), strict=True):
-        table.add_row(f"after {stage}", *("" if value is None else f"{value:.1f}" for value in row))
+    for phase, row in zip(result["phases"], values_of(result), strict=True):
+        table.add_row(f"after {phase}", *("" if value is None else f"{value:.1f}" for value in row))
     numbers = [Text(metrics_line(result)), *_unseen(result)]
     return Group(Text(title_of(result)), table, *numbers, *_routing(result), *_notes(result))
 
@@ -239,7 +239,7 @@ def _notes(result: Tree) -> list[Text]:
     notes = [f"note: {note}" for note in result["stream"].get("notes") or ()]
     if result.get("finished") is False:
         done = sum(any(row) for row in result["matrix"])
-        notes.append(f"note: unfinished, {done} of {len(result['stages'])} stages evaluated")
+        notes.append(f"note: unfinished, {done} of {len(result['phases'])} stages evaluated")
     return [Text(note) for note in notes]
 
 

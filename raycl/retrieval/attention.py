@@ -48,7 +48,7 @@ class AttentionConfig(Section):
         "all prompts have in common hides what tells tasks apart, and a short training does not unlearn it; false: as "
         "in the paper",
     )
-    floor: float = Field(
+    pruning_threshold: float = Field(
         1e-3,
         ge=0,
         lt=0.5,
@@ -62,7 +62,7 @@ class AttentionConfig(Section):
             encoder: the backbone is encoder-only.
             scores: it mixes label heads' scores, where the least of a block lifts its labels from impossible to 0.
         """
-        return self.model_copy(update={"floor": 0.0}) if encoder and scores else self
+        return self.model_copy(update={"pruning_threshold": 0.0}) if encoder and scores else self
 
 
 class Attention(nn.Module):
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         down: `[p, d]`. up: `[d, p]`. norm_weight, norm_bias: `[d]`.
         key: `[d]` key of the task in training; None between tasks.
         keys: earlier task -> its key `[d]`, frozen, on the CPU.
-        live: task in training, "" for none.
+        trainable: task in training, "" for none.
         center, spread: `[d]` of the pooled embeddings that came first, where they are standardized; else None.
     """
 
@@ -88,7 +88,7 @@ class Attention(nn.Module):
         self.register_parameter("key", None)
         self.key: nn.Parameter | None
         self.keys: dict[str, Tensor] = {}
-        self.live = ""
+        self.trainable = ""
         self.center: Tensor | None = None
         self.spread: Tensor | None = None
         self._frozen: Tensor | None = None
@@ -101,7 +101,7 @@ class Attention(nn.Module):
     @property
     def names(self) -> tuple[str, ...]:
         """Tasks as the weights' columns are ordered: in the order of learning."""
-        return (*self.keys, self.live) if self.live else tuple(self.keys)
+        return (*self.keys, self.trainable) if self.trainable else tuple(self.keys)
 
     # ---- a task ----------------------------------------------------------------------------------------------
 
@@ -124,12 +124,12 @@ class Attention(nn.Module):
     def begin(self, task: str, seed: int) -> None:
         """A key for a new task, drawn from U(-1, 1) (the released code)."""
         assert task not in self.keys, f"'{task}' has a key already"
-        self.live = task
+        self.trainable = task
         self.key = nn.Parameter(_uniform((self.dimensions,), 1.0, torch.Generator().manual_seed(seed)).to(self.down))
 
     def end(self, values: Mapping[str, Tensor]) -> None:
         """Freeze the key of the task in training; it and the projection become exactly `values`."""
-        task, self.live = self.live, ""
+        task, self.trainable = self.trainable, ""
         self.key = None
         self.keys[task] = values["key"].detach().float().cpu().clone()
         self._frozen = None
@@ -238,7 +238,7 @@ class AttentionRouter:
             attention.to(embeddings_BLD.device)
         pooled_BD = max_pooled(embeddings_BLD, mask_BL, attention.config.pool_pads)
         alpha_BT = attention(pooled_BD).exp().cpu()
-        return mixture_of(attention.names, alpha_BT, attention.config.floor, self.hard)
+        return mixture_of(attention.names, alpha_BT, attention.config.pruning_threshold, self.hard)
 
     @staticmethod
     def restored(state: RouterState) -> AttentionRouter:
@@ -263,20 +263,21 @@ def max_pooled(embeddings_BLD: Tensor, mask_BL: Tensor, pads: bool = False) -> T
 
 
 def mixture_of(
-    names: tuple[str, ...], alpha_BT: Tensor, floor: float = 0.0, hard: bool = False, always: str = ""
+    names: tuple[str, ...], alpha_BT: Tensor, pruning_threshold: float = 0.0, hard: bool = False, always: str = ""
 ) -> Mixture:
-    """Weights as a mixture without the columns in which nobody speaks.
+    """Attention weights as a mixture, without columns whose weights are all zero.
 
-    A weight below floor / T is taken as 0, so that what a text leaves out weighs less than `floor` in all, however
-    many tasks there are: its update changes by less than `floor` times the largest block's. Others keep their weight.
+    A weight below `pruning_threshold` / T becomes 0. So the weights that a text loses add up to less than
+    `pruning_threshold`, however many tasks there are, and its update changes by less than that share of the largest
+    adapter's. All other weights stay as they are.
 
     Args:
         hard: the loudest alone, with weight 1.
         always: a name whose weights stay whatever they are: the block in training, which alone knows its labels.
     """
     if hard:
-        alpha_BT = loudest(alpha_BT)
-    kept_BT = alpha_BT >= (0.0 if hard else floor / len(names))
+        alpha_BT = strongest(alpha_BT)
+    kept_BT = alpha_BT >= (0.0 if hard else pruning_threshold / len(names))
     if always:
         kept_BT[:, names.index(always)] = True
     weights_BT = torch.where(kept_BT, alpha_BT, 0.0)
@@ -287,7 +288,7 @@ def mixture_of(
     return Mixture(tuple(names[column] for column in columns), weights_BT[:, columns])
 
 
-def loudest(alpha_BT: Tensor) -> Tensor:
+def strongest(alpha_BT: Tensor) -> Tensor:
     """The largest of each row is 1, all else 0."""
     return torch.zeros_like(alpha_BT).scatter(1, alpha_BT.argmax(1, keepdim=True), 1.0)
 

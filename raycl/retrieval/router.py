@@ -107,9 +107,9 @@ class TextRouter:
         """By each text's query; with `task_id`, among the slots of its own task alone."""
         return self.router.route(self.encoder.embed(texts), tasks if self.router.config.task_id else None)
 
-    def unfamiliar(self, texts: Sequence[str]) -> list[float] | None:
-        """From 0 to 1 for each text (`SlotRouter.unfamiliar`); None: no texts were kept to compare with."""
-        return self.router.unfamiliar(self.encoder.embed(texts)).tolist() if self.router.samples else None
+    def ood_score(self, texts: Sequence[str]) -> list[float] | None:
+        """From 0 to 1 for each text (`SlotRouter.ood_score`); None: no texts were kept to compare with."""
+        return self.router.ood_score(self.encoder.embed(texts)).tolist() if self.router.samples else None
 
 
 def _from_text(state: RouterState, owners: Owners, cache: Path | None) -> Router:

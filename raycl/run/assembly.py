@@ -34,7 +34,7 @@ from raycl.report.results import read_results
 from raycl.storage import Storage
 from raycl.storage.unfinished import Buffer
 from raycl.tracking import TrackingConfig
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine, TorchEngine
 from raycl.training.settings import (
     EXEMPT,
@@ -46,8 +46,8 @@ from raycl.training.settings import (
     TrainConfig,
 )
 from raycl.training.stream_loop import OpenEngine, micro_batch_size
-from raycl.training.training_context import Parts, RunInfo
-from raycl.types import Stage, TextCodec
+from raycl.training.training_context import RunInfo, TrainingContext
+from raycl.types import Phase, TextCodec
 
 if TYPE_CHECKING:
     EngineChoice = EngineConfig
@@ -180,9 +180,9 @@ def info_of(config: RunConfig, singles: dict[str, float] | None = None, replaces
     return RunInfo(config.seed, configs.as_tree(config), fingerprint(config), singles, replaces)
 
 
-def stages(config: RunConfig, stream: Stream) -> tuple[Stage, ...]:
+def phases(config: RunConfig, stream: Stream) -> tuple[Phase, ...]:
     """What the configured method trains one after another."""
-    return stream.stages(method_class(config.method.name).joint)
+    return stream.phases(method_class(config.method.name).joint)
 
 
 def check(config: RunConfig) -> Stream:
@@ -269,11 +269,11 @@ def make_modifiers(config: RunConfig, method: Method) -> Modifiers:
 
 def build(
     config: RunConfig,
-    world: World,
+    world: DistributedContext,
     singles: dict[str, float] | None = None,
     files: Sequence[Buffer] = (),
     replaces: str = "",
-) -> tuple[Parts, OpenEngine]:
+) -> tuple[TrainingContext, OpenEngine]:
     """One worker's parts of the run, and what opens an engine for a stage.
 
     Args:
@@ -289,7 +289,7 @@ def build(
         _own(backbone)
     check_language_head(method)
     info = info_of(config, singles, replaces)
-    parts = Parts(
+    context = TrainingContext(
         info=info,
         stream=stream,
         backbone=backbone,
@@ -302,7 +302,7 @@ def build(
         bank=config.bank,
         identity=identity(config.backbone) if world.is_first else "",
     )
-    return parts, partial(open_engine, parts, world)
+    return context, partial(open_engine, context, world)
 
 
 def _own(backbone: Backbone) -> None:
@@ -326,13 +326,13 @@ def check_language_head(method: Method) -> None:
         )
 
 
-def open_engine(parts: Parts, world: World, accumulation: int, steps: int) -> Engine:
+def open_engine(context: TrainingContext, world: DistributedContext, accumulation: int, steps: int) -> Engine:
     """The configured engine around the backbone for one stage."""
-    if isinstance(parts.engine, DeepSpeedConfig):
+    if isinstance(context.engine, DeepSpeedConfig):
         from raycl.training.engines.deepspeed import DeepSpeedEngine  # heavy, and needed by those who ask for it only
 
-        return DeepSpeedEngine(parts.backbone, parts.train, parts.engine, accumulation, steps, world)
-    return TorchEngine(parts.backbone, parts.train, steps, world)
+        return DeepSpeedEngine(context.backbone, context.train, context.engine, accumulation, steps, world)
+    return TorchEngine(context.backbone, context.train, steps, world)
 
 
 def read_singles(config: RunConfig) -> dict[str, float] | None:
@@ -366,7 +366,7 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
 
 def _single_differences(expected: Tree, found: Tree) -> list[str]:
     """Dotted keys that matter for a task trained alone: the order of tasks does not."""
-    idle = {("method", key) for key in method_class(str(expected["method"]["name"])).Config.idle_alone}
+    idle = {("method", key) for key in method_class(str(expected["method"]["name"])).Config.unused_for_single_task}
     idle |= {("stream", "name"), ("stream", "tasks"), ("stream", "unseen")}
     return [key for key in configs.differences(found, expected) if tuple(key.split(".")[:2]) not in idle]
 

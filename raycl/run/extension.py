@@ -52,7 +52,7 @@ def _check_method(config: RunConfig) -> None:
     kind = method_class(config.method.name)
     if kind.joint:
         raise ResumeError(f"method '{config.method.name}' learns all tasks in one stage: start a new run instead")
-    if kind(config.method, load_skeleton(config.backbone, codec), config.seed).studies_ahead:
+    if kind(config.method, load_skeleton(config.backbone, codec), config.seed).fits_ahead:
         raise ResumeError("this run studied its whole stream before the first task: start a new run instead")
 
 

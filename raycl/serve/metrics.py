@@ -77,14 +77,14 @@ class Metrics:
 
     def _report(self) -> None:
         while self._engine.alive:
-            counts, roster = self._engine.counts, self._service.roster
+            counts, snapshot_manager = self._engine.counts, self._service.snapshot_manager
             for name, counter in self.engine.items():
                 more = counts[name] - self._counted[name]
                 if more > 0:
                     counter.inc(more)
                     self._counted[name] = counts[name]
-            self.snapshot.set(roster.active.snapshot.number)
-            self.age.set(time.time() - roster.active_since)
+            self.snapshot.set(snapshot_manager.active.snapshot.number)
+            self.age.set(time.time() - snapshot_manager.active_since)
             self.load.set(self._engine.load)
             self.problem.set(float(bool(self._service.problem)))
             time.sleep(EVERY_S)

@@ -17,15 +17,15 @@ from functools import partial
 from typing import Any
 
 from raycl.errors import BankError, counted
-from raycl.generation.requests import Event, Failed, Labelled, Made, Piece, Sampling, Started
+from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Sampling, Started, TextDelta
 from raycl.serve.engine.disaggregated import RemoteEngine
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import MARK, Hosted
-from raycl.serve.engine.requests import Ask, Choice
+from raycl.serve.engine.model_host import MARK, LoadedSnapshot
+from raycl.serve.engine.requests import Choice, EngineRequest
 from raycl.serve.errors import BusyError, LateError, TooMuchError, UnknownError
 from raycl.serve.http.schema import MAX_NUMBER, Generation, How, Request
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.manager import Roster
+from raycl.serve.snapshots.manager import SnapshotManager
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Answer:
         first_s, total_s: seconds to its first piece and to its end.
     """
 
-    made: Made | None = None
+    made: ResponseMetadata | None = None
     text: str = ""
     tokens: int = 0
     finish: str = "stop"
@@ -53,7 +53,7 @@ class Answer:
 Observe = Callable[[Answer], None]
 
 
-class Mailbox:
+class EventQueues:
     """Brings events from the engine's thread to an event loop, all that are there with one wake-up.
 
     A wake-up for each would hand the interpreter to the loop in the midst of a batch's answers, and again for every
@@ -89,23 +89,23 @@ class Service:
         gate_problem: why the gate has not judged the newest snapshot, where there is a gate.
     """
 
-    def __init__(self, config: ServeConfig, engine: Engine | RemoteEngine, roster: Roster) -> None:
-        self.config, self.engine, self.roster = config, engine, roster
+    def __init__(self, config: ServeConfig, engine: Engine | RemoteEngine, snapshot_manager: SnapshotManager) -> None:
+        self.config, self.engine, self.snapshot_manager = config, engine, snapshot_manager
         self.kind = engine.kind
         self.observe: Observe = lambda answer: None
         self.gate_problem = ""
         self._loading = 0
-        self._mailbox: Mailbox | None = None
+        self._mailbox: EventQueues | None = None
 
     @property
     def problem(self) -> str:
         """Why the newest snapshot does not answer although it should, or might; "" where nothing is wrong."""
-        return self.roster.problem or self.gate_problem
+        return self.snapshot_manager.problem or self.gate_problem
 
     # ---- who speaks ------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def chosen(self, request: Request) -> AsyncIterator[tuple[Hosted, Choice]]:
+    async def chosen(self, request: Request) -> AsyncIterator[tuple[LoadedSnapshot, Choice]]:
         """The snapshot, which stays while this is open, and the choice that a request names.
 
         Raises:
@@ -114,28 +114,28 @@ class Service:
         number = request.pins.snapshot
         if request.model.startswith("snapshot:") and number is None:
             number = _number(request.model)
-        async with self.holding(number) as hosted:
-            yield hosted, _choice(hosted, request)
+        async with self.holding(number) as loaded:
+            yield loaded, _choice(loaded, request)
 
     @asynccontextmanager
-    async def holding(self, number: int | None) -> AsyncIterator[Hosted]:
+    async def holding(self, number: int | None) -> AsyncIterator[LoadedSnapshot]:
         """A snapshot, which stays while this is open; None: the active one.
 
         Raises:
             UnknownError: no such snapshot. BusyError: too many are being loaded.
         """
-        hosted = self.roster.at_hand(number) or await self._loaded(number)
+        loaded = self.snapshot_manager.at_hand(number) or await self._loaded(number)
         try:
-            yield hosted
+            yield loaded
         finally:
-            self.roster.give_back(hosted)
+            self.snapshot_manager.give_back(loaded)
 
-    async def _loaded(self, number: int | None) -> Hosted:
+    async def _loaded(self, number: int | None) -> LoadedSnapshot:
         """A snapshot that has to be opened first; given back if nobody waits for it any more."""
         if self._loading >= LOADS:
             raise BusyError(f"{LOADS} snapshots are being loaded: ask again in a second")
         self._loading += 1
-        loading = asyncio.ensure_future(asyncio.to_thread(self.roster.take, number))
+        loading = asyncio.ensure_future(asyncio.to_thread(self.snapshot_manager.take, number))
         loading.add_done_callback(self._load_ended)
         try:
             return await asyncio.shield(loading)
@@ -145,12 +145,12 @@ class Service:
             loading.add_done_callback(self._unwanted)
             raise
 
-    def _load_ended(self, loading: asyncio.Future[Hosted]) -> None:
+    def _load_ended(self, loading: asyncio.Future[LoadedSnapshot]) -> None:
         self._loading -= 1
 
-    def _unwanted(self, loading: asyncio.Future[Hosted]) -> None:
+    def _unwanted(self, loading: asyncio.Future[LoadedSnapshot]) -> None:
         if not loading.cancelled() and loading.exception() is None:
-            self.roster.give_back(loading.result())
+            self.snapshot_manager.give_back(loading.result())
 
     # ---- limits ----------------------------------------------------------------------------------------------
 
@@ -196,12 +196,12 @@ class Service:
 
     @asynccontextmanager
     async def asked(
-        self, hosted: Hosted, choice: Choice, texts: Sequence[str], **settings: Any
+        self, loaded: LoadedSnapshot, choice: Choice, texts: Sequence[str], **settings: Any
     ) -> AsyncIterator[list[asyncio.Queue[Event]]]:
         """Put one ask per text to the engine; leaving cancels those that are not finished.
 
         Args:
-            settings: of `Ask`; `sampling` may be a list, one for each text.
+            settings: of `EngineRequest`; `sampling` may be a list, one for each text.
 
         Raises:
             BusyError: the queue is full.
@@ -217,7 +217,9 @@ class Service:
         for place, text in enumerate(texts):
             events: asyncio.Queue[Event] = asyncio.Queue()
             sampling = samplings[place] if isinstance(samplings, list) else samplings
-            asks.append(Ask(text, partial(mailbox.post, events), sampling, hosted=hosted, choice=choice, **settings))
+            asks.append(
+                EngineRequest(text, partial(mailbox.post, events), sampling, loaded=loaded, choice=choice, **settings)
+            )
             queues.append(events)
         for ask in asks:
             self.engine.submit(ask)
@@ -227,10 +229,10 @@ class Service:
             for ask in asks:
                 ask.cancelled = True
 
-    def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
+    def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> EventQueues:
         """That of the loop where answers are waited for."""
         if self._mailbox is None or self._mailbox.loop is not loop:
-            self._mailbox = Mailbox(loop)
+            self._mailbox = EventQueues(loop)
         return self._mailbox
 
     async def events(
@@ -281,23 +283,23 @@ def take(answer: Answer, event: Event, began: float) -> None:
     """Add an event to an answer."""
     if isinstance(event, Started):
         answer.made = event.made
-    elif isinstance(event, Piece):
+    elif isinstance(event, TextDelta):
         answer.first_s = answer.first_s or time.perf_counter() - began
         answer.text += event.text
         answer.tokens, answer.finish = event.tokens, event.finish or answer.finish
-    elif isinstance(event, Labelled):
+    elif isinstance(event, LabelScores):
         answer.scores = dict(event.scores)
     answer.total_s = time.perf_counter() - began
 
 
 def spoken_out(event: Event) -> bool:
     """Whether a text's last piece has come."""
-    return isinstance(event, Piece) and event.finish is not None
+    return isinstance(event, TextDelta) and event.finish is not None
 
 
 def labelled(event: Event) -> bool:
     """Whether the label is there."""
-    return isinstance(event, Labelled)
+    return isinstance(event, LabelScores)
 
 
 def routed(event: Event) -> bool:
@@ -305,16 +307,16 @@ def routed(event: Event) -> bool:
     return isinstance(event, Started)
 
 
-def how(hosted: Hosted, made: Made) -> How:
+def how(loaded: LoadedSnapshot, made: ResponseMetadata) -> How:
     """How an answer was made, for the wire."""
-    tasks = hosted.shares({hosted.keys[name]: weight for name, weight in made.weights.items()})
+    tasks = loaded.shares({loaded.keys[name]: weight for name, weight in made.weights.items()})
     return How(
         snapshot=made.snapshot,
         adapters=_rounded(made.weights),
         tasks=_rounded(tasks),
         template=made.template,
         cut_tokens=made.cut_tokens,
-        unfamiliar=None if made.unfamiliar is None else round(made.unfamiliar, 3),
+        ood_score=None if made.ood_score is None else round(made.ood_score, 3),
         queue_ms=round(made.queue_ms, 3),
         retrieval_ms=round(made.retrieval_ms, 3),
         batch=made.batch,
@@ -333,15 +335,15 @@ def _number(model: str) -> int:
     return int(text)
 
 
-def _choice(hosted: Hosted, request: Request) -> Choice:
-    pins, model, number = request.pins, request.model, hosted.snapshot.number
-    if pins.task is not None and pins.task not in hosted.prompts:
-        raise UnknownError(f"snapshot {number} has no task '{pins.task}': expected one of {_some(hosted.prompts)}")
+def _choice(loaded: LoadedSnapshot, request: Request) -> Choice:
+    pins, model, number = request.pins, request.model, loaded.snapshot.number
+    if pins.task is not None and pins.task not in loaded.prompts:
+        raise UnknownError(f"snapshot {number} has no task '{pins.task}': expected one of {_some(loaded.prompts)}")
     if pins.adapters is not None:
-        unknown = sorted(pins.adapters.keys() - hosted.keys.keys())
+        unknown = sorted(pins.adapters.keys() - loaded.keys.keys())
         if unknown:
             raise UnknownError(
-                f"snapshot {number} has no adapter {_some(unknown)}: expected some of {_some(hosted.keys)}"
+                f"snapshot {number} has no adapter {_some(unknown)}: expected some of {_some(loaded.keys)}"
             )
         return Choice({name: weight for name, weight in pins.adapters.items() if weight != 0}, pins.task)
     if model == "auto" or model.startswith("snapshot:"):
@@ -349,18 +351,18 @@ def _choice(hosted: Hosted, request: Request) -> Choice:
     if model == "base":
         return Choice({}, pins.task)
     name, _, version = model.partition("@")
-    held = hosted.keys.get(name, "").partition(MARK)[0]
-    if name in hosted.keys and held == f"{name}@{version or held.rpartition('@')[2]}":
+    held = loaded.keys.get(name, "").partition(MARK)[0]
+    if name in loaded.keys and held == f"{name}@{version or held.rpartition('@')[2]}":
         return Choice({name: 1.0}, pins.task)
-    if model in hosted.prompts:
-        mine = [adapter for adapter, key in hosted.keys.items() if hosted.owners[key] == (model,)]
+    if model in loaded.prompts:
+        mine = [adapter for adapter, key in loaded.keys.items() if loaded.owners[key] == (model,)]
         if mine:
             return Choice(dict.fromkeys(mine, 1.0 / len(mine)), model)
-        if not hosted.router.chooses:  # no adapter is this task's alone: the mixture that all texts get
+        if not loaded.router.chooses:  # no adapter is this task's alone: the mixture that all texts get
             return Choice(None, model)
     raise UnknownError(
         f"model '{model}' is not there: expected auto, base, snapshot:NUMBER, or an adapter of snapshot {number} "
-        f"({_some(hosted.keys)})"
+        f"({_some(loaded.keys)})"
     )
 
 

@@ -106,8 +106,8 @@ class ServeConfig(Section):
         description="of texts. static: caches of a fixed shape for max_batch rows, on GPUs one CUDA graph a step "
         "(decoder-only backbones); dynamic: caches that grow and shrink; auto: static on GPUs, where it can be",
     )
-    resident_rows: int | None = Field(None, ge=1, description="ranks of adapters on the device; null: no limit")
-    hosted: int = Field(3, ge=1, description="snapshots kept ready for rollback and pinned requests")
+    max_loaded_rows: int | None = Field(None, ge=1, description="ranks of adapters on the device; null: no limit")
+    loaded_snapshots: int = Field(3, ge=1, description="snapshots kept ready for rollback and pinned requests")
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the backbone, where the bank asks for it"
     )

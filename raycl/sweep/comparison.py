@@ -23,7 +23,7 @@ from raycl.config import Section, Tree, trust
 from raycl.config.unused import found_in, idle_in, leaves, refuse, setting
 from raycl.errors import RayclError, StoppedError
 from raycl.launch import driver
-from raycl.launch.driver import Hosting
+from raycl.launch.driver import RunOptions
 from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
 
@@ -148,7 +148,7 @@ def _run(name: str, config: RunConfig, first: Future[Tree] | None, at_once: int)
     if first is not None:
         first.exception()  # what it needs stands above it, so is running already
     log.info("== %s", name)
-    hosting = Hosting(share=at_once, label=f"{name}: " if at_once > 1 else "")
+    hosting = RunOptions(share=at_once, label=f"{name}: " if at_once > 1 else "")
     return driver.train(driver.prepare(config), hosting)
 
 

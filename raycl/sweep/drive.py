@@ -113,7 +113,7 @@ def make_plan(sweep: SweepConfig, place: Place) -> Plan:
     known = list(trials.values()) if sweep.plans else examples(sweep)
     found = [(place.config(sweep, 0, settings), settings) for settings in known]
     names = [_task_names(config) for config, _ in found]
-    lengths = {len(assembly.stages(config, open_stream(config.stream, config.seed))) for config, _ in found}
+    lengths = {len(assembly.phases(config, open_stream(config.stream, config.seed))) for config, _ in found}
     if len(lengths) > 1 and sweep.scheduler.name != "none":
         raise ConfigError(
             f"trials have between {min(lengths)} and {max(lengths)} stages, so scheduler '{sweep.scheduler.name}' "

@@ -129,12 +129,12 @@ def collect(sweep: SweepConfig, place: Place, tasks: int) -> Outcome:
 def read_row(sweep: SweepConfig, place: Place, number: int, settings: Settings, tasks: int) -> Row:
     """One trial from its folder."""
     state, reached = place.state(number, tasks)
-    results, records = place.results(number), reached.stages
+    results, records = place.results(number), reached.phases
     error = place.error(number) if state == "failed" else None
     if results is None or not records:
         return Row(number, settings, state, len(records), error=error)
-    names, stages, singles = results["stream"]["tasks"], results["stages"], results["singles"]
-    curve = [measured(sweep.metrics, names, stages, records[:done], singles) for done in range(1, len(records) + 1)]
+    names, phases, singles = results["stream"]["tasks"], results["phases"], results["singles"]
+    curve = [measured(sweep.metrics, names, phases, records[:done], singles) for done in range(1, len(records) + 1)]
     started = [attempt for attempt in reached.attempts if "borrowed" not in attempt]
     borrowed = _borrowed(records, started)
     return Row(

@@ -104,12 +104,12 @@ class Place:
         file = f"{FAILED}/{number:04d}.json"
         return str(self.storage.read_json(file)["error"]) if self.storage.exists(file) else None
 
-    def state(self, number: int, stages: int) -> tuple[State, RunState]:
+    def state(self, number: int, phases: int) -> tuple[State, RunState]:
         """What became of a trial of so many stages, and how far it got."""
         run = self.run(number)
         reached = read_state(run)
-        done = len(reached.stages)
-        if done == stages:
+        done = len(reached.phases)
+        if done == phases:
             return "done", reached
         if is_stopped(run, done):
             return "stopped", reached

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from raycl.errors import StorageError, UnreachableError
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.records.stop_request import HostStop, is_stop_requested, request_stop
 
 log = logging.getLogger("raycl")
@@ -50,7 +50,7 @@ class Control:
     def __init__(
         self,
         storage: Storage,
-        world: World,
+        world: DistributedContext,
         driver: str = "",
         hang_s: float | None = None,
         poll_s: float = POLL_S,
@@ -73,14 +73,14 @@ class Control:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="control", daemon=True)
 
-    def progress(self, activity: str, **facts: Any) -> None:
+    def progress(self, activity: str, **summary: Any) -> None:
         """Something was done: `activity` goes on.
 
         Args:
-            facts: for the heartbeat, beside those given before.
+            summary: for the heartbeat, beside those given before.
         """
         self.activity, self._progress = activity, time.monotonic()
-        self._facts = {**self._facts, **facts}
+        self._facts = {**self._facts, **summary}
 
     def stop_requested(self, now: bool = False) -> bool:
         """Whether the run is to stop. Collective; between two looks at the storage it costs nothing.
@@ -134,9 +134,9 @@ class Control:
         if not self.world.is_first:
             return
         idle = round(time.monotonic() - self._progress, 1)
-        facts = {"time": time.time(), "driver": self.driver, "activity": self.activity, "idle_s": idle, **self._facts}
+        summary = {"time": time.time(), "driver": self.driver, "activity": self.activity, "idle_s": idle, **self._facts}
         try:
-            self.storage.write_json(HEARTBEAT, facts)
+            self.storage.write_json(HEARTBEAT, summary)
         except StorageError as error:  # the next one may succeed, and training itself says what it lacks
             log.debug("no heartbeat: %s", error)
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class World:
+class DistributedContext:
     """This worker among `size` workers.
 
     Attributes:
@@ -34,9 +34,9 @@ class World:
     device: torch.device
 
     @staticmethod
-    def alone(device: torch.device | None = None) -> World:
+    def alone(device: torch.device | None = None) -> DistributedContext:
         """One process by itself."""
-        return World(0, 1, 0, device or default_device(0))
+        return DistributedContext(0, 1, 0, device or default_device(0))
 
     @property
     def is_first(self) -> bool:

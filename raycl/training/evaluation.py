@@ -20,9 +20,9 @@ from raycl.data.tokens import TokenTable
 from raycl.eval.evaluator import evaluate
 from raycl.eval.language import score_texts
 from raycl.storage import Storage
-from raycl.training.distributed import World
-from raycl.training.training_context import Parts
-from raycl.types import Batch, Score, Stage, Task
+from raycl.training.distributed import DistributedContext
+from raycl.training.training_context import TrainingContext
+from raycl.types import Batch, Phase, Score, Task
 
 log = logging.getLogger("raycl")
 
@@ -42,57 +42,61 @@ def _go_on(task: str) -> None:
 
 
 def evaluate_row(
-    parts: Parts, stage: Stage, world: World, storage: Storage, before: Before = _go_on
+    context: TrainingContext, phase: Phase, world: DistributedContext, storage: Storage, before: Before = _go_on
 ) -> dict[str, Score]:
-    """Task name -> score after `stage`. Collective; rank 0 says each score and keeps the answers."""
-    parts.backbone.eval()
-    folder = f"{stage.index:03d}-{stage.name}"
-    return {task.name: _score(parts, task, world, storage, folder, before) for task in _tasks(parts, stage)}
+    """Task name -> score after `phase`. Collective; rank 0 says each score and keeps the answers."""
+    context.backbone.eval()
+    folder = f"{phase.index:03d}-{phase.name}"
+    return {task.name: _score(context, task, world, storage, folder, before) for task in _tasks(context, phase)}
 
 
-def evaluate_unseen(parts: Parts, world: World, storage: Storage, before: Before = _go_on) -> dict[str, Score]:
+def evaluate_unseen(
+    context: TrainingContext, world: DistributedContext, storage: Storage, before: Before = _go_on
+) -> dict[str, Score]:
     """Task name -> score of tasks that were never trained, zero-shot; otherwise as `evaluate_row`.
 
     What routes is never told such a task: a batch does not carry its name.
     """
-    parts.backbone.eval()
-    if parts.stream.unseen and world.is_first:
+    context.backbone.eval()
+    if context.stream.unseen and world.is_first:
         log.info("    never trained:")
-    return {task.name: _score(parts, task, world, storage, UNSEEN, before) for task in parts.stream.unseen}
+    return {task.name: _score(context, task, world, storage, UNSEEN, before) for task in context.stream.unseen}
 
 
-def _tasks(parts: Parts, stage: Stage) -> list[Task]:
+def _tasks(context: TrainingContext, phase: Phase) -> list[Task]:
     """The stage's own tasks (one model per task), every task seen, or all."""
-    if parts.method.one_model_per_task:
-        return list(stage.tasks)
-    if parts.evaluation.tasks == "all":
-        return list(parts.stream.tasks)
-    return [task for seen in parts.stages[: stage.index + 1] for task in seen.tasks]
+    if context.method.one_model_per_task:
+        return list(phase.tasks)
+    if context.evaluation.tasks == "all":
+        return list(context.stream.tasks)
+    return [task for seen in context.phases[: phase.index + 1] for task in seen.tasks]
 
 
-def _score(parts: Parts, task: Task, world: World, storage: Storage, folder: str, before: Before) -> Score:
+def _score(
+    context: TrainingContext, task: Task, world: DistributedContext, storage: Storage, folder: str, before: Before
+) -> Score:
     before(task.name)
-    settings, codec = parts.evaluation, parts.backbone.codec
-    table = parts.stream.table(task, settings.split, codec)
-    encoder = parts.method.encoder
+    settings, codec = context.evaluation, context.backbone.codec
+    table = context.stream.table(task, settings.split, codec)
+    encoder = context.method.encoder
     if encoder is not None:
         encoder.embed_all(table.texts(range(len(table))), (world.rank, world.size), world.gather)
-    reads = parts.method.reads_batches
-    exercise = parts.stream.exercise(codec, EXERCISE_SEED)
+    reads = context.method.reads_batches
+    exercise = context.stream.exercise(codec, EXERCISE_SEED)
     sizes = (world.rank, world.size, settings.batch_size)
     batches = eval_batches(table, None, *sizes, codec.pad_id, reads, exercise)
-    if task in parts.stream.unseen:
+    if task in context.stream.unseen:
         batches = map(_nameless, batches)
     if exercise is not None:
-        return _text_score(parts, task, table, batches, world)
+        return _text_score(context, task, table, batches, world)
     limit = settings.max_new_tokens or codec.max_target_tokens
     references = table.references(range(len(table)))
-    others = {label for other in parts.stream.tasks if other is not task for label in other.labels or ()}
-    with _choosing(parts, task):
+    others = {label for other in context.stream.tasks if other is not task for label in other.labels or ()}
+    with _choosing(context, task):
         answers, cell = evaluate(
             task,
             batches,
-            lambda batch: _answers(parts, batch.to(world.device), limit),
+            lambda batch: _answers(context, batch.to(world.device), limit),
             references,
             others,
             world.gather,
@@ -107,13 +111,15 @@ def _score(parts: Parts, task: Task, world: World, storage: Storage, folder: str
     return cell
 
 
-def _text_score(parts: Parts, task: Task, table: TokenTable, batches: Iterable[Batch], world: World) -> Score:
+def _text_score(
+    context: TrainingContext, task: Task, table: TokenTable, batches: Iterable[Batch], world: DistributedContext
+) -> Score:
     """Where texts themselves are learned."""
 
     def read(batch: Batch) -> Tensor:
         batch = batch.to(world.device)
-        with parts.method.speaking(batch):
-            return parts.backbone.read(batch).cpu()
+        with context.method.activate(batch):
+            return context.backbone.read(batch).cpu()
 
     cell = score_texts(batches, read, len(table), world.gather)
     cell.extra |= {"truncated_sources": float(table.truncated_sources)}
@@ -129,18 +135,18 @@ def _nameless(batch: Batch) -> Batch:
 
 
 @contextmanager
-def _choosing(parts: Parts, task: Task) -> Iterator[None]:
+def _choosing(context: TrainingContext, task: Task) -> Iterator[None]:
     """Labels are chosen among the task's own, where the evaluation tells the task."""
-    parts.backbone.choices = tuple(task.labels or ()) if parts.evaluation.labels == "task" else ()
+    context.backbone.allowed_labels = tuple(task.labels or ()) if context.evaluation.labels == "task" else ()
     try:
         yield
     finally:
-        parts.backbone.choices = ()
+        context.backbone.allowed_labels = ()
 
 
-def _answers(parts: Parts, batch: Batch, limit: int) -> list[str]:
-    with parts.method.speaking(batch):
-        return parts.backbone.predict(batch, limit)
+def _answers(context: TrainingContext, batch: Batch, limit: int) -> list[str]:
+    with context.method.activate(batch):
+        return context.backbone.predict(batch, limit)
 
 
 def _jsonl(texts: Sequence[str], references: Sequence[Sequence[str]], answers: Sequence[str]) -> bytes:

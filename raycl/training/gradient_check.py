@@ -26,7 +26,7 @@ STEPS = 20
 """So many are looked at until one proves it: below a new label head there is no gradient at first, as for LoRA's A."""
 
 
-class Proof:
+class GradientMaskCheck:
     """First moments of a few parameters around a step. Collective: every worker looks at the same ones.
 
     Attributes:

@@ -14,7 +14,7 @@ from raycl.backbone.base import loss_count
 from raycl.errors import RunError
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import NONE, Engine
 from raycl.types import Batch
 
@@ -37,7 +37,12 @@ class StepResult:
 
 
 def train_step(
-    engine: Engine, method: Method, batches: Sequence[Batch], world: World, seed: int, modifiers: Modifiers = NONE
+    engine: Engine,
+    method: Method,
+    batches: Sequence[Batch],
+    world: DistributedContext,
+    seed: int,
+    modifiers: Modifiers = NONE,
 ) -> StepResult:
     """Accumulate over this worker's micro-batches, then update.
 
@@ -54,7 +59,7 @@ def train_step(
     count, tokens = world.total(sum(map(loss_count, batches)), sum(map(token_count, batches)))
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
-        with method.speaking(batch):  # until backward has ended: recomputation reads the mixture again
+        with method.activate(batch):  # until backward has ended: recomputation reads the mixture again
             output = modifiers.watched(engine.forward, batch)
             loss_sum += output.loss_sum.detach()
             penalty = method.penalty(batch, output)

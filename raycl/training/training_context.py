@@ -14,7 +14,7 @@ from raycl.eval.settings import EvalConfig
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
 from raycl.training.settings import BankConfig, CheckpointConfig, EngineConfig, TrainConfig
-from raycl.types import Stage
+from raycl.types import Phase
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RunInfo:
 
 
 @dataclass
-class Parts:
+class TrainingContext:
     """One worker's share of a run.
 
     Attributes:
@@ -53,7 +53,7 @@ class Parts:
     checkpoint: CheckpointConfig
     bank: BankConfig
     identity: str
-    stages: tuple[Stage, ...] = field(init=False)
+    phases: tuple[Phase, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stages = self.stream.stages(self.method.joint)
+        self.phases = self.stream.phases(self.method.joint)

@@ -108,12 +108,12 @@ def nodes(store: Store) -> Iterator[Nodes]:
             made.stop()
 
 
-def inside(stage: int) -> Any:
+def inside(phase: int) -> Any:
     """Whether the newest checkpoint is one inside this stage, or inside a later one."""
 
     def ready(state: RunState) -> bool:
-        done, name = len(state.stages), state.checkpoints[-1] if state.checkpoints else ""
-        return done >= stage and name.startswith(f"stage{done:03d}-")
+        done, name = len(state.phases), state.checkpoints[-1] if state.checkpoints else ""
+        return done >= phase and name.startswith(f"phase{done:03d}-")
 
     return ready
 
@@ -126,7 +126,7 @@ def outcome(storage: Storage) -> dict[str, Any]:
     folder = f"predictions/{len(WORDS) - 1:03d}-{list(WORDS)[-1]}"
     return {
         "matrix": [[cell and cell["value"] for cell in row] for row in results["matrix"]],
-        "steps": [(step["stage"], step["step"], step["loss"], step["grad_norm"]) for step in read_trace(storage)],
+        "steps": [(step["phase"], step["step"], step["loss"], step["grad_norm"]) for step in read_trace(storage)],
         "adapters": {entry.name: entry.tensors.sha256 for entry in newest.adapters},
         "router": newest.router.tensors and newest.router.tensors.sha256,
         "answers": {name: storage.read(f"{folder}/{name}").decode() for name in storage.list(folder)},
@@ -203,7 +203,7 @@ def _faults(
     state = wait_for(storage, inside(3), driver)
     driver.send(signal.SIGKILL)
     log(f"{_where(state)}: the driver was killed; started again")
-    log(f"endpoint: killed {kill_child(serving, 'ray::Keeper')}")
+    log(f"endpoint: killed {kill_child(serving, 'ray::CacheActor')}")
     driver.start(*words)
 
     state = wait_for(storage, lambda now: inside(4)(now) and len(now.attempts) > len(state.attempts), driver)
@@ -217,7 +217,7 @@ def _faults(
 
 
 def _where(state: RunState) -> str:
-    return f"{len(state.stages)} tasks learned, {state.checkpoints[-1]}"
+    return f"{len(state.phases)} tasks learned, {state.checkpoints[-1]}"
 
 
 def _follows(asking: Asking, number: int) -> None:

@@ -30,7 +30,7 @@ def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Complete:
         if key not in done:
             config = lab.config(kind, VARIANTS.get(method, method), ENGINES[engine])
             storage = Storage.at(tmp_path_factory.mktemp("-".join(key)))
-            done[key] = Done(config, storage, run(config, storage).parts)
+            done[key] = Done(config, storage, run(config, storage).context)
         return done[key]
 
     return get
@@ -52,7 +52,7 @@ def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
             }
             config = lab.config(kind, settings.get(method, method), train={"epochs": 6, "learning_rate": 0.03})
             storage = Storage.at(tmp_path_factory.mktemp(f"{kind}-{method}"))
-            done[kind, method] = Done(config, storage, run(config, storage).parts)
+            done[kind, method] = Done(config, storage, run(config, storage).context)
         return done[kind, method]
 
     return get

@@ -27,10 +27,10 @@ from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
 from raycl.generation.requests import Sampling
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import Host
-from raycl.serve.engine.requests import FAILURES, Ask, Choice
+from raycl.serve.engine.model_host import MultiSnapshotModel
+from raycl.serve.engine.requests import FAILURES, Choice, EngineRequest
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.types import Mixture
 
 STOP_AFTER = 3
@@ -57,7 +57,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Alone(World):
+class Alone(DistributedContext):
     """One worker, whose collectives take tensors of its device alone, as those between GPUs do."""
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -93,27 +93,27 @@ def trained(lab: Lab, case: Case, folder: Path, device: torch.device) -> dict[st
     MODULE.drawn.clear()
     with suppress(Stop):
         run(config, storage, after=STOP_AFTER, world=world)
-    parts = run(config, storage, world=world).parts
+    context = run(config, storage, world=world).context
     found: dict[str, Any] = {
         "trace": [[loss, norm] for _, _, loss, norm, _, _ in trace(storage)],
         "matrix": matrix(storage),
         "drawn": list(MODULE.drawn),
-        "device": str(parts.backbone.device),
+        "device": str(context.backbone.device),
     }
     if case.served:
         bank = Bank(storage.sub("bank"))
-        found["predicted"] = predicted(bank, parts, device)
+        found["predicted"] = predicted(bank, context, device)
         found["mixed"] = mixed(bank, device)
         found["engine"] = [served(bank, device, in_slots) for in_slots in case.decodings]
     return found
 
 
-def predicted(bank: Bank, parts: Any, device: torch.device) -> list[str]:
+def predicted(bank: Bank, context: Any, device: torch.device) -> list[str]:
     """Every test example, answered by the newest snapshot in batches."""
     model, answers = opened(bank, bank.open(max(bank.snapshots())), device), list[str]()
     codec = model.backbone.codec
-    for task in parts.stream.tasks:
-        table = parts.stream.table(task, "test", codec)
+    for task in context.stream.tasks:
+        table = context.stream.table(task, "test", codec)
         for batch in eval_batches(table, None, 0, 1, 3, codec.pad_id):
             texts = table.texts([row for row in batch.rows.tolist() if row >= 0])
             texts += [""] * (len(batch) - len(texts))
@@ -124,7 +124,7 @@ def predicted(bank: Bank, parts: Any, device: torch.device) -> list[str]:
 def mixed(bank: Bank, device: torch.device) -> list[list[str]]:
     """Answers under mixtures of resident adapters: those that all examples share, and rows of each example's own."""
     model, found = opened(bank, bank.open(max(bank.snapshots())), device), list[list[str]]()
-    names = tuple(model.hosted.keys)
+    names = tuple(model.loaded.keys)
     codec = model.backbone.codec
     ids, _ = fit_sources([f"{text} warm very much the a is" for text in TEXTS], Prompt(), codec, 24)
     batch = batch_of(ids, codec.pad_id).to(device)
@@ -132,7 +132,7 @@ def mixed(bank: Bank, device: torch.device) -> list[list[str]]:
     everyone = torch.rand(len(TEXTS), len(names), generator=draw)
     one_each = torch.eye(len(names))[torch.arange(len(TEXTS)) % len(names)] * 3
     for weights in (everyone, one_each, torch.zeros_like(everyone)):
-        with model.host.speaking(model.hosted.named(Mixture(names, weights))):
+        with model.host.activate(model.loaded.named(Mixture(names, weights))):
             found.append(model.backbone.predict(batch, 6))
     return found
 
@@ -140,19 +140,19 @@ def mixed(bank: Bank, device: torch.device) -> list[list[str]]:
 def served(bank: Bank, device: torch.device, in_slots: bool) -> list[Any]:
     """Answers of the engine to asks that come at once: greedy and drawn texts, or labels."""
     model = opened(bank, bank.open(max(bank.snapshots())), device)
-    host = Host(model.backbone)
+    host = MultiSnapshotModel(model.backbone)
     model.host.stack.detach()
     model.backbone.prefix = None
     engine = Engine(host, 4, 24, 4, in_slots=in_slots)
     try:
-        engine.take_on(model.hosted)
+        engine.load_snapshot(model.loaded)
         replies = []
         for number, text in enumerate(TEXTS):
             heat = 0.0 if number % 2 else 0.8
             sampling = None if engine.kind == "encoder" else Sampling(8, heat, 0.9 if number % 4 else 1.0, number)
-            task = model.hosted.snapshot.tasks[number % 2].name
+            task = model.loaded.snapshot.tasks[number % 2].name
             reply = Reply()
-            engine.submit(Ask(text, reply.take, sampling, hosted=model.hosted, choice=Choice(None, task)))
+            engine.submit(EngineRequest(text, reply.take, sampling, loaded=model.loaded, choice=Choice(None, task)))
             replies.append(reply)
         return [reply.label if engine.kind == "encoder" else reply.text for reply in replies]
     finally:

@@ -15,7 +15,7 @@ CARDS = ("auto", "base", "pinned")
 """Names of the three cards."""
 
 
-def heard(page: Page) -> list[str]:
+def recorded(page: Page) -> list[str]:
     """Errors from now on, of the console and of scripts."""
     found: list[str] = []
     page.on("console", lambda message: found.append(message.text) if message.type == "error" else None)

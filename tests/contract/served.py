@@ -19,11 +19,11 @@ from raycl.bank import Bank
 from raycl.data.loader import batch_of, eval_batches
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
-from raycl.generation.requests import Event, Failed, Labelled, Piece, Sampling, Started
+from raycl.generation.requests import Event, Failed, LabelScores, Sampling, Started, TextDelta
 from raycl.serve.deployment.factory import close_service, open_service
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import Hosted
-from raycl.serve.engine.requests import Ask, Choice
+from raycl.serve.engine.model_host import LoadedSnapshot
+from raycl.serve.engine.requests import Choice, EngineRequest
 from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.snapshot_model import SnapshotModel
@@ -59,7 +59,7 @@ class Reply:
     @property
     def text(self) -> str:
         """The whole answer."""
-        return "".join(event.text for event in self.wait().events if isinstance(event, Piece))
+        return "".join(event.text for event in self.wait().events if isinstance(event, TextDelta))
 
     @property
     def last(self) -> Event:
@@ -69,13 +69,13 @@ class Reply:
     @property
     def finish(self) -> str | None:
         """Why the text ended."""
-        assert isinstance(self.last, Piece), self.last
+        assert isinstance(self.last, TextDelta), self.last
         return self.last.finish
 
     @property
     def label(self) -> str:
         """The best one."""
-        assert isinstance(self.last, Labelled), self.last
+        assert isinstance(self.last, LabelScores), self.last
         return next(iter(self.last.scores))
 
     @property
@@ -91,7 +91,7 @@ class Reply:
 
 
 def _is_last(event: Event) -> bool:
-    return isinstance(event, Failed | Labelled) or (isinstance(event, Piece) and event.finish is not None)
+    return isinstance(event, Failed | LabelScores) or (isinstance(event, TextDelta) and event.finish is not None)
 
 
 def _is_started(event: Event) -> bool:
@@ -100,14 +100,14 @@ def _is_started(event: Event) -> bool:
 
 def is_piece(event: Event) -> bool:
     """Whether it is text."""
-    return isinstance(event, Piece)
+    return isinstance(event, TextDelta)
 
 
 class Desk:
     """Where a test asks."""
 
     def __init__(self, service: Service) -> None:
-        self.service, self.roster = service, service.roster
+        self.service, self.snapshot_manager = service, service.snapshot_manager
         assert isinstance(service.engine, Engine)
         self.engine: Engine = service.engine
 
@@ -120,15 +120,15 @@ class Desk:
         sampling: Sampling | None = Sampling(LIMIT),  # noqa: B008 -- frozen
         **settings: Any,
     ) -> Reply:
-        """One ask; `settings` are those of `Ask`."""
-        reply, hosted = Reply(), self.hosted(snapshot)
-        reply.asked = Ask(text, reply.take, sampling, hosted=hosted, choice=Choice(weights, task), **settings)  # type: ignore[attr-defined]
+        """One ask; `settings` are those of `EngineRequest`."""
+        reply, loaded = Reply(), self.loaded(snapshot)
+        reply.asked = EngineRequest(text, reply.take, sampling, loaded=loaded, choice=Choice(weights, task), **settings)  # type: ignore[attr-defined]
         self.engine.submit(reply.asked)  # type: ignore[attr-defined]
         return reply
 
-    def hosted(self, number: int | None = None) -> Hosted:
+    def loaded(self, number: int | None = None) -> LoadedSnapshot:
         """A snapshot that answers."""
-        return self.roster.active if number is None else self.roster.open(number)
+        return self.snapshot_manager.active if number is None else self.snapshot_manager.open(number)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -189,8 +189,8 @@ def examples(done: Done, bank: Bank, number: int | None = None) -> list[Asked]:
     snapshot = bank.open(number or max(bank.snapshots()))
     model, found = opened(bank, snapshot), []
     codec = model.backbone.codec
-    for task in done.parts.stream.tasks[: len(snapshot.tasks)]:
-        table = done.parts.stream.table(task, "test", codec)
+    for task in done.context.stream.tasks[: len(snapshot.tasks)]:
+        table = done.context.stream.table(task, "test", codec)
         for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
             texts = table.texts(batch.rows.tolist())
             found.append(Asked(task.name, texts[0], model.predict(batch, texts, [task.name], LIMIT)[0]))
@@ -199,10 +199,10 @@ def examples(done: Done, bank: Bank, number: int | None = None) -> list[Asked]:
 
 def alone(model: SnapshotModel, text: str, weights: Mapping[str, float], task: str, limit: int = LIMIT) -> str:
     """What the backbone itself says to one text under one mixture."""
-    prompt = model.hosted.prompts.get(task, Prompt())
+    prompt = model.loaded.prompts.get(task, Prompt())
     codec = model.backbone.codec
     ids, _ = fit_sources([text], prompt, codec, codec.max_source_tokens)
-    with model.host.speaking(model.hosted.named(Mixture.same(weights, 1))):
+    with model.host.activate(model.loaded.named(Mixture.same(weights, 1))):
         return model.backbone.predict(batch_of(ids, codec.pad_id), limit)[0]
 
 

@@ -20,7 +20,7 @@ from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
 from raycl.sweep.trials.prefix import prefix_keys
 from raycl.training.records.checkpoint import read_checkpoint
-from raycl.training.records.fork_points import borrow, lend, read_place
+from raycl.training.records.fork_points import borrow, read_place, save_fork_point
 from raycl.training.records.journal import read_state
 
 MIGU = {"name": "migu", "layers": ["attention", "ffn"]}
@@ -74,17 +74,17 @@ def test_what_is_borrowed_equals_what_is_learned(lab: Lab, tmp_path: Path, case:
     bank = {"dir": str(tmp_path / "bank"), "publish": True}
     lender, shared = (configs.validate(RunConfig, {**configs.as_tree(one), "bank": bank}) for one in (lender, borrower))
     first, place = Storage.at(tmp_path / "lender"), Storage.at(tmp_path / "place")
-    run(lender, first, on_stage=lambda record: lend(first, agreed, place))
+    run(lender, first, on_phase=lambda record: save_fork_point(first, agreed, place))
     lent = read_place(place)
-    assert lent is not None and len(lent["stages"]) == agreed
+    assert lent is not None and len(lent["phases"]) == agreed
 
     second, alone = Storage.at(tmp_path / "borrower"), Storage.at(tmp_path / "alone")
-    borrow(place, second, lent["stages"])
+    borrow(place, second, lent["phases"])
     run(shared, second)
     run(borrower, alone)
     assert matrix(second) == matrix(alone)
     assert trace(second) == trace(alone) != trace(first)
-    cells = [read_state(one).stages for one in (second, alone)]
+    cells = [read_state(one).phases for one in (second, alone)]
     assert [record["row"] for record in cells[0]] == [record["row"] for record in cells[1]]
     ends = [read_checkpoint(one, read_state(one).checkpoints[-1]) for one in (second, alone)]
     for kind in ("parameters", "carried"):
@@ -105,11 +105,11 @@ def test_what_is_borrowed_equals_what_is_learned(lab: Lab, tmp_path: Path, case:
 def test_a_place_is_kept_once_and_only_when_it_is_the_right_one(lab: Lab, tmp_path: Path) -> None:
     config = lab.config("bert", stream={"tasks": three(lab)})
     first, place, early = (Storage.at(tmp_path / name) for name in ("first", "place", "early"))
-    run(config, first, on_stage=lambda record: lend(first, 2, place))
-    lend(first, 1, early)
+    run(config, first, on_phase=lambda record: save_fork_point(first, 2, place))
+    save_fork_point(first, 1, early)
     assert read_place(early) is None, "the checkpoint of the first stage is gone by now"
     before = place.files()
-    lend(first, 2, place)
+    save_fork_point(first, 2, place)
     assert place.files().keys() == before.keys() and read_place(Storage.at(tmp_path / "nowhere")) is None
 
 
@@ -117,7 +117,7 @@ def test_a_stage_may_be_the_last_one(lab: Lab, tmp_path: Path) -> None:
     """What a scheduler's word comes to."""
     storage = Storage.at(tmp_path)
     config = lab.config("bert", stream={"tasks": three(lab)})
-    run(config, storage, on_stage=lambda record: record["stage"] < 1)
-    assert len(read_state(storage).stages) == 2
+    run(config, storage, on_phase=lambda record: record["phase"] < 1)
+    assert len(read_state(storage).phases) == 2
     run(config, storage)
-    assert len(read_state(storage).stages) == 3 and storage.read_json("results.json")["finished"]
+    assert len(read_state(storage).phases) == 3 and storage.read_json("results.json")["finished"]

@@ -15,7 +15,7 @@ from tiny import Lab, run
 
 from raycl import config as configs
 from raycl.launch import driver
-from raycl.launch.driver import Hosting, Prepared
+from raycl.launch.driver import Prepared, RunOptions
 from raycl.sweep.comparison import ComparisonConfig, run_comparison
 
 
@@ -23,9 +23,9 @@ from raycl.sweep.comparison import ComparisonConfig, run_comparison
 def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     one_at_a_time, hostings, done = threading.Lock(), [], []
 
-    def train(prepared: Prepared, hosting: Hosting) -> dict[str, Any]:
+    def train(prepared: Prepared, hosting: RunOptions) -> dict[str, Any]:
         hostings.append(hosting)
-        if prepared.done < len(prepared.stages):
+        if prepared.done < len(prepared.phases):
             with one_at_a_time:  # torch draws from one generator
                 run(prepared.config, prepared.storage)
             done.append(prepared.name)

@@ -14,7 +14,7 @@ from raycl.bank.operations.maintenance import verify
 from raycl.errors import CheckpointError, RunError
 from raycl.storage import Storage
 from raycl.training import stream_loop
-from raycl.training.records.fork_points import borrow, lend, read_place
+from raycl.training.records.fork_points import borrow, read_place, save_fork_point
 from raycl.training.records.journal import last_attempt, read_state
 
 FILES = ("parameters.safetensors", "optimizer.safetensors", "carried.safetensors", "manifest.json")
@@ -51,12 +51,12 @@ def stopped_after(config: Any, storage: Storage, where: str, monkeypatch: pytest
             patch.setattr(
                 stream_loop,
                 "evaluate_row",
-                lambda parts, stage, *rest: (stop if stage.index else real)(parts, stage, *rest),
+                lambda context, phase, *rest: (stop if phase.index else real)(context, phase, *rest),
             )
             run(config, storage)
     else:
         with pytest.raises(Stop):
-            run(config, storage, on_stage=lambda record: stop() if record["stage"] else None)
+            run(config, storage, on_phase=lambda record: stop() if record["phase"] else None)
 
 
 @pytest.mark.parametrize("method", ["lora", "separate", "slm", "finetune"])
@@ -104,7 +104,7 @@ def test_stages_after_an_older_checkpoint_are_learned_again(lab: Lab, tmp_path: 
     whole, storage = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "damaged")
     run(config, whole)
     with pytest.raises(Stop):
-        run(config, storage, on_stage=lambda record: stop() if record["stage"] == 2 else None)
+        run(config, storage, on_phase=lambda record: stop() if record["phase"] == 2 else None)
     for place in (-1, -2):
         damage(checkpoint(storage, place) / "manifest.json", "flip")
     with caplog.at_level(logging.WARNING, logger="raycl"):
@@ -114,8 +114,8 @@ def test_stages_after_an_older_checkpoint_are_learned_again(lab: Lab, tmp_path: 
     banks = [Bank(one.sub("bank")) for one in (storage, whole)]
     assert banks[0].versions("lora") == banks[1].versions("lora") == [1, 2, 3]
     assert banks[0].snapshots() == banks[1].snapshots() == [1, 2, 3]
-    stages = [[record["bank"]["snapshot"] for record in read_state(one).stages] for one in (storage, whole)]
-    assert stages[0] == stages[1] == [1, 2, 3]
+    phases = [[record["bank"]["snapshot"] for record in read_state(one).phases] for one in (storage, whole)]
+    assert phases[0] == phases[1] == [1, 2, 3]
 
 
 def test_without_any_whole_checkpoint_the_first_stage_starts_anew_and_later_ones_do_not(
@@ -140,10 +140,10 @@ def test_without_any_whole_checkpoint_the_first_stage_starts_anew_and_later_ones
 def test_a_damaged_place_is_not_borrowed(lab: Lab, tmp_path: Path) -> None:
     config = lab.config("bert")
     lender, place, storage = (Storage.at(tmp_path / name) for name in ("lender", "place", "borrower"))
-    run(config, lender, on_stage=lambda record: lend(lender, 1, place))
+    run(config, lender, on_phase=lambda record: save_fork_point(lender, 1, place))
     lent = read_place(place)
     assert lent is not None
     damage(Path(place.path(f"{lent['checkpoint']}/parameters.safetensors")), "flip")
     with pytest.raises(CheckpointError, match="is damaged"):
-        borrow(place, storage, lent["stages"])
+        borrow(place, storage, lent["phases"])
     assert last_attempt(storage) == 0 and storage.list("checkpoints") == []

@@ -105,14 +105,14 @@ def test_the_newest_whole_one_answers_and_a_replica_that_starts_finds_it_too(tau
     third = bank.snapshot([*kept, other, louder], second.backbone, second.router, second.tasks, made=second.made)
     flip(path_of(bank, louder.tensors.file))
     with serving(bank, **FOLLOW) as desk:
-        assert desk.roster.active.snapshot.number == 2 and "louder@1" in desk.roster.problem
+        assert desk.snapshot_manager.active.snapshot.number == 2 and "louder@1" in desk.snapshot_manager.problem
     config = ServeConfig(bank=bank.storage.uri)
     assert decide_first(bank, config) == third.number
     with serving(bank, **FOLLOW) as desk:
-        assert desk.roster.active.snapshot.number == 2, "what nobody asked for by number is not insisted on"
+        assert desk.snapshot_manager.active.snapshot.number == 2, "what nobody asked for by number is not insisted on"
     Activations(bank).add(1, "asked for")
     with serving(bank, **FOLLOW) as desk:
-        assert desk.roster.active.snapshot.number == 1 and desk.roster.problem == ""
+        assert desk.snapshot_manager.active.snapshot.number == 1 and desk.snapshot_manager.problem == ""
     with pytest.raises(BankError, match="louder@1 are damaged"):
         activate(config, third.number)
     with pytest.raises(BankError, match="louder@1 are damaged"):
@@ -140,22 +140,22 @@ def test_only_what_is_new_is_read_and_pseudo_samples_are_not(
 ) -> None:
     bank = bank_of(taught("bert", "sapt"), tmp_path)
     first, second = bank.open(1), bank.open(2)
-    kinds = {facts.file for entry in second.adapters for facts in entry.extras.values()}
+    kinds = {summary.file for entry in second.adapters for summary in entry.extras.values()}
     assert kinds, "SAPT keeps pseudo-samples"
     for file in kinds:
         flip(path_of(bank, file))
     read: list[str] = []
     real = Bank.read_object
 
-    def counting(self: Bank, facts: Any, what: str) -> Any:
-        read.append(facts.sha256)
-        return real(self, facts, what)
+    def counting(self: Bank, summary: Any, what: str) -> Any:
+        read.append(summary.sha256)
+        return real(self, summary, what)
 
     publish = withheld(bank)
     with listening(bank, **FOLLOW) as wire:
         wire.settle()
         monkeypatch.setattr(Bank, "read_object", counting)
-        monkeypatch.setattr(wire.engine.host, "ahead", lambda hosted: [])  # what goes to the device is another matter
+        monkeypatch.setattr(wire.engine.host, "ahead", lambda loaded: [])  # what goes to the device is another matter
         began = time.monotonic()
         publish()
         wire.until(lambda: wire.get("/readyz")["snapshot"] == 2)

@@ -16,8 +16,8 @@ from tiny import Done, Taught
 
 from raycl.backbone import BackboneConfig, identity
 from raycl.bank import Bank
-from raycl.bank.manifest import ModelFacts
-from raycl.generation.requests import Labelled, Sampling
+from raycl.bank.manifest import ModelInfo
+from raycl.generation.requests import LabelScores, Sampling
 
 REPO = Path(__file__).resolve().parents[2]
 TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")
@@ -105,7 +105,7 @@ def test_labels_are_those_of_the_endpoint(taught: Taught, tmp_path: Path) -> Non
             for name in found:
                 for text, answer in said[name].items():
                     last = desk.ask(text, weights={adapter: 1.0}, sampling=None).last
-                    assert isinstance(last, Labelled)
+                    assert isinstance(last, LabelScores)
                     lines = [f"{label} {score:.4f}" for label, score in last.scores.items()]
                     assert answer.splitlines() == lines
     assert set(said["headless"].values()) == {"torch.Size([1, 32])\n"}
@@ -121,9 +121,9 @@ def test_a_packaged_base_is_named_as_others_know_it(tmp_path: Path, taught: Taug
     bank = bank_of(taught("bert", "lora"), tmp_path)
     snapshot = bank.open(max(bank.snapshots()))
     entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
-    facts = ModelFacts(name="minilm", sha256=identity(BackboneConfig(name="minilm")), kind="encoder")
+    summary = ModelInfo(name="minilm", sha256=identity(BackboneConfig(name="minilm")), kind="encoder")
     made = {"config": {"backbone": {"name": "minilm", "pooling": "cls"}}}
-    bank.snapshot(entries, facts, snapshot.router, list(snapshot.tasks), made=made)
+    bank.snapshot(entries, summary, snapshot.router, list(snapshot.tasks), made=made)
     export(bank, tmp_path / "out", "lora")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "sentence-transformers/all-MiniLM-L6-v2"
@@ -136,7 +136,9 @@ def test_a_card_names_every_task_with_its_template_and_labels(taught: Taught, tm
     done = taught("llama", "slm")
     bank = bank_of(done, tmp_path)
     snapshot = bank.open(max(bank.snapshots()))
-    unlike = [facts.model_copy(update={"prompt": (f'Say "{facts.name}":\n', "\nOutput: ")}) for facts in snapshot.tasks]
+    unlike = [
+        summary.model_copy(update={"prompt": (f'Say "{summary.name}":\n', "\nOutput: ")}) for summary in snapshot.tasks
+    ]
     entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
     bank.snapshot(entries, snapshot.backbone, snapshot.router, unlike, snapshot.encoder, made=dict(snapshot.made))
     export(bank, tmp_path / "out", "animal.0=0.75,colour.0=0.5")

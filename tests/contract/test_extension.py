@@ -39,7 +39,7 @@ def test_a_task_that_comes_later_is_learned_as_if_it_had_been_known(lab: Lab, me
     folder.write(CONFIG, configs.to_yaml(first).encode())
     before = driver.finish(driver.reopen(str(tmp_path / "first")))
     grown = driver.extend(str(tmp_path / "first"), [later])
-    assert (grown.done, len(grown.stages)) == (1, 2)
+    assert (grown.done, len(grown.phases)) == (1, 2)
     work(grown)
     results = driver.finish(driver.reopen(str(tmp_path / "first")))
     assert results["finished"] and results["matrix"][0][0] == before["matrix"][0][0]

@@ -15,10 +15,10 @@ from raycl.data.loader import batch_of
 from raycl.errors import ConfigError
 from raycl.run.assembly import build, check
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.stream_loop import StreamLoop
 
-ALONE = World.alone(torch.device("cpu"))
+ALONE = DistributedContext.alone(torch.device("cpu"))
 
 
 def test_a_task_competes_alone_and_a_replayed_row_with_all(lab: Lab) -> None:
@@ -29,7 +29,7 @@ def test_a_task_competes_alone_and_a_replayed_row_with_all(lab: Lab) -> None:
     batch = batch_of(backbone.codec.encode_source(["red blue cat", "a dog"]), backbone.codec.pad_id)
     batch.label_ids[:] = torch.tensor([2, 0])
     whole = backbone.train()(batch)
-    backbone.rivals = ("left", "right")
+    backbone.competing_labels = ("left", "right")
     found = backbone(batch)
     expected = whole.logits[0, 1:].logsumexp(0) - whole.logits[0, 2] + whole.logits[1].logsumexp(0) - whole.logits[1, 0]
     torch.testing.assert_close(found.loss_sum, expected)
@@ -45,9 +45,9 @@ def test_answers_among_the_choices_alone(lab: Lab) -> None:
         backbone.head.bias.copy_(torch.tensor([2.0, 0.0, 1.0]))
     batch = batch_of(backbone.codec.encode_source(["red blue cat", "a dog"]), backbone.codec.pad_id)
     assert backbone.predict(batch, 1) == ["old", "old"]
-    backbone.choices = ("left", "right")
+    backbone.allowed_labels = ("left", "right")
     assert backbone.predict(batch, 1) == ["right", "right"]
-    backbone.choices = ("unseen",)
+    backbone.allowed_labels = ("unseen",)
     assert backbone.predict(batch, 1) == ["", ""]
 
 
@@ -57,23 +57,23 @@ def test_generated_answers_are_one_of_the_choices(
     lab: Lab, kind: str, method: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The likelier one at the first token where they part; with learned positions in front of the text, too."""
-    parts, _ = build(lab.config(kind, method), ALONE)
-    parts.method.begin_task(parts.stages[0], resumed=False)
-    backbone, codec = parts.backbone.eval(), parts.backbone.codec
+    context, _ = build(lab.config(kind, method), ALONE)
+    context.method.begin_task(context.phases[0], resumed=False)
+    backbone, codec = context.backbone.eval(), context.backbone.codec
     batch = batch_of(codec.encode_source(["red blue cat", "a dog", "a"]), codec.pad_id)
-    with parts.method.speaking(batch):
+    with context.method.activate(batch):
         free = backbone.predict(batch, 6)
-        backbone.choices = ("red cat", "red dog", "blue")
+        backbone.allowed_labels = ("red cat", "red dog", "blue")
         told = backbone.predict(batch, 6)
-        backbone.choices = tuple(reversed(backbone.choices))
+        backbone.allowed_labels = tuple(reversed(backbone.allowed_labels))
         assert backbone.predict(batch, 6) == told
-        backbone.choices = ("blue",)
+        backbone.allowed_labels = ("blue",)
         assert backbone.predict(batch, 6) == ["blue"] * 3
         if kind == "t5":
             monkeypatch.setattr(backbone.model.generation_config, "forced_bos_token_id", 0)
             assert backbone.predict(batch, 6) == ["blue"] * 3
             monkeypatch.undo()
-        backbone.choices = ()
+        backbone.allowed_labels = ()
         assert backbone.predict(batch, 6) == free
     assert set(told) <= {"red cat", "red dog", "blue"} and not set(free) & set(told)
 
@@ -98,14 +98,14 @@ def test_a_run_whose_tasks_are_told_answers_with_their_labels_and_learns_the_sam
 
 @pytest.mark.parametrize(("label_loss", "stays"), [("seen", False), ("task", True)])
 def test_earlier_labels_are_left_alone(lab: Lab, tmp_path: Path, label_loss: str, stays: bool) -> None:
-    parts, open_engine = build(lab.config("bert", "lora", train={"label_loss": label_loss}), ALONE)
-    backbone, heads = parts.backbone, []
+    context, open_engine = build(lab.config("bert", "lora", train={"label_loss": label_loss}), ALONE)
+    backbone, heads = context.backbone, []
     assert isinstance(backbone, EncoderBackbone)
 
     def look(record: dict[str, Any]) -> None:
         heads.append(backbone.head.weight.detach().clone())
 
-    StreamLoop(parts, open_engine, Storage.at(tmp_path), ALONE, on_stage=look).run()
+    StreamLoop(context, open_engine, Storage.at(tmp_path), ALONE, on_phase=look).run()
     assert torch.equal(heads[1][:2], heads[0]) is stays
     assert not torch.equal(heads[1][2:], torch.zeros_like(heads[1][2:]))
 

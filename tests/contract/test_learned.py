@@ -21,7 +21,7 @@ from raycl.bank.operations.maintenance import verify
 from raycl.data.loader import eval_batches
 from raycl.methods.registry import METHODS, method_class
 from raycl.serve.snapshots.snapshot_model import backbone_of
-from raycl.types import Mixture, Stage
+from raycl.types import Mixture, Phase
 
 AUTO: dict[str, Any] = {"bert": AutoModel, "t5": AutoModelForSeq2SeqLM, "llama": AutoModelForCausalLM}
 CASES = [
@@ -32,8 +32,8 @@ CASES = [
 
 def outputs(model: Any, done: Done) -> torch.Tensor:
     """Logits, or the hidden states of an encoder, on the first test rows."""
-    codec, task = done.parts.backbone.codec, done.parts.stream.tasks[0]
-    batch = next(iter(eval_batches(done.parts.stream.table(task, "test", codec), None, 0, 1, 4, codec.pad_id)))
+    codec, task = done.context.backbone.codec, done.context.stream.tasks[0]
+    batch = next(iter(eval_batches(done.context.stream.table(task, "test", codec), None, 0, 1, 4, codec.pad_id)))
     inputs = {"input_ids": batch.source_ids, "attention_mask": batch.source_mask}
     if codec.kind == "encoder-decoder":
         inputs["labels"] = batch.source_ids
@@ -48,47 +48,47 @@ def test_exports_give_the_trained_models_outputs_elsewhere(
     complete: Complete, tmp_path: Path, kind: str, method: str, engine: str
 ) -> None:
     done = complete(kind, method, engine)
-    stage, name = done.parts.stages[-1], done.config.backbone.name
+    phase, name = done.context.phases[-1], done.config.backbone.name
     before = outputs(AUTO[kind].from_pretrained(name, use_safetensors=True), done)
-    with speaking(done, 4):
-        trained = outputs(done.parts.backbone.model, done)
+    with activate(done, 4):
+        trained = outputs(done.context.backbone.model, done)
     assert not torch.allclose(before, trained, atol=1e-4), "training changed nothing, so this test says nothing"
-    for loaded in elsewhere(done, kind, stage, tmp_path):
+    for loaded in elsewhere(done, kind, phase, tmp_path):
         torch.testing.assert_close(outputs(loaded, done), trained, atol=1e-5, rtol=1e-5)
 
 
 def weights_of(done: Done, newest: Snapshot) -> dict[str, float]:
     """What to export: the adapter of the last stage, or its slots together."""
-    stage = done.parts.stages[-1]
-    if not done.parts.method.own_adapters:
+    phase = done.context.phases[-1]
+    if not done.context.method.own_adapters:
         return {newest.adapters[0].name: 1.0}
-    mine = [entry.name for entry in newest.adapters if entry.name.partition(".")[0] == stage.name]
+    mine = [entry.name for entry in newest.adapters if entry.name.partition(".")[0] == phase.name]
     return dict.fromkeys(mine, 1.0 / len(mine))
 
 
-def speaking(done: Done, examples: int) -> AbstractContextManager[None]:
+def activate(done: Done, examples: int) -> AbstractContextManager[None]:
     """The same adapters in the run's own model."""
-    method = done.parts.method
-    if method.stack is None or method.stack.live:
-        return method.all_live(examples)
+    method = done.context.method
+    if method.stack is None or method.stack.trainable:
+        return method.activate_trainable(examples)
     newest = Bank(done.storage.sub("bank")).newest()
     assert newest is not None
-    return method.stack.mixing(Mixture.same(weights_of(done, newest), examples))
+    return method.stack.activate(Mixture.same(weights_of(done, newest), examples))
 
 
-def elsewhere(done: Done, kind: str, stage: Stage, folder: Path) -> Iterator[Any]:
+def elsewhere(done: Done, kind: str, phase: Phase, folder: Path) -> Iterator[Any]:
     """What the last stage left, as other libraries load it: adapters by PEFT and merged, or the whole model."""
     bank = Bank(done.storage.sub("bank"))
     newest = bank.newest()
     if newest is None:
-        places = [Path(done.storage.root) / "learned" / f"{stage.index:03d}-{stage.name}"]
+        places = [Path(done.storage.root) / "learned" / f"{phase.index:03d}-{phase.name}"]
     else:
         state = mixed(bank, newest, weights_of(done, newest), head=False)
-        facts = facts_of(newest, weights_of(done, newest))
-        export_peft(state, facts, str(folder / "peft"))
+        summary = facts_of(newest, weights_of(done, newest))
+        export_peft(state, summary, str(folder / "peft"))
         base = AUTO[kind].from_pretrained(done.config.backbone.name)
         yield PeftModel.from_pretrained(base, str(folder / "peft"))
-        export_merged(state, facts, backbone_of(newest), str(folder / "merged"))
+        export_merged(state, summary, backbone_of(newest), str(folder / "merged"))
         places = [folder / "merged"]
     for place in places:
         loaded, found = AUTO[kind].from_pretrained(place, output_loading_info=True)
@@ -112,17 +112,17 @@ def test_every_slot_brings_a_head_of_its_own_labels(complete: Complete) -> None:
 )
 def test_the_label_head_belongs_to_what_was_learned(complete: Complete, method: str) -> None:
     done = complete("bert", method, "torch")
-    stage, head = done.parts.stages[-1], done.parts.backbone.head
+    phase, head = done.context.phases[-1], done.context.backbone.head
     assert isinstance(head, LabelHead)
     bank = Bank(done.storage.sub("bank"))
     newest = bank.newest()
     if newest is None:
-        name = f"learned/{stage.index:03d}-{stage.name}"
+        name = f"learned/{phase.index:03d}-{phase.name}"
         labels = done.storage.read_json(f"{name}/labels.json")
         tensors = load_file(f"{done.storage.root}/{name}/label_head.safetensors")
         found = (labels, tensors["head.weight"], tensors["head.bias"])
     else:
-        entry = newest.adapter(stage.name if method == "separate" else newest.adapters[0].name)
+        entry = newest.adapter(phase.name if method == "separate" else newest.adapters[0].name)
         state = bank.fetch(entry, newest.layouts[entry.layout])
         found = (list(state.labels), state.head_weight, state.head_bias)
     assert found[0] == head.labels
@@ -159,10 +159,10 @@ def test_which_stages_of_a_whole_model_are_exported(complete: Complete, lab: Any
 def test_checkpoints_are_safetensors_and_a_manifest_and_only_the_newest_stay(complete: Complete) -> None:
     done = complete("bert", "lora", "torch")
     names = done.storage.list("checkpoints")
-    assert names == ["stage001-step0000002-attempt0001", "stage001-step0000004-attempt0001"]
+    assert names == ["phase001-step0000002-attempt0001", "phase001-step0000004-attempt0001"]
     for name in names:
         files = done.storage.list(f"checkpoints/{name}")
         kept = ["carried.safetensors", "manifest.json", "optimizer.safetensors", "parameters.safetensors"]
         assert files == kept + ["snapshot.json"] * ("step0000004" in name), "the end of a stage keeps what it published"
         learned = load_file(f"{done.storage.root}/checkpoints/{name}/parameters.safetensors")
-        assert set(learned) == set(done.parts.method.learned_names()), "frozen weights are not stored again"
+        assert set(learned) == set(done.context.method.learned_names()), "frozen weights are not stored again"

@@ -189,12 +189,12 @@ def test_tensors_that_a_checkpoint_holds_are_published_again(
     storage, bank = resumed(complete, tmp_path, kind, method)
     last = bank.open(2)
     objects = [entry.tensors for entry in last.adapters]
-    objects += [facts for entry in last.adapters for facts in entry.extras.values()]
+    objects += [summary for entry in last.adapters for summary in entry.extras.values()]
     objects += [last.router.tensors] if last.router.tensors else []
     assert len(objects) > 1 or method == "lora"
     before = {file: bank.storage.read(file) for file in bank.storage.files()}
-    for facts in objects:
-        damage(Path(bank.storage.path(facts.file)), harm)
+    for summary in objects:
+        damage(Path(bank.storage.path(summary.file)), harm)
     assert verify(bank).problems
     with caplog.at_level(logging.WARNING, logger="raycl"):
         driver.train(driver.reopen(storage.uri))
@@ -238,7 +238,7 @@ def test_tensors_that_no_checkpoint_holds_are_named_once(
 @pytest.mark.parametrize("method", ["lora", "olora", "slm", "sapt"])
 def test_a_run_in_its_middle_gets_its_tensors_back(complete: Complete, tmp_path: Path, method: str) -> None:
     done, storage = complete("bert", method, "torch"), Storage.at(tmp_path)
-    run(done.config, storage, on_stage=lambda record: False)
+    run(done.config, storage, on_phase=lambda record: False)
     bank = Bank(storage.sub("bank"))
     for file in [file for file in bank.storage.files() if file.startswith("objects/")]:
         damage(Path(bank.storage.path(file)), "gone")
@@ -274,7 +274,7 @@ def test_what_is_pruned_stays_away(three: tuple[Any, Storage, Bank], caplog: pyt
 @pytest.mark.parametrize("way", ["deleted", "pruned"])
 def test_a_run_in_its_middle_gets_back_what_it_goes_on_from(complete: Complete, tmp_path: Path, way: str) -> None:
     done, storage = complete("bert", "separate", "torch"), Storage.at(tmp_path)
-    run(done.config, storage, on_stage=lambda record: False)
+    run(done.config, storage, on_phase=lambda record: False)
     bank = Bank(storage.sub("bank"))
     if way == "pruned":
         first = bank.open(1)
@@ -292,7 +292,7 @@ def test_a_run_in_its_middle_gets_back_what_it_goes_on_from(complete: Complete, 
 
 def test_a_run_in_its_middle_that_cannot_go_on_says_so_before_it_trains(complete: Complete, tmp_path: Path) -> None:
     done, storage = complete("bert", "separate", "torch"), Storage.at(tmp_path)
-    run(done.config, storage, on_stage=lambda record: False)
+    run(done.config, storage, on_phase=lambda record: False)
     shutil.rmtree(storage.sub("bank").root)
     with pytest.raises(BankError, match=r"snapshot 1 .* is missing") as raised:
         run(done.config, storage, after=0)

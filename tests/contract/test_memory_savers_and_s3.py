@@ -23,7 +23,7 @@ def test_gradient_checkpointing_gives_the_same_losses(lab: Lab, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "engine"), [(kind, "torch") for kind in KINDS] + [("bert", f"zero{stage}") for stage in (1, 2, 3)]
+    ("kind", "engine"), [(kind, "torch") for kind in KINDS] + [("bert", f"zero{phase}") for phase in (1, 2, 3)]
 )
 def test_bfloat16_is_near_float32_and_resumes_exactly(lab: Lab, tmp_path: Path, kind: str, engine: str) -> None:
     sections: dict[str, Any] = {"engine": ENGINES[engine], "backbone": {"dtype": "bfloat16"}}
@@ -39,11 +39,11 @@ def test_bfloat16_is_near_float32_and_resumes_exactly(lab: Lab, tmp_path: Path, 
     assert [step[2] for step in trace(whole)] == near
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_optimizer_state_in_cpu_memory_gives_the_same_losses(lab: Lab, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("phase", [1, 2, 3])
+def test_optimizer_state_in_cpu_memory_gives_the_same_losses(lab: Lab, tmp_path: Path, phase: int) -> None:
     losses = []
     for offload in (False, True):
-        engine = {"name": "deepspeed", "zero_stage": stage, "offload_optimizer": offload}
+        engine = {"name": "deepspeed", "zero_stage": phase, "offload_optimizer": offload}
         storage = Storage.at(tmp_path / str(offload))
         config = lab.config("bert", "lora", engine, modifiers=[{"name": "migu", "skip_first_task": False}])
         with pytest.raises(Stop):

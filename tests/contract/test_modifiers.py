@@ -55,7 +55,7 @@ def test_it_runs_with_every_method_and_stops_and_goes_on_bit_for_bit(
     results = whole.read_json("results.json")
     assert results["finished"]
     kept = KeptRows.of(results)
-    assert kept.tasks == results["stages"] and all(kept.masked) and all(0 < share < 100 for share in kept.norm_kept)
+    assert kept.tasks == results["phases"] and all(kept.masked) and all(0 < share < 100 for share in kept.norm_kept)
     assert "norm kept" in kept_rows_table(results)
     storage, steps = Storage.at(tmp_path), len(trace(whole))
     config = masked(lab, kind, method, engine)

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from listening import Served, serving
-from playing import CARDS, expect_state, heard, mixture, opened, said, send, shown
+from playing import CARDS, expect_state, mixture, opened, recorded, said, send, shown
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from tiny import Complete
 
@@ -96,7 +96,7 @@ def test_files_come_with_type_policy_and_tag(served: Get) -> None:
 
 
 def test_it_loads_without_errors_and_asks_nobody_else(page: Page, served: Get) -> None:
-    endpoint, errors, asked = served("llama"), heard(page), []
+    endpoint, errors, asked = served("llama"), recorded(page), []
     page.on("request", lambda request: asked.append(request.url))
     opened(page, endpoint)
     expect(page.locator("#facts")).to_have_text("· 2 tasks · decoder")
@@ -117,10 +117,10 @@ def test_typing_moves_the_bars_before_anything_is_sent(page: Page, served: Get, 
         page.fill("#text", "")
         page.locator("#text").press_sequentially(text, delay=15)
         how = served(kind).ask("/v1/route", {"input": text})[1]["data"][0]["raycl"]
-        loudest = next(iter(how["tasks"]))
-        assert how["tasks"][loudest] > 0.5, "these texts must be told apart"
-        wanted = f"{how['tasks'][loudest]:.2f}"
-        row = mixture(page).locator("li").filter(has=page.locator(f"[title={loudest}]"))
+        strongest = next(iter(how["tasks"]))
+        assert how["tasks"][strongest] > 0.5, "these texts must be told apart"
+        wanted = f"{how['tasks'][strongest]:.2f}"
+        row = mixture(page).locator("li").filter(has=page.locator(f"[title={strongest}]"))
         expect(row.locator(".value")).to_have_text(wanted)
         assert row.locator(".track i").evaluate("bar => bar.getBoundingClientRect().width") > 20
         page.locator("#auto .mixture summary").click()
@@ -134,9 +134,9 @@ def test_typing_moves_the_bars_before_anything_is_sent(page: Page, served: Get, 
 def test_of_many_tasks_the_loudest_are_shown(page: Page, served: Get) -> None:
     loud = {"task17": 0.9, "task3": 0.3, "task5": -0.2, "task9": 0.001}
     tasks = {f"task{number}": 0.0 for number in range(20)} | loud
-    facts = {"active": 1, "tasks": list(tasks), "kind": "decoder", "data": [1], "problem": ""}
-    how = {"tasks": loud, "adapters": {"one": 1.5, "two": -0.5}, "unfamiliar": 0.994}
-    page.route("**/v1/snapshots", lambda route: route.fulfill(json=facts))
+    summary = {"active": 1, "tasks": list(tasks), "kind": "decoder", "data": [1], "problem": ""}
+    how = {"tasks": loud, "adapters": {"one": 1.5, "two": -0.5}, "ood_score": 0.994}
+    page.route("**/v1/snapshots", lambda route: route.fulfill(json=summary))
     page.route("**/v1/route", lambda route: route.fulfill(json={"data": [{"raycl": how}]}))
     opened(page, served("llama"))
     page.fill("#text", COLOUR)
@@ -152,7 +152,7 @@ def test_of_many_tasks_the_loudest_are_shown(page: Page, served: Get) -> None:
 def test_three_answers_stream_in(page: Page, served: Get, slowly: Callable[[Served], None], kind: str) -> None:
     endpoint = served(kind)
     slowly(endpoint)
-    errors = heard(opened(page, endpoint))
+    errors = recorded(opened(page, endpoint))
     page.select_option("#pinned-choice", "colour.0@1")
     seen: list[str] = []
     page.expose_function("note", lambda text: seen.append(text))
@@ -315,10 +315,10 @@ def test_names_and_labels_stay_text(page: Page, complete: Complete, tmp_path: Pa
     task, label = f"task {HOSTILE}", f"label {HOSTILE}"
     (entry,) = last.adapters
     hostile = entry.model_copy(update={"tasks": (task, *entry.tasks[1:]), "labels": (label, *entry.labels[1:])})
-    facts = (last.tasks[0].model_copy(update={"name": task}), *last.tasks[1:])
-    bank.snapshot([(hostile, last.layouts[entry.layout])], last.backbone, last.router, facts, made=last.made)
+    summary = (last.tasks[0].model_copy(update={"name": task}), *last.tasks[1:])
+    bank.snapshot([(hostile, last.layouts[entry.layout])], last.backbone, last.router, summary, made=last.made)
     with serving(bank.storage.uri) as endpoint:
-        errors = heard(opened(page, endpoint))
+        errors = recorded(opened(page, endpoint))
         send(page, HOSTILE)
         expect_state(page, "done", "auto", "pinned")
         assert set(shown(mixture(page))) == {task, "animal"}

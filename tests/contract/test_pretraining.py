@@ -12,7 +12,7 @@ from tiny import ENGINES, TASKS, Done, Lab, Stop, exported, matrix, run, trace
 from raycl.bank import Bank
 from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 
 CASES = [
     ("masked", "mlm", "finetune"),
@@ -28,7 +28,7 @@ def done(request: pytest.FixtureRequest, lab: Lab, tmp_path_factory: pytest.Temp
     kind, objective, method = request.param
     config = lab.config(kind, method, stream={"objective": objective}, train={"epochs": 2})
     storage = Storage.at(tmp_path_factory.mktemp("texts"))
-    return Done(config, storage, run(config, storage).parts)
+    return Done(config, storage, run(config, storage).context)
 
 
 def test_every_cell_says_tokens_guessed_and_perplexity(done: Done) -> None:
@@ -72,13 +72,13 @@ def test_end_tasks_begin_where_pre_training_ended(lab: Lab, tmp_path: Path) -> N
     folder = str(tmp_path / "texts" / "learned" / "001-animal")
     assert not Path(folder, "label_head.safetensors").exists()
     config = lab.config("masked", {"name": "separate", "learner": "finetune"}, backbone={"name": folder})
-    model = build(config, World.alone(torch.device("cpu")))[0].backbone.model
+    model = build(config, DistributedContext.alone(torch.device("cpu")))[0].backbone.model
     weights = load_file(f"{folder}/model.safetensors")
     mine = {f"bert.{name}": value for name, value in model.state_dict().items()}
     assert mine.keys() < weights.keys() and all(torch.equal(value, weights[name]) for name, value in mine.items())
     run(config, ends)
     results = ends.read_json("results.json")
-    assert results["finished"] and results["stages"] == list(TASKS)
+    assert results["finished"] and results["phases"] == list(TASKS)
     assert matrix(ends)[1] == [matrix(ends)[0][0], matrix(ends)[1][1]], "each end task has a model of its own"
 
 

@@ -24,7 +24,7 @@ def test_adapters_that_are_evicted_come_back(taught: Taught, tmp_path: Path) -> 
     rank = bank.open(2).adapters[0].rank
     asked = [(text, weights) for text in TEXTS[:2] for weights in ({"colour": 1.0}, {"animal": -8.0}, {})]
     expected = [alone(model, text, weights, next(iter(weights), "")) for text, weights in asked]
-    with serving(bank, resident_rows=rank) as desk:
+    with serving(bank, max_loaded_rows=rank) as desk:
         with desk.paused():
             replies = [desk.ask(text, weights=weights) for text, weights in asked]
         assert [reply.text for reply in replies] == expected
@@ -43,7 +43,7 @@ def test_what_is_small_is_there_before_anybody_asks(taught: Taught, tmp_path: Pa
         with serving(bank, **settings) as desk:
             assert len(desk.engine.host.stack.states) == count
     other, lost = bank.open(2).adapters
-    with serving(bank, resident_rows=rank) as desk:
+    with serving(bank, max_loaded_rows=rank) as desk:
         Path(bank.storage.path(lost.tensors.file)).unlink()
         desk.engine.call(lambda: desk.engine.host.stack.need([str(other)])).result(WAIT_S)
         assert f"adapter {lost} cannot be had now" in desk.ask("fire is", weights={lost.name: 1.0}).error
@@ -56,11 +56,11 @@ def test_labels_on_a_small_device(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("bert", "separate"), tmp_path)
     asked = examples(taught("bert", "separate"), bank)
     rank = bank.open(2).adapters[0].rank
-    with serving(bank, resident_rows=rank) as desk:
+    with serving(bank, max_loaded_rows=rank) as desk:
         with desk.paused():
             replies = [desk.ask(one.text, task=one.task, sampling=None) for one in asked]
         assert [reply.label for reply in replies] == [one.answer for one in asked]
-    with serving(bank, resident_rows=rank - 1) as desk:
+    with serving(bank, max_loaded_rows=rank - 1) as desk:
         assert "take 8 rows" in desk.ask("fire is", task="colour", sampling=None).error
         assert "knows any label" in desk.ask("fire is", weights={}, sampling=None).error
         assert desk.engine.alive
@@ -69,7 +69,7 @@ def test_labels_on_a_small_device(taught: Taught, tmp_path: Path) -> None:
 def test_a_running_text_is_never_robbed_of_its_adapter(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     rank = bank.open(2).adapters[0].rank
-    with serving(bank, resident_rows=rank) as desk:
+    with serving(bank, max_loaded_rows=rank) as desk:
         assert desk.ask("fire is", weights={"colour": 1.0}).finish
         fetched, sources = [], desk.engine.host._sources
         for key, (source, name) in list(sources.items()):
@@ -87,7 +87,7 @@ def test_who_waits_for_room_is_not_overtaken_for_ever(
     monkeypatch.setattr("raycl.generation.continuous_batch.PATIENCE_S", 0.05)
     bank = bank_of(taught("llama", "separate"), tmp_path)
     rank = bank.open(2).adapters[0].rank
-    with serving(bank, resident_rows=rank) as desk:
+    with serving(bank, max_loaded_rows=rank) as desk:
         stop, seen = threading.Event(), []
 
         def crowd() -> None:

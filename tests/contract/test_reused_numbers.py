@@ -43,7 +43,7 @@ def test_what_is_deleted_and_published_again_is_what_answers(taught: Taught, tmp
 
         def answers(name: str) -> list[str]:
             ask = {"max_tokens": 12, "extra_body": {"raycl": {"adapters": {name: -2.0}, "task": "colour"}}}
-            return [wire.chat(one, model="snapshot:2", **ask).choices[0].message.content for one in texts]
+            return [wire.chat(one, model="snapshot:2", **ask).allowed_labels[0].message.content for one in texts]
 
         before = {name: answers(name) for name in ("colour", "animal")}
         assert before["colour"] != before["animal"], "the test tells nothing"
@@ -60,15 +60,17 @@ def test_a_request_that_has_begun_keeps_what_it_began_with(taught: Taught, tmp_p
     bank = bank_of(taught("llama", "separate"), tmp_path)
     with serving(bank, **FOLLOW) as desk:
         expected = desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG).text
-        hosted = desk.roster.take()
+        loaded = desk.snapshot_manager.take()
         running = desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG)
         running.wait(is_piece)
         swapped(bank)
-        desk.until(lambda: desk.roster.active is not hosted and desk.roster.active.snapshot.number == 2)
+        desk.until(
+            lambda: desk.snapshot_manager.active is not loaded and desk.snapshot_manager.active.snapshot.number == 2
+        )
         late = desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG)
         assert running.text == expected != late.text
-        desk.roster.give_back(hosted)
-        desk.until(lambda: desk.roster._replaced == [])
+        desk.snapshot_manager.give_back(loaded)
+        desk.until(lambda: desk.snapshot_manager._replaced == [])
 
 
 def test_a_deleted_snapshot_is_not_answered_from_a_cache(taught: Taught, tmp_path: Path) -> None:
@@ -100,15 +102,15 @@ def test_a_record_that_is_only_copied_over_changes_nothing(taught: Taught, tmp_p
     done = taught("llama", "lora")
     bank = bank_of(done, tmp_path)
     with serving(bank, **FOLLOW) as desk:
-        active, polled = desk.roster.active, threading.Event()
+        active, polled = desk.snapshot_manager.active, threading.Event()
         path = Path(bank.storage.path("snapshots/000002.json"))
         path.write_bytes(path.read_bytes())
-        real = desk.roster.bank.snapshots
+        real = desk.snapshot_manager.bank.snapshots
 
         def counting() -> list[int]:
             polled.set()
             return real()
 
-        desk.roster.bank.snapshots = counting  # type: ignore[method-assign]
+        desk.snapshot_manager.bank.snapshots = counting  # type: ignore[method-assign]
         assert polled.wait(WAIT_S)
-        assert desk.roster.active is active and examples(done, bank, 2)
+        assert desk.snapshot_manager.active is active and examples(done, bank, 2)

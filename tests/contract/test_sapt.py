@@ -21,7 +21,7 @@ from raycl.bank.operations.unlearning import evaluate, forget
 from raycl.bank.routers import get_router
 from raycl.data.loader import eval_batches
 from raycl.errors import ConfigError, RayclError
-from raycl.methods.context import StageRows
+from raycl.methods.context import TaskRows
 from raycl.methods.sapt import sapt
 from raycl.methods.sapt.pseudo_samples import sources_of
 from raycl.methods.sapt.sapt import Sapt
@@ -29,10 +29,10 @@ from raycl.retrieval.attention import Attention, AttentionRouter, max_pooled
 from raycl.run.assembly import build, check
 from raycl.serve.snapshots.snapshot_model import router_of
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.types import AdapterState, Batch, Mixture, Objective
 
-WORLD = World.alone(torch.device("cpu"))
+WORLD = DistributedContext.alone(torch.device("cpu"))
 
 
 def tasks(lab: Lab, count: int) -> list[dict[str, Any]]:
@@ -43,28 +43,28 @@ def tasks(lab: Lab, count: int) -> list[dict[str, Any]]:
 def started(lab: Lab, kind: str, learned: int = 1, **settings: Any) -> tuple[Sapt, Batch]:
     """The method in its task number `learned` (from 0), every earlier block drawn at random; a batch of that task."""
     stream = {"tasks": tasks(lab, learned + 1)} if learned > 1 else {}
-    parts, _ = build(lab.config(kind, {"name": "sapt", **settings}, stream=stream), WORLD)
-    method, codec = parts.method, parts.backbone.codec
+    context, _ = build(lab.config(kind, {"name": "sapt", **settings}, stream=stream), WORLD)
+    method, codec = context.method, context.backbone.codec
     assert isinstance(method, Sapt)
     for number in range(learned + 1):
-        stage = parts.stages[number]
-        method.show(StageRows(stage, 4, parts.stream, codec))
-        method.begin_task(stage, resumed=False)
+        phase = context.phases[number]
+        method.show(TaskRows(phase, 4, context.stream, codec))
+        method.begin_task(phase, resumed=False)
         torch.manual_seed(number)
         with torch.no_grad():
             for layer in method.stack.layers.values():
                 assert layer.lora_B is not None
                 layer.lora_B.normal_(std=0.1)
         if number < learned:
-            own = dict(parts.backbone.named_parameters())
-            method.end_task(stage, {name: own[name].detach().clone() for name in method.learned_names()})
-    table = parts.stream.table(parts.stages[learned].tasks[0], "train", codec)
-    labels = parts.backbone.label_ids() if codec.needs_labels else None
+            own = dict(context.backbone.named_parameters())
+            method.end_task(phase, {name: own[name].detach().clone() for name in method.learned_names()})
+    table = context.stream.table(context.phases[learned].tasks[0], "train", codec)
+    labels = context.backbone.label_ids() if codec.needs_labels else None
     return method, next(iter(eval_batches(table, labels, 0, 1, 4, codec.pad_id, texts=True)))
 
 
 def loss(method: Sapt, batch: Batch) -> Tensor:
-    with method.speaking(batch):
+    with method.activate(batch):
         return method.backbone(batch).loss_sum  # type: ignore[no-any-return]
 
 
@@ -129,7 +129,7 @@ def test_outputs_are_mixed_and_never_matrices() -> None:
     for name, pair in blocks.items():
         stack.load(name, AdapterState({"l": pair}, 4.0))
     x, alpha = torch.randn(3, 4, 6), torch.tensor([[0.3, 0.7], [0.9, 0.1], [0.5, 0.5]], requires_grad=True)
-    with stack.mixing(Mixture(("a", "b"), alpha)):
+    with stack.activate(Mixture(("a", "b"), alpha)):
         found = model["l"](x) - stack.layers["l"].base(x)
     pairs = list(blocks.values())
     right = sum(4.0 * alpha[:, n, None, None] * (x @ low.T @ high.T) for n, (low, high) in enumerate(pairs))
@@ -166,7 +166,7 @@ def test_generation_attends_once_per_prompt(lab: Lab, monkeypatch: pytest.Monkey
     seen: list[int] = []
     method.attention.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
     method.backbone.eval()
-    with method.speaking(batch):
+    with method.activate(batch):
         method.backbone.predict(batch, 8)
     assert seen == [4]
 
@@ -238,22 +238,24 @@ def test_prompts_keep_their_length_and_the_first_is_prompt_tuning(lab: Lab, kind
     """SAPT-Prompt (appendix C): 10 positions, started from words of the vocabulary."""
     method, batch = started(lab, kind, learned=0, value="prompt")
     prefix = method.backbone.prefix
-    assert isinstance(prefix, MixedPrompts) and prefix.live is not None and prefix.live.shape == (1, 10, 32)
-    with method.speaking(batch):
+    assert isinstance(prefix, MixedPrompts) and prefix.trainable is not None and prefix.trainable.shape == (1, 10, 32)
+    with method.activate(batch):
         found = prefix(4, torch.device("cpu"))
-        assert found is not None and torch.equal(found[0], prefix.live.expand(4, -1, -1))
+        assert found is not None and torch.equal(found[0], prefix.trainable.expand(4, -1, -1))
     words = method.backbone.model.get_input_embeddings().weight
-    assert all(any(torch.equal(row, word) for word in words) for row in prefix.live[0]), "drawn from the vocabulary"
-    method, batch = started(lab, kind, learned=3, value="prompt", attention={"floor": 0.0})
+    assert all(any(torch.equal(row, word) for word in words) for row in prefix.trainable[0]), (
+        "drawn from the vocabulary"
+    )
+    method, batch = started(lab, kind, learned=3, value="prompt", attention={"pruning_threshold": 0.0})
     prefix = method.backbone.prefix
-    assert isinstance(prefix, MixedPrompts) and prefix.live is not None
+    assert isinstance(prefix, MixedPrompts) and prefix.trainable is not None
     mixture = method.route(batch)
-    with method.speaking(batch):
+    with method.activate(batch):
         found = prefix(4, torch.device("cpu"))
     old = [method.stack.states[name].prompt for name in mixture.names[:-1]]
     assert found is not None and len(old) == 3
-    spoken = torch.stack([*(one for one in old if one is not None), prefix.live[0]])
-    torch.testing.assert_close(found[0], torch.einsum("bn,npd->bpd", mixture.weights, spoken))
+    decoded = torch.stack([*(one for one in old if one is not None), prefix.trainable[0]])
+    torch.testing.assert_close(found[0], torch.einsum("bn,npd->bpd", mixture.weights, decoded))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -261,7 +263,7 @@ def test_prompts_keep_their_length_and_the_first_is_prompt_tuning(lab: Lab, kind
     "settings",
     [
         {"value": "prompt", "prompt_length": 3},
-        {"attention": {"proj_act": "between", "tau": 2.0, "floor": 0.3}},
+        {"attention": {"proj_act": "between", "tau": 2.0, "pruning_threshold": 0.3}},
         {"head_rule": "logit", "stop_grad_old_blocks": True, "dropout": 0.1, "arm": {"abar_split": "test"}},
     ],
     ids=["prompt", "between", "logit"],
@@ -279,12 +281,12 @@ def test_a_snapshot_says_what_was_evaluated(lab: Lab, tmp_path: Path, kind: str,
     assert told["keys"] == ["colour", "animal"] and told["train"]["colour"] == [1.0]
     for weights in (told["train"]["animal"], told["test"]["colour"], told["test"]["animal"]):
         assert len(weights) == 2 and sum(weights) == pytest.approx(1.0, abs=1e-3)
-    router, stream = router_of(bank, newest), done.parts.stream
+    router, stream = router_of(bank, newest), done.context.stream
     assert isinstance(router, AttentionRouter)
     for task in stream.tasks:
-        table = stream.table(task, "test", codec := done.parts.backbone.codec)
+        table = stream.table(task, "test", codec := done.context.backbone.codec)
         batch = next(iter(eval_batches(table, None, 0, 1, len(table), codec.pad_id)))
-        pooled = max_pooled(done.parts.backbone.embedded(batch.source_ids), batch.source_mask)
+        pooled = max_pooled(done.context.backbone.embedded(batch.source_ids), batch.source_mask)
         mean = router.attention(pooled).exp().mean(0).tolist()
         assert told["test"][task.name] == pytest.approx(mean, abs=1e-4)
 
@@ -319,12 +321,12 @@ def test_told_the_task_each_block_speaks_alone(lab: Lab, tmp_path: Path, value: 
 @pytest.mark.parametrize("after", [1, 5, 7])
 def test_prompts_go_on_where_they_stopped(lab: Lab, tmp_path: Path, after: int) -> None:
     config = lab.config("t5", {"name": "sapt", "value": "prompt", "arm": {"fraction": 0.5, "batch": 3}})
-    whole, parts = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "parts")
+    whole, context = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "parts")
     run(config, whole)
     with pytest.raises(Stop):
-        run(config, parts, after)
-    run(config, parts)
-    assert trace(parts) == trace(whole) and exported(parts) == exported(whole) and matrix(parts) == matrix(whole)
+        run(config, context, after)
+    run(config, context)
+    assert trace(context) == trace(whole) and exported(context) == exported(whole) and matrix(context) == matrix(whole)
 
 
 def test_grouped_queries_have_values_of_their_own_width(lab: Lab, tmp_path: Path) -> None:
@@ -349,7 +351,7 @@ def test_texts_alone_are_refused(complete: Complete) -> None:
     newest = bank.newest()
     assert newest is not None
     with pytest.raises(RayclError, match="reads prompts with the backbone's own embeddings"):
-        opened(bank, newest).hosted.mixture(["fire is"])
+        opened(bank, newest).loaded.mixture(["fire is"])
 
 
 def test_bad_settings_are_said_before_anything_starts(lab: Lab) -> None:
@@ -371,6 +373,6 @@ def test_bad_settings_are_said_before_anything_starts(lab: Lab) -> None:
 def test_texts_without_prompts_or_answers_are_refused(
     lab: Lab, objective: Objective, settings: dict[str, Any], said: str
 ) -> None:
-    parts, _ = build(lab.config("bert", {"name": "sapt", **settings}), WORLD)
+    context, _ = build(lab.config("bert", {"name": "sapt", **settings}), WORLD)
     with pytest.raises(ConfigError, match=said):
-        parts.method.check([replace(parts.stages[0].tasks[0], objective=objective)])
+        context.method.check([replace(context.phases[0].tasks[0], objective=objective)])

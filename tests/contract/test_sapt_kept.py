@@ -10,12 +10,12 @@ from test_sapt import WORLD, loss, started
 from tiny import KINDS, Lab
 from torch import Tensor
 
-from raycl.methods.context import StageRows
+from raycl.methods.context import TaskRows
 from raycl.methods.sapt.pseudo_samples import sources_of
 from raycl.methods.sapt.sapt import Sapt
 from raycl.retrieval.attention import max_pooled
 from raycl.run.assembly import build
-from raycl.types import Batch, Mixture, Stage
+from raycl.types import Batch, Mixture, Phase
 
 
 def attend(method: Sapt, batch: Batch, loudness: float) -> None:
@@ -27,10 +27,10 @@ def attend(method: Sapt, batch: Batch, loudness: float) -> None:
         method.attention.key.add_(query * loudness * method.attention.tau / query.square().sum())
 
 
-def ended(method: Sapt, stage: Stage) -> None:
+def ended(method: Sapt, phase: Phase) -> None:
     """The task is learned, with what its block holds now."""
     own = dict(method.backbone.named_parameters())
-    method.end_task(stage, {name: own[name].detach().clone() for name in method.learned_names()})
+    method.end_task(phase, {name: own[name].detach().clone() for name in method.learned_names()})
 
 
 @pytest.mark.parametrize("split", ["dev", "test", "train"])
@@ -38,21 +38,21 @@ def test_the_mean_weights_are_of_the_split_that_is_named(lab: Lab, split: str) -
     """Those of dev (the released dev file is the test file), of test as the paper says; else of training."""
     stream = {"dev_fraction": 0.0 if split == "train" else 0.25, "train_rows": 14}
     arm = {"abar_split": "test" if split == "test" else "dev"}
-    parts, _ = build(lab.config("llama", {"name": "sapt", "arm": arm}, stream=stream), WORLD)
-    method, codec = parts.method, parts.backbone.codec
+    context, _ = build(lab.config("llama", {"name": "sapt", "arm": arm}, stream=stream), WORLD)
+    method, codec = context.method, context.backbone.codec
     assert isinstance(method, Sapt)
-    for stage in parts.stages:
-        rows = StageRows(stage, 4, parts.stream, codec)
+    for phase in context.phases:
+        rows = TaskRows(phase, 4, context.stream, codec)
         method.show(rows)
-        method.begin_task(stage, resumed=False)
-        ended(method, stage)
+        method.begin_task(phase, resumed=False)
+        ended(method, phase)
     means = {
         name: method.attention(method._pooled(sources_of(rows, name))).exp().mean(0).detach()
         for name in ("train", "dev", "test")
         if sources_of(rows, name)
     }
     assert len(means) == (2 if split == "train" else 3)
-    kept = method.reflection.memories["animal"].abar
+    kept = method.reflection.entries["animal"].abar
     torch.testing.assert_close(kept, means[split])
     assert all(not torch.allclose(kept, mean, atol=1e-6) for name, mean in means.items() if name != split)
 
@@ -64,7 +64,10 @@ def test_replayed_answers_are_possible_however_little_their_block_weighs(lab: La
     joined = method.prepare_batch(batch)
     assert len(joined) > len(batch)
     weights = method.route(joined)
-    assert weights.names == ("colour", "animal") and weights.weights[:, 0].min() < method.config.attention.floor / 2
+    assert (
+        weights.names == ("colour", "animal")
+        and weights.weights[:, 0].min() < method.config.attention.pruning_threshold / 2
+    )
     assert loss(method, joined).isfinite()
 
 
@@ -73,15 +76,15 @@ def test_a_told_task_is_answered_however_little_its_block_weighs(lab: Lab, loudn
     """With `eval.labels=task` an old task's labels are asked for, which its own block alone knows."""
     method, batch = started(lab, "bert")
     attend(method, batch, loudness)
-    parts, _ = build(lab.config("bert", "sapt"), WORLD)
-    ended(method, parts.stages[1])
+    context, _ = build(lab.config("bert", "sapt"), WORLD)
+    ended(method, context.phases[1])
     backbone = method.backbone.eval()
     with torch.no_grad():
         assert method.route(batch).names == ("animal",)
-        with method.speaking(batch):
+        with method.activate(batch):
             assert set(backbone.predict(batch, 1)) <= {"cat", "dog"}
-        backbone.choices = ("red", "blue")
-        with method.speaking(batch):
+        backbone.allowed_labels = ("red", "blue")
+        with method.activate(batch):
             assert set(backbone.predict(batch, 1)) <= {"red", "blue"}
 
 
@@ -91,7 +94,7 @@ def test_the_default_floor_changes_states_by_less_than_a_thousandth(lab: Lab, ki
     """Of what the model gives out, with two old blocks that weigh just too little."""
     method, batch = started(lab, kind, learned=2, value=value)
     attention = method.config.attention
-    assert attention.floor == 1e-3
+    assert attention.pruning_threshold == 1e-3
     loudness, found = 0.0, list[Tensor]()
     while len(method.route(batch).names) > 1:
         attend(method, batch, 0.05)
@@ -102,8 +105,8 @@ def test_the_default_floor_changes_states_by_less_than_a_thousandth(lab: Lab, ki
         lambda module, args, out: given.append(out["last_hidden_state" if kind == "bert" else "logits"])
     )
     with torch.no_grad():
-        for floor in (0.0, attention.floor):
-            config = attention.model_copy(update={"floor": floor})
+        for pruning_threshold in (0.0, attention.pruning_threshold):
+            config = attention.model_copy(update={"pruning_threshold": pruning_threshold})
             method.config = method.config.model_copy(update={"attention": config})
             loss(method, batch)
             found.append(given[-1].flatten(1))
@@ -118,14 +121,14 @@ def test_what_the_floor_leaves_out_hardly_changes_the_output(lab: Lab, kind: str
     attend(method, batch, 7)
     with torch.no_grad():
         pooled = max_pooled(method.backbone.embedded(batch.source_ids), batch.source_mask)
-        floor = 2.1 * float(method.attention(pooled).exp()[:, 0].max())
+        pruning_threshold = 2.1 * float(method.attention(pooled).exp()[:, 0].max())
         found = []
-        for one in (0.0, floor):
-            attention = method.config.attention.model_copy(update={"floor": one})
+        for one in (0.0, pruning_threshold):
+            attention = method.config.attention.model_copy(update={"pruning_threshold": one})
             method.config = method.config.model_copy(update={"attention": attention})
             found.append((method.route(batch).names, float(loss(method, batch))))
     assert found[0][0] == ("colour", "animal") and found[1][0] == ("animal",)
-    assert 1e-5 < floor < 0.02 and 0 < abs(found[0][1] - found[1][1]) < floor * found[0][1]
+    assert 1e-5 < pruning_threshold < 0.02 and 0 < abs(found[0][1] - found[1][1]) < pruning_threshold * found[0][1]
 
 
 @pytest.mark.parametrize("value", ["lora", "prompt"])
@@ -136,13 +139,13 @@ def test_a_step_leaves_old_blocks_and_keys_as_they_are(lab: Lab, kind: str, valu
     key = method.attention.keys["colour"].clone()
 
     def said(task: str) -> Tensor:
-        with torch.no_grad(), method.stack.mixing(Mixture.same({task: 1.0}, len(batch))):
+        with torch.no_grad(), method.stack.activate(Mixture.same({task: 1.0}, len(batch))):
             return method.backbone(batch).loss_sum  # type: ignore[no-any-return]
 
     before = {task: said(task) for task in ("colour", "animal")}
-    live = [parameter for parameter in method.backbone.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in method.backbone.parameters() if parameter.requires_grad]
     loss(method, batch).backward()  # type: ignore[no-untyped-call]
-    torch.optim.SGD(live, lr=10.0).step()
+    torch.optim.SGD(trainable, lr=10.0).step()
     assert torch.equal(said("colour"), before["colour"]) and not torch.equal(said("animal"), before["animal"])
     assert torch.equal(method.attention.keys["colour"], key)
 

@@ -20,13 +20,13 @@ def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path
     bank = bank_of(done, tmp_path)
     model, expected = opened(bank, bank.open(2)), {}
     codec = model.backbone.codec
-    for task in done.parts.stream.tasks:
-        table = done.parts.stream.table(task, "test", codec)
+    for task in done.context.stream.tasks:
+        table = done.context.stream.table(task, "test", codec)
         for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
-            evaluated = done.parts.method.route(batch)
+            evaluated = done.context.method.route(batch)
             weights = dict(zip(evaluated.names, evaluated.weights[0].tolist(), strict=True))
-            mixture = model.host.attended(model.hosted, batch.source_ids, batch.source_mask)
-            names = [model.hosted.names[key] for key in mixture.names]
+            mixture = model.host.attended(model.loaded, batch.source_ids, batch.source_mask)
+            names = [model.loaded.names[key] for key in mixture.names]
             assert dict(zip(names, mixture.weights[0].tolist(), strict=True)) == pytest.approx(weights, abs=1e-6)
             expected[table.texts(batch.rows.tolist())[0]] = weights
     assert len({round(weights.get("colour", 0.0), 4) for weights in expected.values()}) >= 3, "a mix-up would be seen"
@@ -50,7 +50,7 @@ def test_each_text_is_read_with_the_template_of_its_task(lab: Lab, tmp_path: Pat
         train={"epochs": 6, "learning_rate": 0.03},
     )
     storage = Storage.at(tmp_path / "run")
-    done = Done(config, storage, run(config, storage).parts)
+    done = Done(config, storage, run(config, storage).context)
     bank = bank_of(done, tmp_path)
     asked = examples(done, bank)
     with serving(bank, max_batch=5) as desk:

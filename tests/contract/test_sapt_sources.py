@@ -17,16 +17,16 @@ from raycl.bank import Bank
 from raycl.bank.operations.unlearning import evaluate
 from raycl.bank.routers import get_router
 from raycl.errors import BackboneError, ConfigError, DataError
-from raycl.methods.context import StageRows
-from raycl.methods.sapt.generator import Writer, WriterConfig
+from raycl.methods.context import TaskRows
+from raycl.methods.sapt.generator import Generator, GeneratorConfig
 from raycl.methods.sapt.reflection import ReflectionConfig
 from raycl.methods.sapt.sapt import Sapt
-from raycl.retrieval.attention import loudest
+from raycl.retrieval.attention import strongest
 from raycl.run.assembly import build, check, load_config
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 
-WORLD = World.alone(torch.device("cpu"))
+WORLD = DistributedContext.alone(torch.device("cpu"))
 WRITER = {"steps": 30, "rate": 0.02, "max_tokens": 8}
 ABLATIONS = ("arm", "replay", "alignment", "shared_attention")
 
@@ -53,10 +53,10 @@ def pseudo(storage: Storage, task: str) -> dict[str, Any]:
 
 def generated(lab: Lab, kind: str, **settings: Any) -> dict[str, Any]:
     """A generator of the run's own backbone, or a small decoder where that cannot write."""
-    writer: dict[str, Any] = {**WRITER}
+    generator: dict[str, Any] = {**WRITER}
     if kind == "bert":
-        writer["backbone"] = {"name": str(lab.model_folder("llama")), "dtype": "float32"}
-    return sapt(arm={"source": "generated", "fraction": 0.3}, writer=writer, **settings)
+        generator["backbone"] = {"name": str(lab.model_folder("llama")), "dtype": "float32"}
+    return sapt(arm={"source": "generated", "fraction": 0.3}, generator=generator, **settings)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_a_generator_writes_inputs_and_the_run_goes_on_where_it_stopped(
     done = run(config, whole)
     kept = pseudo(whole, "colour")
     assert len(kept["source_lengths"]) == 4 and int(kept["source_lengths"].min()) >= 2, "30 % of 14 rows, with template"
-    method = done.parts.method
-    assert isinstance(method, Sapt) and not method.stack.live and method.learned_names()
+    method = done.context.method
+    assert isinstance(method, Sapt) and not method.stack.trainable and method.learned_names()
     names = [name for name, _ in method.backbone.named_parameters() if ".lora_" in name]
     assert names == [], "the generator is forgotten when it has written"
     again = stopped_and_continued(config, tmp_path / "again", 6)
@@ -82,29 +82,31 @@ def test_a_generator_writes_inputs_and_the_run_goes_on_where_it_stopped(
 @pytest.mark.parametrize(("kind", "falls"), [("t5", 2.0), ("llama", 0.25)])
 def test_a_generator_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: str, falls: float) -> None:
     """The one released with SAPT trains nothing. Its loss on the task's texts falls, [Gen] and LoRA move."""
-    parts, _ = build(lab.config(kind, sapt(targets=["attention", "ffn"])), WORLD)
-    method, losses = parts.method, list[float]()
+    context, _ = build(lab.config(kind, sapt(targets=["attention", "ffn"])), WORLD)
+    method, losses = context.method, list[float]()
     assert isinstance(method, Sapt)
-    rows = StageRows(parts.stages[0], 4, parts.stream, parts.backbone.codec)
-    writer = Writer(WriterConfig(steps=100, rate=0.003, max_tokens=8, dropout=0.0), parts.backbone, method.stack, 0)
-    plain = Writer._loss
+    rows = TaskRows(context.phases[0], 4, context.stream, context.backbone.codec)
+    generator = Generator(
+        GeneratorConfig(steps=100, rate=0.003, max_tokens=8, dropout=0.0), context.backbone, method.stack, 0
+    )
+    plain = Generator._loss
 
-    def told(self: Writer, labels: Any, token: Any) -> Any:
+    def told(self: Generator, labels: Any, token: Any) -> Any:
         found = plain(self, labels, token)
         losses.append(found.item() / int((labels != -100).sum()))
         return found
 
-    monkeypatch.setattr(Writer, "_loss", told)
-    assert len(writer.write(rows, 0.5)) == 7
+    monkeypatch.setattr(Generator, "_loss", told)
+    assert len(generator.write(rows, 0.5)) == 7
     assert losses[0] - losses[-1] > falls
 
 
 def test_who_cannot_write_is_said_before_anything_starts(lab: Lab, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a backbone that writes, and this run's is encoder-only: name a small"):
         check(lab.config("bert", sapt(arm={"source": "generated"})))
-    writer = {"backbone": {"name": str(lab.model_folder("bert"))}}
+    generator = {"backbone": {"name": str(lab.model_folder("bert"))}}
     with pytest.raises(ConfigError, match="is encoder-only and cannot write texts: expected an encoder-decoder"):
-        check(lab.config("bert", sapt(arm={"source": "generated"}, writer=writer)))
+        check(lab.config("bert", sapt(arm={"source": "generated"}, generator=generator)))
     check(lab.config("bert", generated(lab, "bert")))
     endless = shutil.copytree(lab.model_folder("llama"), tmp_path / "endless")
     words = AutoTokenizer.from_pretrained(endless)
@@ -113,14 +115,14 @@ def test_who_cannot_write_is_said_before_anything_starts(lab: Lab, tmp_path: Pat
     with pytest.raises(
         BackboneError, match="decoder backbone has no end-of-sequence token, so answers never end: name one"
     ):
-        check(lab.config("bert", sapt(arm={"source": "generated"}, writer={"backbone": {"name": str(endless)}})))
+        check(lab.config("bert", sapt(arm={"source": "generated"}, generator={"backbone": {"name": str(endless)}})))
 
 
 def test_no_generator_is_trained_for_texts_that_nothing_reads(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is anybody who could write needed where blocks are learned alone."""
-    monkeypatch.delattr(Writer, "write")
+    monkeypatch.delattr(Generator, "write")
     config = lab.config("t5", generated(lab, "t5", ablation="arm"))
     whole = Storage.at(tmp_path / "whole")
     run(config, whole)
@@ -137,7 +139,7 @@ def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
     storage = Storage.at(tmp_path / "run")
     done = run(config, storage)
     ids = pseudo(storage, "colour")["source_ids"]
-    words = done.parts.backbone.codec.tokenizer.convert_ids_to_tokens(ids.tolist())
+    words = done.context.backbone.codec.tokenizer.convert_ids_to_tokens(ids.tolist())
     assert words == ["<s>", "fire", "is", "warm", "Output", ":"], "with the task's template"
     (tmp_path / "animal.jsonl").unlink()
     with pytest.raises(DataError, match=r"animal.jsonl' with pseudo inputs is missing"):
@@ -194,7 +196,7 @@ def test_each_ablation_leaves_out_what_it_is_named_for(lab: Lab, ablation: str) 
         tested = method.route(batch)
         told = torch.zeros(4, len(other))
         told[:, [list(other).index(name) for name in tested.names]] = tested.weights
-        assert torch.equal(told, loudest(chosen) if ablation == "shared_attention" else chosen)
+        assert torch.equal(told, strongest(chosen) if ablation == "shared_attention" else chosen)
 
 
 def test_without_shared_attention_a_block_is_what_it_is_alone(lab: Lab, tmp_path: Path) -> None:
@@ -216,8 +218,8 @@ def test_a_selector_finds_the_tasks_of_its_pseudo_inputs(lab: Lab, tmp_path: Pat
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_replayed_rows_are_each_trained_on_once_an_epoch(lab: Lab, tmp_path: Path, kind: str) -> None:
     config = lab.config(kind, sapt(ablation="replay", arm={"fraction": 0.5}), train={"epochs": 2})
-    parts, _ = build(config, WORLD)
-    method = parts.method
+    context, _ = build(config, WORLD)
+    method = context.method
     assert isinstance(method, Sapt)
     seen: list[tuple[int, Any]] = []
     join = Sapt.prepare_batch
@@ -232,9 +234,9 @@ def test_replayed_rows_are_each_trained_on_once_an_epoch(lab: Lab, tmp_path: Pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sapt, "prepare_batch", watched)
         done = run(config, Storage.at(tmp_path))
-    method = done.parts.method
+    method = done.context.method
     assert isinstance(method, Sapt)
-    kept = method.reflection.memories["colour"].samples
+    kept = method.reflection.entries["colour"].samples
     rows = method.backbone.label_ids() if kind == "bert" else {}
     labels = [rows["blue"], rows["red"]] if kind == "bert" else []
     expected = sorted((s, labels[row] if labels else -100) for s, row in zip(kept.sources, kept.labels, strict=True))

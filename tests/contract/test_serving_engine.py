@@ -14,7 +14,7 @@ from served import LIMIT, WAIT_S, Reply, alone, bank_of, chunks, examples, is_pi
 from tiny import Taught, opened
 
 from raycl.errors import ConfigError, RayclError
-from raycl.generation.requests import Labelled, Piece, Sampling, Started
+from raycl.generation.requests import LabelScores, Sampling, Started, TextDelta
 from raycl.serve.engine.truncation import Fitted, Wanted
 
 WEIGHTS: tuple[dict[str, float], ...] = (
@@ -91,7 +91,7 @@ def test_who_has_no_soft_prompt_reads_the_same_text(
     """In a batch with soft prompts the others' first positions are masked, also when those have left."""
     bank = bank_of(taught(kind, "prompts"), tmp_path)
     model = opened(bank, bank.open(2))
-    prompted = {name: 1.0 for name in model.hosted.keys if name.startswith("colour")}
+    prompted = {name: 1.0 for name in model.loaded.keys if name.startswith("colour")}
     expected = [alone(model, text, {}, "") for text in TEXTS]
     with serving(bank, max_batch=8, **settings) as desk:
         with desk.paused():
@@ -117,7 +117,7 @@ def test_labels_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, metho
         assert [reply.label for reply in replies] == [one.answer for one in asked]
         one = desk.ask(asked[0].text, task=asked[0].task, sampling=None)
         assert one.label == asked[0].answer, "alone as among others"
-        assert isinstance(one.last, Labelled) and isinstance(replies[0].last, Labelled)
+        assert isinstance(one.last, LabelScores) and isinstance(replies[0].last, LabelScores)
         assert one.last.scores == pytest.approx(replies[0].last.scores, abs=1e-5)
         assert sum(one.last.scores.values()) == pytest.approx(1.0, abs=1e-5)
 
@@ -142,7 +142,7 @@ def test_two_snapshots_answer_side_by_side(taught: Taught, tmp_path: Path, decod
     newer = {one.text: one.answer for one in examples(done, bank, 2)}
     assert any(newer[text] != answer for text, answer in older.items())
     with serving(bank, max_batch=6, decoding=decoding) as desk:
-        desk.hosted(1)
+        desk.loaded(1)
         with desk.paused():
             pairs = [(desk.ask(text, 1, task="colour"), desk.ask(text, 2, task="colour")) for text in older]
         for (text, answer), (old, new) in zip(older.items(), pairs, strict=True):
@@ -156,22 +156,22 @@ def test_a_request_keeps_its_snapshot(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(done, tmp_path)
     older, newer = examples(done, bank, 1), examples(done, bank, 2)
     text = next(one.text for one, other in zip(older, newer, strict=False) if one.answer != other.answer)
-    with serving(bank, snapshot=1, hosted=1) as desk:
-        desk.roster.activate(1, "to begin with")
-        held = desk.roster.take()
+    with serving(bank, snapshot=1, loaded_snapshots=1) as desk:
+        desk.snapshot_manager.activate(1, "to begin with")
+        held = desk.snapshot_manager.take()
         with desk.paused():
             before = desk.ask(text, task="colour")
-            activation = threading.Thread(target=desk.roster.activate, args=(2, "newer"))
+            activation = threading.Thread(target=desk.snapshot_manager.activate, args=(2, "newer"))
             activation.start()
         activation.join(WAIT_S)
         after = desk.ask(text, task="colour")
-        assert desk.roster.active.snapshot.number == 2 and held.snapshot.number in desk.engine.host.hosted
+        assert desk.snapshot_manager.active.snapshot.number == 2 and held.snapshot.number in desk.engine.host.loaded
         assert (before.made.snapshot, after.made.snapshot) == (1, 2)
         assert before.text == next(one.answer for one in older if one.text == text)
         assert after.text == next(one.answer for one in newer if one.text == text)
-        desk.roster.give_back(held)
-        desk.roster.activate(1, "back")
-        assert list(desk.engine.host.hosted) == [1], "hosted=1, and nobody uses the other one"
+        desk.snapshot_manager.give_back(held)
+        desk.snapshot_manager.activate(1, "back")
+        assert list(desk.engine.host.loaded) == [1], "loaded_snapshots=1, and nobody uses the other one"
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
@@ -238,8 +238,10 @@ def test_what_nobody_wants_any_more_stops(taught: Taught, tmp_path: Path) -> Non
             reply.asked.cancelled = True  # type: ignore[attr-defined]
         desk.settle()
         assert desk.engine.counts["tokens"] < 4000
-        assert not any(isinstance(event, Piece) and event.finish for reply in replies for event in reply.events)
-        assert not any(isinstance(event, Piece) for reply in replies[2:] for event in reply.events), "they never spoke"
+        assert not any(isinstance(event, TextDelta) and event.finish for reply in replies for event in reply.events)
+        assert not any(isinstance(event, TextDelta) for reply in replies[2:] for event in reply.events), (
+            "they never spoke"
+        )
         assert desk.ask("fire is", weights={"colour": 1.0}).finish
 
 
@@ -309,7 +311,7 @@ def test_a_stop_ends_the_text_before_it(taught: Taught, tmp_path: Path) -> None:
         stop = " ".join(words[3:5])
         ended = desk.ask("fire is", weights={}, sampling=Sampling(LIMIT, stop=("nothing", stop)))
         assert (ended.text, ended.finish) == (whole.text[: whole.text.index(stop)].rstrip(), "stop")
-        assert isinstance(ended.last, Piece) and ended.last.tokens == 5
+        assert isinstance(ended.last, TextDelta) and ended.last.tokens == 5
 
 
 def test_what_does_not_fit_is_cut_or_said(taught: Taught, tmp_path: Path) -> None:
@@ -322,7 +324,7 @@ def test_what_does_not_fit_is_cut_or_said(taught: Taught, tmp_path: Path) -> Non
         assert raw.error == "the prompt has 151 tokens, this endpoint reads at most 127: send less text"
         whole = desk.ask(" ".join(["fire"] * 120), weights={}, templated=False, sampling=Sampling(100))
         assert whole.made.prompt_tokens == 121 and whole.made.cut_tokens == 0 and whole.made.template == ""
-        assert whole.finish == "length" and isinstance(whole.last, Piece) and whole.last.tokens == 128 - 121
+        assert whole.finish == "length" and isinstance(whole.last, TextDelta) and whole.last.tokens == 128 - 121
         assert desk.ask("", weights={}, templated=False).finish, "its start token is enough"
 
 
@@ -341,8 +343,8 @@ def test_a_neighbour_that_names_no_task_changes_nothing(taught: Taught, tmp_path
     asked = examples(taught("bert", "separate"), bank)
     with serving(bank) as desk:
         calls: list[object] = []
-        route = desk.hosted().router.route
-        desk.hosted().router.route = lambda texts, tasks: calls.append(tasks) or route(texts, tasks)  # type: ignore[method-assign, func-returns-value]
+        route = desk.loaded().router.route
+        desk.loaded().router.route = lambda texts, tasks: calls.append(tasks) or route(texts, tasks)  # type: ignore[method-assign, func-returns-value]
         with desk.paused():
             told = [desk.ask(one.text, task=one.task, sampling=None) for one in asked[:3]]
             untold = desk.ask("fire is", sampling=None)

@@ -16,10 +16,10 @@ from tiny import Lab, matrix, run, trace
 from raycl.pretrained import weight_files
 from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.stream_loop import StreamLoop
 
-ALONE = World.alone(torch.device("cpu"))
+ALONE = DistributedContext.alone(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -42,10 +42,10 @@ def test_shared_weights_change_nothing(
     assert files, "the laboratory saves safetensors"
     first, last = files[0].ctypes.data, files[0].ctypes.data + files[0].nbytes
 
-    parts, open_engine = build(config, ALONE, files=files)
-    inside = [first <= weight.data_ptr() < last for weight in parts.backbone.model.parameters()]
+    context, open_engine = build(config, ALONE, files=files)
+    inside = [first <= weight.data_ptr() < last for weight in context.backbone.model.parameters()]
     assert any(inside) if shared else not any(inside)
     own, mapped = Storage.at(tmp_path / "own"), Storage.at(tmp_path / "mapped")
-    StreamLoop(parts, open_engine, mapped, ALONE).run()
+    StreamLoop(context, open_engine, mapped, ALONE).run()
     run(config, own)
     assert matrix(mapped) == matrix(own) and trace(mapped) == trace(own)

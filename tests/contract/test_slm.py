@@ -25,24 +25,24 @@ from raycl.report.routing import Routing
 from raycl.retrieval.memory_slots.slots import SlotRouter
 from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.types import AdapterState, Batch, Mixture
 
-WORLD = World.alone(torch.device("cpu"))
+WORLD = DistributedContext.alone(torch.device("cpu"))
 
 
 def started(lab: Lab, kind: str, **settings: Any) -> tuple[Slm, Batch]:
     """The method at the beginning of its first task, and a batch of it."""
-    parts, _ = build(lab.config(kind, {"name": "slm", **settings}), WORLD)
-    method, stage = parts.method, parts.stages[0]
+    context, _ = build(lab.config(kind, {"name": "slm", **settings}), WORLD)
+    method, phase = context.method, context.phases[0]
     assert isinstance(method, Slm)
-    table = parts.stream.table(stage.tasks[0], "train", parts.backbone.codec)
+    table = context.stream.table(phase.tasks[0], "train", context.backbone.codec)
     texts = table.texts(range(len(table)))
     queries = method.encoder.embed(texts)
-    method.study(stage, queries, queries[:2])
-    method.begin_task(stage, resumed=False)
-    labels = parts.backbone.label_ids() if parts.backbone.codec.needs_labels else None
-    batch = next(iter(eval_batches(table, labels, 0, 1, 4, parts.backbone.codec.pad_id, texts=True)))
+    method.study(phase, queries, queries[:2])
+    method.begin_task(phase, resumed=False)
+    labels = context.backbone.label_ids() if context.backbone.codec.needs_labels else None
+    batch = next(iter(eval_batches(table, labels, 0, 1, 4, context.backbone.codec.pad_id, texts=True)))
     return method, batch
 
 
@@ -61,7 +61,7 @@ def test_fresh_slots_say_nothing(lab: Lab, kind: str, value: str) -> None:
     method, batch = started(lab, kind, value=value)
     with torch.no_grad():
         bare = states(method, batch)
-        with method.speaking(batch):
+        with method.activate(batch):
             assert torch.equal(states(method, batch), bare)
 
 
@@ -76,7 +76,7 @@ def test_one_slot_is_a_plain_lora(lab: Lab, kind: str) -> None:
         torch.nn.init.normal_(layer.lora_B, std=0.05)
     pairs = {path: (layer.lora_A, layer.lora_B) for path, layer in method.stack.layers.items()}
     with torch.no_grad():
-        with method.speaking(batch):
+        with method.activate(batch):
             found = states(method, batch)
         for path, (low, high) in pairs.items():
             base = method.stack.layers[path].base
@@ -140,7 +140,7 @@ def test_every_setting_learns_and_its_snapshot_is_whole(lab: Lab, tmp_path: Path
     result = storage.read_json("results.json")
     routing = Routing.of(result)
     assert set(result["stage_facts"][-1]["found"]) == {"keys", "discriminant", "eq13"}
-    assert routing.tasks == result["stages"] and routing.novelty == {}, "a run without dev texts"
+    assert routing.tasks == result["phases"] and routing.novelty == {}, "a run without dev texts"
     assert routing.owners == [task for task in routing.tasks for _ in range(4)]
     for i, row in enumerate(routing.cosines):
         assert row[i] == pytest.approx(1, abs=1e-3) and len(row) == 8
@@ -155,30 +155,30 @@ def test_the_released_ways_go_on_where_they_stopped(
     lab: Lab, tmp_path: Path, settings: dict[str, Any], after: int
 ) -> None:
     config = lab.config("bert", {"name": "slm", **settings})
-    whole, parts = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "parts")
+    whole, context = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "parts")
     run(config, whole)
     with pytest.raises(Stop):
-        run(config, parts, after)
-    run(config, parts)
-    assert trace(parts) == trace(whole) and exported(parts) == exported(whole) and matrix(parts) == matrix(whole)
+        run(config, context, after)
+    run(config, context)
+    assert trace(context) == trace(whole) and exported(context) == exported(whole) and matrix(context) == matrix(whole)
 
 
 def test_slots_of_tasks_to_come_take_weight_and_say_nothing(lab: Lab, tmp_path: Path) -> None:
     """With `all` (as released) the first task's texts lose weight to the second's slots, with `seen` they do not."""
     shares = {}
     for scope in ("all", "seen"):
-        parts, _ = build(lab.config("bert", {"name": "slm", "train_scope": scope, "keys": {"steps": 0}}), WORLD)
-        method = parts.method
+        context, _ = build(lab.config("bert", {"name": "slm", "train_scope": scope, "keys": {"steps": 0}}), WORLD)
+        method = context.method
         assert isinstance(method, Slm)
         texts = {}
-        for stage in parts.stages if scope == "all" else parts.stages[:1]:
-            table = parts.stream.table(stage.tasks[0], "train", parts.backbone.codec)
-            texts[stage.index] = table.texts(range(len(table)))
-            queries = method.encoder.embed(texts[stage.index])
-            method.study(stage, queries, queries[:2])
-        method.begin_task(parts.stages[0], resumed=False)
-        table = parts.stream.table(parts.stages[0].tasks[0], "train", parts.backbone.codec)
-        batch = next(iter(eval_batches(table, parts.backbone.label_ids(), 0, 1, 4, 0, texts=True)))
+        for phase in context.phases if scope == "all" else context.phases[:1]:
+            table = context.stream.table(phase.tasks[0], "train", context.backbone.codec)
+            texts[phase.index] = table.texts(range(len(table)))
+            queries = method.encoder.embed(texts[phase.index])
+            method.study(phase, queries, queries[:2])
+        method.begin_task(context.phases[0], resumed=False)
+        table = context.stream.table(context.phases[0].tasks[0], "train", context.backbone.codec)
+        batch = next(iter(eval_batches(table, context.backbone.label_ids(), 0, 1, 4, 0, texts=True)))
         mixture = method.route(batch)
         assert set(mixture.names) == {f"colour.{number}" for number in range(4)}
         shares[scope] = float(mixture.weights.sum(1).mean())
@@ -198,9 +198,9 @@ def test_one_head_for_each_number_of_labels(lab: Lab, tmp_path: Path) -> None:
     assert all(torch.equal(first, state.head_weight) for state in rows.values() if state.head_weight is not None)
     assert set(rows["animal.0"].labels) == {"cat", "dog"} and set(rows["colour.0"].labels) == {"red", "blue"}
     served = opened(bank, newest)
-    parts, _ = build(lab.config("bert", {"name": "slm"}), WORLD)
-    table = parts.stream.table(parts.stages[1].tasks[0], "test", parts.backbone.codec)
-    batch = next(iter(eval_batches(table, None, 0, 1, 4, parts.backbone.codec.pad_id, texts=True)))
+    context, _ = build(lab.config("bert", {"name": "slm"}), WORLD)
+    table = context.stream.table(context.phases[1].tasks[0], "test", context.backbone.codec)
+    batch = next(iter(eval_batches(table, None, 0, 1, 4, context.backbone.codec.pad_id, texts=True)))
     with pytest.raises(RayclError, match="label heads go by the task of each text"):
         served.predict(batch, batch.texts, None, 1)
     assert set(served.predict(batch, batch.texts, batch.tasks, 1)) <= {"cat", "dog"}
@@ -211,18 +211,18 @@ def test_references_over_a_head_for_each_number_of_labels(lab: Lab, tmp_path: Pa
     """The head of each text's task answers, in training, in evaluation, and from the snapshot that is left."""
     learner = {"name": "slm", "head_rule": "label_count", "keys": {"steps": 40}}
     storage = Storage.at(tmp_path)
-    parts = run(lab.config("bert", {"name": method, "learner": learner}), storage).parts
+    context = run(lab.config("bert", {"name": method, "learner": learner}), storage).context
     bank = Bank(storage.sub("bank"))
     newest = bank.newest()
     assert newest is not None
     served = opened(bank, newest)
-    for task in parts.stream.tasks:
+    for task in context.stream.tasks:
         files = [f"predictions/{folder}/{task.name}.jsonl" for folder in storage.list("predictions")]
         last = [file for file in files if storage.exists(file)][-1]
         measured = [json.loads(line)["answer"] for line in storage.read(last).decode().splitlines()]
-        table = parts.stream.table(task, "test", parts.backbone.codec)
+        table = context.stream.table(task, "test", context.backbone.codec)
         answers: dict[int, str] = {}
-        for batch in eval_batches(table, None, 0, 1, 4, parts.backbone.codec.pad_id, texts=True):
+        for batch in eval_batches(table, None, 0, 1, 4, context.backbone.codec.pad_id, texts=True):
             answers |= dict(zip(batch.rows.tolist(), served.predict(batch, batch.texts, batch.tasks, 1), strict=True))
         assert [answers[row] for row in range(len(table))] == measured
 
@@ -252,12 +252,12 @@ def test_dev_texts_that_are_kept_tell_new_texts_from_known_ones(lab: Lab, tmp_pa
     assert all(torch.equal(first[name], second[name]) for name in first)
     routings = [Routing.of(storage.read_json("results.json")) for storage in (whole, stopped)]
     assert routings[0] == routings[1] and list(routings[0].novelty) == ["animal"]
-    assert 0.1 < float(routers[0].unfamiliar(first["sample/colour"]).mean()) < 0.9
+    assert 0.1 < float(routers[0].ood_score(first["sample/colour"]).mean()) < 0.9
     asked = ["fire is warm", "the annual report of the company lists its subsidiaries in Norway"]
     with listening(Bank(whole.sub("bank"))) as wire:
-        found = [one["raycl"]["unfamiliar"] for one in wire.post("/v1/route", {"input": asked}).json()["data"]]
+        found = [one["raycl"]["ood_score"] for one in wire.post("/v1/route", {"input": asked}).json()["data"]]
         answered = wire.post("/v1/classify", {"input": asked[0]}).json()["data"][0]["raycl"]
-    assert found[0] < found[1] == 1.0 and answered["unfamiliar"] is None
+    assert found[0] < found[1] == 1.0 and answered["ood_score"] is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -342,7 +342,7 @@ def test_generation_asks_the_encoder_once(lab: Lab, monkeypatch: pytest.MonkeyPa
         assert layer.lora_B is not None
         torch.nn.init.normal_(layer.lora_B, std=0.1)
     method.backbone.eval()
-    with method.speaking(batch):
+    with method.activate(batch):
         method.backbone.predict(batch, 8)
     assert asked == [len(set(batch.texts))]
     llama = tiny_model("llama", len(tokenizer("llama"))).eval()
@@ -353,7 +353,7 @@ def test_generation_asks_the_encoder_once(lab: Lab, monkeypatch: pytest.MonkeyPa
     }
     stack.load("a", AdapterState(pairs, 0.5))
     ids = torch.tensor([[4, 5, 6, 7]])
-    with torch.no_grad(), stack.mixing(Mixture(("a",), torch.ones(1, 1))):
+    with torch.no_grad(), stack.activate(Mixture(("a",), torch.ones(1, 1))):
         cached, plain = (
             llama.generate(ids, max_new_tokens=6, do_sample=False, use_cache=use, pad_token_id=0)
             for use in (True, False)

@@ -43,8 +43,8 @@ def test_a_snapshot_alone_answers_as_the_run_did(complete: Complete, kind: str, 
         return
     model = opened(bank, snapshot)
     codec = model.backbone.codec
-    for task in done.parts.stream.tasks:
-        table = done.parts.stream.table(task, "test", codec)
+    for task in done.context.stream.tasks:
+        table = done.context.stream.table(task, "test", codec)
         answers: dict[int, str] = {}
         for batch in eval_batches(table, None, 0, 1, 4, codec.pad_id):
             rows = batch.rows.tolist()

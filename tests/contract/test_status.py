@@ -23,11 +23,11 @@ from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
 from raycl.training import control as controls
 from raycl.training.control import Control
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.records.stop_request import request_stop
 from raycl.training.stream_loop import StreamLoop
 
-ALONE = World.alone(torch.device("cpu"))
+ALONE = DistributedContext.alone(torch.device("cpu"))
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -47,9 +47,9 @@ class At:
 
 def learn(config: RunConfig, storage: Storage, step: int, act: Callable[[], None]) -> None:
     """A run as a worker does it, with `act` after so many optimizer steps."""
-    parts, open_engine = assembly.build(config, ALONE)
+    context, open_engine = assembly.build(config, ALONE)
     with Control(storage, ALONE, "mine", poll_s=0.0) as control:
-        StreamLoop(parts, open_engine, storage, ALONE, At(step, act), driver="mine", control=control).run()
+        StreamLoop(context, open_engine, storage, ALONE, At(step, act), driver="mine", control=control).run()
 
 
 def started(done: Done, folder: Path) -> tuple[RunConfig, Storage]:
@@ -97,7 +97,7 @@ def test_while_it_runs_and_when_it_was_killed(
     crashed = status_of(str(killed))
     assert crashed.state == "crashed" and "may be starting again" in crashed.says
     assert crashed.facts["step"].startswith("the last one recorded is 3 of 4 of task 2, 'animal', loss ")
-    assert crashed.facts["from"].startswith("it goes on after step 2 of task 2 (stage001-step0000002")
+    assert crashed.facts["from"].startswith("it goes on after step 2 of task 2 (phase001-step0000002")
     assert crashed.command == f"python jobs/train_stream.py --resume {killed}"
     assert "may be starting" not in later(killed, 3600, monkeypatch).says
     assert "1:00:0" in later(killed, 3600, monkeypatch).says

@@ -14,12 +14,12 @@ from raycl.bank.operations.maintenance import verify
 from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training.control import Control
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.records.journal import read_state
 from raycl.training.records.stop_request import HostStop, request_stop, stop_of
 from raycl.training.stream_loop import StreamLoop
 
-ALONE = World.alone(torch.device("cpu"))
+ALONE = DistributedContext.alone(torch.device("cpu"))
 
 
 class At:
@@ -38,21 +38,21 @@ class At:
 
 def stopped(config: object, storage: Storage, step: int) -> None:
     """A run whose driver asks it to stop after `step` optimizer steps of both stages together."""
-    parts, open_engine = build(config, ALONE)  # type: ignore[arg-type]
+    context, open_engine = build(config, ALONE)  # type: ignore[arg-type]
     sink = At(step, lambda: request_stop(storage, "driver", "SIGTERM"))
     control = Control(storage, ALONE, "driver", poll_s=0.0)
-    StreamLoop(parts, open_engine, storage, ALONE, sink, driver="driver", control=control).run()
+    StreamLoop(context, open_engine, storage, ALONE, sink, driver="driver", control=control).run()
 
 
 @pytest.mark.parametrize(("kind", "method"), [("bert", "slm"), ("t5", "lora"), ("llama", "sapt"), ("bert", "finetune")])
-@pytest.mark.parametrize(("step", "place"), [(3, "stage000-step0000003"), (7, "stage001-step0000003")])
+@pytest.mark.parametrize(("step", "place"), [(3, "phase000-step0000003"), (7, "phase001-step0000003")])
 def test_it_stops_inside_a_task_and_goes_on_bit_for_bit(
     complete: Complete, tmp_path: Path, kind: str, method: str, step: int, place: str
 ) -> None:
     done, storage = complete(kind, method, "torch"), Storage.at(tmp_path)
     stopped(done.config, storage, step)
     state = read_state(storage)
-    assert state.checkpoints[-1].startswith(place) and len(state.stages) == step // 4
+    assert state.checkpoints[-1].startswith(place) and len(state.phases) == step // 4
     assert len(trace(storage)) == step
     run(done.config, storage)
     assert (trace(storage), matrix(storage)) == (trace(done.storage), matrix(done.storage))
@@ -75,14 +75,14 @@ def test_modifiers_stop_and_go_on_as_well(complete: Complete, tmp_path: Path, mo
 def test_a_checkpoint_that_was_due_is_written_once(complete: Complete, tmp_path: Path) -> None:
     done, storage = complete("bert", "lora", "torch"), Storage.at(tmp_path)
     stopped(done.config, storage, 2)
-    assert [name[:20] for name in read_state(storage).checkpoints] == ["stage000-step0000002"]
+    assert [name[:20] for name in read_state(storage).checkpoints] == ["phase000-step0000002"]
 
 
 def test_at_the_end_of_a_task_training_is_kept_and_evaluation_waits(complete: Complete, tmp_path: Path) -> None:
     done, storage = complete("bert", "lora", "torch"), Storage.at(tmp_path)
     stopped(done.config, storage, 8)
     state = read_state(storage)
-    assert state.checkpoints[-1].startswith("stage001-step0000004") and len(state.stages) == 1
+    assert state.checkpoints[-1].startswith("phase001-step0000004") and len(state.phases) == 1
     run(done.config, storage)
     assert (trace(storage), matrix(storage)) == (trace(done.storage), matrix(done.storage))
 
@@ -93,19 +93,19 @@ def test_a_request_is_for_the_workers_of_one_driver(complete: Complete, tmp_path
     request_stop(storage, "driver", "SIGTERM")
     stopped(done.config, storage, 100)
     assert read_state(storage).checkpoints == [], "asked before the first step"
-    parts, open_engine = build(done.config, ALONE)
-    StreamLoop(parts, open_engine, storage, ALONE, driver="next", control=Control(storage, ALONE, "next")).run()
+    context, open_engine = build(done.config, ALONE)
+    StreamLoop(context, open_engine, storage, ALONE, driver="next", control=Control(storage, ALONE, "next")).run()
     assert matrix(storage) == matrix(done.storage)
 
 
 def test_a_request_of_the_host_stops_the_run_too(complete: Complete, tmp_path: Path) -> None:
     """A sweep requests it once for all of its trials; the run's own folder says so afterwards."""
     done, storage, sweep = complete("bert", "lora", "torch"), Storage.at(tmp_path / "run"), Storage.at(tmp_path)
-    parts, open_engine = build(done.config, ALONE)
+    context, open_engine = build(done.config, ALONE)
     sink = At(3, lambda: request_stop(sweep, "sweep", "SIGTERM"))
     control = Control(storage, ALONE, "driver", poll_s=0.0, host=HostStop(sweep.address, "sweep"))
-    StreamLoop(parts, open_engine, storage, ALONE, sink, driver="driver", control=control).run()
-    assert read_state(storage).checkpoints[-1].startswith("stage000-step0000003")
+    StreamLoop(context, open_engine, storage, ALONE, sink, driver="driver", control=control).run()
+    assert read_state(storage).checkpoints[-1].startswith("phase000-step0000003")
     assert (stop_of(storage, "driver") or {})["reason"] == "SIGTERM"
 
 
@@ -113,6 +113,6 @@ def test_a_request_of_the_host_stops_the_run_too(complete: Complete, tmp_path: P
 def test_other_engines_stop_too(complete: Complete, tmp_path: Path, engine: str) -> None:
     done, storage = complete("bert", "slm", engine), Storage.at(tmp_path)
     stopped(done.config, storage, 7)
-    assert read_state(storage).checkpoints[-1].startswith("stage001-step0000003")
+    assert read_state(storage).checkpoints[-1].startswith("phase001-step0000003")
     run(done.config, storage)
     assert (trace(storage), matrix(storage)) == (trace(done.storage), matrix(done.storage))

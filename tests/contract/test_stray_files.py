@@ -86,7 +86,7 @@ def test_an_endpoint_over_strays_answers(taught: Taught, tmp_path: Path) -> None
 @pytest.mark.parametrize("method", ["lora", "separate"])
 def test_a_run_among_strays_ends_as_ever(complete: Complete, tmp_path: Path, method: str) -> None:
     done, storage = complete("bert", method, "torch"), Storage.at(tmp_path)
-    run(done.config, storage, on_stage=lambda record: False)
+    run(done.config, storage, on_phase=lambda record: False)
     for folder in ("", "ledger", "ledger/attempt-0001", "checkpoints", "trace", "predictions", "log", "verdict"):
         for name in (
             *(name for name in NAMES if name != "000000.json"),

@@ -20,7 +20,7 @@ from raycl.methods.registry import METHODS
 from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training import stream_loop
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 
 OWN = ("slm", "sapt", "olora", "separate", "joint")
 """Methods that put more before an engine than `lora` and `finetune` do; IncLoRA is in O-LoRA, replay is its learner."""
@@ -60,18 +60,18 @@ def same_run(found: Storage, expected: Storage) -> None:
 
 def test_a_stream_runs_and_fills_its_matrix(done: Done) -> None:
     results = done.storage.read_json("results.json")
-    scores, method = matrix(done.storage), done.parts.method
+    scores, method = matrix(done.storage), done.context.method
     assert results["finished"]
-    assert results["stages"] == (["joint"] if method.joint else list(TASKS))
+    assert results["phases"] == (["joint"] if method.joint else list(TASKS))
     filled = [[score is not None for score in row] for row in scores]
     assert filled == ([[True, True]] if method.joint else [[True, False], [True, True]])
     if method.one_model_per_task:
         assert scores[1][0] == scores[0][0], "a task's own model is evaluated once, and its score stands"
     steps = trace(done.storage)
-    assert len(steps) == sum(entry["steps"] for entry in results["stage_times"])
-    assert all(entry["resident_memory_mb"] > 0 for entry in results["stage_times"])
+    assert len(steps) == sum(entry["steps"] for entry in results["phase_times"])
+    assert all(entry["resident_memory_mb"] > 0 for entry in results["phase_times"])
     joint_steps = {1: 7, 2: STEPS + STEPS}  # one stored row more fills the last batch of 2 to 3
-    assert len(steps) == joint_steps[len(results["stages"])]
+    assert len(steps) == joint_steps[len(results["phases"])]
 
 
 @pytest.mark.parametrize(("kind", "method", "engine"), [case for case in CASES if case[2] != "torch"])
@@ -106,17 +106,17 @@ def test_stopped_between_training_and_evaluation(
     complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, engine: str
 ) -> None:
     done, storage = complete("bert", method, engine), Storage.at(tmp_path)
-    stages = len(done.parts.stages)
-    for stage in range(stages):
+    phases = len(done.context.phases)
+    for phase in range(phases):
         with monkeypatch.context() as patch, pytest.raises(Stop):
             patch.setattr(stream_loop, "evaluate_row", stop)
             run(done.config, storage)
-        steps = done.storage.read_json("results.json")["stage_times"][stage]["steps"]
-        assert storage.list("checkpoints")[-1].startswith(f"stage{stage:03d}-step{steps:07d}")
+        steps = done.storage.read_json("results.json")["phase_times"][phase]["steps"]
+        assert storage.list("checkpoints")[-1].startswith(f"phase{phase:03d}-step{steps:07d}")
         with pytest.raises(Stop):
-            run(done.config, storage, after=0, on_stage=stop)
+            run(done.config, storage, after=0, on_phase=stop)
     same_run(storage, done.storage)
-    assert len(storage.list("trace")) == stages, "what was trained is not trained again"
+    assert len(storage.list("trace")) == phases, "what was trained is not trained again"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_stopped_around_the_export(
 def test_stopped_at_the_end_of_a_task(complete: Complete, tmp_path: Path, method: str, engine: str) -> None:
     done, storage = complete("bert", method, engine), Storage.at(tmp_path)
     with pytest.raises(Stop):
-        run(done.config, storage, on_stage=stop)
+        run(done.config, storage, on_phase=stop)
     run(done.config, storage)
     took = storage.read_json("results.json")["wall_s"]
     again = run(done.config, storage)  # finished: nothing is left to do
@@ -157,14 +157,14 @@ def test_stopped_at_the_end_of_a_task(complete: Complete, tmp_path: Path, method
 
 
 def test_what_a_method_does_not_learn_keeps_every_bit(done: Done, case: tuple[str, str, str]) -> None:
-    fresh = build(done.config, World.alone(torch.device("cpu")))[0].backbone
-    learned = set(done.parts.method.learned_names())
-    first, last = dict(fresh.named_parameters()), dict(done.parts.backbone.named_parameters())
+    fresh = build(done.config, DistributedContext.alone(torch.device("cpu")))[0].backbone
+    learned = set(done.context.method.learned_names())
+    first, last = dict(fresh.named_parameters()), dict(done.context.backbone.named_parameters())
     assert first.keys() == last.keys()
     frozen = [name for name in first if name not in learned]
     assert [name for name in frozen if not torch.equal(first[name], last[name])] == []
     body = [name for name in learned if not name.startswith("head.")]
-    slots = [value for name, value in done.parts.method.carried().items() if name.endswith("lora_B")]
+    slots = [value for name, value in done.context.method.frozen_state().items() if name.endswith("lora_B")]
     changed = any(not torch.equal(first[name], last[name]) for name in body)
     assert changed or any(bool(value.any()) for value in slots), "nothing was learned at all"
     assert bool(frozen) is (case[1] != "finetune")
@@ -202,9 +202,9 @@ class Curves:
 @pytest.mark.parametrize("method", ["lora", "joint"])
 def test_trackers_see_the_metrics_and_the_matrix(lab: Lab, tmp_path: Path, method: str) -> None:
     """After each stage, over the tasks learned so far; at the end those of results.json."""
-    world, curves, storage = World.alone(torch.device("cpu")), Curves(), Storage.at(tmp_path)
-    parts, open_engine = build(lab.config("bert", method), world)
-    stream_loop.StreamLoop(parts, open_engine, storage, world, curves).run()
+    world, curves, storage = DistributedContext.alone(torch.device("cpu")), Curves(), Storage.at(tmp_path)
+    context, open_engine = build(lab.config("bert", method), world)
+    stream_loop.StreamLoop(context, open_engine, storage, world, curves).run()
     found, cells = storage.read_json("results.json")["metrics"], matrix(storage)
     last = {name: points[-1][1] for name, points in curves.points.items() if name.startswith("metrics/")}
     names = ["ap", "average_accuracy"] if method == "joint" else ["ap", "average_accuracy", "bwt", "bwt_m", "f_ra"]

@@ -73,8 +73,8 @@ def custom(lab: Lab, tmp_path: Path, modules: None) -> Custom:
     folder, witness = shutil.copytree(lab.model_folder("bert"), tmp_path / "custom"), tmp_path / "ran"
     (folder / "own.py").write_text(CODE.format(witness=str(witness)))
     classes = {"AutoConfig": "own.Config", "AutoModel": "own.Model"}
-    facts = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**facts, "auto_map": classes, "model_type": "custom"}))
+    summary = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**summary, "auto_map": classes, "model_type": "custom"}))
     tree = lab.tree("bert", "inclora", output={"dir": str(tmp_path / "runs"), "name": "mine"})
     tree["backbone"] |= {"name": str(folder), "trust_remote_code": True}
     file = tmp_path / "config.yaml"
@@ -99,7 +99,7 @@ def test_a_config_file_cannot_allow_it(custom: Custom) -> None:
     assert not custom.ran
 
 
-@pytest.mark.parametrize("path", ["backbone.allow_pickle", "method.writer.backbone.trust_remote_code"])
+@pytest.mark.parametrize("path", ["backbone.allow_pickle", "method.generator.backbone.trust_remote_code"])
 def test_nor_any_of_the_others(lab: Lab, tmp_path: Path, path: str) -> None:
     tree = lab.tree("bert", {"name": "sapt", "arm": {"source": "generated"}})
     configs.assign(tree, path, True, "test")

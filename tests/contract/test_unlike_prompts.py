@@ -23,7 +23,7 @@ def unlike(bank: Bank, times: int = 1) -> Bank:
     """The bank with newer snapshots whose tasks have prompts of their own."""
     last = bank.open(max(bank.snapshots()))
     entries = [(entry, last.layouts[entry.layout]) for entry in last.adapters]
-    tasks = [facts.model_copy(update={"prompt": UNLIKE[facts.name]}) for facts in last.tasks]
+    tasks = [summary.model_copy(update={"prompt": UNLIKE[summary.name]}) for summary in last.tasks]
     for number in range(times):
         made = {**last.made, "number": number}
         bank.snapshot(entries, last.backbone, last.router, tasks, last.encoder, made=made)

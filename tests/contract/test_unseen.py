@@ -44,9 +44,9 @@ def test_they_are_evaluated_at_the_end_and_touch_nothing_else(lab: Lab, tmp_path
     chosen = lab.slots() if method == "slm" else method
     plain, found = Storage.at(tmp_path / "plain"), Storage.at(tmp_path / "found")
     run(lab.config(kind, chosen), plain)
-    stages: list[bool] = []
-    run(asked(lab, kind, chosen), found, on_stage=lambda record: stages.append("unseen" in record))
-    assert stages == ([True] if method == "joint" else [False, True]), "after the last task only"
+    phases: list[bool] = []
+    run(asked(lab, kind, chosen), found, on_phase=lambda record: phases.append("unseen" in record))
+    assert phases == ([True] if method == "joint" else [False, True]), "after the last task only"
     assert trace(found) == trace(plain) and matrix(found) == matrix(plain) and exported(found) == exported(plain)
     told, before = results(found), results(plain)
     assert told["stream"]["tasks"] == list(TASKS) and told["metrics"] == before["metrics"]
@@ -65,16 +65,16 @@ def test_the_method_is_not_told(lab: Lab, tmp_path: Path, monkeypatch: pytest.Mo
     """SAPT's batches carry their tasks' names, except for those."""
     from raycl.methods.sapt.sapt import Sapt
 
-    route, heard = Sapt.route, list[str]()
+    route, recorded = Sapt.route, list[str]()
 
     def listen(self: Sapt, batch: Batch) -> Any:
-        heard.extend(batch.tasks)
+        recorded.extend(batch.tasks)
         assert len(batch.tasks) == len(batch)
         return route(self, batch)
 
     monkeypatch.setattr(Sapt, "route", listen)
     run(asked(lab, "t5", "sapt"), Storage.at(tmp_path))
-    assert set(heard) == {*TASKS, ""}
+    assert set(recorded) == {*TASKS, ""}
 
 
 def test_answers_are_the_tasks_own_labels_where_the_task_is_told(lab: Lab, tmp_path: Path) -> None:

@@ -58,9 +58,9 @@ def seen(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
         run(lab.config("bert", checkpoint={"keep": 3}), left, after=7)
     names = read_state(left).checkpoints
     assert [name.partition("-attempt")[0] for name in names] == [
-        "stage000-step0000002",
-        "stage000-step0000004",
-        "stage001-step0000002",
+        "phase000-step0000002",
+        "phase000-step0000004",
+        "phase001-step0000002",
     ]
     for case in [*VIEWS, LOST_BANK]:
         for rank in range(2):
@@ -87,7 +87,7 @@ def test_both_go_on_from_the_newest_that_both_can_read(seen: Path, whole: Storag
     assert errors(seen, case) == []
     storage = Storage.at(seen / case / "0")
     first = json.loads(storage.read_text("trace/attempt-0002.jsonl").splitlines()[0])
-    assert (first["stage"], first["step"]) == VIEWS[case][2]
+    assert (first["phase"], first["step"]) == VIEWS[case][2]
     for mine, other in zip(trace(storage), trace(whole), strict=True):
         assert mine[:2] == other[:2] and mine[2:] == pytest.approx(other[2:], abs=1e-4, rel=1e-4)
     assert matrix(storage) == matrix(whole)

@@ -66,8 +66,8 @@ def test_chat_answers_what_was_measured(wire: Wire, asked: list[Asked], model: S
         assert found.id.startswith("chatcmpl-") and found.created > 1e9
         how = found.raycl
         assert how == choice.raycl and how["snapshot"] == 2 and how["template"] == one.task and how["batch"] >= 1
-        mixture = model.hosted.mixture([one.text])
-        expected = {model.hosted.names[key]: weight for key, weight in _weights(mixture).items() if weight > 1e-6}
+        mixture = model.loaded.mixture([one.text])
+        expected = {model.loaded.names[key]: weight for key, weight in _weights(mixture).items() if weight > 1e-6}
         assert how["adapters"] == pytest.approx(expected, abs=1e-5) and 0.0 not in how["adapters"].values()
         assert next(iter(how["tasks"])) == one.task and how["retrieval_ms"] > 0
         text = f"{one.text}\nOutput: "
@@ -176,7 +176,7 @@ def test_what_is_null_is_as_if_it_were_not_said(wire: Wire) -> None:
 
 def test_models_are_listed_and_pin(wire: Wire, model: SnapshotModel) -> None:
     names = [one.id for one in wire.openai.models.list()]
-    assert names[:4] == ["auto", "base", "snapshot:1", "snapshot:2"] and set(names[4:]) == set(model.hosted.keys)
+    assert names[:4] == ["auto", "base", "snapshot:1", "snapshot:2"] and set(names[4:]) == set(model.loaded.keys)
     assert wire.openai.models.retrieve("base").owned_by == "raycl"
     for name, adapters, snapshot in (
         ("base", {}, 2),
@@ -218,7 +218,7 @@ def test_a_route_without_an_answer(wire: Wire, labels: Wire) -> None:
 
 
 def test_labels(labels: Wire, taught: Taught) -> None:
-    asked = examples(taught("bert", "slm"), labels.roster.bank)
+    asked = examples(taught("bert", "slm"), labels.snapshot_manager.bank)
     found = labels.post("/v1/classify", {"input": [one.text for one in asked]}).json()
     assert [one["label"] for one in found["data"]] == [one.answer for one in asked]
     assert [one["index"] for one in found["data"]] == list(range(len(asked)))
@@ -237,7 +237,7 @@ def test_labels(labels: Wire, taught: Taught) -> None:
 
 def test_what_the_bank_holds(wire: Wire, model: SnapshotModel) -> None:
     found = wire.get("/v1/adapters")
-    assert found["snapshot"] == 2 and [one["name"] for one in found["data"]] == list(model.hosted.keys)
+    assert found["snapshot"] == 2 and [one["name"] for one in found["data"]] == list(model.loaded.keys)
     assert found["data"][0]["rank"] == 8 and found["data"][0]["version"] == 1 and found["data"][0]["bytes"] > 0
     assert {tuple(one["tasks"]) for one in found["data"]} == {("colour",), ("animal",)}
     shown = wire.get("/v1/snapshots")

@@ -19,9 +19,9 @@ from wired import Wire, listening, problem
 from raycl.bank import Bank
 from raycl.retrieval.router import TextRouter
 from raycl.run.assembly import build
-from raycl.serve.snapshots.manager import Roster
+from raycl.serve.snapshots.manager import SnapshotManager
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.stream_loop import StreamLoop
 
 ENDLESS = {"model": "base", "prompt": "a sleeps", "max_tokens": 4000}
@@ -47,7 +47,7 @@ def test_a_client_that_leaves_stops_its_answer(taught: Taught, tmp_path: Path, h
             _ask_and_leave(wire, json.dumps(body).encode(), body["n"])
         wire.settle()
         assert wire.engine.counts["tokens"] - before < 3000, "it went on without a reader"
-        wire.until(lambda: not any(wire.roster._users.values()))
+        wire.until(lambda: not any(wire.snapshot_manager._users.values()))
         assert wire.get("/readyz")["status"] == "ready"
 
 
@@ -105,7 +105,7 @@ def test_activation_and_rollback_switch_the_answers(taught: Taught, tmp_path: Pa
         assert problem(wire.post("/admin/activate", {"snapshot": 3}))[0] == 404
         assert said() == (2, answers[2][text]), "a refused decision changes nothing"
     with serving(bank) as desk:
-        assert desk.roster.active.snapshot.number == 2, "decisions outlive the endpoint"
+        assert desk.snapshot_manager.active.snapshot.number == 2, "decisions outlive the endpoint"
 
 
 def test_a_rollback_holds_while_following(taught: Taught, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_what_training_publishes_is_followed(lab: Lab, tmp_path: Path) -> None:
     config, storage = lab.config("bert", lab.slots(), train={"epochs": 2}), Storage.at(tmp_path)
 
     def learn() -> None:
-        world = World.alone(torch.device("cpu"))
+        world = DistributedContext.alone(torch.device("cpu"))
         parts, open_engine = build(config, world)
         StreamLoop(parts, open_engine, storage, world).run(stop_after=1)
 
@@ -132,20 +132,20 @@ def test_what_training_publishes_is_followed(lab: Lab, tmp_path: Path) -> None:
         ask = {"input": "it purrs"}
         first = wire.post("/v1/classify", ask).json()["data"][0]
         assert first["raycl"]["snapshot"] == 1 and set(first["scores"]) == {"red", "blue"}
-        encoder = _encoder(wire.roster)
+        encoder = _encoder(wire.snapshot_manager)
         learn()
         wire.until(lambda: wire.get("/readyz")["snapshot"] == 2)
         then = wire.post("/v1/classify", ask).json()["data"][0]
         assert then["raycl"]["snapshot"] == 2 and "animal" in then["raycl"]["tasks"]
         assert set(wire.post("/v1/classify", {**ask, "model": "animal"}).json()["data"][0]["scores"]) == {"cat", "dog"}
         assert wire.post("/v1/classify", {**ask, "model": "snapshot:1"}).json()["data"][0]["label"] == first["label"]
-        assert _encoder(wire.roster) is encoder, "the sentence encoder is not loaded again"
+        assert _encoder(wire.snapshot_manager) is encoder, "the sentence encoder is not loaded again"
         assert wire.get("/v1/snapshots")["problem"] == ""
 
 
-def _encoder(roster: Roster) -> Any:
-    assert isinstance(roster.active.router, TextRouter)
-    return roster.active.router.encoder
+def _encoder(snapshot_manager: SnapshotManager) -> Any:
+    assert isinstance(snapshot_manager.active.router, TextRouter)
+    return snapshot_manager.active.router.encoder
 
 
 def test_a_snapshot_that_cannot_be_used_leaves_the_old_one(taught: Taught, tmp_path: Path) -> None:
@@ -163,14 +163,14 @@ def test_a_snapshot_that_cannot_be_used_leaves_the_old_one(taught: Taught, tmp_p
 
 def test_the_first_answer_finds_everything_loaded(taught: Taught, tmp_path: Path) -> None:
     with serving(bank_of(taught("bert", "slm"), tmp_path)) as desk:
-        assert _encoder(desk.roster)._model is not None and desk.engine.counts["batches"] >= 1
+        assert _encoder(desk.snapshot_manager)._model is not None and desk.engine.counts["batches"] >= 1
         assert desk.engine.host.stack.states
 
 
 def test_a_warm_up_that_fails_is_no_reason_not_to_start(
     taught: Taught, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(bank_of(taught("llama", "separate"), tmp_path), resident_rows=1) as desk:
+    with serving(bank_of(taught("llama", "separate"), tmp_path), max_loaded_rows=1) as desk:
         assert "a first answer failed: colour@1 take 8 rows" in caplog.text
         assert desk.ask("fire is", weights={}).finish
 
@@ -184,7 +184,7 @@ def test_snapshots_come_and_go_while_many_ask(taught: Taught, tmp_path: Path) ->
     bank = bank_of(done, tmp_path)
     answers = {number: {one.text: one.answer for one in examples(done, bank, number)} for number in (1, 2)}
     wrong: list[str] = []
-    with listening(bank, hosted=1, follow={"enabled": True, "poll_s": 0.005}) as wire:
+    with listening(bank, loaded_snapshots=1, follow={"enabled": True, "poll_s": 0.005}) as wire:
 
         def ask(turn: int) -> None:
             client = wire.client("none")
@@ -220,10 +220,10 @@ def test_snapshots_come_and_go_while_many_ask(taught: Taught, tmp_path: Path) ->
             thread.join(WAIT_S)
         assert wrong == []
         wire.settle()
-        assert wire.engine.alive and not any(wire.roster._users.values())
+        assert wire.engine.alive and not any(wire.snapshot_manager._users.values())
         assert wire.post("/admin/activate", {"snapshot": 2}).is_success
         assert wire.post("/admin/activate", {"snapshot": 1}).is_success
-        assert list(wire.engine.host.hosted) == [1], "hosted=1"
+        assert list(wire.engine.host.loaded) == [1], "loaded_snapshots=1"
 
 
 def test_requests_may_not_load_snapshots_without_end(
@@ -240,7 +240,7 @@ def test_requests_may_not_load_snapshots_without_end(
             assert go.wait(WAIT_S)
             return opens(number)
 
-        monkeypatch.setattr(wire.roster.bank, "open", slowly)
+        monkeypatch.setattr(wire.snapshot_manager.bank, "open", slowly)
         first: list[Any] = []
         body = {"input": "fire is", "model": "snapshot:1", "raycl": {"task": "colour"}}
         waiting = threading.Thread(target=lambda: first.append(wire.post("/v1/route", body)))

@@ -118,14 +118,14 @@ def unseen(storage: Storage) -> dict[str, tuple[float, int]]:
 
 def attended(storage: Storage) -> list[dict[str, list[float]]]:
     """Mean weights of each task's test texts after every stage: of all texts, whoever looked at them."""
-    facts = [stage.get("attention") for stage in storage.read_json("results.json")["stage_facts"]]
-    return [told["test"] for told in facts if told]
+    summary = [phase.get("attention") for phase in storage.read_json("results.json")["stage_facts"]]
+    return [told["test"] for told in summary if told]
 
 
 def rows_kept(storage: Storage) -> list[Any]:
     """What modifiers tell of every stage: the same rows, chosen by both workers together."""
-    facts = [stage.get("modifiers", {}).get("migu") for stage in storage.read_json("results.json")["stage_facts"]]
-    return [(told["steps"], told["layers"]) for told in facts if told]
+    summary = [phase.get("modifiers", {}).get("migu") for phase in storage.read_json("results.json")["stage_facts"]]
+    return [(told["steps"], told["layers"]) for told in summary if told]
 
 
 @pytest.mark.parametrize("case", LEFT, ids=name)

@@ -13,30 +13,30 @@ from tiny import Lab, Stop, exported, matrix, run, trace, two_processes
 
 from raycl.bank import Bank
 from raycl.errors import ConfigError
-from raycl.methods.context import StageRows
+from raycl.methods.context import TaskRows
 from raycl.methods.sapt import generator
-from raycl.methods.sapt.generator import Writer, WriterConfig
+from raycl.methods.sapt.generator import Generator, GeneratorConfig
 from raycl.methods.sapt.pseudo_samples import PseudoSamples, take_real
 from raycl.methods.sapt.sapt import Sapt
 from raycl.run.assembly import build, check, load_config
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 
-WORLD = World.alone(torch.device("cpu"))
+WORLD = DistributedContext.alone(torch.device("cpu"))
 LORA = {"steps": 5, "rate": 0.02, "max_tokens": 8}
 PROMPT = {"value": "prompt", "prompt_length": 3, "epochs": 5, "max_tokens": 8}
 SAPTS: tuple[dict[str, Any], ...] = ({}, {"value": "prompt", "prompt_length": 2})
 
 
-def generated(writer: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    return {"name": "sapt", "arm": {"source": "generated", "fraction": 0.3}, "writer": writer, **settings}
+def generated(generator: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    return {"name": "sapt", "arm": {"source": "generated", "fraction": 0.3}, "generator": generator, **settings}
 
 
-def begun(lab: Lab, kind: str, settings: dict[str, Any]) -> tuple[Sapt, StageRows]:
+def begun(lab: Lab, kind: str, settings: dict[str, Any]) -> tuple[Sapt, TaskRows]:
     """A method that has learned nothing yet, and the rows of its first stage."""
-    parts, _ = build(lab.config(kind, {"name": "sapt", **settings}), WORLD)
-    assert isinstance(parts.method, Sapt)
-    return parts.method, StageRows(parts.stages[0], 4, parts.stream, parts.backbone.codec)
+    context, _ = build(lab.config(kind, {"name": "sapt", **settings}), WORLD)
+    assert isinstance(context.method, Sapt)
+    return context.method, TaskRows(context.phases[0], 4, context.stream, context.backbone.codec)
 
 
 def pseudo(storage: Storage, task: str) -> PseudoSamples:
@@ -66,23 +66,23 @@ def test_a_prompt_writes_inputs_and_the_run_goes_on_where_it_stopped(lab: Lab, t
 def test_a_prompt_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Its loss on the task's texts falls; what is trained is the prompt and [Gen], by Adafactor."""
     method, rows = begun(lab, kind, {})
-    config = WriterConfig(value="prompt", prompt_length=8, epochs=100, max_tokens=8)
-    writer = Writer(config, method.backbone, method.stack, 0)
-    losses, trained, plain, train = list[float](), list[Any](), Writer._loss, Writer._train
+    config = GeneratorConfig(value="prompt", prompt_length=8, epochs=100, max_tokens=8)
+    generator = Generator(config, method.backbone, method.stack, 0)
+    losses, trained, plain, train = list[float](), list[Any](), Generator._loss, Generator._train
 
-    def told(self: Writer, labels: Any, start: Any) -> Any:
+    def told(self: Generator, labels: Any, start: Any) -> Any:
         found = plain(self, labels, start)
         losses.append(found.item() / int((labels != -100).sum()))
         return found
 
-    def watched(self: Writer, texts: Any, start: Any, parameters: Any, seed: int) -> None:
+    def watched(self: Generator, texts: Any, start: Any, parameters: Any, seed: int) -> None:
         before = start.detach().clone()
         train(self, texts, start, parameters, seed)
         trained.extend((parameters, bool((start != before).any(1).all())))
 
-    monkeypatch.setattr(Writer, "_loss", told)
-    monkeypatch.setattr(Writer, "_train", watched)
-    assert len(writer.write(rows, 0.5)) == 7
+    monkeypatch.setattr(Generator, "_loss", told)
+    monkeypatch.setattr(Generator, "_train", watched)
+    assert len(generator.write(rows, 0.5)) == 7
     assert [tuple(parameter.shape) for parameter in trained[0]] == [(9, 32)] and trained[1]
     assert len(losses) == 100, "14 rows fit in one batch of 16: an epoch is a step"
     assert losses[0] - losses[-1] > 0.05
@@ -90,10 +90,10 @@ def test_a_prompt_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: st
 
 def test_a_prompt_that_is_encoded_once_gives_the_same_loss_and_gradient(lab: Lab) -> None:
     method, _ = begun(lab, "t5", {})
-    writer = Writer(WriterConfig(**PROMPT), method.backbone, method.stack, 0)
+    generator = Generator(GeneratorConfig(**PROMPT), method.backbone, method.stack, 0)
     labels = torch.tensor([[7, 8, 1, -100], [9, 10, 11, 1]])
-    start = writer._start()
-    once = writer._loss(labels, start)
+    start = generator._start()
+    once = generator._loss(labels, start)
     rows = method.backbone.model(inputs_embeds=start.expand(2, -1, -1), labels=labels).logits
     each = torch.nn.functional.cross_entropy(rows.flatten(0, 1), labels.flatten(), reduction="sum")
     assert once.item() == pytest.approx(each.item(), rel=1e-5)
@@ -101,9 +101,11 @@ def test_a_prompt_that_is_encoded_once_gives_the_same_loss_and_gradient(lab: Lab
 
 
 @pytest.mark.parametrize("settings", SAPTS)
-@pytest.mark.parametrize("writer", [LORA, PROMPT])
+@pytest.mark.parametrize("generator", [LORA, PROMPT])
 @pytest.mark.parametrize("kind", ["t5", "llama"])
-def test_the_backbone_is_left_as_it_was(lab: Lab, kind: str, writer: dict[str, Any], settings: dict[str, Any]) -> None:
+def test_the_backbone_is_left_as_it_was(
+    lab: Lab, kind: str, generator: dict[str, Any], settings: dict[str, Any]
+) -> None:
     """Modules, values to the last bit, what is trained, training or not; the same with generators that break."""
     method, rows = begun(lab, kind, settings)
     backbone = method.backbone
@@ -113,17 +115,17 @@ def test_the_backbone_is_left_as_it_was(lab: Lab, kind: str, writer: dict[str, A
     def state() -> Any:
         values = {name: (p.data_ptr(), p.requires_grad, p.grad) for name, p in backbone.named_parameters()}
         modules = [(name, id(module), module.training) for name, module in backbone.named_modules()]
-        return values, modules, id(backbone.prefix), method.stack.live, method.stack.plan
+        return values, modules, id(backbone.prefix), method.stack.trainable, method.stack.plan
 
     before = state()
     bits = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
-    Writer(WriterConfig(**writer), backbone, method.stack, 0).write(rows, 0.3)
+    Generator(GeneratorConfig(**generator), backbone, method.stack, 0).write(rows, 0.3)
     assert state() == before
     assert all(torch.equal(tensor, bits[name]) for name, tensor in backbone.state_dict().items())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Writer, "_sampled", lambda *given: 1 / 0)
+        patch.setattr(Generator, "_sampled", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            Writer(WriterConfig(**writer), backbone, method.stack, 0).write(rows, 0.3)
+            Generator(GeneratorConfig(**generator), backbone, method.stack, 0).write(rows, 0.3)
     assert state() == before
 
 
@@ -134,32 +136,34 @@ def test_texts_that_are_too_few_are_kept(
     monkeypatch.setattr("raycl.backbone.codec.HFCodec.decode", lambda self, ids: [next(said) for _ in ids])
     method, rows = begun(lab, "t5", {})
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        found = Writer(WriterConfig(**LORA), method.backbone, method.stack, 0).write(rows, 0.3)
-    assert found.sources == rows.prompts(rows.stage.tasks[0], ["fire is warm", "the sea"]) and not found.stand_ins
+        found = Generator(GeneratorConfig(**LORA), method.backbone, method.stack, 0).write(rows, 0.3)
+    assert found.sources == rows.prompts(rows.phase.tasks[0], ["fire is warm", "the sea"]) and not found.stand_ins
     assert "generator of task 'colour' wrote 2 of 4 texts in 16 tries: only these are kept" in caplog.text
-    assert "(method.writer.steps) or more gently (method.writer.rate)" in caplog.text
+    assert "(method.generator.steps) or more gently (method.generator.rate)" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["writes nothing", "diverges"])
 def test_where_a_generator_fails_stored_inputs_stand_in_and_the_run_goes_on(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    def diverge(self: Writer, texts: Any, start: Any, *rest: Any) -> None:
+    def diverge(self: Generator, texts: Any, start: Any, *rest: Any) -> None:
         start.data.fill_(float("nan"))
 
-    monkeypatch.setattr(generator.Writer, "_train", diverge if how == "diverges" else lambda *given: None)
+    monkeypatch.setattr(generator.Generator, "_train", diverge if how == "diverges" else lambda *given: None)
     if how == "writes nothing":
         monkeypatch.setattr("raycl.backbone.codec.HFCodec.decode", lambda self, ids: [""] * len(ids))
     config, storage = lab.config("llama", generated(PROMPT)), Storage.at(tmp_path)
     with caplog.at_level(logging.WARNING, logger="raycl"), pytest.raises(Stop):
         run(config, storage, 6)
     done = run(config, storage)
-    method = done.parts.method
+    method = done.context.method
     assert isinstance(method, Sapt)
     said = "generator of task 'colour' wrote 0 of 4 texts in 16 tries: stored training inputs stand for the task"
-    assert said in caplog.text and "(method.writer.epochs) or more gently (method.writer.prompt_rate)" in caplog.text
-    kept = method.reflection.memories["colour"].samples
-    rows = StageRows(done.parts.stages[0], 4, done.parts.stream, done.parts.backbone.codec)
+    assert (
+        said in caplog.text and "(method.generator.epochs) or more gently (method.generator.prompt_rate)" in caplog.text
+    )
+    kept = method.reflection.entries["colour"].samples
+    rows = TaskRows(done.context.phases[0], 4, done.context.stream, done.context.backbone.codec)
     assert len(kept) == kept.stand_ins == 4 and all(ids in take_real(rows, 1.0, 0).sources for ids in kept.sources)
     assert pseudo(storage, "colour") == kept, "told beside the samples"
     told = storage.read_json("results.json")["stage_facts"][-1]["attention"]
@@ -169,17 +173,23 @@ def test_where_a_generator_fails_stored_inputs_stand_in_and_the_run_goes_on(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"value": "prompt", "steps": 300}, r"method.writer.steps is of method.writer.value=lora, and value is prompt"),
+        (
+            {"value": "prompt", "steps": 300},
+            r"method.generator.steps is of method.generator.value=lora, and value is prompt",
+        ),
         ({"value": "prompt", "rate": 0.1}, r"which has prompt_length, epochs, prompt_rate: leave it out, or choose"),
-        ({"prompt_length": 20}, r"method.writer.prompt_length is of method.writer.value=prompt, and value is lora"),
+        (
+            {"prompt_length": 20},
+            r"method.generator.prompt_length is of method.generator.value=prompt, and value is lora",
+        ),
         ({"epochs": 3}, r"which has rank, alpha, dropout, targets, steps, rate: leave it out"),
-        ({"value": "adapter"}, r"config key 'method.writer.value' is 'adapter'"),
-        ({"value": "prompt", "prompt_length": 0}, r"config key 'method.writer.prompt_length' is 0"),
+        ({"value": "adapter"}, r"config key 'method.generator.value' is 'adapter'"),
+        ({"value": "prompt", "prompt_length": 0}, r"config key 'method.generator.prompt_length' is 0"),
     ],
 )
 def test_settings_that_do_not_fit_are_said(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        load_config(None, ["method=sapt", *(f"method.writer.{name}={value}" for name, value in settings.items())])
+        load_config(None, ["method=sapt", *(f"method.generator.{name}={value}" for name, value in settings.items())])
 
 
 def test_positions_are_counted_before_anything_starts(lab: Lab) -> None:
@@ -187,13 +197,17 @@ def test_positions_are_counted_before_anything_starts(lab: Lab) -> None:
     fits = {"value": "prompt", "prompt_length": 119, "max_tokens": 8}
     check(lab.config("llama", generated(fits)))
     long = {**fits, "prompt_length": 120}
-    said = r"reads 121 positions and writes up to method.writer.max_tokens=8, which is more than the 128 positions of"
-    with pytest.raises(ConfigError, match=f"{said} its backbone: lower method.writer.prompt_length, method.writer.max"):
+    said = (
+        r"reads 121 positions and writes up to method.generator.max_tokens=8, which is more than the 128 positions of"
+    )
+    with pytest.raises(
+        ConfigError, match=f"{said} its backbone: lower method.generator.prompt_length, method.generator.max"
+    ):
         check(lab.config("llama", generated(long)))
     named = {"backbone": {"name": str(lab.model_folder("llama"))}}
     with pytest.raises(ConfigError, match=said):
         check(lab.config("bert", generated({**long, **named})))
-    with pytest.raises(ConfigError, match=r"reads 1 positions and writes up to method.writer.max_tokens=512"):
+    with pytest.raises(ConfigError, match=r"reads 1 positions and writes up to method.generator.max_tokens=512"):
         check(lab.config("llama", generated({})))
     check(lab.config("t5", generated({"value": "prompt"})))
 

@@ -25,15 +25,15 @@ from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
 from raycl.bench.gpu import tiny as models
 from raycl.launch import driver
-from raycl.launch.worker import visiting, worker_main
+from raycl.launch.worker import in_process_worker, worker_main
 from raycl.run.assembly import RunConfig, build
 from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.records.journal import read_state
 from raycl.training.records.progress import read_trace
 from raycl.training.stream_loop import MetricsSink, StreamLoop
-from raycl.training.training_context import Parts
+from raycl.training.training_context import TrainingContext
 
 WORDS = (
     *("red", "blue", "cat", "dog", "the", "a", "is", "sky", "sea", "fire"),
@@ -53,7 +53,7 @@ TASKS = {
 
 ENGINES: dict[str, Any] = {
     "torch": "torch",
-    **{f"zero{stage}": {"name": "deepspeed", "zero_stage": stage} for stage in range(4)},
+    **{f"zero{phase}": {"name": "deepspeed", "zero_stage": phase} for phase in range(4)},
 }
 """Short name -> config node."""
 
@@ -164,8 +164,8 @@ def run(
     config: RunConfig,
     storage: Storage,
     after: int | None = None,
-    on_stage: Callable[[dict[str, Any]], bool | None] | None = None,
-    world: World | None = None,
+    on_phase: Callable[[dict[str, Any]], bool | None] | None = None,
+    world: DistributedContext | None = None,
     sink: MetricsSink | None = None,
     takes_over: bool = False,
 ) -> StreamLoop:
@@ -174,20 +174,20 @@ def run(
     Args:
         takes_over: whatever config the run in `storage` was begun with.
     """
-    world = world or World.alone(torch.device("cpu"))
-    parts, open_engine = build(config, world)
+    world = world or DistributedContext.alone(torch.device("cpu"))
+    context, open_engine = build(config, world)
     if takes_over:
-        parts.info = replace(parts.info, replaces=read_state(storage).fingerprint)
+        context.info = replace(context.info, replaces=read_state(storage).fingerprint)
     opened = open_engine if after is None else models.stopping(open_engine, after)
-    loop = StreamLoop(parts, opened, storage, world, sink, on_stage=on_stage)
+    loop = StreamLoop(context, opened, storage, world, sink, on_phase=on_phase)
     loop.run()
     return loop
 
 
 def work(prepared: driver.Prepared) -> None:
     """What the one worker of a prepared run does, without Ray: whose run it is decides its claim."""
-    with visiting():
-        worker_main(driver.job_of(prepared, driver.Hosting(here=True), "driver"))
+    with in_process_worker():
+        worker_main(driver.job_of(prepared, driver.RunOptions(here=True), "driver"))
 
 
 def opened(bank: Bank, snapshot: Snapshot, device: torch.device | None = None) -> SnapshotModel:
@@ -200,7 +200,7 @@ def opened(bank: Bank, snapshot: Snapshot, device: torch.device | None = None) -
 
 def trace(storage: Storage) -> list[tuple[Any, ...]]:
     """What must repeat bit for bit: stage, step, loss, gradient norm, rate and tokens of every step."""
-    keys = ("stage", "step", "loss", "grad_norm", "learning_rate", "tokens")
+    keys = ("phase", "step", "loss", "grad_norm", "learning_rate", "tokens")
     return [tuple(record[key] for key in keys) for record in read_trace(storage)]
 
 
@@ -227,7 +227,7 @@ class Done:
 
     config: RunConfig
     storage: Storage
-    parts: Parts
+    context: TrainingContext
 
     def copy(self, folder: Path) -> Storage:
         """A copy of the run directory, to be damaged or continued."""

@@ -21,7 +21,7 @@ from raycl import config as configs
 from raycl.errors import RayclError
 from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 
 
 def main(rank: int, size: int, rendezvous: str, jobs: str) -> None:
@@ -34,7 +34,7 @@ def main(rank: int, size: int, rendezvous: str, jobs: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )
-    world = World(rank, size, rank, torch.device("cpu"))
+    world = DistributedContext(rank, size, rank, torch.device("cpu"))
     for job in json.loads(Path(jobs).read_text()):
         config = configs.validate(RunConfig, job["tree"])
         views = job.get("views", False)

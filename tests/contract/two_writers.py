@@ -17,11 +17,11 @@ import torch.distributed as dist
 from tiny import run
 
 from raycl import config as configs
-from raycl.methods.sapt.generator import Writer
+from raycl.methods.sapt.generator import Generator
 from raycl.methods.sapt.sapt import Sapt
 from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 
 
 def main(rank: int, rendezvous: str, folder: Path) -> None:
@@ -32,12 +32,12 @@ def main(rank: int, rendezvous: str, folder: Path) -> None:
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
     texts = ["fire is warm", "the sky runs"][rank : rank + 1]
-    pytest.MonkeyPatch().setattr(Writer, "_sampled", lambda self, start, count: texts * count)
+    pytest.MonkeyPatch().setattr(Generator, "_sampled", lambda self, start, count: texts * count)
     config = configs.validate(RunConfig, json.loads((folder / "config.json").read_text()))
-    done = run(config, Storage.at(folder / "run"), world=World(rank, 2, rank, torch.device("cpu")))
-    method = done.parts.method
+    done = run(config, Storage.at(folder / "run"), world=DistributedContext(rank, 2, rank, torch.device("cpu")))
+    method = done.context.method
     assert isinstance(method, Sapt)
-    kept = {task: memory.samples.sources for task, memory in method.reflection.memories.items()}
+    kept = {task: memory.samples.sources for task, memory in method.reflection.entries.items()}
     (folder / f"{rank}.json").write_text(json.dumps(kept))
     dist.destroy_process_group()
 

@@ -24,7 +24,7 @@ from raycl.serve.deployment.app import NAME, build_from
 from raycl.serve.deployment.endpoint import start
 from raycl.serve.settings import ServeConfig
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.stream_loop import StreamLoop
 
 CLIENTS, PORT = 16, 8917
@@ -46,9 +46,9 @@ class Learner:
         self.storage = Storage.at(folder)
 
     def learn_one(self) -> Bank:
-        world = World.alone(torch.device("cpu"))
-        parts, open_engine = build(self.config, world)
-        StreamLoop(parts, open_engine, self.storage, world).run(stop_after=1)
+        world = DistributedContext.alone(torch.device("cpu"))
+        context, open_engine = build(self.config, world)
+        StreamLoop(context, open_engine, self.storage, world).run(stop_after=1)
         return Bank(self.storage.sub("bank"))
 
 

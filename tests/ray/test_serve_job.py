@@ -18,16 +18,16 @@ from tiny import Lab
 
 from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.stream_loop import StreamLoop
 
 REPO = Path(__file__).resolve().parents[2]
 
 
 def bank_of_one(lab: Lab, folder: Path) -> str:
-    world = World.alone(torch.device("cpu"))
-    parts, open_engine = build(lab.config("bert", "lora"), world)
-    StreamLoop(parts, open_engine, Storage.at(folder), world).run(stop_after=1)
+    world = DistributedContext.alone(torch.device("cpu"))
+    context, open_engine = build(lab.config("bert", "lora"), world)
+    StreamLoop(context, open_engine, Storage.at(folder), world).run(stop_after=1)
     return str(folder / "bank")
 
 

@@ -23,7 +23,7 @@ import yaml
 from tiny import Lab, run
 
 from raycl.launch import cluster
-from raycl.launch.worker import visiting
+from raycl.launch.worker import in_process_worker
 from raycl.serve.http.server import HEAD_S
 from raycl.storage import Storage
 
@@ -98,7 +98,7 @@ def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_
 
     Connections to the endpoint's proxy that send nothing are closed meanwhile.
     """
-    with visiting():
+    with in_process_worker():
         run(lab.config("bert", "inclora"), Storage.at(tmp_path / "served"))
     tree = lab.tree("bert", "inclora", train={"epochs": 2}, output={"dir": str(tmp_path / "runs"), "name": "mine"})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))

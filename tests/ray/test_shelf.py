@@ -17,8 +17,8 @@ from ray.exceptions import ObjectLostError
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.integrity import objects_of
-from raycl.bank.manifest import ModelFacts, RouterFacts
-from raycl.bank.object_store import NAMESPACE, Shelf
+from raycl.bank.manifest import ModelInfo, RouterInfo
+from raycl.bank.object_store import NAMESPACE, ObjectStoreCache
 from raycl.errors import BankError
 from raycl.types import AdapterState
 
@@ -37,16 +37,16 @@ def adapter(seed: int) -> AdapterState:
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bank, Snapshot]:
     """A bank of COUNT adapters a0, a1, ..."""
-    bank = Bank.at(tmp_path_factory.mktemp("shelf") / "bank")
-    model = ModelFacts(name="tiny", sha256="a" * 64)
+    bank = Bank.at(tmp_path_factory.mktemp("object_store_cache") / "bank")
+    model = ModelInfo(name="tiny", sha256="a" * 64)
     manifests = [bank.publish(f"a{number}", adapter(number), model) for number in range(COUNT)]
-    return bank, bank.snapshot(manifests, model, RouterFacts(kind="task"))
+    return bank, bank.snapshot(manifests, model, RouterInfo(kind="task"))
 
 
 @pytest.fixture
-def shelf(snapshot: tuple[Bank, Snapshot]) -> Iterator[Shelf]:
+def object_store_cache(snapshot: tuple[Bank, Snapshot]) -> Iterator[ObjectStoreCache]:
     """Open, and closed for all afterwards."""
-    opened = Shelf(snapshot[0])
+    opened = ObjectStoreCache(snapshot[0])
     yield opened
     opened.close()
 
@@ -57,9 +57,9 @@ def is_right(state: AdapterState, number: int) -> bool:
     return state.scale == 2.0 and all(torch.equal(mine, other) for mine, other in pairs)
 
 
-def keeper_pid(shelf: Shelf) -> int:
+def keeper_pid(object_store_cache: ObjectStoreCache) -> int:
     """Process of the keeper."""
-    actor = ray.get_actor(shelf.name, namespace=NAMESPACE)
+    actor = ray.get_actor(object_store_cache.name, namespace=NAMESPACE)
     pid: int = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
     return pid
 
@@ -72,18 +72,18 @@ class Reader:
         """Map every adapter and touch every byte; MiB that became private, and that are shared; and the sum."""
         found = Bank.at(bank)
         opened, snapshot = found.open(number), [f"a{n}" for n in range(COUNT)]
-        shelf = Shelf(found)
-        shelf.fetch(opened, snapshot[:1])
+        object_store_cache = ObjectStoreCache(found)
+        object_store_cache.fetch(opened, snapshot[:1])
         before = psutil.Process().memory_full_info()
-        self.states = shelf.fetch(opened, snapshot)
+        self.states = object_store_cache.fetch(opened, snapshot)
         total = sum(float(t.sum()) for s in self.states.values() for pair in s.linears.values() for t in pair)
         after = psutil.Process().memory_full_info()
         return (after.uss - before.uss) / 2**20, (after.rss - before.rss) / 2**20, total
 
 
-def test_readers_share_one_copy(snapshot: tuple[Bank, Snapshot], shelf: Shelf) -> None:
+def test_readers_share_one_copy(snapshot: tuple[Bank, Snapshot], object_store_cache: ObjectStoreCache) -> None:
     bank, opened = snapshot
-    mine = shelf.fetch(opened, [f"a{n}" for n in range(COUNT)])
+    mine = object_store_cache.fetch(opened, [f"a{n}" for n in range(COUNT)])
     assert all(is_right(mine[f"a{n}"], n) for n in range(COUNT))
     readers = [Reader.remote() for _ in range(2)]  # type: ignore[attr-defined]
     for reader in readers:
@@ -92,18 +92,18 @@ def test_readers_share_one_copy(snapshot: tuple[Bank, Snapshot], shelf: Shelf) -
         assert private < 0.2 * COUNT * BYTES / 2**20, f"{private:.1f} MiB were copied"
         expected = sum(float(t.sum()) for s in mine.values() for pair in s.linears.values() for t in pair)
         assert total == expected
-    assert shelf.held()[0] == COUNT
+    assert object_store_cache.held()[0] == COUNT
 
 
-def test_keeper_killed(snapshot: tuple[Bank, Snapshot], shelf: Shelf) -> None:
+def test_keeper_killed(snapshot: tuple[Bank, Snapshot], object_store_cache: ObjectStoreCache) -> None:
     _, opened = snapshot
-    held = shelf.fetch(opened, ["a0", "a1"])
-    old = keeper_pid(shelf)
+    held = object_store_cache.fetch(opened, ["a0", "a1"])
+    old = keeper_pid(object_store_cache)
     os.kill(old, signal.SIGKILL)
-    again = shelf.fetch(opened, ["a1", "a2"])
+    again = object_store_cache.fetch(opened, ["a1", "a2"])
     assert is_right(again["a1"], 1) and is_right(again["a2"], 2)
     assert is_right(held["a0"], 0) and is_right(held["a1"], 1), "what was mapped must stay as it was"
-    assert keeper_pid(shelf) != old
+    assert keeper_pid(object_store_cache) != old
 
 
 @ray.remote(num_cpus=0)
@@ -115,11 +115,13 @@ class Owner:
         return [ray.put(torch.zeros(BYTES).numpy())]
 
 
-def test_dead_references_are_asked_for_again(snapshot: tuple[Bank, Snapshot], shelf: Shelf) -> None:
+def test_dead_references_are_asked_for_again(
+    snapshot: tuple[Bank, Snapshot], object_store_cache: ObjectStoreCache
+) -> None:
     """The keeper lives, what it hands out does not: the reader says so and gets new references."""
     _, opened = snapshot
     facts = opened.adapter("a3").tensors
-    actor, owner = ray.get_actor(shelf.name, namespace=NAMESPACE), Owner.remote()  # type: ignore[attr-defined]
+    actor, owner = ray.get_actor(object_store_cache.name, namespace=NAMESPACE), Owner.remote()  # type: ignore[attr-defined]
     dead = ray.get(owner.put.remote())
 
     def swap(keeper: Any, references: list[Any]) -> None:
@@ -131,42 +133,42 @@ def test_dead_references_are_asked_for_again(snapshot: tuple[Bank, Snapshot], sh
         for _ in range(300):
             ray.get(dead)
             time.sleep(0.1)
-    assert is_right(shelf.fetch(opened, ["a3"])["a3"], 3)
+    assert is_right(object_store_cache.fetch(opened, ["a3"])["a3"], 3)
 
 
 def test_full_shelf_drops_what_was_used_longest_ago(snapshot: tuple[Bank, Snapshot], tmp_path: Path) -> None:
     _, opened = snapshot
-    shelf = Shelf(snapshot[0], capacity_mb=4.5)
+    object_store_cache = ObjectStoreCache(snapshot[0], capacity_mb=4.5)
     try:
         for number in range(8):
-            assert is_right(shelf.fetch(opened, [f"a{number}"])[f"a{number}"], number)
-        assert shelf.held()[0] == 4
-        everything = shelf.fetch(opened, [f"a{n}" for n in range(COUNT)])
+            assert is_right(object_store_cache.fetch(opened, [f"a{number}"])[f"a{number}"], number)
+        assert object_store_cache.held()[0] == 4
+        everything = object_store_cache.fetch(opened, [f"a{n}" for n in range(COUNT)])
         assert all(is_right(everything[f"a{n}"], n) for n in range(COUNT)), "more at once than it keeps"
     finally:
-        shelf.close()
+        object_store_cache.close()
 
 
-def test_damaged_file_is_refused_by_name(snapshot: tuple[Bank, Snapshot], shelf: Shelf) -> None:
+def test_damaged_file_is_refused_by_name(snapshot: tuple[Bank, Snapshot], object_store_cache: ObjectStoreCache) -> None:
     bank, opened = snapshot
     path = Path(bank.storage.path(opened.adapter("a5").tensors.file))
     whole = path.read_bytes()
     path.write_bytes(whole[:-4] + b"\0\0\0\0")
     try:
         with pytest.raises(BankError, match=r"^the tensors of a5@1 are damaged: SHA-256"):
-            shelf.fetch(opened, ["a5"])
+            object_store_cache.fetch(opened, ["a5"])
     finally:
         path.write_bytes(whole)
-    assert is_right(shelf.fetch(opened, ["a5"])["a5"], 5)
+    assert is_right(object_store_cache.fetch(opened, ["a5"])["a5"], 5)
 
 
 def test_closed_shelf_says_so(snapshot: tuple[Bank, Snapshot]) -> None:
     bank, opened = snapshot
-    shelf = Shelf(bank)
-    held = shelf.fetch(opened, ["a0"])
-    shelf.close()
+    object_store_cache = ObjectStoreCache(bank)
+    held = object_store_cache.fetch(opened, ["a0"])
+    object_store_cache.close()
     with pytest.raises(BankError, match="is closed: open it again"):
-        shelf.fetch(opened, ["a1"])
+        object_store_cache.fetch(opened, ["a1"])
     assert is_right(held["a0"], 0)
 
 
@@ -179,18 +181,18 @@ def test_what_is_checked_is_read_once_and_remembered(
     wanted = objects_of(opened)
     path = Path(bank.storage.path(opened.adapter("a9").tensors.file))
     whole = path.read_bytes()
-    shelf = Shelf(bank, capacity_mb)
+    object_store_cache = ObjectStoreCache(bank, capacity_mb)
     try:
         path.write_bytes(whole[:-4] + b"\0\0\0\0")
         with pytest.raises(BankError, match=r"^the tensors of a9@1 are damaged: SHA-256"):
-            shelf.check(wanted)
+            object_store_cache.check(wanted)
         path.write_bytes(whole)
-        shelf.check(wanted)
-        held = shelf.held()
+        object_store_cache.check(wanted)
+        held = object_store_cache.held()
         assert held[0] == (COUNT if capacity_mb is None else 3)
         path.write_bytes(whole[:-4] + b"\0\0\0\0")
-        Shelf(bank).check(wanted)  # another reader: nothing is read again
-        assert shelf.held() == held
+        ObjectStoreCache(bank).check(wanted)  # another reader: nothing is read again
+        assert object_store_cache.held() == held
     finally:
         path.write_bytes(whole)
-        shelf.close()
+        object_store_cache.close()

@@ -16,8 +16,8 @@ from ray.exceptions import OutOfDiskError
 
 from raycl.backbone import BackboneConfig
 from raycl.bank import Bank
-from raycl.bank.manifest import ModelFacts, RouterFacts
-from raycl.bank.object_store import NAMESPACE, Shelf
+from raycl.bank.manifest import ModelInfo, RouterInfo
+from raycl.bank.object_store import NAMESPACE, ObjectStoreCache
 from raycl.pretrained import weight_files
 from raycl.sweep.trials import weights
 from raycl.types import AdapterState
@@ -57,21 +57,21 @@ def test_what_does_not_fit_is_read_from_the_bank(
     full_disk: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bank = Bank.at(tmp_path / "bank")
-    model = ModelFacts(name="tiny", sha256="a" * 64)
+    model = ModelInfo(name="tiny", sha256="a" * 64)
     manifests = [bank.publish(f"a{number}", adapter(number), model) for number in range(COUNT)]
-    snapshot = bank.snapshot(manifests, model, RouterFacts(kind="task"))
+    snapshot = bank.snapshot(manifests, model, RouterInfo(kind="task"))
     names = [f"a{number}" for number in range(COUNT)]
-    shelf = Shelf(bank, capacity_mb=1000)
+    object_store_cache = ObjectStoreCache(bank, capacity_mb=1000)
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        shelf.check([(str(entry), entry.tensors) for entry in snapshot.adapters])
-        held = [shelf.fetch(snapshot, names), shelf.fetch(snapshot, names)]
+        object_store_cache.check([(str(entry), entry.tensors) for entry in snapshot.adapters])
+        held = [object_store_cache.fetch(snapshot, names), object_store_cache.fetch(snapshot, names)]
     for mapped in held:
         for number, name in enumerate(names):
             assert torch.equal(mapped[name].linears["q"][0], adapter(number).linears["q"][0])
     (said,) = caplog.messages
     assert "the object store is full" in said and "read from the bank" in said and str(bank.storage.uri) in said
-    assert 0 < shelf.held()[0] < COUNT
-    ray.get_actor(shelf.name, namespace=NAMESPACE)
+    assert 0 < object_store_cache.held()[0] < COUNT
+    ray.get_actor(object_store_cache.name, namespace=NAMESPACE)
 
 
 def test_backbones_of_a_sweep_are_then_read_by_every_worker(

@@ -17,8 +17,8 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import ActorUnavailableError
 
 from raycl.bank import Bank
-from raycl.bank.manifest import ModelFacts, RouterFacts
-from raycl.bank.object_store import NAMESPACE, Shelf
+from raycl.bank.manifest import ModelInfo, RouterInfo
+from raycl.bank.object_store import NAMESPACE, ObjectStoreCache
 from raycl.types import AdapterState
 
 TRIES = 30
@@ -45,9 +45,9 @@ def two_nodes(one_at_a_time: FileLock) -> Iterator[Cluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def node_of(shelf: Shelf) -> str:
+def node_of(object_store_cache: ObjectStoreCache) -> str:
     """Id of the keeper's node; "" while it is on none."""
-    actor = ray.get_actor(shelf.name, namespace=NAMESPACE)
+    actor = ray.get_actor(object_store_cache.name, namespace=NAMESPACE)
     try:
         node: str = ray.get(actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id()))
     except ActorUnavailableError:
@@ -57,24 +57,24 @@ def node_of(shelf: Shelf) -> str:
 
 def test_node_lost(two_nodes: Cluster, tmp_path: Path) -> None:
     bank = Bank.at(tmp_path / "bank")
-    model = ModelFacts(name="tiny", sha256="a" * 64)
+    model = ModelInfo(name="tiny", sha256="a" * 64)
     low, high = torch.randn(16, 2048), torch.randn(2048, 16)
     state = AdapterState({"q": (low, high)}, 2.0)
-    snapshot = bank.snapshot([bank.publish("a", state, model)], model, RouterFacts(kind="single"))
+    snapshot = bank.snapshot([bank.publish("a", state, model)], model, RouterInfo(kind="single"))
     second = two_nodes.list_all_nodes()[-1]
     for _ in range(TRIES):
-        shelf = Shelf(bank)
-        if node_of(shelf) == second.node_id:
+        object_store_cache = ObjectStoreCache(bank)
+        if node_of(object_store_cache) == second.node_id:
             break
-        shelf.close()
-    assert node_of(shelf) == second.node_id
-    held = shelf.fetch(snapshot, ["a"])["a"]
+        object_store_cache.close()
+    assert node_of(object_store_cache) == second.node_id
+    held = object_store_cache.fetch(snapshot, ["a"])["a"]
     two_nodes.remove_node(second, allow_graceful=False)
-    at_once = shelf.fetch(snapshot, ["a"])["a"]
+    at_once = object_store_cache.fetch(snapshot, ["a"])["a"]
     until = time.monotonic() + 60
-    while node_of(shelf) in ("", second.node_id) and time.monotonic() < until:
+    while node_of(object_store_cache) in ("", second.node_id) and time.monotonic() < until:
         time.sleep(0.2)
-    assert node_of(shelf) not in ("", second.node_id)
-    for found in (held, at_once, shelf.fetch(snapshot, ["a"])["a"]):
+    assert node_of(object_store_cache) not in ("", second.node_id)
+    for found in (held, at_once, object_store_cache.fetch(snapshot, ["a"])["a"]):
         assert torch.equal(found.linears["q"][0], low) and torch.equal(found.linears["q"][1], high)
-    shelf.close()
+    object_store_cache.close()

@@ -82,7 +82,7 @@ def whole(ray_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 def in_second_task(storage: Storage) -> RunState | None:
     """The state, once the second task is being trained."""
     state = read_state(storage)
-    return state if state.stages and len(tiny.trace(storage)) > 32 else None
+    return state if state.phases and len(tiny.trace(storage)) > 32 else None
 
 
 def test_sigterm_writes_a_checkpoint_and_exits_with_75(
@@ -97,7 +97,7 @@ def test_sigterm_writes_a_checkpoint_and_exits_with_75(
     assert f"--resume {storage.uri}" in said.splitlines()[-1] and "SIGTERM" in said.splitlines()[-1], said
     assert "Traceback" not in said
     newest = read_state(storage).checkpoints[-1]
-    assert newest.startswith("stage001-step00000") and not newest.startswith("stage001-step0000030"), newest
+    assert newest.startswith("phase001-step00000") and not newest.startswith("phase001-step0000030"), newest
     assert (status_of(storage.uri).state, "by SIGTERM" in str(status_of(storage.uri))) == ("stopped", True)
     again = own_driver("--resume", storage.uri)
     _, said = again.communicate(timeout=280)

@@ -57,7 +57,7 @@ def start(file: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def reached(place: Place) -> dict[int, int]:
     """Finished stages by trial."""
-    return {number: len(read_state(place.run(number)).stages) for number in place.settings()}
+    return {number: len(read_state(place.run(number)).phases) for number in place.settings()}
 
 
 def wait(ready: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 200) -> None:
@@ -158,7 +158,7 @@ def test_the_first_task_is_learned_once(swept: Swept, lab: Lab, tmp_path: Path, 
     assert [swept.row(trial)["borrowed"] for trial in (0, 1, 2)] == [0, 1, 1]
     trial = swept.place.run(number)
     assert_as_if_alone(trial, tmp_path)
-    assert "modifiers" not in read_state(trial).stages[0]["facts"], "rows of another threshold are not its own"
+    assert "modifiers" not in read_state(trial).phases[0]["facts"], "rows of another threshold are not its own"
 
 
 def test_trials_share_a_process_unless_they_are_isolated(swept: Swept) -> None:
@@ -218,8 +218,8 @@ def test_sigterm_writes_checkpoints_of_all_running_trials(
     assert re.search("stopped by SIGTERM, 0 of 3 trials are over, .*; go on with the same command and --resume$", last)
     assert "Traceback" not in said and not place.storage.list("failed"), said
     for trial in running:
-        stage, step = trace(trial)[-1][:2]
-        assert read_state(trial).checkpoints[-1].startswith(f"stage{stage:03d}-step{step:07d}-")
+        phase, step = trace(trial)[-1][:2]
+        assert read_state(trial).checkpoints[-1].startswith(f"phase{phase:03d}-step{step:07d}-")
         assert status_of(trial.uri).state == "stopped"
     assert not read_state(place.run(2)).attempts, "a trial began after the signal"
     second = start(file, "--resume")

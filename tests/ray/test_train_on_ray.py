@@ -48,7 +48,7 @@ def prepared(folder: Path, *overrides: str) -> launch.Prepared:
 
 def losses(storage: Storage) -> list[tuple[int, int, float]]:
     """(stage, step, loss) of every step."""
-    return [(row["stage"], row["step"], row["loss"]) for row in read_trace(storage)]
+    return [(row["phase"], row["step"], row["loss"]) for row in read_trace(storage)]
 
 
 def cells(results: dict[str, Any]) -> list[list[float | None]]:
@@ -67,10 +67,10 @@ def wait_for(storage: Storage, ready: Callable[[RunState], bool], seconds: float
     raise AssertionError(f"the run did not get there in {seconds:g} s: {read_state(storage)}")
 
 
-def inside(stage: int) -> Callable[[RunState], bool]:
+def inside(phase: int) -> Callable[[RunState], bool]:
     """Whether the newest checkpoint is one inside this stage."""
-    prefix = f"stage{stage:03}-"
-    return lambda state: len(state.stages) == stage and any(name.startswith(prefix) for name in state.checkpoints[-1:])
+    prefix = f"phase{phase:03}-"
+    return lambda state: len(state.phases) == phase and any(name.startswith(prefix) for name in state.checkpoints[-1:])
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +82,12 @@ def whole(ray_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 
 def test_the_run_is_whole(whole: tuple[Storage, dict[str, Any]]) -> None:
     storage, results = whole
-    assert [(stage, step) for stage, step, _ in losses(storage)] == [(s, n + 1) for s in (0, 1) for n in range(STEPS)]
+    assert [(phase, step) for phase, step, _ in losses(storage)] == [(s, n + 1) for s in (0, 1) for n in range(STEPS)]
     assert results["finished"] and results["attempts"] == 1 and results["workers"] == 2
     matrix = cells(results)
     assert matrix[0][1] is None and None not in matrix[1]
     assert results["fingerprint"] == assembly.fingerprint(assembly.load_config(None, SMALL))
-    assert all(entry["tokens_per_s"] > 0 and entry["peak_memory_mb"] > 100 for entry in results["stage_times"])
+    assert all(entry["tokens_per_s"] > 0 and entry["peak_memory_mb"] > 100 for entry in results["phase_times"])
     newest = Bank(storage.sub("bank")).newest()
     assert newest is not None and [str(entry) for entry in newest.adapters] == ["lora@2"]
     assert len(storage.list("checkpoints")) <= 2

@@ -29,7 +29,7 @@ CASES = {
     "method.arm.weight=2": ("method.ablation=arm", ["method=sapt"]),
     "method.arm.every=2": ("method.arm.weight=0", ["method=sapt"]),
     "method.selector.steps=9": ("method.ablation=none", ["method=sapt"]),
-    "method.writer.steps=9": ("method.arm.source=real", ["method=sapt"]),
+    "method.generator.steps=9": ("method.arm.source=real", ["method=sapt"]),
     "method.prompt_length=5": ("method.value=lora", ["method=sapt"]),
     "method.targets=[ffn]": ("method.value=prompt", ["method=sapt"]),
     "method.a_init_std=0.5": ("method.value=prompt", ["method=slm"]),
@@ -122,7 +122,7 @@ def test_a_setting_that_the_kind_of_the_backbone_leaves_idle(
 
 
 def test_attention_has_no_floor_where_scores_of_label_heads_are_added(tmp_path: Path) -> None:
-    given = ["method=sapt", "method.attention.floor=0.1", f"backbone.name={model(tmp_path, 'encoder')}"]
+    given = ["method=sapt", "method.attention.pruning_threshold=0.1", f"backbone.name={model(tmp_path, 'encoder')}"]
     load_config(None, given)
     with pytest.raises(
         ConfigError, match=r"method\.attention\.floor=0\.1 acts on nothing beside method\.head_rule=log"
@@ -131,8 +131,8 @@ def test_attention_has_no_floor_where_scores_of_label_heads_are_added(tmp_path: 
 
 
 def test_the_backbone_of_a_generator_has_no_label_head_either(tmp_path: Path) -> None:
-    writer = [f"method.writer.backbone.name={model(tmp_path, 'decoder')}", "method.writer.backbone.pooling=cls"]
-    with pytest.raises(ConfigError, match=rf"method\.writer\.backbone\.pooling=cls .* {HEADLESS}"):
+    writer = [f"method.generator.backbone.name={model(tmp_path, 'decoder')}", "method.generator.backbone.pooling=cls"]
+    with pytest.raises(ConfigError, match=rf"method\.generator\.backbone\.pooling=cls .* {HEADLESS}"):
         load_config(None, ["method=sapt", "method.arm.source=generated", *writer])
 
 

@@ -121,9 +121,9 @@ def _named(bank: Bank, run: str | None) -> list[Named]:
     storage = Storage.at(run)
     if not last_attempt(storage):
         raise BankError(f"'{run}' holds no run: give the run directory that a training run printed")
-    published = [record for record in read_state(storage).stages if record["bank"]]
+    published = [record for record in read_state(storage).phases if record["bank"]]
     return [
-        Named(record["bank"]["snapshot"], f"stage {record['stage']} of '{storage.uri}'", record["bank"]["adapters"])
+        Named(record["bank"]["snapshot"], f"stage {record['phase']} of '{storage.uri}'", record["bank"]["adapters"])
         for record in published
     ]
 

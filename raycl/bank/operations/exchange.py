@@ -20,7 +20,7 @@ from raycl.adapters.state import check_fits, combine, fold
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
 from raycl.backbone.roles import linear_shapes
 from raycl.bank import AdapterManifest, Bank, Snapshot
-from raycl.bank.manifest import ModelFacts
+from raycl.bank.manifest import ModelInfo
 from raycl.errors import BankError
 from raycl.pretrained import published_name
 from raycl.storage import Storage
@@ -147,7 +147,7 @@ def import_peft(bank: Bank, folder: str, name: str, backbone: BackboneConfig, ta
     check_fits(name, state, shapes)
     if labels:
         state = AdapterState(state.linears, state.scale, None, tuple(labels), head["weight"], head["bias"])
-    facts = ModelFacts(name=backbone.name, sha256=identity(backbone), kind=codec.kind)
+    facts = ModelInfo(name=backbone.name, sha256=identity(backbone), kind=codec.kind)
     return bank.publish(name, state, facts, tasks, {"imported": str(where.absolute())})
 
 

@@ -64,7 +64,7 @@ class Named:
     """A snapshot that somebody outside the bank counts on.
 
     Attributes:
-        who: `stage 2 of RUN`, for messages.
+        who: `phase 2 of RUN`, for messages.
         adapters: name -> version, as they were published with it.
     """
 

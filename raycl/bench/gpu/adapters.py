@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from raycl.backbone.roles import linear_names, linear_shapes
 from raycl.bank import Snapshot
-from raycl.bank.manifest import ModelFacts, ObjectFacts, RouterFacts, SnapshotAdapter
+from raycl.bank.manifest import ModelInfo, ObjectFacts, RouterInfo, SnapshotAdapter
 from raycl.retrieval.router import SumRouter
-from raycl.serve.engine.model_host import Hosted
+from raycl.serve.engine.model_host import LoadedSnapshot
 from raycl.types import AdapterState, Mixture
 
 NO_OBJECT = ObjectFacts(sha256="0" * 64, bytes=0)
@@ -37,9 +37,9 @@ def drawn_adapters(model: nn.Module, targets: Sequence[str], count: int, rank: i
     }
 
 
-def hosted(adapters: dict[str, AdapterState], number: int = 1) -> Hosted:
-    """A snapshot of these adapters that a `raycl.serve.engine.model_host.Host` can load."""
-    facts = ModelFacts(name="drawn", sha256="0" * 64, kind="decoder")
+def loaded(adapters: dict[str, AdapterState], number: int = 1) -> LoadedSnapshot:
+    """A snapshot of these adapters that a `raycl.serve.engine.model_host.MultiSnapshotModel` can load."""
+    facts = ModelInfo(name="drawn", sha256="0" * 64, kind="decoder")
     linears = next(iter(adapters.values())).linears
     layout = {path: (int(a.shape[1]), int(b.shape[0])) for path, (a, b) in linears.items()}
     entries = [
@@ -58,11 +58,11 @@ def hosted(adapters: dict[str, AdapterState], number: int = 1) -> Hosted:
     snapshot = Snapshot(
         number=number,
         backbone=facts,
-        router=RouterFacts(kind="sum"),
+        router=RouterInfo(kind="sum"),
         layouts={"drawn": layout},
         adapters=tuple(entries),
     )
-    return Hosted.of(snapshot, SumRouter({name: (name,) for name in adapters}), adapters.__getitem__)
+    return LoadedSnapshot.of(snapshot, SumRouter({name: (name,) for name in adapters}), adapters.__getitem__)
 
 
 def dense(names: Sequence[str], rows: int, seed: int = 0) -> Mixture:

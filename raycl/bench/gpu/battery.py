@@ -23,7 +23,7 @@ from raycl.bench.gpu.tiny import Stop, save_model, stopping
 from raycl.data.benchmarks import builtin
 from raycl.run.assembly import RunConfig, build
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.records.progress import read_trace
 from raycl.training.stream_loop import StreamLoop
 
@@ -117,10 +117,10 @@ class Battery:
 
     @staticmethod
     def _attempt(config: RunConfig, storage: Storage, device: torch.device, after: int | None) -> None:
-        world = World.alone(device)
-        parts, open_engine = build(config, world)
+        world = DistributedContext.alone(device)
+        context, open_engine = build(config, world)
         opened = open_engine if after is None else stopping(open_engine, after)
-        StreamLoop(parts, opened, storage, world).run()
+        StreamLoop(context, opened, storage, world).run()
 
 
 @contextmanager
@@ -141,12 +141,12 @@ def compare(battery: Battery, kind: str, family: str, dtype: str, device: torch.
     """The largest difference to the CPU, as a share of its tolerance; and, in float32, to a run that was resumed."""
     config, allowed = battery.config(kind, family, dtype), TOLERANCES[dtype]
     expected, found = battery.run(config, CPU), battery.run(config, device)
-    parts = _differences(found, expected, allowed)
+    context = _differences(found, expected, allowed)
     if dtype == "float32":
         resumed = battery.run(config, device, after=STEPS + STEPS // 2 + 1)
-        parts |= {f"{name} after resume": value for name, value in _differences(resumed, found, allowed).items()}
-    worst = max(value / limit for value, limit in parts.values())
-    words = ", ".join(f"{name} {value:.2g} of {limit:g}" for name, (value, limit) in parts.items() if value)
+        context |= {f"{name} after resume": value for name, value in _differences(resumed, found, allowed).items()}
+    worst = max(value / limit for value, limit in context.values())
+    words = ", ".join(f"{name} {value:.2g} of {limit:g}" for name, (value, limit) in context.items() if value)
     return Figure(f"{dtype}, {kind}, {family}", worst, "x", 1.0, "<=", words or "no difference at all")
 
 

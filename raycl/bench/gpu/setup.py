@@ -50,7 +50,7 @@ class Setup:
     Attributes:
         tiny: sizes at which every part ends in seconds on a CPU: its results are checked, its times mean nothing.
         notes: what was left out and why.
-        limits: once they are known (`raycl.bench.gpu.parts.limits`).
+        limits: once they are known (`raycl.bench.gpu.context.limits`).
         closing: what is closed when a part ends.
     """
 

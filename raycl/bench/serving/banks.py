@@ -15,7 +15,7 @@ from torch import Tensor
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec
 from raycl.backbone.roles import linear_names, linear_shapes
 from raycl.bank import Bank
-from raycl.bank.manifest import ModelFacts, TaskFacts
+from raycl.bank.manifest import ModelInfo, TaskInfo
 from raycl.bank.routers import put_router
 from raycl.retrieval.discriminant import Statistics
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
@@ -103,7 +103,7 @@ def drawn_bank(folder: Path, name: str, count: int, texts: Sequence[str]) -> Ban
     encoder = SentenceEncoder(EncoderConfig())
     queries = encoder.embed(texts)
     router = SlotRouter("keys", 6, RetrievalConfig(top_k=1))
-    facts = ModelFacts(name=config.name, sha256=identity(config), kind=codec.kind)
+    facts = ModelInfo(name=config.name, sha256=identity(config), kind=codec.kind)
     made = [bank.publish(PLAIN, drawn({}, 0, draw, codec.needs_labels), facts, [PLAIN])]
     for number in range(count):
         task = f"task{number}"
@@ -112,7 +112,7 @@ def drawn_bank(folder: Path, name: str, count: int, texts: Sequence[str]) -> Ban
         made.append(bank.publish(f"{task}.0", drawn(shapes, 8, draw, codec.needs_labels), facts, [task]))
     state = RouterState("keys", router.settings(), router.tensors(), encoder.config.model_dump(mode="json"))
     kept, encoder_facts = put_router(bank, replace(state, encoder_sha256=encoder.fingerprint))
-    tasks = [TaskFacts(name=manifest.tasks[0], labels=LABELS if codec.needs_labels else None) for manifest in made]
+    tasks = [TaskInfo(name=manifest.tasks[0], labels=LABELS if codec.needs_labels else None) for manifest in made]
     limits = {"stream": {"max_source_tokens": 64, "max_target_tokens": 32}, "backbone": {"name": config.name}}
     bank.snapshot(made, facts, kept, tasks, encoder_facts, made={"config": limits})
     return bank

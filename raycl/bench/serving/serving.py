@@ -38,12 +38,12 @@ from raycl.bench.serving.clients import Seen, run_clients
 from raycl.bench.serving.soak import FASTEST, soak
 from raycl.bench.streams.stream import default_models
 from raycl.data.loader import batch_of
-from raycl.generation.requests import Labelled, Made, Started
+from raycl.generation.requests import LabelScores, ResponseMetadata, Started
 from raycl.retrieval.encoder import SentenceEncoder
 from raycl.serve.deployment.app import NAME, Endpoint, options_of
 from raycl.serve.deployment.endpoint import start
-from raycl.serve.engine.model_host import Host
-from raycl.serve.engine.requests import Ask
+from raycl.serve.engine.model_host import MultiSnapshotModel
+from raycl.serve.engine.requests import EngineRequest
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import decide_first
 from raycl.types import Mixture
@@ -227,14 +227,14 @@ class Alone:
         config = BackboneConfig(dtype=options.dtype)
         backbone = load_backbone(config, load_codec(config, 64, 1), torch.device("cpu"), 0)
         assert isinstance(backbone, EncoderBackbone)
-        self.backbone, self.host = backbone, Host(backbone)
+        self.backbone, self.host = backbone, MultiSnapshotModel(backbone)
         self.host.stack.load(PLAIN, drawn({}, 0, torch.Generator().manual_seed(0)))
 
     def answer(self, texts: Sequence[str]) -> None:
         """One batch."""
         backbone = self.backbone
         batch = batch_of(backbone.codec.encode_source(texts), backbone.codec.pad_id)
-        with torch.no_grad(), self.host.speaking(Mixture.same({PLAIN: 1.0}, len(texts))), backbone.precision():
+        with torch.no_grad(), self.host.activate(Mixture.same({PLAIN: 1.0}, len(texts))), backbone.precision():
             assert isinstance(backbone.head, MixedHead)
             backbone.head(backbone.pooled(batch)).argmax(1).tolist()
 
@@ -292,11 +292,11 @@ class Instant(Endpoint):
 
     def __init__(self, tree: dict[str, Any]) -> None:
         super().__init__(tree)
-        made, scores = Made(1, {PLAIN: 1.0}), dict.fromkeys(LABELS, 0.25)
+        made, scores = ResponseMetadata(1, {PLAIN: 1.0}), dict.fromkeys(LABELS, 0.25)
 
-        def submit(ask: Ask) -> None:
+        def submit(ask: EngineRequest) -> None:
             ask.send(Started(made))
-            ask.send(Labelled(scores))
+            ask.send(LabelScores(scores))
 
         self.service.engine.submit = submit  # type: ignore[method-assign]
 
@@ -306,9 +306,9 @@ class Discarding(Endpoint):
 
     def __init__(self, tree: dict[str, Any]) -> None:
         super().__init__(tree)
-        self.service.roster.close()
-        active = self.service.roster.active
-        self.service.roster.active = replace(active, router=_Thrown(active.router.encoder))  # type: ignore[attr-defined]
+        self.service.snapshot_manager.close()
+        active = self.service.snapshot_manager.active
+        self.service.snapshot_manager.active = replace(active, router=_Thrown(active.router.encoder))  # type: ignore[attr-defined]
 
 
 class _Thrown:

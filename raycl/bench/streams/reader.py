@@ -22,7 +22,7 @@ CHUNK = 512
 
 
 @dataclass(frozen=True)
-class Memory:
+class ReplayEntry:
     """What one process holds, in KiB: its part of the mapped token files, and private memory elsewhere."""
 
     mapped_pss: int
@@ -51,7 +51,7 @@ def _touch(table: TokenTable, rows: range) -> int:
     return ids + words + int(table.row_numbers(rows).sum())
 
 
-def memory(smaps: str) -> Memory:
+def memory(smaps: str) -> ReplayEntry:
     """Sum up the text of a `/proc/PID/smaps`."""
     pss = private = 0
     for name, sizes in _mappings(smaps):
@@ -59,7 +59,7 @@ def memory(smaps: str) -> Memory:
             pss += sizes["Pss"]
         else:
             private += sizes["Private_Dirty"] + sizes["Private_Clean"]
-    return Memory(pss, private)
+    return ReplayEntry(pss, private)
 
 
 def _mappings(smaps: str) -> Iterator[tuple[str, dict[str, int]]]:

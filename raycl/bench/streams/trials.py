@@ -118,13 +118,13 @@ def run_raycl(config: RunConfig) -> Trial:
     results = driver.train(prepared)
     wall = time.time() - began
     steps = read_trace(prepared.storage)
-    times = results["stage_times"]
+    times = results["phase_times"]
     return Trial(
         losses=[step["loss"] for step in steps],
         step_s=[step["seconds"] for step in steps],
-        eval_s=sum(stage["eval_s"] for stage in times),
+        eval_s=sum(phase["eval_s"] for phase in times),
         answers=_answers(prepared.storage, results),
-        tokens=sum(stage["tokens"] for stage in times),
+        tokens=sum(phase["tokens"] for phase in times),
         peak_memory_mb=results["peak_memory_mb"],
         start_s=read_state(prepared.storage).attempts[0]["started"] - called,
         wall_s=wall,
@@ -135,8 +135,8 @@ def _answers(storage: Storage, results: dict[str, Any]) -> list[str]:
     """Kept answers after every stage, of the tasks in stream order."""
     tasks = results["stream"]["tasks"]
     found = []
-    for index, stage in enumerate(results["stages"]):
+    for index, phase in enumerate(results["phases"]):
         for task in tasks[: index + 1]:
-            lines = storage.read(f"predictions/{index:03d}-{stage}/{task}.jsonl").decode().splitlines()
+            lines = storage.read(f"predictions/{index:03d}-{phase}/{task}.jsonl").decode().splitlines()
             found += [json.loads(line)["answer"] for line in lines]
     return found

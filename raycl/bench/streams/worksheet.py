@@ -16,9 +16,9 @@ from raycl.data.stream import Stream, open_stream
 from raycl.data.tokens import TokenTable
 from raycl.errors import ConfigError
 from raycl.methods.lora.lora import LoraConfig
-from raycl.run.assembly import RunConfig, stages
+from raycl.run.assembly import RunConfig, phases
 from raycl.training.stream_loop import micro_batch_size, stable_seed
-from raycl.types import Batch, Stage, TextCodec
+from raycl.types import Batch, Phase, TextCodec
 
 Sheet = dict[str, Any]
 
@@ -33,7 +33,7 @@ def write_down(config: RunConfig, threads: int) -> Sheet:
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)
     train = config.train
-    plan = stages(config, stream)
+    plan = phases(config, stream)
     return {
         "backbone": config.backbone.model_dump(mode="json"),
         "limits": [config.stream.max_source_tokens, config.stream.max_target_tokens],
@@ -45,19 +45,19 @@ def write_down(config: RunConfig, threads: int) -> Sheet:
         "max_new_tokens": config.eval.max_new_tokens or codec.max_target_tokens,
         "threads": threads,
         "seed": config.seed,
-        "tasks": [_task(config, stream, stage, codec) for stage in plan],
+        "tasks": [_task(config, stream, phase, codec) for phase in plan],
     }
 
 
-def _task(config: RunConfig, stream: Stream, stage: Stage, codec: TextCodec) -> Sheet:
-    task, train = stage.tasks[0], config.train
+def _task(config: RunConfig, stream: Stream, phase: Phase, codec: TextCodec) -> Sheet:
+    task, train = phase.tasks[0], config.train
     tables = {split: stream.table(task, split, codec) for split in ("train", "test")}
     prompt = stream.prompt(task, codec)
     order = GlobalOrder(
         len(tables["train"]),
         train.batch_size,
         train.epochs,
-        stable_seed(config.seed, "order", stage.index),
+        stable_seed(config.seed, "order", phase.index),
         train.max_steps,
     )
     micro = micro_batch_size(train.batch_size, train.micro_batch_size, 1)

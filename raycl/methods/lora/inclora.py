@@ -23,10 +23,10 @@ from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
-from raycl.methods.base import Learned, Method, MethodConfig, in_head, packed, stage_labels, unpacked
+from raycl.methods.base import Learned, Method, MethodConfig, in_head, packed, phase_labels, unpacked
 from raycl.methods.lora.lora import LoraSettings, as_peft_draws
-from raycl.methods.trained_adapters import end_live
-from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage
+from raycl.methods.trained_adapters import end_training
+from raycl.types import AdapterState, Batch, Mixture, Phase, RouterState
 
 
 class IncLoraSettings(LoraSettings):
@@ -50,7 +50,7 @@ class IncLoraConfig(IncLoraSettings):
 class IncLora(Method):
     """A growing sum of LoRAs, of which only the newest is trained.
 
-    As the learner of `separate` (`told_task`) each adapter is trained and speaks alone.
+    As the learner of `separate` (`task_id_given`) each adapter is trained and speaks alone.
     """
 
     Config: ClassVar[type[MethodConfig]] = IncLoraConfig
@@ -64,38 +64,38 @@ class IncLora(Method):
         if backbone.head is not None:
             backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), "logit")
 
-    def begin_task(self, stage: Stage, resumed: bool) -> None:
+    def begin_task(self, phase: Phase, resumed: bool) -> None:
         """A new adapter is live; backbone and all earlier adapters are frozen."""
         if not resumed:
-            self._begin(stage.name, self._rows_for(stage_labels(stage)))
+            self._begin(phase.name, self._rows_for(phase_labels(phase)))
         for name, parameter in self.backbone.named_parameters():
             parameter.requires_grad_(".lora_" in name or in_head(name, parameter))
 
     def _rows_for(self, labels: list[str]) -> list[str]:
         """Labels whose head rows are trained."""
         head = self.backbone.head
-        if head is None or self.told_task or self.config.head == "own":
+        if head is None or self.task_id_given or self.config.head == "own":
             return labels
         return list(dict.fromkeys([*head.labels, *labels]))
 
     def _begin(self, task: str, rows: list[str]) -> None:
-        config, number = self.config, 0 if self.told_task else len(self._learned)
+        config, number = self.config, 0 if self.task_id_given else len(self._learned)
         torch.manual_seed(self.seed + number)
-        self.stack.begin_live({task: config.rank}, config.alpha / config.rank, as_peft_draws, config.dropout)
+        self.stack.begin_training({task: config.rank}, config.alpha / config.rank, as_peft_draws, config.dropout)
         self._task = task
         if isinstance(self.backbone.head, MixedHead):
-            if self.told_task:
+            if self.task_id_given:
                 self.backbone.head.clear()
-            self.backbone.head.begin_live(rows)
+            self.backbone.head.begin_training(rows)
 
     def route(self, batch: Batch) -> Mixture:
         """Every adapter so far, fully, for every example; only the newest where each task is told."""
         names = [*self._learned, *([self._task] if self._task else [])]
-        return Mixture.same(dict.fromkeys(names[-1:] if self.told_task else names, 1.0), len(batch))
+        return Mixture.same(dict.fromkeys(names[-1:] if self.task_id_given else names, 1.0), len(batch))
 
-    def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned:
+    def end_task(self, phase: Phase, tensors: Mapping[str, Tensor]) -> Learned:
         """The adapter becomes resident and never changes again; it goes to the bank with its part of the head."""
-        states = end_live(self.backbone, self.stack, tensors)
+        states = end_training(self.backbone, self.stack, tensors)
         self._task = ""
         self._keep(states)
         return Learned(dict(states))
@@ -111,23 +111,23 @@ class IncLora(Method):
 
     def router_state(self) -> RouterState:
         """All adapters with weight 1, and logits added up; each its own task where that is told."""
-        return RouterState("task" if self.told_task else "sum", {"head_rule": "logit"})
+        return RouterState("task" if self.task_id_given else "sum", {"head_rule": "logit"})
 
-    def carried(self) -> dict[str, Tensor]:
+    def frozen_state(self) -> dict[str, Tensor]:
         """Adapters of earlier tasks."""
         return packed(self._learned)
 
     def state_dict(self) -> dict[str, Any]:
         """Labels, which adapters there are, and which one is being learned."""
         head = self.backbone.head
-        rows = list(head.live_labels) if isinstance(head, MixedHead) else []
+        rows = list(head.trainable_labels) if isinstance(head, MixedHead) else []
         learned = {name: list(state.labels) for name, state in self._learned.items()}
         return {**super().state_dict(), "task": self._task, "live_labels": rows, "learned": learned}
 
-    def load_state_dict(self, state: Mapping[str, Any], carried: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], frozen_state: Mapping[str, Tensor]) -> None:
         """Adapters of earlier tasks as they were; the live one in shape."""
-        super().load_state_dict(state, carried)
+        super().load_state_dict(state, frozen_state)
         scale = self.config.alpha / self.config.rank
-        self._keep(unpacked(state["learned"], carried, scale))
+        self._keep(unpacked(state["learned"], frozen_state, scale))
         if state["task"]:
             self._begin(state["task"], state["live_labels"])

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
-from raycl.methods.base import Learned, Method, MethodConfig, in_head, stage_labels
-from raycl.types import Batch, Mixture, Stage
+from raycl.methods.base import Learned, Method, MethodConfig, in_head, phase_labels
+from raycl.types import Batch, Mixture, Phase
 
 ADAPTER = "lora"
 """Name of the one adapter."""
@@ -52,11 +52,11 @@ class Lora(Method):
         super().__init__(config, backbone, seed)
         self.stack: AdapterStack = AdapterStack(backbone.model, linear_names(backbone.model, config.targets))
         torch.manual_seed(seed)
-        self.stack.begin_live({ADAPTER: config.rank}, config.alpha / config.rank, as_peft_draws, config.dropout)
+        self.stack.begin_training({ADAPTER: config.rank}, config.alpha / config.rank, as_peft_draws, config.dropout)
 
-    def begin_task(self, stage: Stage, resumed: bool) -> None:
+    def begin_task(self, phase: Phase, resumed: bool) -> None:
         """LoRA and label head are live, the backbone is frozen."""
-        self.backbone.learn_labels(stage_labels(stage))
+        self.backbone.learn_labels(phase_labels(phase))
         for name, parameter in self.backbone.named_parameters():
             parameter.requires_grad_(".lora_" in name or in_head(name, parameter))
 
@@ -64,9 +64,9 @@ class Lora(Method):
         """The one adapter, fully, for every example."""
         return Mixture.same({ADAPTER: 1.0}, len(batch))
 
-    def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned:
+    def end_task(self, phase: Phase, tensors: Mapping[str, Tensor]) -> Learned:
         """The adapter with the label head."""
-        state = self.stack.live_states(tensors)[ADAPTER]
+        state = self.stack.trainable_states(tensors)[ADAPTER]
         head = self.backbone.head
         if head is not None and head.labels:
             labels = tuple(head.labels)

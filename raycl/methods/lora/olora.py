@@ -36,9 +36,9 @@ class OLoraConfig(IncLoraSettings):
     lambda_2: float = Field(0.0, ge=0, description="weight of the size of the new adapter")
     lambda_2_by_task: dict[str, float] = Field(default_factory=dict, description="for tasks that want another lambda_2")
 
-    def acting(self, index: int, tasks: Sequence[str]) -> Tree:
+    def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
         """The first task has nothing to be at right angles to; each task has one lambda_1 and one lambda_2."""
-        settings = super().acting(index, tasks)
+        settings = super().cache_key(index, tasks)
         settings["lambda_1"] = settings.pop("lambda_1_by_task").get(tasks[index], self.lambda_1)
         settings["lambda_2"] = settings.pop("lambda_2_by_task").get(tasks[index], self.lambda_2)
         if index == 0:
@@ -57,7 +57,7 @@ class OLora(IncLora):
         lambda_1 = config.lambda_1_by_task.get(self._task, config.lambda_1)
         lambda_2 = config.lambda_2_by_task.get(self._task, config.lambda_2)
         terms = []
-        if lambda_1 and self._learned and not self.told_task:
+        if lambda_1 and self._learned and not self.task_id_given:
             terms.append(lambda_1 * self._overlap())
         if lambda_2:
             terms.append(lambda_2 * self._size())
@@ -67,12 +67,12 @@ class OLora(IncLora):
         """All linears of one shape at once; rows of the pool that nobody owns are zero and add nothing."""
         total = torch.zeros((), device=self.backbone.device)
         for shape, paths in self.stack.pool.members.items():
-            new_LrD = torch.stack([self.stack.layers[path].live()[0] for path in paths])
+            new_LrD = torch.stack([self.stack.layers[path].trainable()[0] for path in paths])
             total = total + abssum(self.stack.pool.a[shape], new_LrD)
         return total
 
     def _size(self) -> Tensor:
-        parts = [part for layer in self.stack.layers.values() for part in layer.live()]
+        parts = [part for layer in self.stack.layers.values() for part in layer.trainable()]
         return torch.stack([torch.linalg.vector_norm(part.float()) for part in parts]).sum()
 
 

@@ -31,7 +31,7 @@ from raycl.methods.migu.observed_layers import Layout, Part, Seen, layout_of, wa
 from raycl.methods.migu.row_selection import Groups, Rule, by_size
 from raycl.methods.migu.summary import RowRecord
 from raycl.methods.modifier import GradientModifier, ModifierConfig, Reduce
-from raycl.types import Batch, Stage
+from raycl.types import Batch, Phase
 
 MEASURED, FIRST = 50, 2
 """One step in so many is measured for the report (share of gradient norm kept, and rows where masking is off), and the
@@ -92,9 +92,9 @@ class MiguConfig(ModifierConfig):
         skip = self.skip_first_task if self.skip_first_task is not None else not only
         return not (skip and index == 0)
 
-    def acting(self, index: int, tasks: Sequence[str]) -> Tree:
+    def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
         """Where nothing is masked, how much would be does not matter."""
-        settings = super().acting(index, tasks)
+        settings = super().cache_key(index, tasks)
         if self.masks(index, only=len(tasks) == 1):
             return settings | {"skip_first_task": False}
         without = ("threshold", "mask_update", "random_update")
@@ -132,25 +132,25 @@ class Migu(GradientModifier):
 
     # ---- a task ----------------------------------------------------------------------------------------------
 
-    def begin_task(self, stage: Stage, only: bool, resumed: bool) -> None:
+    def begin_task(self, phase: Phase, only: bool, resumed: bool) -> None:
         """Watch every chosen layer that trains a weight.
 
         Raises:
             RunError: there is none.
         """
         config, backbone = self.config, self.method.backbone
-        self._active = config.masks(stage.index, only)
+        self._active = config.masks(phase.index, only)
         layers = watched_layers(backbone, config.layers, config.include_lm_head)
         self._layout = layout_of(backbone, layers, config.bias)
         if not self._layout.rows:
             raise RunError(
                 f"modifiers.migu finds no trained weight in the layers {', '.join(config.layers)} at task "
-                f"'{stage.name}': expected a method that trains some of them; drop the modifier, or name them in "
+                f"'{phase.name}': expected a method that trains some of them; drop the modifier, or name them in "
                 "modifiers.migu.layers"
             )
         self.reach = tuple(self._layout.rows)
         if not resumed:
-            self._clusters = self._first_clusters(stage, layers)
+            self._clusters = self._first_clusters(phase, layers)
         self._group()
         self._sums = torch.zeros(self._layout.size, device=backbone.device)
         self._mask = torch.ones(self._layout.size, device=backbone.device, dtype=torch.bool)
@@ -158,7 +158,7 @@ class Migu(GradientModifier):
         self.record.begin(self._layout, backbone.device, resumed)
         self._attach(layers)
 
-    def _first_clusters(self, stage: Stage, layers: Mapping[str, nn.Module]) -> Tensor | None:
+    def _first_clusters(self, phase: Phase, layers: Mapping[str, nn.Module]) -> Tensor | None:
         """Those that need no data; they stay for the whole task."""
         count, how = self.config.clusters, self.config.cluster_by
         self.examples = self.config.cluster_samples if count is not None and how == "co_magnitude" else 0
@@ -166,7 +166,7 @@ class Migu(GradientModifier):
             return None
         if how == "sequential":
             return sequential_clusters(self._layout, count)
-        return weight_clusters(self._layout, layers, count, self.method.seed + stage.index)
+        return weight_clusters(self._layout, layers, count, self.method.seed + phase.index)
 
     def _group(self) -> None:
         sizes = [size for seen in self._layout.seen.values() for size in seen.groups]
@@ -329,20 +329,20 @@ class Migu(GradientModifier):
 
     # ---- what is remembered ----------------------------------------------------------------------------------
 
-    def facts(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Rows kept most often and the share of gradient norm kept, of the stage that has just ended."""
-        return {"masked": self._active, **self.record.facts}
+        return {"masked": self._active, **self.record.summary}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Counts for the report, and the task's clusters: nothing else outlives a step."""
         clusters = {} if self._clusters is None else {"clusters": self._clusters.cpu()}
-        return {"facts": self.record.facts, "active": self._active}, self.record.tensors() | clusters
+        return {"summary": self.record.summary, "active": self._active}, self.record.tensors() | clusters
 
     def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on counting."""
         self._active = bool(state.get("active", False))
         self._clusters = tensors.get("clusters")
-        self.record.load(state.get("facts", {}), tensors)
+        self.record.load(state.get("summary", {}), tensors)
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -23,13 +23,13 @@ class RowRecord:
 
     Attributes:
         steps: counted so far.
-        facts: of the last stage that ended: `steps` with a mask; `gradient_norm_kept`, norm of masked over unmasked
+        summary: of the last stage that ended: `steps` with a mask; `gradient_norm_kept`, norm of masked over unmasked
             gradient of the watched parameters, over the measured steps; `layers`, path -> `{rows, kept}`, with `kept`
             a bit per row in base64 (`unpacked_rows` reads it), set for the rows kept most often.
     """
 
     def __init__(self) -> None:
-        self.facts: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
         self.steps = 0
         self._counts = torch.zeros(0, dtype=torch.int32)
         self._tally = torch.zeros(2, dtype=torch.float64)
@@ -59,7 +59,7 @@ class RowRecord:
         counts = self._counts.cpu()
         outputs = {seen.path: counts[seen.place] for (_, part), seen in layout.seen.items() if part == "output"}
         layers = {path: _most_often(part, self.steps) for path, part in outputs.items()} if self.steps else {}
-        self.facts = {
+        self.summary = {
             "steps": self.steps,
             "gradient_norm_kept": math.sqrt(within / whole) if whole else None,
             "layers": layers,
@@ -72,9 +72,9 @@ class RowRecord:
             return {}
         return {"counts": self._counts.cpu(), "tally": self._tally.cpu(), "steps": torch.tensor(self.steps)}
 
-    def load(self, facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """What `facts` and `tensors` were."""
-        self.facts = facts
+    def load(self, summary: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """What `summary` and `tensors` were."""
+        self.summary = summary
         if "counts" in tensors:
             self._counts, self._tally = tensors["counts"].clone(), tensors["tally"].clone()
             self.steps = int(tensors["steps"])

@@ -37,7 +37,7 @@ from raycl.backbone.base import summed_cross_entropy
 from raycl.backbone.roles import linear_names
 from raycl.config import Section
 from raycl.errors import ConfigError
-from raycl.methods.context import StageRows
+from raycl.methods.context import TaskRows
 from raycl.methods.sapt.pseudo_samples import PseudoSamples, drawn_sources, volume
 from raycl.types import IGNORE, Mixture
 
@@ -54,7 +54,7 @@ OWN = {
 """Value -> settings that only it has."""
 
 
-class WriterConfig(Section):
+class GeneratorConfig(Section):
     """The generator's settings (rank, steps, batch, rates: SAPT, appendix C; else the authors' scripts)."""
 
     value: Literal["lora", "prompt"] = Field("lora", description="what is trained, besides [Gen]'s embedding")
@@ -80,13 +80,13 @@ class WriterConfig(Section):
     repetition_penalty: float = Field(2.5, gt=0)
 
     @model_validator(mode="after")
-    def _settings_fit(self) -> WriterConfig:
+    def _settings_fit(self) -> GeneratorConfig:
         for value, names in OWN.items():
             given = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
             if value != self.value and given:
                 raise ValueError(
-                    f"method.writer.{given[0]} is of method.writer.value={value}, and value is {self.value}, which has "
-                    f"{', '.join(OWN[self.value])}: leave it out, or choose value={value}"
+                    f"method.generator.{given[0]} is of method.generator.value={value}, and value is {self.value}, "
+                    f"which has {', '.join(OWN[self.value])}: leave it out, or choose value={value}"
                 )
         return self
 
@@ -100,7 +100,7 @@ class WriterConfig(Section):
         return self.steps if self.value == "lora" else self.epochs * -(-rows // self.batch)
 
 
-def check_writer(config: WriterConfig, backbone: Backbone) -> None:
+def check_generator(config: GeneratorConfig, backbone: Backbone) -> None:
     """Whether somebody can write.
 
     Args:
@@ -113,36 +113,36 @@ def check_writer(config: WriterConfig, backbone: Backbone) -> None:
         if backbone.codec.kind == "encoder":
             raise ConfigError(
                 "method.arm.source=generated needs a backbone that writes, and this run's is encoder-only: name a "
-                "small one in method.writer.backbone.name, or choose method.arm.source=real"
+                "small one in method.generator.backbone.name, or choose method.arm.source=real"
             )
         _check_positions(config, backbone)
         return
     codec = load_codec(config.backbone, 1, 1)
     if codec.kind == "encoder":
         raise ConfigError(
-            f"method.writer.backbone.name '{config.backbone.name}' is encoder-only and cannot write texts: expected an "
-            "encoder-decoder or decoder-only backbone"
+            f"method.generator.backbone.name '{config.backbone.name}' is encoder-only and cannot generate texts: "
+            "expected an encoder-decoder or decoder-only backbone"
         )
     _check_positions(config, load_skeleton(config.backbone, codec))
 
 
-def _check_positions(config: WriterConfig, backbone: Backbone) -> None:
+def _check_positions(config: GeneratorConfig, backbone: Backbone) -> None:
     """Decoders read and write in the same positions, encoder-decoders apart; relative ones have no limit."""
     limit = getattr(backbone.model.config, "max_position_embeddings", None)
     read, written = config.positions, config.max_tokens
     wanted = max(read, written) if backbone.codec.kind == "encoder-decoder" else read + written
     if limit is not None and wanted > limit:
-        prompt = "method.writer.prompt_length, " if config.value == "prompt" else ""
+        prompt = "method.generator.prompt_length, " if config.value == "prompt" else ""
         raise ConfigError(
-            f"the generator reads {read} positions and writes up to method.writer.max_tokens={written}, which is more "
-            f"than the {limit} positions of its backbone: lower {prompt}method.writer.max_tokens"
+            f"the generator reads {read} positions and writes up to method.generator.max_tokens={written}, which is "
+            f"more than the {limit} positions of its backbone: lower {prompt}method.generator.max_tokens"
         )
 
 
-class Writer:
+class Generator:
     """Writes inputs like those of a stage, and leaves the backbone as it was."""
 
-    def __init__(self, config: WriterConfig, backbone: Backbone, stack: AdapterStack, seed: int) -> None:
+    def __init__(self, config: GeneratorConfig, backbone: Backbone, stack: AdapterStack, seed: int) -> None:
         """Take the run's backbone between two stages, or load the named one.
 
         Args:
@@ -160,7 +160,7 @@ class Writer:
         elif own is None:
             self.stack = AdapterStack(model, linear_names(model, config.targets))
 
-    def write(self, rows: StageRows, fraction: float) -> PseudoSamples:
+    def write(self, rows: TaskRows, fraction: float) -> PseudoSamples:
         """As many inputs of each task of the stage as `fraction` of its training rows, with its template.
 
         Fewer where the generator fails, stored ones where it writes none at all; both are logged.
@@ -190,7 +190,7 @@ class Writer:
         length, rate = OWN[self.config.value][-2:]
         log.warning(
             f"    the generator of task '{task}' wrote {found} of {count} texts in {TRIES * count} tries: {kept}; a "
-            f"new run may train it longer (method.writer.{length}) or more gently (method.writer.{rate})"
+            f"new run may train it longer (method.generator.{length}) or more gently (method.generator.{rate})"
         )
 
     def _like(self, texts: Sequence[str], count: int, seed: int) -> list[str]:
@@ -208,7 +208,7 @@ class Writer:
             return self._sampled(start_PD, count) if is_sound else []
         finally:
             if self.stack is not None:
-                self.stack.end_live()
+                self.stack.end_training()
             for parameter in thawed:
                 parameter.requires_grad_(True)
             backbone.train(was_training)
@@ -224,7 +224,7 @@ class Writer:
         if self.stack is None:
             return []
         config = self.config
-        self.stack.begin_live({NAME: config.rank}, config.alpha / config.rank, _init, config.dropout)
+        self.stack.begin_training({NAME: config.rank}, config.alpha / config.rank, _init, config.dropout)
         own = [p for layer in self.stack.layers.values() for p in (layer.lora_A, layer.lora_B) if p is not None]
         for parameter in own:
             parameter.data = parameter.data.float()
@@ -232,7 +232,7 @@ class Writer:
 
     def _speaking(self, rows: int) -> AbstractContextManager[None]:
         """The generator's LoRA alone; with a prompt the bare backbone."""
-        return nullcontext() if self.stack is None else self.stack.mixing(Mixture.same({NAME: 1.0}, rows))
+        return nullcontext() if self.stack is None else self.stack.activate(Mixture.same({NAME: 1.0}, rows))
 
     def _optimizer(self, parameters: list[nn.Parameter]) -> Any:
         if self.config.value == "lora":

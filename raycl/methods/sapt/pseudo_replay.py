@@ -21,7 +21,7 @@ Place = tuple[int, int]
 """Memory, and sample in it."""
 
 
-class Companions:
+class PseudoReplay:
     """Samples of all earlier tasks, dealt out over the rows of the present one."""
 
     def __init__(self, samples: Sequence[PseudoSamples], labels: Sequence[Sequence[int]], rows: int, seed: int) -> None:

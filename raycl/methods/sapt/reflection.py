@@ -68,7 +68,7 @@ class ReflectionConfig(Section):
 
 
 @dataclass(frozen=True)
-class Memory:
+class ReplayEntry:
     """What is kept of a task.
 
     Attributes:
@@ -85,13 +85,13 @@ class Reflection:
 
     Attributes:
         weight: lambda.
-        memories: task -> what is kept of it, in the order of learning.
+        entries: task -> what is kept of it, in the order of learning.
         pooled: task -> `[n, d]` its pseudo inputs, pooled, on the model's device.
     """
 
     def __init__(self, config: ReflectionConfig, weight: float) -> None:
         self.config, self.weight = config, weight
-        self.memories: dict[str, Memory] = {}
+        self.entries: dict[str, ReplayEntry] = {}
         self.pooled: dict[str, Tensor] = {}
         self._step, self._seed, self._micro_batches = 0, 0, 1
 
@@ -130,7 +130,7 @@ class Reflection:
 
     def target(self, task: str, keys: int) -> Tensor:
         """`[1, keys]`: the kept mean weights, 0 for keys that came later."""
-        abar = self.memories[task].abar
+        abar = self.entries[task].abar
         return torch.nn.functional.pad(abar, (0, keys - len(abar)))[None]
 
     # ---- keeping ---------------------------------------------------------------------------------------------
@@ -138,15 +138,15 @@ class Reflection:
     def tensors(self) -> dict[str, Tensor]:
         """`abar/<task>`, `pseudo/<task>/<what>`."""
         found: dict[str, Tensor] = {}
-        for task, memory in self.memories.items():
+        for task, memory in self.entries.items():
             found[f"abar/{task}"] = memory.abar
             found |= {f"pseudo/{task}/{name}": tensor for name, tensor in memory.samples.tensors().items()}
         return found
 
     def take(self, tasks: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
         """Back from what `tensors` gave of these tasks; nothing is kept of tasks that are always told."""
-        self.memories = {
-            task: Memory(PseudoSamples.of(under(f"pseudo/{task}/", tensors)), tensors[f"abar/{task}"])
+        self.entries = {
+            task: ReplayEntry(PseudoSamples.of(under(f"pseudo/{task}/", tensors)), tensors[f"abar/{task}"])
             for task in tasks
             if f"abar/{task}" in tensors
         }

@@ -27,11 +27,11 @@ from raycl.backbone import Backbone, Output
 from raycl.backbone.roles import linear_names
 from raycl.data.loader import batch_of
 from raycl.errors import ConfigError
-from raycl.methods.base import Learned, Method, packed, stage_labels, under, unpacked
-from raycl.methods.context import StageRows
+from raycl.methods.base import Learned, Method, packed, phase_labels, under, unpacked
+from raycl.methods.context import TaskRows
 from raycl.methods.lora.lora import as_peft_draws
-from raycl.methods.sapt.generator import Writer, check_writer
-from raycl.methods.sapt.pseudo_replay import Companions
+from raycl.methods.sapt.generator import Generator, check_generator
+from raycl.methods.sapt.pseudo_replay import PseudoReplay
 from raycl.methods.sapt.pseudo_samples import (
     PseudoSamples,
     counts_of,
@@ -42,12 +42,12 @@ from raycl.methods.sapt.pseudo_samples import (
     sources_of,
     take_real,
 )
-from raycl.methods.sapt.reflection import Memory, Reflection
+from raycl.methods.sapt.reflection import Reflection, ReplayEntry
 from raycl.methods.sapt.settings import SaptConfig
-from raycl.methods.trained_adapters import end_live, is_live
-from raycl.retrieval.attention import SHARED, Attention, loudest, max_pooled, mixture_of
+from raycl.methods.trained_adapters import end_training, is_trainable
+from raycl.retrieval.attention import SHARED, Attention, max_pooled, mixture_of, strongest
 from raycl.retrieval.selector import learn_selector
-from raycl.types import AdapterState, Batch, Mixture, RouterState, Stage, Task
+from raycl.types import AdapterState, Batch, Mixture, Phase, RouterState, Task
 
 READ_AT_ONCE, LOOKED_AT = 64, 1000
 """Prompts embedded together where only their maxima are wanted; so many of a task, drawn, tell what all share."""
@@ -87,16 +87,16 @@ class Sapt(Method):
         if backbone.head is not None:
             backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), config.head_rule)
         self._learned: dict[str, AdapterState] = {}
-        self._rows: StageRows | None = None
+        self._rows: TaskRows | None = None
         self._task = ""
         self._heard: dict[str, tuple[Tensor, int]] = {}
-        self._companions: Companions | None = None
+        self._companions: PseudoReplay | None = None
         self._epoch = 0
 
     @property
     def _alone(self) -> bool:
         """Whether blocks are learned without attention."""
-        return self.told_task or self.config.ablation == "shared_attention"
+        return self.task_id_given or self.config.ablation == "shared_attention"
 
     @property
     def _writes(self) -> bool:
@@ -118,20 +118,20 @@ class Sapt(Method):
                 backbone that should write them is not there. DataError: see `read_texts`.
         """
         _check_objectives(tasks, self.config)
-        if self.config.arm.source == "generated" and not self.told_task:
-            check_writer(self.config.writer, self.backbone)
-        if self.config.arm.source == "file" and not self.told_task:
+        if self.config.arm.source == "generated" and not self.task_id_given:
+            check_generator(self.config.generator, self.backbone)
+        if self.config.arm.source == "file" and not self.task_id_given:
             for task in tasks:
                 read_texts(self.config.arm.files or "", task.name)
 
-    def show(self, rows: StageRows) -> None:
+    def show(self, rows: TaskRows) -> None:
         """Remember where the stage's rows are."""
         self._rows = rows
 
-    def begin_task(self, stage: Stage, resumed: bool) -> None:
+    def begin_task(self, phase: Phase, resumed: bool) -> None:
         """The task's block and key are live, and the shared projection; all else is frozen."""
         if not resumed:
-            self._begin(stage.name, stage_labels(stage))
+            self._begin(phase.name, phase_labels(phase))
             first = not self._learned and not self._alone
             if first and self.config.attention.standardize and self._rows is not None:
                 draw = torch.Generator().manual_seed(self.seed)
@@ -141,29 +141,29 @@ class Sapt(Method):
         self._heard = {}
         for name, parameter in self.backbone.named_parameters():
             attends = not self._alone and name.startswith("attention.")
-            parameter.requires_grad_(attends or is_live(name, parameter))
+            parameter.requires_grad_(attends or is_trainable(name, parameter))
         self.reflection.pooled = self._pooled_memories() if self.reflection.weight and not self._alone else {}
-        self._companions = self._ride_along(stage) if self.config.ablation == "replay" and not self._alone else None
+        self._companions = self._ride_along(phase) if self.config.ablation == "replay" and not self._alone else None
 
-    def _ride_along(self, stage: Stage) -> Companions:
+    def _ride_along(self, phase: Phase) -> PseudoReplay:
         assert self._rows is not None, "show comes before a stage begins"
-        rows, memories = self.backbone.label_ids(), self.reflection.memories
-        labels = [[rows[label] for label in self._learned[task].labels] for task in memories]
-        samples = [memory.samples for memory in memories.values()]
-        return Companions(samples, labels, self._rows.count("train"), self.seed + stage.index)
+        rows, entries = self.backbone.label_ids(), self.reflection.entries
+        labels = [[rows[label] for label in self._learned[task].labels] for task in entries]
+        samples = [memory.samples for memory in entries.values()]
+        return PseudoReplay(samples, labels, self._rows.count("train"), self.seed + phase.index)
 
     def _begin(self, task: str, labels: list[str]) -> None:
         config, number = self.config, len(self._learned)
         torch.manual_seed(self.seed + number)
         scale = config.alpha / config.rank
-        self.stack.begin_live({task: config.rank}, scale, as_peft_draws, config.dropout)
+        self.stack.begin_training({task: config.rank}, scale, as_peft_draws, config.dropout)
         self._task = task
         if isinstance(self.backbone.prefix, MixedPrompts):
             words = self.backbone.model.get_input_embeddings().weight.detach()
             rows = torch.randint(len(words), (1, config.prompt_length)).to(words.device)
-            self.backbone.prefix.begin_live(words[rows].float())
+            self.backbone.prefix.begin_training(words[rows].float())
         if isinstance(self.backbone.head, MixedHead):
-            self.backbone.head.begin_live(labels)
+            self.backbone.head.begin_training(labels)
         self.attention.begin(task, self.seed + 1 + number)
 
     def begin_step(self, step: int, seed: int, micro_batches: int) -> None:
@@ -182,10 +182,10 @@ class Sapt(Method):
 
     def route(self, batch: Batch) -> Mixture:
         """All blocks learned so far, by the attention of each example's source."""
-        if self.told_task or (self._alone and self._task):
+        if self.task_id_given or (self._alone and self._task):
             return self._told(batch)
         config, chooser = self.config, self.attention if self._task else self.selector or self.attention
-        floor = 0.0 if self._asks_old_labels else config.attention.floor
+        pruning_threshold = 0.0 if self._asks_old_labels else config.attention.pruning_threshold
         with torch.no_grad():
             embedded = self.backbone.embedded(batch.source_ids)
             pooled_BD = max_pooled(embedded, batch.source_mask, config.attention.pool_pads)
@@ -195,8 +195,8 @@ class Sapt(Method):
             alpha_BT = alpha_BT.clamp(min=FAINTEST)
         hard = self._alone and not self._task
         if not self._task:
-            self._hear(batch, loudest(alpha_BT) if hard else alpha_BT)
-        return mixture_of(chooser.names, alpha_BT, floor, hard, self._task)
+            self._hear(batch, strongest(alpha_BT) if hard else alpha_BT)
+        return mixture_of(chooser.names, alpha_BT, pruning_threshold, hard, self._task)
 
     @property
     def _asks_old_labels(self) -> bool:
@@ -204,7 +204,7 @@ class Sapt(Method):
 
         A block that is chosen alone (the ablation without shared attention) has only its own to give.
         """
-        return self._companions is not None or (self.backbone.head is not None and bool(self.backbone.choices))
+        return self._companions is not None or (self.backbone.head is not None and bool(self.backbone.allowed_labels))
 
     def _told(self, batch: Batch) -> Mixture:
         """Each example's own block alone (the upper reference)."""
@@ -221,13 +221,13 @@ class Sapt(Method):
                 total, count = self._heard.get(task, (torch.zeros_like(alpha_T), 0))
                 self._heard[task] = (total + alpha_T, count + 1)
 
-    def all_live(self, examples: int) -> AbstractContextManager[None]:
+    def activate_trainable(self, examples: int) -> AbstractContextManager[None]:
         """The block in training speaks fully; attention takes part with a gradient of zero."""
         if not self._task or self._alone:
-            return super().all_live(examples)
+            return super().activate_trainable(examples)
         blank = torch.zeros(examples, self.attention.dimensions, device=self.backbone.device)
         weights = self.attention(blank).sum(1, keepdim=True) * 0.0 + 1.0
-        return self.stack.mixing(Mixture((self._task,), weights))
+        return self.stack.activate(Mixture((self._task,), weights))
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """The reflection's term, the same for every micro-batch of a step."""
@@ -235,26 +235,26 @@ class Sapt(Method):
 
     # ---- the end of a task -----------------------------------------------------------------------------------
 
-    def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned:
+    def end_task(self, phase: Phase, tensors: Mapping[str, Tensor]) -> Learned:
         """Block and key become resident and never change again; the task's pseudo inputs and mean weights are kept."""
-        states = end_live(self.backbone, self.stack, tensors)
+        states = end_training(self.backbone, self.stack, tensors)
         task, self._task = self._task, ""
         self.attention.end({**self.attention.tensors(), **self._key(), **under("attention.", tensors)})
         self._keep(states)
-        if self.told_task:
+        if self.task_id_given:
             return Learned(dict(states))
-        samples = same_everywhere(self._samples(stage), self.backbone.device)
-        self.reflection.memories[task] = Memory(samples, self._mean_weights())
+        samples = same_everywhere(self._samples(phase), self.backbone.device)
+        self.reflection.entries[task] = ReplayEntry(samples, self._mean_weights())
         if self.config.ablation in ("alignment", "shared_attention"):
             self._select()
-        return Learned(dict(states), extras={task: {"pseudo": self.reflection.memories[task].samples.tensors()}})
+        return Learned(dict(states), extras={task: {"pseudo": self.reflection.entries[task].samples.tensors()}})
 
     def _key(self) -> dict[str, Tensor]:
         """The key, where it was not trained."""
         assert self.attention.key is not None
         return {"key": self.attention.key}
 
-    def _samples(self, stage: Stage) -> PseudoSamples:
+    def _samples(self, phase: Phase) -> PseudoSamples:
         assert self._rows is not None, "show comes before the end of a stage"
         arm = self.config.arm
         if arm.source == "file":
@@ -262,13 +262,13 @@ class Sapt(Method):
         if arm.source == "generated":
             if not self._writes:
                 return PseudoSamples([], [], [])
-            writer = Writer(self.config.writer, self.backbone, self.stack, self.seed + stage.index)
-            return writer.write(self._rows, arm.fraction)
-        return take_real(self._rows, arm.fraction, self.seed + stage.index, self.config.ablation == "replay")
+            generator = Generator(self.config.generator, self.backbone, self.stack, self.seed + phase.index)
+            return generator.write(self._rows, arm.fraction)
+        return take_real(self._rows, arm.fraction, self.seed + phase.index, self.config.ablation == "replay")
 
     def _select(self) -> None:
         """A separate selector for what the attention would do, learned anew from all memories."""
-        targets = {task: memory.abar for task, memory in self.reflection.memories.items()}
+        targets = {task: memory.abar for task, memory in self.reflection.entries.items()}
         config, number = self.config, len(self._learned)
         found = learn_selector(
             self._pooled_memories(), targets, config.attention, config.selector, self.seed + 1000 * number
@@ -276,7 +276,7 @@ class Sapt(Method):
         self.selector = found.to(self.backbone.device)
 
     def _pooled_memories(self) -> dict[str, Tensor]:
-        return {task: self._pooled(kept.samples.sources) for task, kept in self.reflection.memories.items()}
+        return {task: self._pooled(kept.samples.sources) for task, kept in self.reflection.entries.items()}
 
     @torch.no_grad()
     def _mean_weights(self) -> Tensor:
@@ -307,7 +307,7 @@ class Sapt(Method):
 
     def router_state(self) -> RouterState:
         """Keys and projection; `task` where the task is told."""
-        if self.told_task:
+        if self.task_id_given:
             return RouterState("task")
         chooser = self.selector or self.attention
         settings = {**chooser.settings(), "head_rule": self.config.head_rule, "hard": self._alone}
@@ -320,15 +320,15 @@ class Sapt(Method):
             before, counted = self._heard.get(task, (torch.zeros_like(total), 0))
             self._heard[task] = (before + total, counted + count)
 
-    def facts(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Mean weights of each task's texts: when it was learned (`train`: abar), and as evaluated now (`test`)."""
-        if self.told_task:
+        if self.task_id_given:
             return {}
         names = self.attention.names
-        abar = {task: _rounded(memory.abar) for task, memory in self.reflection.memories.items()}
-        heard = {task: _rounded(total / count) for task, (total, count) in self._heard.items()}
-        kept = {task: memory.samples for task, memory in self.reflection.memories.items()}
-        return {"attention": {"keys": list(names), "train": abar, "test": heard, **counts_of(kept)}}
+        abar = {task: _rounded(memory.abar) for task, memory in self.reflection.entries.items()}
+        recorded = {task: _rounded(total / count) for task, (total, count) in self._heard.items()}
+        kept = {task: memory.samples for task, memory in self.reflection.entries.items()}
+        return {"attention": {"keys": list(names), "train": abar, "test": recorded, **counts_of(kept)}}
 
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
@@ -338,7 +338,7 @@ class Sapt(Method):
             return super().learned_names()
         return [] if self._alone else [f"attention.{name}" for name in SHARED]
 
-    def carried(self) -> dict[str, Tensor]:
+    def frozen_state(self) -> dict[str, Tensor]:
         """Blocks and keys of earlier tasks, and what is kept of them."""
         found = {f"attention/{name}": tensor for name, tensor in self.attention.tensors().items()}
         found |= self.reflection.tensors()
@@ -349,22 +349,22 @@ class Sapt(Method):
     def state_dict(self) -> dict[str, Any]:
         """Label rows of each block, and which task is being learned."""
         head = self.backbone.head
-        live = list(head.live_labels) if isinstance(head, MixedHead) else []
+        trainable = list(head.trainable_labels) if isinstance(head, MixedHead) else []
         learned = {name: list(state.labels) for name, state in self._learned.items()}
-        own = {"task": self._task, "live_labels": live, "learned": learned, "attention": self.attention.settings()}
+        own = {"task": self._task, "live_labels": trainable, "learned": learned, "attention": self.attention.settings()}
         selector = None if self.selector is None else self.selector.settings()
         return {**super().state_dict(), **own, "selector": selector}
 
-    def load_state_dict(self, state: Mapping[str, Any], carried: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], frozen_state: Mapping[str, Tensor]) -> None:
         """Earlier tasks as they were; the live block in shape."""
-        super().load_state_dict(state, carried)
-        self.attention.take(state["attention"], under("attention/", carried))
-        self.reflection.take(state["learned"], carried)
+        super().load_state_dict(state, frozen_state)
+        self.attention.take(state["attention"], under("attention/", frozen_state))
+        self.reflection.take(state["learned"], frozen_state)
         if state["selector"] is not None:
             selector = Attention(self.attention.dimensions, self.config.attention, 0, self.backbone.device)
-            selector.take(state["selector"], under("selector/", carried))
+            selector.take(state["selector"], under("selector/", frozen_state))
             self.selector = selector.requires_grad_(False)
-        self._keep(unpacked(state["learned"], carried, self.config.alpha / self.config.rank))
+        self._keep(unpacked(state["learned"], frozen_state, self.config.alpha / self.config.rank))
         if state["task"]:
             self._begin(state["task"], state["live_labels"])
 

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from raycl.config import Tree
 from raycl.methods.base import MethodConfig
-from raycl.methods.sapt.generator import WriterConfig
+from raycl.methods.sapt.generator import GeneratorConfig
 from raycl.methods.sapt.reflection import ReflectionConfig
 from raycl.retrieval.attention import AttentionConfig
 from raycl.retrieval.selector import SelectorConfig
@@ -45,16 +45,16 @@ class SaptConfig(MethodConfig):
         "test; shared_attention: each block is learned alone, and a separate selector picks one",
     )
     selector: SelectorConfig = SelectorConfig()
-    writer: WriterConfig = WriterConfig()
+    generator: GeneratorConfig = GeneratorConfig()
 
-    idle_alone: ClassVar[tuple[str, ...]] = ("attention", "arm", "ablation", "selector", "writer")
+    unused_for_single_task: ClassVar[tuple[str, ...]] = ("attention", "arm", "ablation", "selector", "generator")
     """A single block is attended to with weight 1, and there is nothing to reflect on."""
 
     label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
 
-    def acting(self, index: int, tasks: Sequence[str]) -> Tree:
+    def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
         """In the first task there is nothing to reflect on."""
-        settings = super().acting(index, tasks)
+        settings = super().cache_key(index, tasks)
         if index == 0:
             kept = ("source", "fraction", "files", "abar_split")
             settings["arm"] = {name: settings["arm"][name] for name in kept}
@@ -72,7 +72,7 @@ class SaptConfig(MethodConfig):
         if self.ablation not in ("alignment", "shared_attention"):
             yield "selector", f"ablation={self.ablation}"
         if self.arm.source != "generated" or self.ablation == "arm":
-            yield "writer", "ablation=arm" if self.ablation == "arm" else f"arm.source={self.arm.source}"
+            yield "generator", "ablation=arm" if self.ablation == "arm" else f"arm.source={self.arm.source}"
         if self.arm.source != "file":
             yield "arm.files", f"arm.source={self.arm.source}"
 

@@ -27,14 +27,14 @@ from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import ConfigError
-from raycl.methods.base import Learned, Method, MethodConfig, packed, stage_labels, under, unpacked
-from raycl.methods.trained_adapters import end_live, is_live
+from raycl.methods.base import Learned, Method, MethodConfig, packed, phase_labels, under, unpacked
+from raycl.methods.trained_adapters import end_training, is_trainable
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.memory_slots.key_maps import newest_rows, plane, similarity
 from raycl.retrieval.memory_slots.keys import KeyConfig, check_keys, split_groups
 from raycl.retrieval.memory_slots.slots import Kind, SlotRouter
 from raycl.retrieval.memory_slots.weights import RetrievalConfig
-from raycl.types import Activation, AdapterState, Batch, Mixture, RouterState, Stage
+from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState
 
 
 class SlmConfig(MethodConfig):
@@ -84,7 +84,7 @@ class SlmConfig(MethodConfig):
         return self.retrieval.task_id or self.head_rule == "label_count"
 
     @property
-    def looks_ahead(self) -> bool:
+    def fits_ahead(self) -> bool:
         """Keys of all tasks, where all compete."""
         return self.train_scope == "all"
 
@@ -118,7 +118,7 @@ class Slm(Method):
         kind: Kind = "discriminant" if config.router == "discriminant" else "keys"
         self.router = SlotRouter(kind, config.keys.groups, config.retrieval, per_group)
         self._ahead = SlotRouter(kind, config.keys.groups, config.retrieval, per_group)
-        self.studies_ahead = config.looks_ahead
+        self.fits_ahead = config.fits_ahead
         self._learned: dict[str, AdapterState] = {}
         self._task = ""
         if backbone.head is not None:
@@ -129,15 +129,15 @@ class Slm(Method):
         """The frozen sentence encoder."""
         return self._encoder
 
-    def study(self, stage: Stage, queries_BC: Tensor, dev_BC: Tensor) -> None:
+    def study(self, phase: Phase, queries_BC: Tensor, dev_BC: Tensor) -> None:
         """The preparation stage: the task's keys from its texts, without labels."""
-        router = self._ahead if self.studies_ahead else self.router
-        router.study(stage.name, queries_BC, self.config.keys, self.seed + stage.index)
-        router.hold_out(stage.name, dev_BC)
+        router = self._ahead if self.fits_ahead else self.router
+        router.study(phase.name, queries_BC, self.config.keys, self.seed + phase.index)
+        router.hold_out(phase.name, dev_BC)
 
-    def facts(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """How well each router finds the tasks so far, in percent of dev texts, and which one is used."""
-        told = self.told_task or self.config.retrieval.task_id
+        told = self.task_id_given or self.config.retrieval.task_id
         return {
             "router": "task" if told else self.router.kind,
             "found": self.router.judged(),
@@ -148,29 +148,29 @@ class Slm(Method):
             "key_plane": plane(self.router, self.seed),
         }
 
-    def begin_task(self, stage: Stage, resumed: bool) -> None:
+    def begin_task(self, phase: Phase, resumed: bool) -> None:
         """The task's own slots are live; backbone, keys and all earlier slots are frozen."""
         if not resumed:
-            if self.studies_ahead:
-                self.router.take(stage.name, self._ahead)
-            self._begin(stage.name, stage_labels(stage))
+            if self.fits_ahead:
+                self.router.take(phase.name, self._ahead)
+            self._begin(phase.name, phase_labels(phase))
         head = self.backbone.head
         frozen = "head." if isinstance(head, MixedHead) and head.frozen else "-"
         for name, parameter in self.backbone.named_parameters():
-            parameter.requires_grad_(is_live(name, parameter) and not name.startswith(frozen))
+            parameter.requires_grad_(is_trainable(name, parameter) and not name.startswith(frozen))
 
     def _begin(self, task: str, labels: list[str]) -> None:
         std = self.config.a_init_std
         ranks = dict.fromkeys(self.router.adapters(task), self.config.rank)
         torch.manual_seed(self.seed + len(self.router.tasks))
-        self.stack.begin_live(ranks, 1.0, partial(_normal, std=std))
+        self.stack.begin_training(ranks, 1.0, partial(_normal, std=std))
         self._task = task
         if isinstance(self.backbone.prefix, MixedPrompts):
             words = self.backbone.model.get_input_embeddings().weight.detach()
             rows = torch.randint(len(words), (len(ranks), self.config.prompt_length)).to(words.device)
-            self.backbone.prefix.begin_live(words[rows])
+            self.backbone.prefix.begin_training(words[rows])
         if isinstance(self.backbone.head, MixedHead):
-            self.backbone.head.begin_live(labels, self._head_for(labels))
+            self.backbone.head.begin_training(labels, self._head_for(labels))
 
     def _head_for(self, labels: Sequence[str]) -> AdapterState | None:
         """A slot whose label head is taken over: the first one with so many labels."""
@@ -178,13 +178,13 @@ class Slm(Method):
             return None
         return next((state for state in self._learned.values() if len(state.labels) == len(labels)), None)
 
-    def speaking(self, batch: Batch) -> AbstractContextManager[None]:
+    def activate(self, batch: Batch) -> AbstractContextManager[None]:
         """As every method; rule `label_count` also says whose head answers."""
         head = self.backbone.head
         if isinstance(head, MixedHead) and head.rule == "label_count":
             tasks = [self._task or self._learned_as(task) for task in batch.tasks]
             head.told = tuple(self.router.adapters(task)[0] for task in tasks)
-        return super().speaking(batch)
+        return super().activate(batch)
 
     def _learned_as(self, task: str) -> str:
         """Whose slots know a task: its own, or where all tasks are one stage, that one's; fill-ups have none."""
@@ -193,23 +193,23 @@ class Slm(Method):
     def route(self, batch: Batch) -> Mixture:
         """By each text's query; while a task is trained, among its own slots (or those of all tasks so far)."""
         queries = self._encoder.embed(batch.texts)
-        if self._task and self.studies_ahead:
+        if self._task and self.fits_ahead:
             return self._that_exist(self._ahead.route(queries))
         if self._task:
             return self.router.route(queries, [self._task] * len(batch) if self.config.train_scope == "own" else None)
-        if self.told_task or self.config.retrieval.task_id:
+        if self.task_id_given or self.config.retrieval.task_id:
             return self.router.route(queries, [task or self.router.tasks[-1] for task in batch.tasks])
         return self.router.route(queries)
 
     def _that_exist(self, mixture: Mixture) -> Mixture:
         """Slots of tasks to come say nothing, yet they took their share of the weight."""
-        known = self._learned.keys() | self.stack.live.keys()
+        known = self._learned.keys() | self.stack.trainable.keys()
         kept = [column for column, name in enumerate(mixture.names) if name in known]
         return Mixture(tuple(mixture.names[column] for column in kept), mixture.weights[:, kept])
 
-    def end_task(self, stage: Stage, tensors: Mapping[str, Tensor]) -> Learned:
+    def end_task(self, phase: Phase, tensors: Mapping[str, Tensor]) -> Learned:
         """Slots become resident and never change again; they go to the bank with their head rows."""
-        states = end_live(self.backbone, self.stack, tensors)
+        states = end_training(self.backbone, self.stack, tensors)
         self._task = ""
         self._keep(states)
         if self.config.router == "auto":
@@ -226,12 +226,12 @@ class Slm(Method):
         if not self._task:
             return []
         parameters = self.backbone.named_parameters()
-        return [name for name, parameter in parameters if parameter.requires_grad and is_live(name, parameter)]
+        return [name for name, parameter in parameters if parameter.requires_grad and is_trainable(name, parameter)]
 
     def router_state(self) -> RouterState:
         """Keys, statistics, rules and encoder."""
         settings = self.router.settings()
-        settings["retrieval"]["task_id"] = self.told_task or self.config.retrieval.task_id
+        settings["retrieval"]["task_id"] = self.task_id_given or self.config.retrieval.task_id
         settings["head_rule"] = self.config.head_rule
         return RouterState(
             self.router.kind,
@@ -241,9 +241,9 @@ class Slm(Method):
             self._encoder.fingerprint,
         )
 
-    def carried(self) -> dict[str, Tensor]:
+    def frozen_state(self) -> dict[str, Tensor]:
         """Slots of earlier tasks and all keys."""
-        studied = self._ahead if self.studies_ahead else self.router
+        studied = self._ahead if self.fits_ahead else self.router
         found = {f"router/{name}": tensor for name, tensor in studied.tensors().items()}
         found |= {f"dev/{task}": queries for task, queries in studied.dev.items()}
         return found | packed(self._learned)
@@ -251,28 +251,28 @@ class Slm(Method):
     def state_dict(self) -> dict[str, Any]:
         """Label rows, the router's settings, and which task is being learned."""
         head = self.backbone.head
-        live = list(head.live_labels) if isinstance(head, MixedHead) else []
+        trainable = list(head.trainable_labels) if isinstance(head, MixedHead) else []
         learned = {name: list(state.labels) for name, state in self._learned.items()}
         router = {"kind": self.router.kind, "settings": self.router.settings()}
-        own = {"task": self._task, "live_labels": live, "learned": learned, "router": router}
+        own = {"task": self._task, "live_labels": trainable, "learned": learned, "router": router}
         own["ahead"] = self._ahead.settings()["tasks"]
         return {**super().state_dict(), **own}
 
-    def load_state_dict(self, state: Mapping[str, Any], carried: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], frozen_state: Mapping[str, Tensor]) -> None:
         """Keys and slots of earlier tasks as they were; the live slots in shape."""
-        super().load_state_dict(state, carried)
+        super().load_state_dict(state, frozen_state)
         router = RouterState(state["router"]["kind"], state["router"]["settings"])
-        self.router = _restored(router, carried)
-        self._ahead = _restored(replace(router, settings={**router.settings, "tasks": state["ahead"]}), carried)
-        self._keep(unpacked(state["learned"], carried, 1.0, self.stack.activation))
+        self.router = _restored(router, frozen_state)
+        self._ahead = _restored(replace(router, settings={**router.settings, "tasks": state["ahead"]}), frozen_state)
+        self._keep(unpacked(state["learned"], frozen_state, 1.0, self.stack.activation))
         if state["task"]:
             self._begin(state["task"], state["live_labels"])
 
 
-def _restored(state: RouterState, carried: Mapping[str, Tensor]) -> SlotRouter:
-    router = SlotRouter.restored(replace(state, tensors=under("router/", carried)))
+def _restored(state: RouterState, frozen_state: Mapping[str, Tensor]) -> SlotRouter:
+    router = SlotRouter.restored(replace(state, tensors=under("router/", frozen_state)))
     for task in router.tasks:
-        router.hold_out(task, carried[f"dev/{task}"])
+        router.hold_out(task, frozen_state[f"dev/{task}"])
     return router
 
 

@@ -184,7 +184,7 @@ class SlotRouter:
             means = {kind: sum(judged[kind].values()) / len(judged[kind]) for kind in KINDS}
             self.kind = max(KINDS, key=lambda kind: means[kind])
 
-    def unfamiliar(self, queries_BC: Tensor) -> Tensor:
+    def ood_score(self, queries_BC: Tensor) -> Tensor:
         """`[B]` from 0 to 1: the share of known texts that are nearer to a task; near 1 for texts of no task.
 
         Raises:

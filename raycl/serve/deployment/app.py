@@ -69,7 +69,7 @@ class Endpoint:
         """Load the backbone and the first snapshot."""
         logging.getLogger("raycl").setLevel(logging.INFO)
         self.config = configs.validate(ServeConfig, tree)
-        self.service = open_service(self.config, shelf=True)
+        self.service = open_service(self.config, object_store_cache=True)
         if gatekeeper is not None:
             ask_gate(gatekeeper, self.service)
         self.metrics = Metrics(self.service)
@@ -96,7 +96,7 @@ class Model:
     def __init__(self, tree: dict[str, Any]) -> None:
         """Load the backbone and the first snapshot."""
         logging.getLogger("raycl").setLevel(logging.INFO)
-        self.service = open_service(configs.validate(ServeConfig, tree), shelf=True, routes=False)
+        self.service = open_service(configs.validate(ServeConfig, tree), object_store_cache=True, routes=False)
         self.metrics = Metrics(self.service)
 
     async def answer(self, spec: Spec) -> AsyncGenerator[Event, None]:
@@ -107,8 +107,8 @@ class Model:
         answer, began = Answer(), time.perf_counter()
         try:
             async with (
-                service.holding(spec.snapshot) as hosted,
-                service.asked(hosted, spec.choice, [spec.text], **settings) as queues,
+                service.holding(spec.snapshot) as loaded,
+                service.asked(loaded, spec.choice, [spec.text], **settings) as queues,
             ):
                 async for event in service.events(queues[0], until):
                     take(answer, event, began)
@@ -137,7 +137,7 @@ class Front:
             async for event in answers.remote(spec):
                 yield event
 
-        self.service = open_front(self.config, stream, shelf=True)
+        self.service = open_front(self.config, stream, object_store_cache=True)
         if gatekeeper is not None:
             ask_gate(gatekeeper, self.service)
         self.ingress = Ingress(self.service, self.config)

@@ -14,18 +14,18 @@ import torch
 from raycl.backbone import Backbone, load_backbone, load_codec
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
-from raycl.bank.object_store import Shelf
+from raycl.bank.object_store import ObjectStoreCache
 from raycl.errors import ConfigError, RayclError
 from raycl.generation.requests import Event, Failed, Sampling
 from raycl.generation.static_cache import MODELS, fits_slots
 from raycl.serve.engine.disaggregated import RemoteEngine, Stream
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import Host, Hosted
-from raycl.serve.engine.requests import Ask, Choice, is_last
+from raycl.serve.engine.model_host import LoadedSnapshot, MultiSnapshotModel
+from raycl.serve.engine.requests import Choice, EngineRequest, is_last
 from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import readable_snapshot, wanted_snapshots
-from raycl.serve.snapshots.manager import Roster
+from raycl.serve.snapshots.manager import SnapshotManager
 from raycl.serve.snapshots.snapshot_model import backbone_of
 
 log = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ SOURCE_TOKENS, TARGET_TOKENS = 256, 64
 WARMING = "a first text, to which nobody waits for an answer"
 
 
-def open_service(config: ServeConfig, shelf: bool = False, routes: bool = True) -> Service:
+def open_service(config: ServeConfig, object_store_cache: bool = False, routes: bool = True) -> Service:
     """Load everything; blocks for as long as that takes.
 
     Args:
-        shelf: adapters come through the cluster's object store, once per node.
+        object_store_cache: adapters come through the cluster's object store, once per node.
         routes: texts are routed here; else whatever the router reads texts with is loaded when first needed.
 
     Raises:
@@ -61,12 +61,14 @@ def open_service(config: ServeConfig, shelf: bool = False, routes: bool = True) 
         for name, default in (("max_source_tokens", SOURCE_TOKENS), ("max_target_tokens", TARGET_TOKENS))
     )
     backbone = load_backbone(settings, load_codec(settings, source, target), device, 0)
-    host = Host(backbone, config.resident_rows)
+    host = MultiSnapshotModel(backbone, config.max_loaded_rows)
     in_slots = decodes_in_slots(config, backbone)
     engine = Engine(host, config.max_batch, source, target, config.limits.prompt_tokens, in_slots)
-    roster = Roster(bank, engine, config, snapshot.backbone.sha256, Shelf(bank) if shelf else None)
-    _warm(engine, roster.active, routes)
-    return Service(config, engine, roster)
+    snapshot_manager = SnapshotManager(
+        bank, engine, config, snapshot.backbone.sha256, ObjectStoreCache(bank) if object_store_cache else None
+    )
+    _warm(engine, snapshot_manager.active, routes)
+    return Service(config, engine, snapshot_manager)
 
 
 def decodes_in_slots(config: ServeConfig, backbone: Backbone) -> bool:
@@ -85,11 +87,11 @@ def decodes_in_slots(config: ServeConfig, backbone: Backbone) -> bool:
     return config.decoding == "static" or (config.decoding == "auto" and on_gpu and fits_slots(backbone))
 
 
-def open_front(config: ServeConfig, stream: Stream, shelf: bool = False) -> Service:
+def open_front(config: ServeConfig, stream: Stream, object_store_cache: bool = False) -> Service:
     """Routing alone: what is answered, `stream` makes elsewhere.
 
     Args:
-        shelf: whether a snapshot is whole is found out by the cluster's keeper, for all replicas.
+        object_store_cache: whether a snapshot is whole is found out by the cluster's keeper, for all replicas.
 
     Raises:
         BankError: no snapshot, or damaged. RetrievalError: another sentence encoder.
@@ -100,20 +102,22 @@ def open_front(config: ServeConfig, stream: Stream, shelf: bool = False) -> Serv
     target = int(limits.get("max_target_tokens") or TARGET_TOKENS)
     torch.set_num_threads(config.threads)
     engine = RemoteEngine(stream, snapshot.backbone.kind, config.max_batch, target)
-    roster = Roster(bank, engine, config, snapshot.backbone.sha256, Shelf(bank) if shelf else None)
+    snapshot_manager = SnapshotManager(
+        bank, engine, config, snapshot.backbone.sha256, ObjectStoreCache(bank) if object_store_cache else None
+    )
     with suppress(RayclError):  # a router that must be told the task has nothing to load
-        roster.active.mixture([WARMING])
-    return Service(config, engine, roster)
+        snapshot_manager.active.mixture([WARMING])
+    return Service(config, engine, snapshot_manager)
 
 
-def _warm(engine: Engine, hosted: Hosted, routes: bool) -> None:
+def _warm(engine: Engine, loaded: LoadedSnapshot, routes: bool) -> None:
     """Answer something once: encoder, adapters and kernels are loaded and chosen now, not while somebody waits."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
-    task = hosted.snapshot.tasks[0].name if hosted.snapshot.tasks else None
-    weights = None if routes else dict.fromkeys(list(hosted.keys)[:1], 1.0)
+    task = loaded.snapshot.tasks[0].name if loaded.snapshot.tasks else None
+    weights = None if routes else dict.fromkeys(list(loaded.keys)[:1], 1.0)
     sampling = None if engine.kind == "encoder" else Sampling(2)
-    ask = Ask(WARMING, events.put, sampling, hosted=hosted, choice=Choice(weights, task))
+    ask = EngineRequest(WARMING, events.put, sampling, loaded=loaded, choice=Choice(weights, task))
     engine.submit(ask)
     event = events.get()
     while not is_last(ask, event):
@@ -124,7 +128,7 @@ def _warm(engine: Engine, hosted: Hosted, routes: bool) -> None:
 
 def close_service(service: Service) -> None:
     """Stop its threads."""
-    service.roster.close()
+    service.snapshot_manager.close()
     service.engine.close()
 
 

@@ -20,8 +20,8 @@ from ray.exceptions import RayError
 from raycl.errors import RayclError
 from raycl.generation.requests import Event, Failed, Sampling, Started
 from raycl.retrieval.router import NEEDS_BACKBONE
-from raycl.serve.engine.model_host import Hosted
-from raycl.serve.engine.requests import CLOSED, FAILURES, Ask, Choice
+from raycl.serve.engine.model_host import LoadedSnapshot
+from raycl.serve.engine.requests import CLOSED, FAILURES, Choice, EngineRequest
 from raycl.serve.engine.routing import mixtures_of, unfamiliar_of
 
 
@@ -49,7 +49,7 @@ class RemoteEngine:
         self._stream = stream
         self._unfinished: set[int] = set()
         self._lock = threading.Lock()  # of the set: asks begin and end on different threads
-        self._inbox: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[EngineRequest | None] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._threads = [
             threading.Thread(target=self._loop.run_forever, name="raycl-listen", daemon=True),
@@ -58,7 +58,7 @@ class RemoteEngine:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, ask: Ask) -> None:
+    def submit(self, ask: EngineRequest) -> None:
         """As an engine."""
         with self._lock:
             self._unfinished.add(id(ask))
@@ -69,10 +69,10 @@ class RemoteEngine:
         """Asks whose last event has not come."""
         return len(self._unfinished)
 
-    def take_on(self, hosted: Hosted) -> None:
+    def load_snapshot(self, loaded: LoadedSnapshot) -> None:
         """Nothing is put on a device here."""
 
-    def let_go(self, hosted: Hosted) -> None:
+    def unload_snapshot(self, loaded: LoadedSnapshot) -> None:
         """Nothing was put on a device here."""
 
     @property
@@ -100,21 +100,21 @@ class RemoteEngine:
             for ask in asks:
                 if ask is not None and ask.cancelled:
                     self._over(ask)
-            for hosted in {id(ask.hosted): ask.hosted for ask in wanted}.values():
-                self._routed(hosted, [ask for ask in wanted if ask.hosted is hosted])
+            for loaded in {id(ask.loaded): ask.loaded for ask in wanted}.values():
+                self._routed(loaded, [ask for ask in wanted if ask.loaded is loaded])
             if None in asks:
                 return
 
-    def _routed(self, hosted: Hosted, asks: list[Ask]) -> None:
+    def _routed(self, loaded: LoadedSnapshot, asks: list[EngineRequest]) -> None:
         began = time.perf_counter()
-        free = [ask for ask in asks if hosted.snapshot.router.kind not in NEEDS_BACKBONE]
+        free = [ask for ask in asks if loaded.snapshot.router.kind not in NEEDS_BACKBONE]
         try:
-            found = dict(zip(map(id, free), mixtures_of(hosted, free), strict=True))
-            strange = unfamiliar_of(hosted, free)
+            found = dict(zip(map(id, free), mixtures_of(loaded, free), strict=True))
+            strange = unfamiliar_of(loaded, free)
         except (*FAILURES, RayError) as error:  # a request must never end the thread
             if len(asks) > 1:
                 for ask in asks:
-                    self._routed(hosted, [ask])
+                    self._routed(loaded, [ask])
                 return
             self._end(asks[0], Failed(error))
             return
@@ -123,13 +123,13 @@ class RemoteEngine:
             choice, mixture = ask.choice, found.get(id(ask))
             if mixture is not None:
                 pairs = zip(mixture.names, mixture.weights[0].tolist(), strict=True)
-                choice = Choice({hosted.names[key]: weight for key, weight in pairs}, choice.task)
-            spec = Spec(ask.text, hosted.snapshot.number, choice, ask.sampling, ask.templated, ask.route_only)
+                choice = Choice({loaded.names[key]: weight for key, weight in pairs}, choice.task)
+            spec = Spec(ask.text, loaded.snapshot.number, choice, ask.sampling, ask.templated, ask.route_only)
             waited = (began - ask.began) * 1e3
-            facts = {"queue_ms": waited, "retrieval_ms": spent, "unfamiliar": strange.get(ask.text)}
+            facts = {"queue_ms": waited, "retrieval_ms": spent, "ood_score": strange.get(ask.text)}
             asyncio.run_coroutine_threadsafe(self._listen(ask, spec, facts), self._loop)
 
-    async def _listen(self, ask: Ask, spec: Spec, facts: dict[str, Any]) -> None:
+    async def _listen(self, ask: EngineRequest, spec: Spec, facts: dict[str, Any]) -> None:
         try:
             async with aclosing(self._stream(spec)) as events:
                 async for event in events:
@@ -148,10 +148,10 @@ class RemoteEngine:
         finally:
             self._over(ask)
 
-    def _end(self, ask: Ask, event: Event) -> None:
+    def _end(self, ask: EngineRequest, event: Event) -> None:
         self._over(ask)
         ask.send(event)
 
-    def _over(self, ask: Ask) -> None:
+    def _over(self, ask: EngineRequest) -> None:
         with self._lock:
             self._unfinished.discard(id(ask))

@@ -25,10 +25,10 @@ from raycl.backbone.encoder import EncoderBackbone
 from raycl.data.loader import batch_of
 from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
-from raycl.generation.continuous_batch import OVERFLOW, Decoding, Ready
-from raycl.generation.requests import Event, Failed, Labelled, Made, Started
-from raycl.serve.engine.model_host import Host, Hosted
-from raycl.serve.engine.requests import CLOSED, FAILURES, Ask, is_last
+from raycl.generation.continuous_batch import OVERFLOW, ContinuousBatch, PreparedRequest
+from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Started
+from raycl.serve.engine.model_host import LoadedSnapshot, MultiSnapshotModel
+from raycl.serve.engine.requests import CLOSED, FAILURES, EngineRequest, is_last
 from raycl.serve.engine.routing import head_of, mixtures_of, template_of, unfamiliar_of
 from raycl.serve.engine.truncation import Fitting, Wanted
 from raycl.serve.errors import BrokenError
@@ -50,7 +50,7 @@ class Engine:
 
     def __init__(
         self,
-        host: Host,
+        host: MultiSnapshotModel,
         max_batch: int,
         max_source_tokens: int,
         max_target_tokens: int,
@@ -69,9 +69,11 @@ class Engine:
         self.host, self.max_batch = host, max_batch
         self.max_target = max_target_tokens
         self._fitting = Fitting(host.backbone, max_source_tokens, max_prompt_tokens)
-        self._inbox: queue.SimpleQueue[Ask | tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._waiting: list[Ask] = []
-        self._texts = Decoding(host, max_batch, self._tell, in_slots)
+        self._inbox: queue.SimpleQueue[EngineRequest | tuple[Callable[[], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._waiting: list[EngineRequest] = []
+        self._texts = ContinuousBatch(host, max_batch, self._tell, in_slots)
         self._retrieval_s = 0.0
         self._lock = threading.Lock()  # of the three below
         self._unfinished = 0
@@ -79,7 +81,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="raycl-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, ask: Ask) -> None:
+    def submit(self, ask: EngineRequest) -> None:
         """Take an ask; its events come through `ask.send`."""
         with self._lock:
             if self._open:
@@ -98,20 +100,20 @@ class Engine:
         done.set_exception(RayclError(CLOSED))
         return done
 
-    def take_on(self, hosted: Hosted) -> None:
+    def load_snapshot(self, loaded: LoadedSnapshot) -> None:
         """Put a snapshot on the host, and its adapters on the device if that is little, between batches; blocks.
 
         Raises:
-            BankError: see `Host.add`.
+            BankError: see `MultiSnapshotModel.add`.
         """
-        self.call(lambda: self.host.add(hosted)).result()
-        keys = self.host.ahead(hosted)
+        self.call(lambda: self.host.add(loaded)).result()
+        keys = self.host.ahead(loaded)
         for first in range(0, len(keys), TOGETHER):
-            self.call(partial(self.host.bring, keys[first : first + TOGETHER])).result()
+            self.call(partial(self.host.prefetch, keys[first : first + TOGETHER])).result()
 
-    def let_go(self, hosted: Hosted) -> None:
+    def unload_snapshot(self, loaded: LoadedSnapshot) -> None:
         """Take a snapshot from the host, between two batches."""
-        self.call(lambda: self.host.drop(hosted)).result()
+        self.call(lambda: self.host.drop(loaded)).result()
 
     @property
     def kind(self) -> str:
@@ -152,7 +154,7 @@ class Engine:
                 if self._waiting:
                     self._start()
                 self._isolated(self._texts.begin, self._texts.joined(), lambda one: one.ask)
-                self._guarded(self._texts.step, self._texts.speaking, self._texts.abandon)
+                self._guarded(self._texts.step, self._texts.activate, self._texts.abandon)
         finally:
             self._end()
 
@@ -164,7 +166,7 @@ class Engine:
             idle = False
             if item is None:
                 return False
-            if isinstance(item, Ask):
+            if isinstance(item, EngineRequest):
                 self._waiting.append(item)
             else:
                 self._texts.silence()
@@ -177,7 +179,7 @@ class Engine:
             self._open = False
         while not self._inbox.empty():
             item = self._inbox.get()
-            if isinstance(item, Ask):
+            if isinstance(item, EngineRequest):
                 self._waiting.append(item)
             elif item is not None:
                 item[1].set_exception(RayclError(CLOSED))
@@ -207,7 +209,7 @@ class Engine:
             self._isolated(self._labelled, group, lambda one: one.ask)
 
     def _isolated(
-        self, work: Callable[[list[Any]], list[Any]], items: list[Any], ask: Callable[[Any], Ask]
+        self, work: Callable[[list[Any]], list[Any]], items: list[Any], ask: Callable[[Any], EngineRequest]
     ) -> list[Any]:
         """`work` on all; if that fails, on each alone, so that one that cannot be answered spoils no other."""
         try:
@@ -218,7 +220,7 @@ class Engine:
                 return []
             return [found for item in items for found in self._isolated(work, [item], ask)]
 
-    def _guarded(self, work: Callable[[], None], asks: Sequence[Ask], after: Callable[[], None]) -> None:
+    def _guarded(self, work: Callable[[], None], asks: Sequence[EngineRequest], after: Callable[[], None]) -> None:
         try:
             work()
         except FAILURES as error:  # a request must never end the thread
@@ -226,14 +228,14 @@ class Engine:
                 self._fail(ask, error)
             after()
 
-    def _fail(self, ask: Ask, error: Exception) -> None:
+    def _fail(self, ask: EngineRequest, error: Exception) -> None:
         if not isinstance(error, RayclError):
             log.error("an answer failed", exc_info=error)
             name = type(error).__name__
             error = BrokenError(f"the model failed on this request ({name}): the server's log says more")
         self._tell(ask, Failed(error))
 
-    def _tell(self, ask: Ask, event: Event) -> None:
+    def _tell(self, ask: EngineRequest, event: Event) -> None:
         """Send an event, unless the last one has been sent."""
         if ask.over:
             return
@@ -241,7 +243,7 @@ class Engine:
             self._over(ask)
         ask.send(event)
 
-    def _over(self, ask: Ask) -> None:
+    def _over(self, ask: EngineRequest) -> None:
         if not ask.over:
             ask.over = True
             with self._lock:
@@ -249,15 +251,15 @@ class Engine:
 
     # ---- choosing --------------------------------------------------------------------------------------------
 
-    def _routed(self, asks: list[Ask]) -> list[Ready[Ask]]:
+    def _routed(self, asks: list[EngineRequest]) -> list[PreparedRequest[EngineRequest]]:
         began = time.perf_counter()
         mixtures: dict[int, Mixture] = {}
         strange: dict[int, float] = {}
-        for hosted in {id(ask.hosted): ask.hosted for ask in asks}.values():
-            mine = [number for number, ask in enumerate(asks) if ask.hosted is hosted]
+        for loaded in {id(ask.loaded): ask.loaded for ask in asks}.values():
+            mine = [number for number, ask in enumerate(asks) if ask.loaded is loaded]
             group = [asks[number] for number in mine]
-            mixtures |= dict(zip(mine, mixtures_of(hosted, group, self._attend), strict=True))
-            told = unfamiliar_of(hosted, group)
+            mixtures |= dict(zip(mine, mixtures_of(loaded, group, self._attend), strict=True))
+            told = unfamiliar_of(loaded, group)
             strange |= {number: told[asks[number].text] for number in mine if asks[number].text in told}
         spent = (time.perf_counter() - began) * 1e3
         self._retrieval_s += spent / 1e3
@@ -269,8 +271,8 @@ class Engine:
             ask, sampling = asks[number], asks[number].sampling
             if sampling is not None and fitted.room is not None:
                 sampling = replace(sampling, max_tokens=min(sampling.max_tokens, fitted.room))
-            made = Made(
-                snapshot=ask.hosted.snapshot.number,
+            made = ResponseMetadata(
+                snapshot=ask.loaded.snapshot.number,
                 weights=dict(sorted(one.weights.items(), key=lambda pair: -pair[1])),
                 template=one.template,
                 prompt_tokens=len(fitted.ids),
@@ -278,48 +280,48 @@ class Engine:
                 queue_ms=(began - ask.began) * 1e3,
                 retrieval_ms=spent,
                 batch=len(asks),
-                unfamiliar=strange.get(number),
+                ood_score=strange.get(number),
             )
-            ready.append(Ready(ask, mixtures[number], fitted.ids, sampling, made))
+            ready.append(PreparedRequest(ask, mixtures[number], fitted.ids, sampling, made))
         return ready
 
-    def _attend(self, hosted: Hosted, asks: Sequence[Ask], tasks: Sequence[str]) -> Mixture:
+    def _attend(self, loaded: LoadedSnapshot, asks: Sequence[EngineRequest], tasks: Sequence[str]) -> Mixture:
         """Prompts as the model will read them, in the eyes of a router beside it."""
-        ahead = max((entry.prompt[0] for entry in hosted.snapshot.adapters if entry.prompt), default=0)
+        ahead = max((entry.prompt[0] for entry in loaded.snapshot.adapters if entry.prompt), default=0)
         wanted = []
         for ask, task in zip(asks, tasks, strict=True):
-            prompt = hosted.prompts.get(task, Prompt()) if ask.templated else Prompt()
+            prompt = loaded.prompts.get(task, Prompt()) if ask.templated else Prompt()
             wanted.append(Wanted(ask.text, prompt, ask.templated or ask.sampling is None, ahead))
         ids = [fitted.ids for fitted in self._fitting.fit(wanted)]
         batch = batch_of(ids, self.host.backbone.codec.pad_id).to(self.host.backbone.device)
-        return self.host.attended(hosted, batch.source_ids, batch.source_mask)
+        return self.host.attended(loaded, batch.source_ids, batch.source_mask)
 
-    def _drafted(self, ask: Ask, mixture: Mixture) -> Draft:
+    def _drafted(self, ask: EngineRequest, mixture: Mixture) -> Draft:
         """With the prompt of the task that the request names, else of the one that speaks loudest (`template_of`)."""
-        hosted = ask.hosted
+        loaded = ask.loaded
         if not ask.route_only and not self.host.fit([mixture]):
             raise AdapterError(
                 f"{', '.join(mixture.names)} take {self.host.rows(mixture.names)} rows on the device together, this "
                 f"endpoint keeps {self.host.stack.table.capacity}: choose fewer adapters, or raise resident_rows"
             )
         pairs = zip(mixture.names, mixture.weights[0].tolist(), strict=True)
-        weights = {hosted.names[key]: weight for key, weight in pairs}
-        task = template_of(hosted, ask, mixture) if ask.templated else ""
-        prompt = hosted.prompts.get(task, Prompt())
+        weights = {loaded.names[key]: weight for key, weight in pairs}
+        task = template_of(loaded, ask, mixture) if ask.templated else ""
+        prompt = loaded.prompts.get(task, Prompt())
         ahead = max(
-            (entry.prompt[0] for entry in hosted.snapshot.adapters if entry.prompt and entry.name in weights), default=0
+            (entry.prompt[0] for entry in loaded.snapshot.adapters if entry.prompt and entry.name in weights), default=0
         )
         wanted = Wanted(ask.text, prompt, ask.templated or ask.sampling is None, ahead)
         return Draft(weights, task if prompt != Prompt() else "", wanted)
 
     # ---- labels ----------------------------------------------------------------------------------------------
 
-    def _groups(self, ready: list[Ready[Ask]]) -> list[list[Ready[Ask]]]:
+    def _groups(self, ready: list[PreparedRequest[EngineRequest]]) -> list[list[PreparedRequest[EngineRequest]]]:
         """Batches whose adapters fit on the device together and whose heads go by one rule."""
-        groups: list[list[Ready[Ask]]] = []
+        groups: list[list[PreparedRequest[EngineRequest]]] = []
         for one in ready:
             for group in groups:
-                same = group[0].ask.hosted.head_rule == one.ask.hosted.head_rule
+                same = group[0].ask.loaded.head_rule == one.ask.loaded.head_rule
                 if same and self.host.fit([other.mixture for other in (*group, one)]):
                     group.append(one)
                     break
@@ -328,13 +330,13 @@ class Engine:
         return groups
 
     @torch.no_grad()
-    def _labelled(self, ready: list[Ready[Ask]]) -> list[Ready[Ask]]:
+    def _labelled(self, ready: list[PreparedRequest[EngineRequest]]) -> list[PreparedRequest[EngineRequest]]:
         backbone = self.host.backbone
-        rule = ready[0].ask.hosted.head_rule
+        rule = ready[0].ask.loaded.head_rule
         told = [head_of(one.ask) for one in ready] if rule == "label_count" else ()
         mixture = Mixture.stacked([one.mixture for one in ready])
         batch = batch_of([one.ids for one in ready], backbone.codec.pad_id).to(backbone.device)
-        with self.host.speaking(mixture, rule, told), backbone.precision():
+        with self.host.activate(mixture, rule, told), backbone.precision():
             assert isinstance(backbone, EncoderBackbone), "labels come from encoder-only backbones"
             scores = backbone.head(backbone.pooled(batch)).float()
         found = _best(scores.cpu(), backbone.head.labels)
@@ -363,13 +365,13 @@ def _call(function: Callable[[], Any], done: Future[Any]) -> None:
         done.set_exception(error)
 
 
-def _best(scores_BC: Tensor, labels: Sequence[str]) -> list[Labelled | Failed]:
+def _best(scores_BC: Tensor, labels: Sequence[str]) -> list[LabelScores | Failed]:
     """Each row's labels by falling chance; scores of minus infinity are of labels that nobody knows."""
     known_BC = scores_BC != -torch.inf
     broken_B = (known_BC & ~torch.isfinite(scores_BC)).any(1).tolist()
     mute_B = (~known_BC).all(1).tolist()
     chances_BC, order_BC = torch.sort(scores_BC.softmax(1), dim=1, descending=True, stable=True)
-    found: list[Labelled | Failed] = []
+    found: list[LabelScores | Failed] = []
     for broken, mute, chances, order in zip(broken_B, mute_B, chances_BC.tolist(), order_BC.tolist(), strict=True):
         if broken:
             found.append(Failed(AdapterError(OVERFLOW)))
@@ -379,5 +381,5 @@ def _best(scores_BC: Tensor, labels: Sequence[str]) -> list[Labelled | Failed]:
             )
         else:
             pairs = zip(order, chances, strict=True)
-            found.append(Labelled({labels[place]: chance for place, chance in pairs if chance > 0}))
+            found.append(LabelScores({labels[place]: chance for place, chance in pairs if chance > 0}))
     return found

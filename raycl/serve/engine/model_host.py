@@ -40,7 +40,7 @@ AHEAD_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class Hosted:
+class LoadedSnapshot:
     """A snapshot that can be spoken for.
 
     Attributes:
@@ -61,7 +61,7 @@ class Hosted:
     prompts: Mapping[str, Prompt]
 
     @staticmethod
-    def of(snapshot: Snapshot, router: Router, source: Source, mark: str = "") -> Hosted:
+    def of(snapshot: Snapshot, router: Router, source: Source, mark: str = "") -> LoadedSnapshot:
         """Ready to be taken on.
 
         Args:
@@ -69,7 +69,7 @@ class Hosted:
         """
         keys = {entry.name: f"{entry}{mark}" for entry in snapshot.adapters}
         heads = {task: keys[entry.name] for entry in reversed(snapshot.adapters) for task in entry.tasks}
-        return Hosted(
+        return LoadedSnapshot(
             snapshot,
             router,
             source,
@@ -87,7 +87,7 @@ class Hosted:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether its router is asked with the backbone's embeddings (`Host.attended`), not with texts."""
+        """Whether its router reads the backbone's embeddings (`MultiSnapshotModel.attended`), not texts."""
         return isinstance(self.router, AttentionRouter)
 
     @property
@@ -131,7 +131,7 @@ class Hosted:
         return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
-def mark_of(snapshot: Snapshot, others: Iterable[Hosted]) -> str:
+def mark_of(snapshot: Snapshot, others: Iterable[LoadedSnapshot]) -> str:
     """What tells a snapshot's adapters from those hosted under the same name and version that are others.
 
     Empty but for banks that were emptied and filled again while somebody answered from them.
@@ -141,7 +141,7 @@ def mark_of(snapshot: Snapshot, others: Iterable[Hosted]) -> str:
     return next(m for m in marks if all(held.get(f"{entry}{m}", entry) == entry for entry in snapshot.adapters))
 
 
-class Host:
+class MultiSnapshotModel:
     """The backbone with the adapters of all hosted snapshots.
 
     Attributes:
@@ -149,18 +149,18 @@ class Host:
         counts: mixtures opened, their rows and adapters, and how many of those were on the device already.
     """
 
-    def __init__(self, backbone: Backbone, resident_rows: int | None = None) -> None:
+    def __init__(self, backbone: Backbone, max_loaded_rows: int | None = None) -> None:
         """Take the backbone, which from now on speaks through snapshots alone.
 
         Args:
-            resident_rows: ranks of adapters on the device at once; None: as many as are asked for.
+            max_loaded_rows: ranks of adapters on the device at once; None: as many as are asked for.
         """
         self.backbone = backbone.eval()
-        self._all: list[Hosted] = []
+        self._all: list[LoadedSnapshot] = []
         self.counts = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0}
         self._sources: dict[str, tuple[Source, str]] = {}
         self._ranks: dict[str, int] = {}
-        self.stack = AdapterStack(backbone.model, [], resident_rows, self._fetch)
+        self.stack = AdapterStack(backbone.model, [], max_loaded_rows, self._fetch)
         self._room: StaticRows | None = None
         self._room_for: object = None
         self._room_number = 0
@@ -168,18 +168,18 @@ class Host:
             backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size))
 
     @property
-    def hosted(self) -> dict[int, Hosted]:
+    def loaded(self) -> dict[int, LoadedSnapshot]:
         """Number -> snapshot; of two that had the same number after each other the later one."""
         return {one.snapshot.number: one for one in self._all}
 
-    def add(self, hosted: Hosted) -> None:
+    def add(self, loaded: LoadedSnapshot) -> None:
         """Take a snapshot on; no mixture may be open.
 
         Raises:
             BankError: it was made for a backbone without some of its linears, or its adapters have another activation
                 than those hosted (or than each other).
         """
-        snapshot = hosted.snapshot
+        snapshot = loaded.snapshot
         self.stack.activation = self._activation(snapshot)
         paths = sorted({path for layout in snapshot.layouts.values() for path in layout})
         try:
@@ -194,14 +194,14 @@ class Host:
         if self.backbone.prefix is None and any(entry.prompt for entry in snapshot.adapters):
             width = int(self.backbone.model.get_input_embeddings().weight.shape[1])
             self.backbone.prefix = MixedPrompts(self.stack, width)
-        for name, key in hosted.keys.items():
-            self._sources.setdefault(key, (hosted.source, name))
-        self._ranks |= {hosted.keys[entry.name]: entry.rank for entry in snapshot.adapters}
-        self._all.append(hosted)
+        for name, key in loaded.keys.items():
+            self._sources.setdefault(key, (loaded.source, name))
+        self._ranks |= {loaded.keys[entry.name]: entry.rank for entry in snapshot.adapters}
+        self._all.append(loaded)
 
     def _activation(self, snapshot: Snapshot) -> Activation:
         """The one of all hosted adapters; those of a head or a prompt alone have none and need none."""
-        others = [hosted.snapshot for hosted in self._all]
+        others = [loaded.snapshot for loaded in self._all]
         example = {entry.activation: entry for one in (*others, snapshot) for entry in one.adapters if entry.rank}
         if len(example) > 1:
             kinds = ", ".join(f"'{kind or 'none'}' ({example[kind]})" for kind in sorted(example))
@@ -211,7 +211,7 @@ class Host:
             )
         return next(iter(example), "")
 
-    def drop(self, gone: Hosted) -> None:
+    def drop(self, gone: LoadedSnapshot) -> None:
         """Forget a snapshot and what no other one has; no mixture may be open."""
         self._all = [one for one in self._all if one is not gone]
         kept = {key for other in self._all for key in other.keys.values()}
@@ -232,22 +232,22 @@ class Host:
         except (BankError, StorageError) as error:
             raise UnavailableError(f"adapter {key} cannot be had now: {error}") from error
 
-    def attended(self, hosted: Hosted, ids_BL: Tensor, mask_BL: Tensor) -> Mixture:
-        """Who speaks for each prompt of a snapshot that reads them; see `Hosted.mixture`."""
-        assert isinstance(hosted.router, AttentionRouter), "this snapshot's router reads texts"
-        return hosted.named(hosted.router.read(self.backbone.embedded(ids_BL), mask_BL))
+    def attended(self, loaded: LoadedSnapshot, ids_BL: Tensor, mask_BL: Tensor) -> Mixture:
+        """Who speaks for each prompt of a snapshot that reads them; see `LoadedSnapshot.mixture`."""
+        assert isinstance(loaded.router, AttentionRouter), "this snapshot's router reads texts"
+        return loaded.named(loaded.router.read(self.backbone.embedded(ids_BL), mask_BL))
 
-    def ahead(self, hosted: Hosted) -> list[str]:
+    def ahead(self, loaded: LoadedSnapshot) -> list[str]:
         """Adapters of a snapshot worth bringing to the device before anybody asks: so many as take little."""
         room, found = AHEAD_BYTES, []
-        for entry in hosted.snapshot.adapters:
+        for entry in loaded.snapshot.adapters:
             room -= entry.tensors.bytes
             if room < 0:
                 break
-            found.append(hosted.keys[entry.name])
+            found.append(loaded.keys[entry.name])
         return found
 
-    def bring(self, keys: Sequence[str]) -> None:
+    def prefetch(self, keys: Sequence[str]) -> None:
         """Have them on the device if there is room; what cannot be had now is left to those who ask for it."""
         for key in keys:
             if key in self._sources and key not in self.stack.states and self._has_room(self._ranks[key]):
@@ -282,7 +282,7 @@ class Host:
         return self.rows(tuple(names)) <= self.stack.table.capacity
 
     @contextmanager
-    def speaking(self, mixture: Mixture, rule: Any = "probability", told: Sequence[str] = ()) -> Iterator[None]:
+    def activate(self, mixture: Mixture, rule: Any = "probability", told: Sequence[str] = ()) -> Iterator[None]:
         """Everything inside is spoken by this mixture.
 
         Args:
@@ -294,12 +294,12 @@ class Host:
             if rule == "label_count":
                 self.stack.need(tuple(dict.fromkeys(told)))
         self._count(mixture)
-        with self.stack.mixing(mixture):
+        with self.stack.activate(mixture):
             yield
 
     @contextmanager
-    def speaking_in_place(self, mixture: Mixture, weights_SN: Tensor) -> Iterator[int]:
-        """As `speaking` without labels, at addresses that stay the same as long as the number that it gives.
+    def activate_static(self, mixture: Mixture, weights_SN: Tensor) -> Iterator[int]:
+        """As `activate` without labels, at addresses that stay the same as long as the number that it gives.
 
         Args:
             weights_SN: those of `mixture`, at the places where its examples are.
@@ -314,15 +314,15 @@ class Host:
             self._room, self._room_for, self._room_number = fresh, wanted, self._room_number + 1
         self.stack.static = self._room
         try:
-            with self.stack.mixing(Mixture(mixture.names, weights_SN)):
+            with self.stack.activate(Mixture(mixture.names, weights_SN)):
                 yield self._room_number
         finally:
             self.stack.static = None
 
     def _count(self, mixture: Mixture) -> None:
-        resident = sum(name in self.stack.states for name in mixture.names)
+        loaded = sum(name in self.stack.states for name in mixture.names)
         more = {"batches": 1, "rows": len(mixture.weights), "adapters": len(mixture.names)}
-        more |= {"hits": resident, "misses": len(mixture.names) - resident}
+        more |= {"hits": loaded, "misses": len(mixture.names) - loaded}
         self.counts = {name: value + more[name] for name, value in self.counts.items()}
 
 

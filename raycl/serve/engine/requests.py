@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from raycl.errors import RayclError
-from raycl.generation.requests import Event, GenerationRequest, Piece, Started
-from raycl.serve.engine.model_host import Hosted
+from raycl.generation.requests import Event, GenerationRequest, Started, TextDelta
+from raycl.serve.engine.model_host import LoadedSnapshot
 
 CLOSED = "the server is shutting down: ask again in a moment"
 
@@ -37,26 +37,26 @@ class Choice:
 
 
 @dataclass
-class Ask(GenerationRequest):
+class EngineRequest(GenerationRequest):
     """One answer from a snapshot: a text, a label, or the mixture alone.
 
     Attributes:
-        hosted: the snapshot that answers, from beginning to end.
+        loaded: the snapshot that answers, from beginning to end.
         choice: which adapters are active.
         route_only: with `sampling` None, answer with nothing but the mixture; else a label.
         templated: the text is an input, and gets the prompt that its task was trained with.
         template: set by the engine: task whose template routing has read the text with; "" for none.
     """
 
-    hosted: Hosted = field(kw_only=True)
+    loaded: LoadedSnapshot = field(kw_only=True)
     choice: Choice = field(kw_only=True)
     route_only: bool = False
     templated: bool = True
     template: str = ""
 
 
-def is_last(ask: Ask, event: Event) -> bool:
+def is_last(ask: EngineRequest, event: Event) -> bool:
     """Whether nothing comes after it."""
     if isinstance(event, Started):
         return ask.route_only
-    return not isinstance(event, Piece) or event.finish is not None
+    return not isinstance(event, TextDelta) or event.finish is not None

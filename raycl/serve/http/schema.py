@@ -191,7 +191,7 @@ class How(BaseModel):
     tasks: dict[str, float]
     template: str = ""
     cut_tokens: int = 0
-    unfamiliar: float | None = Field(
+    ood_score: float | None = Field(
         None, description="POST /v1/route: from 0 to 1, near 1 for a text like none that was learned"
     )
     queue_ms: float = 0.0
@@ -294,7 +294,7 @@ class RouteAnswer(BaseModel):
     data: list[Route]
 
 
-class ModelFacts(BaseModel):
+class ModelInfo(BaseModel):
     """Something that `model` may say."""
 
     id: str
@@ -307,7 +307,7 @@ class ModelsAnswer(BaseModel):
     """Of GET /v1/models."""
 
     object: Literal["list"]
-    data: list[ModelFacts]
+    data: list[ModelInfo]
 
 
 class AdapterFacts(BaseModel):

@@ -17,7 +17,7 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from raycl.errors import RayclError
-from raycl.generation.requests import Piece, Sampling, Started
+from raycl.generation.requests import Sampling, Started, TextDelta
 from raycl.serve.errors import AskedError, told
 from raycl.serve.http.schema import ChatAnswer, ChatRequest, CompletionRequest, Generation, TextAnswer
 from raycl.serve.service import Answer, Service, how, spoken_out, take
@@ -117,8 +117,8 @@ async def _answered(service: Service, wanted: Wanted) -> Response:
 async def _whole(service: Service, wanted: Wanted) -> Response:
     deadline = service.deadline
     async with (
-        service.chosen(wanted.request) as (hosted, choice),
-        service.asked(hosted, choice, wanted.texts, **wanted.settings) as queues,
+        service.chosen(wanted.request) as (loaded, choice),
+        service.asked(loaded, choice, wanted.texts, **wanted.settings) as queues,
     ):
         answers = [await service.complete(queue, spoken_out, deadline) for queue in queues]
     choices = []
@@ -126,7 +126,7 @@ async def _whole(service: Service, wanted: Wanted) -> Response:
         assert answer.made is not None, "an answer begins with how it is made"
         text = wanted.echo(number) + answer.text
         content = {"message": {"role": "assistant", "content": text}} if wanted.chat else {"text": text}
-        facts = how(hosted, answer.made).model_dump()
+        facts = how(loaded, answer.made).model_dump()
         choices.append({"index": number, **content, "finish_reason": answer.finish, "logprobs": None, "raycl": facts})
     kind = "chat.completion" if wanted.chat else "text_completion"
     body = {**wanted.head(), "object": kind, "choices": choices, "usage": wanted.usage(answers)}
@@ -138,17 +138,17 @@ async def _pieces(service: Service, wanted: Wanted) -> AsyncGenerator[dict[str, 
     deadline, head = service.deadline, wanted.head()
     answers: list[Answer] = []
     async with (
-        service.chosen(wanted.request) as (hosted, choice),
-        service.asked(hosted, choice, wanted.texts, **wanted.settings) as queues,
+        service.chosen(wanted.request) as (loaded, choice),
+        service.asked(loaded, choice, wanted.texts, **wanted.settings) as queues,
     ):
         for number, queue in enumerate(queues):
             answer, began = Answer(), time.perf_counter()
             async for event in service.events(queue, spoken_out, deadline):
                 take(answer, event, began)
                 if isinstance(event, Started):
-                    facts = how(hosted, event.made).model_dump()
+                    facts = how(loaded, event.made).model_dump()
                     yield _chunk(wanted, head, number, wanted.echo(number), None, first=True) | {"raycl": facts}
-                elif isinstance(event, Piece):
+                elif isinstance(event, TextDelta):
                     yield _chunk(wanted, head, number, event.text, event.finish)
             service.observe(answer)
             answers.append(answer)

@@ -27,7 +27,7 @@ from raycl.serve.http.schema import (
     ErrorAnswer,
     HealthAnswer,
     LabelAnswer,
-    ModelFacts,
+    ModelInfo,
     ModelsAnswer,
     RouteAnswer,
     SnapshotsAnswer,
@@ -143,24 +143,24 @@ async def _each(
     deadline, texts = service.deadline, request.texts
     service.check(texts)
     async with (
-        service.chosen(request) as (hosted, choice),
-        service.asked(hosted, choice, texts, route_only=route_only) as queues,
+        service.chosen(request) as (loaded, choice),
+        service.asked(loaded, choice, texts, route_only=route_only) as queues,
     ):
         answers = [await service.complete(queue, until, deadline) for queue in queues]
-    return answers, [how(hosted, answer.made).model_dump() for answer in answers if answer.made is not None]
+    return answers, [how(loaded, answer.made).model_dump() for answer in answers if answer.made is not None]
 
 
 # ---- facts -------------------------------------------------------------------------------------------------------
 
 
 def _add_facts(app: FastAPI, service: Service) -> None:
-    roster = service.roster
+    snapshot_manager = service.snapshot_manager
 
     def names() -> list[dict[str, Any]]:
-        active = roster.active.snapshot
-        found = ["auto", "base", *(f"snapshot:{number}" for number in roster.bank.snapshots())]
+        active = snapshot_manager.active.snapshot
+        found = ["auto", "base", *(f"snapshot:{number}" for number in snapshot_manager.bank.snapshots())]
         found += [entry.name for entry in active.adapters]
-        created = int(roster.active_since)
+        created = int(snapshot_manager.active_since)
         return [{"id": name, "object": "model", "created": created, "owned_by": "raycl"} for name in found]
 
     @app.get("/v1/models", response_model=None, responses={200: {"model": ModelsAnswer}})
@@ -168,7 +168,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         """Everything that `model` may say."""
         return JSONResponse({"object": "list", "data": names()})
 
-    @app.get("/v1/models/{name}", response_model=None, responses={200: {"model": ModelFacts}})
+    @app.get("/v1/models/{name}", response_model=None, responses={200: {"model": ModelInfo}})
     def model(name: str) -> Response:
         """One of them."""
         found = [one for one in names() if one["id"] == name]
@@ -179,7 +179,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
     @app.get("/v1/adapters", response_model=None, responses={200: {"model": AdaptersAnswer}})
     async def adapters() -> Response:
         """Adapters of the active snapshot."""
-        active = roster.active.snapshot
+        active = snapshot_manager.active.snapshot
         data = [
             {
                 "name": entry.name,
@@ -196,15 +196,15 @@ def _add_facts(app: FastAPI, service: Service) -> None:
     @app.get("/v1/snapshots", response_model=None, responses={200: {"model": SnapshotsAnswer}})
     def snapshots() -> Response:
         """Numbers of all snapshots, and which one answers here."""
-        active = roster.active.snapshot
+        active = snapshot_manager.active.snapshot
         return JSONResponse(
             {
                 "object": "list",
                 "active": active.number,
                 "tasks": [facts.name for facts in active.tasks],
                 "kind": service.kind,
-                "data": roster.bank.snapshots(),
-                "decision": roster.decision,
+                "data": snapshot_manager.bank.snapshots(),
+                "decision": snapshot_manager.decision,
                 "problem": service.problem,
             }
         )
@@ -212,12 +212,12 @@ def _add_facts(app: FastAPI, service: Service) -> None:
     @app.post("/admin/activate", response_model=None, responses={200: {"model": ActivateAnswer}})
     def activate(request: ActivateRequest) -> Response:
         """Answer from this snapshot from now on, on every replica: a rollback, or a step forward."""
-        before = roster.active.snapshot.number
+        before = snapshot_manager.active.snapshot.number
         try:
-            roster.activate(request.snapshot, "asked for")
+            snapshot_manager.activate(request.snapshot, "asked for")
         except BankError as error:
             raise UnknownError(str(error)) from error
-        return JSONResponse({"active": roster.active.snapshot.number, "before": before})
+        return JSONResponse({"active": snapshot_manager.active.snapshot.number, "before": before})
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
@@ -233,4 +233,4 @@ def _add_health(app: FastAPI, service: Service) -> None:
         """Whether it takes more requests now."""
         if service.engine.load >= service.config.limits.queue:
             return _Plain(body_of("the queue is full", "server_error"), 503)
-        return JSONResponse({"status": "ready", "snapshot": service.roster.active.snapshot.number})
+        return JSONResponse({"status": "ready", "snapshot": service.snapshot_manager.active.snapshot.number})

@@ -17,11 +17,11 @@ from raycl.bank import Snapshot
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.errors import BankError
 from raycl.eval.settings import EvalConfig
-from raycl.generation.requests import Event, Failed, Labelled, Piece, Sampling
+from raycl.generation.requests import Event, Failed, LabelScores, Sampling, TextDelta
 from raycl.serve.deployment.factory import close_service, open_service
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import Hosted
-from raycl.serve.engine.requests import Ask, Choice
+from raycl.serve.engine.model_host import LoadedSnapshot
+from raycl.serve.engine.requests import Choice, EngineRequest
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.scores import score_snapshot
 from raycl.types import Batch, Score, Task
@@ -64,11 +64,11 @@ def judge(config: ServeConfig, candidate: int) -> Verdict:
     quiet = config.model_copy(update={"follow": config.follow.model_copy(update={"enabled": False})})
     service = open_service(quiet)
     try:
-        active, engine = service.roster.active, service.engine
+        active, engine = service.snapshot_manager.active, service.engine
         assert isinstance(engine, Engine), "the gate has the model in its own process"
         if candidate == active.snapshot.number:
             raise BankError(f"snapshot {candidate} answers already: name another one")
-        newer = service.roster.open_whole(candidate)
+        newer = service.snapshot_manager.open_whole(candidate)
         stream = _stream(newer.snapshot, config)
         known = {facts.name for facts in active.snapshot.tasks}
         learned = known | {facts.name for facts in newer.snapshot.tasks}
@@ -114,19 +114,19 @@ def _check_rows(stream: Stream, tasks: Sequence[Task], learned: set[str], config
 class _Through:
     """A hosted snapshot as a requester sees it."""
 
-    def __init__(self, engine: Engine, hosted: Hosted) -> None:
-        self.engine, self.hosted = engine, hosted
+    def __init__(self, engine: Engine, loaded: LoadedSnapshot) -> None:
+        self.engine, self.loaded = engine, loaded
         self.backbone: Backbone = engine.host.backbone
 
     def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
         """One answer per example, asked for as anybody would: by the text alone, fill-ups too."""
-        hosted = self.hosted
-        rule = hosted.head_rule == "label_count" or hosted.snapshot.router.kind == "task" or hosted.needs_task
+        loaded = self.loaded
+        rule = loaded.head_rule == "label_count" or loaded.snapshot.router.kind == "task" or loaded.needs_task
         sampling = None if self.backbone.codec.needs_labels else Sampling(limit)
         boxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in texts]
         for place, (text, box) in enumerate(zip(texts, boxes, strict=True)):
             choice = Choice(task=tasks[place] if rule and tasks else None)
-            self.engine.submit(Ask(text or " ", box.put, sampling, hosted=self.hosted, choice=choice))
+            self.engine.submit(EngineRequest(text or " ", box.put, sampling, loaded=self.loaded, choice=choice))
         return [self._answer(box) for box in boxes]
 
     def _answer(self, box: queue.SimpleQueue[Event]) -> str:
@@ -135,9 +135,9 @@ class _Through:
             event = box.get()
             if isinstance(event, Failed):
                 raise event.error
-            if isinstance(event, Labelled):
+            if isinstance(event, LabelScores):
                 return next(iter(event.scores))
-            if isinstance(event, Piece):
+            if isinstance(event, TextDelta):
                 text += event.text
                 if event.finish is not None:
                     return text.strip()

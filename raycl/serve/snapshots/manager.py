@@ -18,12 +18,12 @@ from raycl.adapters.stack import Source
 from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
 from raycl.bank.integrity import Whole
-from raycl.bank.object_store import Shelf
+from raycl.bank.object_store import ObjectStoreCache
 from raycl.errors import BankError, RayclError
 from raycl.retrieval.router import Router, TextRouter
 from raycl.serve.engine.disaggregated import RemoteEngine
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import Hosted, mark_of
+from raycl.serve.engine.model_host import LoadedSnapshot, mark_of
 from raycl.serve.engine.requests import FAILURES
 from raycl.serve.errors import UnavailableError
 from raycl.serve.settings import ServeConfig
@@ -51,7 +51,7 @@ class Refused:
     until: float
 
 
-class Roster:
+class SnapshotManager:
     """Snapshots of one bank on one engine.
 
     Attributes:
@@ -60,13 +60,18 @@ class Roster:
     """
 
     def __init__(
-        self, bank: Bank, engine: Engine | RemoteEngine, config: ServeConfig, identity: str, shelf: Shelf | None
+        self,
+        bank: Bank,
+        engine: Engine | RemoteEngine,
+        config: ServeConfig,
+        identity: str,
+        object_store_cache: ObjectStoreCache | None,
     ) -> None:
         """Open the first snapshot that is whole, of those that may answer.
 
         Args:
             identity: SHA-256 of the backbone.
-            shelf: adapters come from the cluster's object store; None: from the bank itself.
+            object_store_cache: adapters come from the cluster's object store; None: from the bank itself.
 
         Raises:
             BankError: there is none, or all are damaged or were made for another backbone.
@@ -74,13 +79,13 @@ class Roster:
         self.bank, self.engine, self.config = bank, engine, config
         self.activations = Activations(bank)
         self.problem = ""
-        self._identity, self._shelf = identity, shelf
-        self._whole = Whole.of(bank) if shelf is None else Whole(shelf.check)
+        self._identity, self._shelf = identity, object_store_cache
+        self._whole = Whole.of(bank) if object_store_cache is None else Whole(object_store_cache.check)
         self._refused: dict[int, Refused] = {}
-        self._open: OrderedDict[int, Hosted] = OrderedDict()
-        self._replaced: list[Hosted] = []  # whose number means another snapshot now, or none
+        self._open: OrderedDict[int, LoadedSnapshot] = OrderedDict()
+        self._replaced: list[LoadedSnapshot] = []  # whose number means another snapshot now, or none
         self._stamps: dict[int, Stamp] = {}
-        self._users: Counter[Hosted] = Counter()
+        self._users: Counter[LoadedSnapshot] = Counter()
         self._lock = threading.Lock()  # of these and of what is active: held for a moment only
         self._changing = threading.RLock()  # one snapshot is opened, activated or let go at a time; that may take long
         self._stopped = threading.Event()
@@ -90,7 +95,7 @@ class Roster:
         self._thread = threading.Thread(target=self._watch, name="raycl-follow", daemon=True)
         self._thread.start()
 
-    def open(self, number: int) -> Hosted:
+    def open(self, number: int) -> LoadedSnapshot:
         """A snapshot ready to answer; blocks while it is loaded.
 
         Raises:
@@ -99,22 +104,22 @@ class Roster:
         with self._changing:
             return self._opened(number) or self._load(*self._read(number))
 
-    def open_whole(self, number: int) -> Hosted:
+    def open_whole(self, number: int) -> LoadedSnapshot:
         """As `open`, and everything that the snapshot can ask for has been read.
 
         Raises:
             BankError: unknown, damaged in any part, or made for another backbone.
         """
         with self._changing:
-            hosted = self._opened(number)
-            if hosted is not None:
-                self._whole.check(hosted.snapshot)
-                return hosted
+            loaded = self._opened(number)
+            if loaded is not None:
+                self._whole.check(loaded.snapshot)
+                return loaded
             snapshot, stamp = self._read(number)
             self._whole.check(snapshot)
             return self._load(snapshot, stamp)
 
-    def _opened(self, number: int) -> Hosted | None:
+    def _opened(self, number: int) -> LoadedSnapshot | None:
         with self._lock:
             return self._open.get(number)
 
@@ -123,24 +128,24 @@ class Roster:
         stamp = self.bank.stamps().get(number)
         return self.bank.open(number), stamp
 
-    def _load(self, snapshot: Snapshot, stamp: Stamp | None) -> Hosted:
+    def _load(self, snapshot: Snapshot, stamp: Stamp | None) -> LoadedSnapshot:
         self._check(snapshot)
         with self._lock:
             mark = mark_of(snapshot, [*self._open.values(), *self._replaced])
-        hosted = Hosted.of(snapshot, self._router(snapshot), self._source(snapshot), mark)
-        self.engine.take_on(hosted)
+        loaded = LoadedSnapshot.of(snapshot, self._router(snapshot), self._source(snapshot), mark)
+        self.engine.load_snapshot(loaded)
         with self._lock:
-            self._open[snapshot.number] = hosted
+            self._open[snapshot.number] = loaded
             if stamp is not None:
                 self._stamps[snapshot.number] = stamp
         self._make_room(snapshot.number)
-        return hosted
+        return loaded
 
     def _router(self, snapshot: Snapshot) -> Router:
         """Routers that read texts share one sentence encoder, which is loaded once."""
         router = router_of(self.bank, snapshot)
         with self._lock:
-            others = [hosted.router for hosted in self._open.values()]
+            others = [loaded.router for loaded in self._open.values()]
         for other in others:
             if isinstance(router, TextRouter) and isinstance(other, TextRouter):
                 mine, its = router.encoder, other.encoder
@@ -159,29 +164,29 @@ class Roster:
         if self._shelf is None:
             entries = {entry.name: entry for entry in snapshot.adapters}
             return lambda name: self.bank.fetch(entries[name], snapshot.layouts[entries[name].layout])
-        shelf = self._shelf
-        return lambda name: shelf.fetch(snapshot, [name])[name]
+        object_store_cache = self._shelf
+        return lambda name: object_store_cache.fetch(snapshot, [name])[name]
 
     def _make_room(self, fresh: int | None = None) -> None:
         """Let go of snapshots that nobody uses, the least recently used first."""
         with self._lock:
-            gone = [hosted for hosted in self._replaced if not self._users[hosted] and hosted is not self.active]
-            self._replaced = [hosted for hosted in self._replaced if hosted not in gone]
-            if len(self._open) > self.config.hosted:
+            gone = [loaded for loaded in self._replaced if not self._users[loaded] and loaded is not self.active]
+            self._replaced = [loaded for loaded in self._replaced if loaded not in gone]
+            if len(self._open) > self.config.loaded_snapshots:
                 kept = (fresh, self.active.snapshot.number)
-                spare = [n for n, hosted in self._open.items() if not self._users[hosted] and n not in kept]
-                gone += [self._open.pop(n) for n in spare[: len(self._open) - self.config.hosted]]
-            for hosted in gone:
-                self._users.pop(hosted, None)
-        for hosted in gone:
-            self.engine.let_go(hosted)
+                spare = [n for n, loaded in self._open.items() if not self._users[loaded] and n not in kept]
+                gone += [self._open.pop(n) for n in spare[: len(self._open) - self.config.loaded_snapshots]]
+            for loaded in gone:
+                self._users.pop(loaded, None)
+        for loaded in gone:
+            self.engine.unload_snapshot(loaded)
 
     def _look(self) -> None:
         """Set aside what is open under a number that means another snapshot now, or none: it is not asked any more."""
         stamps = self.bank.stamps()
-        for number, hosted in list(self._open.items()):
+        for number, loaded in list(self._open.items()):
             stamp = stamps.get(number)
-            if stamp is not None and (stamp == self._stamps.get(number) or self._is_still(hosted)):
+            if stamp is not None and (stamp == self._stamps.get(number) or self._is_still(loaded)):
                 self._stamps[number] = stamp
                 continue
             with self._lock:
@@ -189,43 +194,43 @@ class Roster:
             self._refused.pop(number, None)
             log.warning("snapshot %d was removed from the bank%s", number, "" if stamp is None else " and made anew")
 
-    def _is_still(self, hosted: Hosted) -> bool:
+    def _is_still(self, loaded: LoadedSnapshot) -> bool:
         """Whether its record says what it said; one that cannot be read now says nothing else."""
         try:
-            return self.bank.open(hosted.snapshot.number) == hosted.snapshot
+            return self.bank.open(loaded.snapshot.number) == loaded.snapshot
         except BankError:
             return True
 
-    def at_hand(self, number: int | None = None) -> Hosted | None:
+    def at_hand(self, number: int | None = None) -> LoadedSnapshot | None:
         """As `take`, without waiting: None if the snapshot is not open."""
         with self._lock:
-            hosted = self.active if number is None else self._open.get(number)
-            if hosted is not None:
-                if self._open.get(hosted.snapshot.number) is hosted:
-                    self._open.move_to_end(hosted.snapshot.number)
-                self._users[hosted] += 1
-            return hosted
+            loaded = self.active if number is None else self._open.get(number)
+            if loaded is not None:
+                if self._open.get(loaded.snapshot.number) is loaded:
+                    self._open.move_to_end(loaded.snapshot.number)
+                self._users[loaded] += 1
+            return loaded
 
-    def take(self, number: int | None = None) -> Hosted:
+    def take(self, number: int | None = None) -> LoadedSnapshot:
         """A snapshot for one answer, kept until `give_back`; None: the active one. Blocks while it is loaded.
 
         Raises:
             BankError: see `open`.
         """
-        hosted = self.at_hand(number)
-        if hosted is not None:
-            return hosted
+        loaded = self.at_hand(number)
+        if loaded is not None:
+            return loaded
         assert number is not None, "the active one is always there"
         with self._changing:  # nobody lets go of it meanwhile
-            hosted = self.open(number)
+            loaded = self.open(number)
             with self._lock:
-                self._users[hosted] += 1
-            return hosted
+                self._users[loaded] += 1
+            return loaded
 
-    def give_back(self, hosted: Hosted) -> None:
+    def give_back(self, loaded: LoadedSnapshot) -> None:
         """The answer is finished."""
         with self._lock:
-            self._users[hosted] -= 1
+            self._users[loaded] -= 1
 
     @property
     def decision(self) -> dict[str, object]:
@@ -243,13 +248,13 @@ class Roster:
         """
         with self._changing:
             self._look()
-            hosted = self._opened(number)
-            snapshot, stamp = (hosted.snapshot, None) if hosted is not None else self._read(number)
+            loaded = self._opened(number)
+            snapshot, stamp = (loaded.snapshot, None) if loaded is not None else self._read(number)
             try:
                 self._whole.check(snapshot)
             except BankError as error:
                 raise UnavailableError(f"snapshot {number} is not activated: {error}") from error
-            if hosted is None:
+            if loaded is None:
                 self._load(snapshot, stamp)
             self.activations.add(snapshot, why)
             self._refused.pop(number, None)
@@ -279,16 +284,16 @@ class Roster:
             if not newer:
                 return None
             try:
-                hosted, error = self._best(newer)
+                loaded, error = self._best(newer)
             except RayclError as none:
                 return none
             with self._lock:
-                self.active, self.active_since = hosted, time.time()
+                self.active, self.active_since = loaded, time.time()
             self._make_room()
-            log.info("snapshot %d answers", hosted.snapshot.number)
+            log.info("snapshot %d answers", loaded.snapshot.number)
             return error
 
-    def _best(self, numbers: Sequence[int]) -> tuple[Hosted, RayclError | None]:
+    def _best(self, numbers: Sequence[int]) -> tuple[LoadedSnapshot, RayclError | None]:
         """The first that is whole and can be opened, and why none before it.
 
         One that failed is read again after a pause that grows: it may be large, and be repaired never.
@@ -301,13 +306,13 @@ class Roster:
             refused = self._refused.get(number)
             if refused is None or time.monotonic() >= refused.until:
                 try:
-                    hosted = self.open_whole(number)
+                    loaded = self.open_whole(number)
                 except RayclError as error:
                     pause = self.config.follow.poll_s if refused is None else min(2 * refused.pause_s, LONGEST_S)
                     refused = self._refused[number] = Refused(error, pause, time.monotonic() + pause)
                 else:
                     self._refused.pop(number, None)
-                    return hosted, first
+                    return loaded, first
             first = first or refused.error
         assert first is not None, "there is at least one number"
         raise first

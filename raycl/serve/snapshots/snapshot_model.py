@@ -17,7 +17,7 @@ from raycl.bank.routers import get_router
 from raycl.config.trust import NONE_GIVEN, RISKS, Permissions
 from raycl.errors import BankError
 from raycl.retrieval.router import Router, make_router
-from raycl.serve.engine.model_host import Host, Hosted
+from raycl.serve.engine.model_host import LoadedSnapshot, MultiSnapshotModel
 from raycl.types import Batch, Mixture
 
 
@@ -25,22 +25,22 @@ class SnapshotModel:
     """Answers texts with a snapshot's adapters."""
 
     def __init__(
-        self, backbone: Backbone, snapshot: Snapshot, source: Source, router: Router, resident_rows: int | None = None
+        self, backbone: Backbone, snapshot: Snapshot, source: Source, router: Router, max_loaded_rows: int | None = None
     ) -> None:
         """Put the snapshot's adapters over `backbone`, which from now on speaks through them alone.
 
         Args:
             source: name of an adapter -> what it holds (`adapters_of`, or a shelf).
             router: of the snapshot (`router_of`).
-            resident_rows: ranks of adapters on the device at once; None: as many as are asked for.
+            max_loaded_rows: ranks of adapters on the device at once; None: as many as are asked for.
 
         Raises:
-            BankError: see `Host.add`.
+            BankError: see `MultiSnapshotModel.add`.
         """
         self.backbone, self.snapshot, self.router = backbone, snapshot, router
-        self.host = Host(backbone, resident_rows)
-        self.hosted = Hosted.of(snapshot, router, source)
-        self.host.add(self.hosted)
+        self.host = MultiSnapshotModel(backbone, max_loaded_rows)
+        self.loaded = LoadedSnapshot.of(snapshot, router, source)
+        self.host.add(self.loaded)
 
     def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
         """One answer per example.
@@ -52,30 +52,30 @@ class SnapshotModel:
         Raises:
             BankError: the router needs what is not given, or an adapter is damaged.
         """
-        rule = self.hosted.head_rule
-        told = heads_of(self.hosted, tasks) if rule == "label_count" else ()
-        with self.host.speaking(self._mixture(batch, texts, tasks), rule, told):
+        rule = self.loaded.head_rule
+        told = heads_of(self.loaded, tasks) if rule == "label_count" else ()
+        with self.host.activate(self._mixture(batch, texts, tasks), rule, told):
             return self.backbone.predict(batch, limit)
 
     def _mixture(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        if self.hosted.reads_prompts:
-            return self.host.attended(self.hosted, batch.source_ids, batch.source_mask)
-        return self.hosted.mixture(texts, tasks)
+        if self.loaded.reads_prompts:
+            return self.host.attended(self.loaded, batch.source_ids, batch.source_mask)
+        return self.loaded.mixture(texts, tasks)
 
 
-def heads_of(hosted: Hosted, tasks: Sequence[str] | None) -> list[str]:
+def heads_of(loaded: LoadedSnapshot, tasks: Sequence[str] | None) -> list[str]:
     """Rule `label_count`: whose head answers each example.
 
     Raises:
         BankError: nobody said the tasks, or one is unknown.
     """
-    unknown = sorted(set(tasks or ()) - hosted.heads.keys())
+    unknown = sorted(set(tasks or ()) - loaded.heads.keys())
     if tasks is None or unknown:
         raise BankError(
             f"the snapshot's label heads go by the task of each text (head_rule=label_count): got "
-            f"{', '.join(unknown) or 'none'}, expected some of {', '.join(hosted.heads)}"
+            f"{', '.join(unknown) or 'none'}, expected some of {', '.join(loaded.heads)}"
         )
-    return [hosted.heads[task] for task in tasks]
+    return [loaded.heads[task] for task in tasks]
 
 
 def backbone_of(snapshot: Snapshot, given: str | None = None, permissions: Permissions = NONE_GIVEN) -> BackboneConfig:

@@ -33,12 +33,12 @@ def read_metric(text: str) -> Expression:
     return expression
 
 
-def read_matrix(tasks: Sequence[str], stages: Sequence[str], records: Sequence[Mapping[str, Any]]) -> AccuracyMatrix:
+def read_matrix(tasks: Sequence[str], phases: Sequence[str], records: Sequence[Mapping[str, Any]]) -> AccuracyMatrix:
     """The matrix of the stages that ledger records tell of; rows for these alone, columns for tasks seen so far."""
     done = len(records)
-    sequence = len(tasks) == len(stages)
+    sequence = len(tasks) == len(phases)
     seen = tuple(tasks[:done]) if sequence else tuple(tasks)
-    matrix = AccuracyMatrix(seen, tuple(stages[:done]))
+    matrix = AccuracyMatrix(seen, tuple(phases[:done]))
     for i, record in enumerate(records):
         for j, task in enumerate(seen):
             if task in record["row"]:
@@ -49,12 +49,12 @@ def read_matrix(tasks: Sequence[str], stages: Sequence[str], records: Sequence[M
 def measured(
     metrics: Sequence[Expression],
     tasks: Sequence[str],
-    stages: Sequence[str],
+    phases: Sequence[str],
     records: Sequence[Mapping[str, Any]],
     singles: Mapping[str, float] | None = None,
 ) -> list[float | None]:
     """Each metric after the stages of `records` (at least one); None where a number that it names is undefined."""
-    matrix = read_matrix(tasks, stages, records)
+    matrix = read_matrix(tasks, phases, records)
     numbers: dict[str, Any] = dict(summary(matrix, singles))
     if len(records) == 1:
         numbers |= {name: 0.0 for name in FORGETTING if numbers[name] is None}

@@ -2,7 +2,7 @@
 
 Why it exists: trials whose settings agree on the first tasks learn them once. Being wrong here would make a trial's
 numbers another run's, so the key holds the whole resolved config and the rules below only take out what provably has
-no part in the first stages; what a method or modifier does not use yet, its own settings class says (`acting`).
+no part in the first stages; what a method or modifier does not use yet, its own settings class says (`cache_key`).
 What it does not know: where the shared stages are kept.
 
 Taken out: tasks to come (their names stay, as a set: answers are also compared with the labels of all other tasks),
@@ -50,7 +50,7 @@ def _whole(config: RunConfig, tasks: Sequence[str]) -> Tree:
     given = kept["stream"].pop("tasks")
     kept["stream"].pop("unseen")
     specs = [json.dumps(task, sort_keys=True) for task in given or tasks]
-    ordered = config.method.looks_ahead or config.eval.tasks == "all"
+    ordered = config.method.fits_ahead or config.eval.tasks == "all"
     kept["stream"]["all"] = specs if ordered else sorted(specs)
     kept["train"] = {key: value for key, value in kept["train"].items() if key not in ("epochs", "epochs_by_task")}
     kept["eval"].pop("singles")
@@ -63,8 +63,8 @@ def _stage(config: RunConfig, index: int, tasks: Sequence[str]) -> Tree:
     return {
         "task": tasks[index],
         "epochs": config.train.epochs_of(tasks[index]),
-        "method": config.method.acting(index, tasks),
-        "modifiers": {name: chosen.acting(index, tasks) for name, chosen in config.modifiers.items()},
+        "method": config.method.cache_key(index, tasks),
+        "modifiers": {name: chosen.cache_key(index, tasks) for name, chosen in config.modifiers.items()},
     }
 
 

@@ -38,13 +38,13 @@ def separate_key(tree: Tree) -> str:
     """The same for settings that give the same scores."""
     kept = {key: tree[key] for key in ("seed", "stream", "backbone", "method", "modifiers", "train", "engine", "eval")}
     learner = kept["method"]["learner"]
-    idle = method_class(learner["name"]).Config.idle_alone
+    idle = method_class(learner["name"]).Config.unused_for_single_task
     kept["method"] = {key: value for key, value in learner.items() if key not in idle}
     workers = {key: tree["launch"][key] for key in ("workers", "cpus_per_worker", "gpus_per_worker")}
     return hashlib.sha256(json.dumps([kept, workers, __version__], sort_keys=True).encode()).hexdigest()[:24]
 
 
-def singles_of(config: RunConfig, directory: str, hosting: driver.Hosting | None = None) -> RunConfig:
+def singles_of(config: RunConfig, directory: str, hosting: driver.RunOptions | None = None) -> RunConfig:
     """The config with `eval.singles` at the finished run of `separate`, which is made if nobody has.
 
     Args:

@@ -24,7 +24,7 @@ from raycl import config as configs
 from raycl.config import Tree
 from raycl.errors import ConfigError, DamagedError, DataError, RayclError, RunError, StoppedError
 from raycl.launch import driver
-from raycl.launch.driver import Hosting, Prepared
+from raycl.launch.driver import Prepared, RunOptions
 from raycl.run import assembly
 from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
@@ -114,26 +114,28 @@ class Trial:
             RayclError: the run failed.
         """
         prepared = self._prepared()
-        stages = [stage.name for stage in prepared.stages]
+        phases = [phase.name for phase in prepared.phases]
         tasks = [task.name for task in prepared.stream.tasks]
-        judge = Judge(self.sweep, tasks, stages, prepared.singles)
+        judge = Judge(self.sweep, tasks, phases, prepared.singles)
         keys = prefix_keys(prepared.config, tasks) if self.sweep.share else []
         if not last_attempt(prepared.storage):
             self._borrow(prepared.storage, prepared.config, keys)
         self._report(prepared.storage, judge)
         if is_stopped(prepared.storage, self.reported):
             return
-        lends = {
+        fork_points = {
             done: self.place.prefix(key).address
             for done, key in enumerate(keys, 1)
             if key in self.work.shared and done > prepared.done
         }
         asks, weights = self.sweep.scheduler.name != "none", self.work.weights.get(key_of(self.config.backbone))
         here, stop = self.sweep.in_process, self.work.stop
-        self._fit(prepared, Hosting(here=here, asks=asks, lends=lends, weights=weights, stop=stop), judge)
+        self._fit(
+            prepared, RunOptions(here=here, asks=asks, fork_points=fork_points, weights=weights, stop=stop), judge
+        )
 
     def _prepared(self) -> Prepared:
-        hosting = Hosting(here=self.sweep.in_process, stop=self.work.stop)
+        hosting = RunOptions(here=self.sweep.in_process, stop=self.work.stop)
         needed = singles_of(self.config, self.work.directory, hosting) if self.sweep.singles else self.config
         return driver.prepare(needed)
 
@@ -146,14 +148,14 @@ class Trial:
                 if lent is None:
                     continue
                 theirs = read_state(Storage.at(lent["run"])).config.get("modifiers", {})
-                records = lent_records(lent["stages"], theirs, configs.as_tree(config)["modifiers"])
+                records = lent_records(lent["phases"], theirs, configs.as_tree(config)["modifiers"])
                 borrow(place, storage, records, assembly.info_of(config))
             except (DamagedError, RunError) as error:
                 log.warning("trial %d learns what it could have taken over: %s", self.number, error)
                 continue
             return
 
-    def _fit(self, prepared: Prepared, hosting: Hosting, judge: Judge) -> None:
+    def _fit(self, prepared: Prepared, hosting: RunOptions, judge: Judge) -> None:
         """Workers learn; each row is reported as soon as it is in the ledger."""
         pause = POLL_S if prepared.storage.is_local else POLL_REMOTE_S
         with ThreadPoolExecutor(1, "fit") as pool:
@@ -163,12 +165,12 @@ class Trial:
                 time.sleep(pause)
         fitting.result()
         self._report(prepared.storage, judge)
-        if prepared.done < len(prepared.stages) and not is_stopped(prepared.storage, prepared.done):
+        if prepared.done < len(prepared.phases) and not is_stopped(prepared.storage, prepared.done):
             raise RunError(f"the run in '{prepared.storage.uri}' ended early: see its log")
 
     def _report(self, storage: Storage, judge: Judge) -> None:
         """Rows that Tune has not got, one by one; returns when it has decided on the last of them."""
-        records = read_state(storage).stages
+        records = read_state(storage).phases
         while self.reported < len(records) and not is_stopped(storage, self.reported):
             self.reported += 1
             tune.report(judge(records[: self.reported]))
@@ -180,12 +182,12 @@ class Judge:
 
     sweep: SweepConfig
     tasks: Sequence[str]
-    stages: Sequence[str]
+    phases: Sequence[str]
     singles: dict[str, float] | None
 
     def __call__(self, records: Sequence[Tree]) -> Tree:
         """Tasks done, and each metric that is defined so far."""
-        values = measured(self.sweep.metrics, self.tasks, self.stages, records, self.singles)
+        values = measured(self.sweep.metrics, self.tasks, self.phases, records, self.singles)
         scores = {f"{SCORES}{place}": value for place, value in enumerate(values) if value is not None}
         return {TASKS: len(records), **scores}
 

@@ -25,13 +25,13 @@ from torch._C._distributed_c10d import HashStore
 
 from raycl.backbone import Backbone, Output
 from raycl.methods.modifier import Modifiers
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import MOMENTS, NONE, adamw, advance, schedule
 from raycl.training.settings import DeepSpeedConfig, TrainConfig
 from raycl.types import Batch
 
 
-def _library(world: World) -> Any:
+def _library(world: DistributedContext) -> Any:
     """Import DeepSpeed, quiet and without its compiler, on the process group that exists already."""
     if world.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -60,7 +60,7 @@ class DeepSpeedEngine:
         config: DeepSpeedConfig,
         accumulation: int,
         steps: int,
-        world: World,
+        world: DistributedContext,
     ) -> None:
         self.backbone = backbone
         self.world = world

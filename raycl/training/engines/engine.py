@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from raycl.backbone import Backbone, Output
 from raycl.kernels.row_gradient import adamw_rows
 from raycl.methods.modifier import Modifiers
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.settings import TrainConfig
 from raycl.types import Batch
 
@@ -105,7 +105,7 @@ class TorchEngine:
     Trained parameters are kept in float32; a bfloat16 backbone computes under autocast.
     """
 
-    def __init__(self, backbone: Backbone, train: TrainConfig, steps: int, world: World) -> None:
+    def __init__(self, backbone: Backbone, train: TrainConfig, steps: int, world: DistributedContext) -> None:
         self.backbone = backbone
         self.world = world
         self.max_grad_norm = train.max_grad_norm

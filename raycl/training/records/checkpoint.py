@@ -23,7 +23,7 @@ from raycl.storage.records import read_record, seal
 FOLDER = "checkpoints"
 PARAMETERS, OPTIMIZER, CARRIED = "parameters.safetensors", "optimizer.safetensors", "carried.safetensors"
 MANIFEST, SNAPSHOT = "manifest.json", "snapshot.json"
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass
@@ -31,19 +31,19 @@ class Checkpoint:
     """A place to go on from.
 
     Attributes:
-        stage: index of the stage.
+        phase: index of the stage.
         step: optimizer steps done in it; `steps` means that the stage's training is over.
         method: the method's `state_dict`.
         parameters: whole learned parameters by name.
         optimizer: `<parameter>/<moment>` -> tensor; empty when the stage is over.
         spent: seconds and tokens of the stage so far, added up over attempts.
         published: what went to the bank at the end of the stage (`raycl.training.records.publish`).
-        carried: tensors of the method and of modifiers that are no parameters.
+        frozen_state: tensors of the method and of modifiers that are no parameters.
         modifiers: state of gradient modifiers by name.
         snapshot: a copy of the snapshot's record, where one was published: the bank may lose its own.
     """
 
-    stage: int
+    phase: int
     step: int
     steps: int
     method: dict[str, Any]
@@ -51,29 +51,29 @@ class Checkpoint:
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
     published: dict[str, Any] = field(default_factory=dict)
-    carried: dict[str, Tensor] = field(default_factory=dict)
+    frozen_state: dict[str, Tensor] = field(default_factory=dict)
     modifiers: dict[str, Any] = field(default_factory=dict)
     snapshot: bytes = b""
 
     @property
-    def is_stage_end(self) -> bool:
+    def is_phase_end(self) -> bool:
         """Whether the stage's training is over."""
         return self.step == self.steps
 
     @property
     def covers(self) -> int:
         """Stages whose training is over with it."""
-        return self.stage + self.is_stage_end
+        return self.phase + self.is_phase_end
 
     def name(self, attempt: int) -> str:
         """Folder name, unique over attempts."""
-        return f"stage{self.stage:03d}-step{self.step:07d}-attempt{attempt:04d}"
+        return f"phase{self.phase:03d}-step{self.step:07d}-attempt{attempt:04d}"
 
 
 def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint) -> None:
     """Write the folder `checkpoints/<name>`."""
     folder = storage.sub(f"{FOLDER}/{name}")
-    tensors = {PARAMETERS: checkpoint.parameters, OPTIMIZER: checkpoint.optimizer, CARRIED: checkpoint.carried}
+    tensors = {PARAMETERS: checkpoint.parameters, OPTIMIZER: checkpoint.optimizer, CARRIED: checkpoint.frozen_state}
     files = {file: save({name: value.contiguous() for name, value in held.items()}) for file, held in tensors.items()}
     if checkpoint.snapshot:
         files[SNAPSHOT] = checkpoint.snapshot
@@ -81,7 +81,7 @@ def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint) -> Non
         folder.write(file, data)
     manifest = {
         "format": FORMAT,
-        "stage": checkpoint.stage,
+        "phase": checkpoint.phase,
         "step": checkpoint.step,
         "steps": checkpoint.steps,
         "method": checkpoint.method,
@@ -103,7 +103,7 @@ def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
     manifest = _manifest(folder)
     files = {file: _file(folder, file, sha256) for file, sha256 in manifest["sha256"].items()}
     return Checkpoint(
-        manifest["stage"],
+        manifest["phase"],
         manifest["step"],
         manifest["steps"],
         manifest["method"],

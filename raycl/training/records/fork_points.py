@@ -17,25 +17,25 @@ from raycl.storage import Storage
 from raycl.storage.records import read_record, seal
 from raycl.training.records import checkpoint as checkpoints
 from raycl.training.records import progress
-from raycl.training.records.journal import Ledger, read_state
+from raycl.training.records.journal import Journal, read_state
 from raycl.training.training_context import RunInfo
 
 log = logging.getLogger("raycl")
 
 PLACE = "place.json"
-FORMAT = 2
+FORMAT = 3
 PREDICTIONS = "predictions"
 
 
-def lend(storage: Storage, done: int, to: Storage) -> None:
+def save_fork_point(storage: Storage, done: int, to: Storage) -> None:
     """Keep a place to go on from after `done` stages; the file that says so comes last. Kept once, by the first."""
     state = read_state(storage)
-    if to.exists(PLACE) or len(state.stages) != done or not state.checkpoints:
+    if to.exists(PLACE) or len(state.phases) != done or not state.checkpoints:
         return
     name = state.checkpoints[-1]
     copy = f"{name}-{storage.uri.rsplit('/', 1)[-1]}"  # two lenders at once do not write the same files
     _copy(storage.sub(f"{checkpoints.FOLDER}/{name}"), to.sub(copy))
-    place = {"format": FORMAT, "run": storage.address, "checkpoint": copy, "stages": state.stages}
+    place = {"format": FORMAT, "run": storage.address, "checkpoint": copy, "phases": state.phases}
     try:
         to.create(PLACE, seal(place))
     except AlreadyExistsError:
@@ -43,7 +43,7 @@ def lend(storage: Storage, done: int, to: Storage) -> None:
 
 
 def read_place(place: Storage) -> Tree | None:
-    """What `lend` kept; None: nothing is there.
+    """What `save_fork_point` kept; None: nothing is there.
 
     Raises:
         StorageError: it is damaged.
@@ -51,11 +51,11 @@ def read_place(place: Storage) -> Tree | None:
     return read_record(place, PLACE, FORMAT) if place.exists(PLACE) else None
 
 
-def borrow(place: Storage, storage: Storage, stages: list[dict[str, Any]], run: RunInfo | None = None) -> None:
+def borrow(place: Storage, storage: Storage, phases: list[dict[str, Any]], run: RunInfo | None = None) -> None:
     """Begin the run in `storage`, which has not begun yet, behind the stages of `place`.
 
     Args:
-        stages: their ledger records, without what the lender's own settings had a part in.
+        phases: their ledger records, without what the lender's own settings had a part in.
         run: that begins.
 
     Raises:
@@ -72,13 +72,13 @@ def borrow(place: Storage, storage: Storage, stages: list[dict[str, Any]], run: 
         storage.delete(folder)
         raise
     lender = Storage.at(tree["run"])
-    for record in stages:
-        folder = f"{PREDICTIONS}/{record['stage']:03d}-{record['times']['stage']}"
+    for record in phases:
+        folder = f"{PREDICTIONS}/{record['phase']:03d}-{record['times']['phase']}"
         _copy(lender.sub(folder), storage.sub(folder))
-    steps = [json.dumps(step) for step in progress.read_trace(lender) if step["stage"] < len(stages)]
-    ledger = Ledger.claim(storage, run, workers=0, driver="", borrowed=lender.uri)
-    storage.write(f"{progress.FOLDER}/attempt-{ledger.attempt:04d}.jsonl", ("\n".join(steps) + "\n").encode())
-    ledger.begin_with([name], stages)
+    steps = [json.dumps(step) for step in progress.read_trace(lender) if step["phase"] < len(phases)]
+    journal = Journal.claim(storage, run, workers=0, driver="", borrowed=lender.uri)
+    storage.write(f"{progress.FOLDER}/attempt-{journal.attempt:04d}.jsonl", ("\n".join(steps) + "\n").encode())
+    journal.begin_with([name], phases)
 
 
 def _copy(source: Storage, target: Storage) -> None:

@@ -30,7 +30,7 @@ from raycl.training.settings import EXEMPT
 from raycl.training.training_context import RunInfo
 
 FOLDER = "ledger"
-FORMAT = 2
+FORMAT = 3
 LISTINGS = 5
 """Of an attempt's folder, before records that are not there count as lost: a listing may miss what is just written."""
 
@@ -43,7 +43,7 @@ class RunState:
 
     Attributes:
         checkpoints: names of usable checkpoints, oldest first; the last one is where to go on.
-        stages: one record per stage that is trained **and** evaluated, in order.
+        phases: one record per stage that is trained **and** evaluated, in order.
         attempts: number, start time, time of the last record, host and process of rank 0, and further facts of every
             attempt so far.
         config: resolved tree of the run, as its first claim recorded it, or the one that added tasks.
@@ -51,13 +51,13 @@ class RunState:
     """
 
     checkpoints: list[str] = field(default_factory=list)
-    stages: list[dict[str, Any]] = field(default_factory=list)
+    phases: list[dict[str, Any]] = field(default_factory=list)
     attempts: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
 
 
-class Ledger:
+class Journal:
     """The ledger of one attempt, which alone may write to it.
 
     Attributes:
@@ -72,12 +72,12 @@ class Ledger:
         self._records = 1
 
     @staticmethod
-    def claim(storage: Storage, run: RunInfo | None = None, **facts: Any) -> Ledger:
+    def claim(storage: Storage, run: RunInfo | None = None, **summary: Any) -> Journal:
         """Start the next attempt on what the last one left; of two racing claims each gets its own number.
 
         Args:
             run: whose config the claim records, or must find recorded.
-            facts: kept in `RunState.attempts` (workers, driver, ...).
+            summary: kept in `RunState.attempts` (workers, driver, ...).
 
         Raises:
             ResumeError: another run has claimed the folder.
@@ -91,20 +91,20 @@ class Ledger:
                     state.config, state.fingerprint = run.tree, run.fingerprint
             number = last + 1
             me = {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
-            state.attempts.append({"attempt": number, **me, **facts})
+            state.attempts.append({"attempt": number, **me, **summary})
             try:
                 storage.create(_record(number, 0), _sealed(number, 0, asdict(state)))
             except AlreadyExistsError:
                 continue
-            ledger = Ledger(storage, number, state)
-            ledger._catch_up(last)
-            return ledger
+            journal = Journal(storage, number, state)
+            journal._catch_up(last)
+            return journal
 
     def _catch_up(self, former: int) -> None:
         """Take over what the former attempt recorded while this one was claiming; from now on it records in vain."""
         found = _state_of(self.storage, former)
-        if (found.checkpoints, found.stages) != (self.state.checkpoints, self.state.stages):
-            self._append({"checkpoints": found.checkpoints, "stages": found.stages})
+        if (found.checkpoints, found.phases) != (self.state.checkpoints, self.state.phases):
+            self._append({"checkpoints": found.checkpoints, "phases": found.phases})
 
     def checkpoint(self, name: str, keep: int) -> list[str]:
         """Record a checkpoint whose files are all written; returns the names that are no longer needed."""
@@ -112,18 +112,18 @@ class Ledger:
         self._append({"checkpoints": names[-keep:]})
         return names[:-keep]
 
-    def stage_done(self, record: dict[str, Any]) -> None:
+    def phase_done(self, record: dict[str, Any]) -> None:
         """Record a stage that is trained and evaluated."""
-        self._append({"stages": [*self.state.stages, record]})
+        self._append({"phases": [*self.state.phases, record]})
 
-    def go_back(self, checkpoints: list[str], stages: list[dict[str, Any]]) -> None:
+    def go_back(self, checkpoints: list[str], phases: list[dict[str, Any]]) -> None:
         """Record that the run goes on from an older checkpoint, and that what was recorded after it is ignored."""
-        self._append({"checkpoints": checkpoints, "stages": stages})
+        self._append({"checkpoints": checkpoints, "phases": phases})
 
-    def begin_with(self, checkpoints: list[str], stages: list[dict[str, Any]]) -> None:
+    def begin_with(self, checkpoints: list[str], phases: list[dict[str, Any]]) -> None:
         """Record what another run has done for this one, which has done nothing yet (`fork_points`)."""
-        assert not self.state.checkpoints and not self.state.stages, "the run has begun already"
-        self._append({"checkpoints": checkpoints, "stages": stages})
+        assert not self.state.checkpoints and not self.state.phases, "the run has begun already"
+        self._append({"checkpoints": checkpoints, "phases": phases})
 
     def ensure_current(self) -> None:
         """Check that no newer attempt has claimed the run.

@@ -30,9 +30,9 @@ class Trace:
         self.name = f"{FOLDER}/attempt-{attempt:04d}.jsonl"
         self._lines: list[str] = []
 
-    def add(self, stage: int, task: str, step: int, result: StepResult, seconds: float) -> None:
+    def add(self, phase: int, task: str, step: int, result: StepResult, seconds: float) -> None:
         """Remember one step."""
-        record = {"stage": stage, "task": task, "step": step, **asdict(result), "seconds": round(seconds, 4)}
+        record = {"phase": phase, "task": task, "step": step, **asdict(result), "seconds": round(seconds, 4)}
         self._lines.append(json.dumps(record))
 
     def flush(self) -> None:
@@ -46,7 +46,7 @@ def read_trace(storage: Storage) -> list[dict[str, Any]]:
     for name in storage.list(FOLDER):
         if _TRACE.fullmatch(name):
             for record in _records(storage, f"{FOLDER}/{name}"):
-                merged[record["stage"], record["step"]] = record
+                merged[record["phase"], record["step"]] = record
     return [merged[key] for key in sorted(merged)]
 
 
@@ -61,9 +61,9 @@ def _records(storage: Storage, name: str) -> Iterator[dict[str, Any]]:
 class Progress:
     """One line every few seconds: task, step, loss, tokens per second, time left."""
 
-    def __init__(self, every_s: float, stages: int) -> None:
+    def __init__(self, every_s: float, phases: int) -> None:
         self.every_s = every_s
-        self.stages = stages
+        self.phases = phases
         self._said = time.monotonic()
         self._tokens = 0
         self._seconds = 0.0
@@ -74,7 +74,7 @@ class Progress:
         """A stage starts, or goes on after `start` steps; `later` steps follow in the stages after it."""
         self._later = later
         again = f", going on after step {start}" if start else ""
-        log.info("[%d/%d] %s: %d rows, %d steps%s", index + 1, self.stages, name, rows, steps, again)
+        log.info("[%d/%d] %s: %d rows, %d steps%s", index + 1, self.phases, name, rows, steps, again)
         self._said, self._tokens, self._seconds, self._steps = time.monotonic(), 0, 0.0, 0
 
     def step(self, index: int, name: str, step: int, steps: int, result: StepResult, seconds: float) -> bool:
@@ -90,7 +90,7 @@ class Progress:
         log.info(
             "[%d/%d] %s  step %d/%d  loss %.4f  %s tokens/s  training left: %s in this task, %s in all",
             index + 1,
-            self.stages,
+            self.phases,
             name,
             step,
             steps,

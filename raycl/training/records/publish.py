@@ -12,19 +12,19 @@ from contextlib import suppress
 from typing import Any
 
 from raycl.bank import Bank, Snapshot
-from raycl.bank.manifest import ModelFacts, TaskFacts, dump, parse_snapshot
+from raycl.bank.manifest import ModelInfo, TaskInfo, dump, parse_snapshot
 from raycl.bank.pruning import removed_from
 from raycl.bank.routers import put_router
 from raycl.errors import BankError, CheckpointError, RunError, StorageError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.records.checkpoint import read_snapshot
 from raycl.training.records.journal import RunState
 from raycl.training.records.rebuild import lost_objects, objects_of, rebuild
 from raycl.training.settings import BankConfig
-from raycl.training.training_context import Parts
-from raycl.types import Stage, Task
+from raycl.training.training_context import TrainingContext
+from raycl.types import Phase, Task
 
 log = logging.getLogger("raycl")
 
@@ -38,7 +38,7 @@ def open_bank(config: BankConfig, storage: Storage) -> Bank:
 
 
 def publish(
-    parts: Parts, stage: Stage, learned: Learned, storage: Storage, before: dict[str, Any] | None
+    context: TrainingContext, phase: Phase, learned: Learned, storage: Storage, before: dict[str, Any] | None
 ) -> tuple[dict[str, Any], bytes]:
     """Publish a stage's adapters and a snapshot; only rank 0 calls it.
 
@@ -48,12 +48,12 @@ def publish(
     Returns:
         facts for the ledger (bank address, snapshot number and `name -> version`), and the snapshot's record.
     """
-    bank = open_bank(parts.bank, storage)
-    codec = parts.backbone.codec
-    backbone = ModelFacts(name=parts.info.tree["backbone"]["name"], sha256=parts.identity, kind=codec.kind)
-    made = {"run": storage.uri, "fingerprint": parts.info.fingerprint, "stage": stage.index, "stage_name": stage.name}
-    seen = [task for done in parts.stages[: stage.index + 1] for task in done.tasks]
-    mine = [task.name for task in (stage.tasks if parts.method.own_adapters else seen)]
+    bank = open_bank(context.bank, storage)
+    codec = context.backbone.codec
+    backbone = ModelInfo(name=context.info.tree["backbone"]["name"], sha256=context.identity, kind=codec.kind)
+    made = {"run": storage.uri, "fingerprint": context.info.fingerprint, "phase": phase.index, "phase_name": phase.name}
+    seen = [task for done in context.phases[: phase.index + 1] for task in done.tasks]
+    mine = [task.name for task in (phase.tasks if context.method.own_adapters else seen)]
     known = {name: bank.versions(name) for name in learned.adapters}
     fresh = [
         bank.publish(name, state, backbone, mine, made, extras=learned.extras.get(name))
@@ -64,32 +64,32 @@ def publish(
     kept = []
     if parent is not None:
         kept = [(entry, parent.layouts[entry.layout]) for entry in parent.adapters if entry.name not in names]
-    router, encoder = put_router(bank, parts.method.router_state())
+    router, encoder = put_router(bank, context.method.router_state())
     snapshot = bank.snapshot(
         [*fresh, *kept],
         backbone,
         router,
-        [_facts(parts, task) for task in seen],
+        [_facts(context, task) for task in seen],
         encoder,
         parent=parent.number if parent else None,
-        made={**made, "config": parts.info.tree},
+        made={**made, "config": context.info.tree},
         again=all(manifest.version in known[manifest.name] for manifest in fresh),
     )
     versions = {entry.name: entry.version for entry in snapshot.adapters}
     return {"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": versions}, dump(snapshot)
 
 
-def complete_bank(parts: Parts, storage: Storage, state: RunState, world: World) -> None:
+def complete_bank(context: TrainingContext, storage: Storage, state: RunState, world: DistributedContext) -> None:
     """Before a run goes on: rank 0 publishes again what the bank has lost. Collective: its errors are raised by all.
 
     Raises:
         BankError, RunError, StorageError: see `publish_again`.
     """
     error = None
-    if world.is_first and parts.bank.publish:
-        goes_on = len(state.stages) < len(parts.stages)
+    if world.is_first and context.bank.publish:
+        goes_on = len(state.phases) < len(context.phases)
         try:
-            publish_again(open_bank(parts.bank, storage), storage, state, goes_on, parts.method.own_adapters)
+            publish_again(open_bank(context.bank, storage), storage, state, goes_on, context.method.own_adapters)
         except (BankError, RunError, StorageError) as raised:
             error = raised
     world.raise_any(error)
@@ -106,22 +106,22 @@ def publish_again(bank: Bank, storage: Storage, state: RunState, goes_on: bool, 
         BankError: what the next stage needs is lost for good. StorageError: bank or run are out of reach.
     """
     numbers, removed = set(bank.snapshots()), removed_from(bank.storage).snapshots
-    published = {record["bank"]["snapshot"]: record["stage"] for record in state.stages if record["bank"]}
+    published = {record["bank"]["snapshot"]: record["phase"] for record in state.phases if record["bank"]}
     copies = _copies(storage, state.checkpoints)
-    published |= {number: stage for number, (stage, _) in copies.items() if number not in published}
+    published |= {number: phase for number, (phase, _) in copies.items() if number not in published}
     last = max(published) if goes_on and published else None
     there = {n: _opened(bank, n, numbers) for n in sorted(published) if n not in removed or n == last}
     known = {n: found or parse_snapshot(copies[n][1], None) for n, found in there.items() if found or n in copies}
     needed = objects_of(known[last]) if last in known and keeps_adapters else []
-    _objects_again(bank, storage, state, list(known.values()), {one.facts.sha256 for one in needed if one.adapter})
+    _objects_again(bank, storage, state, list(known.values()), {one.summary.sha256 for one in needed if one.adapter})
     for number, found in there.items():
         if found is not None:
             continue
-        stage = published[number]
-        what = f"snapshot {number} of stage {stage} is gone from the bank '{bank.storage.uri}' or damaged"
+        phase = published[number]
+        what = f"snapshot {number} of stage {phase} is gone from the bank '{bank.storage.uri}' or damaged"
         try:
             if number not in copies:
-                raise BankError(f"no checkpoint of stage {stage} is kept to publish it again from")
+                raise BankError(f"no checkpoint of stage {phase} is kept to publish it again from")
             bank.put_back(copies[number][1])
         except BankError as error:
             if number == last:
@@ -145,12 +145,12 @@ def _objects_again(
     if not lost:
         return
     again = rebuild(bank, storage, state.checkpoints, lost)
-    if back := [one.what for one in lost if one.facts.sha256 in again]:
+    if back := [one.what for one in lost if one.summary.sha256 in again]:
         log.warning("%s: published again from the run's checkpoints", _gone(back, bank))
-    left = [one for one in lost if one.facts.sha256 not in again]
-    wanted = [one for one in left if one.facts.sha256 in needed]
+    left = [one for one in lost if one.summary.sha256 not in again]
+    wanted = [one for one in left if one.summary.sha256 in needed]
     if found := wanted or left:
-        files = _listed([f"'{one.facts.file}'" for one in found])
+        files = _listed([f"'{one.summary.file}'" for one in found])
         built_on = ", and the next stage is built on them" if wanted else ""
         what = _gone([one.what for one in found], bank)
         message = f"{what}{built_on}: no checkpoint of the run holds them; restore {files} from a copy"
@@ -176,7 +176,7 @@ def _copies(storage: Storage, checkpoints: Sequence[str]) -> dict[int, tuple[int
             record = read_snapshot(storage, name)
             if record:
                 snapshot = parse_snapshot(record, None)
-                found[snapshot.number] = (int(snapshot.made["stage"]), record)
+                found[snapshot.number] = (int(snapshot.made["phase"]), record)
     return found
 
 
@@ -190,6 +190,6 @@ def _opened(bank: Bank, number: int, numbers: Collection[int]) -> Snapshot | Non
         return None
 
 
-def _facts(parts: Parts, task: Task) -> TaskFacts:
-    prompt = parts.stream.prompt(task, parts.backbone.codec)
-    return TaskFacts(name=task.name, labels=task.labels, metric=task.metric, prompt=(prompt.prefix, prompt.suffix))
+def _facts(context: TrainingContext, task: Task) -> TaskInfo:
+    prompt = context.stream.prompt(task, context.backbone.codec)
+    return TaskInfo(name=task.name, labels=task.labels, metric=task.metric, prompt=(prompt.prefix, prompt.suffix))

@@ -35,7 +35,7 @@ class BankObject:
     """
 
     what: str
-    facts: ObjectFacts
+    summary: ObjectFacts
     adapter: bool
     candidates: Candidates
 
@@ -45,8 +45,8 @@ def objects_of(snapshot: Snapshot) -> list[BankObject]:
     found = []
     for entry in snapshot.adapters:
         found.append(BankObject(f"{entry}", entry.tensors, True, _adapter(entry, snapshot.layouts[entry.layout])))
-        for kind, facts in entry.extras.items():
-            found.append(BankObject(f"{entry} ({kind})", facts, False, _extra(entry.name, kind)))
+        for kind, summary in entry.extras.items():
+            found.append(BankObject(f"{entry} ({kind})", summary, False, _extra(entry.name, kind)))
     if snapshot.router.tensors is not None:
         what = f"the router of snapshot {snapshot.number}"
         found.append(BankObject(what, snapshot.router.tensors, False, _router(snapshot)))
@@ -59,7 +59,7 @@ def lost_objects(bank: Bank, snapshots: Sequence[Snapshot]) -> list[BankObject]:
     Raises:
         StorageError: the bank is out of reach.
     """
-    named = {one.facts.sha256: one for snapshot in snapshots for one in objects_of(snapshot)}
+    named = {one.summary.sha256: one for snapshot in snapshots for one in objects_of(snapshot)}
     return [one for one in named.values() if not _is_whole(bank, one)]
 
 
@@ -69,23 +69,23 @@ def rebuild(bank: Bank, storage: Storage, checkpoints: Sequence[str], lost: Sequ
     Raises:
         RunError: a checkpoint is of another version. StorageError: bank or run are out of reach.
     """
-    left = {one.facts.sha256: one for one in lost}
+    left = {one.summary.sha256: one for one in lost}
     for name in reversed(checkpoints):
         if not left:
             break
         with suppress(CheckpointError):
             checkpoint = read_checkpoint(storage, name)
             for sha256, one in list(left.items()):
-                if any(bank.put_back_object(one.facts, tensors) for tensors in one.candidates(checkpoint)):
+                if any(bank.put_back_object(one.summary, tensors) for tensors in one.candidates(checkpoint)):
                     del left[sha256]
-    return {one.facts.sha256 for one in lost} - left.keys()
+    return {one.summary.sha256 for one in lost} - left.keys()
 
 
 def _is_whole(bank: Bank, one: BankObject) -> bool:
-    if not bank.storage.exists(one.facts.file):  # raises where the store is out of reach
+    if not bank.storage.exists(one.summary.file):  # raises where the store is out of reach
         return False
     try:
-        bank.read_object(one.facts, one.what)
+        bank.read_object(one.summary, one.what)
     except BankError:
         return False
     return True
@@ -99,15 +99,15 @@ def _adapter(entry: SnapshotAdapter, layout: Layout) -> Candidates:
         trained |= {part: part for part in ("head.weight", "head.bias")}
 
     def candidates(checkpoint: Checkpoint) -> Iterator[dict[str, Tensor]]:
-        yield from _unless_empty(under(f"slot/{entry.name}/", checkpoint.carried))
-        if trained and checkpoint.is_stage_end and checkpoint.parameters.keys() >= set(trained.values()):
+        yield from _unless_empty(under(f"slot/{entry.name}/", checkpoint.frozen_state))
+        if trained and checkpoint.is_phase_end and checkpoint.parameters.keys() >= set(trained.values()):
             yield {part: checkpoint.parameters[name] for part, name in trained.items()}
 
     return candidates
 
 
 def _extra(adapter: str, kind: str) -> Candidates:
-    return lambda checkpoint: _unless_empty(under(f"{kind}/{adapter}/", checkpoint.carried))
+    return lambda checkpoint: _unless_empty(under(f"{kind}/{adapter}/", checkpoint.frozen_state))
 
 
 def _router(snapshot: Snapshot) -> Candidates:
@@ -117,8 +117,8 @@ def _router(snapshot: Snapshot) -> Candidates:
     known |= {entry.name.rpartition("-")[0] for entry in snapshot.adapters}  # slots with a value for every sub-key
 
     def candidates(checkpoint: Checkpoint) -> Iterator[dict[str, Tensor]]:
-        for group in dict.fromkeys(name.partition("/")[0] for name in checkpoint.carried):
-            held = under(f"{group}/", checkpoint.carried)
+        for group in dict.fromkeys(name.partition("/")[0] for name in checkpoint.frozen_state):
+            held = under(f"{group}/", checkpoint.frozen_state)
             yield from _unless_empty({name: value for name, value in held.items() if _of(name, known)})
 
     return candidates

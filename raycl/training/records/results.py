@@ -17,36 +17,36 @@ from raycl.eval.matrix import AccuracyMatrix, summary
 from raycl.eval.variants import compute_variants
 from raycl.training.records.journal import RunState
 from raycl.training.training_context import RunInfo
-from raycl.types import Score, Stage, Task
+from raycl.types import Phase, Score, Task
 
 PACKAGES = ("ray", "torch", "transformers", "peft", "deepspeed", "numpy", "pyarrow")
 
 
 def build_results(
-    info: RunInfo, name: str, notes: Sequence[str], tasks: Sequence[Task], stages: Sequence[Stage], state: RunState
+    info: RunInfo, name: str, notes: Sequence[str], tasks: Sequence[Task], phases: Sequence[Phase], state: RunState
 ) -> dict[str, Any]:
     """The result tree of a run, finished or not, from its ledger.
 
     Args:
         name: of the stream. notes: what the stream left out.
     """
-    matrix = matrix_of(tasks, stages, state)
-    times = [record["times"] for record in state.stages]
+    matrix = matrix_of(tasks, phases, state)
+    times = [record["times"] for record in state.phases]
     seconds = sum(entry["train_s"] for entry in times)
     return {
         "raycl": __version__,
         "fingerprint": info.fingerprint,
-        "finished": len(state.stages) == len(stages),
+        "finished": len(state.phases) == len(phases),
         "config": info.tree,
         "stream": {"name": name, "tasks": list(matrix.tasks), "notes": list(notes)},
-        "stages": list(matrix.stages),
+        "phases": list(matrix.phases),
         "matrix": matrix.to_json()["cells"],
         "singles": info.singles,
-        "unseen": _unseen(state) if len(state.stages) == len(stages) else None,
+        "unseen": _unseen(state) if len(state.phases) == len(phases) else None,
         "metrics": summary(matrix, info.singles),
         "variants": compute_variants(matrix, info.singles),
-        "stage_times": times,
-        "stage_facts": [record.get("facts", {}) for record in state.stages],
+        "phase_times": times,
+        "stage_facts": [record.get("summary", {}) for record in state.phases],
         "tokens_per_s": sum(entry["tokens"] for entry in times) / seconds if seconds else None,
         "peak_memory_mb": max((entry["peak_memory_mb"] for entry in times), default=None),
         "versions": _versions(),
@@ -59,20 +59,20 @@ def build_results(
 
 def wall_seconds(state: RunState) -> float | None:
     """Time of the attempts so far, each from its claim to its last record; None before the first stage is done."""
-    if not state.stages:
+    if not state.phases:
         return None
     starts = [attempt["started"] for attempt in state.attempts]
     spent = 0.0
     for attempt, until in zip(state.attempts, [*starts[1:], math.inf], strict=True):
-        ends = [record["ended"] for record in state.stages if attempt["started"] <= record["ended"] < until]
+        ends = [record["ended"] for record in state.phases if attempt["started"] <= record["ended"] < until]
         spent += attempt.get("ended", max(ends, default=attempt["started"])) - attempt["started"]
     return spent
 
 
-def matrix_of(tasks: Sequence[Task], stages: Sequence[Stage], state: RunState) -> AccuracyMatrix:
+def matrix_of(tasks: Sequence[Task], phases: Sequence[Phase], state: RunState) -> AccuracyMatrix:
     """The accuracy matrix of a run, finished or not."""
-    matrix = AccuracyMatrix(tuple(task.name for task in tasks), tuple(stage.name for stage in stages))
-    for i, record in enumerate(state.stages):
+    matrix = AccuracyMatrix(tuple(task.name for task in tasks), tuple(phase.name for phase in phases))
+    for i, record in enumerate(state.phases):
         for j, task in enumerate(tasks):
             if task.name in record["row"]:
                 matrix.set(i, j, Score(**record["row"][task.name]))
@@ -81,7 +81,7 @@ def matrix_of(tasks: Sequence[Task], stages: Sequence[Stage], state: RunState) -
 
 def curves(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | None) -> dict[str, float]:
     """`metrics/ap` and the other headline numbers that are defined, over what the first `done` stages taught."""
-    sofar = matrix.upto(done) if len(matrix.stages) == len(matrix.tasks) else matrix
+    sofar = matrix.upto(done) if len(matrix.phases) == len(matrix.tasks) else matrix
     return {f"metrics/{name}": value for name, value in summary(sofar, singles).items() if isinstance(value, float)}
 
 
@@ -90,7 +90,7 @@ def _unseen(state: RunState) -> dict[str, Any] | None:
 
     A run that was taught more tasks has older ones in the records of former last stages.
     """
-    cells = state.stages[-1].get("unseen")
+    cells = state.phases[-1].get("unseen")
     if not cells:
         return None
     return {"cells": cells, "mean": statistics.fmean(cell["value"] for cell in cells.values())}

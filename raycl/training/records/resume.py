@@ -15,7 +15,7 @@ from typing import Any
 
 from raycl.errors import CheckpointError, RunError, StorageError
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import RunState
 
@@ -33,7 +33,7 @@ class Place:
 
     checkpoint: Checkpoint | None
     checkpoints: list[str]
-    stages: list[dict[str, Any]]
+    phases: list[dict[str, Any]]
     problems: list[str] = field(default_factory=list)
     lost: int = 0
 
@@ -45,32 +45,34 @@ class Place:
         return f"{'; '.join(self.problems)}: the run goes on from {where}{again}; its results will be the same"
 
 
-def newest_place(storage: Storage, state: RunState, world: World) -> Place:
+def newest_place(storage: Storage, state: RunState, world: DistributedContext) -> Place:
     """Where to go on. Collective: the newest checkpoint that every worker can read.
 
     Raises:
         RunError: stages are finished but no checkpoint is whole, or one is of another version.
         StorageError: the storage is out of reach.
     """
-    names, stages = state.checkpoints, state.stages
+    names, phases = state.checkpoints, state.phases
     found, problems, place = None, [], len(names) - 1
     while found is None and place >= 0:
-        found, said = _read_by_all(storage, names[place], len(stages), world)
+        found, said = _read_by_all(storage, names[place], len(phases), world)
         problems += said
         place -= found is None
-    if found is None and stages:
+    if found is None and phases:
         raise RunError(
-            f"no checkpoint of '{storage.uri}' is whole, though {len(stages)} stages are finished "
+            f"no checkpoint of '{storage.uri}' is whole, though {len(phases)} stages are finished "
             f"({'; '.join(problems) or 'none is recorded'}): restore one from a copy, or start a new run"
         )
-    kept = stages[: found.covers] if found is not None else []
-    lost = len(stages) - len(kept)
+    kept = phases[: found.covers] if found is not None else []
+    lost = len(phases) - len(kept)
     if lost and not problems:
         problems.append(f"checkpoint '{names[place]}' is older than the last stage record")
     return Place(found, names[: place + 1], kept, problems, lost)
 
 
-def _read_by_all(storage: Storage, name: str, stages: int, world: World) -> tuple[Checkpoint | None, list[str]]:
+def _read_by_all(
+    storage: Storage, name: str, phases: int, world: DistributedContext
+) -> tuple[Checkpoint | None, list[str]]:
     """What a checkpoint holds, or None and why some worker cannot use it: the same answer on every worker.
 
     Raises:
@@ -79,8 +81,8 @@ def _read_by_all(storage: Storage, name: str, stages: int, world: World) -> tupl
     found, error = None, None
     try:
         found = read_checkpoint(storage, name)
-        if found.stage > stages:
-            raise CheckpointError(f"checkpoint '{name}' is of stage {found.stage}, but {stages} stages are recorded")
+        if found.phase > phases:
+            raise CheckpointError(f"checkpoint '{name}' is of stage {found.phase}, but {phases} stages are recorded")
     except (RunError, StorageError) as raised:
         error = raised
     damage = isinstance(error, CheckpointError)

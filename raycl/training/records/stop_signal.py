@@ -46,7 +46,7 @@ def is_stopped(storage: Storage, done: int) -> bool:
     return done > 0 and word(storage, done) is False
 
 
-def wait_for_word(storage: Storage, done: int) -> bool:
+def wait_for_decision(storage: Storage, done: int) -> bool:
     """Whether to go on; a host that says nothing for long (it died, or lost the question) does not hold the run up."""
     end = time.monotonic() + PATIENCE_S
     while (said := word(storage, done)) is None:

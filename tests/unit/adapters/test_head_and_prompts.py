@@ -35,7 +35,7 @@ def test_heads_are_mixed_as_probabilities() -> None:
     stack, states = stack_with_heads()
     head, pooled = MixedHead(stack, WIDTH), torch.randn(3, WIDTH)
     weights = torch.tensor([[0.7, 0.3], [1.0, 0.0], [0.0, 0.0]])
-    with stack.mixing(Mixture(("one", "two"), weights)):
+    with stack.activate(Mixture(("one", "two"), weights)):
         scores = head(pooled)
     own = {
         name: torch.softmax(pooled @ held.head_weight.T + held.head_bias, 1)  # type: ignore[union-attr]
@@ -48,14 +48,14 @@ def test_heads_are_mixed_as_probabilities() -> None:
     torch.testing.assert_close(scores[0].exp(), expected)
     torch.testing.assert_close(scores[1].exp(), torch.cat([own["one"][1], torch.zeros(1)]))
     assert bool((scores[2] == -torch.inf).all()), "nobody speaks, so nothing is known"
-    with stack.mixing(None):
+    with stack.activate(None):
         assert bool((head(pooled) == -torch.inf).all())
 
 
 def test_logits_are_added_up_per_label_when_asked_for() -> None:
     stack, states = stack_with_heads()
     head, pooled = MixedHead(stack, WIDTH, "logit"), torch.randn(1, WIDTH)
-    with stack.mixing(Mixture(("one", "two"), torch.tensor([[0.7, 0.3]]))):
+    with stack.activate(Mixture(("one", "two"), torch.tensor([[0.7, 0.3]]))):
         scores = head(pooled)
     one, two = ((pooled @ held.head_weight.T + held.head_bias)[0] for held in states.values())  # type: ignore[union-attr]
     torch.testing.assert_close(scores[0], torch.stack([0.7 * one[0], 0.7 * one[1] + 0.3 * two[0], 0.3 * two[1]]))
@@ -67,9 +67,9 @@ def test_a_text_knows_the_labels_of_its_own_speakers_whatever_the_rule() -> None
     for rule in ("probability", "logit"):
         head = MixedHead(stack, WIDTH, rule)
         head.grow(("x", "y", "z"))
-        with stack.mixing(Mixture(("one", "two"), torch.tensor([[1.0, 0.0], [0.5, 0.5]]))):
+        with stack.activate(Mixture(("one", "two"), torch.tensor([[1.0, 0.0], [0.5, 0.5]]))):
             both = head(pooled)
-        with stack.mixing(Mixture(("one",), torch.tensor([[1.0]]))):
+        with stack.activate(Mixture(("one",), torch.tensor([[1.0]]))):
             alone = head(pooled[:1])
         torch.testing.assert_close(both[:1], alone)
         assert (both == -torch.inf).tolist() == [[False, False, True], [False, False, False]]
@@ -77,12 +77,12 @@ def test_a_text_knows_the_labels_of_its_own_speakers_whatever_the_rule() -> None
 
 def test_rows_in_training_learn_through_the_mixture() -> None:
     stack, _ = stack_with_heads()
-    stack.begin_live({"new": 2, "more": 2}, 1.0, lambda low, outputs: nn.init.normal_(low))
+    stack.begin_training({"new": 2, "more": 2}, 1.0, lambda low, outputs: nn.init.normal_(low))
     head = MixedHead(stack, WIDTH)
-    head.begin_live(("z", "q"))
+    head.begin_training(("z", "q"))
     assert head.weight.shape == (4, WIDTH)
     weights = torch.tensor([[0.5, 0.25, 0.25], [0.0, 1.0, 0.0]], requires_grad=True)
-    with stack.mixing(Mixture(("one", "new", "more"), weights)):
+    with stack.activate(Mixture(("one", "new", "more"), weights)):
         scores = head(torch.randn(2, WIDTH))
         target = torch.tensor([head.labels.index("q"), head.labels.index("z")])
         loss = nn.functional.cross_entropy(scores, target)
@@ -133,7 +133,7 @@ def test_prompts_speak_per_example(lab: Lab, kind: str, how: str) -> None:
     weights = torch.tensor([[0.6, 0.4], [0.0, 0.0], [0.0, 1.0]])
 
     def states(texts: list[str], weights: Tensor | None) -> Tensor:
-        with torch.no_grad(), stack.mixing(None if weights is None else Mixture(("a", "b"), weights)):
+        with torch.no_grad(), stack.activate(None if weights is None else Mixture(("a", "b"), weights)):
             batch = batch_of(texts, backbone)
             return backbone.pooled(batch) if kind == "bert" else backbone(batch).logits  # type: ignore[operator]
 
@@ -152,11 +152,11 @@ def test_prompts_speak_per_example(lab: Lab, kind: str, how: str) -> None:
 def test_generation_reads_the_prompt_once_for_every_sequence(lab: Lab, kind: str) -> None:
     backbone, stack = prompted(lab, kind, "sum")
     weights = torch.tensor([[2.0, 0.5], [0.0, 3.0], [0.0, 0.0]])
-    with stack.mixing(Mixture(("a", "b"), weights)):
+    with stack.activate(Mixture(("a", "b"), weights)):
         together = backbone.predict(batch_of(TEXTS, backbone), 4)
     alone = []
     for row in range(3):
-        with stack.mixing(Mixture(("a", "b"), weights[row : row + 1])):
+        with stack.activate(Mixture(("a", "b"), weights[row : row + 1])):
             alone += backbone.predict(batch_of(TEXTS[row : row + 1], backbone), 4)
     assert together == alone
 
@@ -165,11 +165,11 @@ def test_the_length_of_a_sum_stays_and_prompts_that_cannot_be_mixed_are_refused(
     backbone, stack = prompted(lab, "bert", "sum")
     prefix = backbone.prefix
     assert prefix is not None
-    with stack.mixing(Mixture(("a", "b"), torch.ones(2, 2))):
+    with stack.activate(Mixture(("a", "b"), torch.ones(2, 2))):
         found = prefix(2, torch.device("cpu"))
     assert found is not None and found[0].shape == (2, 3, 32)
     stack.load("long", AdapterState(prompt=torch.ones(5, 32)))
     stack.load("wide", AdapterState(prompt=torch.ones(3, 31)))
     for name, said in (("long", r"lengths \[3, 5\] have no weighted sum"), ("wide", "width 31, the model's is 32")):
-        with pytest.raises(AdapterError, match=said), stack.mixing(Mixture(("a", name), torch.ones(1, 2))):
+        with pytest.raises(AdapterError, match=said), stack.activate(Mixture(("a", name), torch.ones(1, 2))):
             prefix(1, torch.device("cpu"))

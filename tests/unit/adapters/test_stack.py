@@ -78,7 +78,7 @@ def mixture(weights: Tensor = WEIGHTS) -> Mixture:
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_example_speaks_as_if_merged_alone(kind: str) -> None:
     backbone, stack, states = stacked(kind)
-    with torch.no_grad(), stack.mixing(mixture()):
+    with torch.no_grad(), stack.activate(mixture()):
         found = logits(backbone)
     for row, weights in enumerate(WEIGHTS.tolist()):
         plain = made(kind)
@@ -94,15 +94,15 @@ def test_nobody_speaking_is_the_bare_backbone_bit_for_bit(kind: str, activation:
     with torch.no_grad():
         bare = logits(made(kind))
         assert torch.equal(logits(backbone), bare), "no mixture open"
-        with stack.mixing(None):
+        with stack.activate(None):
             assert torch.equal(logits(backbone), bare)
-        with stack.mixing(mixture(torch.zeros(4, 3))):
+        with stack.activate(mixture(torch.zeros(4, 3))):
             assert torch.equal(logits(backbone), bare)
-        with stack.mixing(mixture()):
+        with stack.activate(mixture()):
             assert torch.equal(logits(backbone)[2], bare[2]), "a zero row beside rows that speak"
             assert not torch.allclose(logits(backbone)[0], bare[0], atol=1e-3)
-        stack.begin_live({"new": 2}, 1.0, lambda low, outputs: nn.init.normal_(low))
-        with stack.mixing(Mixture(("new",), torch.ones(4, 1))):
+        stack.begin_training({"new": 2}, 1.0, lambda low, outputs: nn.init.normal_(low))
+        with stack.activate(Mixture(("new",), torch.ones(4, 1))):
             assert torch.equal(logits(backbone), bare), "fresh adapters say nothing"
         stack.detach()
         assert torch.equal(logits(backbone), bare)
@@ -112,10 +112,10 @@ def test_nobody_speaking_is_the_bare_backbone_bit_for_bit(kind: str, activation:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_alone_equals_the_row_in_a_batch(kind: str, activation: Activation) -> None:
     backbone, stack, _ = stacked(kind, activation)
-    with torch.no_grad(), stack.mixing(mixture()):
+    with torch.no_grad(), stack.activate(mixture()):
         together = logits(backbone)
     for row in range(4):
-        with torch.no_grad(), stack.mixing(mixture(WEIGHTS[row : row + 1])):
+        with torch.no_grad(), stack.activate(mixture(WEIGHTS[row : row + 1])):
             torch.testing.assert_close(logits(backbone, IDS[row : row + 1])[0], together[row], atol=1e-5, rtol=1e-4)
 
 
@@ -129,7 +129,7 @@ def test_both_forms_give_the_same(activation: Activation) -> None:
         stack.load(name, state(stack, 2, seed))
     ids = IDS.repeat(1, 2)
     sparse = torch.eye(8)[[3, 0, 7, 5]]
-    with torch.no_grad(), stack.mixing(Mixture(names, sparse)):
+    with torch.no_grad(), stack.activate(Mixture(names, sparse)):
         assert stack.plan is not None and stack.plan.own is not None
         own = logits(backbone, ids)
         stack.plan.own = None
@@ -143,7 +143,7 @@ def test_gradients_are_exact(activation: Activation) -> None:
     net = nn.Sequential(nn.Linear(6, 5)).double()
     stack = AdapterStack(net, ["0"], activation=activation)
     stack.load("old", AdapterState({"0": (torch.randn(2, 6), torch.randn(5, 2))}, 0.7, activation=activation))
-    stack.begin_live({"x": 1, "y": 2}, 1.5, lambda low, outputs: nn.init.normal_(low))
+    stack.begin_training({"x": 1, "y": 2}, 1.5, lambda low, outputs: nn.init.normal_(low))
     layer = stack.layers["0"]
     assert layer.lora_A is not None and layer.lora_B is not None
     nn.init.normal_(layer.lora_B)
@@ -154,7 +154,7 @@ def test_gradients_are_exact(activation: Activation) -> None:
 
     def run(x: Tensor, weights: Tensor, a: Tensor, b: Tensor) -> Tensor:
         layer.lora_A.data, layer.lora_B.data = a, b  # type: ignore[union-attr]
-        with stack.mixing(Mixture(("old", "x", "y"), weights)):
+        with stack.activate(Mixture(("old", "x", "y"), weights)):
             return torch.func.functional_call(net, {"0.lora_A": a, "0.lora_B": b}, (x,))
 
     a, b = layer.lora_A.detach().clone().requires_grad_(), layer.lora_B.detach().clone().requires_grad_()
@@ -169,8 +169,8 @@ def test_recomputation_gives_the_same_gradients(kind: str, reentrant: bool, acti
         backbone, stack, _ = stacked(kind, activation)
         backbone.requires_grad_(False)
         torch.manual_seed(0)
-        stack.begin_live({"new": 2}, 1.0, lambda low, outputs: nn.init.normal_(low))
-        live = [p for layer in stack.layers.values() for p in (layer.lora_A, layer.lora_B) if p is not None]
+        stack.begin_training({"new": 2}, 1.0, lambda low, outputs: nn.init.normal_(low))
+        trainable = [p for layer in stack.layers.values() for p in (layer.lora_A, layer.lora_B) if p is not None]
         backbone.train()
         for module in backbone.modules():
             if isinstance(module, nn.Dropout):
@@ -178,9 +178,9 @@ def test_recomputation_gives_the_same_gradients(kind: str, reentrant: bool, acti
         if checkpointing:
             backbone.activation_checkpointing_enable({"use_reentrant": reentrant})
             backbone.enable_input_require_grads()
-        with stack.mixing(Mixture(("a", "new"), torch.rand(4, 2))):
+        with stack.activate(Mixture(("a", "new"), torch.rand(4, 2))):
             logits(backbone).square().mean().backward()
-        return [p.grad for p in live if p.grad is not None]
+        return [p.grad for p in trainable if p.grad is not None]
 
     torch.manual_seed(1)
     plain = gradients(False)
@@ -202,7 +202,7 @@ def test_generation_multiplies_the_mixture_with_its_rows(kind: str, cache: bool,
     if how["do_sample"]:
         how["top_k"] = 1  # sampling that can give one thing only
     copies = max(beams, samples)
-    with stack.mixing(mixture(), copies=copies):
+    with stack.activate(mixture(), copies=copies):
         found = backbone.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), **how)
     for row, weights in enumerate(WEIGHTS.tolist()):
         plain = made(kind)
@@ -219,10 +219,10 @@ def test_the_mixture_belongs_to_the_encoder_output() -> None:
     encoded = []
     with torch.no_grad():
         for row, mine in enumerate((first, second)):
-            with stack.mixing(mine):
+            with stack.activate(mine):
                 encoded.append(backbone.encoder(input_ids=IDS[row : row + 1]))
         for row, mine in enumerate((first, second)):
-            with stack.mixing(mine):
+            with stack.activate(mine):
                 split = backbone(encoder_outputs=encoded[row], labels=IDS[row : row + 1]).logits
                 whole = backbone(input_ids=IDS[row : row + 1], labels=IDS[row : row + 1]).logits
             torch.testing.assert_close(split, whole)
@@ -235,24 +235,24 @@ def test_compiled_once_for_all_mixtures_and_for_adapters_learned_later(activatio
     torch.compiler.reset()
     compiled = torch.compile(backbone, backend="aot_eager", dynamic=False)
     with torch.no_grad():
-        with stack.mixing(mixture()):
+        with stack.activate(mixture()):
             first = compiled(input_ids=IDS).logits
         with torch.compiler.set_stance("fail_on_recompile"):
-            with stack.mixing(Mixture(("b",), torch.ones(4, 1))):
+            with stack.activate(Mixture(("b",), torch.ones(4, 1))):
                 second = compiled(input_ids=IDS).logits
             stack.drop("a")
             stack.load("later", state(stack, 4, 9))
-            with stack.mixing(Mixture(("later", "c"), torch.rand(4, 2))):
+            with stack.activate(Mixture(("later", "c"), torch.rand(4, 2))):
                 third = compiled(input_ids=IDS).logits
             bare = compiled(input_ids=IDS).logits
     plain, twin, _ = stacked("llama", activation)
-    with torch.no_grad(), twin.mixing(mixture()):
+    with torch.no_grad(), twin.activate(mixture()):
         torch.testing.assert_close(first, logits(plain), atol=1e-5, rtol=1e-4)
     assert torch.equal(bare, logits(made("llama")))
     assert not torch.allclose(second, third)
     with pytest.raises(AdapterError, match="room is 8 rows for 4"):
         stack.load("wide", state(stack, 9, 5))
-        with stack.mixing(Mixture(("wide",), torch.ones(4, 1))):
+        with stack.activate(Mixture(("wide",), torch.ones(4, 1))):
             pass
 
 
@@ -269,16 +269,16 @@ def test_a_bank_larger_than_the_device() -> None:
     stack.source = source
     held = stack.pool.bytes
     for number in range(50):
-        with stack.mixing(Mixture((str(number),), torch.ones(1, 1))):
+        with stack.activate(Mixture((str(number),), torch.ones(1, 1))):
             pass
     assert list(stack.states) == ["47", "48", "49"] and stack.pool.bytes == held and stack.table.evicted == 47
     stack.table.pin("47")
-    with stack.mixing(Mixture(("0", "49"), torch.ones(1, 2))):
+    with stack.activate(Mixture(("0", "49"), torch.ones(1, 2))):
         pass
     assert set(stack.states) == {"47", "49", "0"}, "48 was the only one that nobody held or used"
     assert asked.count("49") == 1
     three = Mixture(("49", "0", "1"), torch.ones(1, 3))
-    with pytest.raises(AdapterError, match=r"needs 2 rows.*leave 0 of 6"), stack.mixing(three):
+    with pytest.raises(AdapterError, match=r"needs 2 rows.*leave 0 of 6"), stack.activate(three):
         pass
 
 
@@ -291,9 +291,9 @@ def test_a_bank_larger_than_the_device() -> None:
 )
 def test_bad_mixtures_are_refused(weights: Tensor, names: tuple[str, ...], said: str) -> None:
     _, stack, _ = stacked("bert")
-    with pytest.raises(AdapterError, match=said), stack.mixing(Mixture(names, weights)):
+    with pytest.raises(AdapterError, match=said), stack.activate(Mixture(names, weights)):
         pass
-    with stack.mixing(None):
+    with stack.activate(None):
         pass
 
 
@@ -315,7 +315,7 @@ def test_adapters_that_do_not_fit_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("form", ["shared", "own", "live", "static"])
+@pytest.mark.parametrize("form", ["shared", "own", "trainable", "static"])
 @each_activation
 def test_every_form_is_the_plain_sum(activation: Activation, form: str, recorded: bool) -> None:
     """`W h + sum_i w_i s B_i f(A_i h)` (SLM, eqs. 3 and 4; adapters have an f), whether or not autograd records it."""
@@ -324,8 +324,8 @@ def test_every_form_is_the_plain_sum(activation: Activation, form: str, recorded
     stack = AdapterStack(net, ["0"], activation=activation)
     layer = stack.layers["0"]
     blocks = {f"n{number}": (torch.randn(2, 6).double(), torch.randn(5, 2).double()) for number in range(8)}
-    if form == "live":
-        stack.begin_live(dict.fromkeys(blocks, 2), 1.5, lambda low, outputs: None)
+    if form == "trainable":
+        stack.begin_training(dict.fromkeys(blocks, 2), 1.5, lambda low, outputs: None)
         layer.lora_A = nn.Parameter(torch.cat([low for low, _ in blocks.values()]))
         layer.lora_B = nn.Parameter(torch.cat([high for _, high in blocks.values()], dim=1))
     else:
@@ -336,7 +336,7 @@ def test_every_form_is_the_plain_sum(activation: Activation, form: str, recorded
     x, weights = torch.randn(4, 8, 6).double(), torch.zeros(4, 8)
     for row, pair in enumerate(((0.7, -0.4), (0.5, 0.2), (0.0, 1.3), (0.3, 0.1))):
         weights[row, 2 * row : 2 * row + 2] = torch.tensor(pair)
-    with torch.set_grad_enabled(recorded), stack.mixing(Mixture(tuple(blocks), weights)):
+    with torch.set_grad_enabled(recorded), stack.activate(Mixture(tuple(blocks), weights)):
         assert stack.plan is not None and (stack.plan.own is not None) is (form in ("shared", "own"))
         stack.plan.own = stack.plan.own if form == "own" else None
         found = net(x)
@@ -357,7 +357,7 @@ def test_sums_are_of_block_outputs_never_of_blocks() -> None:
         stack.load(name, AdapterState({"0": block}))
     weights = {"a": 0.3, "b": 0.7}
     x = torch.randn(4, 6).double()
-    with torch.no_grad(), stack.mixing(Mixture.same(weights, 4)):
+    with torch.no_grad(), stack.activate(Mixture.same(weights, 4)):
         found = net(x)
     linear: Any = stack.layers["0"].base
     update = sum(weights[name] * high @ low for name, (low, high) in blocks.items())

@@ -27,12 +27,12 @@ from raycl.errors import ConfigError
 from raycl.methods.finetune import Finetune
 from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.records.checkpoint import write_model
-from raycl.types import IGNORE, Batch, Stage, Task
+from raycl.types import IGNORE, Batch, Phase, Task
 
 CPU = torch.device("cpu")
-STAGE = Stage(0, "texts", (Task("texts", None, "token_accuracy", "mlm"),))
+STAGE = Phase(0, "texts", (Task("texts", None, "token_accuracy", "mlm"),))
 
 
 def loaded(folder: Path, kind: str = "encoder") -> Backbone:
@@ -162,8 +162,8 @@ def test_a_head_that_is_not_there_is_made_and_said(lab: Lab, tmp_path: Path, cap
     assert "comes without a language head: cls.predictions" in caplog.text and "starts at random" in caplog.text
     assert isinstance(backbone, EncoderBackbone) and backbone.language is not None and backbone.language.is_fresh
     with pytest.raises(ConfigError, match="method 'lora' trains adapters alone, but the backbone has no language head"):
-        build(lab.config("headless", "lora", stream={"objective": "mlm"}), World.alone(CPU))
-    build(lab.config("headless", "finetune", stream={"objective": "mlm"}), World.alone(CPU))
+        build(lab.config("headless", "lora", stream={"objective": "mlm"}), DistributedContext.alone(CPU))
+    build(lab.config("headless", "finetune", stream={"objective": "mlm"}), DistributedContext.alone(CPU))
     trained(headless, tmp_path)
     again = loaded(tmp_path / "learned" / "it")
     assert isinstance(again, EncoderBackbone) and again.language is not None and not again.language.is_fresh

@@ -10,14 +10,14 @@ from raycl.backbone import Backbone
 from raycl.backbone.base import loss_count
 from raycl.data.loader import Collate
 from raycl.run.assembly import build
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.types import IGNORE, TENSORS, Batch
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def parts(request: pytest.FixtureRequest, lab: Lab) -> tuple[Backbone, Collate]:
     """A backbone with trained-looking weights and what makes its batches."""
-    built = build(lab.config(request.param, "finetune"), World.alone(torch.device("cpu")))[0]
+    built = build(lab.config(request.param, "finetune"), DistributedContext.alone(torch.device("cpu")))[0]
     backbone = built.backbone.eval()
     backbone.learn_labels([label for classes in TASKS.values() for label, _ in classes])
     torch.manual_seed(1)

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.errors import BackboneError
-from raycl.generation.dynamic_cache import Running, begin, step
-from raycl.generation.static_cache import Slots, captured, fits_slots
+from raycl.generation.dynamic_cache import DynamicKVCache, begin, step
+from raycl.generation.static_cache import StaticKVCache, captured, fits_slots
 
 TEXTS = ("red blue cat", "the sky is very much blue cold warm", "a dog", "fire runs sleeps")
 
@@ -66,7 +66,7 @@ def test_slots_change_nothing(kind: str, attention: str, tmp_path: Path) -> None
     sources = backbone.codec.encode_source(list(TEXTS))
     expected = [alone(backbone, source, 12) for source in sources]
     found: list[list[torch.Tensor]] = [[] for _ in sources]
-    slots, rows = Slots(backbone, 3, columns=8).joined(begin(backbone, sources[:2])), [0, 1]
+    slots, rows = StaticKVCache(backbone, 3, columns=8).joined(begin(backbone, sources[:2])), [0, 1]
     seen = set()
     for number in range(12):
         if number in (2, 6):  # one takes the last slot, later another the first one's
@@ -88,7 +88,7 @@ def test_a_slot_forgets_who_had_it(tmp_path: Path) -> None:
     """Even numbers that are not finite: they are nowhere, and 0 times them is not 0."""
     backbone = loaded("llama", tmp_path)
     sources = backbone.codec.encode_source([TEXTS[1], TEXTS[2]])
-    slots = Slots(backbone, 1).joined(begin(backbone, sources[:1]))
+    slots = StaticKVCache(backbone, 1).joined(begin(backbone, sources[:1]))
     for layer in slots._layers:
         layer.values.fill_(torch.nan)
     slots = slots.kept([]).joined(begin(backbone, sources[1:]))
@@ -102,7 +102,7 @@ def test_what_cannot_be_captured_is_decoded_all_the_same(tmp_path: Path, caplog:
     """As here, where there is no GPU to capture on."""
     backbone = loaded("llama", tmp_path)
     source = backbone.codec.encode_source([TEXTS[1]])
-    slots = Slots(backbone, 2).joined(begin(backbone, source))
+    slots = StaticKVCache(backbone, 2).joined(begin(backbone, source))
     slots._captures = True
     for logits in alone(backbone, source[0], 3):
         torch.testing.assert_close(slots.logits[0], logits, atol=1e-5, rtol=1e-4)
@@ -137,7 +137,7 @@ def test_a_step_that_fails_before_its_capture_is_waited_for(monkeypatch: pytest.
 def test_too_little_memory_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = loaded("llama", tmp_path)
     source = backbone.codec.encode_source([TEXTS[1]])
-    slots = Slots(backbone, 2, columns=len(source[0])).joined(begin(backbone, source))
+    slots = StaticKVCache(backbone, 2, columns=len(source[0])).joined(begin(backbone, source))
     expected, made = alone(backbone, source[0], 3), []
 
     def none_left(tensor: torch.Tensor, gap: list[int]) -> torch.Tensor:
@@ -169,7 +169,7 @@ def test_other_kinds_of_models_fit_slots(model_type: str, tmp_path: Path) -> Non
     backbone = load_backbone(config, load_codec(config, 24, 8), torch.device("cpu"), 0).eval()
     assert fits_slots(backbone)
     sources = backbone.codec.encode_source(list(TEXTS))
-    slots = Slots(backbone, 4, columns=8).joined(begin(backbone, sources))
+    slots = StaticKVCache(backbone, 4, columns=8).joined(begin(backbone, sources))
     expected = [alone(backbone, source, 6) for source in sources]
     for number in range(6):
         for row, logits in enumerate(slots.logits):
@@ -192,7 +192,7 @@ def test_the_librarys_own_generation_says_the_same(kind: str, tmp_path: Path) ->
     ids = torch.tensor(source)
     settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     whole = backbone.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()[-8:]
-    state: Running = begin(backbone, source)
+    state: DynamicKVCache = begin(backbone, source)
     tokens = []
     for number in range(8):
         logits = state.logits.clone()
@@ -215,10 +215,12 @@ def test_caches_that_cannot_be_joined_are_said(tmp_path: Path) -> None:
 
 
 def test_a_masked_prefix_is_no_reason_to_cut_the_source() -> None:
-    def state(rows: int, mask: list[list[int]]) -> Running:
+    def state(rows: int, mask: list[list[int]]) -> DynamicKVCache:
         layers = [(torch.arange(6.0).expand(rows, 1, 1, 6).transpose(2, 3),) * 2]
         sources = torch.tensor(mask)
-        return Running(torch.zeros(rows, 3), torch.ones(rows, 1).long(), layers, sources, sources[..., None], layers)
+        return DynamicKVCache(
+            torch.zeros(rows, 3), torch.ones(rows, 1).long(), layers, sources, sources[..., None], layers
+        )
 
     both = state(2, [[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0]])  # the second row has no prompt of its own
     kept = both.kept([1])

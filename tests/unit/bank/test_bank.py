@@ -17,15 +17,15 @@ import torch
 from safetensors.torch import load_file
 
 from raycl.bank import AdapterManifest, AdapterRef, Bank
-from raycl.bank.manifest import ModelFacts, RouterFacts, TaskFacts
+from raycl.bank.manifest import ModelInfo, RouterInfo, TaskInfo
 from raycl.bank.operations.maintenance import diff, prune, verify
 from raycl.errors import BankError, StorageError
 from raycl.storage import Storage
 from raycl.storage.records import seal
 from raycl.types import AdapterState
 
-MODEL = ModelFacts(name="tiny", sha256="a" * 64, kind="encoder")
-ROUTER = RouterFacts(kind="task")
+MODEL = ModelInfo(name="tiny", sha256="a" * 64, kind="encoder")
+ROUTER = RouterInfo(kind="task")
 
 
 def adapter(seed: int = 0, rank: int = 2) -> AdapterState:
@@ -76,8 +76,8 @@ def test_what_is_published_is_fetched_and_versions_stay(bank: Bank) -> None:
 
 def test_a_snapshot_names_everything_and_never_changes(bank: Bank) -> None:
     one = bank.publish("one", adapter(1), MODEL, ["t1"])
-    first = bank.snapshot([one], MODEL, ROUTER, [TaskFacts(name="t1", labels=("yes", "no"))])
-    assert bank.snapshot([one], MODEL, ROUTER, [TaskFacts(name="t1", labels=("yes", "no"))]) == first
+    first = bank.snapshot([one], MODEL, ROUTER, [TaskInfo(name="t1", labels=("yes", "no"))])
+    assert bank.snapshot([one], MODEL, ROUTER, [TaskInfo(name="t1", labels=("yes", "no"))]) == first
     two = bank.publish("two", adapter(2, rank=3), MODEL, ["t2"])
     kept = [(entry, first.layouts[entry.layout]) for entry in first.adapters]
     second = bank.snapshot([*kept, two], MODEL, ROUTER, parent=first.number)
@@ -95,8 +95,8 @@ def test_a_snapshot_names_everything_and_never_changes(bank: Bank) -> None:
         bank.open(9)
 
 
-def replace_hash(model: ModelFacts) -> ModelFacts:
-    return ModelFacts(name="other", sha256="b" * 64, kind=model.kind)
+def replace_hash(model: ModelInfo) -> ModelInfo:
+    return ModelInfo(name="other", sha256="b" * 64, kind=model.kind)
 
 
 def test_of_racing_writers_every_one_gets_a_version_of_its_own(bank: Bank) -> None:

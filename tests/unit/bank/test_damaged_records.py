@@ -14,16 +14,16 @@ import torch
 
 from raycl.bank import AdapterRef, Bank
 from raycl.bank.activations import Activations, activated
-from raycl.bank.manifest import ModelFacts, RouterFacts
+from raycl.bank.manifest import ModelInfo, RouterInfo
 from raycl.errors import BankError, RayclError, RunError, StorageError
 from raycl.storage import Storage
 from raycl.training.records import fork_points
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from raycl.training.records.journal import Ledger, read_state
+from raycl.training.records.journal import Journal, read_state
 from raycl.training.records.stop_signal import give_word, word
 from raycl.types import AdapterState
 
-MODEL = ModelFacts(name="tiny", sha256="a" * 64)
+MODEL = ModelInfo(name="tiny", sha256="a" * 64)
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,16 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Storage:
     for seed in range(2):
         torch.manual_seed(seed)
         state = AdapterState({"q": (torch.randn(2, 6), torch.randn(5, 2))}, 1e-05)
-        bank.snapshot([bank.publish("one", state, MODEL)], MODEL, RouterFacts(kind="task"))
+        bank.snapshot([bank.publish("one", state, MODEL)], MODEL, RouterInfo(kind="task"))
         Activations(bank).add(1 + seed, "test")
-        ledger = Ledger.claim(storage, workers=1)
+        journal = Journal.claim(storage, workers=1)
         name = "ab"[seed]
         checkpoint = Checkpoint(0, 2 + seed, 3, {"labels": ["ä"], "by": {2: 1e-05, 10: 0.5}}, {"w": torch.randn(3)}, {})
         write_checkpoint(storage, name, checkpoint)
-        ledger.checkpoint(name, keep=2)
+        journal.checkpoint(name, keep=2)
         give_word(storage, 1 + seed, go_on=bool(seed))
-    ledger.stage_done({"stage": 0, "row": {"t": {"value": 12.5}}})
-    fork_points.lend(storage, 1, storage.sub("place"))
+    journal.phase_done({"phase": 0, "row": {"t": {"value": 12.5}}})
+    fork_points.save_fork_point(storage, 1, storage.sub("place"))
     return storage
 
 

@@ -22,7 +22,7 @@ from raycl.adapters.card import CardFacts
 from raycl.adapters.state import combine, fold
 from raycl.backbone import BackboneConfig, identity
 from raycl.bank import AdapterRef, Bank
-from raycl.bank.manifest import ModelFacts, RouterFacts
+from raycl.bank.manifest import ModelInfo, RouterInfo
 from raycl.bank.operations.exchange import export_merged, export_peft, import_peft, mixed
 from raycl.errors import AdapterError, BankError
 from raycl.types import AdapterState, Mixture
@@ -79,7 +79,7 @@ def test_a_lora_made_elsewhere_comes_in_and_goes_out_with_equal_logits(
     model = AutoModelForCausalLM.from_pretrained(llama).eval()
     stack = AdapterStack(model, list(state.linears))
     stack.load("guest", state)
-    with stack.mixing(Mixture.same({"guest": 1.0}, 2)):
+    with stack.activate(Mixture.same({"guest": 1.0}, 2)):
         torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-4)
     export_peft(state, described(llama), str(tmp_path / "ours"))
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), str(tmp_path / "ours"))
@@ -108,8 +108,8 @@ def bank_of_two(llama: Path, tmp_path: Path) -> tuple[Bank, dict[str, AdapterSta
         peft_folder(llama, tmp_path / name, seed, r=2 + seed)
         import_peft(bank, str(tmp_path / name), name, config, [name])
     manifests = [bank.manifest(_ref(name)) for name in ("one", "two")]
-    facts = ModelFacts(name=str(llama), sha256=identity(config), kind="decoder")
-    bank.snapshot(manifests, facts, RouterFacts(kind="task"))
+    facts = ModelInfo(name=str(llama), sha256=identity(config), kind="decoder")
+    bank.snapshot(manifests, facts, RouterInfo(kind="task"))
     return bank, {manifest.name: bank.fetch(manifest) for manifest in manifests}
 
 
@@ -125,7 +125,7 @@ def test_a_mixture_is_exactly_one_lora_and_exactly_one_merged_model(llama: Path,
     stack = AdapterStack(model, list(states["one"].linears))
     for name, state in states.items():
         stack.load(name, state)
-    with stack.mixing(Mixture.same(weights, 2)):
+    with stack.activate(Mixture.same(weights, 2)):
         expected = logits(model)
     state = mixed(bank, snapshot, weights)
     export_peft(state, described(llama), str(tmp_path / "peft"))

@@ -148,15 +148,15 @@ def test_a_wrong_result_is_a_failure_and_no_figure(
 
 def test_a_token_that_is_not_the_best_one_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches that forget where they are still give tokens as fast."""
-    from raycl.generation.static_cache import Slots
+    from raycl.generation.static_cache import StaticKVCache
 
-    forward = Slots._forward
+    forward = StaticKVCache._forward
 
-    def lost(slots: Slots) -> None:
+    def lost(slots: StaticKVCache) -> None:
         slots._places.zero_()
         forward(slots)
 
-    monkeypatch.setattr(Slots, "_forward", lost)
+    monkeypatch.setattr(StaticKVCache, "_forward", lost)
     (failure,) = measured("decoding", "3 rows")
     assert failure.ok is False and "behind the best one of a plain pass" in failure.detail
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raycl.bench.streams.reader import SMAPS, Memory, memory
+from raycl.bench.streams.reader import SMAPS, ReplayEntry, memory
 from raycl.bench.streams.sharing import sharing
 
 TEXT = """\
@@ -30,7 +30,7 @@ Private_Dirty:        12 kB
 
 
 def test_mapped_token_files_and_private_memory_are_told_apart() -> None:
-    assert memory(TEXT) == Memory(mapped_pss=500, private=216)
+    assert memory(TEXT) == ReplayEntry(mapped_pss=500, private=216)
 
 
 @pytest.mark.skipif(not SMAPS.exists(), reason="Linux only")

@@ -16,7 +16,7 @@ from raycl.errors import ConfigError
 from raycl.run import assembly
 from raycl.run.assembly import RunConfig
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.records.progress import read_trace
 from raycl.training.stream_loop import StreamLoop
 
@@ -29,7 +29,7 @@ def options(*flags: str) -> argparse.Namespace:
 
 def loop(config: RunConfig, folder: Path) -> Storage:
     """raycl's own loop in this process, without Ray."""
-    world, storage = World.alone(torch.device("cpu")), Storage.at(str(folder))
+    world, storage = DistributedContext.alone(torch.device("cpu")), Storage.at(str(folder))
     parts, open_engine = assembly.build(config, world)
     StreamLoop(parts, open_engine, storage, world).run()
     return storage

@@ -32,8 +32,8 @@ def test_a_named_benchmark_below_its_usual_folder(write_task: WriteTask) -> None
     stream = open_stream(StreamConfig(name="slm-1", root=str(root)), seed=0)
     assert stream.name == "std-1"
     assert [task.name for task in stream.tasks] == ["dbpedia", "amazon", "yahoo", "agnews"]
-    assert [(stage.index, stage.name, len(stage.tasks)) for stage in stream.stages()][3] == (3, "agnews", 1)
-    assert [(stage.name, stage.tasks) for stage in stream.stages(joint=True)] == [("joint", stream.tasks)]
+    assert [(phase.index, phase.name, len(phase.tasks)) for phase in stream.phases()][3] == (3, "agnews", 1)
+    assert [(phase.name, phase.tasks) for phase in stream.phases(joint=True)] == [("joint", stream.tasks)]
     assert stream.tasks[3].labels == ("World", "Sports", "Business", "Science or Technology")
 
 

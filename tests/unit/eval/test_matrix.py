@@ -147,6 +147,6 @@ def test_round_trip_through_json(rows: list[list[float]]) -> None:
 
 def test_other_trees_are_refused() -> None:
     with pytest.raises(RunError, match="no accuracy matrix"):
-        AccuracyMatrix.from_json({"tasks": ["a"], "stages": ["a"], "cells": [[None, None]]})
+        AccuracyMatrix.from_json({"tasks": ["a"], "phases": ["a"], "cells": [[None, None]]})
     with pytest.raises(RunError, match="no accuracy matrix"):
         AccuracyMatrix.from_json({"cells": []})

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from raycl.data.loader import Collate
 from raycl.methods.migu.migu import Migu
 from raycl.run.assembly import build
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine
 from raycl.training.step import StepResult, train_step
 from raycl.types import Batch
 
-WORLD = World.alone(torch.device("cpu"))
+WORLD = DistributedContext.alone(torch.device("cpu"))
 
 
 class Started:
@@ -28,12 +28,12 @@ class Started:
         migu = {"name": "migu", "threshold": 0.5, "skip_first_task": False, **settings}
         config = lab.config(kind, method, ENGINES["torch"], modifiers=[migu], train=train, backbone=backbone)
         self.parts, self.open_engine = build(config, WORLD)
-        self.stage = self.parts.stages[0]
+        self.phase = self.parts.phases[0]
         if self.parts.method.encoder is not None:
             queries = self.parts.method.encoder.embed(["red sky", "blue sea"] * 4)
-            self.parts.method.study(self.stage, queries, queries[:1])
-        self.parts.method.begin_task(self.stage, resumed=False)
-        self.parts.modifiers.begin_task(self.stage, only=True, resumed=False)
+            self.parts.method.study(self.phase, queries, queries[:1])
+        self.parts.method.begin_task(self.phase, resumed=False)
+        self.parts.modifiers.begin_task(self.phase, only=True, resumed=False)
         self.parts.backbone.train()
         head = self.parts.backbone.head
         if isinstance(head, nn.Module):  # it starts at zero, and then nothing below it has a gradient
@@ -48,7 +48,7 @@ class Started:
 
     def batch(self, rows: list[int], size: int | None = None) -> Batch:
         codec = self.parts.backbone.codec
-        table = self.parts.stream.table(self.stage.tasks[0], "train", codec)
+        table = self.parts.stream.table(self.phase.tasks[0], "train", codec)
         labels = self.parts.backbone.label_ids() if codec.needs_labels else None
         texts = self.parts.method.encoder is not None
         collate = Collate([table], labels, codec.pad_id, texts=texts)
@@ -62,7 +62,7 @@ class Started:
         migu = self.migu
         migu.begin_step(1, len(batches), lambda tensor: tensor)
         for batch in batches:
-            with self.parts.method.speaking(batch):
+            with self.parts.method.activate(batch):
                 migu.watched(self.parts.backbone, batch)
         return migu._sums.clone()
 

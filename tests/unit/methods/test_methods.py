@@ -9,23 +9,23 @@ import pytest
 import torch
 from tiny import ENGINES, TASKS, Lab
 
-from raycl.methods.base import Method, stage_labels
+from raycl.methods.base import Method, phase_labels
 from raycl.methods.reference import Reference
 from raycl.methods.registry import METHODS
 from raycl.run.assembly import build
-from raycl.training.distributed import World
-from raycl.training.training_context import Parts
-from raycl.types import Stage, Task
+from raycl.training.distributed import DistributedContext
+from raycl.training.training_context import TrainingContext
+from raycl.types import Phase, Task
 
 LABELS = {task: sorted(label for label, _ in classes) for task, classes in TASKS.items()}
 
 
-def made(lab: Lab, method: Any, kind: str = "bert") -> Parts:
-    return build(lab.config(kind, method, ENGINES["torch"]), World.alone(torch.device("cpu")))[0]
+def made(lab: Lab, method: Any, kind: str = "bert") -> TrainingContext:
+    return build(lab.config(kind, method, ENGINES["torch"]), DistributedContext.alone(torch.device("cpu")))[0]
 
 
-def begin(parts: Parts, stage: int, resumed: bool = False) -> Method:
-    method, now = parts.method, parts.stages[stage]
+def begin(parts: TrainingContext, phase: int, resumed: bool = False) -> Method:
+    method, now = parts.method, parts.phases[phase]
     if method.encoder is not None and not resumed:
         queries = method.encoder.embed([words for _, words in TASKS[now.tasks[0].name]] * 2)
         method.study(now, queries, queries[:1])
@@ -39,7 +39,7 @@ def test_stage_labels_are_in_order_and_once() -> None:
         Task("b", None, "rouge_l"),
         Task("c", ("no", "so"), "exact_match"),
     )
-    assert stage_labels(Stage(0, "joint", tasks)) == ["yes", "no", "so"]
+    assert phase_labels(Phase(0, "joint", tasks)) == ["yes", "no", "so"]
 
 
 def test_references_pass_every_hook_on() -> None:
@@ -51,7 +51,7 @@ def test_references_pass_every_hook_on() -> None:
 def test_state_gives_a_fresh_model_the_same_shape(lab: Lab, name: str) -> None:
     first, second = made(lab, name), made(lab, name)
     begin(first, 0)
-    second.method.load_state_dict(first.method.state_dict(), first.method.carried())
+    second.method.load_state_dict(first.method.state_dict(), first.method.frozen_state())
     begin(second, 0, resumed=True)
     shapes = [
         {n: (p.shape, p.requires_grad) for n, p in parts.backbone.named_parameters()} for parts in (first, second)
@@ -76,14 +76,14 @@ def test_lora_trains_its_adapter_and_the_head_only(lab: Lab) -> None:
     parts = made(lab, {"name": "lora", "rank": 3, "targets": ["attention.key", "ffn"]})
     method = begin(parts, 0)
     assert all(".lora_" in name or name.startswith("head.") for name in method.learned_names())
-    live = {name: p for name, p in parts.backbone.named_parameters() if "lora_A" in name}
-    assert len(live) == 6 and all(p.shape[0] == 3 for p in live.values())
+    trainable = {name: p for name, p in parts.backbone.named_parameters() if "lora_A" in name}
+    assert len(trainable) == 6 and all(p.shape[0] == 3 for p in trainable.values())
     assert not any(p.any() for name, p in parts.backbone.named_parameters() if "lora_B" in name), "it starts at zero"
 
 
 def test_the_seed_decides_how_lora_starts(lab: Lab) -> None:
     def start(seed: int) -> torch.Tensor:
-        parts = build(lab.config("bert", "lora", seed=seed), World.alone(torch.device("cpu")))[0]
+        parts = build(lab.config("bert", "lora", seed=seed), DistributedContext.alone(torch.device("cpu")))[0]
         return next(p.detach() for name, p in parts.backbone.named_parameters() if "lora_A" in name)
 
     assert torch.equal(start(1), start(1))
@@ -124,12 +124,12 @@ def test_a_stage_leaves_an_adapter_or_a_whole_model(lab: Lab) -> None:
         parts = made(lab, name, "llama")
         method = begin(parts, 0)
         tensors = {key: p.detach() for key, p in parts.backbone.named_parameters() if p.requires_grad}
-        learned = method.end_task(parts.stages[0], tensors)
+        learned = method.end_task(parts.phases[0], tensors)
         assert learned is not None and learned.labels == []
         if name == "finetune":
             assert f"{query}.weight" in learned.model and learned.adapters == {}
         else:
-            assert list(learned.adapters) == ["lora" if name == "lora" else parts.stages[0].name]
+            assert list(learned.adapters) == ["lora" if name == "lora" else parts.phases[0].name]
             state = next(iter(learned.adapters.values()))
             assert state.rank == 8 and state.scale == 4 and query in state.linears and learned.model == {}
 
@@ -137,4 +137,4 @@ def test_a_stage_leaves_an_adapter_or_a_whole_model(lab: Lab) -> None:
 def test_a_method_without_hooks_of_its_own_adds_nothing(lab: Lab) -> None:
     parts = made(lab, "lora")
     assert Method(None, parts.backbone, 0).penalty(None, None) is None  # type: ignore[arg-type]
-    assert Method(None, parts.backbone, 0).end_task(parts.stages[0], {}) is None
+    assert Method(None, parts.backbone, 0).end_task(parts.phases[0], {}) is None

@@ -59,7 +59,7 @@ def by_hand(started: Started, path: str, batch: Batch, real: Tensor) -> Tensor:
     """|output| of the layer, summed over `real` `[B, S]`."""
     seen: list[Tensor] = []
     handle = started.parts.backbone.model.get_submodule(path).register_forward_hook(lambda *a: seen.append(a[2]))
-    with torch.no_grad(), started.parts.method.speaking(batch):
+    with torch.no_grad(), started.parts.method.activate(batch):
         started.parts.backbone(batch)
     handle.remove()
     return (seen[0].abs() * real.unsqueeze(-1)).sum((0, 1))

@@ -15,8 +15,8 @@ from raycl.methods.migu.row_selection import masked_count
 from raycl.methods.modifier import Modifiers
 from raycl.run.assembly import check
 from raycl.training.step import train_step
-from raycl.training.training_context import Parts
-from raycl.types import Stage
+from raycl.training.training_context import TrainingContext
+from raycl.types import Phase
 
 # ---- adapters ------------------------------------------------------------------------------------------------------
 
@@ -140,14 +140,16 @@ def test_the_first_task_is_skipped_where_there_are_others(
 ) -> None:
     started = Started(lab, skip_first_task=setting)
     started.parts.modifiers.end_task()
-    started.parts.modifiers.begin_task(Stage(index, "x", started.stage.tasks), only, resumed=False)
+    started.parts.modifiers.begin_task(Phase(index, "x", started.phase.tasks), only, resumed=False)
     started.step(started.batch([0, 1]))
     name = next(iter(started.migu._layout.rows))
     assert (started.parts.modifiers.masked(name) is not None) is masks
     started.parts.modifiers.end_task()
-    facts = started.parts.modifiers.facts()["modifiers"]["migu"]
-    assert facts["masked"] is masks and facts["steps"] == 1 and facts["layers"], "seen in measured steps all the same"
-    assert 0 < facts["gradient_norm_kept"] < 1
+    summary = started.parts.modifiers.summary()["modifiers"]["migu"]
+    assert summary["masked"] is masks and summary["steps"] == 1 and summary["layers"], (
+        "seen in measured steps all the same"
+    )
+    assert 0 < summary["gradient_norm_kept"] < 1
 
 
 def test_settings_that_fit_no_layer_are_one_clear_sentence(lab: Lab) -> None:
@@ -161,10 +163,10 @@ def test_settings_that_fit_no_layer_are_one_clear_sentence(lab: Lab) -> None:
 
 def test_no_modifier_changes_nothing() -> None:
     nothing, gradient = Modifiers(), torch.ones(2)
-    assert nothing.names == [] and nothing.facts() == {} and nothing.tensors() == {} and nothing.state() == {}
+    assert nothing.names == [] and nothing.summary() == {} and nothing.tensors() == {} and nothing.state() == {}
     assert nothing("x", gradient) is gradient and nothing.masked("x") is None and nothing.held("x") is None
 
 
 def test_parts_carry_the_modifiers(lab: Lab) -> None:
-    parts: Parts = Started(lab).parts
+    parts: TrainingContext = Started(lab).parts
     assert list(parts.modifiers.members) == ["migu"]

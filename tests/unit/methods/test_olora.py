@@ -20,23 +20,23 @@ from raycl.methods.lora.olora import OLora, abssum
 from raycl.run.assembly import build
 from raycl.serve.snapshots.snapshot_model import backbone_of
 from raycl.storage import Storage
-from raycl.training.distributed import World
-from raycl.training.training_context import Parts
+from raycl.training.distributed import DistributedContext
+from raycl.training.training_context import TrainingContext
 from raycl.types import AdapterState, Batch, Mixture
 
-WORLD = World.alone(torch.device("cpu"))
+WORLD = DistributedContext.alone(torch.device("cpu"))
 REPO = Path(__file__).resolve().parents[3]
 
 
-def second_task(lab: Lab, kind: str, **settings: Any) -> tuple[OLora, Parts, Batch]:
+def second_task(lab: Lab, kind: str, **settings: Any) -> tuple[OLora, TrainingContext, Batch]:
     """At the beginning of task 2, with a first adapter of random numbers, and a batch of task 1."""
     parts, _ = build(lab.config(kind, {"name": "olora", **settings}), WORLD)
     method, codec = parts.method, parts.backbone.codec
     assert isinstance(method, OLora)
-    method.begin_task(parts.stages[0], resumed=False)
+    method.begin_task(parts.phases[0], resumed=False)
     randomise(method)
-    method.end_task(parts.stages[0], {name: p.detach() for name, p in parts.backbone.named_parameters()})
-    method.begin_task(parts.stages[1], resumed=False)
+    method.end_task(parts.phases[0], {name: p.detach() for name, p in parts.backbone.named_parameters()})
+    method.begin_task(parts.phases[1], resumed=False)
     table = parts.stream.table(parts.stream.tasks[0], "test", codec)
     labels = parts.backbone.label_ids() if codec.needs_labels else None
     return method, parts, next(iter(eval_batches(table, labels, 0, 1, 4, codec.pad_id)))
@@ -89,17 +89,19 @@ def test_the_penalty_by_hand(lab: Lab) -> None:
         lab, "bert", lambda_1=9, lambda_1_by_task={"animal": 0.25}, lambda_2_by_task={"animal": 2.0}
     )
     old = method.stack.states["colour"].linears
-    live = {path: (layer.lora_A, layer.lora_B) for path, layer in method.stack.layers.items()}
-    assert len(live) == 4
-    overlap = sum(float((old[path][0] @ a.detach().T).abs().sum()) for path, (a, _) in live.items() if a is not None)
-    size = sum(float(part.detach().norm()) for pair in live.values() for part in pair if part is not None)
+    trainable = {path: (layer.lora_A, layer.lora_B) for path, layer in method.stack.layers.items()}
+    assert len(trainable) == 4
+    overlap = sum(
+        float((old[path][0] @ a.detach().T).abs().sum()) for path, (a, _) in trainable.items() if a is not None
+    )
+    size = sum(float(part.detach().norm()) for pair in trainable.values() for part in pair if part is not None)
     penalty = method.penalty(None, None)  # type: ignore[arg-type]
     assert penalty is not None and overlap > 1
     assert float(penalty) == pytest.approx(0.25 * overlap + 2.0 * size, rel=1e-5)
     penalty.backward()  # type: ignore[no-untyped-call]
     moved = {name for name, p in parts.backbone.named_parameters() if p.grad is not None}
     assert moved == {n for n, _ in parts.backbone.named_parameters() if ".lora_" in n}
-    path, (a, b) = next(iter(live.items()))
+    path, (a, b) = next(iter(trainable.items()))
     assert a is not None and b is not None and a.grad is not None and b.grad is not None
     expected = 0.25 * (old[path][0] @ a.detach().T).sign().T @ old[path][0] + 2.0 * a.detach() / a.detach().norm()
     torch.testing.assert_close(a.grad, expected, atol=1e-6, rtol=1e-4)
@@ -142,11 +144,11 @@ def test_a_fresh_adapter_says_nothing_and_a_mixture_of_zeros_is_the_backbone(lab
         return backbone.pooled(batch) if kind == "bert" else backbone(batch).logits  # type: ignore[no-any-return]
 
     with torch.no_grad():
-        with method.speaking(batch):
+        with method.activate(batch):
             both = states(parts.backbone)
-        with method.stack.mixing(Mixture.same({"colour": 1.0}, 4)):
+        with method.stack.activate(Mixture.same({"colour": 1.0}, 4)):
             assert torch.equal(both, states(parts.backbone)), "B starts at zero"
-        with method.stack.mixing(Mixture.same({"colour": 0.0, "animal": 0.0}, 4)):
+        with method.stack.activate(Mixture.same({"colour": 0.0, "animal": 0.0}, 4)):
             assert torch.equal(states(parts.backbone), states(bare.backbone))
     assert not torch.equal(both, states(bare.backbone))
 
@@ -193,12 +195,12 @@ def test_the_parts_of_the_head_are_one_head_that_keeps_training(lab: Lab) -> Non
     old = method.stack.states["colour"]
     assert old.head_weight is not None and old.head_bias is not None
     whole = torch.nn.Linear(old.head_weight.shape[1], 4)
-    with torch.no_grad(), method.speaking(batch):
+    with torch.no_grad(), method.activate(batch):
         pooled = parts.backbone.pooled(batch)  # type: ignore[operator]
         whole.weight.copy_(torch.cat([old.head_weight, torch.zeros_like(old.head_weight)]))
         whole.bias.copy_(torch.cat([old.head_bias, torch.zeros(2)]))
     torch.nn.functional.cross_entropy(whole(pooled), batch.label_ids, reduction="sum").backward()
-    with method.speaking(batch):
+    with method.activate(batch):
         output = parts.backbone(batch)
     torch.testing.assert_close(output.logits, whole(pooled))
     output.loss_sum.backward()
@@ -236,7 +238,7 @@ def test_a_merged_model_answers_as_the_snapshot(lab: Lab, tmp_path: Path, kind: 
         found = merged.pooled(batch) @ head["weight"].T + head["bias"]  # type: ignore[operator]
     else:
         found = merged(batch).logits
-    with torch.no_grad(), served.host.speaking(served.hosted.mixture(["x"] * 4), served.hosted.head_rule):
+    with torch.no_grad(), served.host.activate(served.loaded.mixture(["x"] * 4), served.loaded.head_rule):
         torch.testing.assert_close(found, served.backbone(batch).logits, atol=1e-5, rtol=1e-4)
 
 

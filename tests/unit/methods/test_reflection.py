@@ -11,12 +11,12 @@ import torch
 from tiny import Lab
 
 from raycl.errors import ConfigError, DataError
-from raycl.methods.context import StageRows
+from raycl.methods.context import TaskRows
 from raycl.methods.sapt.pseudo_samples import PseudoSamples, counts_of, read_file, read_texts, take_real, volume
-from raycl.methods.sapt.reflection import Memory, Reflection, ReflectionConfig
+from raycl.methods.sapt.reflection import Reflection, ReflectionConfig, ReplayEntry
 from raycl.retrieval.attention import Attention, AttentionConfig, divergence
 from raycl.run.assembly import build, load_config
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 
 WIDE = 8
 
@@ -32,7 +32,7 @@ def remembered(tasks: int, rows: int = 20, weight: float = 0.5, **settings: Any)
             assert attention.key is not None
             attention.end({**attention.tensors(), "key": attention.key})
             abar = torch.rand(number + 1, generator=draw).softmax(0)
-            found.memories[f"t{number}"] = Memory(PseudoSamples([[1]] * rows, [], []), abar)
+            found.entries[f"t{number}"] = ReplayEntry(PseudoSamples([[1]] * rows, [], []), abar)
             found.pooled[f"t{number}"] = torch.randn(rows, WIDE, generator=draw)
     return found, attention
 
@@ -58,7 +58,7 @@ def test_the_term_is_the_mean_over_inputs_summed_over_tasks() -> None:
     expected = 0.0
     for number in range(3):
         kept = torch.zeros(4)
-        kept[: number + 1] = reflection.memories[f"t{number}"].abar
+        kept[: number + 1] = reflection.entries[f"t{number}"].abar
         rows = divergence(kept.expand(6, -1), attention(reflection.pooled[f"t{number}"]))
         expected += 0.5 * float(rows.mean())
     assert value(reflection, attention) == pytest.approx(expected, rel=1e-5)
@@ -117,18 +117,18 @@ def test_the_released_scale_grows_with_accumulation() -> None:
 
 def test_memories_come_back_as_they_were() -> None:
     first, _attention = remembered(2)
-    first.memories["t1"] = Memory(PseudoSamples([[1, 2], [3]], [[4], []], [0, -1]), first.memories["t1"].abar)
+    first.entries["t1"] = ReplayEntry(PseudoSamples([[1, 2], [3]], [[4], []], [0, -1]), first.entries["t1"].abar)
     second = Reflection(first.config, 0.5)
     second.take(["t0", "t1"], first.tensors())
-    assert [memory.samples for memory in second.memories.values()] == [
-        memory.samples for memory in first.memories.values()
+    assert [memory.samples for memory in second.entries.values()] == [
+        memory.samples for memory in first.entries.values()
     ]
     assert all(torch.equal(second.target(task, 3), first.target(task, 3)) for task in ("t0", "t1"))
 
 
-def rows_of(lab: Lab, stage: int = 0) -> StageRows:
-    parts, _ = build(lab.config("bert"), World.alone(torch.device("cpu")))
-    return StageRows(parts.stages[stage], 4, parts.stream, parts.backbone.codec)
+def rows_of(lab: Lab, phase: int = 0) -> TaskRows:
+    parts, _ = build(lab.config("bert"), DistributedContext.alone(torch.device("cpu")))
+    return TaskRows(parts.phases[phase], 4, parts.stream, parts.backbone.codec)
 
 
 def test_real_inputs_are_drawn_by_seed_and_without_answers(lab: Lab) -> None:
@@ -147,7 +147,7 @@ def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
     file = tmp_path / "colour.jsonl"
     file.write_text("\n".join(json.dumps({"text": text}) for text in ("fire is warm", "the sea", "cold sky")))
     found = read_file(rows, str(tmp_path), 0.15)
-    codec = build(lab.config("bert"), World.alone(torch.device("cpu")))[0].backbone.codec
+    codec = build(lab.config("bert"), DistributedContext.alone(torch.device("cpu")))[0].backbone.codec
     assert found.sources == codec.encode_source(["fire is warm", "the sea"]), "as many as 15 % of 14 rows"
     file.write_text('{"text": "the\u2028sea"}\r\n{"text": "cold sky"}\n', encoding="utf-8")
     assert read_texts(str(tmp_path), "colour") == ["the\u2028sea", "cold sky"], "a line ends where JSON lines do"
@@ -172,7 +172,7 @@ def test_inputs_from_the_files_of_sapts_authors(lab: Lab, tmp_path: Path) -> Non
     instances = [{"input": text, "output": "red"} for text in ("fire is warm", "the sea", "cold sky")]
     file.write_text(json.dumps({"Definition": ["of no use"], "Positive Examples": [], "Instances": instances}))
     found = read_file(rows, str(tmp_path), 0.15)
-    codec = build(lab.config("bert"), World.alone(torch.device("cpu")))[0].backbone.codec
+    codec = build(lab.config("bert"), DistributedContext.alone(torch.device("cpu")))[0].backbone.codec
     assert found.sources == codec.encode_source(["fire is warm", "the sea"]) and not found.targets
     for content, said in (
         (b'[{"input": "x"}]', "holds no pseudo inputs: expected"),
@@ -208,7 +208,7 @@ def test_stand_ins_are_kept_in_mind() -> None:
         (["method.arm.source=none"], "config key 'method.arm.source' is 'none': input should be 'real', 'generated'"),
         (["method.arm.fraction=0"], "config key 'method.arm.fraction' is 0: input should be greater than 0"),
         (["method.attention.tau=0"], "config key 'method.attention.tau' is 0"),
-        (["method.attention.floor=0.7"], "config key 'method.attention.floor' is 0.7"),
+        (["method.attention.pruning_threshold=0.7"], "config key 'method.attention.pruning_threshold' is 0.7"),
         (["method.attention.proj_act=before"], "config key 'method.attention.proj_act' is 'before'"),
         (["method.value=adapter"], "config key 'method.value' is 'adapter'"),
     ],

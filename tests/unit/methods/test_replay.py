@@ -16,17 +16,17 @@ from raycl.data.stream import StreamConfig, open_stream
 from raycl.errors import ConfigError
 from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.stream_loop import StreamLoop
 
-WORLD = World.alone(torch.device("cpu"))
+WORLD = DistributedContext.alone(torch.device("cpu"))
 
 
-def texts_of_each_step(lab: Lab, folder: Path, stage: int, method: Any, epochs: int = 1) -> list[list[bytes]]:
+def texts_of_each_step(lab: Lab, folder: Path, phase: int, method: Any, epochs: int = 1) -> list[list[bytes]]:
     """What every optimizer step of a stage reads, as sorted token rows."""
     parts, engines = build(lab.config("t5", method, train={"epochs": epochs}), WORLD)
     loop = StreamLoop(parts, engines, Storage.at(folder), WORLD)
-    loader, order = loop._loader(parts.stages[stage])
+    loader, order = loop._loader(parts.phases[phase])
     steps = []
     for step in range(order.steps):
         (batch,) = loader.micro_batches(step)

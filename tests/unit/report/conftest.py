@@ -25,7 +25,7 @@ def _result(method: str = "sapt", seed: int = 0, ap: float = 81.667) -> dict[str
                 "method": {"name": method, "rank": 8},
             },
             "stream": {"name": "long-a", "tasks": ["agnews", "dbpedia", "yahoo"], "notes": ["dev equals test"]},
-            "stages": ["agnews", "dbpedia", "yahoo"],
+            "phases": ["agnews", "dbpedia", "yahoo"],
             "matrix": cells,
             "singles": None,
             "metrics": {
@@ -37,7 +37,7 @@ def _result(method: str = "sapt", seed: int = 0, ap: float = 81.667) -> dict[str
                 "average_accuracy": ap,
                 "f_t": [10.0, 12.5],
             },
-            "stage_times": [],
+            "phase_times": [],
             "tokens_per_s": 1234.5,
             "wall_s": 75.0,
         }
@@ -49,7 +49,7 @@ def _routed(tasks: list[str], router: str = "discriminant", slots: int = 4, **se
     draw, groups = np.random.default_rng(0), 6
     result = _result("slm", **settings)
     blank = [[None] * len(tasks) for _ in tasks]
-    result |= {"stages": tasks, "matrix": blank, "stream": {"name": "long-a", "tasks": tasks, "notes": []}}
+    result |= {"phases": tasks, "matrix": blank, "stream": {"name": "long-a", "tasks": tasks, "notes": []}}
     centres = draw.normal(size=(len(tasks), 1, groups, 8)) + 0.8
     keys = (centres + 0.5 * draw.normal(size=(len(tasks), slots, groups, 8))).reshape(-1, groups, 8)
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
@@ -64,7 +64,7 @@ def _routed(tasks: list[str], router: str = "discriminant", slots: int = 4, **se
 def _facts(
     tasks: list[str], router: str, slots: int, cosines: np.ndarray[Any, Any], draw: np.random.Generator
 ) -> dict[str, Any]:
-    """As `Slm.facts` gives them after the last of `tasks`."""
+    """As `Slm.summary` gives them after the last of `tasks`."""
     blocks = cosines.reshape(len(tasks), slots, len(tasks), slots).mean((1, 3))
     worst = {"keys": 70.0, "discriminant": 90.0, "eq13": 60.0}
     places = draw.normal(size=(len(tasks), slots, 6, 2)) + 9 * np.array([[n % 3, n // 3] for n in range(6)])

@@ -20,14 +20,14 @@ KEPT = {"agnews": [0, 1, 2], "dbpedia": [2, 3, 4], "yahoo": [0, 1, 9]}
 
 
 def with_rows(result: dict[str, Any], layers: tuple[str, ...] = ("a", "b")) -> dict[str, Any]:
-    facts = []
+    summary = []
     for number, rows in enumerate(KEPT.values()):
         counts = torch.zeros(10, dtype=torch.int32)
         counts[rows] = 4
         told = dict.fromkeys(layers, _most_often(counts, 4))
         migu = {"masked": number > 0, "steps": 4, "gradient_norm_kept": 0.5 if number else None, "layers": told}
-        facts.append({"modifiers": {"migu": migu}})
-    return {**result, "stage_facts": facts}
+        summary.append({"modifiers": {"migu": migu}})
+    return {**result, "stage_facts": summary}
 
 
 def test_bits_come_back_as_they_were(make_result: Make) -> None:

@@ -43,7 +43,7 @@ def test_heatmap_writes_scores_and_leaves_the_rest_blank(
 
 
 def test_heatmaps_share_one_picture(tmp_path: Path, make_result: Make, drawn: list[Figure]) -> None:
-    joint = make_result("joint") | {"stages": ["joint"], "metrics": {"ap": 81.7}}
+    joint = make_result("joint") | {"phases": ["joint"], "metrics": {"ap": 81.7}}
     joint["matrix"] = joint["matrix"][-1:]
     heatmaps([make_result(), joint], tmp_path / "both.png")
     first, second, _bar = drawn[0].axes

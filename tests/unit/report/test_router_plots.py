@@ -60,9 +60,9 @@ def test_the_heat_map_has_every_slot_and_a_border_between_tasks(
     heat, _, _ = panels(drawn[0])
     cells = np.asarray(heat.images[0].get_array())
     assert cells.shape == (12, 12) and np.array_equal(cells, cells.T)
-    for stage, facts in enumerate(result["stage_facts"]):
-        rows = np.array(facts["slot_similarity"])
-        assert np.array_equal(cells[4 * stage : 4 * stage + 4, : rows.shape[1]], rows)
+    for phase, summary in enumerate(result["stage_facts"]):
+        rows = np.array(summary["slot_similarity"])
+        assert np.array_equal(cells[4 * phase : 4 * phase + 4, : rows.shape[1]], rows)
     assert [line.get_ydata()[0] for line in heat.lines if line.get_ydata()[0] == line.get_ydata()[1]] == [3.5, 7.5]
     assert names(heat) == TASKS and heat.get_yticks().tolist() == [1.5, 5.5, 9.5]
 
@@ -71,8 +71,8 @@ def test_runs_of_earlier_versions_are_drawn_task_by_task(
     tmp_path: Path, make_routed: Make, drawn: list[Figure]
 ) -> None:
     result = make_routed(TASKS)
-    for facts in result["stage_facts"]:
-        del facts["slot_similarity"], facts["novelty"]
+    for summary in result["stage_facts"]:
+        del summary["slot_similarity"], summary["novelty"]
     router_maps([result], tmp_path / "router.png")
     heat, _, _ = panels(drawn[0])
     expected = result["stage_facts"][-1]["key_similarity"]

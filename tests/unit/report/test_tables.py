@@ -42,7 +42,7 @@ def test_names_with_brackets_are_not_markup(make_result: Make) -> None:
 
 
 def test_joint_and_unfinished_matrices_are_shown(make_result: Make) -> None:
-    result = make_result() | {"stages": ["joint"], "metrics": {"ap": None}}
+    result = make_result() | {"phases": ["joint"], "metrics": {"ap": None}}
     result["matrix"] = [[None, *result["matrix"][-1][1:]]]
     assert "after joint             80.0   95.0" in matrix_table(result)
     assert "AP –" in matrix_table(result)
@@ -113,7 +113,7 @@ def test_routing_by_task_marks_the_router_in_use(make_routed: Make) -> None:
     del found["keys"]["yahoo"]
     lines = routing_table(result).splitlines()
     assert cells(lines[2]) == ["keys", "discriminant", "*", "eq.", "13", "novelty"]
-    for line, task, novelty in zip(lines[4:7], result["stages"], ["–", "93.8", "93.8"], strict=True):
+    for line, task, novelty in zip(lines[4:7], result["phases"], ["–", "93.8", "93.8"], strict=True):
         shares = [f"{found[kind][task]:.1f}" if task in found[kind] else "–" for kind in found]
         assert cells(line) == [task, *shares, novelty]
     mean = (found["keys"]["agnews"] + found["keys"]["dbpedia"]) / 2
@@ -127,9 +127,9 @@ def test_routing_of_a_run_that_was_told_the_tasks_marks_no_router(make_routed: M
 
 
 def test_runs_without_a_router_have_no_routing_table(make_result: Make) -> None:
-    for facts in ({}, {"stage_facts": []}, {"stage_facts": [{}, {}]}):
+    for summary in ({}, {"stage_facts": []}, {"stage_facts": [{}, {}]}):
         with pytest.raises(RunError, match="'sapt on long-a, mini-t5, seed 0' has no facts of a router"):
-            routing_table(make_result() | facts)
+            routing_table(make_result() | summary)
 
 
 def test_routers_of_several_runs_stand_in_one_table(make_routed: Make) -> None:
@@ -137,7 +137,7 @@ def test_routers_of_several_runs_stand_in_one_table(make_routed: Make) -> None:
     other = make_routed(["agnews", "yahoo"], router="keys")
     other["config"]["method"]["router"] = "keys"
     for result, share in zip([*seeds, other], (80.0, 90.0, 70.0), strict=True):
-        result["stage_facts"][-1]["found"]["keys"] = dict.fromkeys(result["stages"], share)
+        result["stage_facts"][-1]["found"]["keys"] = dict.fromkeys(result["phases"], share)
     lines = [" ".join(cells(line)) for line in routing_comparison([*seeds, other]).splitlines()]
     assert lines[2] == "method stream backbone runs router used agnews dbpedia yahoo mean"
     assert lines[4] == "slm (method.router=None) long-a mini-t5 2 keys 1 of 2 85.0 ± 7.1 85.0 ± 7.1 – 85.0 ± 7.1"

@@ -17,12 +17,12 @@ from raycl.types import RouterState
 WIDE = 8
 
 
-def attention(tasks: int, live: bool = True, seed: int = 0, **settings: Any) -> Attention:
+def attention(tasks: int, trainable: bool = True, seed: int = 0, **settings: Any) -> Attention:
     """Keys of so many tasks; the last one in training."""
     found = Attention(WIDE, AttentionConfig(width=3, **settings), seed)
     for number in range(tasks):
         found.begin(f"t{number}", seed + number)
-        if number < tasks - 1 or not live:
+        if number < tasks - 1 or not trainable:
             assert found.key is not None
             found.end({**found.tensors(), "key": found.key})
     return found
@@ -34,7 +34,7 @@ def texts(examples: int, seed: int = 1) -> Tensor:
 
 def with_scores(scores: list[float]) -> Attention:
     """An attention that gives these scores to every text: the query is the norm's bias, the first unit vector."""
-    found = attention(len(scores), live=False)
+    found = attention(len(scores), trainable=False)
     with torch.no_grad():
         found.norm_weight.zero_()
         found.norm_bias.copy_(torch.eye(WIDE)[0])
@@ -90,8 +90,8 @@ def test_weights_sum_to_one_and_a_silent_key_changes_none() -> None:
 
 def test_keys_in_another_order_give_the_same_weights_by_name() -> None:
     """Names go with keys, so (keys, blocks) together may be re-ordered."""
-    first = attention(4, live=False)
-    second = attention(4, live=False)
+    first = attention(4, trainable=False)
+    second = attention(4, trainable=False)
     second.keys = dict(reversed(first.keys.items()))
     mine, its = first(texts(6)).exp(), second(texts(6)).exp()
     assert second.names == first.names[::-1]
@@ -141,27 +141,29 @@ def test_old_keys_have_no_gradient_and_the_new_one_does() -> None:
 
 def test_what_is_below_the_floor_is_left_out_for_each_text() -> None:
     alpha = torch.tensor([[0.5, 0.4999, 0.0001], [0.9, 0.0002, 0.0998], [0.9999, 0.0, 0.0001]])
-    sparse = mixture_of(("a", "b", "c"), alpha, floor=1e-3)
+    sparse = mixture_of(("a", "b", "c"), alpha, pruning_threshold=1e-3)
     assert torch.equal(sparse.weights, torch.tensor([[0.5, 0.4999, 0.0], [0.9, 0.0, 0.0998], [0.9999, 0.0, 0.0]]))
-    one = mixture_of(("a", "b", "c"), alpha[2:], floor=1e-3)
+    one = mixture_of(("a", "b", "c"), alpha[2:], pruning_threshold=1e-3)
     assert one.names == ("a",), "what nobody hears is not evaluated"
-    live = mixture_of(("a", "b", "c"), alpha[2:], floor=1e-3, always="c")
-    assert live.names == ("a", "c") and torch.equal(live.weights, alpha[2:, [0, 2]]), "who is in training is heard"
-    assert torch.equal(mixture_of(("a", "b", "c"), alpha, floor=0.0).weights, alpha)
+    trainable = mixture_of(("a", "b", "c"), alpha[2:], pruning_threshold=1e-3, always="c")
+    assert trainable.names == ("a", "c") and torch.equal(trainable.weights, alpha[2:, [0, 2]]), (
+        "who is in training is heard"
+    )
+    assert torch.equal(mixture_of(("a", "b", "c"), alpha, pruning_threshold=0.0).weights, alpha)
 
 
 @pytest.mark.parametrize("tasks", [2, 20, 100])
 def test_what_is_left_out_weighs_less_than_the_floor_in_all(tasks: int) -> None:
     scores = torch.randn(200, tasks, generator=torch.Generator().manual_seed(0)) * 4
     alpha = scores.softmax(1)
-    for floor in (1e-3, 1e-1):
-        sparse = mixture_of(tuple(map(str, range(tasks))), alpha, floor)
+    for pruning_threshold in (1e-3, 1e-1):
+        sparse = mixture_of(tuple(map(str, range(tasks))), alpha, pruning_threshold)
         kept = torch.zeros(200, tasks)
         kept[:, [int(name) for name in sparse.names]] = sparse.weights
-        assert float((alpha - kept).sum(1).max()) < floor
+        assert float((alpha - kept).sum(1).max()) < pruning_threshold
         blocks = torch.nn.functional.normalize(torch.randn(tasks, 16), dim=1)
         change = ((alpha - kept) @ blocks).norm(dim=1)
-        assert float(change.max()) < floor, "no output moves by more than that share of a block's"
+        assert float(change.max()) < pruning_threshold, "no output moves by more than that share of a block's"
 
 
 def test_the_loudest_alone() -> None:
@@ -174,7 +176,7 @@ def state(source: Attention, **settings: Any) -> RouterState:
 
 
 def test_a_snapshot_gives_the_same_weights() -> None:
-    source = attention(3, live=False)
+    source = attention(3, trainable=False)
     router = make_router(state(source), {})
     assert isinstance(router, AttentionRouter) and "attention" in NEEDS_BACKBONE
     embedded, mask = texts(8).view(2, 4, WIDE), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
@@ -188,10 +190,10 @@ def test_a_snapshot_gives_the_same_weights() -> None:
 
 
 def test_standardized_queries_do_not_see_what_all_texts_share() -> None:
-    plain, standard = attention(2, live=False), attention(2, live=False, standardize=True)
+    plain, standard = attention(2, trainable=False), attention(2, trainable=False, standardize=True)
     near, shift = texts(6), 50 * torch.ones(WIDE)
     standard.look_at(near + shift)
-    assert torch.equal(attention(2, live=False, standardize=True)(near), plain(near)), "nothing was looked at yet"
+    assert torch.equal(attention(2, trainable=False, standardize=True)(near), plain(near)), "nothing was looked at yet"
     shifted = standard(near + shift)
     assert standard.center is not None and standard.spread is not None
     torch.testing.assert_close(shifted, plain((near - near.mean(0)) / standard.spread + 1), atol=1e-4, rtol=1e-4)
@@ -225,7 +227,7 @@ def test_the_texts_that_standardize_can_be_told_themselves() -> None:
 
 
 def test_a_task_taken_out_leaves_the_others_weights_among_themselves() -> None:
-    source = attention(3, live=False)
+    source = attention(3, trainable=False)
     left = make_router(without(state(source), "t1"), {})
     assert isinstance(left, AttentionRouter)
     embedded, mask = texts(6).view(2, 3, WIDE), torch.ones(2, 3)
@@ -251,23 +253,27 @@ def test_dimensions_that_hardly_any_text_varies_do_not_drown_the_others() -> Non
     """Of few short texts under one instruction most dimensions are the same in all: they count as the others do."""
     first = texts(4)
     first[:, :6] = 0.5
-    found = attention(1, live=False, standardize=True)
+    found = attention(1, trainable=False, standardize=True)
     found.look_at(first)
     assert found.spread is not None and found.spread.min() > 0.1
-    found = attention(1, live=False, standardize=True)
+    found = attention(1, trainable=False, standardize=True)
     found.look_at(torch.ones(3, WIDE))
     assert found.spread is not None and torch.equal(found.spread, torch.ones(WIDE))
 
 
 def test_scores_are_mixed_without_a_floor() -> None:
     """The least of a block lifts its labels from impossible to 0, so no block may be left out."""
-    assert AttentionConfig().settled(encoder=True, scores=True).floor == 0.0
-    assert AttentionConfig().settled(encoder=True, scores=False).floor == AttentionConfig().floor
-    assert AttentionConfig().settled(encoder=False, scores=True).floor == AttentionConfig().floor
+    assert AttentionConfig().settled(encoder=True, scores=True).pruning_threshold == 0.0
+    assert (
+        AttentionConfig().settled(encoder=True, scores=False).pruning_threshold == AttentionConfig().pruning_threshold
+    )
+    assert (
+        AttentionConfig().settled(encoder=False, scores=True).pruning_threshold == AttentionConfig().pruning_threshold
+    )
 
 
 def test_what_cannot_be_routed_is_said() -> None:
-    router = AttentionRouter(attention(2, live=False))
+    router = AttentionRouter(attention(2, trainable=False))
     with pytest.raises(BankError, match="reads prompts with the backbone's own embeddings"):
         router.route(["a text"], None)
     with pytest.raises(RetrievalError, match="of 8 dimensions, this backbone's have 4"):

@@ -43,18 +43,18 @@ def restored(router: SlotRouter, forgotten: str = "") -> SlotRouter:
 
 def test_texts_of_a_task_are_unfamiliar_until_it_is_learned() -> None:
     router, fresh = studied("one", "two", "three"), texts_of("four", 200, seed=3)
-    before = router.unfamiliar(fresh)
+    before = router.ood_score(fresh)
     assert before.shape == (200,) and before.dtype == torch.float32
     assert float(before.median()) == 1.0 and float(before.mean()) > 0.95
     router.study("four", texts_of("four", 200, seed=1), KEYS, seed=3)
     router.hold_out("four", texts_of("four", 200, seed=2))
-    assert 0.2 < float(router.unfamiliar(fresh).mean()) < 0.8, "its texts lie among the others'"
+    assert 0.2 < float(router.ood_score(fresh).mean()) < 0.8, "its texts lie among the others'"
 
 
 def test_known_texts_spread_evenly() -> None:
     """The largest gap to the uniform distribution (Kolmogorov and Smirnov) over 800 texts and 256 kept ones."""
     router = studied(*TASKS)
-    shares = torch.cat([router.unfamiliar(texts_of(task, 200, seed=4)) for task in TASKS]).sort().values
+    shares = torch.cat([router.ood_score(texts_of(task, 200, seed=4)) for task in TASKS]).sort().values
     expected = (torch.arange(len(shares)) + 0.5) / len(shares)
     assert float((shares - expected).abs().max()) < 0.12
     assert float(shares.min()) >= 0 and float(shares.max()) <= 1
@@ -66,10 +66,10 @@ def test_a_share_counts_the_kept_texts_that_are_nearer() -> None:
     distances = router.discriminant.relative_distances(kept)
     queries = texts_of("one", 5, seed=5)
     counted = [int((distances < distance).sum()) for distance in router.discriminant.relative_distances(queries)]
-    assert router.unfamiliar(queries).tolist() == pytest.approx([count / (2 * KEPT) for count in counted])
-    assert float(router.unfamiliar(kept).min()) == 0, "nothing is nearer than the nearest"
-    alone = torch.cat([router.unfamiliar(query[None]) for query in queries])
-    assert torch.equal(alone, router.unfamiliar(queries)), "neighbours in a batch do not matter"
+    assert router.ood_score(queries).tolist() == pytest.approx([count / (2 * KEPT) for count in counted])
+    assert float(router.ood_score(kept).min()) == 0, "nothing is nearer than the nearest"
+    alone = torch.cat([router.ood_score(query[None]) for query in queries])
+    assert torch.equal(alone, router.ood_score(queries)), "neighbours in a batch do not matter"
 
 
 def test_what_is_odd_for_every_task_counts_less() -> None:
@@ -91,7 +91,7 @@ def test_what_is_odd_for_every_task_counts_less() -> None:
 
 def test_many_kept_texts_are_measured_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     router, queries = studied("one", "two"), texts_of("two", 50, seed=6)
-    whole = router.unfamiliar(queries)
+    whole = router.ood_score(queries)
     monkeypatch.setattr(out_of_distribution, "ROWS", 7)
     samples = [router.samples["two"], router.samples["one"]]
     torch.testing.assert_close(Yardstick(router.discriminant, samples).shares(queries), whole)
@@ -111,24 +111,24 @@ def test_a_sample_is_small_and_depends_on_nothing_but_the_task() -> None:
 
 def test_what_is_kept_judges_the_same_and_a_removed_task_leaves_nothing() -> None:
     router, queries = studied("one", "two", "three"), texts_of("two", 40, seed=7)
-    assert torch.equal(restored(router).unfamiliar(queries), router.unfamiliar(queries))
+    assert torch.equal(restored(router).ood_score(queries), router.ood_score(queries))
     smaller = restored(router, forgotten="two")
     assert not [name for name in smaller.tensors() if "two" in name] and "sample/one" in smaller.tensors()
-    assert torch.equal(smaller.unfamiliar(queries), studied("one", "three").unfamiliar(queries))
-    assert float(smaller.unfamiliar(queries).mean()) > 0.9 > 0.7 > float(router.unfamiliar(queries).mean())
-    backward = studied("three", "two", "one").unfamiliar(queries)
-    torch.testing.assert_close(backward, router.unfamiliar(queries), atol=0.011, rtol=0)  # two texts' rounding
+    assert torch.equal(smaller.ood_score(queries), studied("one", "three").ood_score(queries))
+    assert float(smaller.ood_score(queries).mean()) > 0.9 > 0.7 > float(router.ood_score(queries).mean())
+    backward = studied("three", "two", "one").ood_score(queries)
+    torch.testing.assert_close(backward, router.ood_score(queries), atol=0.011, rtol=0)  # two texts' rounding
 
 
 def test_distances_are_measured_anew_when_a_task_comes() -> None:
     """The shared covariance changes with every task: what was sorted before would no longer be true."""
     grown, queries = studied("one", "two"), texts_of("two", 30, seed=8)
-    grown.unfamiliar(queries)
+    grown.ood_score(queries)
     grown.study("three", texts_of("three", 200, seed=1), KEYS, seed=2)
     between = Yardstick(grown.discriminant, list(grown.samples.values()))
-    assert torch.equal(grown.unfamiliar(queries), between.shares(queries)) and len(grown.samples) == 2
+    assert torch.equal(grown.ood_score(queries), between.shares(queries)) and len(grown.samples) == 2
     grown.hold_out("three", texts_of("three", 200, seed=2))
-    assert torch.equal(grown.unfamiliar(queries), studied("one", "two", "three").unfamiliar(queries))
+    assert torch.equal(grown.ood_score(queries), studied("one", "two", "three").ood_score(queries))
 
 
 def test_routers_without_dev_texts_say_so() -> None:
@@ -139,10 +139,10 @@ def test_routers_without_dev_texts_say_so() -> None:
     assert torch.equal(old.route(queries).weights, studied("one", "two").route(queries).weights)
     for router in (old, studied("one", dev=0), studied()):
         with pytest.raises(RetrievalError, match="keeps no dev texts to compare with"):
-            router.unfamiliar(queries)
+            router.ood_score(queries)
     assert "sample/one" not in studied("one", dev=0).tensors()
     with pytest.raises(RetrievalError, match="not finite"):
-        studied("one").unfamiliar(torch.full((1, 16), torch.nan))
+        studied("one").ood_score(torch.full((1, 16), torch.nan))
 
 
 def test_novelty_is_the_area_under_the_roc_curve_before_the_task_was_learned() -> None:

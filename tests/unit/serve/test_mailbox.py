@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from raycl.generation.requests import Event, Piece
-from raycl.serve.service import Mailbox
+from raycl.generation.requests import Event, TextDelta
+from raycl.serve.service import EventQueues
 
 
 def test_a_burst_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,10 +19,10 @@ def test_a_burst_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
         woken: list[Any] = []
         wake = loop.call_soon_threadsafe
         monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *what: (woken.append(what), wake(*what)))
-        mailbox, queues = Mailbox(loop), [asyncio.Queue[Event]() for _ in range(20)]
+        mailbox, queues = EventQueues(loop), [asyncio.Queue[Event]() for _ in range(20)]
         for queue in queues:
-            mailbox.post(queue, Piece("a", 1))
-        assert [(await queue.get()) for queue in queues] == [Piece("a", 1)] * 20
+            mailbox.post(queue, TextDelta("a", 1))
+        assert [(await queue.get()) for queue in queues] == [TextDelta("a", 1)] * 20
         assert len(woken) == 1
 
     asyncio.run(main())
@@ -30,24 +30,24 @@ def test_a_burst_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_lost_whoever_posts_when() -> None:
     async def main() -> None:
-        mailbox, queues = Mailbox(asyncio.get_running_loop()), [asyncio.Queue[Event]() for _ in range(4)]
+        mailbox, queues = EventQueues(asyncio.get_running_loop()), [asyncio.Queue[Event]() for _ in range(4)]
 
         def post(queue: asyncio.Queue[Event]) -> None:
             for number in range(500):
-                mailbox.post(queue, Piece("", number))
+                mailbox.post(queue, TextDelta("", number))
 
         threads = [threading.Thread(target=partial(post, queue)) for queue in queues]
         for thread in threads:
             thread.start()
         for queue in queues:
             found = [await asyncio.wait_for(queue.get(), 30) for _ in range(500)]
-            assert found == [Piece("", number) for number in range(500)]
+            assert found == [TextDelta("", number) for number in range(500)]
 
     asyncio.run(main())
 
 
 def test_a_closed_loop_takes_nothing_and_breaks_nothing() -> None:
     loop = asyncio.new_event_loop()
-    mailbox = Mailbox(loop)
+    mailbox = EventQueues(loop)
     loop.close()
-    mailbox.post(asyncio.Queue(), Piece("", 1))
+    mailbox.post(asyncio.Queue(), TextDelta("", 1))

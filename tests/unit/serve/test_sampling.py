@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from raycl.generation.requests import Sampling
-from raycl.generation.sampling import BROKEN, Spoken, pick
+from raycl.generation.sampling import BROKEN, DecodedText, pick
 
 EOS = 0
 LOGITS = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=12)
@@ -119,9 +119,11 @@ class Words:
         return text.replace(" 's", "'s").replace(" .", ".") if self.clean_up_tokenization_spaces else text
 
 
-def spoken(pieces: list[str], tidies: bool = False, eos: bool = True, **settings: Any) -> tuple[list[str], Spoken]:
+def decoded(
+    pieces: list[str], tidies: bool = False, eos: bool = True, **settings: Any
+) -> tuple[list[str], DecodedText]:
     """What is sent for each token, one a piece, up to the end."""
-    one = Spoken(Words(pieces, tidies), EOS, Sampling(**{"max_tokens": 100, **settings}))
+    one = DecodedText(Words(pieces, tidies), EOS, Sampling(**{"max_tokens": 100, **settings}))
     sent = []
     for token in [*range(1, len(pieces) + 1), *([EOS] if eos else [])]:
         sent.append(one.push(token))
@@ -131,16 +133,16 @@ def spoken(pieces: list[str], tidies: bool = False, eos: bool = True, **settings
 
 
 def test_white_space_around_the_answer_is_not_sent() -> None:
-    sent, one = spoken([" ", "\n", " Hel", "lo ", "  ", "world", " \n"])
+    sent, one = decoded([" ", "\n", " Hel", "lo ", "  ", "world", " \n"])
     assert sent == ["", "", "Hel", "lo", "", "   world", "", ""]
     assert one.finish == "stop" and len(one.ids) == 7, "the end token is none of the answer's"
 
 
 def test_the_limit_ends_the_answer() -> None:
-    sent, one = spoken(["a", "b ", "c"], max_tokens=2)
+    sent, one = decoded(["a", "b ", "c"], max_tokens=2)
     assert sent == ["a", "b"] and one.finish == "length" and len(one.ids) == 2
-    assert spoken(["a"], max_tokens=1)[1].finish == "length"
-    assert spoken(["END"], max_tokens=1, stop=("END",))[1].finish == "stop", "a stop at the limit is a stop"
+    assert decoded(["a"], max_tokens=1)[1].finish == "length"
+    assert decoded(["END"], max_tokens=1, stop=("END",))[1].finish == "stop", "a stop at the limit is a stop"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_the_limit_ends_the_answer() -> None:
 def test_a_stop_is_found_across_tokens_and_never_sent(
     pieces: list[str], stop: tuple[str, ...], sent: list[str]
 ) -> None:
-    found, one = spoken(pieces, stop=stop)
+    found, one = decoded(pieces, stop=stop)
     assert found == sent and one.finish == "stop"
 
 
@@ -168,7 +170,7 @@ def test_a_stop_is_found_across_tokens_and_never_sent(
     st.booleans(),
 )
 def test_pieces_are_the_answer_whatever_the_borders(pieces: list[str], stop: list[str], eos: bool) -> None:
-    sent, one = spoken(pieces, stop=tuple(stop), eos=eos, max_tokens=max(1, len(pieces)))
+    sent, one = decoded(pieces, stop=tuple(stop), eos=eos, max_tokens=max(1, len(pieces)))
     whole = "".join(pieces).lstrip()
     ends = [whole.find(one) for one in stop if one in whole]
     told = "".join(sent)
@@ -180,7 +182,7 @@ def test_pieces_are_the_answer_whatever_the_borders(pieces: list[str], stop: lis
 
 
 def test_what_a_tokenizer_tidies_up_is_not_sent_before() -> None:
-    sent, one = spoken(["it", " '", "s", " fine", " ."], tidies=True)
+    sent, one = decoded(["it", " '", "s", " fine", " ."], tidies=True)
     assert "".join(sent) == "it's fine." and one.finish == "stop"
     assert sent[0] == "", "the last word may still change"
 
@@ -189,11 +191,11 @@ def test_what_a_tokenizer_tidies_up_is_not_sent_before() -> None:
 def test_no_part_of_a_character_is_sent(kind: str) -> None:
     text = "a😀é😀b"
     tokenizer, ids = _bytes(kind, text)
-    one = Spoken(tokenizer, EOS, Sampling(100, stop=("é😀b!",)))
+    one = DecodedText(tokenizer, EOS, Sampling(100, stop=("é😀b!",)))
     sent = [one.push(token) for token in [*ids, EOS]]
     assert "".join(sent) == text and not any("�" in piece for piece in sent)
     assert sent[:5] == ["a", "", "", "", "😀"]
-    stopped = Spoken(tokenizer, EOS, Sampling(100, stop=("é😀",)))
+    stopped = DecodedText(tokenizer, EOS, Sampling(100, stop=("é😀",)))
     sent = []
     for token in ids:
         sent.append(stopped.push(token))

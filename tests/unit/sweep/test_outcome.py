@@ -21,7 +21,7 @@ from raycl.sweep.outcome import Outcome, Row, collect, pareto
 from raycl.sweep.place import Place
 from raycl.sweep.search.space import Settings
 from raycl.sweep.write import write_outcome
-from raycl.training.records.journal import Ledger
+from raycl.training.records.journal import Journal
 from raycl.training.records.stop_signal import give_word
 
 TASKS = ["topic", "sentiment"]
@@ -45,17 +45,17 @@ class Written:
         """A trial that got as far as `rows`."""
         self.place.remember(number, settings)
         run = self.place.run(number)
-        ledger = Ledger.claim(run, workers=1)
-        for stage, row in enumerate(rows):
+        journal = Journal.claim(run, workers=1)
+        for phase, row in enumerate(rows):
             cells = {task: {"value": value, "count": 10, "extra": {}} for task, value in zip(TASKS, row, strict=False)}
-            times = {"stage": TASKS[stage], "train_s": 2.0}
-            ended = ledger.state.attempts[0]["started"] + 10.0 * (stage + 1)
-            ledger.stage_done({"stage": stage, "row": cells, "times": times, "facts": {}, "ended": ended})
+            times = {"phase": TASKS[phase], "train_s": 2.0}
+            ended = journal.state.attempts[0]["started"] + 10.0 * (phase + 1)
+            journal.phase_done({"phase": phase, "row": cells, "times": times, "facts": {}, "ended": ended})
         metrics = {"ap": sum(rows[-1]) / 2, "f_ra": 1.0, "bwt": -1.0, "fwt": None} if rows else {}
         config = configs.as_tree(self.place.config(self.sweep, number, settings))
         stream = {"tasks": TASKS}
         run.write_json(
-            "results.json", {"config": config, "stream": stream, "stages": TASKS, "singles": None, "metrics": metrics}
+            "results.json", {"config": config, "stream": stream, "phases": TASKS, "singles": None, "metrics": metrics}
         )
 
     def outcome(self) -> Outcome:

@@ -30,7 +30,7 @@ MIGU = {"name": "migu"}
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "stages"),
+    ("one", "other", "phases"),
     [
         ({}, {}, 2),
         ({"seed": 1}, {"seed": 2}, 0),
@@ -67,16 +67,16 @@ MIGU = {"name": "migu"}
         ({"method": "slm"}, {"method": {"name": "slm", "router": "keys"}}, 0),
     ],
 )
-def test_how_far_two_runs_agree(one: dict[str, Any], other: dict[str, Any], stages: int) -> None:
-    assert agree(keys(**one), keys(**other)) == stages
+def test_how_far_two_runs_agree(one: dict[str, Any], other: dict[str, Any], phases: int) -> None:
+    assert agree(keys(**one), keys(**other)) == phases
 
 
 @pytest.mark.parametrize(
-    ("order", "stages"),
+    ("order", "phases"),
     [(["topic", "intent", "sentiment"], 1), (["sentiment", "topic", "intent"], 0), (TASKS, 2)],
 )
-def test_orders_that_begin_alike(order: list[str], stages: int) -> None:
-    assert agree(keys(), keys(order)) == stages
+def test_orders_that_begin_alike(order: list[str], phases: int) -> None:
+    assert agree(keys(), keys(order)) == phases
     assert agree(keys(eval={"tasks": "all"}), keys(order, eval={"tasks": "all"})) == (2 if order == TASKS else 0)
     ahead = {"name": "slm", "train_scope": "all"}
     assert agree(keys(method=ahead), keys(order, method=ahead)) == (2 if order == TASKS else 0)
@@ -96,21 +96,21 @@ def test_keys_that_several_trials_have() -> None:
 
 
 def test_facts_of_other_modifier_settings_are_not_lent() -> None:
-    records = [{"stage": 0, "facts": {"modifiers": {"migu": {}}, "router": "keys"}}]
+    records = [{"phase": 0, "facts": {"modifiers": {"migu": {}}, "router": "keys"}}]
     assert lent_records(records, {"migu": {"threshold": 0.1}}, {"migu": {"threshold": 0.1}}) == records
     lent = lent_records(records, {"migu": {"threshold": 0.1}}, {"migu": {"threshold": 0.2}})
-    assert lent == [{"stage": 0, "facts": {"router": "keys"}}]
+    assert lent == [{"phase": 0, "facts": {"router": "keys"}}]
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_say_when_they_look_ahead(name: str) -> None:
     """What settings say beforehand is what the method does."""
     config = method_class(name).Config(name=name)
-    assert config.looks_ahead is False
-    assert set(config.acting(1, TASKS)) <= {*type(config).model_fields}
+    assert config.fits_ahead is False
+    assert set(config.cache_key(1, TASKS)) <= {*type(config).model_fields}
 
 
 @pytest.mark.parametrize("name", MODIFIERS)
 def test_modifiers_act_with_all_settings_later(name: str) -> None:
     config = modifier_class(name).Config(name=name)
-    assert set(config.acting(1, TASKS)) == {*type(config).model_fields}
+    assert set(config.cache_key(1, TASKS)) == {*type(config).model_fields}

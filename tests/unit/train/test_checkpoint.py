@@ -22,18 +22,18 @@ def made(step: int = 3) -> Checkpoint:
 def test_a_round_trip_changes_nothing(tmp_path: Path) -> None:
     storage, checkpoint = Storage.at(tmp_path), made()
     write_checkpoint(storage, checkpoint.name(2), checkpoint)
-    found = read_checkpoint(storage, "stage001-step0000003-attempt0002")
+    found = read_checkpoint(storage, "phase001-step0000003-attempt0002")
     for mine, other in ((found.parameters, checkpoint.parameters), (found.optimizer, checkpoint.optimizer)):
         assert mine.keys() == other.keys()
         assert all(torch.equal(mine[key], other[key]) and mine[key].dtype == other[key].dtype for key in mine)
-    assert (found.stage, found.step, found.steps, found.method, found.spent) == (
+    assert (found.phase, found.step, found.steps, found.method, found.spent) == (
         1,
         3,
         9,
         {"labels": ["ä", "b"]},
         checkpoint.spent,
     )
-    assert not found.is_stage_end
+    assert not found.is_phase_end
 
 
 def test_the_end_of_a_stage_has_no_optimizer(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_the_end_of_a_stage_has_no_optimizer(tmp_path: Path) -> None:
     checkpoint.optimizer = {}
     write_checkpoint(storage, "end", checkpoint)
     found = read_checkpoint(storage, "end")
-    assert found.is_stage_end and found.optimizer == {}
+    assert found.is_phase_end and found.optimizer == {}
 
 
 def test_without_its_manifest_it_does_not_exist(tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ from raycl.backbone import Backbone
 from raycl.data.loader import Collate
 from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import adamw, advance, schedule
 from raycl.training.settings import SCHEDULERS, TrainConfig
 from raycl.training.step import train_step
 from raycl.types import AdapterState, Mixture
 
-WORLD = World.alone(torch.device("cpu"))
+WORLD = DistributedContext.alone(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -78,22 +78,24 @@ def test_every_task_starts_with_a_fresh_optimizer_and_schedule(lab: Lab, tmp_pat
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("method", ["lora", "finetune"])
 def test_state_comes_back_as_it_was(lab: Lab, engine: str, method: str) -> None:
-    parts, open_engine = build(lab.config("bert", method, ENGINES[engine]), WORLD)
-    parts.method.begin_task(parts.stages[0], resumed=False)
+    context, open_engine = build(lab.config("bert", method, ENGINES[engine]), WORLD)
+    context.method.begin_task(context.phases[0], resumed=False)
     opened = open_engine(1, 4)
-    names = parts.method.learned_names()
+    names = context.method.learned_names()
     torch.manual_seed(3)
     parameters = {name: torch.randn_like(value) for name, value in opened.parameters(names).items()}
-    live = [name for name, parameter in parts.backbone.named_parameters() if parameter.requires_grad]
+    trainable = [name for name, parameter in context.backbone.named_parameters() if parameter.requires_grad]
     optimizer = {
-        f"{name}/{moment}": torch.rand_like(parameters[name]) for name in live for moment in ("exp_avg", "exp_avg_sq")
+        f"{name}/{moment}": torch.rand_like(parameters[name])
+        for name in trainable
+        for moment in ("exp_avg", "exp_avg_sq")
     }
     opened.restore(parameters, optimizer, 2)
     for found, expected in ((opened.parameters(names), parameters), (opened.optimizer_state(), optimizer)):
         assert found.keys() == expected.keys()
         assert [name for name in found if not torch.equal(found[name], expected[name])] == []
     opened.close()
-    left = dict(parts.backbone.named_parameters())
+    left = dict(context.backbone.named_parameters())
     assert [name for name in parameters if not torch.equal(left[name], parameters[name])] == []
 
 
@@ -122,23 +124,23 @@ def living() -> dict[str, int]:
 
 @pytest.mark.parametrize("engine", ["zero0", "zero2", "zero3"])
 def test_ten_tasks_leave_nothing_behind(lab: Lab, engine: str) -> None:
-    parts, open_engine = build(lab.config("bert", "lora", ENGINES[engine]), WORLD)
-    stage = parts.stages[0]
-    parts.method.begin_task(stage, resumed=False)
-    table = parts.stream.table(stage.tasks[0], "train", parts.backbone.codec)
-    batch = Collate([table], parts.backbone.label_ids(), 0)(torch.arange(4).numpy(), 4)
-    before, counts = outside(parts.backbone), {}
+    context, open_engine = build(lab.config("bert", "lora", ENGINES[engine]), WORLD)
+    phase = context.phases[0]
+    context.method.begin_task(phase, resumed=False)
+    table = context.stream.table(phase.tasks[0], "train", context.backbone.codec)
+    batch = Collate([table], context.backbone.label_ids(), 0)(torch.arange(4).numpy(), 4)
+    before, counts = outside(context.backbone), {}
     for task in range(1, 11):
-        parts.method.begin_task(stage, resumed=False)
+        context.method.begin_task(phase, resumed=False)
         opened = open_engine(1, 1)
         for _ in range(2):  # in the second step, ZeRO-3 follows what it saw in the first
-            with parts.method.all_live(len(batch)):
+            with context.method.activate_trainable(len(batch)):
                 opened.backward(opened.forward(batch).loss_sum, 1.0)
             opened.step()
         opened.close()
         del opened
-        assert outside(parts.backbone) == before
-        assert all(type(p) is nn.Parameter and p.numel() and p.grad is None for p in parts.backbone.parameters())
+        assert outside(context.backbone) == before
+        assert all(type(p) is nn.Parameter and p.numel() and p.grad is None for p in context.backbone.parameters())
         if task in (2, 6, 10):
             counts[task] = living()
     assert not Counter(counts[10]) - Counter(counts[2])  # fewer may be left: what earlier tests held goes any time
@@ -149,9 +151,9 @@ def test_resident_and_live_adapters_learn_together_in_every_engine(lab: Lab, kin
     """Frozen adapters beside the one in training: the same losses, and not a bit of the frozen ones moves."""
     losses = {}
     for engine in ENGINES:
-        parts, open_engine = build(lab.config(kind, "lora", ENGINES[engine]), WORLD)
-        method, stage = parts.method, parts.stages[0]
-        method.begin_task(stage, resumed=False)
+        context, open_engine = build(lab.config(kind, "lora", ENGINES[engine]), WORLD)
+        method, phase = context.method, context.phases[0]
+        method.begin_task(phase, resumed=False)
         stack = method.stack
         assert stack is not None
         torch.manual_seed(0)
@@ -162,12 +164,12 @@ def test_resident_and_live_adapters_learn_together_in_every_engine(lab: Lab, kin
         stack.load("old", AdapterState(pairs, 1.5))
         frozen = [block.clone() for blocks in (stack.pool.a, stack.pool.b) for block in blocks.values()]
         method.route = lambda batch: Mixture(("old", "lora"), torch.tensor([[0.4, 1.0], [0.0, 1.0]]))  # type: ignore[method-assign]
-        table = parts.stream.table(stage.tasks[0], "train", parts.backbone.codec)
-        labels = parts.backbone.label_ids() if parts.backbone.codec.needs_labels else None
-        collate = Collate([table], labels, parts.backbone.codec.pad_id)
+        table = context.stream.table(phase.tasks[0], "train", context.backbone.codec)
+        labels = context.backbone.label_ids() if context.backbone.codec.needs_labels else None
+        collate = Collate([table], labels, context.backbone.codec.pad_id)
         batches = [collate(np.array([2 * number, 2 * number + 1]), 2) for number in range(4)]
         opened = open_engine(2, 2)
-        parts.backbone.train()
+        context.backbone.train()
         losses[engine] = [train_step(opened, method, batches[at : at + 2], WORLD, at).loss for at in (0, 2, 0)]
         opened.close()
         left = [block for blocks in (stack.pool.a, stack.pool.b) for block in blocks.values()]

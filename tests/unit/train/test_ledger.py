@@ -12,7 +12,7 @@ import pytest
 
 from raycl.errors import AlreadyExistsError, StaleAttemptError
 from raycl.storage import Storage
-from raycl.training.records.journal import Ledger, RunState, last_attempt, read_state
+from raycl.training.records.journal import Journal, RunState, last_attempt, read_state
 
 
 @pytest.fixture
@@ -26,23 +26,23 @@ def test_a_run_that_never_started_has_an_empty_state(storage: Storage) -> None:
 
 
 def test_records_fold_into_the_state_and_old_checkpoints_are_named(storage: Storage) -> None:
-    ledger = Ledger.claim(storage, workers=2)
-    assert [ledger.checkpoint(name, keep=2) for name in ("a", "b", "c", "d")] == [[], [], ["a"], ["b"]]
-    ledger.stage_done({"stage": 0})
-    ledger.stage_done({"stage": 1})
+    journal = Journal.claim(storage, workers=2)
+    assert [journal.checkpoint(name, keep=2) for name in ("a", "b", "c", "d")] == [[], [], ["a"], ["b"]]
+    journal.phase_done({"phase": 0})
+    journal.phase_done({"phase": 1})
     state = read_state(storage)
-    assert (state.checkpoints, state.stages) == (["c", "d"], [{"stage": 0}, {"stage": 1}])
-    assert state == ledger.state
+    assert (state.checkpoints, state.phases) == (["c", "d"], [{"phase": 0}, {"phase": 1}])
+    assert state == journal.state
     assert [(entry["attempt"], entry["workers"]) for entry in state.attempts] == [(1, 2)]
 
 
 def test_a_claim_inherits_everything_and_adds_itself(storage: Storage) -> None:
-    first = Ledger.claim(storage, workers=1)
+    first = Journal.claim(storage, workers=1)
     first.checkpoint("a", keep=2)
-    first.stage_done({"stage": 0})
-    second = Ledger.claim(storage, workers=4, driver="x")
+    first.phase_done({"phase": 0})
+    second = Journal.claim(storage, workers=4, driver="x")
     assert second.attempt == 2
-    assert (second.state.checkpoints, second.state.stages) == (["a"], [{"stage": 0}])
+    assert (second.state.checkpoints, second.state.phases) == (["a"], [{"phase": 0}])
     assert [entry["workers"] for entry in read_state(storage).attempts] == [1, 4]
     second.checkpoint("b", keep=2)
     assert read_state(storage).checkpoints == ["a", "b"]
@@ -50,35 +50,35 @@ def test_a_claim_inherits_everything_and_adds_itself(storage: Storage) -> None:
 
 def test_racing_claims_get_numbers_of_their_own(storage: Storage) -> None:
     with ThreadPoolExecutor(8) as pool:
-        ledgers = list(pool.map(lambda number: Ledger.claim(storage, workers=number), range(24)))
-    assert sorted(ledger.attempt for ledger in ledgers) == list(range(1, 25))
+        ledgers = list(pool.map(lambda number: Journal.claim(storage, workers=number), range(24)))
+    assert sorted(journal.attempt for journal in ledgers) == list(range(1, 25))
     numbers = [entry["attempt"] for entry in read_state(storage).attempts]
     assert numbers == list(range(1, 25)), "every claim knows all claims before it"
 
 
 def test_a_late_writer_is_told_and_changes_nothing(storage: Storage) -> None:
-    old = Ledger.claim(storage, workers=1)
+    old = Journal.claim(storage, workers=1)
     old.checkpoint("a", keep=2)
-    new = Ledger.claim(storage, workers=1)
+    new = Journal.claim(storage, workers=1)
     new.checkpoint("b", keep=2)
-    for write in (lambda: old.checkpoint("late", keep=1), lambda: old.stage_done({"stage": 9}), old.ensure_current):
+    for write in (lambda: old.checkpoint("late", keep=1), lambda: old.phase_done({"phase": 9}), old.ensure_current):
         with pytest.raises(StaleAttemptError, match=r"attempt 1 of '.*' was replaced by attempt 2: it stops here"):
             write()
-    storage.write("ledger/attempt-0001/000009.json", json.dumps({"checkpoints": ["late"], "stages": [9]}).encode())
-    assert (read_state(storage).checkpoints, read_state(storage).stages) == (["a", "b"], [])
+    storage.write("ledger/attempt-0001/000009.json", json.dumps({"checkpoints": ["late"], "phases": [9]}).encode())
+    assert (read_state(storage).checkpoints, read_state(storage).phases) == (["a", "b"], [])
     new.ensure_current()
 
 
 def test_a_folder_without_its_claim_is_no_attempt(storage: Storage) -> None:
-    Ledger.claim(storage, workers=1).checkpoint("a", keep=2)
+    Journal.claim(storage, workers=1).checkpoint("a", keep=2)
     storage.write("ledger/attempt-0007/000003.json", json.dumps({"checkpoints": ["ghost"]}).encode())
     assert last_attempt(storage) == 1
     assert read_state(storage).checkpoints == ["a"]
 
 
 def test_records_are_never_rewritten(storage: Storage) -> None:
-    ledger, twin = Ledger.claim(storage, workers=1), Ledger(storage, 1, RunState())
-    ledger.checkpoint("a", keep=2)
+    journal, twin = Journal.claim(storage, workers=1), Journal(storage, 1, RunState())
+    journal.checkpoint("a", keep=2)
     with pytest.raises(AlreadyExistsError):
         twin.checkpoint("b", keep=2)
     assert read_state(storage).checkpoints == ["a"]
@@ -97,10 +97,10 @@ class Interrupted(Storage):
 
 
 def test_what_the_former_attempt_recorded_during_a_claim_is_not_lost(storage: Storage) -> None:
-    old = Ledger.claim(storage, workers=1)
+    old = Journal.claim(storage, workers=1)
     old.checkpoint("a", keep=1)
     unlucky = Interrupted(storage.uri, storage.filesystem, storage.root, other=lambda: old.checkpoint("b", keep=1))
-    new = Ledger.claim(unlucky, workers=1)
+    new = Journal.claim(unlucky, workers=1)
     assert new.state.checkpoints == read_state(storage).checkpoints == ["b"], "the files of 'a' may be gone already"
     new.checkpoint("c", keep=2)
     assert read_state(storage).checkpoints == ["b", "c"]

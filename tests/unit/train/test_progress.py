@@ -40,10 +40,10 @@ def test_where_attempts_overlap_the_later_one_stands(tmp_path: Path) -> None:
     assert read_trace(storage) == []
     for attempt, steps in ((1, {(0, 1): 1.0, (0, 2): 2.0, (0, 3): 3.0}), (2, {(0, 3): 30.0, (1, 1): 40.0})):
         trace = Trace(storage, attempt)
-        for (stage, step), loss in steps.items():
-            trace.add(stage, "task", step, result(loss), 0.5)
+        for (phase, step), loss in steps.items():
+            trace.add(phase, "task", step, result(loss), 0.5)
             trace.flush()
-    assert [(r["stage"], r["step"], r["loss"]) for r in read_trace(storage)] == [
+    assert [(r["phase"], r["step"], r["loss"]) for r in read_trace(storage)] == [
         (0, 1, 1.0),
         (0, 2, 2.0),
         (0, 3, 30.0),
@@ -66,7 +66,7 @@ def test_a_line_is_said_when_it_is_time_and_at_the_end(
     logger = logging.getLogger("raycl")
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level(logging.INFO, logger="raycl")
-    progress = Progress(5.0, stages=3)
+    progress = Progress(5.0, phases=3)
     progress.begin(1, "animal", 40, 10, 2, 30)
     said = []
     for step in range(3, 11):

@@ -17,37 +17,37 @@ from raycl.errors import RunError
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
 from raycl.run.assembly import build
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine, TorchEngine
 from raycl.training.step import token_count, train_step
 from raycl.training.stream_loop import micro_batch_size
-from raycl.training.training_context import Parts
+from raycl.training.training_context import TrainingContext
 from raycl.types import Batch
 
-WORLD = World.alone(torch.device("cpu"))
+WORLD = DistributedContext.alone(torch.device("cpu"))
 STEPS = 4
 
 
-def started(lab: Lab, kind: str = "bert", method: str = "lora", **train: Any) -> tuple[Parts, Engine, Loader]:
+def started(lab: Lab, kind: str = "bert", method: str = "lora", **train: Any) -> tuple[TrainingContext, Engine, Loader]:
     """A run at the beginning of its first task."""
-    parts, open_engine = build(lab.config(kind, method, train=train), WORLD)
-    parts.method.begin_task(parts.stages[0], resumed=False)
-    size = parts.train.batch_size
-    table = parts.stream.table(parts.stream.tasks[0], "train", parts.backbone.codec)
-    labels = parts.backbone.label_ids() if parts.backbone.codec.needs_labels else None
-    micro = micro_batch_size(size, parts.train.micro_batch_size, 1)
+    context, open_engine = build(lab.config(kind, method, train=train), WORLD)
+    context.method.begin_task(context.phases[0], resumed=False)
+    size = context.train.batch_size
+    table = context.stream.table(context.stream.tasks[0], "train", context.backbone.codec)
+    labels = context.backbone.label_ids() if context.backbone.codec.needs_labels else None
+    micro = micro_batch_size(size, context.train.micro_batch_size, 1)
     order = GlobalOrder(len(table), size, 1, seed=0)
-    loader = Loader([table], labels, order, 0, 1, micro, size, parts.backbone.codec.pad_id)
-    return parts, open_engine(loader.accumulation, STEPS), loader
+    loader = Loader([table], labels, order, 0, 1, micro, size, context.backbone.codec.pad_id)
+    return context, open_engine(loader.accumulation, STEPS), loader
 
 
 class Beside(Method):
     """Speaks as the run's own method does."""
 
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(None, parts.backbone, 0)
-        self.stack = parts.method.stack
-        self.route = parts.method.route  # type: ignore[method-assign]
+    def __init__(self, context: TrainingContext) -> None:
+        super().__init__(None, context.backbone, 0)
+        self.stack = context.method.stack
+        self.route = context.method.route  # type: ignore[method-assign]
 
 
 class Constant(Beside):
@@ -60,22 +60,22 @@ class Constant(Beside):
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 @pytest.mark.parametrize("micro", [None, 1, 2])
 def test_a_penalty_counts_once_a_step_whatever_the_accumulation(lab: Lab, kind: str, micro: int | None) -> None:
-    parts, engine, loader = started(lab, kind, micro_batch_size=micro, max_grad_norm=0)
+    context, engine, loader = started(lab, kind, micro_batch_size=micro, max_grad_norm=0)
     seen: dict[str, Tensor] = {}
     own_step = engine.step
 
     def step(*given: Any) -> float:
-        seen.update({name: p.grad.clone() for name, p in parts.backbone.named_parameters() if p.grad is not None})
+        seen.update({name: p.grad.clone() for name, p in context.backbone.named_parameters() if p.grad is not None})
         return own_step(*given)
 
     engine.step = step  # type: ignore[method-assign]
     batches = loader.micro_batches(STEPS - 1)
-    train_step(engine, Constant(parts), batches, WORLD, 0)
+    train_step(engine, Constant(context), batches, WORLD, 0)
     penalised = dict(seen)
-    parts, engine, loader = started(lab, kind, micro_batch_size=micro, max_grad_norm=0)
+    context, engine, loader = started(lab, kind, micro_batch_size=micro, max_grad_norm=0)
     own_step, engine.step = engine.step, step  # type: ignore[method-assign]
     seen.clear()
-    train_step(engine, parts.method, loader.micro_batches(STEPS - 1), WORLD, 0)
+    train_step(engine, context.method, loader.micro_batches(STEPS - 1), WORLD, 0)
     assert seen.keys() == penalised.keys()
     for name, gradient in penalised.items():
         torch.testing.assert_close(gradient, seen[name] + 1.0, atol=1e-5, rtol=1e-5)
@@ -84,8 +84,8 @@ def test_a_penalty_counts_once_a_step_whatever_the_accumulation(lab: Lab, kind: 
 def test_the_reported_loss_leaves_penalties_out(lab: Lab) -> None:
     losses = []
     for penalised in (False, True):
-        parts, engine, loader = started(lab)
-        method = Constant(parts) if penalised else parts.method
+        context, engine, loader = started(lab)
+        method = Constant(context) if penalised else context.method
         losses.append(train_step(engine, method, loader.micro_batches(0), WORLD, 0).loss)
     assert losses[0] == losses[1]
 
@@ -98,30 +98,30 @@ class Broken(Beside):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(lab: Lab) -> None:
-    parts, engine, loader = started(lab)
+    context, engine, loader = started(lab)
     with pytest.raises(RunError, match=r"gradient norm nan: lower train.learning_rate \(now 0.01\)"):
-        train_step(engine, Broken(parts), loader.micro_batches(0), WORLD, 0)
+        train_step(engine, Broken(context), loader.micro_batches(0), WORLD, 0)
     with torch.no_grad():
-        next(parts.backbone.parameters()).fill_(float("inf"))
+        next(context.backbone.parameters()).fill_(float("inf"))
     with pytest.raises(RunError, match="the loss is nan"):
-        train_step(engine, parts.method, loader.micro_batches(0), WORLD, 0)
+        train_step(engine, context.method, loader.micro_batches(0), WORLD, 0)
 
 
-def by_hand(parts: Parts, steps: Sequence[list[Batch]]) -> list[float]:
+def by_hand(context: TrainingContext, steps: Sequence[list[Batch]]) -> list[float]:
     """The plainest training loop: mean loss over the targets of the whole step."""
-    live = [p for p in parts.backbone.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(live, lr=0.01, weight_decay=0.1, fused=True)
+    trainable = [p for p in context.backbone.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=0.01, weight_decay=0.1, fused=True)
     losses = []
     for batches in steps:
         count, losses_sum = sum(map(loss_count, batches)), 0.0
         for batch in batches:
-            with parts.method.speaking(batch):
-                loss = parts.backbone(batch).loss_sum
+            with context.method.activate(batch):
+                loss = context.backbone(batch).loss_sum
                 (loss / count).backward()
             losses_sum += loss.item()
-        for parameter in live:  # the pooler has none, and whether it counts may round the norm otherwise
+        for parameter in trainable:  # the pooler has none, and whether it counts may round the norm otherwise
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        nn.utils.clip_grad_norm_(live, 1.0)
+        nn.utils.clip_grad_norm_(trainable, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(losses_sum / count)
@@ -131,37 +131,37 @@ def by_hand(parts: Parts, steps: Sequence[list[Batch]]) -> list[float]:
 @pytest.mark.parametrize("method", ["lora", "finetune"])
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
 def test_the_torch_engine_equals_a_loop_by_hand_bit_for_bit(lab: Lab, kind: str, method: str) -> None:
-    parts, engine, loader = started(lab, kind, method, micro_batch_size=2, weight_decay=0.1)
+    context, engine, loader = started(lab, kind, method, micro_batch_size=2, weight_decay=0.1)
     steps = [loader.micro_batches(step) for step in range(STEPS)]
-    found = [train_step(engine, parts.method, batches, WORLD, 0).loss for batches in steps]
+    found = [train_step(engine, context.method, batches, WORLD, 0).loss for batches in steps]
     other, _, _ = started(lab, kind, method, micro_batch_size=2, weight_decay=0.1)
     assert found == by_hand(other, steps)
-    mine, theirs = (dict(p.backbone.named_parameters()) for p in (parts, other))
+    mine, theirs = (dict(p.backbone.named_parameters()) for p in (context, other))
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
 
 
 def test_dropout_is_drawn_from_the_steps_seed_alone(lab: Lab) -> None:
     def losses(noise: int) -> list[float]:
         config = lab.config("bert", {"name": "lora", "dropout": 0.5}, backbone={"dropout": 0.3})
-        parts = build(config, WORLD)[0]
-        parts.method.begin_task(parts.stages[0], resumed=False)
-        parts.backbone.train()
-        nn.init.normal_(parts.backbone.head.weight, generator=torch.Generator().manual_seed(1))  # type: ignore[union-attr]
-        engine = TorchEngine(parts.backbone, parts.train, STEPS, WORLD)
-        table = parts.stream.table(parts.stream.tasks[0], "train", parts.backbone.codec)
+        context = build(config, WORLD)[0]
+        context.method.begin_task(context.phases[0], resumed=False)
+        context.backbone.train()
+        nn.init.normal_(context.backbone.head.weight, generator=torch.Generator().manual_seed(1))  # type: ignore[union-attr]
+        engine = TorchEngine(context.backbone, context.train, STEPS, WORLD)
+        table = context.stream.table(context.stream.tasks[0], "train", context.backbone.codec)
         order = GlobalOrder(len(table), 4, 1, seed=0)
-        loader = Loader([table], parts.backbone.label_ids(), order, 0, 1, 4, 4, 0)
+        loader = Loader([table], context.backbone.label_ids(), order, 0, 1, 4, 4, 0)
         torch.manual_seed(noise)
-        return [train_step(engine, parts.method, loader.micro_batches(s), WORLD, 5 + s).loss for s in range(2)]
+        return [train_step(engine, context.method, loader.micro_batches(s), WORLD, 5 + s).loss for s in range(2)]
 
     assert losses(1) == losses(2)
 
 
 def test_tokens_are_counted_without_padding_and_fill_ups(lab: Lab) -> None:
-    parts, _, loader = started(lab, "t5")
+    context, _, loader = started(lab, "t5")
     batch = loader.micro_batches(STEPS - 1)[0]
     assert batch.weight.tolist() == [1, 1, 0, 0]
-    table = parts.stream.table(parts.stream.tasks[0], "train", parts.backbone.codec)
+    table = context.stream.table(context.stream.tasks[0], "train", context.backbone.codec)
     columns = table.columns(batch.rows[:2].tolist())
     assert token_count(batch) == sum(map(len, [*columns.source_ids, *columns.target_ids]))
 
@@ -187,8 +187,10 @@ class Turned(Modifiers):
 def test_how_a_gradient_lies_in_memory_changes_nothing(lab: Lab) -> None:
     weights = []
     for turns in (False, True):
-        parts, engine, loader = started(lab, "bert", "finetune")
-        name = next(name for name, p in parts.backbone.named_parameters() if p.dim() == 2 and p.shape[0] != p.shape[1])
-        train_step(engine, parts.method, loader.micro_batches(0), WORLD, 0, Turned(name) if turns else Modifiers())
-        weights.append(dict(parts.backbone.named_parameters())[name].detach())
+        context, engine, loader = started(lab, "bert", "finetune")
+        name = next(
+            name for name, p in context.backbone.named_parameters() if p.dim() == 2 and p.shape[0] != p.shape[1]
+        )
+        train_step(engine, context.method, loader.micro_batches(0), WORLD, 0, Turned(name) if turns else Modifiers())
+        weights.append(dict(context.backbone.named_parameters())[name].detach())
     assert torch.equal(*weights)

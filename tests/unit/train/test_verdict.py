@@ -10,7 +10,7 @@ import pytest
 
 from raycl.storage import Storage
 from raycl.training.records import stop_signal
-from raycl.training.records.stop_signal import give_word, is_stopped, wait_for_word, word
+from raycl.training.records.stop_signal import give_word, is_stopped, wait_for_decision, word
 
 
 def test_a_word_holds_for_its_stage_alone(tmp_path: Path) -> None:
@@ -28,11 +28,11 @@ def test_workers_wait_for_it(tmp_path: Path, go_on: bool) -> None:
     teller = threading.Timer(0.2, give_word, (storage, 1, go_on))
     teller.start()
     began = time.monotonic()
-    assert wait_for_word(storage, 1) is go_on
+    assert wait_for_decision(storage, 1) is go_on
     assert time.monotonic() - began > 0.15
     teller.join()
 
 
 def test_a_silent_host_does_not_hold_a_run_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_signal, "PATIENCE_S", 0.1)
-    assert wait_for_word(Storage.at(tmp_path), 1) is True
+    assert wait_for_decision(Storage.at(tmp_path), 1) is True

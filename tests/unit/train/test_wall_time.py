@@ -8,7 +8,7 @@ import pytest
 
 from raycl.storage import Storage
 from raycl.training.records import journal as ledgers
-from raycl.training.records.journal import Ledger, RunState, read_state
+from raycl.training.records.journal import Journal, RunState, read_state
 from raycl.training.records.results import wall_seconds
 
 WEEK = 7 * 24 * 3600.0
@@ -21,27 +21,27 @@ def test_it_is_the_time_of_the_attempts(tmp_path: Path, monkeypatch: pytest.Monk
     storage = Storage.at(tmp_path)
 
     def attempt(*events: tuple[float, str]) -> None:
-        ledger = Ledger.claim(storage, workers=1)
+        journal = Journal.claim(storage, workers=1)
         for seconds, event in events:
             now[0] += seconds
             if event == "checkpoint":
-                ledger.checkpoint("name", keep=2)
+                journal.checkpoint("name", keep=2)
             else:
-                ledger.stage_done({"stage": len(ledger.state.stages), "ended": now[0]})
+                journal.phase_done({"phase": len(journal.state.phases), "ended": now[0]})
 
     assert wall_seconds(read_state(storage)) is None
     attempt((10, "checkpoint"))
     assert wall_seconds(read_state(storage)) is None, "nothing is measured yet"
     now[0] += 500  # it had crashed, and was started again
-    attempt((5, "checkpoint"), (15, "stage"))
+    attempt((5, "checkpoint"), (15, "phase"))
     now[0] += 3 * WEEK
     attempt()  # crashed at once
     now[0] += 60
-    attempt((40, "checkpoint"), (2, "stage"))
+    attempt((40, "checkpoint"), (2, "phase"))
     assert wall_seconds(read_state(storage)) == 10 + 20 + 42
 
 
 def test_runs_of_versions_that_noted_the_ends_of_stages_alone() -> None:
     attempts = [{"attempt": number, "started": start} for number, start in enumerate((0.0, WEEK, 2 * WEEK), 1)]
-    stages = [{"ended": 30.0}, {"ended": 70.0}, {"ended": 2 * WEEK + 5.0}]
-    assert wall_seconds(RunState([], stages, attempts)) == 75.0
+    phases = [{"ended": 30.0}, {"ended": 70.0}, {"ended": 2 * WEEK + 5.0}]
+    assert wall_seconds(RunState([], phases, attempts)) == 75.0

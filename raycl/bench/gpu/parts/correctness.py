@@ -20,7 +20,7 @@ from raycl.backbone.causal import CausalBackbone
 from raycl.backbone.codec import HFCodec
 from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.bench.figures import Figure
-from raycl.bench.gpu.adapters import SCALE, dense, drawn_adapters, hosted, one_each
+from raycl.bench.gpu.adapters import SCALE, dense, drawn_adapters, loaded, one_each
 from raycl.bench.gpu.battery import KINDS
 from raycl.bench.gpu.parts.serving import Request, answered
 from raycl.bench.gpu.setup import Case, Setup, check_equal
@@ -31,7 +31,7 @@ from raycl.kernels.row_gradient import adamw_rows, weight_gradient
 from raycl.retrieval.attention import Attention, AttentionConfig, AttentionRouter
 from raycl.retrieval.memory_slots.slots import KINDS as ROUTERS
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import Host
+from raycl.serve.engine.model_host import MultiSnapshotModel
 from raycl.types import Mixture
 
 CPU = torch.device("cpu")
@@ -134,11 +134,11 @@ def _mixtures(device: torch.device, kind: str, dtype: torch.dtype) -> Results:
     with torch.no_grad():
         found["bare"] = _states(kind, model, device)
         for name, mixture in mixtures.items():
-            with stack.mixing(mixture.on(device)):
+            with stack.activate(mixture.on(device)):
                 found[name] = _states(kind, model, device)
         stack.preallocate(ADAPTERS * RANK, ROWS)
         for name, mixture in mixtures.items():
-            with stack.mixing(mixture):
+            with stack.activate(mixture):
                 found[f"{name}, static"] = _states(kind, model, device)
         stack.static = None
     return found | _gradients(kind, model, stack, device)
@@ -147,13 +147,13 @@ def _mixtures(device: torch.device, kind: str, dtype: torch.dtype) -> Results:
 def _gradients(kind: str, model: Any, stack: AdapterStack, device: torch.device) -> Results:
     model.requires_grad_(False)
     torch.manual_seed(0)
-    stack.begin_live({"new": RANK}, 1.0, _draw_a)
+    stack.begin_training({"new": RANK}, 1.0, _draw_a)
     draw = torch.Generator().manual_seed(2)
     for layer in stack.layers.values():
         assert layer.lora_B is not None
         layer.lora_B.data = (SCALE * torch.randn(layer.lora_B.shape, generator=draw)).to(layer.lora_B)
     weights_BN = torch.rand(ROWS, 3, generator=draw).to(device).requires_grad_()
-    with stack.mixing(Mixture(("new", "a0", "a1"), weights_BN)):
+    with stack.activate(Mixture(("new", "a0", "a1"), weights_BN)):
         states = _states(kind, model, device).float()
         probe = torch.randn(states.shape, generator=draw).to(device)  # a plain mean of normalised states hardly changes
         (states * probe).mean().backward()  # type: ignore[no-untyped-call]
@@ -195,7 +195,7 @@ def _decoding(setup: Setup, kind: str, in_slots: bool, caches: str, seconds: flo
 
 
 def _texts(backbone: Backbone, in_slots: bool) -> list[str]:
-    snapshot, device = hosted(drawn_adapters(backbone.model, TARGETS, ADAPTERS, RANK)), backbone.device
+    snapshot, device = loaded(drawn_adapters(backbone.model, TARGETS, ADAPTERS, RANK)), backbone.device
     mixture = dense(list(snapshot.keys), 3 * ROWS)
     requests = [
         Request(
@@ -206,9 +206,9 @@ def _texts(backbone: Backbone, in_slots: bool) -> list[str]:
         for number, row in enumerate(mixture.weights.tolist())
     ]
     with ExitStack() as stack:
-        engine = Engine(Host(backbone, ADAPTERS * RANK), ROWS, 32, 16, in_slots=in_slots)
+        engine = Engine(MultiSnapshotModel(backbone, ADAPTERS * RANK), ROWS, 32, 16, in_slots=in_slots)
         stack.callback(engine.close)
-        engine.take_on(snapshot)
+        engine.load_snapshot(snapshot)
         found = [answer.text for answer in answered(engine, snapshot, requests)]
         check_equal("device of the model", backbone.device, device)
         check_equal("steps were captured", engine.captures > 0, in_slots and device.type == "cuda")

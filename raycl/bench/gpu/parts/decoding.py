@@ -18,15 +18,15 @@ from torch import Tensor
 from raycl.adapters.state import combine, fold
 from raycl.backbone import Backbone
 from raycl.bench.figures import Figure
-from raycl.bench.gpu.adapters import dense, drawn_adapters, hosted
+from raycl.bench.gpu.adapters import dense, drawn_adapters, loaded
 from raycl.bench.gpu.models import decoder, shared_copy, sizes_of, token_ids, twin
 from raycl.bench.gpu.parts.limits import limits_of
 from raycl.bench.gpu.setup import DENSE, LIMITS, RANK, TARGETS, TOLERANCE, Case, Setup, check_close, check_equal, ratio
 from raycl.bench.gpu.timing import Contender, Times, quartiles
 from raycl.errors import WrongResultError
 from raycl.generation import dynamic_cache
-from raycl.generation.static_cache import Slots
-from raycl.serve.engine.model_host import Host
+from raycl.generation.static_cache import StaticKVCache
+from raycl.serve.engine.model_host import MultiSnapshotModel
 from raycl.types import AdapterState, Mixture
 
 BANDWIDTH_SHARE = 0.7
@@ -67,20 +67,20 @@ class Models:
         return {name: drawn_adapters(self.bare.model, targets, DENSE, RANK) for name, targets in TARGETS.items()}
 
     @cached_property
-    def mixed(self) -> dict[str, Host]:
+    def mixed(self) -> dict[str, MultiSnapshotModel]:
         """Choice of linears -> a model with all adapters loaded."""
         found = {}
         for name, adapters in self.adapters.items():
-            host = Host(twin(self.bare), DENSE * RANK)
-            snapshot = hosted(adapters)
+            host = MultiSnapshotModel(twin(self.bare), DENSE * RANK)
+            snapshot = loaded(adapters)
             host.add(snapshot)
-            host.bring(tuple(snapshot.names))
+            host.prefetch(tuple(snapshot.names))
             found[name] = host
         return found
 
     def mixture(self, name: str, rows: int) -> Mixture:
         """All adapters for each row."""
-        return dense([key for hosted in self.mixed[name].hosted.values() for key in hosted.names], rows)
+        return dense([key for loaded in self.mixed[name].loaded.values() for key in loaded.names], rows)
 
 
 class Decoder:
@@ -91,7 +91,7 @@ class Decoder:
         backbone: Backbone,
         prompts: Sequence[Sequence[int]],
         steps: int,
-        host: Host | None = None,
+        host: MultiSnapshotModel | None = None,
         mixture: Mixture | None = None,
         graphs: bool = True,
     ) -> None:
@@ -102,7 +102,7 @@ class Decoder:
         """
         self.backbone, self.prompts, self.steps, self.host, self.mixture = backbone, prompts, steps, host, mixture
         columns = 1 << (max(map(len, prompts)) + steps).bit_length()
-        self.slots = Slots(backbone, len(prompts), columns, graphs)
+        self.slots = StaticKVCache(backbone, len(prompts), columns, graphs)
         with self.routed():
             self._begun = dynamic_cache.begin(backbone, prompts)
         self._under: Any = None
@@ -111,14 +111,14 @@ class Decoder:
         """The mixture of all rows, for passes of any shape."""
         if self.host is None or self.mixture is None:
             return nullcontext()
-        return self.host.speaking(self.mixture)
+        return self.host.activate(self.mixture)
 
     def open(self, stack: ExitStack) -> None:
         """The mixture at fixed addresses, until the stack is closed."""
         self.slots.joined(self._begun)
         if self.host is not None and self.mixture is not None:
             placed = self.slots.placed(self.mixture.weights)
-            self._under = stack.enter_context(self.host.speaking_in_place(self.mixture, placed))
+            self._under = stack.enter_context(self.host.activate_static(self.mixture, placed))
 
     def prepare(self) -> None:
         """Back to the end of the prompts."""
@@ -240,7 +240,7 @@ def _prefill(models: Models, seconds: float) -> Iterator[Figure]:
     runs: dict[str, Any] = {"bare": partial(dynamic_cache.begin, bare, prompts)}
     with torch.no_grad(), ExitStack() as opened:
         for name, host in models.mixed.items():
-            opened.enter_context(host.speaking(models.mixture(name, rows)))
+            opened.enter_context(host.activate(models.mixture(name, rows)))
             runs[name] = partial(dynamic_cache.begin, host.backbone, prompts)
         times = setup.turns(runs, seconds)
         logits = {name: run().logits[0].float() for name, run in runs.items()}

@@ -156,7 +156,7 @@ def _over_bare(
         bench.stack.preallocate(len(mixture.names) * RANK, rows)
     with torch.no_grad(), ExitStack() as opened:
         opened.callback(setattr, bench.stack, "static", None)
-        opened.enter_context(bench.stack.mixing(mixture))
+        opened.enter_context(bench.stack.activate(mixture))
 
         def keep(what: str) -> None:
             results[what] = runs[what]()
@@ -192,7 +192,7 @@ def _beside_peft(setup: Setup, seconds: float) -> Iterator[Figure]:
         _fill(theirs, bench)
         theirs.eval()
         names = [mixture.names[row % len(mixture.names)] for row in range(rows)]
-        with torch.no_grad(), bench.stack.mixing(mixture):
+        with torch.no_grad(), bench.stack.activate(mixture):
             runs = {
                 "bare": partial(bench.bare, inputs),
                 "mixed": partial(bench.layer, inputs, bench.paths),

@@ -15,7 +15,7 @@ from raycl.bench.gpu.models import FIRST_WORD, decoder, encoder_decoder
 from raycl.bench.gpu.setup import TOLERANCE, Case, Setup, check_close, check_equal, ratio
 from raycl.bench.migu import CONTENDERS, LIMITS, Twin, text_batch
 from raycl.methods.migu.migu import FIRST, MEASURED
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.types import Batch
 
 MODELS: dict[str, tuple[Callable[[Setup], Backbone], tuple[int, int, int]]] = {
@@ -38,7 +38,7 @@ def cases(setup: Setup) -> Iterator[Case]:
 def _figures(setup: Setup, model: str, method: str, seconds: float) -> Iterator[Figure]:
     make, sizes = MODELS[model]
     rows, tokens, targets = TINY_BATCH if setup.tiny else sizes
-    world = World.alone(setup.device)
+    world = DistributedContext.alone(setup.device)
     twins = {name: Twin(make(setup), method, migu, world) for name, migu in CONTENDERS.items()}
     words = (FIRST_WORD, twins["plain"].method.backbone.codec.vocabulary)
     batch = text_batch(rows, tokens, targets, 0, words).to(setup.device)

@@ -126,7 +126,7 @@ def _expected_by_attention(attention: Attention, pooled_BD: Tensor) -> list[Weig
     """From a softmax in double precision; weights below the pruning threshold are left out."""
     keys_TD = torch.stack(list(attention.keys.values())).double()
     alpha_BT = torch.softmax(attention.query(pooled_BD).double() @ keys_TD.T / attention.tau, dim=1)
-    kept_BT = torch.where(alpha_BT >= attention.config.floor / len(keys_TD), alpha_BT, 0.0)
+    kept_BT = torch.where(alpha_BT >= attention.config.pruning_threshold / len(keys_TD), alpha_BT, 0.0)
     return [_named(list(attention.keys), row) for row in kept_BT]
 
 

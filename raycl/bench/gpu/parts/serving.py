@@ -17,16 +17,16 @@ from functools import partial
 import torch
 
 from raycl.bench.figures import Figure
-from raycl.bench.gpu.adapters import dense, drawn_adapters, hosted
+from raycl.bench.gpu.adapters import dense, drawn_adapters, loaded
 from raycl.bench.gpu.models import FIRST_WORD, decoder, sizes_of, twin
 from raycl.bench.gpu.parts.decoding import check_chosen
 from raycl.bench.gpu.setup import DENSE, LIMITS, RANK, TARGETS, Case, Setup, check_equal, ratio
 from raycl.bench.gpu.timing import Times, peak_gib, quartiles, reset_peak
 from raycl.errors import WrongResultError
-from raycl.generation.requests import Event, Failed, Piece, Sampling
+from raycl.generation.requests import Event, Failed, Sampling, TextDelta
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import Host, Hosted
-from raycl.serve.engine.requests import Ask, Choice, is_last
+from raycl.serve.engine.model_host import LoadedSnapshot, MultiSnapshotModel
+from raycl.serve.engine.requests import Choice, EngineRequest, is_last
 from raycl.types import Mixture
 
 REQUESTS, TINY_REQUESTS = 64, 6
@@ -65,22 +65,22 @@ def cases(setup: Setup) -> Iterator[Case]:
 
 def _figures(setup: Setup, seconds: float) -> Iterator[Figure]:
     bare = decoder(setup, "7B")
-    snapshot = hosted(drawn_adapters(bare.model, TARGETS[WHERE], DENSE, RANK))
+    snapshot = loaded(drawn_adapters(bare.model, TARGETS[WHERE], DENSE, RANK))
     batch = TINY_BATCH if setup.tiny else BATCH
     engines = {}
     try:
         for name in ("bare", "mixed"):
-            host = Host(twin(bare), DENSE * RANK)
+            host = MultiSnapshotModel(twin(bare), DENSE * RANK)
             engines[name] = Engine(host, batch, 4096, 64, in_slots=True)
             if name == "mixed":
-                engines[name].take_on(snapshot)
+                engines[name].load_snapshot(snapshot)
         yield from _compared(setup, engines, snapshot, seconds)
     finally:
         for engine in engines.values():
             engine.close()
 
 
-def _compared(setup: Setup, engines: dict[str, Engine], snapshot: Hosted, seconds: float) -> Iterator[Figure]:
+def _compared(setup: Setup, engines: dict[str, Engine], snapshot: LoadedSnapshot, seconds: float) -> Iterator[Figure]:
     mixed = _requests(setup, snapshot)
     requests = {"bare": [replace(one, weights={}) for one in mixed], "mixed": mixed}
     ends = time.monotonic() + seconds
@@ -110,7 +110,7 @@ def _compared(setup: Setup, engines: dict[str, Engine], snapshot: Hosted, second
     yield ratio("mixed over bare", times["mixed"], times["bare"], LIMITS[WHERE], detail)
 
 
-def _requests(setup: Setup, snapshot: Hosted) -> list[Request]:
+def _requests(setup: Setup, snapshot: LoadedSnapshot) -> list[Request]:
     """Each of `DENSE` mixtures stands behind as many requests."""
     count, length, tokens = (TINY_REQUESTS, TINY_PROMPT, TINY_TOKENS) if setup.tiny else (REQUESTS, PROMPT, TOKENS)
     words = sizes_of(setup, "7B").vocabulary - FIRST_WORD
@@ -123,7 +123,7 @@ def _requests(setup: Setup, snapshot: Hosted) -> list[Request]:
     return [Request(text(number), rows[number % DENSE], tokens) for number in range(count)]
 
 
-def answered(engine: Engine, snapshot: Hosted, requests: Sequence[Request]) -> list[Answer]:
+def answered(engine: Engine, snapshot: LoadedSnapshot, requests: Sequence[Request]) -> list[Answer]:
     """Send all at once and wait for the last one.
 
     Raises:
@@ -131,7 +131,9 @@ def answered(engine: Engine, snapshot: Hosted, requests: Sequence[Request]) -> l
     """
     inboxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in requests]
     asks = [
-        Ask(one.text, inbox.put, Sampling(one.tokens), hosted=snapshot, choice=Choice(one.weights), templated=False)
+        EngineRequest(
+            one.text, inbox.put, Sampling(one.tokens), loaded=snapshot, choice=Choice(one.weights), templated=False
+        )
         for one, inbox in zip(requests, inboxes, strict=True)
     ]
     everything_is_queued = threading.Event()
@@ -142,19 +144,19 @@ def answered(engine: Engine, snapshot: Hosted, requests: Sequence[Request]) -> l
     return [_collected(ask, inbox) for ask, inbox in zip(asks, inboxes, strict=True)]
 
 
-def _collected(ask: Ask, inbox: queue.SimpleQueue[Event]) -> Answer:
+def _collected(ask: EngineRequest, inbox: queue.SimpleQueue[Event]) -> Answer:
     text, tokens = "", 0
     while True:
         event = inbox.get(timeout=300)
         if isinstance(event, Failed):
             raise WrongResultError(f"a request failed: {event.error}")
-        if isinstance(event, Piece):
+        if isinstance(event, TextDelta):
             text, tokens = text + event.text, event.tokens
         if is_last(ask, event):
             return Answer(text, tokens)
 
 
-def _check_answers(setup: Setup, engine: Engine, snapshot: Hosted, requests: Sequence[Request]) -> None:
+def _check_answers(setup: Setup, engine: Engine, snapshot: LoadedSnapshot, requests: Sequence[Request]) -> None:
     """Every token is the best one of a plain pass, to rounding; in float32 an answer is the one given alone."""
     together = answered(engine, snapshot, requests)
     check_equal("steps were captured", engine.captures > 0, setup.is_cuda)
@@ -167,13 +169,15 @@ def _check_answers(setup: Setup, engine: Engine, snapshot: Hosted, requests: Seq
     check_equal("some answers have their tokens checked", checked > 0, True)
 
 
-def _check_tokens(setup: Setup, host: Host, snapshot: Hosted, request: Request, answer: Answer) -> bool:
+def _check_tokens(
+    setup: Setup, host: MultiSnapshotModel, snapshot: LoadedSnapshot, request: Request, answer: Answer
+) -> bool:
     """Whether the answer could be checked. Runs on the engine's thread, between two batches."""
     codec = host.backbone.codec
     prompt, whole = codec.encode_source([request.text, f"{request.text} {answer.text}"])
     ids = whole[len(prompt) :]
     if len(ids) != answer.tokens:
         return False  # a special token was drawn, which has no text
-    with host.speaking(snapshot.named(Mixture.same(request.weights, 1))):
+    with host.activate(snapshot.named(Mixture.same(request.weights, 1))):
         check_chosen("serving", host.backbone, [prompt], torch.tensor([ids], device=setup.device))
     return True

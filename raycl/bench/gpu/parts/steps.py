@@ -29,17 +29,17 @@ from raycl.bench.gpu.timing import Times, quartiles
 from raycl.methods.base import Method
 from raycl.methods.lora.lora import Lora, LoraConfig
 from raycl.methods.sapt.pseudo_samples import PseudoSamples
-from raycl.methods.sapt.reflection import Memory
+from raycl.methods.sapt.reflection import ReplayEntry
 from raycl.methods.sapt.sapt import Sapt
 from raycl.methods.sapt.settings import SaptConfig
 from raycl.methods.slm.slm import Slm, SlmConfig
 from raycl.retrieval.encoder import EncoderConfig
 from raycl.retrieval.memory_slots.keys import KeyConfig
-from raycl.training.distributed import World
+from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.settings import TrainConfig
 from raycl.training.step import StepResult, train_step
-from raycl.types import AdapterState, Batch, Stage, Task
+from raycl.types import AdapterState, Batch, Phase, Task
 
 SLM_LIMIT = 1.10
 """Step time of SLM over plain LoRA's."""
@@ -51,7 +51,7 @@ EARLIER = 4
 """Tasks that SAPT has learned before."""
 PSEUDO_SAMPLES = 20
 QUERY_WIDTH = 384
-STAGE = Stage(0, "bench", (Task("bench", None, "exact_match"),))
+STAGE = Phase(0, "bench", (Task("bench", None, "exact_match"),))
 SAME_LOSS = 2e-4
 """Of the first losses: drawn weights lose about ln V whatever is added, so only equality says something."""
 CHECKPOINTED = "lora, gradient checkpointing"
@@ -67,7 +67,7 @@ class Learner:
     """A method in training on one batch."""
 
     def __init__(self, setup: Setup, method: Method, batch: Batch) -> None:
-        self.method, self.batch, self.world = method, batch, World.alone(setup.device)
+        self.method, self.batch, self.world = method, batch, DistributedContext.alone(setup.device)
         method.begin_task(STAGE, resumed=False)
         self.engine = TorchEngine(method.backbone, TrainConfig(learning_rate=1e-5), 1000, self.world)
         method.backbone.train()
@@ -180,6 +180,6 @@ def _sapt(backbone: Backbone, batch: Batch) -> Sapt:
         }
         adapters[name] = AdapterState(pairs, method.config.alpha / RANK)
         kept = PseudoSamples([sources[place % len(sources)] for place in range(PSEUDO_SAMPLES)], [], [])
-        method.reflection.memories[name] = Memory(kept, torch.full((number + 1,), 1 / (number + 1)))
+        method.reflection.entries[name] = ReplayEntry(kept, torch.full((number + 1,), 1 / (number + 1)))
     method._keep(adapters)
     return method
