@@ -234,7 +234,7 @@ class ChatAnswer(BaseModel):
     object: Literal["chat.completion"]
     created: int
     model: str
-    allowed_labels: list[ChatChoice]
+    choices: list[ChatChoice]
     usage: Usage
     raycl: How
 
@@ -256,7 +256,7 @@ class TextAnswer(BaseModel):
     object: Literal["text_completion"]
     created: int
     model: str
-    allowed_labels: list[TextChoice]
+    choices: list[TextChoice]
     usage: Usage
     raycl: How
 

@@ -121,18 +121,16 @@ async def _whole(service: Service, wanted: Wanted) -> Response:
         service.asked(loaded, choice, wanted.texts, **wanted.settings) as queues,
     ):
         answers = [await service.complete(queue, spoken_out, deadline) for queue in queues]
-    allowed_labels = []
+    choices = []
     for number, answer in enumerate(answers):
         assert answer.made is not None, "an answer begins with how it is made"
         text = wanted.echo(number) + answer.text
         content = {"message": {"role": "assistant", "content": text}} if wanted.chat else {"text": text}
         facts = how(loaded, answer.made).model_dump()
-        allowed_labels.append(
-            {"index": number, **content, "finish_reason": answer.finish, "logprobs": None, "raycl": facts}
-        )
+        choices.append({"index": number, **content, "finish_reason": answer.finish, "logprobs": None, "raycl": facts})
     kind = "chat.completion" if wanted.chat else "text_completion"
-    body = {**wanted.head(), "object": kind, "choices": allowed_labels, "usage": wanted.usage(answers)}
-    return JSONResponse({**body, "raycl": allowed_labels[0]["raycl"]})
+    body = {**wanted.head(), "object": kind, "choices": choices, "usage": wanted.usage(answers)}
+    return JSONResponse({**body, "raycl": choices[0]["raycl"]})
 
 
 async def _pieces(service: Service, wanted: Wanted) -> AsyncGenerator[dict[str, Any], None]:

@@ -64,7 +64,7 @@ class DeepSpeedEngine:
     ) -> None:
         self.backbone = backbone
         self.world = world
-        self.phase = config.zero_stage
+        self.stage = config.zero_stage
         self.accumulation = accumulation
         self.library = _library(world)
         self.trained = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
@@ -165,7 +165,7 @@ class DeepSpeedEngine:
 
     def _gathered(self, parameters: list[nn.Parameter], write: bool = False) -> Any:
         return self.library.zero.GatheredParameters(
-            parameters, modifier_rank=0 if write else None, enabled=self.phase == 3
+            parameters, modifier_rank=0 if write else None, enabled=self.stage == 3
         )
 
     def optimizer_state(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -225,7 +225,7 @@ class DeepSpeedEngine:
         self._put_plain_parameters(self._plain_parameters())
         self.engine = self.optimizer = self.schedule = None  # type: ignore[assignment]
         self.trained.clear()
-        if self.phase == 3:
+        if self.stage == 3:
             _clear_class_caches()
         gc.collect()  # the library's objects refer to each other, and they hold most of the memory
         _return_freed_memory()
@@ -295,7 +295,7 @@ def _ds_config(
     train: TrainConfig, config: DeepSpeedConfig, accumulation: int, bf16: bool, world_size: int
 ) -> dict[str, Any]:
     """DeepSpeed's own config for these settings (its batch sizes only count micro-batches)."""
-    zero: dict[str, Any] = {"phase": config.zero_stage}
+    zero: dict[str, Any] = {"stage": config.zero_stage}
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     return {
