@@ -16,8 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from raycl import config as configs
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
 from raycl.backbone.base import Backbone
-from raycl.backbone.encoder import EncoderBackbone
-from raycl.backbone.load import because_of_kind, known_kind
+from raycl.backbone.load import because_of_kind, known_capabilities
 from raycl.bank.tensors import views
 from raycl.config import Section, Tree, trust
 from raycl.config.unused import found_in, idle_in, refuse, written
@@ -144,10 +143,11 @@ class RunConfig(Section):
             yield "train.attention_learning_rate", f"method={self.method.name}"
         if "finetune" not in names:
             yield "checkpoint.export", f"method={self.method.name}"
-        if kind := known_kind(self.backbone):
+        if known := known_capabilities(self.backbone):
+            has_label_head = known.answers == "label"
             reason = f"backbone.{because_of_kind(self.backbone)}"
-            yield from ((f"method.{path}", why) for path, why in self.method.idle_beside(kind == "encoder", reason))
-            yield from ((path, reason) for path in (GENERATION if kind == "encoder" else LABEL_HEAD))
+            yield from ((f"method.{path}", why) for path, why in self.method.idle_beside(has_label_head, reason))
+            yield from ((path, reason) for path in (GENERATION if has_label_head else LABEL_HEAD))
 
     @model_validator(mode="after")
     def _unseen_are_not_told(self) -> Self:
@@ -320,7 +320,7 @@ def check_language_head(method: Method) -> None:
         ConfigError: the backbone came without one.
     """
     backbone = method.backbone
-    if isinstance(backbone, EncoderBackbone) and backbone.language and backbone.language.is_fresh and method.stack:
+    if backbone.has_untrained_language_head and method.stack:
         raise ConfigError(
             f"stream.objective is mlm and method '{method.config.name}' trains adapters alone, but the backbone has no "
             "language head: use method=finetune, or name as backbone what such a run left (RUN/learned/...) or a "

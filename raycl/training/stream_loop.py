@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from raycl.backbone.encoder import EncoderBackbone
 from raycl.data.loader import GlobalOrder, Loader
 from raycl.data.selection import Indices
 from raycl.data.tokens import Split
@@ -141,8 +140,7 @@ class StreamLoop:
         self._prepare(phase, resumed=resume is not None)
         context.method.show(TaskRows(phase, context.train.batch_size, context.stream, context.backbone.codec))
         context.method.begin_task(phase, resumed=resume is not None)
-        if isinstance(context.backbone, EncoderBackbone):
-            context.backbone.competing_labels = tuple(phase_labels(phase)) if context.train.label_loss == "task" else ()
+        context.backbone.competing_labels = tuple(phase_labels(phase)) if context.train.label_loss == "task" else ()
         context.modifiers.begin_task(phase, only=len(context.phases) == 1, resumed=resume is not None)
         loader, order = self._loader(phase)
         if resume is None:

@@ -112,7 +112,7 @@ def check_generator(config: GeneratorConfig, backbone: Backbone) -> None:
         ConfigError: nobody can, or texts do not fit. BackboneError: the named backbone is not there.
     """
     if config.backbone is None:
-        if backbone.codec.kind == "encoder":
+        if backbone.capabilities.answers == "label":
             raise ConfigError(
                 "method.arm.source=generated needs a backbone that writes, and this run's is encoder-only: name a "
                 "small one in method.generator.backbone.name, or choose method.arm.source=real"
@@ -120,7 +120,7 @@ def check_generator(config: GeneratorConfig, backbone: Backbone) -> None:
         _check_positions(config, backbone)
         return
     codec = load_codec(config.backbone, 1, 1)
-    if codec.kind == "encoder":
+    if codec.capabilities.answers == "label":
         raise ConfigError(
             f"method.generator.backbone.name '{config.backbone.name}' is encoder-only and cannot generate texts: "
             "expected an encoder-decoder or decoder-only backbone"
@@ -130,9 +130,9 @@ def check_generator(config: GeneratorConfig, backbone: Backbone) -> None:
 
 def _check_positions(config: GeneratorConfig, backbone: Backbone) -> None:
     """Decoders read and write in the same positions, encoder-decoders apart; relative ones have no limit."""
-    limit = getattr(backbone.model.config, "max_position_embeddings", None)
+    limit = backbone.max_positions
     read, written = config.positions, config.max_tokens
-    wanted = max(read, written) if backbone.codec.kind == "encoder-decoder" else read + written
+    wanted = max(read, written) if backbone.capabilities.separate_encoder else read + written
     if limit is not None and wanted > limit:
         prompt = "method.generator.prompt_length, " if config.value == "prompt" else ""
         raise ConfigError(
@@ -262,7 +262,7 @@ class Generator:
         backbone, rows = self.backbone, len(labels_BT)
         start = self._read(start_PD, rows)
         with backbone.precision():
-            if backbone.codec.kind == "encoder-decoder":
+            if backbone.capabilities.separate_encoder:
                 read: dict[str, Any] = {"inputs_embeds": start}
                 if self.stack is None:  # all rows read the same, and nothing is dropped out of it: encoded once
                     encoded = backbone.model.get_encoder()(inputs_embeds=start[:1]).last_hidden_state

@@ -83,7 +83,7 @@ class Sapt(Method):
         backbone.add_module("attention", self.attention)
         self.selector: Attention | None = None
         reflects = config.ablation == "none"
-        self.reflection = Reflection(config.arm, config.arm.weight_on(backbone.codec.kind) if reflects else 0.0)
+        self.reflection = Reflection(config.arm, config.arm.weight_on(backbone.capabilities) if reflects else 0.0)
         if backbone.head is not None:
             backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), config.head_rule)
         self._learned: dict[str, AdapterState] = {}
