@@ -56,9 +56,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--bank", metavar="PATH", help="folder or URI of the bank")
     parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
     parser.add_argument("--max-drop", type=float, help="points that an old task may lose (promote; default 1)")
-    parser.add_argument(
-        "--print-config", action="store_true", help="show every setting, with its description, and stop"
-    )
+    parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
     parser.add_argument("words", nargs="*", metavar="WORD", help="activate N, promote N, or key.path=value ...")
     options = parser.parse_intermixed_args(arguments)
     commands = [word for word in options.words if "=" not in word]

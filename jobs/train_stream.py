@@ -29,9 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
     parser.add_argument("--status", metavar="RUN_DIR", help="how a run is, of whatever machine; nothing is started")
     parser.add_argument("--add", metavar="TASK", action="append", default=[], help="with --resume: name or YAML")
-    parser.add_argument(
-        "--print-config", action="store_true", help="show every setting, with its description, and stop"
-    )
+    parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
     parser.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
     options = parser.parse_intermixed_args()
     files = [word for word in options.words[:1] if word.endswith((".yaml", ".yml")) and "=" not in word]
