@@ -25,7 +25,8 @@ from raycl.launch import cluster as clusters
 from raycl.launch import driver
 from raycl.launch.termination import StopOnSigterm
 from raycl.run import assembly
-from raycl.run.assembly import LaunchConfig, RunConfig
+from raycl.run.assembly import RunConfig
+from raycl.run.settings import LaunchConfig
 from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig, examples
 from raycl.sweep.outcome import Outcome, collect
