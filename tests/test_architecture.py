@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from architecture import APART, LAYERS, RULES, Module
+from architecture import APART, LAYERS, README_LINES, RULES, Module
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -43,6 +43,13 @@ def test_the_tables_name_what_exists(modules: list[Module]) -> None:
     units = [unit for row in LAYERS for unit in row]
     assert len(units) == len(set(units)), "a unit stands in two rows of LAYERS"
     assert set(APART) | {unit for row in APART.values() for unit in row} <= set(units)
+
+
+def test_readme_is_short_and_its_links_lead_to_files() -> None:
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= README_LINES, "README.md: move details into docs/, and link there"
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
+    assert links and [link for link in links if not (REPO / link).is_file()] == []
 
 
 def test_no_test_folder_hides_a_library() -> None:

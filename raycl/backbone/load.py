@@ -71,8 +71,12 @@ class BackboneConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on GPUs that have it")
     pooling: Literal["auto", "mean", "cls"] = Field("auto", description="encoder-only; auto: mean")
     dropout: float = Field(0.0, ge=0, lt=1, description="all dropout rates; 0 makes N workers equal one")
-    gradient_checkpointing: bool = False
-    trust_remote_code: bool = False
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass: less memory, more time"
+    )
+    trust_remote_code: bool = Field(
+        False, description="run Python code that comes with the model; only the command line may set it"
+    )
     allow_pickle: bool = Field(False, description="accept weights that are not safetensors (pickles can run code)")
 
     def idle(self) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import field_validator
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from raycl.backbone import Backbone, Output
@@ -27,7 +27,7 @@ from raycl.types import Batch, Mixture, Phase, RouterState, Task
 class ReferenceConfig(MethodConfig):
     """Which method learns."""
 
-    learner: LearnerChoice = LoraConfig()
+    learner: LearnerChoice = Field(LoraConfig(), description="the method that learns, with its settings")
 
     @field_validator("learner", mode="before")
     @classmethod
@@ -51,7 +51,7 @@ class ReferenceConfig(MethodConfig):
 
 
 class SeparateConfig(ReferenceConfig):
-    """PerTaskFT of MIGU, "separate fine-tune" of SLM."""
+    """One model per task: the upper reference (PerTaskFT of MIGU, "separate fine-tune" of SLM)."""
 
     name: Literal["separate"] = "separate"
 
@@ -66,7 +66,7 @@ class SeparateConfig(ReferenceConfig):
 
 
 class JointConfig(ReferenceConfig):
-    """Multi-task learning (MTL): the data of all tasks shuffled together."""
+    """All tasks at once: the upper reference (multi-task learning, MTL)."""
 
     name: Literal["joint"] = "joint"
 

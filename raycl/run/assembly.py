@@ -62,7 +62,7 @@ GENERATION = ("stream.max_target_tokens", "eval.max_new_tokens")
 class LaunchConfig(Section):
     """Where the workers run."""
 
-    workers: int = Field(1, ge=1)
+    workers: int = Field(1, ge=1, description="processes that train together")
     cpus_per_worker: float | None = Field(None, gt=0, description="null: the cluster's CPUs shared evenly")
     gpus_per_worker: float | None = Field(None, ge=0, description="null: 1 where the cluster has one for each worker")
     address: str | None = Field(None, description="Ray cluster to join; null: $RAY_ADDRESS, else one is started here")
@@ -102,13 +102,15 @@ class OutputConfig(Section):
 class RunConfig(Section):
     """One continual-learning run."""
 
-    seed: int = Field(42, ge=0)
+    seed: int = Field(42, ge=0, description="seed of all random draws: weights, rows, batches, dropout")
     stream: StreamConfig = StreamConfig()
     backbone: BackboneConfig = BackboneConfig()
-    method: MethodChoice = LoraConfig()
-    modifiers: dict[str, ModifierChoice] = Field(default_factory=dict, description="gradient modifiers by name")
+    method: MethodChoice = Field(LoraConfig(), description="the continual-learning method, with its settings")
+    modifiers: dict[str, ModifierChoice] = Field(
+        default_factory=dict, description="gradient modifiers by name, for example [migu]"
+    )
     train: TrainConfig = TrainConfig()
-    engine: EngineChoice = TorchConfig()
+    engine: EngineChoice = Field(TorchConfig(), description="what runs the optimizer, with its settings")
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     bank: BankConfig = BankConfig()

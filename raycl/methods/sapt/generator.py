@@ -57,27 +57,29 @@ OWN = {
 class GeneratorConfig(Section):
     """The generator's settings (rank, steps, batch, rates: SAPT, appendix C; else the authors' scripts)."""
 
-    value: Literal["lora", "prompt"] = Field("lora", description="what is trained, besides [Gen]'s embedding")
+    value: Literal["lora", "prompt"] = Field("lora", description="what is trained beside the embedding of [Gen]")
     backbone: BackboneConfig | None = Field(
-        None, description="who writes; null: the run's own backbone. Encoder-only backbones cannot, and must name one"
+        None, description="model that generates; null: the run's own backbone, which must not be encoder-only"
     )
-    rank: int = Field(8, ge=1, description="this to `rate`: value=lora only")
-    alpha: float = Field(32.0, gt=0)
-    dropout: float = Field(0.1, ge=0, lt=1)
+    rank: int = Field(8, ge=1, description="value=lora: r, the rank of the LoRA")
+    alpha: float = Field(32.0, gt=0, description="the LoRA's update is scaled by alpha / rank")
+    dropout: float = Field(0.1, ge=0, lt=1, description="share of the LoRA's inputs that is dropped in training")
     targets: tuple[str, ...] = Field(
         ("attention.query", "attention.value"),
         min_length=1,
-        description="on a named backbone, and with prompts; else the linears that the tasks' blocks are on",
+        description="linears, if `backbone` is set or method.value=prompt; else those of the tasks' adapters",
     )
-    steps: int = Field(5000, ge=1, description="optimizer steps for each task")
-    rate: float = Field(1e-3, gt=0, description="of AdamW, constant")
-    prompt_length: int = Field(300, ge=1, description="positions; this to `prompt_rate`: value=prompt only")
-    epochs: int = Field(80, ge=1, description="over each task's rows")
-    prompt_rate: float = Field(0.5, gt=0, description="of Adafactor, constant, not scaled by the prompt's size")
-    batch: int = Field(16, ge=1)
-    max_tokens: int = Field(512, ge=1, description="of a written input")
-    top_k: int = Field(20, ge=1)
-    repetition_penalty: float = Field(2.5, gt=0)
+    steps: int = Field(5000, ge=1, description="value=lora: optimizer steps for each task")
+    rate: float = Field(1e-3, gt=0, description="value=lora: learning rate of AdamW, constant")
+    prompt_length: int = Field(300, ge=1, description="value=prompt: positions of the soft prompt")
+    epochs: int = Field(80, ge=1, description="value=prompt: passes over each task's rows")
+    prompt_rate: float = Field(0.5, gt=0, description="value=prompt: learning rate of Adafactor, constant, unscaled")
+    batch: int = Field(16, ge=1, description="training rows per optimizer step")
+    max_tokens: int = Field(512, ge=1, description="tokens of a generated input at most")
+    top_k: int = Field(20, ge=1, description="each token is drawn from so many likeliest ones")
+    repetition_penalty: float = Field(
+        2.5, gt=0, description="logits of tokens that were generated before are divided by this"
+    )
 
     @model_validator(mode="after")
     def _settings_fit(self) -> GeneratorConfig:
