@@ -41,7 +41,7 @@ class MixedHead(nn.Module):
     Attributes:
         labels: order of first appearance.
         weight: `[M C, D]` rows in training: C labels for each of the M adapters in training. bias: `[M C]`.
-        told: adapter whose head answers each example, for rule `label_count`, where M is 1: all adapters share it.
+        head_adapters: for rule `label_count`, the adapter whose head is used for each example; M is then 1.
         frozen: the rows were taken over from another adapter and stay as they are.
     """
 
@@ -50,7 +50,7 @@ class MixedHead(nn.Module):
         self.rule = rule
         self.labels: list[str] = []
         self.trainable_labels: tuple[str, ...] = ()
-        self.told: tuple[str, ...] = ()
+        self.head_adapters: tuple[str, ...] = ()
         self.frozen = False
         self.weight = nn.Parameter(torch.zeros(0, width, device=stack.device))
         self.bias = nn.Parameter(torch.zeros(0, device=stack.device))
@@ -123,23 +123,23 @@ class MixedHead(nn.Module):
         device = pooled_BD.device
         owner = torch.cat([torch.full_like(rows.labels, number) for number, (_, rows) in enumerate(blocks)])
         label = torch.cat([rows.labels for _, rows in blocks])
-        speaks = weights_BN[:, torch.tensor([column for column, _ in blocks], device=device)[owner]].float()
+        row_weights = weights_BN[:, torch.tensor([column for column, _ in blocks], device=device)[owner]].float()
         if self.rule == "logit":
             none = torch.zeros(len(logits), len(self.labels), device=device)
-            known = none.index_add(1, label, (speaks != 0).float()) > 0  # by each example's own speakers
-            return none.index_add(1, label, logits * speaks).masked_fill(~known, -torch.inf)
+            known = none.index_add(1, label, (row_weights != 0).float()) > 0  # by each example's own speakers
+            return none.index_add(1, label, logits * row_weights).masked_fill(~known, -torch.inf)
         chances = logits - logsumexp_by(logits, owner, len(blocks))[:, owner]
-        loud = torch.where(speaks > 0, speaks.clamp_min(1e-30).log(), -torch.inf)
+        loud = torch.where(row_weights > 0, row_weights.clamp_min(1e-30).log(), -torch.inf)
         return logsumexp_by(chances + loud, label, len(self.labels))
 
     def _speakers(self, pooled_BD: Tensor) -> tuple[dict[str, int], Tensor]:
         """Whose heads answer: adapter -> column of the weights `[B, N]`."""
         if self.rule == "label_count":
-            assert len(self.told) == len(pooled_BD), "rule label_count must be told each example's head"
-            missing = set(self.told) - self._stack.states.keys() - self._stack.trainable.keys()
+            assert len(self.head_adapters) == len(pooled_BD), "rule label_count must be told each example's head"
+            missing = set(self.head_adapters) - self._stack.states.keys() - self._stack.trainable.keys()
             assert not missing, f"heads of {missing} are not on the device"
-            names = {name: column for column, name in enumerate(dict.fromkeys(self.told))}
-            columns = torch.tensor([names[name] for name in self.told], device=pooled_BD.device)
+            names = {name: column for column, name in enumerate(dict.fromkeys(self.head_adapters))}
+            columns = torch.tensor([names[name] for name in self.head_adapters], device=pooled_BD.device)
             return names, one_hot(columns, len(names)).to(pooled_BD.dtype)
         plan = self._stack.plan
         if plan is None:

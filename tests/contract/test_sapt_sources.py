@@ -21,7 +21,7 @@ from raycl.methods.context import TaskRows
 from raycl.methods.sapt.generator import Generator, GeneratorConfig
 from raycl.methods.sapt.reflection import ReflectionConfig
 from raycl.methods.sapt.sapt import Sapt
-from raycl.retrieval.attention import strongest
+from raycl.retrieval.attention import hard_weights
 from raycl.run.assembly import build, check, load_config
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
@@ -196,7 +196,7 @@ def test_each_ablation_leaves_out_what_it_is_named_for(lab: Lab, ablation: str) 
         tested = method.route(batch)
         told = torch.zeros(4, len(other))
         told[:, [list(other).index(name) for name in tested.names]] = tested.weights
-        assert torch.equal(told, strongest(chosen) if ablation == "shared_attention" else chosen)
+        assert torch.equal(told, hard_weights(chosen) if ablation == "shared_attention" else chosen)
 
 
 def test_without_shared_attention_a_block_is_what_it_is_alone(lab: Lab, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ from raycl.methods.sapt.pseudo_samples import (
 from raycl.methods.sapt.reflection import Reflection, ReplayEntry
 from raycl.methods.sapt.settings import SaptConfig
 from raycl.methods.trained_adapters import end_training, is_trainable
-from raycl.retrieval.attention import SHARED, Attention, max_pooled, mixture_of, strongest
+from raycl.retrieval.attention import SHARED, Attention, hard_weights, max_pooled, mixture_of
 from raycl.retrieval.selector import learn_selector
 from raycl.types import AdapterState, Batch, Mixture, Phase, RouterState, Task
 
@@ -75,7 +75,7 @@ class Sapt(Method):
         is_prompt = config.value == "prompt"
         paths = [] if is_prompt else linear_names(backbone.model, config.targets)
         self.stack: AdapterStack = AdapterStack(backbone.model, paths)
-        self.stack.stops_resident = config.stop_grad_old_blocks
+        self.stack.detach_loaded = config.stop_grad_old_blocks
         width = int(backbone.model.get_input_embeddings().weight.shape[1])
         if is_prompt:
             backbone.prefix = MixedPrompts(self.stack, width)
@@ -195,7 +195,7 @@ class Sapt(Method):
             alpha_BT = alpha_BT.clamp(min=FAINTEST)
         hard = self._alone and not self._task
         if not self._task:
-            self._hear(batch, strongest(alpha_BT) if hard else alpha_BT)
+            self._hear(batch, hard_weights(alpha_BT) if hard else alpha_BT)
         return mixture_of(chooser.names, alpha_BT, pruning_threshold, hard, self._task)
 
     @property

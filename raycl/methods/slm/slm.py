@@ -137,7 +137,7 @@ class Slm(Method):
     def study(self, phase: Phase, queries_BC: Tensor, dev_BC: Tensor) -> None:
         """The preparation stage: the task's keys from its texts, without labels."""
         router = self._ahead if self.fits_ahead else self.router
-        router.study(phase.name, queries_BC, self.config.keys, self.seed + phase.index)
+        router.fit(phase.name, queries_BC, self.config.keys, self.seed + phase.index)
         router.hold_out(phase.name, dev_BC)
 
     def summary(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Slm(Method):
         told = self.task_id_given or self.config.retrieval.task_id
         return {
             "router": "task" if told else self.router.kind,
-            "found": self.router.judged(),
+            "found": self.router.dev_accuracy(),
             "novelty": self.router.novelty(),
             "truncated_queries": self._encoder.truncated,
             "key_similarity": similarity(self.router),
@@ -188,7 +188,7 @@ class Slm(Method):
         head = self.backbone.head
         if isinstance(head, MixedHead) and head.rule == "label_count":
             tasks = [self._task or self._learned_as(task) for task in batch.tasks]
-            head.told = tuple(self.router.adapters(task)[0] for task in tasks)
+            head.head_adapters = tuple(self.router.adapters(task)[0] for task in tasks)
         return super().activate(batch)
 
     def _learned_as(self, task: str) -> str:
@@ -218,7 +218,7 @@ class Slm(Method):
         self._task = ""
         self._keep(states)
         if self.config.router == "auto":
-            self.router.settle()
+            self.router.select()
         return Learned(dict(states))
 
     def _keep(self, states: Mapping[str, AdapterState]) -> None:
