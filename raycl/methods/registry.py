@@ -23,8 +23,6 @@ METHODS: dict[str, str] = {
     "slm": "raycl.methods.slm.slm:Slm",
     "sapt": "raycl.methods.sapt.sapt:Sapt",
     "replay": "raycl.methods.replay:Replay",
-    "separate": "raycl.methods.reference:Separate",
-    "joint": "raycl.methods.reference:Joint",
 }
 """Method name -> class."""
 
@@ -33,11 +31,8 @@ MODIFIERS: dict[str, str] = {
 }
 """Gradient modifier name -> class; a run takes any number of them beside its one method."""
 
-REFERENCES = ("separate", "joint")
-"""Methods that wrap another one (their `learner`) to give an upper reference."""
-
-WRAPPERS = ("replay", *REFERENCES)
-"""All methods with a `learner`, which is none of them."""
+WRAPPERS = ("replay",)
+"""Methods with a `learner`, which is none of them."""
 
 
 def method_class(name: str) -> type[Method]:

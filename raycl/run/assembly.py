@@ -36,6 +36,8 @@ from raycl.storage.unfinished import Buffer
 from raycl.tracking import TrackingConfig
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine, TorchEngine
+from raycl.training.schedule import SCHEDULES
+from raycl.training.seeds import micro_batch_size
 from raycl.training.settings import (
     EXEMPT,
     BankConfig,
@@ -45,7 +47,7 @@ from raycl.training.settings import (
     TorchConfig,
     TrainConfig,
 )
-from raycl.training.stream_loop import OpenEngine, micro_batch_size
+from raycl.training.task_trainer import OpenEngine
 from raycl.training.training_context import RunInfo, TrainingContext
 from raycl.types import Phase, TextCodec
 
@@ -142,6 +144,8 @@ class RunConfig(Section):
             yield "train.attention_learning_rate", f"method={self.method.name}"
         if "finetune" not in names:
             yield "checkpoint.export", f"method={self.method.name}"
+        if self.stream.schedule == "separate":
+            yield from ((f"method.{name}", "stream.schedule=separate") for name in self.method.unused_for_single_task)
         if kind := known_kind(self.backbone):
             reason = f"backbone.{because_of_kind(self.backbone)}"
             yield from ((f"method.{path}", why) for path, why in self.method.idle_beside(kind == "encoder", reason))
@@ -149,10 +153,21 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _unseen_are_not_told(self) -> Self:
-        if self.stream.unseen and self.method.needs_task:
+        if self.stream.unseen and (self.method.needs_task or self.stream.schedule == "separate"):
+            separate = self.stream.schedule == "separate"
+            needs = "stream.schedule=separate" if separate else f"method '{self.method.name}'"
             raise ValueError(
-                f"stream.unseen is set and method '{self.method.name}' must be told each text's task, which nobody can "
-                "for a task that was never learned: set stream.unseen=null for this run, or choose another method"
+                f"stream.unseen is set and {needs} needs the task id of each text, which does not exist for a task that "
+                "was never learned: set stream.unseen=null for this run, or choose another method or schedule"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replay_has_earlier_tasks(self) -> Self:
+        if self.stream.schedule != "sequential" and self.method.name in WRAPPERS:
+            raise ValueError(
+                f"method '{self.method.name}' trains on rows of earlier tasks, which stream.schedule="
+                f"{self.stream.schedule} does not have: expected its learner as the method, or schedule sequential"
             )
         return self
 
@@ -182,7 +197,7 @@ def info_of(config: RunConfig, singles: dict[str, float] | None = None, replaces
 
 def phases(config: RunConfig, stream: Stream) -> tuple[Phase, ...]:
     """What the configured method trains one after another."""
-    return stream.phases(method_class(config.method.name).joint)
+    return SCHEDULES[config.stream.schedule]().phases(stream)
 
 
 def check(config: RunConfig) -> Stream:
@@ -300,6 +315,7 @@ def build(
         evaluation=config.eval,
         checkpoint=config.checkpoint,
         bank=config.bank,
+        schedule=SCHEDULES[config.stream.schedule](),
         identity=identity(config.backbone) if world.is_first else "",
     )
     return context, partial(open_engine, context, world)
@@ -345,14 +361,15 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
         return None
     results = read_results(config.eval.singles)
     mine, theirs = configs.as_tree(config), results["config"]
-    if theirs["method"]["name"] != "separate":
+    schedule = theirs["stream"].get("schedule", "sequential")
+    if schedule != "separate":
         raise ConfigError(
-            f"eval.singles '{config.eval.singles}' is a run of '{theirs['method']['name']}': expected separate"
+            f"eval.singles '{config.eval.singles}' is a run under stream.schedule={schedule}: expected separate"
         )
     learner = mine["method"]["learner"] if config.method.name in WRAPPERS else mine["method"]
     shared = ("seed", "stream", "backbone", "train", "modifiers")
     expected = {"method": learner, **{key: mine[key] for key in shared}}
-    found = {"method": theirs["method"]["learner"], **{key: theirs.get(key, {}) for key in shared}}
+    found = {"method": theirs["method"], **{key: theirs.get(key, {}) for key in shared}}
     found["stream"] = {**configs.as_tree(StreamConfig()), **found["stream"]}  # older runs lack younger settings
     differing = _single_differences(expected, found)
     if differing:
@@ -367,7 +384,7 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
 def _single_differences(expected: Tree, found: Tree) -> list[str]:
     """Dotted keys that matter for a task trained alone: the order of tasks does not."""
     idle = {("method", key) for key in method_class(str(expected["method"]["name"])).Config.unused_for_single_task}
-    idle |= {("stream", "name"), ("stream", "tasks"), ("stream", "unseen")}
+    idle |= {("stream", "name"), ("stream", "tasks"), ("stream", "unseen"), ("stream", "schedule")}
     return [key for key in configs.differences(found, expected) if tuple(key.split(".")[:2]) not in idle]
 
 
@@ -390,7 +407,8 @@ def name_of(config: RunConfig) -> str | None:
 def free_names(config: RunConfig) -> Iterator[str]:
     """Telling names for a run that has none: those that no folder beside it has, one after another."""
     backbone = config.backbone.name.rstrip("/").split("/")[-1]
-    base = f"{config.stream.name}-{backbone}-{config.method.name}-s{config.seed}"
+    schedule = "" if config.stream.schedule == "sequential" else f"-{config.stream.schedule}"
+    base = f"{config.stream.name}-{backbone}-{config.method.name}{schedule}-s{config.seed}"
     root = directory(config)
     taken = set(root.list()) if root.exists() else set()
     names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))

@@ -61,7 +61,7 @@ def test_generated_answers_are_one_of_the_choices(
     context.method.begin_task(context.phases[0], resumed=False)
     backbone, codec = context.backbone.eval(), context.backbone.codec
     batch = batch_of(codec.encode_source(["red blue cat", "a dog", "a"]), codec.pad_id)
-    with context.method.activate(batch):
+    with activate_batch(context.method, batch):
         free = backbone.predict(batch, 6)
         backbone.allowed_labels = ("red cat", "red dog", "blue")
         told = backbone.predict(batch, 6)

@@ -70,7 +70,7 @@ def activate(done: Done, examples: int) -> AbstractContextManager[None]:
     """The same adapters in the run's own model."""
     method = done.context.method
     if method.stack is None or method.stack.trainable:
-        return method.activate_trainable(examples)
+        return activate_trainable(method, examples)
     newest = Bank(done.storage.sub("bank")).newest()
     assert newest is not None
     return method.stack.activate(Mixture.same(weights_of(done, newest), examples))
@@ -165,4 +165,4 @@ def test_checkpoints_are_safetensors_and_a_manifest_and_only_the_newest_stay(com
         kept = ["carried.safetensors", "manifest.json", "optimizer.safetensors", "parameters.safetensors"]
         assert files == kept + ["snapshot.json"] * ("step0000004" in name), "the end of a stage keeps what it published"
         learned = load_file(f"{done.storage.root}/checkpoints/{name}/parameters.safetensors")
-        assert set(learned) == set(done.context.method.learned_names()), "frozen weights are not stored again"
+        assert set(learned) == set(trained_names(done.context.backbone)), "frozen weights are not stored again"

@@ -21,7 +21,7 @@ from raycl.bank.operations.unlearning import evaluate, forget
 from raycl.bank.routers import get_router
 from raycl.data.loader import eval_batches
 from raycl.errors import ConfigError, RayclError
-from raycl.methods.context import TaskRows
+from raycl.methods.context import TaskContext
 from raycl.methods.sapt import sapt
 from raycl.methods.sapt.pseudo_samples import sources_of
 from raycl.methods.sapt.sapt import Sapt
@@ -48,7 +48,7 @@ def started(lab: Lab, kind: str, learned: int = 1, **settings: Any) -> tuple[Sap
     assert isinstance(method, Sapt)
     for number in range(learned + 1):
         phase = context.phases[number]
-        method.show(TaskRows(phase, 4, context.stream, codec))
+        method.show(TaskContext(phase, 4, context.stream, codec))
         method.begin_task(phase, resumed=False)
         torch.manual_seed(number)
         with torch.no_grad():
@@ -57,14 +57,14 @@ def started(lab: Lab, kind: str, learned: int = 1, **settings: Any) -> tuple[Sap
                 layer.lora_B.normal_(std=0.1)
         if number < learned:
             own = dict(context.backbone.named_parameters())
-            method.end_task(phase, {name: own[name].detach().clone() for name in method.learned_names()})
+            method.end_task(phase, {name: own[name].detach().clone() for name in trained_names(method.backbone)})
     table = context.stream.table(context.phases[learned].tasks[0], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
     return method, next(iter(eval_batches(table, labels, 0, 1, 4, codec.pad_id, texts=True)))
 
 
 def loss(method: Sapt, batch: Batch) -> Tensor:
-    with method.activate(batch):
+    with activate_batch(method, batch):
         return method.backbone(batch).loss_sum  # type: ignore[no-any-return]
 
 
@@ -166,7 +166,7 @@ def test_generation_attends_once_per_prompt(lab: Lab, monkeypatch: pytest.Monkey
     seen: list[int] = []
     method.attention.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
     method.backbone.eval()
-    with method.activate(batch):
+    with activate_batch(method, batch):
         method.backbone.predict(batch, 8)
     assert seen == [4]
 
@@ -239,7 +239,7 @@ def test_prompts_keep_their_length_and_the_first_is_prompt_tuning(lab: Lab, kind
     method, batch = started(lab, kind, learned=0, value="prompt")
     prefix = method.backbone.prefix
     assert isinstance(prefix, MixedPrompts) and prefix.trainable is not None and prefix.trainable.shape == (1, 10, 32)
-    with method.activate(batch):
+    with activate_batch(method, batch):
         found = prefix(4, torch.device("cpu"))
         assert found is not None and torch.equal(found[0], prefix.trainable.expand(4, -1, -1))
     words = method.backbone.model.get_input_embeddings().weight
@@ -250,7 +250,7 @@ def test_prompts_keep_their_length_and_the_first_is_prompt_tuning(lab: Lab, kind
     prefix = method.backbone.prefix
     assert isinstance(prefix, MixedPrompts) and prefix.trainable is not None
     mixture = method.route(batch)
-    with method.activate(batch):
+    with activate_batch(method, batch):
         found = prefix(4, torch.device("cpu"))
     old = [method.stack.states[name].prompt for name in mixture.names[:-1]]
     assert found is not None and len(old) == 3
@@ -311,7 +311,7 @@ def test_pseudo_samples_lie_beside_the_adapter_and_go_with_it(complete: Complete
 def test_told_the_task_each_block_speaks_alone(lab: Lab, tmp_path: Path, value: str) -> None:
     """`separate`, the reference of forward transfer: the same block without attention, so nothing is forgotten."""
     storage = Storage.at(tmp_path)
-    run(lab.config("t5", {"name": "separate", "learner": {"name": "sapt", "value": value}}), storage)
+    run(lab.config("t5", ("separate", {"name": "sapt", "value": value})), storage)
     assert matrix(storage)[0][0] == matrix(storage)[1][0]
     newest = Bank(storage.sub("bank")).newest()
     assert newest is not None and newest.router.kind == "task"

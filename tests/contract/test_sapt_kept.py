@@ -10,7 +10,7 @@ from test_sapt import WORLD, loss, started
 from tiny import KINDS, Lab
 from torch import Tensor
 
-from raycl.methods.context import TaskRows
+from raycl.methods.context import TaskContext
 from raycl.methods.sapt.pseudo_samples import sources_of
 from raycl.methods.sapt.sapt import Sapt
 from raycl.retrieval.attention import max_pooled
@@ -30,7 +30,7 @@ def attend(method: Sapt, batch: Batch, loudness: float) -> None:
 def ended(method: Sapt, phase: Phase) -> None:
     """The task is learned, with what its block holds now."""
     own = dict(method.backbone.named_parameters())
-    method.end_task(phase, {name: own[name].detach().clone() for name in method.learned_names()})
+    method.end_task(phase, {name: own[name].detach().clone() for name in trained_names(method.backbone)})
 
 
 @pytest.mark.parametrize("split", ["dev", "test", "train"])
@@ -42,7 +42,7 @@ def test_the_mean_weights_are_of_the_split_that_is_named(lab: Lab, split: str) -
     method, codec = context.method, context.backbone.codec
     assert isinstance(method, Sapt)
     for phase in context.phases:
-        rows = TaskRows(phase, 4, context.stream, codec)
+        rows = TaskContext(phase, 4, context.stream, codec)
         method.show(rows)
         method.begin_task(phase, resumed=False)
         ended(method, phase)
@@ -81,10 +81,10 @@ def test_a_told_task_is_answered_however_little_its_block_weighs(lab: Lab, loudn
     backbone = method.backbone.eval()
     with torch.no_grad():
         assert method.route(batch).names == ("animal",)
-        with method.activate(batch):
+        with activate_batch(method, batch):
             assert set(backbone.predict(batch, 1)) <= {"cat", "dog"}
         backbone.allowed_labels = ("red", "blue")
-        with method.activate(batch):
+        with activate_batch(method, batch):
             assert set(backbone.predict(batch, 1)) <= {"red", "blue"}
 
 

@@ -61,7 +61,7 @@ def test_fresh_slots_say_nothing(lab: Lab, kind: str, value: str) -> None:
     method, batch = started(lab, kind, value=value)
     with torch.no_grad():
         bare = states(method, batch)
-        with method.activate(batch):
+        with activate_batch(method, batch):
             assert torch.equal(states(method, batch), bare)
 
 
@@ -76,7 +76,7 @@ def test_one_slot_is_a_plain_lora(lab: Lab, kind: str) -> None:
         torch.nn.init.normal_(layer.lora_B, std=0.05)
     pairs = {path: (layer.lora_A, layer.lora_B) for path, layer in method.stack.layers.items()}
     with torch.no_grad():
-        with method.activate(batch):
+        with activate_batch(method, batch):
             found = states(method, batch)
         for path, (low, high) in pairs.items():
             base = method.stack.layers[path].base
@@ -110,7 +110,7 @@ def test_told_tasks_keep_to_their_own_slots(lab: Lab, tmp_path: Path) -> None:
     """SLM-TI, and `separate` with SLM as the learner: the same thing by two names."""
     told, separate = Storage.at(tmp_path / "told"), Storage.at(tmp_path / "separate")
     run(lab.config("bert", {"name": "slm", "retrieval": {"task_id": True}}), told)
-    run(lab.config("bert", {"name": "separate", "learner": {"name": "slm"}}), separate)
+    run(lab.config("bert", ("separate", {"name": "slm"})), separate)
     assert matrix(told)[-1] == matrix(separate)[-1]
     assert matrix(told)[0][0] == matrix(told)[1][0], "nothing can be forgotten when the task is told"
     assert {Routing.of(storage.read_json("results.json")).used for storage in (told, separate)} == {"task"}
@@ -211,7 +211,7 @@ def test_references_over_a_head_for_each_number_of_labels(lab: Lab, tmp_path: Pa
     """The head of each text's task answers, in training, in evaluation, and from the snapshot that is left."""
     learner = {"name": "slm", "head_rule": "label_count", "keys": {"steps": 40}}
     storage = Storage.at(tmp_path)
-    context = run(lab.config("bert", {"name": method, "learner": learner}), storage).context
+    context = run(lab.config("bert", (method, learner)), storage).context
     bank = Bank(storage.sub("bank"))
     newest = bank.newest()
     assert newest is not None
@@ -342,7 +342,7 @@ def test_generation_asks_the_encoder_once(lab: Lab, monkeypatch: pytest.MonkeyPa
         assert layer.lora_B is not None
         torch.nn.init.normal_(layer.lora_B, std=0.1)
     method.backbone.eval()
-    with method.activate(batch):
+    with activate_batch(method, batch):
         method.backbone.predict(batch, 8)
     assert asked == [len(set(batch.texts))]
     llama = tiny_model("llama", len(tokenizer("llama"))).eval()

@@ -158,7 +158,7 @@ def test_stopped_at_the_end_of_a_task(complete: Complete, tmp_path: Path, method
 
 def test_what_a_method_does_not_learn_keeps_every_bit(done: Done, case: tuple[str, str, str]) -> None:
     fresh = build(done.config, DistributedContext.alone(torch.device("cpu")))[0].backbone
-    learned = set(done.context.method.learned_names())
+    learned = set(trained_names(done.context.backbone))
     first, last = dict(fresh.named_parameters()), dict(done.context.backbone.named_parameters())
     assert first.keys() == last.keys()
     frozen = [name for name in first if name not in learned]

@@ -159,9 +159,9 @@ def test_a_snapshot_is_scored_without_them(lab: Lab, tmp_path: Path) -> None:
     "method",
     [
         "separate",
-        {"name": "separate", "learner": "sapt"},
+        ("separate", "sapt"),
         {"name": "slm", "retrieval": {"task_id": True}},
-        {"name": "joint", "learner": {"name": "slm", "retrieval": {"task_id": True}}},
+        ("joint", {"name": "slm", "retrieval": {"task_id": True}}),
     ],
 )
 def test_a_method_that_must_be_told_is_refused_as_the_config_is_read(lab: Lab, method: Any) -> None:

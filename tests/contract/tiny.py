@@ -129,7 +129,16 @@ class Lab:
         }
 
     def tree(self, kind: str, method: Any = "lora", engine: Any = "torch", **sections: Any) -> dict[str, Any]:
-        """A config tree: 4 steps of 4 rows a task, a checkpoint after the second; `sections` are merged in."""
+        """A config tree: 4 steps of 4 rows a task, a checkpoint after the second; `sections` are merged in.
+
+        Args:
+            method: name or settings; `separate` or `joint`: LoRA under that schedule; a pair: schedule and method.
+        """
+        schedule = "sequential"
+        if method in ("separate", "joint"):
+            schedule, method = method, "lora"
+        elif isinstance(method, tuple):
+            schedule, method = method
         tree: dict[str, Any] = {
             "stream": {"tasks": self.tasks, "dev_fraction": 0, "max_source_tokens": 24},
             "backbone": {"name": str(self.model_folder(kind)), "dtype": "float32"},
@@ -139,6 +148,8 @@ class Lab:
             "checkpoint": {"every_steps": 2, **({"export": "each"} if "finetune" in str(method) else {})},
             "eval": {"batch_size": 4},
         }
+        if schedule != "sequential":
+            tree["stream"]["schedule"] = schedule
         if kind != "bert":  # no text is generated there
             tree["stream"]["max_target_tokens"] = 4
         for name, values in sections.items():

@@ -62,7 +62,7 @@ class Started:
         migu = self.migu
         migu.begin_step(1, len(batches), lambda tensor: tensor)
         for batch in batches:
-            with self.parts.method.activate(batch):
+            with activate_batch(self.parts.method, batch):
                 migu.watched(self.parts.backbone, batch)
         return migu._sums.clone()
 

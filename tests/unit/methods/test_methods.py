@@ -57,7 +57,7 @@ def test_state_gives_a_fresh_model_the_same_shape(lab: Lab, name: str) -> None:
         {n: (p.shape, p.requires_grad) for n, p in parts.backbone.named_parameters()} for parts in (first, second)
     ]
     assert shapes[0] == shapes[1]
-    assert first.method.learned_names() == second.method.learned_names()
+    assert trained_names(first.backbone) == trained_names(second.backbone)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -75,7 +75,7 @@ def test_a_task_resumed_keeps_its_values(lab: Lab, name: str) -> None:
 def test_lora_trains_its_adapter_and_the_head_only(lab: Lab) -> None:
     parts = made(lab, {"name": "lora", "rank": 3, "targets": ["attention.key", "ffn"]})
     method = begin(parts, 0)
-    assert all(".lora_" in name or name.startswith("head.") for name in method.learned_names())
+    assert all(".lora_" in name or name.startswith("head.") for name in trained_names(method.backbone))
     trainable = {name: p for name, p in parts.backbone.named_parameters() if "lora_A" in name}
     assert len(trainable) == 6 and all(p.shape[0] == 3 for p in trainable.values())
     assert not any(p.any() for name, p in parts.backbone.named_parameters() if "lora_B" in name), "it starts at zero"
@@ -92,7 +92,7 @@ def test_the_seed_decides_how_lora_starts(lab: Lab) -> None:
 
 @pytest.mark.parametrize("learner", ["lora", "finetune"])
 def test_separate_starts_every_task_where_the_first_one_started(lab: Lab, learner: str) -> None:
-    parts = made(lab, {"name": "separate", "learner": learner})
+    parts = made(lab, ("separate", learner))
     first = {name: p.detach().clone() for name, p in parts.backbone.named_parameters() if not name.startswith("head.")}
     begin(parts, 0)
     with torch.no_grad():

@@ -144,7 +144,7 @@ def test_a_fresh_adapter_says_nothing_and_a_mixture_of_zeros_is_the_backbone(lab
         return backbone.pooled(batch) if kind == "bert" else backbone(batch).logits  # type: ignore[no-any-return]
 
     with torch.no_grad():
-        with method.activate(batch):
+        with activate_batch(method, batch):
             both = states(parts.backbone)
         with method.stack.activate(Mixture.same({"colour": 1.0}, 4)):
             assert torch.equal(both, states(parts.backbone)), "B starts at zero"
@@ -172,7 +172,7 @@ def test_the_first_task_is_plain_lora(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_apart_each_adapter_is_a_plain_lora_trained_afresh(lab: Lab, tmp_path: Path) -> None:
-    plain, found = (finished(lab, tmp_path / name, {"name": "separate", "learner": name}) for name in ("lora", "olora"))
+    plain, found = (finished(lab, tmp_path / name, ("separate", name)) for name in ("lora", "olora"))
     for mine, other in zip(trace(found), trace(plain), strict=True):
         assert mine == pytest.approx(other, abs=1e-5)
     assert matrix(found) == matrix(plain)
@@ -200,7 +200,7 @@ def test_the_parts_of_the_head_are_one_head_that_keeps_training(lab: Lab) -> Non
         whole.weight.copy_(torch.cat([old.head_weight, torch.zeros_like(old.head_weight)]))
         whole.bias.copy_(torch.cat([old.head_bias, torch.zeros(2)]))
     torch.nn.functional.cross_entropy(whole(pooled), batch.label_ids, reduction="sum").backward()
-    with method.activate(batch):
+    with activate_batch(method, batch):
         output = parts.backbone(batch)
     torch.testing.assert_close(output.logits, whole(pooled))
     output.loss_sum.backward()

@@ -11,7 +11,7 @@ import torch
 from tiny import Lab
 
 from raycl.errors import ConfigError, DataError
-from raycl.methods.context import TaskRows
+from raycl.methods.context import TaskContext
 from raycl.methods.sapt.pseudo_samples import PseudoSamples, counts_of, read_file, read_texts, take_real, volume
 from raycl.methods.sapt.reflection import Reflection, ReflectionConfig, ReplayEntry
 from raycl.retrieval.attention import Attention, AttentionConfig, divergence
@@ -126,9 +126,9 @@ def test_memories_come_back_as_they_were() -> None:
     assert all(torch.equal(second.target(task, 3), first.target(task, 3)) for task in ("t0", "t1"))
 
 
-def rows_of(lab: Lab, phase: int = 0) -> TaskRows:
+def rows_of(lab: Lab, phase: int = 0) -> TaskContext:
     parts, _ = build(lab.config("bert"), DistributedContext.alone(torch.device("cpu")))
-    return TaskRows(parts.phases[phase], 4, parts.stream, parts.backbone.codec)
+    return TaskContext(parts.phases[phase], 4, parts.stream, parts.backbone.codec)
 
 
 def test_real_inputs_are_drawn_by_seed_and_without_answers(lab: Lab) -> None:

@@ -81,7 +81,7 @@ def test_state_comes_back_as_it_was(lab: Lab, engine: str, method: str) -> None:
     context, open_engine = build(lab.config("bert", method, ENGINES[engine]), WORLD)
     context.method.begin_task(context.phases[0], resumed=False)
     opened = open_engine(1, 4)
-    names = context.method.learned_names()
+    names = trained_names(context.backbone)
     torch.manual_seed(3)
     parameters = {name: torch.randn_like(value) for name, value in opened.parameters(names).items()}
     trainable = [name for name, parameter in context.backbone.named_parameters() if parameter.requires_grad]
@@ -134,7 +134,7 @@ def test_ten_tasks_leave_nothing_behind(lab: Lab, engine: str) -> None:
         context.method.begin_task(phase, resumed=False)
         opened = open_engine(1, 1)
         for _ in range(2):  # in the second step, ZeRO-3 follows what it saw in the first
-            with context.method.activate_trainable(len(batch)):
+            with activate_trainable(context.method, len(batch)):
                 opened.backward(opened.forward(batch).loss_sum, 1.0)
             opened.step()
         opened.close()

@@ -115,7 +115,7 @@ def by_hand(context: TrainingContext, steps: Sequence[list[Batch]]) -> list[floa
     for batches in steps:
         count, losses_sum = sum(map(loss_count, batches)), 0.0
         for batch in batches:
-            with context.method.activate(batch):
+            with activate_batch(context.method, batch):
                 loss = context.backbone(batch).loss_sum
                 (loss / count).backward()
             losses_sum += loss.item()
