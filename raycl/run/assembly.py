@@ -157,8 +157,8 @@ class RunConfig(Section):
             separate = self.stream.schedule == "separate"
             needs = "stream.schedule=separate" if separate else f"method '{self.method.name}'"
             raise ValueError(
-                f"stream.unseen is set and {needs} needs the task id of each text, which does not exist for a task that "
-                "was never learned: set stream.unseen=null for this run, or choose another method or schedule"
+                f"stream.unseen is set and {needs} needs each text's task id, which does not exist for a task that was "
+                "never learned: set stream.unseen=null for this run, or choose another method or schedule"
             )
         return self
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from phases import begin_phase, end_phase
 from tiny import KINDS, Complete, Lab, Stop, exported, matrix, opened, run, tokenizer, trace
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,7 +22,7 @@ from raycl.bank.operations.unlearning import evaluate, forget
 from raycl.bank.routers import get_router
 from raycl.data.loader import eval_batches
 from raycl.errors import ConfigError, RayclError
-from raycl.methods.context import TaskContext
+from raycl.methods.base import activate_batch
 from raycl.methods.sapt import sapt
 from raycl.methods.sapt.pseudo_samples import sources_of
 from raycl.methods.sapt.sapt import Sapt
@@ -47,17 +48,14 @@ def started(lab: Lab, kind: str, learned: int = 1, **settings: Any) -> tuple[Sap
     method, codec = context.method, context.backbone.codec
     assert isinstance(method, Sapt)
     for number in range(learned + 1):
-        phase = context.phases[number]
-        method.show(TaskContext(phase, 4, context.stream, codec))
-        method.begin_task(phase, resumed=False)
+        found = begin_phase(context, number)
         torch.manual_seed(number)
         with torch.no_grad():
             for layer in method.stack.layers.values():
                 assert layer.lora_B is not None
                 layer.lora_B.normal_(std=0.1)
         if number < learned:
-            own = dict(context.backbone.named_parameters())
-            method.end_task(phase, {name: own[name].detach().clone() for name in trained_names(method.backbone)})
+            end_phase(context, found)
     table = context.stream.table(context.phases[learned].tasks[0], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
     return method, next(iter(eval_batches(table, labels, 0, 1, 4, codec.pad_id, texts=True)))
@@ -113,9 +111,9 @@ def test_of_many_texts_some_from_all_over_the_file_tell_what_all_share(
 
     monkeypatch.setattr(Sapt, "_pooled", watched)
     method, _ = started(lab, "llama", learned=0)
-    assert method._rows is not None and looked == [5]
+    assert method.context is not None and looked == [5]
     blind = Attention(method.attention.dimensions, method.config.attention, 0)
-    blind.look_at(pooled(method, sources_of(method._rows, "train")[:5]))
+    blind.look_at(pooled(method, sources_of(method.context, "train")[:5]))
     assert method.attention.center is not None and blind.center is not None
     assert not torch.equal(method.attention.center, blind.center)
 

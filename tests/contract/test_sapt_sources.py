@@ -17,6 +17,7 @@ from raycl.bank import Bank
 from raycl.bank.operations.unlearning import evaluate
 from raycl.bank.routers import get_router
 from raycl.errors import BackboneError, ConfigError, DataError
+from raycl.methods.base import trained_names
 from raycl.methods.context import TaskContext
 from raycl.methods.sapt.generator import Generator, GeneratorConfig
 from raycl.methods.sapt.reflection import ReflectionConfig

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from phases import begin_phase
 from tiny import KINDS, Complete, Lab, Stop, exported, matrix, opened, run, tokenizer, trace
 from wired import listening
 
@@ -20,6 +21,7 @@ from raycl.bank.routers import get_router
 from raycl.bench.gpu.tiny import tiny_model
 from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, ConfigError, RayclError
+from raycl.methods.base import activate_batch
 from raycl.methods.slm.slm import Slm
 from raycl.report.routing import Routing
 from raycl.retrieval.memory_slots.slots import SlotRouter
@@ -37,10 +39,7 @@ def started(lab: Lab, kind: str, **settings: Any) -> tuple[Slm, Batch]:
     method, phase = context.method, context.phases[0]
     assert isinstance(method, Slm)
     table = context.stream.table(phase.tasks[0], "train", context.backbone.codec)
-    texts = table.texts(range(len(table)))
-    queries = method.encoder.embed(texts)
-    method.study(phase, queries, queries[:2])
-    method.begin_task(phase, resumed=False)
+    begin_phase(context)
     labels = context.backbone.label_ids() if context.backbone.codec.needs_labels else None
     batch = next(iter(eval_batches(table, labels, 0, 1, 4, context.backbone.codec.pad_id, texts=True)))
     return method, batch
@@ -170,13 +169,7 @@ def test_slots_of_tasks_to_come_take_weight_and_say_nothing(lab: Lab, tmp_path: 
         context, _ = build(lab.config("bert", {"name": "slm", "train_scope": scope, "keys": {"steps": 0}}), WORLD)
         method = context.method
         assert isinstance(method, Slm)
-        texts = {}
-        for phase in context.phases if scope == "all" else context.phases[:1]:
-            table = context.stream.table(phase.tasks[0], "train", context.backbone.codec)
-            texts[phase.index] = table.texts(range(len(table)))
-            queries = method.encoder.embed(texts[phase.index])
-            method.study(phase, queries, queries[:2])
-        method.begin_task(context.phases[0], resumed=False)
+        begin_phase(context)
         table = context.stream.table(context.phases[0].tasks[0], "train", context.backbone.codec)
         batch = next(iter(eval_batches(table, context.backbone.label_ids(), 0, 1, 4, 0, texts=True)))
         mixture = method.route(batch)

@@ -26,13 +26,15 @@ from raycl.bank import Bank, Snapshot
 from raycl.bench.gpu import tiny as models
 from raycl.launch import driver
 from raycl.launch.worker import in_process_worker, worker_main
+from raycl.methods.registry import METHODS
 from raycl.run.assembly import RunConfig, build
 from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.storage import Storage
+from raycl.tracking import MetricsSink
 from raycl.training.distributed import DistributedContext
 from raycl.training.records.journal import read_state
 from raycl.training.records.progress import read_trace
-from raycl.training.stream_loop import MetricsSink, StreamLoop
+from raycl.training.stream_loop import StreamLoop
 from raycl.training.training_context import TrainingContext
 
 WORDS = (
@@ -50,6 +52,9 @@ TASKS = {
     "animal": (("cat", "it purrs a sleeps"), ("dog", "the barks runs much")),
 }
 """Task -> (label, words of its texts)."""
+
+RUNS = (*METHODS, "separate", "joint")
+"""Every method under the schedule `sequential`, and LoRA under the other two (see `Lab.tree`)."""
 
 ENGINES: dict[str, Any] = {
     "torch": "torch",
