@@ -81,7 +81,7 @@ def test_a_setting_of_one_task_names_a_task_of_the_stream(lab: Lab, key: str) ->
 
 
 def test_who_has_seen_everything_takes_no_more(lab: Lab) -> None:
-    with pytest.raises(ResumeError, match="stream.schedule=joint trains all tasks in one phase"):
+    with pytest.raises(ResumeError, match=r"stream\.schedule=joint trains all tasks in one phase"):
         with_tasks(lab.config("bert", "joint"), ["other"])
     with pytest.raises(ResumeError, match="studied its whole stream"):
         with_tasks(lab.config("bert", lab.slots(train_scope="all")), ["other"])

@@ -221,7 +221,7 @@ def test_references_over_a_head_for_each_number_of_labels(lab: Lab, tmp_path: Pa
 
 
 def test_a_head_that_the_task_picks_answers_no_unseen_tasks(lab: Lab) -> None:
-    with pytest.raises(ConfigError, match=r"method 'slm' must be told each text's task"):
+    with pytest.raises(ConfigError, match=r"method 'slm' needs each text's task id"):
         lab.config("bert", {"name": "slm", "head_rule": "label_count"}, stream={"unseen": [lab.unseen]})
 
 

@@ -88,7 +88,7 @@ def test_another_set_of_tasks_is_another_run() -> None:
 
 
 def test_nothing_is_shared_with_all_tasks_at_once() -> None:
-    assert keys(stream={"schedule": "joint"}) == []
+    assert keys(stream={"tasks": TASKS, "schedule": "joint"}) == []
 
 
 def test_keys_that_several_trials_have() -> None:
