@@ -12,7 +12,6 @@ from typing import Literal
 from pydantic import Field
 
 from raycl.backbone import Backbone
-from raycl.errors import ConfigError
 from raycl.methods.context import TaskContext
 from raycl.methods.replay_buffer import RowBuffer
 from raycl.methods.wrapper import Wrapper, WrapperConfig
@@ -38,15 +37,10 @@ class Replay(Wrapper):
         """Wrap the learner.
 
         Raises:
-            ConfigError: a learner that routes each text to its own task's adapters in training, so that stored rows
-                would train nothing of the new task's.
+            ConfigError: see `require_shared_adapters`.
         """
         super().__init__(config, backbone, seed)
-        if self.learner.needs_texts:  # to route each text (SAPT has its own ablation +Replay)
-            raise ConfigError(
-                f"method.learner is {config.learner.name}, which trains each task's adapters on its own texts alone: "
-                "expected finetune, lora, inclora or olora"
-            )
+        self.require_shared_adapters()
         self.buffer = RowBuffer(config.share)
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:

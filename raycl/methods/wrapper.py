@@ -10,6 +10,7 @@ from torch import Tensor
 
 from raycl.backbone import Backbone, Output
 from raycl.config import named
+from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, State
 from raycl.methods.context import TaskContext
 from raycl.methods.lora.lora import LoraConfig
@@ -54,6 +55,19 @@ class Wrapper(Method):
         self.router_module = self.learner.router_module
         overridden = type(self).transform_gradients is not Wrapper.transform_gradients
         self.transforms_gradients = overridden or self.learner.transforms_gradients
+
+    def require_shared_adapters(self) -> None:
+        """For methods that train on rows of earlier tasks.
+
+        Raises:
+            ConfigError: the learner routes each text to its own task's adapters in training, so that rows of earlier
+                tasks would train nothing of the new task's.
+        """
+        if self.learner.needs_texts:  # to route each text (SAPT has its own ablation +Replay)
+            raise ConfigError(
+                f"method.learner is {self.learner.config.name}, which trains each task's adapters on its own texts "
+                "alone: expected finetune, lora, inclora or olora"
+            )
 
     def check(self, tasks: Sequence[Task]) -> None:
         """As the learner."""
