@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --pro
 OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test chaos check format clean
+.PHONY: help venv demo test chaos check docs format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[1/2] $(VENV): installing $(TORCH) (a CPU build where your package index offers one; about 1 minute)"
 	@$(PIP) $(TORCH) >$(LOG) 2>&1 || { tail -n 20 $(LOG); echo "make: installing torch failed, see $(LOG)"; exit 1; }
 	@echo "[2/2] $(VENV): installing raycl and its tools, pinned by constraints.txt (about 2 minutes)"
-	@$(PIP) -e '.[dev]' >>$(LOG) 2>&1 || { tail -n 20 $(LOG); echo "make: installing raycl failed, see $(LOG)"; exit 1; }
+	@$(PIP) -e '.[dev,docs]' >>$(LOG) 2>&1 || { tail -n 20 $(LOG); echo "make: installing raycl failed, see $(LOG)"; exit 1; }
 	@touch $@
 	@echo "ready: $(VENV)"
 
@@ -47,10 +47,13 @@ check: venv  ## format, lint, types, architecture
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -p no:cacheprovider -o addopts=-q tests/test_architecture.py
 
+docs: venv  ## build the documentation into site/, strictly
+	@$(OFFLINE) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 format: venv  ## rewrite the files in the house style
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
 clean:  ## remove caches and build leftovers; the environment and runs/ stay
-	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

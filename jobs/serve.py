@@ -16,6 +16,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from raycl.config.reference import commented_yaml
 from raycl.errors import RayclError
 from raycl.serve.deployment import endpoint
 from raycl.serve.settings import ServeConfig, load_serve_config
@@ -28,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("raycl").setLevel(logging.INFO)
     try:
         config = _config(options)
-        if options.command == "activate":
+        if options.print_config:
+            print(commented_yaml(config), end="")
+        elif options.command == "activate":
             endpoint.activate(config, int(options.number))
         elif options.command == "promote":
             verdict, text = endpoint.promote(config, int(options.number))
@@ -53,6 +56,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--bank", metavar="PATH", help="folder or URI of the bank")
     parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
     parser.add_argument("--max-drop", type=float, help="points that an old task may lose (promote; default 1)")
+    parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
     parser.add_argument("words", nargs="*", metavar="WORD", help="activate N, promote N, or key.path=value ...")
     options = parser.parse_intermixed_args(arguments)
     commands = [word for word in options.words if "=" not in word]

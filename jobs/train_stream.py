@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from raycl import config as configs
+from raycl.config.reference import commented_yaml
 from raycl.errors import ConfigError, RayclError
 from raycl.launch import console, driver, status, termination
 from raycl.report.plots import heatmap
@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
     parser.add_argument("--status", metavar="RUN_DIR", help="how a run is, of whatever machine; nothing is started")
     parser.add_argument("--add", metavar="TASK", action="append", default=[], help="with --resume: name or YAML")
-    parser.add_argument("--print-config", action="store_true", help="show the resolved tree and stop")
+    parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
     parser.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
     options = parser.parse_intermixed_args()
     files = [word for word in options.words[:1] if word.endswith((".yaml", ".yml")) and "=" not in word]
@@ -54,7 +54,7 @@ def main() -> int:
             print(status.status_of(options.status))
             return 0
         if options.print_config:
-            print(configs.to_yaml(assembly.load_config(options.config, options.overrides)), end="")
+            print(commented_yaml(assembly.load_config(options.config, options.overrides)), end="")
             return 0
         if options.add and not options.resume:
             raise ConfigError("--add says what a run is to learn next: name the run with --resume RUN_DIR")

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
+from pydantic import Field
+
 from raycl.config import Section, Tree
 from raycl.errors import ConfigError
 
@@ -45,19 +47,15 @@ class MetricsSink(Protocol):
 
 
 class TrackingConfig(Section):
-    """Where metrics are logged besides the run's own files.
+    """Where metrics are logged besides the run's own files."""
 
-    Attributes:
-        backend: `auto` takes wandb if it is installed and has a key, else TensorBoard if installed, else nothing.
-        project: wandb project.
-        group: wandb group, for runs of one comparison.
-        directory: where the backend keeps its files; below the run folder if None.
-    """
-
-    backend: Literal["none", "wandb", "tensorboard", "auto"] = "none"
-    project: str = "raycl"
-    group: str | None = None
-    directory: str | None = None
+    backend: Literal["none", "wandb", "tensorboard", "auto"] = Field(
+        "none",
+        description="auto: wandb if it is installed and has a key, else tensorboard if it is installed, else none",
+    )
+    project: str = Field("raycl", description="wandb project")
+    group: str | None = Field(None, description="wandb group, for runs of one comparison")
+    directory: str | None = Field(None, description="folder of the backend's files; null: below the run's folder")
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """Names for a tracker, where there is none; TensorBoard has no projects."""

@@ -28,6 +28,28 @@ each next word (decoder-only ones)."""
 
 
 @dataclass(frozen=True)
+class Capabilities:
+    """What a backbone of one kind can do. Callers read these instead of the kind or the class.
+
+    Attributes:
+        answers: label: a score for every label, so each task needs a closed label set; text: generated tokens.
+        separate_encoder: an encoder reads the prompt, and the answer has positions of its own.
+        text_objective: the objective by which texts themselves are learned; None: they cannot be.
+        task_type: PEFT's name for such a model.
+    """
+
+    answers: Literal["label", "text"]
+    separate_encoder: bool
+    text_objective: Objective | None
+    task_type: str
+
+    @property
+    def one_sequence(self) -> bool:
+        """Whether prompt and answer share one sequence of positions."""
+        return self.answers == "text" and not self.separate_encoder
+
+
+@dataclass(frozen=True)
 class Task:
     """One task of a stream.
 
@@ -113,7 +135,9 @@ class TextCodec(Protocol):
     needs_labels: bool
     """True for encoder-only backbones: every task must have a closed label set, targets stay empty."""
     kind: str
-    """encoder, encoder-decoder or decoder."""
+    """Name of the backbone's kind, for messages and records."""
+    capabilities: Capabilities
+    """What the backbone can do."""
     mask_id: int
     """What a hidden token is replaced by; -1 where the tokenizer has no such token."""
     special_ids: frozenset[int]

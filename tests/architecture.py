@@ -68,6 +68,11 @@ CLOSED = {"raycl/report/": ("torch", "transformers")}
 PRETRAINED = "raycl/backbone"
 """Where `from_pretrained` is called, a module or a package."""
 
+BACKBONE_CLASSES = {"EncoderBackbone", "Seq2SeqBackbone", "CausalBackbone"}
+BACKBONE_KINDS = {"encoder", "encoder-decoder", "decoder"}
+KINDS_KNOWN_AT = ("raycl/backbone/", "raycl/bench/streams/plain.py")
+"""Only these know the kinds of backbone (the plain loop has none of raycl's classes); others read `capabilities`."""
+
 FILE_LINES, FUNCTION_LINES, JOB_LINES = 400, 80, 80
 ROOT_MODULES, FOLDER_MODULES, README_LINES = 5, 12, 150
 KNOTS = {"utils", "util", "common", "misc", "helpers", "helper"}
@@ -191,6 +196,29 @@ def pretrained(module: Module) -> Iterator[Finding]:
         inside = module.path.startswith((f"{PRETRAINED}.py", f"{PRETRAINED}/"))
         if module.ours and not inside and isinstance(node, ast.Attribute) and node.attr == "from_pretrained":
             yield node.lineno, f"from_pretrained outside {PRETRAINED}: ask the backbone for the model or tokenizer"
+
+
+@rule
+def backbone_kinds(module: Module) -> Iterator[Finding]:
+    """`encoder` alone has other uses (a sentence encoder's settings), so it is a finding only where code branches."""
+    if not module.ours or module.path.startswith(KINDS_KNOWN_AT):
+        return
+    branches: list[ast.expr | None] = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Compare):
+            branches += [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            branches.append(node.value)
+        elif isinstance(node, ast.Constant) and node.value in BACKBONE_KINDS - {"encoder"}:
+            yield node.lineno, f"names the kind of backbone '{node.value}': read `backbone.capabilities`"
+        names = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
+        names |= {_name(node)} if isinstance(node, ast.Name | ast.Attribute) else set()
+        for name in sorted(names & BACKBONE_CLASSES):
+            yield node.lineno, f"uses {name}: read `capabilities`, or add what is missing to `Backbone`"
+    for branch in branches:
+        parts = branch.elts if isinstance(branch, ast.Tuple | ast.List | ast.Set) else [branch]
+        if branch is not None and "encoder" in _strings([part for part in parts if part is not None]):
+            yield branch.lineno, "branches on the kind of backbone 'encoder': read `backbone.capabilities`"
 
 
 @rule

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from architecture import APART, LAYERS, RULES, Module
+from architecture import APART, LAYERS, README_LINES, RULES, Module
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -43,6 +43,13 @@ def test_the_tables_name_what_exists(modules: list[Module]) -> None:
     units = [unit for row in LAYERS for unit in row]
     assert len(units) == len(set(units)), "a unit stands in two rows of LAYERS"
     assert set(APART) | {unit for row in APART.values() for unit in row} <= set(units)
+
+
+def test_readme_is_short_and_its_links_lead_to_files() -> None:
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= README_LINES, "README.md: move details into docs/, and link there"
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
+    assert links and [link for link in links if not (REPO / link).is_file()] == []
 
 
 def test_no_test_folder_hides_a_library() -> None:
@@ -82,6 +89,13 @@ BROKEN = [
     ("doors", "raycl/report/plots.py", "import torch", "does without it"),
     ("pretrained", "raycl/retrieval/x.py", "AutoModel.from_pretrained('x')", "ask the backbone"),
     ("pretrained", "raycl/backbones.py", "AutoModel.from_pretrained('x')", "ask the backbone"),
+    ("backbone_kinds", "raycl/serve/x.py", "if codec.kind == 'encoder':\n    f()", "branches on the kind"),
+    ("backbone_kinds", "raycl/run/x.py", "x = kind in ('encoder', other)", "branches on the kind"),
+    ("backbone_kinds", "jobs/x.py", "match kind:\n    case 'encoder':\n        f()", "branches on the kind"),
+    ("backbone_kinds", "raycl/data/x.py", "KINDS = {'clm': 'decoder'}", "names the kind of backbone 'decoder'"),
+    ("backbone_kinds", "raycl/serve/x.py", "x = kind != 'encoder-decoder'", "names the kind of backbone 'encoder-d"),
+    ("backbone_kinds", "raycl/run/x.py", "from raycl.backbone.encoder import EncoderBackbone", "uses EncoderB"),
+    ("backbone_kinds", "raycl/training/x.py", "x = isinstance(y, causal.CausalBackbone)", "uses CausalBackbone"),
     ("sizes", "raycl/data/x.py", "x = 1\n" * 401, "at most 400"),
     ("sizes", "jobs/sweep.py", "x = 1\n" * 80, "at most 80"),
     ("sizes", "tests/test_x.py", "def f():\n" + "    x = 1\n" * 80, "function f has 81 lines"),
@@ -109,6 +123,9 @@ SOUND = [
     ("raycl/launch/driver.py", "import ray.train\nfrom raycl.run.assembly import build"),
     ("raycl/backbone/load.py", "AutoModel.from_pretrained('x')"),
     ("raycl/backbone.py", "AutoModel.from_pretrained('x')"),
+    ("raycl/backbone/load.py", "x = EncoderBackbone if kind == 'encoder' else {'decoder': CausalBackbone}[kind]"),
+    ("raycl/bench/streams/plain.py", "x = kind == 'encoder-decoder'"),
+    ("raycl/run/x.py", "x = f({'encoder': settings})\ny = backbone.capabilities.answers == 'label'"),
     ("raycl/methods/__init__.py", "METHODS = {'lora': 'raycl.methods.lora.lora:Lora'}\n__all__ = ['METHODS']"),
     (
         "raycl/data/x.py",

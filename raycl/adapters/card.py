@@ -12,19 +12,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from raycl.types import Capabilities
+
 FACTS = "raycl.json"
 TEXT = "stocks fell again"
 """The card's example."""
 
-TASK_TYPES = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM", "encoder": "FEATURE_EXTRACTION"}
-"""Kind of a backbone -> PEFT's `task_type`."""
-
 CLASSES = {
-    "decoder": "ModelForCausalLM",
-    "encoder-decoder": "ModelForSeq2SeqLM",
-    "encoder": "ModelForFeatureExtraction",
+    "CAUSAL_LM": "ModelForCausalLM",
+    "SEQ_2_SEQ_LM": "ModelForSeq2SeqLM",
+    "FEATURE_EXTRACTION": "ModelForFeatureExtraction",
 }
-PIPELINES = {"decoder": "text-generation", "encoder-decoder": "text-generation", "encoder": "text-classification"}
+"""PEFT's `task_type` -> what its and Transformers' automatic classes are called, after `AutoPeft` and `Auto`."""
+
+PIPELINES = {"label": "text-classification", "text": "text-generation"}
+"""How a backbone answers -> the hub's name for such a model."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class CardFacts:
     """What is to be said of an adapter.
 
     Attributes:
-        kind: of the backbone: encoder, encoder-decoder, decoder.
+        kind: of the backbone, by name. capabilities: what it can do.
         base: hub id or folder of the backbone; revision: of the hub id; sha256: over its files, "" if not known.
         adapters: name and version -> weight in the mixture that was exported.
         tasks: the one whose prompt the mixture gets first.
@@ -55,6 +57,7 @@ class CardFacts:
     """
 
     kind: str
+    capabilities: Capabilities
     base: str
     revision: str | None = None
     sha256: str = ""
@@ -72,7 +75,9 @@ class CardFacts:
 
     def tree(self) -> dict[str, Any]:
         """The same for scripts: the content of `raycl.json`."""
-        return {**asdict(self), "tasks": [asdict(task) for task in self.tasks]}
+        found = {**asdict(self), "tasks": [asdict(task) for task in self.tasks]}
+        del found["capabilities"]  # follow from the kind
+        return found
 
 
 def model_card(facts: CardFacts, labels: Sequence[str], merged: bool) -> str:
@@ -92,7 +97,10 @@ def model_card(facts: CardFacts, labels: Sequence[str], merged: bool) -> str:
 
 
 def _metadata(facts: CardFacts, merged: bool) -> dict[str, str]:
-    found = {"library_name": "transformers" if merged else "peft", "pipeline_tag": PIPELINES[facts.kind]}
+    found = {
+        "library_name": "transformers" if merged else "peft",
+        "pipeline_tag": PIPELINES[facts.capabilities.answers],
+    }
     return {"base_model": facts.base, **found} if facts.on_hub else found
 
 
@@ -136,8 +144,10 @@ def _code(facts: CardFacts, head: bool, merged: bool) -> str:
 
 
 def _imports(facts: CardFacts, head: bool, merged: bool) -> list[str]:
-    kind = "AutoModel" if merged and facts.kind == "encoder" else f"Auto{'' if merged else 'Peft'}{CLASSES[facts.kind]}"
-    theirs = ["AutoTokenizer"] + ([kind] if merged else []) + (["GenerationConfig"] if facts.kind != "encoder" else [])
+    known = facts.capabilities
+    has_texts = known.answers == "text"
+    kind = f"Auto{'' if merged else 'Peft'}{CLASSES[known.task_type]}" if has_texts or not merged else "AutoModel"
+    theirs = ["AutoTokenizer"] + ([kind] if merged else []) + (["GenerationConfig"] if has_texts else [])
     return [
         "import json",
         "from pathlib import Path",
@@ -175,10 +185,10 @@ def _asking(facts: CardFacts) -> list[str]:
 
 
 def _end(facts: CardFacts, head: bool, merged: bool) -> list[str]:
-    if facts.kind == "encoder":
+    if facts.capabilities.answers == "label":
         return _labelled(facts, head)
-    start = "inputs['input_ids'].shape[1]" if facts.kind == "decoder" else "0"
-    own = ["decoder_start_token_id", "forced_bos_token_id"] if facts.kind == "encoder-decoder" else []
+    start = "inputs['input_ids'].shape[1]" if facts.capabilities.one_sequence else "0"
+    own = ["decoder_start_token_id", "forced_bos_token_id"] if facts.capabilities.separate_encoder else []
     return [
         "",
         "own = model.generation_config  # its penalties and the like were never used in training",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raycl.backbone.codec import HFCodec
-from raycl.types import IGNORE, Batch
+from raycl.types import IGNORE, Batch, Capabilities
 
 Side = Literal["source", "target"]
 """Which text a layer's positions are of: encoder-decoder models read two, all others one (their "source")."""
@@ -91,6 +91,8 @@ class Backbone(nn.Module, ABC):
         prefix: what stands in front of every text, or None.
         dtype: what the model computes in, whatever an engine keeps trained parameters in.
         allowed_labels: the only answers that `predict` gives; (): all.
+        competing_labels: in training, the only labels that compete for an example which has one of them; (): all do.
+            Read by backbones that answer with labels.
     """
 
     head: Head | None
@@ -103,7 +105,24 @@ class Backbone(nn.Module, ABC):
         self.head = None
         self.prefix = None
         self.allowed_labels: tuple[str, ...] = ()
+        self.competing_labels: tuple[str, ...] = ()
         self.dtype: torch.dtype = next(model.parameters()).dtype
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What backbones of this kind can do."""
+        return self.codec.capabilities
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions of one sequence; None: no limit (relative positions)."""
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        return None if limit is None else int(limit)
+
+    @property
+    def has_untrained_language_head(self) -> bool:
+        """Whether texts are learned by a head that the checkpoint lacks, so that it starts at random."""
+        return False
 
     @property
     def device(self) -> torch.device:
@@ -127,6 +146,10 @@ class Backbone(nn.Module, ABC):
         Args:
             max_new_tokens: limit of a generated answer; unused by encoder-only backbones.
         """
+
+    def score_labels(self, batch: Batch) -> tuple[Tensor, list[str]]:
+        """Scores `[B, C]` in float32 and the label of each column, where `capabilities.answers` is `label`."""
+        raise AssertionError(f"{type(self).__name__} answers with texts: it has no label scores")
 
     def constraint(self, prompt: int, forced: int | None = None) -> dict[str, Callable[[int, Tensor], list[int]]]:
         """What keeps `generate` to `allowed_labels`, token by token; nothing if there are none.

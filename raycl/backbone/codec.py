@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from raycl.backbone.kinds import capabilities_of
 from raycl.errors import BackboneError
 
 
@@ -25,7 +26,8 @@ class HFCodec:
             raise BackboneError(f"{type(tokenizer).__name__} is not a fast tokenizer: expected a tokenizer.json")
         self.tokenizer = tokenizer
         self.kind = kind
-        self.needs_labels = kind == "encoder"
+        self.capabilities = capabilities_of(kind)
+        self.needs_labels = self.capabilities.answers == "label"
         self.max_source_tokens = max_source_tokens
         self.max_target_tokens = max_target_tokens
         self.pad_id = _pad_id(tokenizer)

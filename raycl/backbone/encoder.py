@@ -19,7 +19,6 @@ class EncoderBackbone(Backbone):
 
     Attributes:
         language: where texts themselves are learned, the head that guesses hidden words; `forward` then does that.
-        competing_labels: in training, the only labels that compete for an example which has one of them; (): all do.
     """
 
     def __init__(self, model: nn.Module, codec: HFCodec, pooling: str, language: LanguageHead | None = None) -> None:
@@ -27,7 +26,11 @@ class EncoderBackbone(Backbone):
         self.pooling = pooling
         self.head: Head = LabelHead(self.model.config.hidden_size)
         self.language = language
-        self.competing_labels: tuple[str, ...] = ()
+
+    @property
+    def has_untrained_language_head(self) -> bool:
+        """Whether `language` starts at random."""
+        return self.language is not None and self.language.is_fresh
 
     def learn_labels(self, labels: Sequence[str]) -> None:
         """Add head rows for labels not seen before."""
@@ -105,16 +108,21 @@ class EncoderBackbone(Backbone):
             self.model.config.architectures = [self.language.architecture]
         return super().model_files()
 
+    def score_labels(self, batch: Batch) -> tuple[Tensor, list[str]]:
+        """Scores over all labels seen so far; -inf where nothing is known of a label."""
+        with self.precision():
+            logits_BC = self.head(self.pooled(batch)).float()
+        return logits_BC, self.head.labels
+
     @torch.no_grad()
     def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
         """The label text with the largest score among all labels seen so far (see `allowed_labels`).
 
         "" where nothing is known of any.
         """
-        with self.precision():
-            logits_BC = self.head(self.pooled(batch)).float()
+        logits_BC, labels = self.score_labels(batch)
         if self.allowed_labels:
             logits_BC = logits_BC.masked_fill(~self._rows_of(self.allowed_labels, logits_BC.device), -torch.inf)
         best_B, row_B = logits_BC.max(-1)
         known = torch.isfinite(best_B).tolist()
-        return [self.head.labels[row] if yes else "" for row, yes in zip(row_B.tolist(), known, strict=True)]
+        return [labels[row] if yes else "" for row, yes in zip(row_B.tolist(), known, strict=True)]

@@ -31,11 +31,13 @@ from raycl.backbone.base import Backbone
 from raycl.backbone.causal import CausalBackbone
 from raycl.backbone.codec import HFCodec
 from raycl.backbone.encoder import EncoderBackbone
+from raycl.backbone.kinds import KINDS, Kind
 from raycl.backbone.language import LanguageHead
 from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.config import Section
 from raycl.errors import BackboneError
 from raycl.pretrained import fingerprint_of, present_folder, resolve, resolve_path
+from raycl.types import Capabilities
 
 log = logging.getLogger("raycl")
 
@@ -57,8 +59,6 @@ DROPOUTS = (
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id")
 """What is taken from a model's generation_config.json."""
 
-Kind = Literal["encoder", "encoder-decoder", "decoder"]
-
 
 class BackboneConfig(Section):
     """Which pretrained model, and how it is loaded."""
@@ -67,17 +67,22 @@ class BackboneConfig(Section):
         "minilm", description="'minilm' (packaged), a hub id, or the path of a local folder"
     )
     revision: str | None = Field(None, description="commit or tag of a hub id")
-    kind: Literal["auto", "encoder", "encoder-decoder", "decoder"] = Field("auto", description="auto: from its config")
+    kind: Literal["auto"] | Kind = Field("auto", description="auto: from its config")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on GPUs that have it")
     pooling: Literal["auto", "mean", "cls"] = Field("auto", description="encoder-only; auto: mean")
     dropout: float = Field(0.0, ge=0, lt=1, description="all dropout rates; 0 makes N workers equal one")
-    gradient_checkpointing: bool = False
-    trust_remote_code: bool = False
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass: less memory, more time"
+    )
+    trust_remote_code: bool = Field(
+        False, description="run Python code that comes with the model; only the command line may set it"
+    )
     allow_pickle: bool = Field(False, description="accept weights that are not safetensors (pickles can run code)")
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """What only the label head of encoder-only models reads."""
-        if known_kind(self) in ("encoder-decoder", "decoder"):
+        known = known_capabilities(self)
+        if known is not None and known.answers == "text":
             yield "pooling", because_of_kind(self)
 
 
@@ -95,9 +100,15 @@ def known_kind(config: BackboneConfig) -> Kind | None:
         return None
     try:
         with _explained(config.name):
-            return _kind(config, AutoConfig.from_pretrained(folder, trust_remote_code=False))
+            return _configured_kind(config, AutoConfig.from_pretrained(folder, trust_remote_code=False))
     except BackboneError:
         return None
+
+
+def known_capabilities(config: BackboneConfig) -> Capabilities | None:
+    """What the model can do; None: see `known_kind`."""
+    kind = known_kind(config)
+    return None if kind is None else KINDS[kind]
 
 
 def because_of_kind(config: BackboneConfig) -> str:
@@ -122,7 +133,7 @@ def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens
         tokenizer = AutoTokenizer.from_pretrained(
             where, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    kind = _kind(config, settings)
+    kind = _configured_kind(config, settings)
     _check_length(settings, kind, max_source_tokens, max_target_tokens)
     return HFCodec(tokenizer, kind, max_source_tokens, max_target_tokens)
 
@@ -220,6 +231,13 @@ def load_skeleton(config: BackboneConfig, codec: HFCodec) -> Backbone:
         return _wrap(codec.kind, model, codec, config)
 
 
+def wrap_model(model: nn.Module, tokenizer: Any, max_source_tokens: int, max_target_tokens: int) -> Backbone:
+    """A backbone around a model in memory; its kind is that of the model's class."""
+    settings: Any = model.config
+    kind = _kind(settings, type(model).__name__)
+    return _wrap(kind, model, HFCodec(tokenizer, kind, max_source_tokens, max_target_tokens), BackboneConfig())
+
+
 def identity(config: BackboneConfig) -> str:
     """SHA-256 over what a backbone is: its config, tokenizer and weight files, wherever they lie.
 
@@ -262,12 +280,15 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
-def _kind(config: BackboneConfig, settings: PretrainedConfig) -> Kind:
+def _configured_kind(config: BackboneConfig, settings: PretrainedConfig) -> Kind:
     if config.kind != "auto":
         return config.kind
+    return _kind(settings, " ".join(getattr(settings, "architectures", None) or []))
+
+
+def _kind(settings: PretrainedConfig, architectures: str) -> Kind:
     if getattr(settings, "is_encoder_decoder", False):
         return "encoder-decoder"
-    architectures = " ".join(getattr(settings, "architectures", None) or [])
     if "MaskedLM" in architectures or settings.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return "encoder"
     return "decoder" if "CausalLM" in architectures or "LMHead" in architectures else "encoder"

@@ -277,7 +277,7 @@ def _place(model: type[BaseModel], tree: Any, loc: Sequence[int | str]) -> tuple
             node = next(item for item in node if _name_of(item) == part)
         else:
             node = node[part] if written else None
-        here, others = (_sections(field.annotation), []) if field is not None else (here, others)
+        here, others = (sections_in(field.annotation), []) if field is not None else (here, others)
     return parts, owners, left_out
 
 
@@ -294,11 +294,11 @@ def _names(kind: type[BaseModel], part: int | str) -> bool:
     return part == kind.__name__ or (tag is not None and part in get_args(tag.annotation))
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
     """The section classes anywhere in a type annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [kind for argument in get_args(annotation) for kind in _sections(argument)]
+    return [kind for argument in get_args(annotation) for kind in sections_in(argument)]
 
 
 def as_tree(config: BaseModel) -> Tree:

@@ -28,9 +28,6 @@ MASKED, REPLACED = 0.8, 0.1
 """Of the tokens to be guessed, shown as the mask and as another word; the rest are shown as they are (Devlin et al.
 2019, section 3.1)."""
 
-KINDS: dict[str, str] = {"mlm": "encoder", "clm": "decoder"}
-"""Objective -> kind of backbone that learns it."""
-
 
 @dataclass(frozen=True)
 class HiddenWords:
@@ -84,11 +81,10 @@ def check_objective(objective: Objective, codec: TextCodec) -> None:
     """
     if objective == "answer":
         return
-    if codec.kind != KINDS[objective]:
-        known = " and ".join(f"{name} for {kind}-only" for name, kind in KINDS.items())
+    if codec.capabilities.text_objective != objective:
         raise ConfigError(
-            f"stream.objective is {objective}, but the backbone is of kind {codec.kind}: expected {known} backbones "
-            "(texts themselves are not learned with encoder-decoder ones)"
+            f"stream.objective is {objective}, but the backbone is of kind {codec.kind}: expected mlm for encoder-only "
+            "and clm for decoder-only backbones (texts themselves are not learned with encoder-decoder ones)"
         )
     if objective == "mlm" and codec.mask_id < 0:
         raise ConfigError("stream.objective is mlm, but the tokenizer has no mask token: choose another backbone")

@@ -31,8 +31,8 @@ Names = Annotated[tuple[str, ...], Field(min_length=1)]
 class ColumnNames(Section):
     """Column (or key) names of a custom task's files."""
 
-    text: str | None = Field(None, description="column of the input; None: the first of text, input, sentence")
-    label: str | None = Field(None, description="column of the answer; None: the first of label, output")
+    text: str | None = Field(None, description="column of the input; null: the first of text, input, sentence")
+    label: str | None = Field(None, description="column of the answer; null: the first of label, output")
     header: Names | None = Field(None, description="column names of a CSV file that has no header line")
 
 
@@ -43,18 +43,18 @@ class TaskSpec(Section):
     path: Place = Field(None, description="folder (path or URI) with train.*, test.* and maybe dev.*")
     train: Place = Field(None, description="train file, instead of the one in path")
     test: Place = Field(None, description="test file, instead of the one in path")
-    dev: Place = Field(None, description="dev file; None: dev is carved from train")
+    dev: Place = Field(None, description="dev file; null: dev is carved from train")
     format: Format = Field("auto", description="auto goes by suffix, and for .json by how the file begins")
     columns: ColumnNames = Field(default_factory=ColumnNames, description="where text and label are found")
     labels: Names | Literal["auto"] | None = Field(
         "auto",
-        description="closed label set; auto: the distinct answers of the train file if at most 64; None: free text",
+        description="closed label set; auto: the distinct answers of the train file if at most 64; null: free text",
     )
     first_label: Literal[0, 1] | None = Field(
         None, description="number of the first of `labels` in files that hold class numbers instead of names"
     )
-    metric: str | None = Field(None, description="name of the score; None: exact_match with labels, else rouge_l")
-    definition: str | None = Field(None, description="instruction of the prompt; None: what the file says, if it does")
+    metric: str | None = Field(None, description="name of the score; null: exact_match with labels, else rouge_l")
+    definition: str | None = Field(None, description="instruction of the prompt; null: what the file says, if it does")
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -80,7 +80,7 @@ class StreamConfig(Section):
         "from the pretrained model, its task id given at test",
     )
     tasks: tuple[str | TaskSpec, ...] | None = Field(
-        None, min_length=1, description="explicit order: names below root and custom tasks; None: the named order"
+        None, min_length=1, description="explicit order: names below root and custom tasks; null: the named order"
     )
     unseen: tuple[str | TaskSpec, ...] | None = Field(
         None,
@@ -95,15 +95,15 @@ class StreamConfig(Section):
     )
     mask_share: float = Field(0.15, gt=0, lt=1, description="mlm: share of a text's tokens that are guessed")
     train_rows: int | None = Field(
-        None, ge=1, description="rows of a task to train on, sampled; None: all (builtin: 320)"
+        None, ge=1, description="rows of a task to train on, sampled; null: all (builtin: 320)"
     )
     train_rows_by_task: dict[str, PositiveInt] = Field(
         default_factory=dict, description="task name -> train_rows, where it differs, for example a task with few rows"
     )
     test_rows: int | None = Field(
-        None, ge=1, description="rows of a task to test on, sampled; None: all (builtin: 150)"
+        None, ge=1, description="rows of a task to test on, sampled; null: all (builtin: 150)"
     )
-    dev_rows: int | None = Field(200, ge=1, description="upper limit of dev rows; None: no limit")
+    dev_rows: int | None = Field(200, ge=1, description="upper limit of dev rows; null: no limit")
     dev_fraction: float = Field(0.1, ge=0, lt=1, description="share of the train rows that is set aside as dev")
     dev: Literal["carve", "file"] = Field(
         "carve", description="file: use dev files, which equal the test files in the public benchmark release"
@@ -121,7 +121,7 @@ class StreamConfig(Section):
     )
     max_source_tokens: int = Field(128, ge=8, description="longer prompts lose the end of their input text")
     max_target_tokens: int = Field(32, ge=2, description="longer answers are cut, keeping the end-of-sequence token")
-    cache_dir: Place = Field(None, description="node-local cache; None: $RAYCL_CACHE, else ~/.cache/raycl")
+    cache_dir: Place = Field(None, description="node-local cache; null: $RAYCL_CACHE, else ~/.cache/raycl")
 
     @field_validator("unseen", mode="before")
     @classmethod

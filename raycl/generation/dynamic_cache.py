@@ -103,7 +103,7 @@ def begin(backbone: Backbone, sources: Sequence[Sequence[int]]) -> DynamicKVCach
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in sources], device=device)
     with backbone.precision():
         inputs, _ = backbone.prefixed(ids, mask)
-        return _encoded(backbone, inputs) if backbone.codec.kind == "encoder-decoder" else _read(backbone, inputs)
+        return _encoded(backbone, inputs) if backbone.capabilities.separate_encoder else _read(backbone, inputs)
 
 
 def _read(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:

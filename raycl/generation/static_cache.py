@@ -42,7 +42,7 @@ MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
 def fits_slots(backbone: Backbone) -> bool:
     """Whether its sequences can be decoded here: every layer attends to everything before."""
     config = backbone.model.config
-    if backbone.codec.kind != "decoder" or config.model_type not in MODELS:
+    if not backbone.capabilities.one_sequence or config.model_type not in MODELS:
         return False
     windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None) is not None
     full = all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())

@@ -10,7 +10,7 @@ from raycl.types import Phase
 
 
 class FinetuneConfig(MethodConfig):
-    """No settings of its own."""
+    """All weights are trained on the tasks in turn."""
 
     name: Literal["finetune"] = "finetune"
 

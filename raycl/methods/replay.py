@@ -19,7 +19,7 @@ from raycl.types import Phase
 
 
 class ReplayConfig(WrapperConfig):
-    """How much is stored."""
+    """Any learner, with stored rows of earlier tasks among the training data."""
 
     name: Literal["replay"] = "replay"
     share: float = Field(0.02, gt=0, le=1, description="of each task's train rows, one row at least")

@@ -51,7 +51,7 @@ class EncoderConfig(Section):
         description="whose mean is the query; auto: two thirds up; last: the sentence embedding, as in the paper",
     )
     max_tokens: int = Field(256, ge=2, description="longer texts are cut, the same in training and in serving")
-    batch_size: int = Field(32, ge=1)
+    batch_size: int = Field(32, ge=1, description="texts per forward pass")
 
 
 class SentenceEncoder:

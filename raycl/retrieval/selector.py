@@ -19,10 +19,10 @@ from raycl.retrieval.attention import Attention, AttentionConfig, divergence
 
 
 class SelectorConfig(Section):
-    """How it is trained; the paper does not say."""
+    """How the separate selector of two ablations is trained (not in the paper)."""
 
-    steps: int = Field(500, ge=1)
-    rate: float = Field(1e-3, gt=0, description="of Adam")
+    steps: int = Field(500, ge=1, description="optimizer steps")
+    rate: float = Field(1e-3, gt=0, description="learning rate of Adam")
     batch: int = Field(16, ge=1, description="pseudo inputs of each task in a step")
 
 

@@ -16,8 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from raycl import config as configs
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
 from raycl.backbone.base import Backbone
-from raycl.backbone.encoder import EncoderBackbone
-from raycl.backbone.load import because_of_kind, known_kind
+from raycl.backbone.load import because_of_kind, known_capabilities
 from raycl.bank.tensors import views
 from raycl.config import Section, Tree, trust
 from raycl.config.unused import found_in, idle_in, refuse, written
@@ -65,7 +64,7 @@ GENERATION = ("stream.max_target_tokens", "eval.max_new_tokens")
 class LaunchConfig(Section):
     """Where the workers run."""
 
-    workers: int = Field(1, ge=1)
+    workers: int = Field(1, ge=1, description="processes that train together")
     cpus_per_worker: float | None = Field(None, gt=0, description="null: the cluster's CPUs shared evenly")
     gpus_per_worker: float | None = Field(None, ge=0, description="null: 1 where the cluster has one for each worker")
     address: str | None = Field(None, description="Ray cluster to join; null: $RAY_ADDRESS, else one is started here")
@@ -105,13 +104,15 @@ class OutputConfig(Section):
 class RunConfig(Section):
     """One continual-learning run."""
 
-    seed: int = Field(42, ge=0)
+    seed: int = Field(42, ge=0, description="seed of all random draws: weights, rows, batches, dropout")
     stream: StreamConfig = StreamConfig()
     backbone: BackboneConfig = BackboneConfig()
-    method: MethodChoice = LoraConfig()
-    modifiers: dict[str, ModifierChoice] = Field(default_factory=dict, description="gradient modifiers by name")
+    method: MethodChoice = Field(LoraConfig(), description="the continual-learning method, with its settings")
+    modifiers: dict[str, ModifierChoice] = Field(
+        default_factory=dict, description="gradient modifiers by name, for example [migu]"
+    )
     train: TrainConfig = TrainConfig()
-    engine: EngineChoice = TorchConfig()
+    engine: EngineChoice = Field(TorchConfig(), description="what runs the optimizer, with its settings")
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     bank: BankConfig = BankConfig()
@@ -146,10 +147,11 @@ class RunConfig(Section):
             yield "checkpoint.export", f"method={self.method.name}"
         if self.stream.schedule == "separate":
             yield from ((f"method.{name}", "stream.schedule=separate") for name in self.method.unused_for_single_task)
-        if kind := known_kind(self.backbone):
+        if known := known_capabilities(self.backbone):
+            has_label_head = known.answers == "label"
             reason = f"backbone.{because_of_kind(self.backbone)}"
-            yield from ((f"method.{path}", why) for path, why in self.method.idle_beside(kind == "encoder", reason))
-            yield from ((path, reason) for path in (GENERATION if kind == "encoder" else LABEL_HEAD))
+            yield from ((f"method.{path}", why) for path, why in self.method.idle_beside(has_label_head, reason))
+            yield from ((path, reason) for path in (GENERATION if has_label_head else LABEL_HEAD))
 
     @model_validator(mode="after")
     def _unseen_are_not_told(self) -> Self:
@@ -334,7 +336,7 @@ def check_language_head(method: Method) -> None:
         ConfigError: the backbone came without one.
     """
     backbone = method.backbone
-    if isinstance(backbone, EncoderBackbone) and backbone.language and backbone.language.is_fresh and method.stack:
+    if backbone.has_untrained_language_head and method.stack:
         raise ConfigError(
             f"stream.objective is mlm and method '{method.config.name}' trains adapters alone, but the backbone has no "
             "language head: use method=finetune, or name as backbone what such a run left (RUN/learned/...) or a "

@@ -84,14 +84,14 @@ class Service:
     """Answers on one replica.
 
     Attributes:
-        kind: of the backbone: encoder, encoder-decoder, decoder.
+        kind: of the backbone, by name. capabilities: what it can do.
         observe: told every finished answer, for metrics.
         gate_problem: why the gate has not judged the newest snapshot, where there is a gate.
     """
 
     def __init__(self, config: ServeConfig, engine: Engine | RemoteEngine, snapshot_manager: SnapshotManager) -> None:
         self.config, self.engine, self.snapshot_manager = config, engine, snapshot_manager
-        self.kind = engine.kind
+        self.kind, self.capabilities = engine.kind, engine.capabilities
         self.observe: Observe = lambda answer: None
         self.gate_problem = ""
         self._loading = 0

@@ -38,8 +38,8 @@ class AuthConfig(Section):
     over the wire, and `jobs/serve.py activate` is left.
     """
 
-    keys_file: str | None = None
-    keys_env: str = "RAYCL_API_KEYS"
+    keys_file: str | None = Field(None, description="file with one API key per line; null: none")
+    keys_env: str = Field("RAYCL_API_KEYS", description="environment variable with API keys, separated by commas")
 
 
 class FollowConfig(Section):
@@ -57,7 +57,7 @@ class GateConfig(Section):
     """
 
     max_drop: float = Field(1.0, ge=0, description="points that a task may fall by against the active snapshot")
-    split: Literal["dev", "test"] = "dev"
+    split: Literal["dev", "test"] = Field("dev", description="rows that a snapshot is evaluated on")
     stream: tuple[str, ...] = Field(
         (), description="overrides of the stream that the snapshot was trained on, for data that has moved: root=..."
     )
@@ -82,8 +82,8 @@ class ServeConfig(Section):
         description="what the backbone computes in; auto: what its run asked for; bfloat16 makes CPUs that know it "
         "(AVX-512 BF16, AMX) more than twice as fast, and close calls may turn out otherwise",
     )
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)
+    host: str = Field("127.0.0.1", description="address that the endpoint listens on")
+    port: int = Field(8000, ge=0, le=65535, description="port that the endpoint listens on")
     ingress: Literal["auto", "proxy", "direct"] = Field(
         "auto",
         description="who listens on host:port. proxy: Ray Serve's, on every node, in front of replicas anywhere. "

@@ -35,14 +35,16 @@ class SearchConfig(Section):
     name: Literal["random", "grid", "tpe"] = Field(
         "random", description="grid: every listed value with every other; tpe: Optuna's, one or several metrics"
     )
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="seed of random draws and of TPE")
     startup: int = Field(10, ge=1, description="tpe: random trials before it begins to model")
 
 
 class SchedulerConfig(Section):
     """Who stops trials between two tasks, by the first metric over the tasks seen."""
 
-    name: Literal["none", "asha", "median"] = "none"
+    name: Literal["none", "asha", "median"] = Field(
+        "none", description="none: every trial runs to its end; asha: successive halving; median: stop below the median"
+    )
     grace: int = Field(1, ge=1, description="tasks that every trial learns")
     reduction: float = Field(3, gt=1, description="asha: one in so many goes on at tasks grace, grace x reduction, ...")
     least: int = Field(3, ge=1, description="median: trials that must have got as far before one is stopped")
@@ -51,8 +53,8 @@ class SchedulerConfig(Section):
 class ResourcesConfig(Section):
     """What one trial takes; all but `isolated` become `launch.*` of its run."""
 
-    workers: int = Field(1, ge=1)
-    cpus_per_worker: float = Field(1.0, gt=0)
+    workers: int = Field(1, ge=1, description="worker processes of a trial")
+    cpus_per_worker: float = Field(1.0, gt=0, description="CPUs that each worker reserves")
     gpus_per_worker: float | None = Field(None, ge=0, description="null: 1 where the cluster has GPUs")
     isolated: bool = Field(
         False, description="a single worker too gets a fresh process for every trial, which takes 10 to 20 s to start"
@@ -69,7 +71,7 @@ TAKEN = ("workers", "cpus_per_worker", "gpus_per_worker")
 class SweepConfig(Section):
     """One sweep."""
 
-    name: str = Field(pattern=r"^[\w.-]+$")
+    name: str = Field(pattern=r"^[\w.-]+$", description="name of the sweep and of its folder")
     base: Tree = Field(default_factory=dict, description="config tree that all trials share")
     space: dict[str, Draw] = Field(min_length=1, description="dotted path -> its values")
     metric: Metrics = Field(("ap",), description="ap, ap - f_ra, task('agnews'), ...; several: a Pareto front")

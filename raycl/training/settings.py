@@ -19,14 +19,14 @@ SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_wi
 class TrainConfig(Section):
     """One task's training. Optimizer, schedule and counters start anew at every task, as in all three papers' code."""
 
-    epochs: int = Field(3, ge=1)
+    epochs: int = Field(3, ge=1, description="passes over a task's training rows")
     epochs_by_task: dict[str, int] = Field(default_factory=dict, description="task name -> epochs, where it differs")
     max_steps: int | None = Field(None, ge=1, description="optimizer steps per task at most")
     batch_size: int = Field(16, ge=1, description="examples per optimizer step, over all workers")
     micro_batch_size: int | None = Field(
         None, ge=1, description="examples per worker per forward pass; none: no accumulation"
     )
-    learning_rate: float = Field(1e-3, gt=0)
+    learning_rate: float = Field(1e-3, gt=0, description="learning rate of AdamW at its highest")
     head_learning_rate: float | None = Field(
         None, gt=0, description="label head of encoder-only backbones, which starts at zero; null: learning_rate"
     )
@@ -39,11 +39,13 @@ class TrainConfig(Section):
         "(labels of earlier tasks are then not pushed down: Zeno et al. 2018, 'labels trick'; replayed rows meet all)",
     )
     lr_scheduler: str = Field("constant", description=f"one of {', '.join(SCHEDULERS)}")
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(
+        0, ge=0, description="optimizer steps in which the learning rate rises from zero; 0: warmup_ratio decides"
+    )
     warmup_ratio: float = Field(0.0, ge=0, lt=1, description="share of the task's steps; used if warmup_steps is 0")
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="decay rates of AdamW's running averages")
+    epsilon: float = Field(1e-8, gt=0, description="epsilon of AdamW")
     max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
     log_every_s: float = Field(5.0, gt=0, description="seconds between progress lines")
 
@@ -90,10 +92,12 @@ class TorchConfig(EngineConfig):
 
 
 class DeepSpeedConfig(EngineConfig):
-    """DeepSpeed ZeRO."""
+    """DeepSpeed ZeRO: optimizer state, gradients and parameters are sharded over the workers."""
 
     name: Literal["deepspeed"] = "deepspeed"
-    zero_stage: int = Field(2, ge=0, le=3)
+    zero_stage: int = Field(
+        2, ge=0, le=3, description="0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters"
+    )
     offload_optimizer: bool = Field(False, description="keep optimizer state in CPU memory (ZeRO 1-3)")
     extra: dict[str, Any] = Field(default_factory=dict, description="merged into DeepSpeed's own config, last word")
 
@@ -118,7 +122,7 @@ class BankConfig(Section):
     """Where adapters and snapshots go at the end of every task."""
 
     dir: str | None = Field(None, description="folder or URI of a bank; null: bank/ in the run's folder")
-    publish: bool = True
+    publish: bool = Field(True, description="publish adapters and a snapshot at the end of every task")
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """Where nothing goes."""

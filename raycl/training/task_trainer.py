@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from raycl.backbone.encoder import EncoderBackbone
 from raycl.data.loader import GlobalOrder, Loader
 from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
 from raycl.methods.context import Step, TaskContext
@@ -101,8 +100,7 @@ class TaskTrainer:
         if not resumed:
             context.schedule.begin(context.method)
         context.method.begin_task(phase, task_context)
-        if isinstance(context.backbone, EncoderBackbone):
-            context.backbone.competing_labels = tuple(phase_labels(phase)) if context.train.label_loss == "task" else ()
+        context.backbone.competing_labels = tuple(phase_labels(phase)) if context.train.label_loss == "task" else ()
         context.modifiers.begin_task(phase, only=len(context.phases) == 1, resumed=resumed)
         return task_context
 

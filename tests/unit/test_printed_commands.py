@@ -1,6 +1,6 @@
-"""Every command that README, CONTRIBUTING, the docs, cluster/README.md and the headers of config files print is one
-that works: raycl's own are parsed by the jobs themselves and their configs validated, others by their own parsers or by
-the files that they name.
+"""Every command that README, CONTRIBUTING, the documentation, cluster/README.md and the headers of config files print
+is one that works: raycl's own are parsed by the jobs themselves and their configs validated, others by their own
+parsers or by the files that they name.
 
 What is not done: nothing is started, and data, runs and clusters that a command names need not be there.
 """
@@ -31,9 +31,12 @@ from raycl.sweep.comparison import load_comparison
 from raycl.sweep.config import load_sweep
 
 REPO = Path(__file__).resolve().parents[2]
-PAGES = [*(REPO / name for name in ("README.md", "CONTRIBUTING.md", "cluster/README.md")), *REPO.glob("docs/**/*.md")]
+TOP = ("README.md", "CONTRIBUTING.md", "cluster/README.md", "docs/hooks.py")
+PAGES = [*(REPO / name for name in TOP), *sorted(REPO.glob("docs/**/*.md"))]
 HEADED = [path for folder in ("jobs/configs", "sweeps", "cluster") for path in sorted((REPO / folder).glob("**/*"))]
-SPAN = re.compile(r"`((?:python |make |ray |serve (?:run|deploy)|kubectl |export |sbatch |jobs/\w+\.py )[^`]+)`")
+SPAN = re.compile(
+    r"`((?:python |make |ray |serve (?:run|deploy)|kubectl |export |sbatch |pip install |jobs/\w+\.py )[^`]+)`"
+)
 HEADS = ("python", "make", "ray", "serve", "kubectl", "export", "sbatch", "cluster/", "curl", "pip", "source", "jobs/")
 
 
@@ -48,6 +51,8 @@ def commands(path: Path) -> Iterator[str]:
             lines = re.sub(r"\\\n\s*", "", block).splitlines()
             yield from (line.strip() for line in lines if _is_command(line.strip()))
         yield from SPAN.findall(rest)
+    elif path.suffix == ".py":
+        yield from (line for line in SPAN.findall(text) if line.startswith("python jobs/"))
     elif path.suffix in (".yaml", ".sh"):
         comments = "\n".join(line[1:].strip() for line in text.splitlines() if line.startswith("#"))
         lines = re.sub(r"\\\n", "", comments).splitlines()
@@ -71,7 +76,9 @@ def check(line: str, patch: pytest.MonkeyPatch) -> None:
     if head.startswith("jobs/"):
         JOBS[head](rest, patch)
     elif head == ".venv/bin/python":
-        assert rest[:2] == ["-m", "pytest"] and all((REPO / word).exists() for word in rest if word.endswith(".py"))
+        assert rest[:2] in (["-m", "pytest"], ["-m", "mkdocs"]) and all(
+            (REPO / word).exists() for word in rest if word.endswith(".py")
+        )
     elif head == "make":
         targets = re.findall(r"^([\w-]+):", (REPO / "Makefile").read_text(), re.MULTILINE)
         assert set(rest) <= set(targets), f"Makefile has no {set(rest) - set(targets)}"
@@ -194,6 +201,10 @@ def test_they_are_found() -> None:
     found = {path for path, _ in PRINTED}
     assert {"README.md", "cluster/README.md", "jobs/configs/pretrain.yaml", "jobs/configs/end-tasks.yaml"} <= found
     assert {"jobs/configs/instruction.yaml", "jobs/configs/compare/sapt-long8.yaml", "cluster/slurm.sh"} <= found
+    assert {"docs/hooks.py", "docs/index.md", "docs/results.md"} <= found
+    assert {
+        f"docs/guides/{name}.md" for name in ("runs", "data", "baselines", "slm", "sapt", "migu", "sweeps")
+    } <= found
     heads = {shlex.split(line, comments=True)[0] for _, line in PRINTED}
     assert {"python", "make", "ray", "kubectl", "sbatch", "serve", "curl"} <= heads
 

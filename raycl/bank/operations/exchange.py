@@ -14,10 +14,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from raycl.adapters.card import FACTS, TASK_TYPES, CardFacts, CardTask, model_card
+from raycl.adapters.card import FACTS, CardFacts, CardTask, model_card
 from raycl.adapters.peft import from_peft, to_peft
 from raycl.adapters.state import check_fits, combine, fold
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
+from raycl.backbone.kinds import KINDS
 from raycl.backbone.roles import linear_shapes
 from raycl.bank import AdapterManifest, Bank, Snapshot
 from raycl.bank.manifest import ModelInfo
@@ -57,10 +58,10 @@ def facts_of(snapshot: Snapshot, weights: Mapping[str, float], backbone: Backbon
     Raises:
         BankError: an adapter that the snapshot lacks, or a backbone of no known kind.
     """
-    if snapshot.backbone.kind not in TASK_TYPES:
+    if snapshot.backbone.kind not in KINDS:
         raise BankError(
             f"snapshot {snapshot.number} says its backbone is of kind '{snapshot.backbone.kind}', expected one of "
-            f"{', '.join(TASK_TYPES)}: publish a snapshot with this version first"
+            f"{', '.join(KINDS)}: publish a snapshot with this version first"
         )
     shares: dict[str, float] = {}
     for name, weight in weights.items():
@@ -74,6 +75,7 @@ def facts_of(snapshot: Snapshot, weights: Mapping[str, float], backbone: Backbon
     pooling = settings.get("pooling", "auto")
     return CardFacts(
         kind=snapshot.backbone.kind,
+        capabilities=KINDS[snapshot.backbone.kind],
         base=published_name(settings["name"]),
         revision=settings.get("revision"),
         sha256=snapshot.backbone.sha256,
@@ -92,7 +94,7 @@ def export_peft(state: AdapterState, facts: CardFacts, folder: str) -> Storage:
     Raises:
         AdapterError: it is no plain LoRA. StorageError: the folder cannot be written.
     """
-    tensors, config = to_peft(state, facts.base, TASK_TYPES[facts.kind], facts.revision)
+    tensors, config = to_peft(state, facts.base, facts.capabilities.task_type, facts.revision)
     storage = _empty(folder)
     _describe(storage, state, facts, merged=False)
     storage.write(TENSORS, save(tensors))

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from raycl.backbone import Backbone
-from raycl.backbone.causal import CausalBackbone
-from raycl.backbone.codec import HFCodec
-from raycl.backbone.seq2seq import Seq2SeqBackbone
+from raycl.backbone.load import wrap_model
 from raycl.bench.gpu.setup import Setup
 from raycl.bench.gpu.tiny import word_tokenizer
 from raycl.types import IGNORE, Batch
@@ -60,7 +58,7 @@ def sizes_of(setup: Setup, name: str) -> LlamaSizes:
     return LLAMAS["tiny" if setup.tiny else name]
 
 
-def decoder(setup: Setup, name: str, targets: int = 64) -> CausalBackbone:
+def decoder(setup: Setup, name: str, targets: int = 64) -> Backbone:
     """A LLaMA in evaluation mode whose answers do not end by themselves: the end token always has logit 0.
 
     Args:
@@ -84,16 +82,16 @@ def decoder(setup: Setup, name: str, targets: int = 64) -> CausalBackbone:
     with torch.no_grad():
         model.lm_head.weight[2].zero_()
     words = word_tokenizer("llama", [f"w{number}" for number in range(sizes.vocabulary - FIRST_WORD)])
-    return CausalBackbone(model, HFCodec(words, "decoder", POSITIONS // 2, targets))
+    return wrap_model(model, words, POSITIONS // 2, targets)
 
 
-def encoder_decoder(setup: Setup, name: str = "large", targets: int = 64) -> Seq2SeqBackbone:
+def encoder_decoder(setup: Setup, name: str = "large", targets: int = 64) -> Backbone:
     """A T5 v1.1 in evaluation mode."""
     sizes = T5S["tiny" if setup.tiny else name]
     config = T5Config(**sizes, feed_forward_proj="gated-gelu", dropout_rate=0.0, decoder_start_token_id=0)
     model = _made(setup, T5ForConditionalGeneration, config)
     words = word_tokenizer("t5", [f"w{number}" for number in range(sizes["vocab_size"] - FIRST_WORD)])
-    return Seq2SeqBackbone(model, HFCodec(words, "encoder-decoder", POSITIONS // 2, targets))
+    return wrap_model(model, words, POSITIONS // 2, targets)
 
 
 def _made(setup: Setup, kind: Any, config: Any) -> Any:

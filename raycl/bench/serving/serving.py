@@ -28,9 +28,7 @@ import torch
 from ray import serve
 
 from raycl import config as configs
-from raycl.adapters.head import MixedHead
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
-from raycl.backbone.encoder import EncoderBackbone
 from raycl.bank import Bank
 from raycl.bench.figures import Figure, Report, machine
 from raycl.bench.serving.banks import LABELS, PLAIN, drawn, drawn_bank, texts_of
@@ -226,7 +224,6 @@ class Alone:
         self.batch = int(options.clients)
         config = BackboneConfig(dtype=options.dtype)
         backbone = load_backbone(config, load_codec(config, 64, 1), torch.device("cpu"), 0)
-        assert isinstance(backbone, EncoderBackbone)
         self.backbone, self.host = backbone, MultiSnapshotModel(backbone)
         self.host.stack.load(PLAIN, drawn({}, 0, torch.Generator().manual_seed(0)))
 
@@ -234,9 +231,9 @@ class Alone:
         """One batch."""
         backbone = self.backbone
         batch = batch_of(backbone.codec.encode_source(texts), backbone.codec.pad_id)
-        with torch.no_grad(), self.host.activate(Mixture.same({PLAIN: 1.0}, len(texts))), backbone.precision():
-            assert isinstance(backbone.head, MixedHead)
-            backbone.head(backbone.pooled(batch)).argmax(1).tolist()
+        with torch.no_grad(), self.host.activate(Mixture.same({PLAIN: 1.0}, len(texts))):
+            scores, _ = backbone.score_labels(batch)
+            scores.argmax(1).tolist()
 
     def batches(self, texts: Sequence[str], seconds: float) -> tuple[float, float]:
         """Texts per second in full batches, and CPU seconds of a text."""

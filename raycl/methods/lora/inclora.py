@@ -38,7 +38,7 @@ class IncLoraSettings(LoraSettings):
 
 
 class IncLoraConfig(IncLoraSettings):
-    """No settings beyond those."""
+    """IncLoRA: a LoRA for each task, and the sum of all answers."""
 
     name: Literal["inclora"] = "inclora"
 

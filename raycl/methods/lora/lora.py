@@ -29,16 +29,16 @@ ADAPTER = "lora"
 class LoraSettings(MethodConfig):
     """What every LoRA has; `alpha / rank` is the scale of the update."""
 
-    rank: int = Field(8, ge=1)
-    alpha: float = Field(32.0, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
+    rank: int = Field(8, ge=1, description="r, the rank of the update")
+    alpha: float = Field(32.0, gt=0, description="the update is scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of the adapter's inputs that is dropped in training")
     targets: tuple[str, ...] = Field(
         ("attention.query", "attention.value"), min_length=1, description="roles or regular expressions of linear paths"
     )
 
 
 class LoraConfig(LoraSettings):
-    """No settings beyond those."""
+    """One LoRA that is trained on all tasks in turn (SeqLoRA)."""
 
     name: Literal["lora"] = "lora"
 

@@ -28,7 +28,7 @@ from raycl.types import Batch
 
 
 class OLoraConfig(IncLoraSettings):
-    """Settings of IncLoRA and the two weights of the penalty."""
+    """O-LoRA: IncLoRA with a penalty on the overlap with earlier adapters."""
 
     name: Literal["olora"] = "olora"
     lambda_1: float = Field(0.5, ge=0, description="weight of the overlap between the new adapter and all earlier ones")

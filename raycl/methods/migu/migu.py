@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class MiguConfig(ModifierConfig):
-    """MIGU's settings: thresholds from its section 5.1 and figure 4, layers from 3.3, else the authors' T5 scripts."""
+    """MIGU: only the weight rows with the largest outputs are updated (section 5.1, figure 4; authors' T5 scripts)."""
 
     name: Literal["migu"] = "migu"
     threshold: float = Field(
@@ -74,7 +74,9 @@ class MiguConfig(ModifierConfig):
         description="like rows of the weights, rows that are large together (over the task's first cluster_samples "
         "examples), or blocks of neighbours",
     )
-    cluster_samples: int = Field(500, ge=1)
+    cluster_samples: int = Field(
+        500, ge=1, description="cluster_by=co_magnitude: training examples of a task that are measured"
+    )
     row_sparse: bool = Field(
         True, description="masked rows of a weight's gradient are not computed where the mask is known in time"
     )

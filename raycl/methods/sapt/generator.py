@@ -57,27 +57,29 @@ OWN = {
 class GeneratorConfig(Section):
     """The generator's settings (rank, steps, batch, rates: SAPT, appendix C; else the authors' scripts)."""
 
-    value: Literal["lora", "prompt"] = Field("lora", description="what is trained, besides [Gen]'s embedding")
+    value: Literal["lora", "prompt"] = Field("lora", description="what is trained beside the embedding of [Gen]")
     backbone: BackboneConfig | None = Field(
-        None, description="who writes; null: the run's own backbone. Encoder-only backbones cannot, and must name one"
+        None, description="model that generates; null: the run's own backbone, which must not be encoder-only"
     )
-    rank: int = Field(8, ge=1, description="this to `rate`: value=lora only")
-    alpha: float = Field(32.0, gt=0)
-    dropout: float = Field(0.1, ge=0, lt=1)
+    rank: int = Field(8, ge=1, description="value=lora: r, the rank of the LoRA")
+    alpha: float = Field(32.0, gt=0, description="the LoRA's update is scaled by alpha / rank")
+    dropout: float = Field(0.1, ge=0, lt=1, description="share of the LoRA's inputs that is dropped in training")
     targets: tuple[str, ...] = Field(
         ("attention.query", "attention.value"),
         min_length=1,
-        description="on a named backbone, and with prompts; else the linears that the tasks' blocks are on",
+        description="linears, if `backbone` is set or method.value=prompt; else those of the tasks' adapters",
     )
-    steps: int = Field(5000, ge=1, description="optimizer steps for each task")
-    rate: float = Field(1e-3, gt=0, description="of AdamW, constant")
-    prompt_length: int = Field(300, ge=1, description="positions; this to `prompt_rate`: value=prompt only")
-    epochs: int = Field(80, ge=1, description="over each task's rows")
-    prompt_rate: float = Field(0.5, gt=0, description="of Adafactor, constant, not scaled by the prompt's size")
-    batch: int = Field(16, ge=1)
-    max_tokens: int = Field(512, ge=1, description="of a written input")
-    top_k: int = Field(20, ge=1)
-    repetition_penalty: float = Field(2.5, gt=0)
+    steps: int = Field(5000, ge=1, description="value=lora: optimizer steps for each task")
+    rate: float = Field(1e-3, gt=0, description="value=lora: learning rate of AdamW, constant")
+    prompt_length: int = Field(300, ge=1, description="value=prompt: positions of the soft prompt")
+    epochs: int = Field(80, ge=1, description="value=prompt: passes over each task's rows")
+    prompt_rate: float = Field(0.5, gt=0, description="value=prompt: learning rate of Adafactor, constant, unscaled")
+    batch: int = Field(16, ge=1, description="training rows per optimizer step")
+    max_tokens: int = Field(512, ge=1, description="tokens of a generated input at most")
+    top_k: int = Field(20, ge=1, description="each token is drawn from so many likeliest ones")
+    repetition_penalty: float = Field(
+        2.5, gt=0, description="logits of tokens that were generated before are divided by this"
+    )
 
     @model_validator(mode="after")
     def _settings_fit(self) -> GeneratorConfig:
@@ -110,7 +112,7 @@ def check_generator(config: GeneratorConfig, backbone: Backbone) -> None:
         ConfigError: nobody can, or texts do not fit. BackboneError: the named backbone is not there.
     """
     if config.backbone is None:
-        if backbone.codec.kind == "encoder":
+        if backbone.capabilities.answers == "label":
             raise ConfigError(
                 "method.arm.source=generated needs a backbone that writes, and this run's is encoder-only: name a "
                 "small one in method.generator.backbone.name, or choose method.arm.source=real"
@@ -118,7 +120,7 @@ def check_generator(config: GeneratorConfig, backbone: Backbone) -> None:
         _check_positions(config, backbone)
         return
     codec = load_codec(config.backbone, 1, 1)
-    if codec.kind == "encoder":
+    if codec.capabilities.answers == "label":
         raise ConfigError(
             f"method.generator.backbone.name '{config.backbone.name}' is encoder-only and cannot generate texts: "
             "expected an encoder-decoder or decoder-only backbone"
@@ -128,9 +130,9 @@ def check_generator(config: GeneratorConfig, backbone: Backbone) -> None:
 
 def _check_positions(config: GeneratorConfig, backbone: Backbone) -> None:
     """Decoders read and write in the same positions, encoder-decoders apart; relative ones have no limit."""
-    limit = getattr(backbone.model.config, "max_position_embeddings", None)
+    limit = backbone.max_positions
     read, written = config.positions, config.max_tokens
-    wanted = max(read, written) if backbone.codec.kind == "encoder-decoder" else read + written
+    wanted = max(read, written) if backbone.capabilities.separate_encoder else read + written
     if limit is not None and wanted > limit:
         prompt = "method.generator.prompt_length, " if config.value == "prompt" else ""
         raise ConfigError(
@@ -260,7 +262,7 @@ class Generator:
         backbone, rows = self.backbone, len(labels_BT)
         start = self._read(start_PD, rows)
         with backbone.precision():
-            if backbone.codec.kind == "encoder-decoder":
+            if backbone.capabilities.separate_encoder:
                 read: dict[str, Any] = {"inputs_embeds": start}
                 if self.stack is None:  # all rows read the same, and nothing is dropped out of it: encoded once
                     encoded = backbone.model.get_encoder()(inputs_embeds=start[:1]).last_hidden_state

@@ -25,6 +25,7 @@ from raycl.methods.context import Step
 from raycl.methods.replay_buffer import ReplayBuffer
 from raycl.methods.sapt.pseudo_samples import PseudoSamples
 from raycl.retrieval.attention import Attention, divergence
+from raycl.types import Capabilities
 
 
 class ReflectionConfig(Section):
@@ -54,11 +55,11 @@ class ReflectionConfig(Section):
         "dev", description="whose mean weights are kept; test: the paper's words; without dev rows: the training rows"
     )
 
-    def weight_on(self, kind: str) -> float:
+    def weight_on(self, capabilities: Capabilities) -> float:
         """Lambda: unless given 2 on decoders (the paper's LLaMA), 0.5 elsewhere (its T5 on SuperNI)."""
         if self.weight is not None:
             return self.weight
-        return 2.0 if kind == "decoder" else 0.5
+        return 2.0 if capabilities.one_sequence else 0.5
 
     @model_validator(mode="after")
     def _files_fit(self) -> ReflectionConfig:

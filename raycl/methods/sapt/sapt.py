@@ -79,7 +79,7 @@ class Sapt(PerTaskAdapter):
         backbone.add_module("attention", self.attention)
         self.selector: Attention | None = None
         self.ablation = ABLATIONS[config.ablation]
-        weight = config.arm.weight_on(backbone.codec.kind) if self.ablation.reflects else 0.0
+        weight = config.arm.weight_on(backbone.capabilities) if self.ablation.reflects else 0.0
         self.reflection = Reflection(config.arm, weight)
         self._replay: PseudoReplay | None = None
         self.context: TaskContext | None = None

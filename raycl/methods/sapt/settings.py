@@ -20,13 +20,13 @@ from raycl.retrieval.selector import SelectorConfig
 
 
 class SaptConfig(MethodConfig):
-    """SAPT's settings; those of the paper's runs: its appendix C, and the authors' scripts."""
+    """SAPT: an adapter for each task under shared attention (defaults: its appendix C, and the authors' scripts)."""
 
     name: Literal["sapt"] = "sapt"
     value: Literal["lora", "prompt"] = Field("lora", description="a task's block: SAPT-LoRA, or SAPT-Prompt")
     rank: int = Field(8, ge=1, description="r; the paper: 8 on T5's long sequences, else 4")
     alpha: float = Field(32.0, gt=0, description="LoRA's alpha; the update is scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of the adapter's inputs that is dropped in training")
     targets: tuple[str, ...] = Field(
         ("attention.query", "attention.value"), min_length=1, description="roles or regular expressions of linear paths"
     )

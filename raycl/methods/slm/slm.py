@@ -36,7 +36,7 @@ from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterS
 
 
 class SlmConfig(MethodConfig):
-    """SLM's settings: its sections 3.2 and 4.2, tables 10 and 14, else the authors' scripts."""
+    """SLM: memory slots selected for each text (sections 3.2 and 4.2, tables 10 and 14, the authors' scripts)."""
 
     name: Literal["slm"] = "slm"
     rank: int = Field(8, ge=1, description="r of each slot; the paper: 12 for BERT, 8 for LLaMA")

@@ -35,7 +35,7 @@ class KeyConfig(Section):
         description="updates; keys start far from the texts, so steps count (the paper: about 20,000)",
     )
     epochs: int | None = Field(None, ge=0, description="passes over the task's texts instead of steps; the paper: 3")
-    batch_size: int = Field(16, ge=1)
+    batch_size: int = Field(16, ge=1, description="texts per update")
     start: Literal["orthogonal", "data"] = Field(
         "orthogonal", description="data: mean query of a random part of the task's texts (the authors' utility)"
     )

@@ -116,7 +116,7 @@ def _warm(engine: Engine, loaded: LoadedSnapshot, routes: bool) -> None:
 
     task = loaded.snapshot.tasks[0].name if loaded.snapshot.tasks else None
     weights = None if routes else dict.fromkeys(list(loaded.keys)[:1], 1.0)
-    sampling = None if engine.kind == "encoder" else Sampling(2)
+    sampling = None if engine.capabilities.answers == "label" else Sampling(2)
     ask = EngineRequest(WARMING, events.put, sampling, loaded=loaded, choice=Choice(weights, task))
     engine.submit(ask)
     event = events.get()

@@ -17,6 +17,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from raycl.backbone.kinds import capabilities_of
 from raycl.errors import RayclError
 from raycl.generation.requests import Event, Failed, Sampling, Started
 from raycl.retrieval.router import NEEDS_BACKBONE
@@ -46,6 +47,7 @@ class RemoteEngine:
     def __init__(self, stream: Stream, kind: str, max_batch: int, max_target: int) -> None:
         """Start the routing thread and the loop that listens to replicas."""
         self.kind, self.max_batch, self.max_target = kind, max_batch, max_target
+        self.capabilities = capabilities_of(kind)
         self._stream = stream
         self._unfinished: set[int] = set()
         self._lock = threading.Lock()  # of the set: asks begin and end on different threads

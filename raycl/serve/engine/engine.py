@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from raycl.backbone.encoder import EncoderBackbone
 from raycl.data.loader import batch_of
 from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
@@ -32,7 +31,7 @@ from raycl.serve.engine.requests import CLOSED, FAILURES, EngineRequest, is_last
 from raycl.serve.engine.routing import head_of, mixtures_of, template_of, unfamiliar_of
 from raycl.serve.engine.truncation import Fitting, Wanted
 from raycl.serve.errors import BrokenError
-from raycl.types import Mixture
+from raycl.types import Capabilities, Mixture
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -119,6 +118,11 @@ class Engine:
     def kind(self) -> str:
         """Of the backbone: encoder, encoder-decoder, decoder."""
         return self.host.backbone.codec.kind
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the backbone can do."""
+        return self.host.backbone.capabilities
 
     @property
     def counts(self) -> dict[str, float]:
@@ -336,10 +340,9 @@ class Engine:
         told = [head_of(one.ask) for one in ready] if rule == "label_count" else ()
         mixture = Mixture.stacked([one.mixture for one in ready])
         batch = batch_of([one.ids for one in ready], backbone.codec.pad_id).to(backbone.device)
-        with self.host.activate(mixture, rule, told), backbone.precision():
-            assert isinstance(backbone, EncoderBackbone), "labels come from encoder-only backbones"
-            scores = backbone.head(backbone.pooled(batch)).float()
-        found = _best(scores.cpu(), backbone.head.labels)
+        with self.host.activate(mixture, rule, told):
+            scores, labels = backbone.score_labels(batch)
+        found = _best(scores.cpu(), labels)
         for one, event in zip(ready, found, strict=True):
             self._tell(one.ask, Started(one.made))
             self._tell(one.ask, event)

@@ -55,8 +55,7 @@ class Fitting:
         """
         self.codec = backbone.codec
         self.max_source, self.max_prompt = max_source, max_prompt
-        positions = getattr(backbone.model.config, "max_position_embeddings", None)
-        self.positions: int | None = None if positions is None else int(positions)
+        self.positions = backbone.max_positions
 
     def fit(self, wanted: Sequence[Wanted]) -> list[Fitted]:
         """The ids of texts with their prompts around them; the same text is read once.
@@ -72,7 +71,7 @@ class Fitting:
     def _fitted(self, wanted: Wanted, ids: list[int]) -> Fitted:
         most = self.max_source if wanted.is_input else self.max_prompt
         if self.positions is not None:
-            most = min(most, self.positions - wanted.ahead - (self.codec.kind == "decoder"))
+            most = min(most, self.positions - wanted.ahead - (self.codec.capabilities.one_sequence))
         if not ids:
             raise TooMuchError("the text holds no token: expected at least one word")
         whole = len(ids)
@@ -86,4 +85,4 @@ class Fitting:
         """A decoder's answer goes on where the prompt ends; another's has positions of its own."""
         if self.positions is None:
             return None
-        return self.positions - (ahead + length if self.codec.kind == "decoder" else 0)
+        return self.positions - (ahead + length if self.codec.capabilities.one_sequence else 0)

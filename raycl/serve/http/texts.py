@@ -97,7 +97,7 @@ def _wanted(
     chat: bool,
     echoes: Sequence[str] = ("",),
 ) -> Wanted:
-    if service.kind == "encoder":
+    if service.capabilities.answers == "label":
         raise AskedError("this endpoint's backbone gives labels, not texts: use POST /v1/classify")
     one = service.sampling(request, max_tokens)
     service.check(prompts, request.answers)

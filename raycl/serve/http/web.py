@@ -119,7 +119,7 @@ def _add_labels(app: FastAPI, service: Service) -> None:
     @app.post("/v1/classify", response_model=None, responses={200: {"model": LabelAnswer}})
     async def classify(request: ClassifyRequest) -> Response:
         """The label of each text, with the probability of every label that was in question."""
-        if service.kind != "encoder":
+        if service.capabilities.answers != "label":
             raise AskedError("this endpoint's backbone answers with texts: use POST /v1/chat/completions")
         answers, facts = await _each(service, request, labelled, route_only=False)
         data = [

@@ -21,6 +21,7 @@ from raycl.adapters import AdapterStack
 from raycl.adapters.card import CardFacts
 from raycl.adapters.state import combine, fold
 from raycl.backbone import BackboneConfig, identity
+from raycl.backbone.kinds import capabilities_of
 from raycl.bank import AdapterRef, Bank
 from raycl.bank.manifest import ModelInfo, RouterInfo
 from raycl.bank.operations.exchange import export_merged, export_peft, import_peft, mixed
@@ -51,7 +52,7 @@ def peft_folder(llama: Path, folder: Path, seed: int = 0, **settings: Any) -> Te
 
 
 def described(llama: Path) -> CardFacts:
-    return CardFacts("decoder", str(llama))
+    return CardFacts("decoder", capabilities_of("decoder"), str(llama))
 
 
 def logits(model: Any) -> Tensor:

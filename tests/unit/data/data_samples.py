@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from raycl.backbone.kinds import capabilities_of
 from raycl.data.stream import Stream, StreamConfig, open_stream
 
 WriteTask = Callable[..., Path]
@@ -31,6 +32,7 @@ class MiniLMCodec:
         self.max_target_tokens = max_target_tokens
         self.needs_labels = needs_labels
         self.kind = "encoder" if needs_labels else "decoder"
+        self.capabilities = capabilities_of(self.kind)
         self.mask_id = self.tokenizer.token_to_id("[MASK]")
         self.special_ids = frozenset(map(self.tokenizer.token_to_id, ("[PAD]", "[CLS]", SEP, "[MASK]")))
         self.vocabulary = self.tokenizer.get_vocab_size()

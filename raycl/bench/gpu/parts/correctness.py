@@ -16,9 +16,7 @@ from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
-from raycl.backbone.causal import CausalBackbone
-from raycl.backbone.codec import HFCodec
-from raycl.backbone.seq2seq import Seq2SeqBackbone
+from raycl.backbone.load import wrap_model
 from raycl.bench.figures import Figure
 from raycl.bench.gpu.adapters import SCALE, dense, drawn_adapters, loaded, one_each
 from raycl.bench.gpu.battery import KINDS
@@ -178,9 +176,7 @@ def _backbone(kind: str, device: torch.device) -> Backbone:
     model, words = _model(kind, device), word_tokenizer(kind, WORDS)
     with torch.no_grad():
         model.get_output_embeddings().weight[:SPECIAL] = 0  # else a T5 of drawn weights says nothing but padding
-    if kind == "t5":
-        return Seq2SeqBackbone(model, HFCodec(words, "encoder-decoder", 64, 16))
-    return CausalBackbone(model, HFCodec(words, "decoder", 64, 16))
+    return wrap_model(model, words, 64, 16)
 
 
 def _decoding(setup: Setup, kind: str, in_slots: bool, caches: str, seconds: float) -> Iterator[Figure]:

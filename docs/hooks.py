@@ -1,0 +1,156 @@
+"""What MkDocs generates and includes: the reference of settings and commands, and excerpts of the source.
+
+A line `::: raycl/retrieval/router.py SumRouter` in a page becomes that class of that file, and `::: cluster/README.md`
+becomes the whole file. A file or name that does not exist fails the build.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import html
+import io
+import os
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from raycl.bank.operations.commands import COMMANDS
+from raycl.config import Section
+from raycl.config.reference import Group, groups
+from raycl.run.assembly import RunConfig
+from raycl.serve.settings import ServeConfig
+from raycl.sweep.comparison import ComparisonConfig
+from raycl.sweep.config import SweepConfig
+
+REPO = Path(__file__).resolve().parents[1]
+EXCERPT = re.compile(r"^::: (\S+)(?: (\w+))?$", re.MULTILINE)
+
+SETTINGS: dict[str, tuple[str, type[Section], str]] = {
+    "run": (
+        "Settings of a run",
+        RunConfig,
+        "A run is configured by a YAML file, by overrides on the command line, or by both: "
+        "`python jobs/train_stream.py jobs/configs/demo.yaml method=slm method.rank=4`. "
+        "`python jobs/train_stream.py --print-config` prints all settings with their values.",
+    ),
+    "sweep": (
+        "Settings of a sweep",
+        SweepConfig,
+        "A sweep is configured by a YAML file: `python jobs/sweep.py sweeps/seeds.yaml`. `--set` overrides it.",
+    ),
+    "comparison": (
+        "Settings of a comparison",
+        ComparisonConfig,
+        "A comparison is configured by a YAML file: `python jobs/compare.py jobs/configs/compare/demo.yaml`.",
+    ),
+    "serve": (
+        "Settings of the endpoint",
+        ServeConfig,
+        "The endpoint is configured by a YAML file, by overrides on the command line, or by both: "
+        "`python jobs/serve.py --bank RUN/bank port=9000`. "
+        "`python jobs/serve.py --bank RUN/bank --print-config` prints all settings with their values.",
+    ),
+}
+"""Page -> title, config class, introduction."""
+
+JOBS = ("train_stream", "compare", "sweep", "report", "bank", "serve", "benchmark")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    for name, (title, model, text) in SETTINGS.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=settings_page(title, model, text)))
+    files.append(File.generated(config, "reference/commands.md", content=commands_page()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put excerpts in."""
+    return EXCERPT.sub(lambda found: excerpt(found[1], found[2]), markdown)
+
+
+def excerpt(path: str, name: str | None) -> str:
+    """A file of the repository, or one top-level definition of a Python file as a block of code."""
+    if not (REPO / path).is_file():
+        raise PluginError(f"'::: {path}' names no file of the repository: correct the path")
+    text = (REPO / path).read_text(encoding="utf-8")
+    if name is None and path.endswith(".md"):
+        return re.sub(r"^# .*\n", "", text)
+    return f'```python title="{path}"\n{definition(path, text, name) if name else text.rstrip()}\n```'
+
+
+def definition(path: str, text: str, name: str) -> str:
+    """The source of a class, function or assignment at the top level."""
+    lines = text.splitlines()
+    for node in ast.parse(text).body:
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        if name in [getattr(node, "name", ""), *(getattr(target, "id", "") for target in targets)]:
+            start = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+            return "\n".join(lines[start - 1 : node.end_lineno])
+    raise PluginError(f"'::: {path} {name}': the file has no top-level '{name}': correct the name")
+
+
+def settings_page(title: str, model: type[Section], text: str) -> str:
+    """All settings of a config class, section by section."""
+    return f"# {title}\n\n{text}\n\n" + "\n\n".join(map(_section, groups(model))) + "\n"
+
+
+def _section(group: Group) -> str:
+    rows = [
+        f"| `{one.path}` | {_cell(one.type)} | {f'`{one.default}`' if one.default else ''} | {_cell(one.description)} |"
+        for one in group.settings
+    ]
+    head = ["| setting | type | default | description |", "|---|---|---|---|"]
+    title = f"## {_code(group.choice or group.path)}\n\n" if group.path else ""
+    return f"{title}{_cell(group.description)}\n\n" + "\n".join([*head, *rows])
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _cell(text: str) -> str:
+    """Text in a table: what Markdown would read as a cell, HTML or emphasis is literal outside of code."""
+    parts = re.split(r"(`[^`]*`)", text)
+    plain = [part if part[:1] == "`" else re.sub(r"([*_\[\]])", r"\\\1", html.escape(part, False)) for part in parts]
+    return "".join(plain).replace("|", "&#124;")
+
+
+def commands_page() -> str:
+    """The help of every job, from its own parser."""
+    sections = [f"## `jobs/{job}.py`\n\n" + "\n\n".join(_helps(job)) for job in JOBS]
+    return "# Command line\n\nThe output of `--help` of each command.\n\n" + "\n\n".join(sections) + "\n"
+
+
+def _helps(job: str) -> Iterator[str]:
+    names: list[list[str]] = [[]]
+    found = runpy.run_path(str(REPO / f"jobs/{job}.py"))
+    if job == "bank":
+        names += [["--bank", "BANK", name] for name in COMMANDS]
+    elif job == "benchmark":
+        names += [[name] for name in found["BENCHMARKS"]]
+    for words in names:
+        title = f"### `{words[-1]}`\n\n" if words else ""
+        yield f"{title}```text\n{_help(job, found, [*words, '--help'])}\n```"
+
+
+def _help(job: str, found: dict[str, Any], words: list[str]) -> str:
+    output = io.StringIO()
+    with (
+        patch.object(sys, "argv", [f"jobs/{job}.py", *words]),
+        patch.dict(os.environ, COLUMNS="100"),
+        contextlib.redirect_stdout(output),
+        contextlib.suppress(SystemExit),
+    ):
+        found["arguments"]() if "arguments" in found else found["_parse"](words)
+    return output.getvalue().rstrip()
