@@ -273,7 +273,7 @@ class RouterState:
     """What serving needs to choose adapters as training did.
 
     Attributes:
-        kind: in `raycl.retrieval.router.ROUTERS`.
+        kind: in `raycl.retrieval.routers.ROUTERS`.
         settings: JSON-able.
         tensors: `<what>/<adapter or task>` -> values, so that one of them can be taken out; on the CPU.
         encoder: settings of the sentence encoder, or None for kinds that read no text.

@@ -73,6 +73,10 @@ BACKBONE_KINDS = {"encoder", "encoder-decoder", "decoder"}
 KINDS_KNOWN_AT = ("raycl/backbone/", "raycl/bench/streams/plain.py")
 """Only these know the kinds of backbone (the plain loop has none of raycl's classes); others read `capabilities`."""
 
+ROUTER_CLASSES = {"SingleRouter", "SumRouter", "TaskRouter", "TextRouter", "AttentionRouter", "SlotRouter"}
+ROUTERS_KNOWN_AT = ("raycl/retrieval/", "raycl/methods/", "raycl/run/", "raycl/bench/")
+"""Only the package itself, methods, the assembly and benchmarks name a concrete router; others read `needs`."""
+
 FILE_LINES, FUNCTION_LINES, JOB_LINES = 400, 80, 80
 ROOT_MODULES, FOLDER_MODULES, README_LINES = 5, 12, 150
 KNOTS = {"utils", "util", "common", "misc", "helpers", "helper"}
@@ -219,6 +223,22 @@ def backbone_kinds(module: Module) -> Iterator[Finding]:
         parts = branch.elts if isinstance(branch, ast.Tuple | ast.List | ast.Set) else [branch]
         if branch is not None and "encoder" in _strings([part for part in parts if part is not None]):
             yield branch.lineno, "branches on the kind of backbone 'encoder': read `backbone.capabilities`"
+
+
+@rule
+def router_kinds(module: Module) -> Iterator[Finding]:
+    """Comparing `router.kind` counts, as do names of concrete classes."""
+    if not module.ours or module.path.startswith(ROUTERS_KNOWN_AT):
+        return
+    for node in ast.walk(module.tree):
+        names = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
+        names |= {_name(node)} if isinstance(node, ast.Name | ast.Attribute) else set()
+        for name in sorted(names & ROUTER_CLASSES):
+            yield node.lineno, f"uses {name}: read `needs` and `chooses` of the router, or of `router_class(kind)`"
+        for part in [node.left, *node.comparators] if isinstance(node, ast.Compare) else []:
+            kind = isinstance(part, ast.Attribute) and part.attr == "kind" and _name(part.value)
+            if kind and kind.lower().endswith("router"):
+                yield part.lineno, "compares the kind of a router: read its `needs` and `chooses`"
 
 
 @rule

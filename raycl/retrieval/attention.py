@@ -9,7 +9,8 @@ What it does not know: models, where embeddings come from, what a task's block h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -18,6 +19,7 @@ from torch.nn.functional import layer_norm, linear, log_softmax, silu
 
 from raycl.config import Section
 from raycl.errors import BankError, RetrievalError
+from raycl.retrieval.router import Need, Owners, Router
 from raycl.types import Mixture, RouterState
 
 SHARED = ("down", "up", "norm_weight", "norm_bias")
@@ -208,13 +210,14 @@ class Attention(nn.Module):
         self.fill(tensors)
 
 
-class AttentionRouter:
-    """The attention of a snapshot, which is asked with the backbone's embeddings of whole prompts.
+class AttentionRouter(Router):
+    """The attention of a snapshot, over the backbone's token embeddings of whole prompts.
 
     Attributes:
         hard: only the loudest task speaks, fully (the ablation without shared attention).
     """
 
+    needs: ClassVar[frozenset[Need]] = frozenset({"embeddings"})
     chooses = True
 
     def __init__(self, attention: Attention, hard: bool = False) -> None:
@@ -232,7 +235,7 @@ class AttentionRouter:
         )
 
     @torch.no_grad()
-    def read(self, embeddings_BLD: Tensor, mask_BL: Tensor) -> Mixture:
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor) -> Mixture:
         """The mixture of each prompt, by its token embeddings; weights on the CPU."""
         attention = self.attention
         if embeddings_BLD.shape[-1] != attention.dimensions:
@@ -246,9 +249,9 @@ class AttentionRouter:
         alpha_BT = attention(pooled_BD).exp().cpu()
         return mixture_of(attention.names, alpha_BT, attention.config.pruning_threshold, self.hard)
 
-    @staticmethod
-    def restored(state: RouterState) -> AttentionRouter:
-        """From a snapshot."""
+    @classmethod
+    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> AttentionRouter:
+        """With the attention that was learned in training."""
         settings = state.settings
         attention = Attention(settings["dimensions"], AttentionConfig(**settings["attention"]), 0)
         attention.take(settings, state.tensors)

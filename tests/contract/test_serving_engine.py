@@ -350,7 +350,7 @@ def test_a_neighbour_that_names_no_task_changes_nothing(taught: Taught, tmp_path
             untold = desk.ask("fire is", sampling=None)
             wrong = desk.ask("fire is", task="weather", sampling=None)
             pinned = desk.ask("fire is", weights={"colour": 1.0}, sampling=None)
-        assert "must be told each text's task" in untold.error
+        assert "needs the task of each text" in untold.error
         assert "no adapter was trained on weather" in wrong.error
         assert [reply.label for reply in told] == [one.answer for one in asked[:3]]
         assert pinned.label == asked[0].answer

@@ -17,7 +17,7 @@ from tiny import Lab, Taught
 from wired import Wire, listening, problem
 
 from raycl.bank import Bank
-from raycl.retrieval.router import TextRouter
+from raycl.retrieval.routers import TextRouter
 from raycl.run.assembly import build
 from raycl.serve.snapshots.manager import SnapshotManager
 from raycl.storage import Storage

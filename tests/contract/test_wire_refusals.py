@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "a huge weight": (CHAT, pins(adapters={"colour": -1e300}), 400, "raycl.adapters.colour: Input should be greater"),
     "a weight as text": (CHAT, pins(adapters={"colour": "1"}), 400, "raycl.adapters.colour: Input should be a valid"),
     "an unknown task": (CHAT, pins(task="shape"), 404, "snapshot 2 has no task 'shape': expected one of colour"),
-    "no task": (CHAT, pins(), 400, "must be told each text's task: name it"),
+    "no task": (CHAT, pins(), 400, "needs the task of each text: name it"),
     "pins as a list": (CHAT, chat(raycl=[]), 400, "raycl: Input should be a valid dictionary"),
     "labels": (CLASSIFY, {"input": "fire"}, 400, "answers with texts: use POST /v1/chat/completions"),
     "no input": (ROUTE, {"input": []}, 400, "expected 1 to 6 answers"),

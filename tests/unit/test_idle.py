@@ -121,11 +121,11 @@ def test_a_setting_that_the_kind_of_the_backbone_leaves_idle(
     assert fingerprint(load_config(str(path), [])) == fingerprint(config), "what raycl wrote loads unchanged"
 
 
-def test_attention_has_no_floor_where_scores_of_label_heads_are_added(tmp_path: Path) -> None:
+def test_attention_prunes_no_weights_where_scores_of_label_heads_are_added(tmp_path: Path) -> None:
     given = ["method=sapt", "method.attention.pruning_threshold=0.1", f"backbone.name={model(tmp_path, 'encoder')}"]
     load_config(None, given)
     with pytest.raises(
-        ConfigError, match=r"method\.attention\.floor=0\.1 acts on nothing beside method\.head_rule=log"
+        ConfigError, match=r"method\.attention\.pruning_threshold=0\.1 acts on nothing beside method\.head_rule=log"
     ):
         load_config(None, [*given, "method.head_rule=logit"])
 

@@ -23,6 +23,7 @@ from raycl.bank.operations.maintenance import Named, diff, prune, verify
 from raycl.bank.operations.unlearning import forget
 from raycl.config.trust import Permissions
 from raycl.errors import BankError, counted
+from raycl.retrieval.routers import router_class
 from raycl.serve.snapshots.snapshot_model import backbone_of
 from raycl.storage import Storage
 from raycl.training.records.journal import last_attempt, read_state
@@ -147,7 +148,7 @@ def _always(snapshot: Snapshot) -> dict[str, float]:
     Raises:
         BankError: the mixture depends on the text.
     """
-    if snapshot.router.kind not in ("single", "sum"):
+    if router_class(snapshot.router.kind).chooses:
         raise BankError(
             f"router '{snapshot.router.kind}' of snapshot {snapshot.number} mixes adapters for each text: name some of "
             f"{', '.join(entry.name for entry in snapshot.adapters)} with --adapters"

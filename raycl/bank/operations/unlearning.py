@@ -21,7 +21,7 @@ from raycl.config.trust import NONE_GIVEN, Permissions
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.errors import BankError
 from raycl.eval.settings import EvalConfig
-from raycl.retrieval.router import without
+from raycl.retrieval.routers import without
 from raycl.serve.snapshots.scores import score_snapshot
 from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.types import Score

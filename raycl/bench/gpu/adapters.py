@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from raycl.backbone.roles import linear_names, linear_shapes
 from raycl.bank import Snapshot
 from raycl.bank.manifest import ModelInfo, ObjectFacts, RouterInfo, SnapshotAdapter
-from raycl.retrieval.router import SumRouter
+from raycl.retrieval.routers import SumRouter
 from raycl.serve.engine.model_host import LoadedSnapshot
 from raycl.types import AdapterState, Mixture
 

@@ -37,7 +37,7 @@ from raycl.bench.serving.soak import FASTEST, soak
 from raycl.bench.streams.stream import default_models
 from raycl.data.loader import batch_of
 from raycl.generation.requests import LabelScores, ResponseMetadata, Started
-from raycl.retrieval.encoder import SentenceEncoder
+from raycl.retrieval.routers import TextRouter
 from raycl.serve.deployment.app import NAME, Endpoint, options_of
 from raycl.serve.deployment.endpoint import start
 from raycl.serve.engine.model_host import MultiSnapshotModel
@@ -305,14 +305,15 @@ class Discarding(Endpoint):
         super().__init__(tree)
         self.service.snapshot_manager.close()
         active = self.service.snapshot_manager.active
-        self.service.snapshot_manager.active = replace(active, router=_Thrown(active.router.encoder))  # type: ignore[attr-defined]
+        assert isinstance(active.router, TextRouter)
+        self.service.snapshot_manager.active = replace(active, router=_DiscardingRouter(active.router))
 
 
-class _Thrown:
-    chooses = True
+class _DiscardingRouter(TextRouter):
+    """Embeds the texts and discards the result."""
 
-    def __init__(self, encoder: SentenceEncoder) -> None:
-        self.encoder = encoder
+    def __init__(self, router: TextRouter) -> None:
+        super().__init__(router.router, router.encoder)
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
         self.encoder.embed(texts)

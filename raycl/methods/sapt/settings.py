@@ -82,7 +82,7 @@ class SaptConfig(MethodConfig):
         """Of label heads whose scores are added, all are evaluated (`AttentionConfig.settled`)."""
         yield from super().idle_beside(has_label_head, reason)
         if has_label_head and self.head_rule == "logit":
-            yield "attention.floor", f"method.head_rule=logit and {reason}"
+            yield "attention.pruning_threshold", f"method.head_rule=logit and {reason}"
 
     @model_validator(mode="after")
     def _replay_has_answers(self) -> SaptConfig:

@@ -20,7 +20,6 @@ from ray.exceptions import RayError
 from raycl.backbone.kinds import capabilities_of
 from raycl.errors import RayclError
 from raycl.generation.requests import Event, Failed, Sampling, Started
-from raycl.retrieval.router import NEEDS_BACKBONE
 from raycl.serve.engine.model_host import LoadedSnapshot
 from raycl.serve.engine.requests import CLOSED, FAILURES, Choice, EngineRequest
 from raycl.serve.engine.routing import mixtures_of, unfamiliar_of
@@ -109,7 +108,7 @@ class RemoteEngine:
 
     def _routed(self, loaded: LoadedSnapshot, asks: list[EngineRequest]) -> None:
         began = time.perf_counter()
-        free = [ask for ask in asks if loaded.snapshot.router.kind not in NEEDS_BACKBONE]
+        free = [] if loaded.reads_prompts else asks
         try:
             found = dict(zip(map(id, free), mixtures_of(loaded, free), strict=True))
             strange = unfamiliar_of(loaded, free)

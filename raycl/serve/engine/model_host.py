@@ -25,7 +25,6 @@ from raycl.backbone import Backbone
 from raycl.bank import Snapshot
 from raycl.data.prompts import Prompt
 from raycl.errors import BankError, StorageError
-from raycl.retrieval.attention import AttentionRouter
 from raycl.retrieval.router import Router
 from raycl.serve.errors import UnavailableError
 from raycl.types import Activation, AdapterState, Mixture
@@ -88,7 +87,7 @@ class LoadedSnapshot:
     @property
     def reads_prompts(self) -> bool:
         """Whether its router reads the backbone's embeddings (`MultiSnapshotModel.attended`), not texts."""
-        return isinstance(self.router, AttentionRouter)
+        return "embeddings" in self.router.needs
 
     @property
     def needs_task(self) -> bool:
@@ -234,8 +233,7 @@ class MultiSnapshotModel:
 
     def attended(self, loaded: LoadedSnapshot, ids_BL: Tensor, mask_BL: Tensor) -> Mixture:
         """Who speaks for each prompt of a snapshot that reads them; see `LoadedSnapshot.mixture`."""
-        assert isinstance(loaded.router, AttentionRouter), "this snapshot's router reads texts"
-        return loaded.named(loaded.router.read(self.backbone.embedded(ids_BL), mask_BL))
+        return loaded.named(loaded.router.route_embeddings(self.backbone.embedded(ids_BL), mask_BL))
 
     def ahead(self, loaded: LoadedSnapshot) -> list[str]:
         """Adapters of a snapshot worth bringing to the device before anybody asks: so many as take little."""

@@ -11,7 +11,6 @@ from functools import cache
 
 import torch
 
-from raycl.retrieval.router import TextRouter
 from raycl.serve.engine.model_host import LoadedSnapshot
 from raycl.serve.engine.requests import EngineRequest
 from raycl.serve.errors import AskedError
@@ -44,9 +43,8 @@ def mixtures_of(loaded: LoadedSnapshot, asks: Sequence[EngineRequest], attend: A
 def unfamiliar_of(loaded: LoadedSnapshot, asks: Sequence[EngineRequest]) -> dict[str, float]:
     """Text -> how unfamiliar it is, where it is only to be routed: then somebody looks. {} if it cannot be told."""
     texts = list(dict.fromkeys(ask.text for ask in asks if ask.route_only and ask.choice.weights is None))
-    if not texts or not isinstance(loaded.router, TextRouter):
-        return {}
-    return dict(zip(texts, loaded.router.ood_score(texts) or [], strict=False))
+    scores = loaded.router.ood_score(texts) if texts else None
+    return {} if scores is None else dict(zip(texts, scores, strict=True))
 
 
 def _routed(

@@ -121,7 +121,7 @@ class _Through:
     def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
         """One answer per example, asked for as anybody would: by the text alone, fill-ups too."""
         loaded = self.loaded
-        rule = loaded.head_rule == "label_count" or loaded.snapshot.router.kind == "task" or loaded.needs_task
+        rule = loaded.head_rule == "label_count" or "task_id" in loaded.router.needs or loaded.needs_task
         sampling = None if self.backbone.codec.needs_labels else Sampling(limit)
         boxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in texts]
         for place, (text, box) in enumerate(zip(texts, boxes, strict=True)):

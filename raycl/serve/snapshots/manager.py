@@ -20,7 +20,7 @@ from raycl.bank.activations import Activations
 from raycl.bank.integrity import Whole
 from raycl.bank.object_store import ObjectStoreCache
 from raycl.errors import BankError, RayclError
-from raycl.retrieval.router import Router, TextRouter
+from raycl.retrieval.router import Router
 from raycl.serve.engine.disaggregated import RemoteEngine
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.model_host import LoadedSnapshot, mark_of
@@ -147,10 +147,7 @@ class SnapshotManager:
         with self._lock:
             others = [loaded.router for loaded in self._open.values()]
         for other in others:
-            if isinstance(router, TextRouter) and isinstance(other, TextRouter):
-                mine, its = router.encoder, other.encoder
-                if (mine.config, mine.fingerprint) == (its.config, its.fingerprint):
-                    router.encoder = its
+            router.share_encoder(other)
         return router
 
     def _check(self, snapshot: Snapshot) -> None:

@@ -16,7 +16,8 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.routers import get_router
 from raycl.config.trust import NONE_GIVEN, RISKS, Permissions
 from raycl.errors import BankError
-from raycl.retrieval.router import Router, make_router
+from raycl.retrieval.router import Router
+from raycl.retrieval.routers import make_router
 from raycl.serve.engine.model_host import LoadedSnapshot, MultiSnapshotModel
 from raycl.types import Batch, Mixture
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raycl.errors import BankError, RetrievalError
 from raycl.retrieval.attention import Attention, AttentionConfig, AttentionRouter, divergence, max_pooled, mixture_of
-from raycl.retrieval.router import NEEDS_BACKBONE, make_router, without
+from raycl.retrieval.routers import make_router, without
 from raycl.types import RouterState
 
 WIDE = 8
@@ -178,15 +178,15 @@ def state(source: Attention, **settings: Any) -> RouterState:
 def test_a_snapshot_gives_the_same_weights() -> None:
     source = attention(3, trainable=False)
     router = make_router(state(source), {})
-    assert isinstance(router, AttentionRouter) and "attention" in NEEDS_BACKBONE
+    assert isinstance(router, AttentionRouter) and router.needs == {"embeddings"}
     embedded, mask = texts(8).view(2, 4, WIDE), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    found = router.read(embedded, mask)
+    found = router.route_embeddings(embedded, mask)
     assert found.names == ("t0", "t1", "t2") and not found.weights.requires_grad
     assert torch.equal(found.weights, source(max_pooled(embedded, mask)).exp().detach())
     hard = make_router(state(source, hard=True), {})
     assert isinstance(hard, AttentionRouter)
-    assert hard.read(embedded, mask).weights.sum(1).tolist() == [1.0, 1.0]
-    assert set(hard.read(embedded, mask).weights.unique().tolist()) <= {0.0, 1.0}
+    assert hard.route_embeddings(embedded, mask).weights.sum(1).tolist() == [1.0, 1.0]
+    assert set(hard.route_embeddings(embedded, mask).weights.unique().tolist()) <= {0.0, 1.0}
 
 
 def test_standardized_queries_do_not_see_what_all_texts_share() -> None:
@@ -203,7 +203,9 @@ def test_standardized_queries_do_not_see_what_all_texts_share() -> None:
     embedded, mask = (near + shift).view(2, 3, WIDE), torch.ones(2, 3, dtype=torch.long)
     router = make_router(state(standard), {})
     assert isinstance(router, AttentionRouter)
-    torch.testing.assert_close(router.read(embedded, mask).weights, standard(max_pooled(embedded, mask)).exp().detach())
+    torch.testing.assert_close(
+        router.route_embeddings(embedded, mask).weights, standard(max_pooled(embedded, mask)).exp().detach()
+    )
 
 
 def test_the_texts_that_standardize_can_be_told_themselves() -> None:
@@ -232,7 +234,7 @@ def test_a_task_taken_out_leaves_the_others_weights_among_themselves() -> None:
     assert isinstance(left, AttentionRouter)
     embedded, mask = texts(6).view(2, 3, WIDE), torch.ones(2, 3)
     whole = source(max_pooled(embedded, mask)).exp().detach()[:, [0, 2]]
-    found = left.read(embedded, mask)
+    found = left.route_embeddings(embedded, mask)
     assert found.names == ("t0", "t2")
     torch.testing.assert_close(found.weights, whole / whole.sum(1, keepdim=True))
 
@@ -277,7 +279,7 @@ def test_what_cannot_be_routed_is_said() -> None:
     with pytest.raises(BankError, match="reads prompts with the backbone's own embeddings"):
         router.route(["a text"], None)
     with pytest.raises(RetrievalError, match="of 8 dimensions, this backbone's have 4"):
-        router.read(torch.zeros(1, 2, 4), torch.ones(1, 2))
+        router.route_embeddings(torch.zeros(1, 2, 4), torch.ones(1, 2))
     with pytest.raises(RetrievalError, match="no task has been learned yet"):
         attention(0)(texts(1))
 

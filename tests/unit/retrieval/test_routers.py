@@ -18,7 +18,7 @@ from raycl.retrieval.memory_slots.key_maps import plane, similarity
 from raycl.retrieval.memory_slots.keys import KeyConfig
 from raycl.retrieval.memory_slots.slots import Kind, SlotRouter
 from raycl.retrieval.memory_slots.weights import RetrievalConfig
-from raycl.retrieval.router import make_router, without
+from raycl.retrieval.routers import make_router, without
 from raycl.types import RouterState
 
 TASKS = {"one": 0, "two": 1, "three": 2}
@@ -168,7 +168,7 @@ def test_another_encoder_than_the_keys_were_made_with_is_refused() -> None:
     router = studied("keys", ["one"])
     encoder = EncoderConfig().model_dump(mode="json")
     state = RouterState("keys", router.settings(), router.tensors(), encoder, "0" * 64)
-    with pytest.raises(RetrievalError, match=r"made with encoder 'minilm' \(000000000000\)"):
+    with pytest.raises(RetrievalError, match=r"computed with 'minilm' \(000000000000\)"):
         make_router(state, {})
     with pytest.raises(BankError, match="must name its sentence encoder"):
         make_router(replace(state, encoder=None), {})

@@ -14,7 +14,7 @@ from raycl.retrieval.memory_slots.keys import KeyConfig
 from raycl.retrieval.memory_slots.slots import SlotRouter
 from raycl.retrieval.memory_slots.weights import RetrievalConfig
 from raycl.retrieval.out_of_distribution import KEPT, Yardstick, sample_of
-from raycl.retrieval.router import without
+from raycl.retrieval.routers import without
 from raycl.types import RouterState
 
 TASKS = ("one", "two", "three", "four")

@@ -229,7 +229,7 @@ def _routing(device: torch.device) -> Results:
     embeddings = torch.randn(ROWS, TOKENS, 32, generator=draw)
     attention.look_at(embeddings.amax(1))
     mask = (torch.arange(TOKENS) < torch.randint(3, TOKENS, (ROWS, 1), generator=draw)).long()
-    read = AttentionRouter(attention).read(embeddings.to(device), mask.to(device))
+    read = AttentionRouter(attention).route_embeddings(embeddings.to(device), mask.to(device))
     found["attention"] = _spread(read, 20, 0)
     return found
 

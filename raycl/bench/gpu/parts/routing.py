@@ -66,10 +66,10 @@ def _attention(setup: Setup, seconds: float) -> Iterator[Figure]:
     for batch, limit in LIMITS_MS.items():
         embeddings_BLD = torch.randn(batch, TOKENS, WIDTH, generator=draw)
         mask_BL = torch.ones(batch, TOKENS, dtype=torch.long)
-        run = partial(router.read, embeddings_BLD.to(setup.device), mask_BL.to(setup.device))
+        run = partial(router.route_embeddings, embeddings_BLD.to(setup.device), mask_BL.to(setup.device))
         expected = _expected_by_attention(beside.attention, max_pooled(embeddings_BLD, mask_BL))
         check_same(f"attention, batch {batch}", run(), expected)
-        on_cpu = partial(beside.read, embeddings_BLD, mask_BL)
+        on_cpu = partial(beside.route_embeddings, embeddings_BLD, mask_BL)
         yield _figure(setup, f"{_tasks(setup):,} tasks by attention, batch {batch}", run, on_cpu, batch, limit, seconds)
 
 

@@ -1,0 +1,179 @@
+"""The kinds of router, found in a snapshot by name.
+
+What it does not know: where adapters are stored, what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from raycl.errors import BankError, RetrievalError
+from raycl.retrieval.attention import AttentionRouter
+from raycl.retrieval.encoder import ASKED_TEXTS, EncoderConfig, SentenceEncoder
+from raycl.retrieval.memory_slots.slots import SlotRouter
+from raycl.retrieval.router import Need, Owners, Router
+from raycl.types import Mixture, RouterState
+
+
+class SingleRouter(Router):
+    """One adapter for everything."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    chooses = False
+
+    @classmethod
+    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> SingleRouter:
+        """Over the snapshot's adapter."""
+        return cls(owners)
+
+    def __init__(self, owners: Owners) -> None:
+        """Take the snapshot's only adapter.
+
+        Raises:
+            BankError: there are several, or none.
+        """
+        if len(owners) != 1:
+            raise BankError(f"a snapshot with router 'single' must have one adapter, this one has {len(owners)}")
+        self._weights = dict.fromkeys(owners, 1.0)
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """That one, fully."""
+        return Mixture.same(self._weights, len(texts))
+
+
+class SumRouter(Router):
+    """Every adapter at once, for methods that learn each one on top of all earlier ones (O-LoRA)."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    chooses = False
+
+    @classmethod
+    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> SumRouter:
+        """Over the snapshot's adapters."""
+        return cls(owners)
+
+    def __init__(self, owners: Owners) -> None:
+        self._weights = dict.fromkeys(owners, 1.0)
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """All of them, fully."""
+        return Mixture.same(self._weights, len(texts))
+
+
+class TaskRouter(Router):
+    """Each task's own adapter: an upper reference that needs the task id."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"task_id"})
+    chooses = True
+
+    @classmethod
+    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> TaskRouter:
+        """Over the snapshot's adapters."""
+        return cls(owners)
+
+    def __init__(self, owners: Owners) -> None:
+        self._names = tuple(owners)
+        self._columns = {task: column for column, name in enumerate(owners) for task in owners[name]}
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """One-hot by the task's name."""
+        if tasks is None:
+            raise BankError("the snapshot's router is 'task', which needs the task of each text: name it")
+        unknown = sorted(set(tasks) - self._columns.keys())
+        if unknown:
+            raise BankError(f"no adapter was trained on {', '.join(unknown)}: expected {', '.join(self._columns)}")
+        columns = torch.tensor([self._columns[task] for task in tasks], dtype=torch.long)
+        return Mixture(self._names, torch.nn.functional.one_hot(columns, len(self._names)).float())
+
+
+class TextRouter(Router):
+    """Keys or discriminant: the mixture is computed from the text alone."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"text"})
+    chooses = True
+
+    def __init__(self, router: SlotRouter, encoder: SentenceEncoder) -> None:
+        self.router, self.encoder = router, encoder
+
+    def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
+        """By each text's query; with `task_id`, among the slots of its own task alone."""
+        return self.router.route(self.encoder.embed(texts), tasks if self.router.config.task_id else None)
+
+    def ood_score(self, texts: Sequence[str]) -> list[float] | None:
+        """From 0 to 1 for each text (`SlotRouter.ood_score`); None: no texts were kept to compare with."""
+        return self.router.ood_score(self.encoder.embed(texts)).tolist() if self.router.samples else None
+
+    @classmethod
+    def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> TextRouter:
+        """With the snapshot's sentence encoder, which must be the one that the keys were made with."""
+        if state.encoder is None:
+            raise BankError(f"a snapshot with router '{state.kind}' must name its sentence encoder, this one does not")
+        encoder = SentenceEncoder(EncoderConfig(**{"layer": "last", **state.encoder}), cache, keeps=ASKED_TEXTS)
+        if encoder.fingerprint != state.encoder_sha256:
+            raise RetrievalError(
+                f"encoder hash mismatch: the keys were computed with '{encoder.config.name}' "
+                f"({state.encoder_sha256[:12]}), found {encoder.fingerprint[:12]} under that name: install the original"
+            )
+        return cls(SlotRouter.restored(state), encoder)
+
+    def share_encoder(self, other: Router) -> bool:
+        """Use the encoder of `other` if it has the same settings and weights."""
+        if not isinstance(other, TextRouter):
+            return False
+        mine, its = self.encoder, other.encoder
+        if (mine.config, mine.fingerprint) != (its.config, its.fingerprint):
+            return False
+        self.encoder = its
+        return True
+
+    @classmethod
+    def task_of(cls, tensor: str) -> str:
+        """Of `key/<task>.<slot>` or `<part>/<task>` (names of tasks may contain dots)."""
+        part, _, owner = tensor.partition("/")
+        return owner.rpartition(".")[0] if part == "key" else owner
+
+
+ROUTERS: dict[str, type[Router]] = {
+    "single": SingleRouter,
+    "sum": SumRouter,
+    "task": TaskRouter,
+    "keys": TextRouter,
+    "discriminant": TextRouter,
+    "attention": AttentionRouter,
+}
+"""Kind in a snapshot -> its class."""
+
+
+def router_class(kind: str) -> type[Router]:
+    """The class of a kind of router.
+
+    Raises:
+        BankError: an unknown kind.
+    """
+    if kind not in ROUTERS:
+        raise BankError(f"unknown router kind '{kind}': this version knows {', '.join(ROUTERS)}; upgrade raycl")
+    return ROUTERS[kind]
+
+
+def make_router(state: RouterState, owners: Owners, cache: Path | None = None) -> Router:
+    """The router of a snapshot.
+
+    Raises:
+        BankError: an unknown kind, or adapters that do not fit it. RetrievalError: another encoder.
+    """
+    return router_class(state.kind).restored(state, owners, cache)
+
+
+def without(state: RouterState, task: str) -> RouterState:
+    """The router's state without a task: its keys and its statistics are removed.
+
+    Raises:
+        BankError: an unknown kind.
+    """
+    task_of = router_class(state.kind).task_of
+    return replace(state, tensors={name: value for name, value in state.tensors.items() if task_of(name) != task})
