@@ -28,9 +28,10 @@ from raycl.methods.sapt.pseudo_samples import PseudoSamples
 from raycl.methods.sapt.reflection import ReplayEntry
 from raycl.methods.sapt.sapt import Sapt
 from raycl.methods.slm.slm import Slm
-from raycl.run.assembly import RunConfig, build
+from raycl.run.assembly import build
+from raycl.run.config import RunConfig
 from raycl.training.distributed import DistributedContext
-from raycl.training.step import train_step
+from raycl.training.phase.step import train_step
 from raycl.types import AdapterState, Batch, Phase
 
 LIMITS = {"slm": (1.1, 1.5), "sapt": (2.0, 2.0)}

@@ -29,8 +29,8 @@ from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import method_class
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import NONE, TorchEngine, Transform
+from raycl.training.phase.step import train_step
 from raycl.training.settings import TrainConfig
-from raycl.training.step import train_step
 from raycl.types import IGNORE, Batch, Phase, Task
 
 BUSY = 0.5

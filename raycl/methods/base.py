@@ -1,7 +1,7 @@
 """The contract of a continual-learning method: ten hooks.
 
 A method never steps: it shapes the model, prepares batches, routes, adds a penalty and keeps what it learned. Only
-`raycl.training.step` calls backward and step, so every method composes with every engine and gradient modifier.
+`raycl.training.phase.step` calls backward and step, so every method composes with every engine and gradient modifier.
 What it does not know: engines, workers, files.
 """
 

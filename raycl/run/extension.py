@@ -17,7 +17,7 @@ from raycl.backbone import load_codec, load_skeleton
 from raycl.data.stream import open_stream
 from raycl.errors import ConfigError, ResumeError
 from raycl.methods.registry import method_class
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 
 
 def with_tasks(config: RunConfig, added: Sequence[str]) -> RunConfig:

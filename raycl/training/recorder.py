@@ -18,13 +18,13 @@ from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.tracking import MetricsSink
 from raycl.training.distributed import DistributedContext
+from raycl.training.phase.step import StepResult
 from raycl.training.records import checkpoint as checkpoints
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState, read_state
 from raycl.training.records.progress import Progress, Trace, clock
 from raycl.training.records.publish import publish
 from raycl.training.records.results import build_results, curves, matrix_of
-from raycl.training.step import StepResult
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase
 

@@ -18,15 +18,15 @@ from raycl.tracking import MetricsSink
 from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import load_parameters
-from raycl.training.evaluation import Observations, evaluate_row, evaluate_unseen
 from raycl.training.memory import peak_memory_mb, resident_memory_mb
+from raycl.training.phase.evaluation import Observations, evaluate_row, evaluate_unseen
+from raycl.training.phase.trainer import OpenEngine, TaskTrainer
 from raycl.training.recorder import OnPhase, Recorder
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState
 from raycl.training.records.publish import complete_bank
 from raycl.training.records.resume import newest_place
 from raycl.training.records.stop_request import StopRequested
-from raycl.training.task_trainer import OpenEngine, TaskTrainer
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase, Score
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from raycl.methods.base import Learned, trained_names
 from raycl.methods.context import Step, TaskContext
 from raycl.training.distributed import DistributedContext
-from raycl.training.phase_data import PhaseData
-from raycl.training.preparation import encode_texts
+from raycl.training.phase.data import PhaseData
+from raycl.training.phase.preparation import encode_texts
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase
 

@@ -14,7 +14,8 @@ from raycl import config as configs
 from raycl.errors import ConfigError, ResumeError
 from raycl.launch import driver
 from raycl.launch.worker import CONFIG
-from raycl.run.assembly import RunConfig, check
+from raycl.run.checks import check
+from raycl.run.config import RunConfig
 from raycl.run.extension import with_tasks
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import read_checkpoint

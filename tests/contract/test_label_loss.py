@@ -15,7 +15,8 @@ from raycl.backbone.encoder import EncoderBackbone
 from raycl.data.loader import batch_of
 from raycl.errors import ConfigError
 from raycl.methods.base import activate_batch
-from raycl.run.assembly import build, check
+from raycl.run.assembly import build
+from raycl.run.checks import check
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.stream_loop import StreamLoop

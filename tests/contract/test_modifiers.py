@@ -14,7 +14,8 @@ from raycl.errors import ConfigError, RunError
 from raycl.methods.modifier import Modifiers
 from raycl.report.kept_rows import KeptRows
 from raycl.report.tables import kept_rows_table
-from raycl.run.assembly import RunConfig, read_singles
+from raycl.run.checks import read_singles
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 
 MIGU = {"name": "migu", "threshold": 0.7, "skip_first_task": False}

@@ -27,7 +27,8 @@ from raycl.methods.sapt import sapt
 from raycl.methods.sapt.pseudo_samples import sources_of
 from raycl.methods.sapt.sapt import Sapt
 from raycl.retrieval.attention import Attention, AttentionRouter, max_pooled
-from raycl.run.assembly import build, check
+from raycl.run.assembly import build
+from raycl.run.checks import check
 from raycl.serve.snapshots.snapshot_model import router_of
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext

@@ -23,7 +23,9 @@ from raycl.methods.sapt.generator import Generator, GeneratorConfig
 from raycl.methods.sapt.reflection import ReflectionConfig
 from raycl.methods.sapt.sapt import Sapt
 from raycl.retrieval.attention import strongest
-from raycl.run.assembly import build, check, load_config
+from raycl.run.assembly import build
+from raycl.run.checks import check
+from raycl.run.config import load_config
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 

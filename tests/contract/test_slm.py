@@ -317,7 +317,7 @@ def test_memory_of_the_papers_slots() -> None:
     ],
 )
 def test_bad_settings_are_said_before_anything_starts(lab: Lab, settings: dict[str, Any], said: str) -> None:
-    from raycl.run.assembly import check
+    from raycl.run.checks import check
 
     with pytest.raises(RayclError, match=said):
         check(lab.config("bert", {"name": "slm", **settings}))

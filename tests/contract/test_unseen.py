@@ -19,7 +19,8 @@ from raycl.launch import driver
 from raycl.launch.worker import CONFIG
 from raycl.report.compare import to_csv
 from raycl.report.tables import comparison_table, matrix_table
-from raycl.run.assembly import RunConfig, check, read_singles
+from raycl.run.checks import check, read_singles
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.sweep.trials.prefix import prefix_keys
 from raycl.sweep.trials.single_tasks import separate_key, separate_tree

@@ -18,7 +18,9 @@ from raycl.methods.sapt import generator
 from raycl.methods.sapt.generator import Generator, GeneratorConfig
 from raycl.methods.sapt.pseudo_samples import PseudoSamples, take_real
 from raycl.methods.sapt.sapt import Sapt
-from raycl.run.assembly import build, check, load_config
+from raycl.run.assembly import build
+from raycl.run.checks import check
+from raycl.run.config import load_config
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 

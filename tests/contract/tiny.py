@@ -27,7 +27,8 @@ from raycl.bench.gpu import tiny as models
 from raycl.launch import driver
 from raycl.launch.worker import in_process_worker, worker_main
 from raycl.methods.registry import METHODS
-from raycl.run.assembly import RunConfig, build
+from raycl.run.assembly import build
+from raycl.run.config import RunConfig
 from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.storage import Storage
 from raycl.tracking import MetricsSink

@@ -22,7 +22,7 @@ from typing import Any
 from raycl import __version__
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.training.settings import EXEMPT
 
 

@@ -15,7 +15,7 @@ from raycl import config as configs
 from raycl.config import Tree
 from raycl.launch import driver
 from raycl.methods.registry import WRAPPERS, method_class
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 
 FOLDER = "separate"

@@ -15,7 +15,7 @@ from raycl.methods.migu.migu import Migu
 from raycl.run.assembly import build
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine
-from raycl.training.step import StepResult, train_step
+from raycl.training.phase.step import StepResult, train_step
 from raycl.types import Batch
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raycl.methods.base import activate_batch
 from raycl.methods.migu.row_selection import kept, masked_count
-from raycl.training.step import train_step
+from raycl.training.phase.step import train_step
 from raycl.types import IGNORE, Batch
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

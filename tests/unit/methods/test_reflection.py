@@ -15,7 +15,8 @@ from raycl.methods.context import Step, TaskContext
 from raycl.methods.sapt.pseudo_samples import PseudoSamples, counts_of, read_file, read_texts, take_real, volume
 from raycl.methods.sapt.reflection import Reflection, ReflectionConfig, ReplayEntry
 from raycl.retrieval.attention import Attention, AttentionConfig, divergence
-from raycl.run.assembly import build, load_config
+from raycl.run.assembly import build
+from raycl.run.config import load_config
 from raycl.training.distributed import DistributedContext
 
 WIDE = 8

@@ -18,7 +18,7 @@ from raycl.errors import ConfigError
 from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
-from raycl.training.phase_data import PhaseData
+from raycl.training.phase.data import PhaseData
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
 

@@ -8,7 +8,7 @@ import pytest
 
 from raycl import config as configs
 from raycl.methods.registry import METHODS, MODIFIERS, method_class, modifier_class
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.sweep.trials.prefix import lent_records, prefix_keys, shared_keys
 
 TASKS = ["topic", "sentiment", "intent"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raycl import config as configs
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.place import Place
 from raycl.sweep.search.searchers import Guided, Planned

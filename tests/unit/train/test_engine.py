@@ -21,8 +21,8 @@ from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import adamw, advance, schedule
+from raycl.training.phase.step import train_step
 from raycl.training.settings import SCHEDULERS, TrainConfig
-from raycl.training.step import train_step
 from raycl.types import AdapterState, Mixture
 
 WORLD = DistributedContext.alone(torch.device("cpu"))

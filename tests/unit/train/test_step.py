@@ -20,8 +20,8 @@ from raycl.methods.modifier import Modifiers
 from raycl.run.assembly import build
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine, TorchEngine
+from raycl.training.phase.step import token_count, train_step
 from raycl.training.seeds import micro_batch_size
-from raycl.training.step import token_count, train_step
 from raycl.training.training_context import TrainingContext
 from raycl.types import Batch
 

@@ -40,8 +40,8 @@ from raycl.retrieval.encoder import EncoderConfig
 from raycl.retrieval.memory_slots.keys import KeyConfig
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import TorchEngine
+from raycl.training.phase.step import StepResult, train_step
 from raycl.training.settings import TrainConfig
-from raycl.training.step import StepResult, train_step
 from raycl.types import AdapterState, Batch, Phase, Task
 
 SLM_LIMIT = 1.10

@@ -15,14 +15,14 @@ from raycl.methods.context import Step, TaskContext
 from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine
-from raycl.training.gradient_check import GradientMaskCheck
-from raycl.training.phase_data import PhaseData, order_of, rows_of
-from raycl.training.preparation import encode_texts
+from raycl.training.phase.data import PhaseData, order_of, rows_of
+from raycl.training.phase.gradient_check import GradientMaskCheck
+from raycl.training.phase.preparation import encode_texts
+from raycl.training.phase.step import train_step
 from raycl.training.recorder import Recorder
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.stop_request import StopRequested
 from raycl.training.seeds import stable_seed
-from raycl.training.step import train_step
 from raycl.training.training_context import TrainingContext
 from raycl.types import Batch, Phase
 
