@@ -47,7 +47,7 @@ class MetricsSink(Protocol):
 
 
 class TrackingConfig(Section):
-    """Where metrics are logged besides the run's own files."""
+    """A tracker for metrics, besides the run's own files."""
 
     backend: Literal["none", "wandb", "tensorboard", "auto"] = Field(
         "none",

@@ -61,23 +61,30 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start
 
 
 class BackboneConfig(Section):
-    """Which pretrained model, and how it is loaded."""
+    """The pretrained model, and how it is loaded."""
 
     name: Annotated[str, AfterValidator(resolve_path)] = Field(
         "minilm", description="'minilm' (packaged), a hub id, or the path of a local folder"
     )
     revision: str | None = Field(None, description="commit or tag of a hub id")
-    kind: Literal["auto"] | Kind = Field("auto", description="auto: from its config")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on GPUs that have it")
-    pooling: Literal["auto", "mean", "cls"] = Field("auto", description="encoder-only; auto: mean")
-    dropout: float = Field(0.0, ge=0, lt=1, description="all dropout rates; 0 makes N workers equal one")
+    kind: Literal["auto"] | Kind = Field("auto", description="kind of the model; auto: from its config")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="computing precision; auto: bfloat16 on GPUs that support it, else float32"
+    )
+    pooling: Literal["auto", "mean", "cls"] = Field("auto", description="pooling of encoder-only backbones; auto: mean")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="value of all dropout rates of the model; with 0, N workers equal one"
+    )
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
     )
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the model; only the command line may set it"
     )
-    allow_pickle: bool = Field(False, description="accept weights that are not safetensors (pickles can run code)")
+    allow_pickle: bool = Field(
+        False,
+        description="accept weights that are not safetensors (pickles can run code); only the command line may set it",
+    )
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """What only the label head of encoder-only models reads."""

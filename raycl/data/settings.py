@@ -39,13 +39,13 @@ class ColumnNames(Section):
 class TaskSpec(Section):
     """A task of your own, in `stream.tasks`."""
 
-    name: str = Field(description="unique in its stream; no path in it")
+    name: str = Field(description="name of the task, unique in its stream, without slashes")
     path: Place = Field(None, description="folder (path or URI) with train.*, test.* and maybe dev.*")
     train: Place = Field(None, description="train file, instead of the one in path")
     test: Place = Field(None, description="test file, instead of the one in path")
     dev: Place = Field(None, description="dev file; null: dev is carved from train")
-    format: Format = Field("auto", description="auto goes by suffix, and for .json by how the file begins")
-    columns: ColumnNames = Field(default_factory=ColumnNames, description="where text and label are found")
+    format: Format = Field("auto", description="file format; auto: by suffix, and for .json by how the file begins")
+    columns: ColumnNames = Field(default_factory=ColumnNames, description="columns of text and label")
     labels: Names | Literal["auto"] | None = Field(
         "auto",
         description="closed label set; auto: the distinct answers of the train file if at most 64; null: free text",
@@ -54,7 +54,9 @@ class TaskSpec(Section):
         None, description="number of the first of `labels` in files that hold class numbers instead of names"
     )
     metric: str | None = Field(None, description="name of the score; null: exact_match with labels, else rouge_l")
-    definition: str | None = Field(None, description="instruction of the prompt; null: what the file says, if it does")
+    definition: str | None = Field(
+        None, description="instruction of the prompt; null: the one in the file, if there is one"
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -66,10 +68,11 @@ class TaskSpec(Section):
 
 
 class StreamConfig(Section):
-    """Which tasks, in which order, with how many rows, in which words."""
+    """The tasks, their order, their rows and their prompts."""
 
     name: str = Field(
-        "builtin", description="builtin, a benchmark order (long-A, superni-1, sapt-3, ...), or free if `tasks` is set"
+        "builtin",
+        description="builtin, a benchmark order (long-A, superni-1, sapt-3, ...), or any name if `tasks` is set",
     )
     root: Place = Field(
         None, description="folder (path or URI) that holds the task folders, or CL_Benchmark around them"
@@ -84,16 +87,16 @@ class StreamConfig(Section):
     )
     unseen: tuple[str | TaskSpec, ...] | None = Field(
         None,
-        description="tasks that are never trained and are evaluated once, after the last task, zero-shot, as SAPT's "
-        "unseen tasks: as in `tasks`, or benchmark orders (superni-unseen); no train files are needed",
+        description="tasks that are not trained, and are evaluated zero-shot after the last task: as in `tasks`, "
+        "or benchmark orders (superni-unseen); no train files are needed",
     )
     allow_missing: bool = Field(False, description="drop tasks that are not on disk, with a warning")
     objective: Objective = Field(
         "answer",
-        description="what is learned: each text's answer, or (continual pre-training, no labels needed) the texts "
-        "themselves: mlm hidden words with an encoder-only backbone, clm each next word with a decoder-only one",
+        description="what is predicted. answer: each text's answer; for continual pre-training without labels "
+        "mlm: masked tokens (encoder-only backbones), or clm: each next token (decoder-only ones)",
     )
-    mask_share: float = Field(0.15, gt=0, lt=1, description="mlm: share of a text's tokens that are guessed")
+    mask_share: float = Field(0.15, gt=0, lt=1, description="mlm: share of a text's tokens that are predicted")
     train_rows: int | None = Field(
         None, ge=1, description="rows of a task to train on, sampled; null: all (builtin: 320)"
     )
@@ -106,21 +109,29 @@ class StreamConfig(Section):
     dev_rows: int | None = Field(200, ge=1, description="upper limit of dev rows; null: no limit")
     dev_fraction: float = Field(0.1, ge=0, lt=1, description="share of the train rows that is set aside as dev")
     dev: Literal["carve", "file"] = Field(
-        "carve", description="file: use dev files, which equal the test files in the public benchmark release"
+        "carve",
+        description="carve: dev rows are taken from train; file: dev files are used, which equal the test files "
+        "in the public release",
     )
     per_class: int | None = Field(None, ge=1, description="few-shot: train rows for each label, for example 16")
-    unlabelled: Literal["drop", "keep"] = Field("drop", description="rows whose label says there is none (mnli: '-')")
+    unlabelled: Literal["drop", "keep"] = Field(
+        "drop", description="rows whose label says that there is none (mnli: '-')"
+    )
     prompt: PromptName = Field(
         "auto", description="template around the text; auto: the benchmark's, plain for encoders"
     )
     prompt_names: bool = Field(False, description="olora template: name group and dataset in the prompt (also at test)")
     references: Literal["first", "random"] = Field(
         "first",
-        description="several references: first trains on the first and scores the best of all; random keeps one, "
-        "drawn by seed, as the official loaders do",
+        description="rows with several answers. first: train on the first, score the best of all; random: keep "
+        "one, drawn by seed, as the official loaders do",
     )
-    max_source_tokens: int = Field(128, ge=8, description="longer prompts lose the end of their input text")
-    max_target_tokens: int = Field(32, ge=2, description="longer answers are cut, keeping the end-of-sequence token")
+    max_source_tokens: int = Field(
+        128, ge=8, description="prompt tokens at most; a longer prompt loses the end of its input text"
+    )
+    max_target_tokens: int = Field(
+        32, ge=2, description="answer tokens at most; a longer answer is cut before the end-of-sequence token"
+    )
     cache_dir: Place = Field(None, description="node-local cache; null: $RAYCL_CACHE, else ~/.cache/raycl")
 
     @field_validator("unseen", mode="before")

@@ -16,18 +16,26 @@ def _absolute(place: str | None) -> str | None:
 
 
 class EvalConfig(Section):
-    """How a row of the accuracy matrix is filled."""
+    """Evaluation: how a row of the accuracy matrix is filled."""
 
-    tasks: Literal["seen", "all"] = Field("seen", description="all: also tasks not trained yet (zero-shot cells)")
+    tasks: Literal["seen", "all"] = Field(
+        "seen",
+        description="tasks that are evaluated after each task. seen: those trained so far; all: also later ones "
+        "(zero-shot cells)",
+    )
     labels: Literal["all", "task"] = Field(
         "all",
-        description="what may be answered: any label seen so far, or any text where answers are generated "
-        "(class-incremental); or the task's own labels alone, as if told the task (task-incremental; van de Ven and "
-        "Tolias 2019). Tasks without labels are answered freely",
+        description="allowed answers. all: any label seen so far, or any text where answers are generated "
+        "(class-incremental); task: the task's own labels (task-incremental; van de Ven and Tolias "
+        "2019). Tasks without labels have no limit",
     )
-    split: Literal["test", "dev"] = Field("test", description="dev for choosing settings; test is for reporting")
+    split: Literal["test", "dev"] = Field(
+        "test", description="rows that are scored: dev for choosing settings, test for reporting"
+    )
     batch_size: int = Field(64, ge=1, description="examples per worker per forward pass")
-    max_new_tokens: int | None = Field(None, ge=1, description="limit of an answer; null: stream.max_target_tokens")
+    max_new_tokens: int | None = Field(
+        None, ge=1, description="tokens of a generated answer at most; null: stream.max_target_tokens"
+    )
     save_predictions: bool = Field(True, description="keep every answer beside the results")
     singles: Annotated[str | None, AfterValidator(_absolute)] = Field(
         None, description="run directory (or results.json) of `method=separate`, whose scores FWT compares with"

@@ -22,7 +22,9 @@ class ReplayConfig(WrapperConfig):
     """Any learner, with stored rows of earlier tasks among the training data."""
 
     name: Literal["replay"] = "replay"
-    share: float = Field(0.02, gt=0, le=1, description="of each task's train rows, one row at least")
+    share: float = Field(
+        0.02, gt=0, le=1, description="share of each task's train rows that is stored, at least one row"
+    )
 
 
 class Replay(Wrapper):

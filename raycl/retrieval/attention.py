@@ -32,29 +32,30 @@ STANDARD = ("center", "spread")
 class AttentionConfig(Section):
     """Settings of the attention (SAPT, appendix C, and the authors' scripts)."""
 
-    width: int = Field(100, ge=1, description="p, the narrow part of the projection; SAPT-Prompt: 150 to 200")
+    width: int = Field(100, ge=1, description="p, the width of the bottleneck projection; SAPT-Prompt: 150 to 200")
     proj_act: Literal["after_up", "between"] = Field(
-        "after_up", description="where SiLU stands; after_up: as released; between: down and up, as in ATTEMPT"
+        "after_up",
+        description="position of SiLU. after_up: as released; between: between down and up projection, as in ATTEMPT",
     )
     tau: float | None = Field(
         None,
         gt=0,
-        description="temperature; null: sqrt(d); the scripts' other ones: sqrt(2d) on T5, sqrt(d/2) on LLaMA",
+        description="temperature; null: sqrt(d); the scripts also use sqrt(2d) on T5 and sqrt(d/2) on LLaMA",
     )
     pool_pads: bool = Field(
-        False, description="padding takes part in the maximum, as released: a text's weights then depend on its batch"
+        False, description="include padding in the maximum, as released: a text's weights then depend on its batch"
     )
     standardize: bool = Field(
         True,
-        description="each dimension of the pooled embeddings is centred and scaled, as in the first task's texts: what "
-        "all prompts have in common hides what tells tasks apart, and a short training does not unlearn it; false: as "
-        "in the paper",
+        description="centre and scale each dimension of the pooled embeddings by the first task's texts, so that "
+        "what all prompts have in common does not hide the task; false: as in the paper",
     )
     pruning_threshold: float = Field(
         1e-3,
         ge=0,
         lt=0.5,
-        description="the smallest weights of a text, at most this share in all, are not evaluated; 0: all are",
+        description="adapters with the smallest weights of a text are not evaluated, as long as these sum to at "
+        "most this; 0: all are",
     )
 
     def settled(self, encoder: bool, scores: bool) -> AttentionConfig:

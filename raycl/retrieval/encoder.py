@@ -40,7 +40,7 @@ KEPT_TEXTS, ASKED_TEXTS = 200_000, 4_096
 
 
 class EncoderConfig(Section):
-    """Which sentence encoder, and how much of a text it reads."""
+    """The sentence encoder, and how much of a text it reads."""
 
     name: Annotated[str, AfterValidator(resolve_path)] = Field(
         "minilm", description="'minilm' (packaged), a hub id, or the path of a sentence-transformers folder"
@@ -48,7 +48,7 @@ class EncoderConfig(Section):
     revision: str | None = Field(None, description="commit or tag of a hub id")
     layer: Annotated[int, Field(ge=0)] | Literal["auto", "last"] = Field(
         "auto",
-        description="whose mean is the query; auto: two thirds up; last: the sentence embedding, as in the paper",
+        description="layer whose mean is the query; auto: two thirds up; last: the sentence embedding, as in the paper",
     )
     max_tokens: int = Field(256, ge=2, description="longer texts are cut, the same in training and in serving")
     batch_size: int = Field(32, ge=1, description="texts per forward pass")

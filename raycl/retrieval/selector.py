@@ -23,7 +23,7 @@ class SelectorConfig(Section):
 
     steps: int = Field(500, ge=1, description="optimizer steps")
     rate: float = Field(1e-3, gt=0, description="learning rate of Adam")
-    batch: int = Field(16, ge=1, description="pseudo inputs of each task in a step")
+    batch: int = Field(16, ge=1, description="pseudo-samples of each task per step")
 
 
 def learn_selector(

@@ -21,6 +21,7 @@ from raycl.data.stream import Stream, StreamConfig
 from raycl.eval.settings import EvalConfig
 from raycl.methods.lora.lora import LoraConfig
 from raycl.methods.registry import MODIFIERS, WRAPPERS, MethodChoice, ModifierChoice
+from raycl.run.settings import LaunchConfig, OutputConfig
 from raycl.storage import Storage
 from raycl.tracking import TrackingConfig
 from raycl.training.schedule import SCHEDULES
@@ -46,46 +47,6 @@ LABEL_HEAD = ("train.head_learning_rate", "train.label_loss")
 GENERATION = ("stream.max_target_tokens", "eval.max_new_tokens")
 
 """Settings that act on label heads, and on texts that a backbone generates."""
-
-
-class LaunchConfig(Section):
-    """Where the workers run."""
-
-    workers: int = Field(1, ge=1, description="processes that train together")
-    cpus_per_worker: float | None = Field(None, gt=0, description="null: the cluster's CPUs shared evenly")
-    gpus_per_worker: float | None = Field(None, ge=0, description="null: 1 where the cluster has one for each worker")
-    address: str | None = Field(None, description="Ray cluster to join; null: $RAY_ADDRESS, else one is started here")
-    max_failures: int = Field(3, ge=-1, description="restarts of the worker group after crashes; -1: no limit")
-    wait_for_nodes: bool = Field(False, description="the cluster grows: wait for workers it cannot hold today")
-    grace_s: float = Field(
-        110.0,
-        ge=0,
-        description="seconds after SIGTERM in which workers may write a checkpoint, before the command ends",
-    )
-    hang_s: float | None = Field(
-        None,
-        gt=0,
-        description="a worker that makes no progress for so many seconds is ended, and the group starts again; null: "
-        "never. Longer than its longest step: an optimizer step, the evaluation of one task, preparing one",
-    )
-    fresh_workers_per_task: bool = Field(False, description="new worker processes for every stage")
-
-
-class OutputConfig(Section):
-    """Where the run writes."""
-
-    dir: str | None = Field(
-        None,
-        description="folder or s3:// URI that every worker reaches; null: $RAYCL_RUNS, else ~/raycl-runs in a "
-        "submitted job (whose own folder is temporary), else ./runs",
-    )
-    name: str | None = Field(
-        None, description="folder of this run; null: $RAYCL_RUN_NAME, else made from stream, backbone, method, seed"
-    )
-    retry_s: float = Field(
-        180.0, ge=0, description="seconds that a store which does not answer is asked again, with growing pauses"
-    )
-    exists: str = Field("error", pattern="^(error|resume)$", description="resume: go on if the run is there already")
 
 
 class RunConfig(Section):

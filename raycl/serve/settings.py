@@ -17,18 +17,21 @@ from raycl.config.unused import found_in, idle_in, refuse, written
 
 
 class LimitsConfig(Section):
-    """What a request may ask for at most."""
+    """Limits of a request."""
 
-    body_kb: int = Field(256, ge=1, description="size of a request's body; more: 413")
-    text_chars: int = Field(32_768, ge=1, description="characters of one text; more: 400")
+    body_kb: int = Field(256, ge=1, description="KiB of a request's body at most; more: 413")
+    text_chars: int = Field(32_768, ge=1, description="characters of one text at most; more: 400")
     prompt_tokens: int = Field(
-        4096, ge=1, description="of a completion's prompt, which is never cut; its backbone may hold less; more: 400"
+        4096,
+        ge=1,
+        description="tokens of a completion's prompt at most, which is never cut; the backbone may hold less; "
+        "more: 400",
     )
-    inputs: int = Field(64, ge=1, description="answers in one request: texts, times n")
-    max_tokens: int = Field(512, ge=1, description="tokens of an answer")
-    n: int = Field(8, ge=1, description="answers to one prompt")
-    queue: int = Field(256, ge=1, description="answers not finished on one replica; more: 429 with Retry-After")
-    timeout_s: float = Field(60.0, gt=0, description="time for a request; longer: 504, its body: 408")
+    inputs: int = Field(64, ge=1, description="answers per request at most: texts, times n")
+    max_tokens: int = Field(512, ge=1, description="tokens of an answer at most")
+    n: int = Field(8, ge=1, description="answers per prompt at most")
+    queue: int = Field(256, ge=1, description="unfinished answers per replica at most; more: 429 with Retry-After")
+    timeout_s: float = Field(60.0, gt=0, description="seconds for a request at most; longer: 504, for its body: 408")
 
 
 class AuthConfig(Section):
@@ -43,11 +46,13 @@ class AuthConfig(Section):
 
 
 class FollowConfig(Section):
-    """How new snapshots of the bank become the one that answers."""
+    """How new snapshots of the bank are activated."""
 
-    enabled: bool = Field(True, description="activate what is published; false: only by POST /admin/activate")
-    poll_s: float = Field(0.5, gt=0, description="how often the bank is looked at")
-    gated: bool = Field(False, description="only what passes the gate, which runs beside the endpoint")
+    enabled: bool = Field(
+        True, description="activate snapshots when they are published; false: only by POST /admin/activate"
+    )
+    poll_s: float = Field(0.5, gt=0, description="seconds between looks at the bank")
+    gated: bool = Field(False, description="activate only what passes the gate, which runs beside the endpoint")
 
 
 class GateConfig(Section):
@@ -61,61 +66,73 @@ class GateConfig(Section):
     stream: tuple[str, ...] = Field(
         (), description="overrides of the stream that the snapshot was trained on, for data that has moved: root=..."
     )
-    device: Literal["auto", "cpu", "cuda"] | None = Field(None, description="where it judges; null: as the endpoint")
-    gpus: float = Field(1.0, gt=0, le=1, description="of a GPU that it reserves, where it judges on one")
-    timeout_s: float = Field(3600.0, gt=0, description="time to judge a snapshot; longer: it is tried again")
+    device: Literal["auto", "cpu", "cuda"] | None = Field(None, description="device of the gate; null: as the endpoint")
+    gpus: float = Field(1.0, gt=0, le=1, description="share of a GPU that the gate reserves")
+    timeout_s: float = Field(
+        3600.0, gt=0, description="seconds for the evaluation of a snapshot at most; longer: it is tried again"
+    )
 
 
 class ServeConfig(Section):
     """The endpoint of one bank."""
 
     bank: str = Field(description="folder or URI of the bank")
-    snapshot: int | None = Field(None, ge=1, description="answers at first; null: the newest")
-    backbone: str | None = Field(None, description="where the backbone is now, if not where training found it")
+    snapshot: int | None = Field(None, ge=1, description="snapshot that answers first; null: the newest")
+    backbone: str | None = Field(None, description="where the backbone is now, if it moved after training")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="of the model; auto: a GPU for each replica where the process that deploys sees one. The gate "
-        "judges on CPUs when it runs beside the endpoint",
+        description="device of the model; auto: a GPU for each replica if the deploying process sees one, and a "
+        "gate beside the endpoint then runs on CPUs",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="what the backbone computes in; auto: what its run asked for; bfloat16 makes CPUs that know it "
-        "(AVX-512 BF16, AMX) more than twice as fast, and close calls may turn out otherwise",
+        description="computing precision of the backbone; auto: as in its run; bfloat16 makes CPUs that support "
+        "it (AVX-512 BF16, AMX) more than twice as fast, and close decisions may differ",
     )
     host: str = Field("127.0.0.1", description="address that the endpoint listens on")
     port: int = Field(8000, ge=0, le=65535, description="port that the endpoint listens on")
     ingress: Literal["auto", "proxy", "direct"] = Field(
         "auto",
-        description="who listens on host:port. proxy: Ray Serve's, on every node, in front of replicas anywhere. "
-        "direct: the replicas themselves, those of one machine side by side; a small model answers much faster. auto: "
-        "direct where jobs/serve.py starts Ray on this machine for one replica, else proxy, which knows who is busy",
+        description="what listens on host:port. proxy: Ray Serve's proxy on every node, in front of replicas "
+        "anywhere; direct: the replicas themselves, on one machine, which is much faster for small "
+        "models; auto: direct if jobs/serve.py starts Ray here for one replica, else proxy, which "
+        "balances by load",
     )
     layout: Literal["colocated", "split"] = Field(
         "colocated", description="split: replicas that route texts (CPU) in front of replicas with the model"
     )
-    replicas: int = Field(1, ge=1, description="of the model; split: autoscaled up to max_replicas")
-    max_replicas: int | None = Field(None, ge=1, description="null: as many as replicas")
-    router_replicas: int = Field(1, ge=1, description="split only")
+    replicas: int = Field(1, ge=1, description="replicas of the model; with max_replicas: the least number")
+    max_replicas: int | None = Field(None, ge=1, description="largest number of replicas; null: as many as replicas")
+    router_replicas: int = Field(1, ge=1, description="replicas that route texts (layout=split)")
     threads: int = Field(1, ge=1, description="torch threads of a replica on CPU")
     cpus: float | None = Field(None, ge=0, description="CPUs that a replica reserves in the cluster; null: its threads")
-    gpus: float = Field(1.0, gt=0, le=1, description="of a GPU that a replica reserves; 0.5: two may share one")
-    wait_for_nodes: bool = Field(False, description="the cluster grows: wait for replicas that it cannot hold today")
+    gpus: float = Field(
+        1.0, gt=0, le=1, description="share of a GPU that a replica reserves; with 0.5, two may share one"
+    )
+    wait_for_nodes: bool = Field(
+        False, description="wait for replicas that the cluster cannot hold yet, because it grows"
+    )
     max_batch: int = Field(32, ge=1, description="rows computed together")
     decoding: Literal["auto", "dynamic", "static"] = Field(
         "auto",
-        description="of texts. static: caches of a fixed shape for max_batch rows, on GPUs one CUDA graph a step "
-        "(decoder-only backbones); dynamic: caches that grow and shrink; auto: static on GPUs, where it can be",
+        description="KV caches of texts. static: a fixed shape for max_batch rows, on GPUs one CUDA graph per "
+        "step (decoder-only backbones); dynamic: caches that grow and shrink; auto: static on GPUs "
+        "where possible",
     )
     max_loaded_rows: int | None = Field(None, ge=1, description="ranks of adapters on the device; null: no limit")
     loaded_snapshots: int = Field(3, ge=1, description="snapshots kept ready for rollback and pinned requests")
     trust_remote_code: bool = Field(
-        False, description="run Python code that comes with the backbone, where the bank asks for it"
+        False, description="run Python code that comes with the backbone; only the command line may set it"
     )
     allow_pickle: bool = Field(
-        False, description="accept weights of the backbone that are pickles, which can run code, where the bank asks"
+        False,
+        description="accept weights of the backbone that are pickles, which can run code; only the command line "
+        "may set it",
     )
-    log_prompts: bool = Field(False, description="write what is asked into the log")
-    access_log: bool = Field(False, description="a line in Serve's log for every request; costs a tenth of its time")
+    log_prompts: bool = Field(False, description="write inputs into the log")
+    access_log: bool = Field(
+        False, description="a line in Serve's log for every request, which costs a tenth of its time"
+    )
     limits: LimitsConfig = LimitsConfig()
     auth: AuthConfig = AuthConfig()
     follow: FollowConfig = FollowConfig()

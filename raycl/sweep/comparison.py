@@ -44,7 +44,7 @@ class ComparisonConfig(Section):
     base: dict[str, Any] = Field(default_factory=dict, description="config tree that all runs share")
     runs: dict[str, Entry] = Field(description="name of a row -> what it sets")
     seeds: tuple[int, ...] = Field((42,), min_length=1, description="every run is repeated with each of these seeds")
-    at_once: int = Field(1, ge=1, description="runs at a time; small models gain more from it than from workers")
+    at_once: int = Field(1, ge=1, description="runs at a time; small models gain more from this than from workers")
 
     @model_validator(mode="after")
     def _singles_come_first(self) -> ComparisonConfig:

@@ -30,32 +30,36 @@ Mode = Literal["max", "min"]
 
 
 class SearchConfig(Section):
-    """Who proposes trials."""
+    """The search algorithm."""
 
     name: Literal["random", "grid", "tpe"] = Field(
-        "random", description="grid: every listed value with every other; tpe: Optuna's, one or several metrics"
+        "random",
+        description="how trials are proposed. random: drawn; grid: every combination; tpe: Optuna's TPE, for one "
+        "or several metrics",
     )
     seed: int = Field(0, ge=0, description="seed of random draws and of TPE")
-    startup: int = Field(10, ge=1, description="tpe: random trials before it begins to model")
+    startup: int = Field(10, ge=1, description="tpe: random trials before the model is used")
 
 
 class SchedulerConfig(Section):
-    """Who stops trials between two tasks, by the first metric over the tasks seen."""
+    """Early stopping of trials between two tasks, by the first metric over the tasks seen."""
 
     name: Literal["none", "asha", "median"] = Field(
         "none", description="none: every trial runs to its end; asha: successive halving; median: stop below the median"
     )
-    grace: int = Field(1, ge=1, description="tasks that every trial learns")
-    reduction: float = Field(3, gt=1, description="asha: one in so many goes on at tasks grace, grace x reduction, ...")
-    least: int = Field(3, ge=1, description="median: trials that must have got as far before one is stopped")
+    grace: int = Field(1, ge=1, description="tasks that every trial trains before it may be stopped")
+    reduction: float = Field(
+        3, gt=1, description="asha: one trial in so many continues at tasks grace, grace x reduction, ..."
+    )
+    least: int = Field(3, ge=1, description="median: trials that must have reached a task before one is stopped there")
 
 
 class ResourcesConfig(Section):
-    """What one trial takes; all but `isolated` become `launch.*` of its run."""
+    """Resources of one trial; all but `isolated` become `launch.*` of its run."""
 
     workers: int = Field(1, ge=1, description="worker processes of a trial")
     cpus_per_worker: float = Field(1.0, gt=0, description="CPUs that each worker reserves")
-    gpus_per_worker: float | None = Field(None, ge=0, description="null: 1 where the cluster has GPUs")
+    gpus_per_worker: float | None = Field(None, ge=0, description="GPUs of a worker; null: 1 if the cluster has GPUs")
     isolated: bool = Field(
         False, description="a single worker too gets a fresh process for every trial, which takes 10 to 20 s to start"
     )
@@ -75,14 +79,16 @@ class SweepConfig(Section):
     base: Tree = Field(default_factory=dict, description="config tree that all trials share")
     space: dict[str, Draw] = Field(min_length=1, description="dotted path -> its values")
     metric: Metrics = Field(("ap",), description="ap, ap - f_ra, task('agnews'), ...; several: a Pareto front")
-    mode: tuple[Mode, ...] = Field(("max",), description="of each metric")
+    mode: tuple[Mode, ...] = Field(("max",), description="direction of each metric")
     search: SearchConfig = SearchConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
-    samples: int = Field(1, ge=1, description="trials for each combination of grids (random), or in all (tpe)")
+    samples: int = Field(1, ge=1, description="trials per combination of grids (random), or in total (tpe)")
     resources: ResourcesConfig = ResourcesConfig()
     concurrency: int | None = Field(None, ge=1, description="trials at a time; null: as many as the cluster holds")
     retries: int = Field(1, ge=0, description="further tries of a trial that failed")
-    over: tuple[str, ...] = Field((), description="paths (seed, stream.tasks) whose trials make one mean with spread")
+    over: tuple[str, ...] = Field(
+        (), description="paths (seed, stream.tasks) over which trials are averaged, with their spread"
+    )
     singles: bool = Field(False, description="also train each task alone (`separate`), once per setting, for FWT")
     share: bool = Field(True, description="trials that agree on the first tasks train them once")
 

@@ -26,7 +26,8 @@ from raycl.launch import driver
 from raycl.launch.termination import StopOnSigterm
 from raycl.run import checks
 from raycl.run import config as run_config
-from raycl.run.config import LaunchConfig, RunConfig
+from raycl.run.config import RunConfig
+from raycl.run.settings import LaunchConfig
 from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig, examples
 from raycl.sweep.outcome import Outcome, collect

@@ -17,36 +17,42 @@ SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_wi
 
 
 class TrainConfig(Section):
-    """One task's training. Optimizer, schedule and counters start anew at every task, as in all three papers' code."""
+    """Training of one task. Optimizer, schedule and counters start anew at every task, as in all three papers' code."""
 
     epochs: int = Field(3, ge=1, description="passes over a task's training rows")
     epochs_by_task: dict[str, int] = Field(default_factory=dict, description="task name -> epochs, where it differs")
     max_steps: int | None = Field(None, ge=1, description="optimizer steps per task at most")
     batch_size: int = Field(16, ge=1, description="examples per optimizer step, over all workers")
     micro_batch_size: int | None = Field(
-        None, ge=1, description="examples per worker per forward pass; none: no accumulation"
+        None, ge=1, description="examples per worker per forward pass; null: no accumulation"
     )
     learning_rate: float = Field(1e-3, gt=0, description="learning rate of AdamW at its highest")
     head_learning_rate: float | None = Field(
-        None, gt=0, description="label head of encoder-only backbones, which starts at zero; null: learning_rate"
+        None,
+        gt=0,
+        description="learning rate of the label head of encoder-only backbones, which starts at zero; null: "
+        "learning_rate",
     )
     attention_learning_rate: float | None = Field(
-        None, gt=0, description="keys and projection of SAPT (its attn_lr); null: learning_rate"
+        None, gt=0, description="learning rate of SAPT's keys and projection (its attn_lr); null: learning_rate"
     )
     label_loss: Literal["seen", "task"] = Field(
         "seen",
-        description="labels that encoder-only backbones are trained against: all seen so far, or the task's own alone "
-        "(labels of earlier tasks are then not pushed down: Zeno et al. 2018, 'labels trick'; replayed rows meet all)",
+        description="labels that compete in training of encoder-only backbones. seen: all seen so far; task: the "
+        "task's own (labels of earlier tasks then keep their scores: Zeno et al. 2018, 'labels "
+        "trick'; replayed rows compete with all)",
     )
     lr_scheduler: str = Field("constant", description=f"one of {', '.join(SCHEDULERS)}")
     warmup_steps: int = Field(
         0, ge=0, description="optimizer steps in which the learning rate rises from zero; 0: warmup_ratio decides"
     )
-    warmup_ratio: float = Field(0.0, ge=0, lt=1, description="share of the task's steps; used if warmup_steps is 0")
+    warmup_ratio: float = Field(
+        0.0, ge=0, lt=1, description="share of the task's steps with a rising learning rate; used if warmup_steps is 0"
+    )
     weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
     betas: tuple[float, float] = Field((0.9, 0.999), description="decay rates of AdamW's running averages")
     epsilon: float = Field(1e-8, gt=0, description="epsilon of AdamW")
-    max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
+    max_grad_norm: float = Field(1.0, ge=0, description="gradients are clipped to this norm; 0: no clipping")
     log_every_s: float = Field(5.0, gt=0, description="seconds between progress lines")
 
     @field_validator("lr_scheduler")
@@ -99,7 +105,9 @@ class DeepSpeedConfig(EngineConfig):
         2, ge=0, le=3, description="0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters"
     )
     offload_optimizer: bool = Field(False, description="keep optimizer state in CPU memory (ZeRO 1-3)")
-    extra: dict[str, Any] = Field(default_factory=dict, description="merged into DeepSpeed's own config, last word")
+    extra: dict[str, Any] = Field(
+        default_factory=dict, description="merged into DeepSpeed's own config, and overrides it"
+    )
 
     @model_validator(mode="after")
     def _offload_fits(self) -> DeepSpeedConfig:
@@ -109,17 +117,19 @@ class DeepSpeedConfig(EngineConfig):
 
 
 class CheckpointConfig(Section):
-    """When a run can be continued from."""
+    """When checkpoints and model folders are written."""
 
-    every_steps: int | None = Field(200, ge=1, description="optimizer steps; null: at task ends only")
-    keep: int = Field(2, ge=1, description="how many checkpoints stay on storage")
+    every_steps: int | None = Field(
+        200, ge=1, description="optimizer steps between checkpoints; null: at task ends only"
+    )
+    keep: int = Field(2, ge=1, description="checkpoints that stay on storage")
     export: Literal["last", "each", "none"] = Field(
-        "last", description="which stages leave a model folder, for methods that change all weights"
+        "last", description="tasks after which a model folder is written, by methods that train all weights"
     )
 
 
 class BankConfig(Section):
-    """Where adapters and snapshots go at the end of every task."""
+    """The bank that adapters and snapshots are published to."""
 
     dir: str | None = Field(None, description="folder or URI of a bank; null: bank/ in the run's folder")
     publish: bool = Field(True, description="publish adapters and a snapshot at the end of every task")

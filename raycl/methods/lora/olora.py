@@ -32,9 +32,13 @@ class OLoraConfig(IncLoraSettings):
 
     name: Literal["olora"] = "olora"
     lambda_1: float = Field(0.5, ge=0, description="weight of the overlap between the new adapter and all earlier ones")
-    lambda_1_by_task: dict[str, float] = Field(default_factory=dict, description="for tasks that want another lambda_1")
+    lambda_1_by_task: dict[str, float] = Field(
+        default_factory=dict, description="task name -> lambda_1, where it differs"
+    )
     lambda_2: float = Field(0.0, ge=0, description="weight of the size of the new adapter")
-    lambda_2_by_task: dict[str, float] = Field(default_factory=dict, description="for tasks that want another lambda_2")
+    lambda_2_by_task: dict[str, float] = Field(
+        default_factory=dict, description="task name -> lambda_2, where it differs"
+    )
 
     def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
         """The first task has nothing to be at right angles to; each task has one lambda_1 and one lambda_2."""

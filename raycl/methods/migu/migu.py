@@ -51,36 +51,41 @@ class MiguConfig(ModifierConfig):
         description="T, the share of rows that is masked; the paper's best: 0.7 for finetune, lora and inclora, 0.4 "
         "with replay, 0.1 for olora",
     )
-    rule: Rule = Field("floor", description="floor: floor(T rows) are masked; quantile: as in the authors' code")
+    rule: Rule = Field(
+        "floor", description="how many rows are masked. floor: floor(T rows); quantile: as in the authors' code"
+    )
     layers: tuple[str, ...] = Field(
         ("attention", "ffn"), min_length=1, description="roles or regular expressions of linear paths"
     )
-    include_lm_head: bool = Field(False, description="as the authors' code does; tied embeddings are masked with it")
-    bias: bool = Field(False, description="a masked row's bias is masked too")
+    include_lm_head: bool = Field(
+        False, description="also mask the language-model head, as the authors' code does, and tied embeddings with it"
+    )
+    bias: bool = Field(False, description="also mask the bias of a masked row")
     skip_first_task: bool | None = Field(
-        None, description="no mask on the run's first task, as in the authors' T5 runs; null: if there are others"
+        None,
+        description="do not mask the run's first task, as in the authors' T5 runs; null: skip it if there are others",
     )
     mask_scope: Literal["step", "micro_batch"] = Field(
         "step",
-        description="whose magnitudes decide: all of the optimizer step, or (a deviation) its first micro-batch on "
-        "every worker, whose mask is known before any backward pass",
+        description="forward passes that decide the mask. step: all of the optimizer step; micro_batch (a "
+        "deviation): the first on every worker, so that the mask is known before any backward pass",
     )
-    mask_update: bool = Field(False, description="masked rows do not move at all, by momentum and decay neither")
+    mask_update: bool = Field(False, description="masked rows do not move at all, by momentum and weight decay neither")
     clusters: int | None = Field(
-        None, ge=1, description="rows of a layer are put into so many clusters that share one mask bit; null: none do"
+        None, ge=1, description="number of clusters of a layer's rows that share one mask bit; null: no clusters"
     )
     cluster_by: Literal["weight", "co_magnitude", "sequential"] = Field(
         "weight",
-        description="like rows of the weights, rows that are large together (over the task's first cluster_samples "
-        "examples), or blocks of neighbours",
+        description="weight: rows with similar weights; co_magnitude: rows that are large together (over the "
+        "task's first cluster_samples examples); sequential: neighbouring rows",
     )
     cluster_samples: int = Field(
         500, ge=1, description="cluster_by=co_magnitude: training examples of a task that are measured"
     )
     row_sparse: bool = Field(
-        True, description="masked rows of a weight's gradient are not computed where the mask is known in time"
+        True, description="do not compute masked rows of a gradient where the mask is known in time"
     )
-    random_update: bool = Field(False, description="control: as many rows, drawn at random in every step")
+    random_update: bool = Field(False, description="control: mask as many rows, drawn at random in every step")
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """How clusters are made, where there are none."""

@@ -36,23 +36,26 @@ class ReflectionConfig(Section):
     )
     source: Literal["real", "generated", "file"] = Field(
         "real",
-        description="pseudo inputs: stored training inputs, those of a generator trained on each task (the paper's), "
-        "or <files>/<task>.jsonl",
+        description="pseudo-samples. real: stored training inputs; generated: texts of a generator that is "
+        "trained on each task (the paper's); file: <files>/<task>.jsonl",
     )
-    fraction: float = Field(0.02, gt=0, le=1, description="pseudo inputs per training row; at least one a task")
+    fraction: float = Field(0.02, gt=0, le=1, description="pseudo-samples per training row; at least one per task")
     files: Place = Field(
         None,
         description="source=file: folder of <task>.jsonl, lines of {text: ...}, or of the authors' <task>/train.json",
     )
-    batch: int = Field(16, ge=1, description="pseudo inputs of each earlier task that a step draws")
-    every: int = Field(1, ge=1, description="reflect in one step of so many (data_replay_freq of the scripts)")
-    skip_steps: int = Field(0, ge=0, description="first steps of a task without; as released: 1")
-    kl_reduction: Literal["sum", "mean"] = Field("sum", description="over earlier tasks")
+    batch: int = Field(16, ge=1, description="pseudo-samples of each earlier task per step")
+    every: int = Field(1, ge=1, description="reflect in every n-th step (data_replay_freq of the scripts)")
+    skip_steps: int = Field(0, ge=0, description="first steps of a task without reflection; as released: 1")
+    kl_reduction: Literal["sum", "mean"] = Field("sum", description="reduction of the divergence over earlier tasks")
     kl_scale_with_accum: bool = Field(
-        False, description="not divided by the accumulation while the task loss is, as released"
+        False,
+        description="do not divide the divergence by the accumulation, while the task loss is divided, as released",
     )
     abar_split: Literal["dev", "test"] = Field(
-        "dev", description="whose mean weights are kept; test: the paper's words; without dev rows: the training rows"
+        "dev",
+        description="rows whose mean weights are the target; test: the paper's text; tasks without dev rows: the "
+        "training rows",
     )
 
     def weight_on(self, capabilities: Capabilities) -> float:

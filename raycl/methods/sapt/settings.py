@@ -23,27 +23,28 @@ class SaptConfig(MethodConfig):
     """SAPT: an adapter for each task under shared attention (defaults: its appendix C, and the authors' scripts)."""
 
     name: Literal["sapt"] = "sapt"
-    value: Literal["lora", "prompt"] = Field("lora", description="a task's block: SAPT-LoRA, or SAPT-Prompt")
-    rank: int = Field(8, ge=1, description="r; the paper: 8 on T5's long sequences, else 4")
+    value: Literal["lora", "prompt"] = Field("lora", description="the adapter of a task: SAPT-LoRA or SAPT-Prompt")
+    rank: int = Field(8, ge=1, description="r, the rank of the LoRA; the paper: 8 on T5's long sequences, else 4")
     alpha: float = Field(32.0, gt=0, description="LoRA's alpha; the update is scaled by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="share of the adapter's inputs that is dropped in training")
     targets: tuple[str, ...] = Field(
         ("attention.query", "attention.value"), min_length=1, description="roles or regular expressions of linear paths"
     )
-    prompt_length: int = Field(10, ge=1, description="positions of a prompt; the sum of all is as long")
+    prompt_length: int = Field(10, ge=1, description="positions of a soft prompt, and of the weighted sum of all")
     attention: AttentionConfig = AttentionConfig()
     arm: ReflectionConfig = ReflectionConfig()
     head_rule: Literal["probability", "logit"] = Field(
-        "probability", description="how the blocks' label heads are mixed on encoder-only backbones"
+        "probability", description="how label heads of an encoder-only backbone are mixed"
     )
     stop_grad_old_blocks: bool = Field(
-        False, description="no gradient through old blocks into the layers below, as released"
+        False, description="stop gradients through earlier adapters into the layers below, as released"
     )
     ablation: Name = Field(
         "none",
-        description="what is left out (SAPT, section 6.3). arm: lambda = 0; replay: lambda = 0, and pseudo samples are "
-        "trained on as ordinary data; alignment: a separate selector is learned from recorded weights and used at "
-        "test; shared_attention: each block is learned alone, and a separate selector picks one",
+        description="part that is left out (SAPT, section 6.3). arm: lambda is 0; replay: lambda is 0, and "
+        "pseudo-samples are ordinary training data; alignment: a separate selector is learned from "
+        "recorded weights and used at test; shared_attention: each adapter is trained alone, and a "
+        "separate selector chooses one",
     )
     selector: SelectorConfig = SelectorConfig()
     generator: GeneratorConfig = GeneratorConfig()

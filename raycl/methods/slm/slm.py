@@ -39,31 +39,36 @@ class SlmConfig(MethodConfig):
     """SLM: memory slots selected for each text (sections 3.2 and 4.2, tables 10 and 14, the authors' scripts)."""
 
     name: Literal["slm"] = "slm"
-    rank: int = Field(8, ge=1, description="r of each slot; the paper: 12 for BERT, 8 for LLaMA")
-    a_init_std: float = Field(1.0, gt=0, description="A is drawn from a normal distribution of this width, B is 0")
+    rank: int = Field(8, ge=1, description="r, the rank of each slot; the paper: 12 for BERT, 8 for LLaMA")
+    a_init_std: float = Field(1.0, gt=0, description="standard deviation of A's initial values; B starts at 0")
     value: Literal["jare", "adapter", "prompt"] = Field(
         "jare",
-        description="what a slot holds: weight increments, bottleneck blocks in parallel to the targets (the paper's "
-        "DTKR+Adapter), or a soft prompt (its DTKR+Prompt); both with retrieval.rule=vote as there, without distance "
-        "weights",
+        description="what a slot stores. jare: weight increments; adapter: bottleneck adapters in parallel to the "
+        "targets (the paper's DTKR+Adapter); prompt: a soft prompt (DTKR+Prompt). The last two use "
+        "retrieval.rule=vote in the paper, without distance weights",
     )
-    prompt_length: int = Field(10, ge=1, description="positions of a slot's prompt")
+    prompt_length: int = Field(10, ge=1, description="positions of a slot's soft prompt")
     targets: tuple[str, ...] = Field(
         ("attention.out",), min_length=1, description="roles or regular expressions of linear paths"
     )
     router: Literal["keys", "discriminant", "auto"] = Field(
-        "auto", description="who chooses the task's slots at test; auto: keys or discriminant, by the dev texts so far"
+        "auto",
+        description="what selects slots at test; auto: keys or discriminant, whichever routes more dev texts to "
+        "their task",
     )
     train_scope: Literal["own", "seen", "all"] = Field(
         "own",
-        description="slots that compete while a task is trained: its own, or those of all tasks so far; all: of the "
-        "whole stream, as in the released BERT code, which reads the texts of tasks to come",
+        description="slots that compete while a task is trained. own: the task's; seen: those of all tasks so "
+        "far; all: those of the whole stream, as in the released BERT code, which reads texts of "
+        "later tasks",
     )
-    value_layout: Literal["shared", "per_group"] = Field("shared", description="per_group: a value for every sub-key")
+    value_layout: Literal["shared", "per_group"] = Field(
+        "shared", description="shared: one value per slot; per_group: one value per sub-key"
+    )
     head_rule: HeadRule = Field(
         "probability",
-        description="how the label heads of an encoder-only backbone are mixed; label_count: as released, one head for "
-        "each number of labels, picked by the text's own task (it leaks the task)",
+        description="how label heads of an encoder-only backbone are mixed; label_count: as released, one head "
+        "for each number of labels, chosen by the text's own task (it leaks the task id)",
     )
     keys: KeyConfig = KeyConfig()
     retrieval: RetrievalConfig = RetrievalConfig()

@@ -18,11 +18,13 @@ from raycl.errors import RetrievalError
 
 
 class KeyConfig(Section):
-    """How a task's keys are learned (SLM section 3.2 and its scripts; defaults as the paper unless said)."""
+    """How a task's keys are learned (SLM section 3.2 and its scripts; the paper's defaults unless stated)."""
 
-    groups: int = Field(6, ge=1, description="g: slices of the query; must divide its width")
-    slots: int = Field(4, ge=1, description="m: slots per task")
-    mask: float = Field(0.2, ge=0, lt=1, description="p: chance that an entry is left out of the choice")
+    groups: int = Field(6, ge=1, description="g, the number of slices of the query; it must divide the query's width")
+    slots: int = Field(4, ge=1, description="m, the number of slots per task")
+    mask: float = Field(
+        0.2, ge=0, lt=1, description="p, the probability that a slot is left out of a choice while keys are learned"
+    )
     update: Literal["paper", "adam", "official"] = Field(
         "paper",
         description="paper: k += rate * gradient of the cosine, for chosen keys alone; adam: the same loss by Adam, "
@@ -32,12 +34,13 @@ class KeyConfig(Section):
     steps: int = Field(
         4000,
         ge=0,
-        description="updates; keys start far from the texts, so steps count (the paper: about 20,000)",
+        description="number of updates; keys start far from the texts, so it matters (the paper: about 20,000)",
     )
     epochs: int | None = Field(None, ge=0, description="passes over the task's texts instead of steps; the paper: 3")
     batch_size: int = Field(16, ge=1, description="texts per update")
     start: Literal["orthogonal", "data"] = Field(
-        "orthogonal", description="data: mean query of a random part of the task's texts (the authors' utility)"
+        "orthogonal",
+        description="initial keys; data: mean query of a random part of the task's texts (the authors' utility)",
     )
 
 

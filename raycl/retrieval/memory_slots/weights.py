@@ -17,18 +17,23 @@ Rule = Literal["group_union", "group_mean", "vote"]
 
 
 class RetrievalConfig(Section):
-    """How slots are chosen and weighed."""
+    """How slots are selected and weighted."""
 
-    top_k: int = Field(2, ge=1, description="K: slots chosen in each group (group_mean and vote: in all)")
+    top_k: int = Field(
+        2, ge=1, description="K, the number of slots selected in each group (group_mean and vote: in total)"
+    )
     rule: Rule = Field(
         "group_union",
-        description="group_union: the paper's text; group_mean: the released forward pass; vote: most frequent, evenly",
+        description="how groups are combined. group_union: the paper's text; group_mean: the released forward "
+        "pass; vote: most frequent, with even weights",
     )
     scope: Literal["instance", "batch"] = Field(
-        "instance", description="batch: one choice for the whole batch, as released; it leaks the task"
+        "instance", description="batch: one selection for the whole batch, as released; it leaks the task id"
     )
-    task_id: bool = Field(False, description="SLM-TI: the task is told, and only its own slots are chosen")
-    clamp: bool = Field(True, description="negative cosines count as 0; false: as released, weights may be negative")
+    task_id: bool = Field(
+        False, description="the task id is given, and only the task's own slots are selected (SLM-TI)"
+    )
+    clamp: bool = Field(True, description="count negative cosines as 0; false: as released, weights may be negative")
 
 
 def slot_weights(

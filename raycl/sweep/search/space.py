@@ -27,13 +27,15 @@ Settings = dict[str, Any]
 class Draw(Section):
     """The values of one setting; exactly one of these is given. Both ends of a range belong to it."""
 
-    grid: tuple[Any, ...] | None = Field(None, min_length=1, description="every one of these, with every other grid's")
-    choice: tuple[Any, ...] | None = Field(None, min_length=1, description="one of these")
-    uniform: tuple[float, float] | None = Field(None, description="[low, high]")
-    loguniform: tuple[float, float] | None = Field(None, description="[low, high], evenly in the logarithm")
-    quniform: tuple[float, float, float] | None = Field(None, description="[low, high, step]: low + k step")
-    randint: tuple[int, int] | None = Field(None, description="[low, high], whole numbers")
-    expr: str | None = Field(None, description="follows from other settings by their paths: 10 * train.learning_rate")
+    grid: tuple[Any, ...] | None = Field(
+        None, min_length=1, description="each of these values, with each value of every other grid"
+    )
+    choice: tuple[Any, ...] | None = Field(None, min_length=1, description="one of these values")
+    uniform: tuple[float, float] | None = Field(None, description="[low, high], drawn evenly")
+    loguniform: tuple[float, float] | None = Field(None, description="[low, high], drawn evenly in the logarithm")
+    quniform: tuple[float, float, float] | None = Field(None, description="[low, high, step], drawn from low + k step")
+    randint: tuple[int, int] | None = Field(None, description="[low, high], drawn from the whole numbers")
+    expr: str | None = Field(None, description="computed from other settings by their paths: 10 * train.learning_rate")
 
     @model_validator(mode="after")
     def _is_one(self) -> Draw:

@@ -1,0 +1,60 @@
+"""Settings of a run that no part of it reads for itself: where its workers run, and where it writes.
+
+What it does not know: how workers are started.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from raycl.config import Section
+
+
+class LaunchConfig(Section):
+    """Workers, and the Ray cluster that they run on."""
+
+    workers: int = Field(1, ge=1, description="processes that train together")
+    cpus_per_worker: float | None = Field(
+        None, gt=0, description="CPUs of a worker; null: the cluster's CPUs shared evenly"
+    )
+    gpus_per_worker: float | None = Field(
+        None, ge=0, description="GPUs of a worker; null: 1 if the cluster has one for each worker"
+    )
+    address: str | None = Field(None, description="Ray cluster to join; null: $RAY_ADDRESS, else one is started here")
+    max_failures: int = Field(3, ge=-1, description="restarts of the worker group after crashes; -1: no limit")
+    wait_for_nodes: bool = Field(
+        False, description="wait for workers that the cluster cannot hold yet, because it grows"
+    )
+    grace_s: float = Field(
+        110.0,
+        ge=0,
+        description="seconds after SIGTERM in which workers may write a checkpoint, before the command ends",
+    )
+    hang_s: float | None = Field(
+        None,
+        gt=0,
+        description="a worker that makes no progress for so many seconds is ended, and the group starts again; null: "
+        "never. Longer than its longest step: an optimizer step, the evaluation of one task, preparing one",
+    )
+    fresh_workers_per_task: bool = Field(False, description="new worker processes for every task")
+
+
+class OutputConfig(Section):
+    """The folder of the run."""
+
+    dir: str | None = Field(
+        None,
+        description="folder or s3:// URI that every worker reaches; null: $RAYCL_RUNS, else ~/raycl-runs in a "
+        "submitted job (whose own folder is temporary), else ./runs",
+    )
+    name: str | None = Field(
+        None, description="folder of this run; null: $RAYCL_RUN_NAME, else made from stream, backbone, method, seed"
+    )
+    retry_s: float = Field(
+        180.0, ge=0, description="seconds that a store which does not answer is asked again, with growing pauses"
+    )
+    exists: str = Field(
+        "error",
+        pattern="^(error|resume)$",
+        description="what happens if the run is there already. error: stop; resume: continue it",
+    )
