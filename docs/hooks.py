@@ -28,7 +28,7 @@ from mkdocs.structure.pages import Page
 from raycl.bank.operations.commands import COMMANDS
 from raycl.config import Section
 from raycl.config.reference import Group, groups
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.serve.settings import ServeConfig
 from raycl.sweep.comparison import ComparisonConfig
 from raycl.sweep.config import SweepConfig

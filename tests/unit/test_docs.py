@@ -16,7 +16,7 @@ from torch import nn
 from raycl.bank.operations.commands import COMMANDS
 from raycl.config.reference import groups
 from raycl.methods.modifier import GradientModifier, Modifiers
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 
 REPO = Path(__file__).resolve().parents[2]
 
