@@ -13,7 +13,7 @@ import sys
 
 from raycl.errors import RayclError
 from raycl.launch import console, termination
-from raycl.run import assembly
+from raycl.run import config as run_config
 from raycl.sweep.config import load_sweep
 from raycl.sweep.drive import run_sweep
 from raycl.sweep.write import write_outcome
@@ -34,7 +34,7 @@ def main() -> int:
     options = arguments()
     console.log_to_stderr()
     termination.exit_on_sigterm()
-    directory = options.dir or assembly.default_directory()
+    directory = options.dir or run_config.default_directory()
     try:
         sweep = load_sweep(options.sweep, options.set)
         outcome = run_sweep(sweep, directory, options.resume)

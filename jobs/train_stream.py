@@ -18,7 +18,7 @@ from raycl.errors import ConfigError, RayclError
 from raycl.launch import console, driver, status, termination
 from raycl.report.plots import heatmap
 from raycl.report.tables import matrix_table
-from raycl.run import assembly
+from raycl.run import config as run_config
 
 
 def arguments() -> argparse.Namespace:
@@ -54,7 +54,7 @@ def main() -> int:
             print(status.status_of(options.status))
             return 0
         if options.print_config:
-            print(commented_yaml(assembly.load_config(options.config, options.overrides)), end="")
+            print(commented_yaml(run_config.load_config(options.config, options.overrides)), end="")
             return 0
         if options.add and not options.resume:
             raise ConfigError("--add says what a run is to learn next: name the run with --resume RUN_DIR")
@@ -63,7 +63,7 @@ def main() -> int:
         elif options.resume:
             prepared = driver.reopen(options.resume, overrides=tuple(options.overrides))
         else:
-            prepared = driver.prepare(assembly.load_config(options.config, options.overrides))
+            prepared = driver.prepare(run_config.load_config(options.config, options.overrides))
         print(f"run {prepared.storage.uri}", flush=True)
         results = driver.train(prepared)
     except RayclError as error:

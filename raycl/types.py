@@ -67,7 +67,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Phase:
-    """What is trained at once: one task of a sequence, or all tasks together for `joint`."""
+    """What is trained at once: one task, or all tasks together under the schedule `joint`."""
 
     index: int
     name: str
@@ -175,15 +175,19 @@ class Score:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Which adapters speak for each example, and how loudly.
+    """The adapters of each example, with their weights.
 
     Attributes:
         names: the N adapters.
         weights: `[B, N]`; a row of zeros is the bare backbone. May carry gradients.
+        heads: adapter whose label head answers each example, for head rule `label_count`; else empty.
+        unpruned: the weights before small ones were set to zero, for reports; None: these.
     """
 
     names: tuple[str, ...]
     weights: Tensor
+    heads: tuple[str, ...] = ()
+    unpruned: Mixture | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.weights.shape)
@@ -192,7 +196,7 @@ class Mixture:
 
     def on(self, device: torch.device) -> Mixture:
         """The same with its weights on `device`."""
-        return Mixture(self.names, self.weights.to(device))
+        return replace(self, weights=self.weights.to(device))
 
     @staticmethod
     def same(weights: Mapping[str, float], examples: int) -> Mixture:

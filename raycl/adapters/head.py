@@ -41,7 +41,6 @@ class MixedHead(nn.Module):
     Attributes:
         labels: order of first appearance.
         weight: `[M C, D]` rows in training: C labels for each of the M adapters in training. bias: `[M C]`.
-        head_adapters: for rule `label_count`, the adapter whose head is used for each example; M is then 1.
         frozen: the rows were taken over from another adapter and stay as they are.
     """
 
@@ -50,7 +49,6 @@ class MixedHead(nn.Module):
         self.rule = rule
         self.labels: list[str] = []
         self.trainable_labels: tuple[str, ...] = ()
-        self.head_adapters: tuple[str, ...] = ()
         self.frozen = False
         self.weight = nn.Parameter(torch.zeros(0, width, device=stack.device))
         self.bias = nn.Parameter(torch.zeros(0, device=stack.device))
@@ -135,11 +133,12 @@ class MixedHead(nn.Module):
     def _speakers(self, pooled_BD: Tensor) -> tuple[dict[str, int], Tensor]:
         """Whose heads answer: adapter -> column of the weights `[B, N]`."""
         if self.rule == "label_count":
-            assert len(self.head_adapters) == len(pooled_BD), "rule label_count must be told each example's head"
-            missing = set(self.head_adapters) - self._stack.states.keys() - self._stack.trainable.keys()
-            assert not missing, f"heads of {missing} are not on the device"
-            names = {name: column for column, name in enumerate(dict.fromkeys(self.head_adapters))}
-            columns = torch.tensor([names[name] for name in self.head_adapters], device=pooled_BD.device)
+            heads = self._stack.heads
+            assert len(heads) == len(pooled_BD), "head rule label_count needs a mixture with each example's head"
+            missing = set(heads) - self._stack.states.keys() - self._stack.trainable.keys()
+            assert not missing, f"heads of {missing} are not loaded"
+            names = {name: column for column, name in enumerate(dict.fromkeys(heads))}
+            columns = torch.tensor([names[name] for name in heads], device=pooled_BD.device)
             return names, one_hot(columns, len(names)).to(pooled_BD.dtype)
         plan = self._stack.plan
         if plan is None:

@@ -37,6 +37,7 @@ class AdapterStack:
     Attributes:
         layers: path of a linear in the model -> the layer that took its place.
         plan: the open mixture, worked out; None for the bare backbone.
+        heads: of the open mixture (`Mixture.heads`).
         table: who owns which resident rows.
         static: preallocated rows for compiled models, else None.
         dropout: on the input of adapters in training.
@@ -74,6 +75,7 @@ class AdapterStack:
         self.plan: Plan | None = None
         self.static: StaticRows | None = None
         self._open = False
+        self.heads: tuple[str, ...] = ()
 
     def _attach(self, paths: Sequence[str]) -> None:
         for path in paths:
@@ -205,12 +207,12 @@ class AdapterStack:
             AdapterError: an adapter that is unknown or does not fit, or weights that are not finite.
         """
         assert not self._open, "a mixture is open already: close it first, or its backward would read another one"
-        self._open = True
+        self._open, self.heads = True, () if mixture is None else mixture.heads
         try:
             self._open_mixture(mixture, copies)
             yield
         finally:
-            self.plan, self._open = None, False
+            self.plan, self._open, self.heads = None, False, ()
             if self.static is not None:
                 self.static.clear()
 

@@ -22,14 +22,16 @@ from raycl import config as configs
 from raycl.adapters import AdapterStack
 from raycl.bench.figures import Figure, Report, machine
 from raycl.data.loader import Collate
-from raycl.methods.context import TaskRows
+from raycl.methods.base import activate_batch, trained_names
+from raycl.methods.context import TaskContext
 from raycl.methods.sapt.pseudo_samples import PseudoSamples
 from raycl.methods.sapt.reflection import ReplayEntry
 from raycl.methods.sapt.sapt import Sapt
 from raycl.methods.slm.slm import Slm
-from raycl.run.assembly import RunConfig, build
+from raycl.run.assembly import build
+from raycl.run.config import RunConfig
 from raycl.training.distributed import DistributedContext
-from raycl.training.step import train_step
+from raycl.training.phase.step import train_step
 from raycl.types import AdapterState, Batch, Phase
 
 LIMITS = {"slm": (1.1, 1.5), "sapt": (2.0, 2.0)}
@@ -113,8 +115,13 @@ class Grown:
         self.table = self.context.stream.table(self.context.phases[0].tasks[0], "train", codec)
         self.draw = torch.Generator().manual_seed(0)
         self.learn(tasks)
-        self.method.show(TaskRows(self.context.phases[0], batch_size, self.context.stream, codec))
-        self.method.begin_task(self.context.phases[0], resumed=False)
+        phase = self.context.phases[0]
+        self.task_context = TaskContext(phase, batch_size, self.context.stream, codec)
+        if isinstance(self.method, Slm):
+            queries = self.method.encoder.embed(self.table.texts(range(len(self.table))))
+            self.task_context.phases = (phase,)
+            self.task_context.queries = {phase.index: {"train": queries, "dev": queries[:2]}}
+        self.method.begin_task(phase, self.task_context)
         collate = Collate([self.table], self.context.backbone.label_ids(), codec.pad_id, texts=True)
         size = batch_size
         rows = [torch.arange(start, start + size).numpy() for start in range(0, len(self.table) - size, size)]
@@ -151,7 +158,7 @@ class Grown:
     def answer(self, number: int) -> None:
         """To a batch whose queries are known, choosing among all tasks."""
         batch = self.batch(number)
-        with self.method.activate(batch):
+        with activate_batch(self.method, batch):
             self.context.backbone.predict(batch, 1)
 
 
@@ -168,9 +175,9 @@ def steps_s(all_grown: Sequence[Grown]) -> list[float]:
 
     found = _in_turn(step, len(all_grown), rounds)
     for grown, engine in zip(all_grown, engines, strict=True):
-        tensors = engine.parameters(grown.method.learned_names())
+        grown.task_context.parameters = engine.parameters(trained_names(grown.context.backbone))
         engine.close()
-        grown.method.end_task(grown.context.phases[0], tensors)
+        grown.method.end_task(grown.task_context)
     return found
 
 
@@ -210,10 +217,9 @@ class GrownSlm(Grown):
             mine = queries[torch.randperm(len(queries), generator=self.draw)[:32]]
             centre = mine + torch.randn(1, queries.shape[1], generator=self.draw) * queries.std()
             phase = Phase(number, f"old{number}", ())
-            self.method.study(phase, centre, centre[:2])
+            self.method.fit(phase, centre, centre[:2])
             names = self.method.router.adapters(phase.name)
-            self.method._keep({name: self.slot(self.method.config.rank, 1.0) for name in names})
-        self.method.study(self.context.phases[0], queries, queries[:2])
+            self.method._load({name: self.slot(self.method.config.rank, 1.0) for name in names})
 
 
 class GrownSapt(Grown):
@@ -236,6 +242,6 @@ class GrownSapt(Grown):
             key = (torch.rand(attention.dimensions, generator=self.draw) * 2 - 1) * self.sharpness
             attention.begin(name, number)
             attention.end({**attention.tensors(), "key": key})
-            self.method._keep({name: self.slot(config.rank, config.alpha / config.rank)})
+            self.method._load({name: self.slot(config.rank, config.alpha / config.rank)})
             abar = torch.full((number + 1,), 1 / (number + 1))
             self.method.reflection.entries[name] = ReplayEntry(PseudoSamples(sources, [], []), abar)

@@ -22,14 +22,15 @@ from torch import Tensor
 
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.bench.figures import Figure, Report, machine
+from raycl.bench.phases import bare_context
 from raycl.config import validate
 from raycl.methods.migu.migu import FIRST, MEASURED, Migu, MiguConfig
 from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import method_class
 from raycl.training.distributed import DistributedContext
-from raycl.training.engines.engine import NONE, TorchEngine
+from raycl.training.engines.engine import NONE, TorchEngine, Transform
+from raycl.training.phase.step import train_step
 from raycl.training.settings import TrainConfig
-from raycl.training.step import train_step
 from raycl.types import IGNORE, Batch, Phase, Task
 
 BUSY = 0.5
@@ -148,7 +149,7 @@ class Twin:
         kind = method_class(method)
         self.method = kind(kind.Config(name=method), backbone, 0)
         phase = Phase(0, "bench", (Task("bench", ("no", "yes"), "exact_match"),))
-        self.method.begin_task(phase, resumed=False)
+        self.method.begin_task(phase, bare_context(phase))
         self.modifiers = Modifiers({"migu": Migu(migu, self.method)} if migu else {})
         self.modifiers.begin_task(phase, only=True, resumed=False)
         self.engine = TorchEngine(backbone, TrainConfig(learning_rate=1e-5), 1000, world)
@@ -179,7 +180,7 @@ class GradientsOnly:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def step(self, modifiers: Modifiers = NONE) -> float:
+    def step(self, modifiers: Modifiers = NONE, transform: Transform | None = None) -> float:
         """Clear the gradients after they were kept."""
         for name, parameter in self._engine.trained.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()

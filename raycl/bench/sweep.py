@@ -21,7 +21,7 @@ from typing import Any
 from raycl import config as configs
 from raycl.bench.figures import Figure, Report, machine
 from raycl.launch import driver
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.drive import run_sweep
 from raycl.sweep.outcome import Outcome

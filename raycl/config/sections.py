@@ -2,7 +2,7 @@
 
 Why it exists: a typo must be an error with the nearest valid key, before any work starts.
 OmegaConf parses, pydantic validates; ours is only the sugar for named nodes and the wording of errors.
-What it does not know: which sections exist (`raycl.run.assembly.RunConfig` puts the tree together).
+What it does not know: which sections exist (`raycl.run.config.RunConfig` puts the tree together).
 
 Named nodes: `method=lora method.rank=8` is short for `method: {name: lora, rank: 8}`, and
 `modifiers=[migu] modifiers.migu.threshold=0.7` for `modifiers: {migu: {threshold: 0.7}}`. Naming another

@@ -77,6 +77,11 @@ class StreamConfig(Section):
     root: Place = Field(
         None, description="folder (path or URI) that holds the task folders, or CL_Benchmark around them"
     )
+    schedule: Literal["sequential", "joint", "separate"] = Field(
+        "sequential",
+        description="sequential: one task after another; joint: all tasks at once (multi-task); separate: each task "
+        "from the pretrained model, its task id given at test",
+    )
     tasks: tuple[str | TaskSpec, ...] | None = Field(
         None, min_length=1, description="explicit order: names below root and custom tasks; null: the named order"
     )

@@ -27,7 +27,7 @@ from raycl.data.sources.cache import cache_folder, key_of
 from raycl.data.sources.ingest import RawRows, ingest, ingest_pairs
 from raycl.data.tokens import Split, TokenTable
 from raycl.errors import ConfigError, DataError
-from raycl.types import Phase, Task, TextCodec
+from raycl.types import Task, TextCodec
 
 __all__ = ["ColumnNames", "Stream", "StreamConfig", "TaskSpec", "open_stream"]
 
@@ -78,12 +78,6 @@ class Stream:
     def token_limits(self) -> tuple[int, int]:
         """Most tokens of a source and of a target."""
         return self._config.max_source_tokens, self._config.max_target_tokens
-
-    def phases(self, joint: bool = False) -> tuple[Phase, ...]:
-        """What is trained one after another: the tasks, or all of them at once."""
-        if joint:
-            return (Phase(0, "joint", self.tasks),)
-        return tuple(Phase(index, task.name, (task,)) for index, task in enumerate(self.tasks))
 
     def table(self, task: Task, split: Split, codec: TextCodec) -> TokenTable:
         """The tokenised rows of one split, from the node's cache if they are there.

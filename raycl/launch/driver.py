@@ -37,8 +37,9 @@ from raycl.launch import cluster as clusters
 from raycl.launch.console import follow
 from raycl.launch.termination import StopOnSigterm, exit_on_sigterm, exits_on_sigterm
 from raycl.launch.worker import CONFIG, LOGS, error_file, in_process_worker, leave_error, worker_main
-from raycl.run import assembly
-from raycl.run.assembly import RunConfig
+from raycl.run import checks
+from raycl.run import config as run_config
+from raycl.run.config import RunConfig
 from raycl.run.extension import other_changes, with_tasks
 from raycl.storage import Storage
 from raycl.training.records.journal import RunState, check_owner, last_attempt, read_state
@@ -69,12 +70,12 @@ class Prepared:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """What is trained one after another."""
-        return assembly.phases(self.config, self.stream)
+        return run_config.phases(self.config, self.stream)
 
     @property
     def info(self) -> RunInfo:
         """What identifies the run."""
-        return assembly.info_of(self.config, self.singles, self.replaces)
+        return run_config.info_of(self.config, self.singles, self.replaces)
 
     @property
     def done(self) -> int:
@@ -88,9 +89,9 @@ def prepare(config: RunConfig) -> Prepared:
     Raises:
         RayclError: bad input, or the folder holds a run already.
     """
-    name = assembly.name_of(config)
+    name = run_config.name_of(config)
     if name is not None:
-        storage = assembly.directory(config).sub(name)
+        storage = run_config.directory(config).sub(name)
         if storage.exists(CONFIG) and last_attempt(storage):  # a run that never started holds nothing to lose
             if config.output.exists == "resume":
                 return reopen(storage.address, config)
@@ -98,8 +99,8 @@ def prepare(config: RunConfig) -> Prepared:
                 f"'{storage.uri}' holds a run already: go on with {resume_line(storage, config)}, or choose another "
                 "output.name"
             )
-    stream = assembly.check(config)
-    singles = assembly.read_singles(config)
+    stream = checks.check(config)
+    singles = checks.read_singles(config)
     text = configs.to_yaml(config).encode()
     if name is None:
         storage, name = _new_folder(config, text)
@@ -110,8 +111,8 @@ def prepare(config: RunConfig) -> Prepared:
 
 def _new_folder(config: RunConfig, text: bytes) -> tuple[Storage, str]:
     """A folder that is nobody else's, with its config; of two that start at once each gets its own."""
-    root = assembly.directory(config)
-    for name in assembly.free_names(config):
+    root = run_config.directory(config)
+    for name in run_config.free_names(config):
         try:
             root.sub(name).create(CONFIG, text)
         except AlreadyExistsError:
@@ -154,7 +155,7 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
 
 def _going_on(config: RunConfig, storage: Storage, state: RunState) -> Prepared:
     """The run with a config that may follow that of `state`; the next claim records it."""
-    stream, singles = assembly.check(config), assembly.read_singles(config)
+    stream, singles = checks.check(config), checks.read_singles(config)
     return Prepared(config, stream, storage, storage.uri.rsplit("/", 1)[-1], singles, state.fingerprint)
 
 

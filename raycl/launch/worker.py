@@ -22,7 +22,7 @@ from ray.train.torch import get_device
 from raycl import config as configs
 from raycl.errors import RayclError, RunError, UnreachableError
 from raycl.run import assembly
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.tracking import open_tracker
 from raycl.training.control import Control, hang_file

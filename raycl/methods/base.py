@@ -1,25 +1,29 @@
-"""The hooks of a continual-learning method.
+"""The contract of a continual-learning method: ten hooks.
 
-A method never steps: it shapes the model, prepares batches, adds a penalty and remembers. Only
-`raycl.training.step` calls backward and step, which is what lets every method compose with everything else.
+A method never steps: it shapes the model, prepares batches, routes, adds a penalty and keeps what it learned. Only
+`raycl.training.phase.step` calls backward and step, so every method composes with every engine and gradient modifier.
 What it does not know: engines, workers, files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone, Output
 from raycl.config import Section, Tree, as_tree
-from raycl.methods.context import TaskRows
+from raycl.methods.context import TaskContext
 from raycl.retrieval.encoder import SentenceEncoder
 from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState, Task
+
+State = tuple[dict[str, Any], dict[str, Tensor]]
+"""JSON-able values, and tensors on the CPU."""
 
 
 class MethodConfig(Section):
@@ -28,13 +32,13 @@ class MethodConfig(Section):
     name: str
 
     unused_for_single_task: ClassVar[tuple[str, ...]] = ()
-    """Settings without any part in the score of a task that is trained alone."""
+    """Settings without effect on a task that is trained alone."""
 
     label_head: ClassVar[tuple[str, ...]] = ()
     """Settings that act on label heads alone, which only encoder-only backbones have."""
 
     def idle_beside(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
-        """Settings that act on nothing on the run's backbone, as `Section.idle` says them from the method on.
+        """Settings without effect on the run's backbone, as pairs of dotted path and reason (see `Section.idle`).
 
         Args:
             has_label_head: the backbone is encoder-only. reason: which backbone it is, and what it lacks.
@@ -43,83 +47,82 @@ class MethodConfig(Section):
             yield from ((name, reason) for name in self.label_head)
 
     def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
-        """The settings that can change anything about stage `index`: what is learned, remembered or measured in it.
+        """The settings that can change anything about phase `index`: what is learned, kept or measured in it.
 
-        Runs whose acting settings agree up to some stage are the same run up to there, bit for bit, and sweeps train
-        it once. So leave out only what provably has no part; by default nothing is left out.
+        Runs whose keys agree up to some phase are the same run up to there, bit for bit, and sweeps train that part
+        once. Leave out only what provably has no effect; by default nothing is left out.
 
         Args:
-            tasks: names of the stages.
+            tasks: names of the phases.
         """
         return as_tree(self)
 
     @property
     def needs_task(self) -> bool:
-        """Whether a text is answered only if evaluation tells its task; then a task never learned cannot be asked."""
+        """Whether evaluation must give the task id of a text; then tasks that were never trained cannot be asked."""
         return False
 
     @property
     def fits_ahead(self) -> bool:
-        """Whether texts of later tasks are read before the first one is learned (`Method.fits_ahead`)."""
+        """Whether texts of all phases are read before the first one is trained."""
         return False
 
 
 @dataclass
 class Learned:
-    """What a stage leaves behind for use outside the run: adapters, or a whole model.
+    """What a phase gives for use outside the run: adapters with their router, or a whole model.
 
     Attributes:
         adapters: name -> what it holds; they go to the bank.
         model: tensors of a Hugging Face model folder by name, for methods that change all weights.
         labels: rows of the model's label head (`head.weight`, `head.bias` among its tensors).
-        extras: adapter -> kind -> tensors that are kept beside it in the bank (pseudo samples).
+        extras: adapter -> kind -> tensors that are kept beside it in the bank (pseudo-samples).
+        router: how adapters are chosen for a text.
     """
 
     adapters: dict[str, AdapterState] = field(default_factory=dict)
     model: dict[str, Tensor] = field(default_factory=dict)
     labels: list[str] = field(default_factory=list)
     extras: dict[str, dict[str, dict[str, Tensor]]] = field(default_factory=dict)
+    router: RouterState = field(default_factory=lambda: RouterState("single"))
+
+
+class RouterModule(Protocol):
+    """A module that routes and is trained with the adapters."""
+
+    def zero(self, examples: int) -> Tensor:
+        """`[examples, 1]` zeros in whose graph every trained parameter of the module takes part."""
+        ...
 
 
 class Method:
-    """One way to learn tasks in sequence. Subclasses override the hooks they need.
+    """A method that learns tasks one after another. Subclasses override the hooks that they need.
 
     Attributes:
-        stack: adapters over the backbone, if it has any.
-        task_id_given: evaluation may use each example's task (`Batch.tasks`), as an upper reference does.
-        replay_share: of each earlier task's train rows, learned again in every later stage.
-        fits_ahead: `study` is called for all stages before the first one, not for each before its own.
+        stack: adapters over the backbone, if there are any.
+        encoder: the sentence encoder whose embeddings route texts, or None.
+        needs_texts: batches carry their input texts and tasks (`Batch.texts`).
+        router_module: what routes and is trained, or None.
+        task_id_given: evaluation gives the task id of each text (schedule `separate`).
 
     Class attributes:
         Config: its settings class.
-        joint: all tasks are one stage.
-        own_adapters: every stage leaves adapters of its own; otherwise later stages change those of earlier ones.
-        one_model_per_task: each stage starts from the pretrained model, and a task is answered by its own model.
+        own_adapters: every phase leaves adapters of its own; otherwise later phases change those of earlier ones.
     """
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
-    joint: ClassVar[bool] = False
     own_adapters: ClassVar[bool] = False
-    one_model_per_task: ClassVar[bool] = False
 
     def __init__(self, config: Any, backbone: Backbone, seed: int) -> None:
         self.config = config
         self.backbone = backbone
         self.seed = seed
         self.stack: AdapterStack | None = None
+        self.encoder: SentenceEncoder | None = None
+        self.needs_texts = False
+        self.router_module: RouterModule | None = None
         self.task_id_given = False
-        self.fits_ahead = False
-        self.replay_share = 0.0
-
-    @property
-    def encoder(self) -> SentenceEncoder | None:
-        """What reads texts for this method; None: it routes without them, and batches carry none."""
-        return None
-
-    @property
-    def reads_batches(self) -> bool:
-        """Whether batches carry their texts and tasks (`Batch.texts`)."""
-        return self.encoder is not None
+        self.transforms_gradients = type(self).transform_gradients is not Method.transform_gradients
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Before any work, with all tasks of the stream: can they be learned, and is what they need there?
@@ -128,97 +131,91 @@ class Method:
             RayclError: the first thing that is wrong.
         """
 
-    def show(self, rows: TaskRows) -> None:
-        """Before `begin_task` of a stage, new or resumed: where its rows are, to be read when they are needed."""
+    def begin_task(self, phase: Phase, context: TaskContext) -> None:
+        """Before the first batch: create parameters, and set `requires_grad` of all.
 
-    def study(self, phase: Phase, queries_BC: Tensor, dev_BC: Tensor) -> None:
-        """Before `begin_task` of a new stage, with the queries of all its training and dev texts (`encoder`)."""
-
-    def put_together(self, gather: Callable[[Any], Sequence[Any]]) -> None:
-        """After an evaluation, join what each worker saw of its own share of the texts, for `summary`. Collective.
-
-        Args:
-            gather: every worker's value from this one's.
-        """
-
-    def summary(self) -> dict[str, Any]:
-        """JSON-able: what people should know about the stage that has just ended; goes into the results."""
-        return {}
-
-    def begin_task(self, phase: Phase, resumed: bool) -> None:
-        """Before the first batch: which parameters exist, which are live, which are frozen?
-
-        Args:
-            resumed: values were restored from a checkpoint of this very stage; set what is live, reset nothing.
-        """
-
-    def begin_step(self, step: int, seed: int, micro_batches: int) -> None:
-        """Before the first micro-batch of an optimizer step.
-
-        Args:
-            step: counted from 0 in this stage. seed: of this step, the same on all workers.
-            micro_batches: how many of them this worker will see.
+        With `context.resumed` parameters have their values already; only `requires_grad` is set then.
         """
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """Per micro-batch: is anything mixed into the data?"""
+        """Per micro-batch of training: mix rows into it."""
         return batch
 
     def route(self, batch: Batch) -> Mixture | None:
-        """Per micro-batch, in training and in evaluation: which adapters speak for each example, how loudly?"""
+        """Per micro-batch, in training and evaluation, without side effects: each example's adapters and weights.
+
+        None: no adapters.
+        """
         return None
-
-    def activate(self, batch: Batch) -> AbstractContextManager[None]:
-        """The batch's mixture, open for all that runs inside: forward, backward with its recomputation, generation."""
-        return nullcontext() if self.stack is None else self.stack.activate(self.route(batch))
-
-    def activate_trainable(self, examples: int) -> AbstractContextManager[None]:
-        """Every adapter in training speaks fully, for passes that are about parameters and not about data."""
-        if self.stack is None:
-            return nullcontext()
-        return self.stack.activate(Mixture.same(dict.fromkeys(self.stack.trainable, 1.0), examples))
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
-        """Per micro-batch, after forward: what is added to the mean task loss? Scalar, or None for nothing.
+        """Per micro-batch, after forward: a scalar that is added to the mean task loss; None for nothing.
 
-        Micro-batches count by their share of the step's loss positions, so a penalty that does not depend on
-        the batch is added exactly once a step, whatever the accumulation and the number of workers.
+        Micro-batches count by their share of the step's loss positions. So a penalty that does not depend on the
+        batch is added exactly once a step, whatever the accumulation and the number of workers.
         """
         return None
 
-    def end_task(self, phase: Phase, tensors: Mapping[str, Tensor]) -> Learned | None:
-        """After the last step: what is remembered, what is exported?
+    def transform_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Once a step, after backward and before the optimizer: whole gradients, summed over all workers, by name."""
+        return gradients
+
+    def end_task(self, context: TaskContext) -> Learned | None:
+        """After the last step: freeze and keep what was learned (`context.parameters`), and return what to publish."""
+        return None
+
+    def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
+        """JSON-able: what results say about the phase that has just ended.
 
         Args:
-            tensors: the learned parameters by name, whole and on the CPU (see `learned_names`).
+            observed: task -> mean weights of its evaluated texts before pruning (`Mixture.unpruned`).
         """
-        return None
-
-    def router_state(self) -> RouterState:
-        """How the adapters that it leaves are chosen later."""
-        return RouterState("task" if self.own_adapters else "single")
-
-    def frozen_state(self) -> dict[str, Tensor]:
-        """Tensors of earlier stages that are no parameters any more (frozen adapters, keys), for checkpoints."""
         return {}
 
-    def learned_names(self) -> list[str]:
-        """Names of the backbone's parameters whose values may differ from the pretrained ones."""
-        return [name for name, parameter in self.backbone.named_parameters() if parameter.requires_grad]
+    def state_dict(self) -> State:
+        """State beside the learned parameters (`trained_names`): values that shape the model, and frozen tensors."""
+        return {"labels": [] if self.backbone.head is None else list(self.backbone.head.labels)}, {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able state that shapes the model (label rows, slots); tensors travel by `learned_names`."""
-        return {"labels": [] if self.backbone.head is None else list(self.backbone.head.labels)}
-
-    def load_state_dict(self, state: Mapping[str, Any], frozen_state: Mapping[str, Tensor]) -> None:
-        """Give the model the shape of `state` and what was `frozen_state`; parameters are filled in afterwards."""
+    def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Give model and method the shape and tensors of `state_dict`; parameters are filled in afterwards."""
         if self.backbone.head is not None:
             self.backbone.head.clear()
-            self.backbone.learn_labels(state["labels"])
+            self.backbone.learn_labels(values["labels"])
+
+
+def activate(method: Method, mixture: Mixture | None) -> AbstractContextManager[None]:
+    """A routed mixture for all that runs inside: forward, backward with its recomputation, generation."""
+    return nullcontext() if method.stack is None else method.stack.activate(mixture)
+
+
+def activate_batch(method: Method, batch: Batch) -> AbstractContextManager[None]:
+    """The mixture of a batch, as `Method.route` gives it."""
+    return activate(method, None if method.stack is None else method.route(batch))
+
+
+def activate_trainable(method: Method, examples: int) -> AbstractContextManager[None]:
+    """Every trainable adapter with weight 1, for passes in which parameters matter and data does not."""
+    stack, module = method.stack, method.router_module
+    if stack is None:
+        return nullcontext()
+    mixture = Mixture.same(dict.fromkeys(stack.trainable, 1.0), examples)
+    if module is not None and any(p.requires_grad for p in _parameters(module)):
+        mixture = Mixture(mixture.names, mixture.weights.to(method.backbone.device) + module.zero(examples))
+    return stack.activate(mixture)
+
+
+def _parameters(module: RouterModule) -> Iterator[Tensor]:
+    assert isinstance(module, torch.nn.Module), "a router that is trained is a module"
+    return module.parameters()
+
+
+def trained_names(backbone: Backbone) -> list[str]:
+    """Names of the parameters that are trained; between phases, of those that later phases train on."""
+    return [name for name, parameter in backbone.named_parameters() if parameter.requires_grad and parameter.numel()]
 
 
 def phase_labels(phase: Phase) -> list[str]:
-    """All labels of a stage's tasks in order, without repeats."""
+    """All labels of a phase's tasks in order, without repeats."""
     return list(dict.fromkeys(label for task in phase.tasks for label in task.labels or ()))
 
 
@@ -233,7 +230,7 @@ def packed(states: Mapping[str, AdapterState]) -> dict[str, Tensor]:
 
 
 def unpacked(
-    labels: Mapping[str, Sequence[str]], frozen_state: Mapping[str, Tensor], scale: float, activation: Activation = ""
+    labels: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor], scale: float, activation: Activation = ""
 ) -> dict[str, AdapterState]:
     """Back from what `packed` gave.
 
@@ -241,7 +238,7 @@ def unpacked(
         labels: adapter -> labels of its head rows, in the order in which they were learned.
     """
     return {
-        name: AdapterState.from_tensors(under(f"slot/{name}/", frozen_state), scale, rows, activation)
+        name: AdapterState.from_tensors(under(f"slot/{name}/", tensors), scale, rows, activation)
         for name, rows in labels.items()
     }
 

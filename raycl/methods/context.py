@@ -1,37 +1,89 @@
-"""The rows of one stage's tasks, for methods that look at more of them than the batch at hand.
+"""The context of a phase: what a method may ask about the tasks that it learns.
 
-Why it exists: SAPT averages over a task's dev split and keeps a few of its inputs; neither comes by in a batch.
-What it does not know: other stages' tasks, which a method must not read.
+What it does not know: which method asks, which engine trains, files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from raycl.data.prepare import fit_sources
+from raycl.data.selection import Indices
 from raycl.data.stream import Stream
 from raycl.data.tokens import Split, TokenTable
-from raycl.types import Phase, Task, TextCodec
+from raycl.types import Batch, Phase, Task, TextCodec
 
 
 @dataclass(frozen=True)
-class TaskRows:
-    """The rows of a stage.
+class Step:
+    """An optimizer step of a phase.
 
     Attributes:
+        index: counted from 0 in the phase.
+        seed: the same on all workers.
+        micro_batches: of this worker.
+    """
+
+    index: int = 0
+    seed: int = 0
+    micro_batches: int = 1
+
+
+class Worker(Protocol):
+    """What the trainer provides: passes over data that need the model, and sums over all workers."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all workers, in place."""
+        ...
+
+    def forward_pass(self, before: Callable[[Batch], None], examples: int | None) -> None:
+        """Run this worker's share of the phase's training rows through the model, without gradients."""
+        ...
+
+    def gradients(self, rows: Sequence[tuple[Task, Indices]]) -> dict[str, Tensor]:
+        """Gradients of the mean task loss on these rows."""
+        ...
+
+
+@dataclass
+class TaskContext:
+    """A phase, its rows, and what can be computed from them.
+
+    Attributes:
+        phase: the task, or all tasks of the schedule `joint`.
+        resumed: values were restored from a checkpoint of this phase; nothing may be reset.
         batch_size: examples of an optimizer step, over all workers.
+        step: the present optimizer step; set by the trainer.
+        queries: phase index -> split -> `[rows, C]` sentence embeddings, for methods with an encoder. Of the present
+            phase; of all phases in the first one where the method fits ahead.
+        phases: all phases whose queries are there and new, in order.
+        earlier_tasks: tasks of all earlier phases, in the order of learning.
+        parameters: learned parameters by name, whole and on the CPU; set before `Method.end_task`.
+        added: rows of earlier tasks that are trained in this phase too (`add_rows`).
     """
 
     phase: Phase
     batch_size: int
-    _stream: Stream = field(repr=False)
-    _codec: TextCodec = field(repr=False)
+    stream: Stream = field(repr=False)
+    codec: TextCodec = field(repr=False)
+    resumed: bool = False
+    step: Step = field(default_factory=Step)
+    queries: dict[int, dict[Split, Tensor]] = field(default_factory=dict, repr=False)
+    phases: tuple[Phase, ...] = ()
+    earlier_tasks: tuple[Task, ...] = ()
+    parameters: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    added: list[tuple[Task, Indices]] = field(default_factory=list, repr=False)
+    worker: Worker | None = field(default=None, repr=False)
 
     def tables(self, split: Split) -> list[TokenTable]:
-        """The token table of each of the stage's tasks that has rows in `split`."""
-        tasks = [task for task in self.phase.tasks if len(self._stream.rows(task, split))]
-        return [self._stream.table(task, split, self._codec) for task in tasks]
+        """The token table of each of the phase's tasks that has rows in `split`."""
+        tasks = [task for task in self.phase.tasks if len(self.stream.rows(task, split))]
+        return [self.stream.table(task, split, self.codec) for task in tasks]
 
     def count(self, split: Split) -> int:
         """Rows of all its tasks."""
@@ -39,5 +91,45 @@ class TaskRows:
 
     def prompts(self, task: Task, texts: Sequence[str]) -> list[list[int]]:
         """Prompt ids of texts with the task's template, cut as its own rows are."""
-        limit = min(self._stream.token_limits[0], self._codec.max_source_tokens)
-        return fit_sources(texts, self._stream.prompt(task, self._codec), self._codec, limit)[0]
+        limit = min(self.stream.token_limits[0], self.codec.max_source_tokens)
+        return fit_sources(texts, self.stream.prompt(task, self.codec), self.codec, limit)[0]
+
+    def stored_rows(self, task: Task, share: float) -> Indices:
+        """Training rows of a task that a replay buffer of this share holds (`Stream.stored`)."""
+        return self.stream.stored(task, share)
+
+    def add_rows(self, task: Task, rows: Indices) -> None:
+        """Train on rows of an earlier task too: they join the shuffle of every epoch."""
+        self.added.append((task, rows))
+
+    def generator(self, offset: int = 0) -> torch.Generator:
+        """A random stream that depends on the phase and the offset alone."""
+        return torch.Generator().manual_seed(offset + self.phase.index)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over all workers, in place. Collective."""
+        return tensor if self.worker is None else self.worker.sum(tensor)
+
+    def forward_pass(self, before: Callable[[Batch], None], examples: int | None = None) -> None:
+        """Run the phase's training rows through the model as it is, without gradients. Collective.
+
+        Every worker sees its own share; examples of weight 0 fill batches up.
+
+        Args:
+            before: called with each batch before it is computed.
+            examples: so many rows at most, over all workers; None: each row once.
+        """
+        assert self.worker is not None, "a forward pass needs a trainer"
+        self.worker.forward_pass(before, examples)
+
+    def gradients(self, rows: Sequence[tuple[Task, Indices]]) -> dict[str, Tensor]:
+        """Gradients of the mean task loss on training rows of any tasks, at the present parameters. Collective.
+
+        Returns:
+            parameter -> whole gradient over all workers; the optimizer's own gradients stay as they are.
+
+        Raises:
+            ConfigError: the engine shards parameters (ZeRO 3).
+        """
+        assert self.worker is not None, "gradients need a trainer"
+        return self.worker.gradients(rows)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
-from torch import Tensor
-
 from raycl.methods.base import Learned, Method, MethodConfig, phase_labels
+from raycl.methods.context import TaskContext
 from raycl.types import Phase
 
 
@@ -22,14 +20,14 @@ class Finetune(Method):
 
     Config = FinetuneConfig
 
-    def begin_task(self, phase: Phase, resumed: bool) -> None:
-        """All parameters are live; the head gains the stage's labels."""
+    def begin_task(self, phase: Phase, context: TaskContext) -> None:
+        """All parameters are trained; the head gains the phase's labels."""
         self.backbone.learn_labels(phase_labels(phase))
         for parameter in self.backbone.parameters():
             parameter.requires_grad_(parameter.numel() > 0)  # a label head without labels is nothing to train
 
-    def end_task(self, phase: Phase, tensors: Mapping[str, Tensor]) -> Learned:
+    def end_task(self, context: TaskContext) -> Learned:
         """The whole model under its Hugging Face names, the label head beside it."""
-        exported = {self.backbone.exported_name(name): tensor for name, tensor in tensors.items()}
+        exported = {self.backbone.exported_name(name): tensor for name, tensor in context.parameters.items()}
         head = self.backbone.head
         return Learned(model=exported, labels=[] if head is None else list(head.labels))

@@ -15,29 +15,28 @@ from raycl.config import Section
 from raycl.methods.base import Method, MethodConfig
 from raycl.methods.modifier import GradientModifier, ModifierConfig
 
-METHODS: dict[str, str] = {
+LEARNERS: dict[str, str] = {
     "finetune": "raycl.methods.finetune:Finetune",
     "lora": "raycl.methods.lora.lora:Lora",
     "inclora": "raycl.methods.lora.inclora:IncLora",
     "olora": "raycl.methods.lora.olora:OLora",
     "slm": "raycl.methods.slm.slm:Slm",
     "sapt": "raycl.methods.sapt.sapt:Sapt",
-    "replay": "raycl.methods.replay:Replay",
-    "separate": "raycl.methods.reference:Separate",
-    "joint": "raycl.methods.reference:Joint",
 }
 """Method name -> class."""
+
+WRAPPERS: dict[str, str] = {
+    "replay": "raycl.methods.replay:Replay",
+}
+"""Name of a method around another one (its `learner`) -> class."""
+
+METHODS: dict[str, str] = {**LEARNERS, **WRAPPERS}
+"""All of them."""
 
 MODIFIERS: dict[str, str] = {
     "migu": "raycl.methods.migu.migu:Migu",
 }
 """Gradient modifier name -> class; a run takes any number of them beside its one method."""
-
-REFERENCES = ("separate", "joint")
-"""Methods that wrap another one (their `learner`) to give an upper reference."""
-
-WRAPPERS = ("replay", *REFERENCES)
-"""All methods with a `learner`, which is none of them."""
 
 
 def method_class(name: str) -> type[Method]:
@@ -65,7 +64,7 @@ else:
     def __getattr__(attribute: str) -> Any:
         """`LearnerChoice`, `MethodChoice`, `ModifierChoice`: config classes, told apart by their `name`."""
         if attribute == "LearnerChoice":
-            return _union([method_class(name).Config for name in METHODS if name not in WRAPPERS])
+            return _union([method_class(name).Config for name in LEARNERS])
         if attribute == "MethodChoice":
             return _union([method_class(name).Config for name in METHODS])
         if attribute == "ModifierChoice":

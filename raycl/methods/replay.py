@@ -1,9 +1,8 @@
-"""Replay: a few real samples of every earlier task are learned again, mixed into each later one.
+"""Replay: a few training rows of every earlier task are trained on again in each later one.
 
 SAPT (appendix C) and MIGU (section 4.1) store 2 % of each task's training data, drawn once per task ("Replay" with
-`learner=finetune`, "LoRAReplay" with `learner=lora`). What is stored is which rows: they follow from the seed, and the
-rows themselves stay in the stream's files, so a run needs nothing more to go on. Stored samples and the new task's are
-one data set, shuffled together in every epoch.
+`learner=finetune`, "LoRAReplay" with `learner=lora`). Stored rows and those of the new task are one data set, shuffled
+together in every epoch.
 """
 
 from __future__ import annotations
@@ -13,11 +12,13 @@ from typing import Literal
 from pydantic import Field
 
 from raycl.backbone import Backbone
-from raycl.errors import ConfigError
-from raycl.methods.reference import Reference, ReferenceConfig
+from raycl.methods.context import TaskContext
+from raycl.methods.replay_buffer import RowBuffer
+from raycl.methods.wrapper import Wrapper, WrapperConfig
+from raycl.types import Phase
 
 
-class ReplayConfig(ReferenceConfig):
+class ReplayConfig(WrapperConfig):
     """Any learner, with stored rows of earlier tasks among the training data."""
 
     name: Literal["replay"] = "replay"
@@ -26,10 +27,10 @@ class ReplayConfig(ReferenceConfig):
     )
 
 
-class Replay(Reference):
-    """Any learner that trains one model for all labels, on old and new data together.
+class Replay(Wrapper):
+    """Any learner that trains one model for all labels, on old and new rows together.
 
-    Its adapters have seen samples of all tasks so far, and are published as such.
+    Its adapters have seen rows of all tasks so far, and are published as such.
     """
 
     Config = ReplayConfig
@@ -38,12 +39,15 @@ class Replay(Reference):
         """Wrap the learner.
 
         Raises:
-            ConfigError: one that lets only a text's own task speak in training, so that old samples teach nothing.
+            ConfigError: see `require_shared_adapters`.
         """
         super().__init__(config, backbone, seed)
-        if self.learner.reads_batches:  # to choose who speaks for each text (SAPT has its own ablation +Replay)
-            raise ConfigError(
-                f"method.learner is {config.learner.name}, which trains each task's adapters on its own texts alone: "
-                "expected finetune, lora, inclora or olora"
-            )
-        self.replay_share = config.share
+        self.require_shared_adapters()
+        self.buffer = RowBuffer(config.share)
+
+    def begin_task(self, phase: Phase, context: TaskContext) -> None:
+        """Stored rows of all earlier tasks join the phase's rows."""
+        self.buffer.fill(context)
+        for name, rows in self.buffer:
+            context.add_rows(self.buffer.tasks[name], rows)
+        self.learner.begin_task(phase, context)

@@ -118,10 +118,12 @@ def unseen_mean(result: Tree) -> float | None:
 
 
 def method_of(result: Tree) -> str:
-    """The method with its gradient modifiers: `lora+migu`."""
+    """The method with its gradient modifiers and its schedule, unless that is sequential: `lora+migu, joint`."""
     modifiers = result["config"].get("modifiers") or {}
     used = [name for name in modifiers if not isinstance(modifiers, dict) or modifiers[name] is not None]
-    return "+".join([_name(result, "method"), *used])
+    schedule = (result["config"].get("stream") or {}).get("schedule", "sequential")
+    name = "+".join([_name(result, "method"), *used])
+    return name if schedule == "sequential" else f"{name}, {schedule}"
 
 
 def stream_of(result: Tree) -> str:

@@ -161,6 +161,12 @@ class Attention(nn.Module):
             scores_BT = linear(self.query(pooled_BD), self._matrix(pooled_BD.device)) / self.tau
             return log_softmax(scores_BT, dim=-1)
 
+    def zero(self, examples: int) -> Tensor:
+        """`[examples, 1]` zeros in whose graph projection and keys take part."""
+        blank_ED = torch.zeros(examples, self.dimensions, device=self.down.device)
+        result: Tensor = self(blank_ED).sum(1, keepdim=True) * 0.0
+        return result
+
     def query(self, pooled_BD: Tensor) -> Tensor:
         """`[B, d]`."""
         low_BP = linear(self._standard(pooled_BD.float()), self.down.float())

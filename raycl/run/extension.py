@@ -17,7 +17,7 @@ from raycl.backbone import load_codec, load_skeleton
 from raycl.data.stream import open_stream
 from raycl.errors import ConfigError, ResumeError
 from raycl.methods.registry import method_class
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 
 
 def with_tasks(config: RunConfig, added: Sequence[str]) -> RunConfig:
@@ -50,9 +50,10 @@ def _task(text: str) -> Any:
 def _check_method(config: RunConfig) -> None:
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     kind = method_class(config.method.name)
-    if kind.joint:
-        raise ResumeError(f"method '{config.method.name}' learns all tasks in one stage: start a new run instead")
-    if kind(config.method, load_skeleton(config.backbone, codec), config.seed).fits_ahead:
+    if config.stream.schedule == "joint":
+        raise ResumeError("stream.schedule=joint trains all tasks in one phase: start a new run instead")
+    kind(config.method, load_skeleton(config.backbone, codec), config.seed)
+    if config.method.fits_ahead:
         raise ResumeError("this run studied its whole stream before the first task: start a new run instead")
 
 

@@ -24,7 +24,7 @@ from raycl.config.unused import found_in, idle_in, leaves, refuse, setting
 from raycl.errors import RayclError, StoppedError
 from raycl.launch import driver
 from raycl.launch.driver import RunOptions
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 
 log = logging.getLogger("raycl")

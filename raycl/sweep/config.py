@@ -21,7 +21,7 @@ from raycl import config as configs
 from raycl.config import Section, Tree, trust
 from raycl.config.unused import covering, idle_in, leaves, refuse, setting
 from raycl.errors import ConfigError
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.sweep.search.expressions import Expression, parse
 from raycl.sweep.search.measure import read_metric
 from raycl.sweep.search.space import Draw, Settings, crossed, in_order, key_of, planned

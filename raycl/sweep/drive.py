@@ -24,8 +24,9 @@ from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeErr
 from raycl.launch import cluster as clusters
 from raycl.launch import driver
 from raycl.launch.termination import StopOnSigterm
-from raycl.run import assembly
-from raycl.run.assembly import RunConfig
+from raycl.run import checks
+from raycl.run import config as run_config
+from raycl.run.config import RunConfig
 from raycl.run.settings import LaunchConfig
 from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig, examples
@@ -114,14 +115,14 @@ def make_plan(sweep: SweepConfig, place: Place) -> Plan:
     known = list(trials.values()) if sweep.plans else examples(sweep)
     found = [(place.config(sweep, 0, settings), settings) for settings in known]
     names = [_task_names(config) for config, _ in found]
-    lengths = {len(assembly.phases(config, open_stream(config.stream, config.seed))) for config, _ in found}
+    lengths = {len(run_config.phases(config, open_stream(config.stream, config.seed))) for config, _ in found}
     if len(lengths) > 1 and sweep.scheduler.name != "none":
         raise ConfigError(
             f"trials have between {min(lengths)} and {max(lengths)} stages, so scheduler '{sweep.scheduler.name}' "
             "cannot compare them: leave stream.tasks of one length, or use scheduler=none"
         )
     for config in _kinds([config for config, _ in found]):
-        assembly.check(config)
+        checks.check(config)
     keys = [prefix_keys(config, tasks) for (config, _), tasks in zip(found, names, strict=True)]
     shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
     total = len(trials) if sweep.plans else sweep.samples

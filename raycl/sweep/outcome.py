@@ -13,7 +13,7 @@ from typing import Any
 
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.place import Place, State
 from raycl.sweep.search.measure import measured

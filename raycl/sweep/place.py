@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig, json_safe
 from raycl.sweep.search.space import Settings

@@ -13,6 +13,7 @@ from raycl.data.stream import Stream
 from raycl.eval.settings import EvalConfig
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
+from raycl.training.schedule import Schedule
 from raycl.training.settings import BankConfig, CheckpointConfig, EngineConfig, TrainConfig
 from raycl.types import Phase
 
@@ -53,7 +54,14 @@ class TrainingContext:
     checkpoint: CheckpointConfig
     bank: BankConfig
     identity: str
+    schedule: Schedule
     phases: tuple[Phase, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.phases = self.stream.phases(self.method.joint)
+        self.phases = self.schedule.phases(self.stream)
+        self.schedule.attach(self.method, self.backbone)
+
+    @property
+    def own_adapters(self) -> bool:
+        """Whether adapters of a phase were trained on its own tasks alone."""
+        return self.schedule.is_of_its_own(self.method)

@@ -16,7 +16,7 @@ from tiny import Lab, matrix, run, trace
 from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.operations.maintenance import verify
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.sweep.trials.prefix import prefix_keys
 from raycl.training.records.checkpoint import read_checkpoint

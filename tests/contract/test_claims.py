@@ -15,7 +15,7 @@ from tiny import Lab, work
 from raycl import config as configs
 from raycl.errors import ResumeError, StorageError
 from raycl.launch import console, driver
-from raycl.run.assembly import RunConfig, fingerprint
+from raycl.run.config import RunConfig, fingerprint
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
 

@@ -34,7 +34,7 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(driver, "cluster", lambda config: nullcontext())
     monkeypatch.setattr(driver, "train", train)
     runs = {
-        "separate": {"set": ["method=separate"]},
+        "separate": {"set": ["stream.schedule=separate"]},
         "lora": {"set": ["method=lora"], "singles": "separate"},
         "broken": {"set": ["stream.tasks=[nowhere]"]},
         "finetune": {"set": ["method=finetune"]},

@@ -14,7 +14,8 @@ from raycl import config as configs
 from raycl.errors import ConfigError, ResumeError
 from raycl.launch import driver
 from raycl.launch.worker import CONFIG
-from raycl.run.assembly import RunConfig, check
+from raycl.run.checks import check
+from raycl.run.config import RunConfig
 from raycl.run.extension import with_tasks
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import read_checkpoint
@@ -81,7 +82,7 @@ def test_a_setting_of_one_task_names_a_task_of_the_stream(lab: Lab, key: str) ->
 
 
 def test_who_has_seen_everything_takes_no_more(lab: Lab) -> None:
-    with pytest.raises(ResumeError, match="'joint' learns all tasks in one stage"):
+    with pytest.raises(ResumeError, match=r"stream\.schedule=joint trains all tasks in one phase"):
         with_tasks(lab.config("bert", "joint"), ["other"])
     with pytest.raises(ResumeError, match="studied its whole stream"):
         with_tasks(lab.config("bert", lab.slots(train_scope="all")), ["other"])

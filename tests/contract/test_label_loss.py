@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from phases import begin_phase
 from tiny import TASKS, VARIANTS, Lab, run, trace
 
 from raycl.backbone.encoder import EncoderBackbone
 from raycl.data.loader import batch_of
 from raycl.errors import ConfigError
-from raycl.run.assembly import build, check
+from raycl.methods.base import activate_batch
+from raycl.run.assembly import build
+from raycl.run.checks import check
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.stream_loop import StreamLoop
@@ -58,10 +61,10 @@ def test_generated_answers_are_one_of_the_choices(
 ) -> None:
     """The likelier one at the first token where they part; with learned positions in front of the text, too."""
     context, _ = build(lab.config(kind, method), ALONE)
-    context.method.begin_task(context.phases[0], resumed=False)
+    begin_phase(context)
     backbone, codec = context.backbone.eval(), context.backbone.codec
     batch = batch_of(codec.encode_source(["red blue cat", "a dog", "a"]), codec.pad_id)
-    with context.method.activate(batch):
+    with activate_batch(context.method, batch):
         free = backbone.predict(batch, 6)
         backbone.allowed_labels = ("red cat", "red dog", "blue")
         told = backbone.predict(batch, 6)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from tiny import KINDS, Complete, Done, run
+from tiny import KINDS, RUNS, Complete, Done, run
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from raycl.backbone.head import LabelHead
@@ -19,13 +19,14 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.operations.exchange import export_merged, export_peft, facts_of, mixed
 from raycl.bank.operations.maintenance import verify
 from raycl.data.loader import eval_batches
+from raycl.methods.base import activate_trainable, trained_names
 from raycl.methods.registry import METHODS, method_class
 from raycl.serve.snapshots.snapshot_model import backbone_of
 from raycl.types import Mixture, Phase
 
 AUTO: dict[str, Any] = {"bert": AutoModel, "t5": AutoModelForSeq2SeqLM, "llama": AutoModelForCausalLM}
 CASES = [
-    *((kind, method, "torch") for kind in KINDS for method in METHODS),
+    *((kind, method, "torch") for kind in KINDS for method in RUNS),
     *((kind, method, "zero3") for kind in KINDS for method in ("lora", "finetune")),
 ]
 
@@ -60,7 +61,7 @@ def test_exports_give_the_trained_models_outputs_elsewhere(
 def weights_of(done: Done, newest: Snapshot) -> dict[str, float]:
     """What to export: the adapter of the last stage, or its slots together."""
     phase = done.context.phases[-1]
-    if not done.context.method.own_adapters:
+    if not done.context.own_adapters:
         return {newest.adapters[0].name: 1.0}
     mine = [entry.name for entry in newest.adapters if entry.name.partition(".")[0] == phase.name]
     return dict.fromkeys(mine, 1.0 / len(mine))
@@ -70,7 +71,7 @@ def activate(done: Done, examples: int) -> AbstractContextManager[None]:
     """The same adapters in the run's own model."""
     method = done.context.method
     if method.stack is None or method.stack.trainable:
-        return method.activate_trainable(examples)
+        return activate_trainable(method, examples)
     newest = Bank(done.storage.sub("bank")).newest()
     assert newest is not None
     return method.stack.activate(Mixture.same(weights_of(done, newest), examples))
@@ -107,9 +108,7 @@ def test_every_slot_brings_a_head_of_its_own_labels(complete: Complete) -> None:
         assert state.labels == task.labels and state.head_weight is not None and bool(state.head_weight.any())
 
 
-@pytest.mark.parametrize(
-    "method", [name for name in METHODS if name == "separate" or not method_class(name).own_adapters]
-)
+@pytest.mark.parametrize("method", ["separate", *(name for name in METHODS if not method_class(name).own_adapters)])
 def test_the_label_head_belongs_to_what_was_learned(complete: Complete, method: str) -> None:
     done = complete("bert", method, "torch")
     phase, head = done.context.phases[-1], done.context.backbone.head
@@ -165,4 +164,4 @@ def test_checkpoints_are_safetensors_and_a_manifest_and_only_the_newest_stay(com
         kept = ["carried.safetensors", "manifest.json", "optimizer.safetensors", "parameters.safetensors"]
         assert files == kept + ["snapshot.json"] * ("step0000004" in name), "the end of a stage keeps what it published"
         learned = load_file(f"{done.storage.root}/checkpoints/{name}/parameters.safetensors")
-        assert set(learned) == set(done.context.method.learned_names()), "frozen weights are not stored again"
+        assert set(learned) == set(trained_names(done.context.backbone)), "frozen weights are not stored again"

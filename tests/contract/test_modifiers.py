@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import ENGINES, TASKS, Complete, Lab, Stop, exported, matrix, run, trace
+from tiny import ENGINES, RUNS, TASKS, Complete, Lab, Stop, exported, matrix, run, trace
 
 from raycl import config as configs
 from raycl.errors import ConfigError, RunError
 from raycl.methods.modifier import Modifiers
-from raycl.methods.registry import METHODS
 from raycl.report.kept_rows import KeptRows
 from raycl.report.tables import kept_rows_table
-from raycl.run.assembly import RunConfig, read_singles
+from raycl.run.checks import read_singles
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 
 MIGU = {"name": "migu", "threshold": 0.7, "skip_first_task": False}
 CASES = [
-    *(("bert", method, "torch") for method in METHODS),
+    *(("bert", method, "torch") for method in RUNS),
     *((kind, method, "torch") for kind in ("t5", "llama") for method in ("lora", "finetune")),
     *(("bert", method, engine) for engine in ENGINES if engine != "torch" for method in ("lora", "finetune")),
 ]

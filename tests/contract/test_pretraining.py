@@ -71,7 +71,7 @@ def test_end_tasks_begin_where_pre_training_ended(lab: Lab, tmp_path: Path) -> N
     run(lab.config("masked", "finetune", stream={"objective": "mlm"}), texts)
     folder = str(tmp_path / "texts" / "learned" / "001-animal")
     assert not Path(folder, "label_head.safetensors").exists()
-    config = lab.config("masked", {"name": "separate", "learner": "finetune"}, backbone={"name": folder})
+    config = lab.config("masked", ("separate", "finetune"), backbone={"name": folder})
     model = build(config, DistributedContext.alone(torch.device("cpu")))[0].backbone.model
     weights = load_file(f"{folder}/model.safetensors")
     mine = {f"bert.{name}": value for name, value in model.state_dict().items()}

@@ -108,7 +108,7 @@ def test_a_damaged_adapter_fails_only_who_needs_it(
     taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Damaged after its snapshot was activated, and not on the device yet."""
-    monkeypatch.setattr("raycl.serve.engine.model_host.AHEAD_BYTES", 0)
+    monkeypatch.setattr("raycl.serve.engine.multi_snapshot_model.AHEAD_BYTES", 0)
     bank = bank_of(taught("llama", "separate"), tmp_path)
     model = opened(bank, bank.open(2))
     expected = alone(model, "fire is", {"colour": 1.0}, "colour")

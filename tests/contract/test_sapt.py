@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from phases import begin_phase, end_phase
 from tiny import KINDS, Complete, Lab, Stop, exported, matrix, opened, run, tokenizer, trace
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,12 +22,13 @@ from raycl.bank.operations.unlearning import evaluate, forget
 from raycl.bank.routers import get_router
 from raycl.data.loader import eval_batches
 from raycl.errors import ConfigError, RayclError
-from raycl.methods.context import TaskRows
+from raycl.methods.base import activate_batch
 from raycl.methods.sapt import sapt
 from raycl.methods.sapt.pseudo_samples import sources_of
 from raycl.methods.sapt.sapt import Sapt
 from raycl.retrieval.attention import Attention, AttentionRouter, max_pooled
-from raycl.run.assembly import build, check
+from raycl.run.assembly import build
+from raycl.run.checks import check
 from raycl.serve.snapshots.snapshot_model import router_of
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
@@ -47,24 +49,21 @@ def started(lab: Lab, kind: str, learned: int = 1, **settings: Any) -> tuple[Sap
     method, codec = context.method, context.backbone.codec
     assert isinstance(method, Sapt)
     for number in range(learned + 1):
-        phase = context.phases[number]
-        method.show(TaskRows(phase, 4, context.stream, codec))
-        method.begin_task(phase, resumed=False)
+        found = begin_phase(context, number)
         torch.manual_seed(number)
         with torch.no_grad():
             for layer in method.stack.layers.values():
                 assert layer.lora_B is not None
                 layer.lora_B.normal_(std=0.1)
         if number < learned:
-            own = dict(context.backbone.named_parameters())
-            method.end_task(phase, {name: own[name].detach().clone() for name in method.learned_names()})
+            end_phase(context, found)
     table = context.stream.table(context.phases[learned].tasks[0], "train", codec)
     labels = context.backbone.label_ids() if codec.needs_labels else None
     return method, next(iter(eval_batches(table, labels, 0, 1, 4, codec.pad_id, texts=True)))
 
 
 def loss(method: Sapt, batch: Batch) -> Tensor:
-    with method.activate(batch):
+    with activate_batch(method, batch):
         return method.backbone(batch).loss_sum  # type: ignore[no-any-return]
 
 
@@ -113,9 +112,9 @@ def test_of_many_texts_some_from_all_over_the_file_tell_what_all_share(
 
     monkeypatch.setattr(Sapt, "_pooled", watched)
     method, _ = started(lab, "llama", learned=0)
-    assert method._rows is not None and looked == [5]
+    assert method.context is not None and looked == [5]
     blind = Attention(method.attention.dimensions, method.config.attention, 0)
-    blind.look_at(pooled(method, sources_of(method._rows, "train")[:5]))
+    blind.look_at(pooled(method, sources_of(method.context, "train")[:5]))
     assert method.attention.center is not None and blind.center is not None
     assert not torch.equal(method.attention.center, blind.center)
 
@@ -166,7 +165,7 @@ def test_generation_attends_once_per_prompt(lab: Lab, monkeypatch: pytest.Monkey
     seen: list[int] = []
     method.attention.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
     method.backbone.eval()
-    with method.activate(batch):
+    with activate_batch(method, batch):
         method.backbone.predict(batch, 8)
     assert seen == [4]
 
@@ -239,7 +238,7 @@ def test_prompts_keep_their_length_and_the_first_is_prompt_tuning(lab: Lab, kind
     method, batch = started(lab, kind, learned=0, value="prompt")
     prefix = method.backbone.prefix
     assert isinstance(prefix, MixedPrompts) and prefix.trainable is not None and prefix.trainable.shape == (1, 10, 32)
-    with method.activate(batch):
+    with activate_batch(method, batch):
         found = prefix(4, torch.device("cpu"))
         assert found is not None and torch.equal(found[0], prefix.trainable.expand(4, -1, -1))
     words = method.backbone.model.get_input_embeddings().weight
@@ -250,7 +249,7 @@ def test_prompts_keep_their_length_and_the_first_is_prompt_tuning(lab: Lab, kind
     prefix = method.backbone.prefix
     assert isinstance(prefix, MixedPrompts) and prefix.trainable is not None
     mixture = method.route(batch)
-    with method.activate(batch):
+    with activate_batch(method, batch):
         found = prefix(4, torch.device("cpu"))
     old = [method.stack.states[name].prompt for name in mixture.names[:-1]]
     assert found is not None and len(old) == 3
@@ -311,7 +310,7 @@ def test_pseudo_samples_lie_beside_the_adapter_and_go_with_it(complete: Complete
 def test_told_the_task_each_block_speaks_alone(lab: Lab, tmp_path: Path, value: str) -> None:
     """`separate`, the reference of forward transfer: the same block without attention, so nothing is forgotten."""
     storage = Storage.at(tmp_path)
-    run(lab.config("t5", {"name": "separate", "learner": {"name": "sapt", "value": value}}), storage)
+    run(lab.config("t5", ("separate", {"name": "sapt", "value": value})), storage)
     assert matrix(storage)[0][0] == matrix(storage)[1][0]
     newest = Bank(storage.sub("bank")).newest()
     assert newest is not None and newest.router.kind == "task"

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from phases import begin_phase, end_phase
 from test_sapt import WORLD, loss, started
 from tiny import KINDS, Lab
 from torch import Tensor
 
-from raycl.methods.context import TaskRows
+from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.sapt.pseudo_samples import sources_of
 from raycl.methods.sapt.sapt import Sapt
 from raycl.retrieval.attention import max_pooled
 from raycl.run.assembly import build
-from raycl.types import Batch, Mixture, Phase
+from raycl.types import Batch, Mixture
 
 
 def attend(method: Sapt, batch: Batch, loudness: float) -> None:
@@ -27,25 +28,17 @@ def attend(method: Sapt, batch: Batch, loudness: float) -> None:
         method.attention.key.add_(query * loudness * method.attention.tau / query.square().sum())
 
 
-def ended(method: Sapt, phase: Phase) -> None:
-    """The task is learned, with what its block holds now."""
-    own = dict(method.backbone.named_parameters())
-    method.end_task(phase, {name: own[name].detach().clone() for name in method.learned_names()})
-
-
 @pytest.mark.parametrize("split", ["dev", "test", "train"])
 def test_the_mean_weights_are_of_the_split_that_is_named(lab: Lab, split: str) -> None:
     """Those of dev (the released dev file is the test file), of test as the paper says; else of training."""
     stream = {"dev_fraction": 0.0 if split == "train" else 0.25, "train_rows": 14}
     arm = {"abar_split": "test" if split == "test" else "dev"}
     context, _ = build(lab.config("llama", {"name": "sapt", "arm": arm}, stream=stream), WORLD)
-    method, codec = context.method, context.backbone.codec
+    method = context.method
     assert isinstance(method, Sapt)
     for phase in context.phases:
-        rows = TaskRows(phase, 4, context.stream, codec)
-        method.show(rows)
-        method.begin_task(phase, resumed=False)
-        ended(method, phase)
+        rows = begin_phase(context, phase.index)
+        end_phase(context, rows)
     means = {
         name: method.attention(method._pooled(sources_of(rows, name))).exp().mean(0).detach()
         for name in ("train", "dev", "test")
@@ -76,15 +69,17 @@ def test_a_told_task_is_answered_however_little_its_block_weighs(lab: Lab, loudn
     """With `eval.labels=task` an old task's labels are asked for, which its own block alone knows."""
     method, batch = started(lab, "bert")
     attend(method, batch, loudness)
-    context, _ = build(lab.config("bert", "sapt"), WORLD)
-    ended(method, context.phases[1])
+    assert method.context is not None
+    own = dict(method.backbone.named_parameters())
+    method.context.parameters = {name: own[name].detach().clone() for name in trained_names(method.backbone)}
+    method.end_task(method.context)
     backbone = method.backbone.eval()
     with torch.no_grad():
         assert method.route(batch).names == ("animal",)
-        with method.activate(batch):
+        with activate_batch(method, batch):
             assert set(backbone.predict(batch, 1)) <= {"cat", "dog"}
         backbone.allowed_labels = ("red", "blue")
-        with method.activate(batch):
+        with activate_batch(method, batch):
             assert set(backbone.predict(batch, 1)) <= {"red", "blue"}
 
 

@@ -17,12 +17,15 @@ from raycl.bank import Bank
 from raycl.bank.operations.unlearning import evaluate
 from raycl.bank.routers import get_router
 from raycl.errors import BackboneError, ConfigError, DataError
-from raycl.methods.context import TaskRows
+from raycl.methods.base import trained_names
+from raycl.methods.context import TaskContext
 from raycl.methods.sapt.generator import Generator, GeneratorConfig
 from raycl.methods.sapt.reflection import ReflectionConfig
 from raycl.methods.sapt.sapt import Sapt
 from raycl.retrieval.attention import hard_weights
-from raycl.run.assembly import build, check, load_config
+from raycl.run.assembly import build
+from raycl.run.checks import check
+from raycl.run.config import load_config
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 
@@ -71,7 +74,7 @@ def test_a_generator_writes_inputs_and_the_run_goes_on_where_it_stopped(
     kept = pseudo(whole, "colour")
     assert len(kept["source_lengths"]) == 4 and int(kept["source_lengths"].min()) >= 2, "30 % of 14 rows, with template"
     method = done.context.method
-    assert isinstance(method, Sapt) and not method.stack.trainable and method.learned_names()
+    assert isinstance(method, Sapt) and not method.stack.trainable and trained_names(method.backbone)
     names = [name for name, _ in method.backbone.named_parameters() if ".lora_" in name]
     assert names == [], "the generator is forgotten when it has written"
     again = stopped_and_continued(config, tmp_path / "again", 6)
@@ -85,7 +88,7 @@ def test_a_generator_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind:
     context, _ = build(lab.config(kind, sapt(targets=["attention", "ffn"])), WORLD)
     method, losses = context.method, list[float]()
     assert isinstance(method, Sapt)
-    rows = TaskRows(context.phases[0], 4, context.stream, context.backbone.codec)
+    rows = TaskContext(context.phases[0], 4, context.stream, context.backbone.codec)
     generator = Generator(
         GeneratorConfig(steps=100, rate=0.003, max_tokens=8, dropout=0.0), context.backbone, method.stack, 0
     )
@@ -129,7 +132,7 @@ def test_no_generator_is_trained_for_texts_that_nothing_reads(
     assert pseudo(whole, "colour")["source_lengths"].tolist() == []
     again = stopped_and_continued(config, tmp_path / "again", 6)
     assert trace(again) == trace(whole) and matrix(again) == matrix(whole)
-    check(lab.config("bert", {"name": "separate", "learner": sapt(arm={"source": "generated"})}))
+    check(lab.config("bert", ("separate", sapt(arm={"source": "generated"}))))
 
 
 def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
@@ -147,7 +150,7 @@ def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "animal.jsonl").write_bytes(b'{"text": "caf\xe9"}')
     with pytest.raises(DataError, match=r"is not UTF-8 .*; save it as UTF-8"):
         check(config)
-    alone = {"name": "separate", "learner": sapt(arm={"source": "file", "files": str(tmp_path)})}
+    alone = ("separate", sapt(arm={"source": "file", "files": str(tmp_path)}))
     check(lab.config("llama", alone))
 
 
@@ -203,7 +206,7 @@ def test_without_shared_attention_a_block_is_what_it_is_alone(lab: Lab, tmp_path
     """-SA learns every block as the reference does; only who speaks at test differs."""
     alone, reference = Storage.at(tmp_path / "alone"), Storage.at(tmp_path / "reference")
     run(lab.config("t5", sapt(ablation="shared_attention", selector={"steps": 5})), alone)
-    run(lab.config("t5", {"name": "separate", "learner": "sapt"}), reference)
+    run(lab.config("t5", ("separate", "sapt")), reference)
     assert trace(alone) == trace(reference) and exported(alone) == exported(reference)
 
 

@@ -28,7 +28,7 @@ ALONE = DistributedContext.alone(torch.device("cpu"))
         ("bert", "lora", "torch", True),
         ("t5", "sapt", "torch", True),
         ("llama", "slm", "torch", True),
-        ("bert", {"name": "separate", "learner": "inclora"}, "torch", True),
+        ("bert", ("separate", "inclora"), "torch", True),
         ("bert", {"name": "replay", "learner": "finetune"}, "torch", False),
         ("bert", "lora", {"name": "deepspeed", "zero_stage": 2}, False),
     ],

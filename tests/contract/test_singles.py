@@ -13,7 +13,8 @@ from tiny import Lab, run, trace
 
 from raycl import config as configs
 from raycl.errors import ConfigError
-from raycl.run.assembly import RunConfig, read_singles
+from raycl.run.checks import read_singles
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.sweep.trials.single_tasks import FOLDER, separate_key, separate_tree, singles_of
 

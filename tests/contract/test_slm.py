@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from phases import begin_phase
 from tiny import KINDS, Complete, Lab, Stop, exported, matrix, opened, run, tokenizer, trace
 from wired import listening
 
@@ -20,6 +21,7 @@ from raycl.bank.routers import get_router
 from raycl.bench.gpu.tiny import tiny_model
 from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, ConfigError, RayclError
+from raycl.methods.base import activate_batch
 from raycl.methods.slm.slm import Slm
 from raycl.report.routing import Routing
 from raycl.retrieval.memory_slots.slots import SlotRouter
@@ -37,10 +39,7 @@ def started(lab: Lab, kind: str, **settings: Any) -> tuple[Slm, Batch]:
     method, phase = context.method, context.phases[0]
     assert isinstance(method, Slm)
     table = context.stream.table(phase.tasks[0], "train", context.backbone.codec)
-    texts = table.texts(range(len(table)))
-    queries = method.encoder.embed(texts)
-    method.study(phase, queries, queries[:2])
-    method.begin_task(phase, resumed=False)
+    begin_phase(context)
     labels = context.backbone.label_ids() if context.backbone.codec.needs_labels else None
     batch = next(iter(eval_batches(table, labels, 0, 1, 4, context.backbone.codec.pad_id, texts=True)))
     return method, batch
@@ -61,7 +60,7 @@ def test_fresh_slots_say_nothing(lab: Lab, kind: str, value: str) -> None:
     method, batch = started(lab, kind, value=value)
     with torch.no_grad():
         bare = states(method, batch)
-        with method.activate(batch):
+        with activate_batch(method, batch):
             assert torch.equal(states(method, batch), bare)
 
 
@@ -76,7 +75,7 @@ def test_one_slot_is_a_plain_lora(lab: Lab, kind: str) -> None:
         torch.nn.init.normal_(layer.lora_B, std=0.05)
     pairs = {path: (layer.lora_A, layer.lora_B) for path, layer in method.stack.layers.items()}
     with torch.no_grad():
-        with method.activate(batch):
+        with activate_batch(method, batch):
             found = states(method, batch)
         for path, (low, high) in pairs.items():
             base = method.stack.layers[path].base
@@ -110,7 +109,7 @@ def test_told_tasks_keep_to_their_own_slots(lab: Lab, tmp_path: Path) -> None:
     """SLM-TI, and `separate` with SLM as the learner: the same thing by two names."""
     told, separate = Storage.at(tmp_path / "told"), Storage.at(tmp_path / "separate")
     run(lab.config("bert", {"name": "slm", "retrieval": {"task_id": True}}), told)
-    run(lab.config("bert", {"name": "separate", "learner": {"name": "slm"}}), separate)
+    run(lab.config("bert", ("separate", {"name": "slm"})), separate)
     assert matrix(told)[-1] == matrix(separate)[-1]
     assert matrix(told)[0][0] == matrix(told)[1][0], "nothing can be forgotten when the task is told"
     assert {Routing.of(storage.read_json("results.json")).used for storage in (told, separate)} == {"task"}
@@ -170,13 +169,7 @@ def test_slots_of_tasks_to_come_take_weight_and_say_nothing(lab: Lab, tmp_path: 
         context, _ = build(lab.config("bert", {"name": "slm", "train_scope": scope, "keys": {"steps": 0}}), WORLD)
         method = context.method
         assert isinstance(method, Slm)
-        texts = {}
-        for phase in context.phases if scope == "all" else context.phases[:1]:
-            table = context.stream.table(phase.tasks[0], "train", context.backbone.codec)
-            texts[phase.index] = table.texts(range(len(table)))
-            queries = method.encoder.embed(texts[phase.index])
-            method.study(phase, queries, queries[:2])
-        method.begin_task(context.phases[0], resumed=False)
+        begin_phase(context)
         table = context.stream.table(context.phases[0].tasks[0], "train", context.backbone.codec)
         batch = next(iter(eval_batches(table, context.backbone.label_ids(), 0, 1, 4, 0, texts=True)))
         mixture = method.route(batch)
@@ -211,7 +204,7 @@ def test_references_over_a_head_for_each_number_of_labels(lab: Lab, tmp_path: Pa
     """The head of each text's task answers, in training, in evaluation, and from the snapshot that is left."""
     learner = {"name": "slm", "head_rule": "label_count", "keys": {"steps": 40}}
     storage = Storage.at(tmp_path)
-    context = run(lab.config("bert", {"name": method, "learner": learner}), storage).context
+    context = run(lab.config("bert", (method, learner)), storage).context
     bank = Bank(storage.sub("bank"))
     newest = bank.newest()
     assert newest is not None
@@ -228,7 +221,7 @@ def test_references_over_a_head_for_each_number_of_labels(lab: Lab, tmp_path: Pa
 
 
 def test_a_head_that_the_task_picks_answers_no_unseen_tasks(lab: Lab) -> None:
-    with pytest.raises(ConfigError, match=r"method 'slm' must be told each text's task"):
+    with pytest.raises(ConfigError, match=r"method 'slm' needs each text's task id"):
         lab.config("bert", {"name": "slm", "head_rule": "label_count"}, stream={"unseen": [lab.unseen]})
 
 
@@ -324,7 +317,7 @@ def test_memory_of_the_papers_slots() -> None:
     ],
 )
 def test_bad_settings_are_said_before_anything_starts(lab: Lab, settings: dict[str, Any], said: str) -> None:
-    from raycl.run.assembly import check
+    from raycl.run.checks import check
 
     with pytest.raises(RayclError, match=said):
         check(lab.config("bert", {"name": "slm", **settings}))
@@ -342,7 +335,7 @@ def test_generation_asks_the_encoder_once(lab: Lab, monkeypatch: pytest.MonkeyPa
         assert layer.lora_B is not None
         torch.nn.init.normal_(layer.lora_B, std=0.1)
     method.backbone.eval()
-    with method.activate(batch):
+    with activate_batch(method, batch):
         method.backbone.predict(batch, 8)
     assert asked == [len(set(batch.texts))]
     llama = tiny_model("llama", len(tokenizer("llama"))).eval()

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import KINDS, VARIANTS, Complete, Done, matrix, opened
+from tiny import KINDS, RUNS, VARIANTS, Complete, Done, matrix, opened
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.operations.unlearning import evaluate, forget
 from raycl.data.loader import eval_batches
 from raycl.errors import BankError
-from raycl.methods.registry import METHODS
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -33,7 +32,7 @@ def copied(done: Done, folder: Any) -> tuple[Bank, Snapshot]:
     return bank, snapshot
 
 
-@pytest.mark.parametrize("method", [*METHODS, *VARIANTS])
+@pytest.mark.parametrize("method", [*RUNS, *VARIANTS])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_snapshot_alone_answers_as_the_run_did(complete: Complete, kind: str, method: str) -> None:
     done = complete(kind, method, "torch")

@@ -19,7 +19,7 @@ from raycl.launch import driver as launch
 from raycl.launch import status
 from raycl.launch.status import Status, status_of
 from raycl.run import assembly
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training import control as controls
 from raycl.training.control import Control

@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ENGINES, KINDS, TASKS, VARIANTS, Complete, Done, Lab, Stop, exported, matrix, run, trace
+from tiny import ENGINES, KINDS, RUNS, TASKS, VARIANTS, Complete, Done, Lab, Stop, exported, matrix, run, trace
 
 from raycl.bank import Bank
 from raycl.bank.operations.maintenance import verify
-from raycl.methods.registry import METHODS
+from raycl.methods.base import trained_names
 from raycl.run.assembly import build
 from raycl.storage import Storage
-from raycl.training import stream_loop
+from raycl.training import recorder, stream_loop
 from raycl.training.distributed import DistributedContext
 
 OWN = ("slm", "sapt", "olora", "separate", "joint")
 """Methods that put more before an engine than `lora` and `finetune` do; IncLoRA is in O-LoRA, replay is its learner."""
 
 CASES = [
-    *((kind, method, "torch") for kind in KINDS for method in (*METHODS, *VARIANTS)),
+    *((kind, method, "torch") for kind in KINDS for method in (*RUNS, *VARIANTS)),
     *(("bert", method, engine) for engine in ENGINES if engine != "torch" for method in ("lora", "finetune")),
     *(("bert", method, engine) for engine in ("zero2", "zero3") for method in OWN),
     ("t5", "sapt-prompt", "zero2"),
@@ -60,12 +60,12 @@ def same_run(found: Storage, expected: Storage) -> None:
 
 def test_a_stream_runs_and_fills_its_matrix(done: Done) -> None:
     results = done.storage.read_json("results.json")
-    scores, method = matrix(done.storage), done.context.method
+    scores, schedule = matrix(done.storage), done.context.info.tree["stream"]["schedule"]
     assert results["finished"]
-    assert results["phases"] == (["joint"] if method.joint else list(TASKS))
+    assert results["phases"] == (["joint"] if schedule == "joint" else list(TASKS))
     filled = [[score is not None for score in row] for row in scores]
-    assert filled == ([[True, True]] if method.joint else [[True, False], [True, True]])
-    if method.one_model_per_task:
+    assert filled == ([[True, True]] if schedule == "joint" else [[True, False], [True, True]])
+    if done.context.schedule.one_model_per_task:
         assert scores[1][0] == scores[0][0], "a task's own model is evaluated once, and its score stands"
     steps = trace(done.storage)
     assert len(steps) == sum(entry["steps"] for entry in results["phase_times"])
@@ -90,7 +90,7 @@ def test_stopped_in_the_last_task_it_goes_on_bit_for_bit(done: Done, tmp_path: P
 
 
 @pytest.mark.parametrize(("engine", "after"), [*(("torch", after) for after in range(STEPS)), ("zero2", 3)])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", RUNS)
 def test_stopped_anywhere_in_the_first_task(
     complete: Complete, tmp_path: Path, method: str, engine: str, after: int
 ) -> None:
@@ -101,7 +101,7 @@ def test_stopped_anywhere_in_the_first_task(
     same_run(storage, done.storage)
 
 
-@pytest.mark.parametrize(("method", "engine"), [*((method, "torch") for method in METHODS), ("lora", "zero3")])
+@pytest.mark.parametrize(("method", "engine"), [*((method, "torch") for method in RUNS), ("lora", "zero3")])
 def test_stopped_between_training_and_evaluation(
     complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, engine: str
 ) -> None:
@@ -122,9 +122,9 @@ def test_stopped_between_training_and_evaluation(
 @pytest.mark.parametrize(
     ("method", "module", "place"),
     [
-        ("finetune", stream_loop.checkpoints, "write_model"),
-        ("finetune", stream_loop.checkpoints, "write_checkpoint"),
-        ("separate", stream_loop.checkpoints, "write_checkpoint"),
+        ("finetune", recorder.checkpoints, "write_model"),
+        ("finetune", recorder.checkpoints, "write_checkpoint"),
+        ("separate", recorder.checkpoints, "write_checkpoint"),
         ("separate", Bank, "_publish"),
         ("separate", Bank, "snapshot"),
     ],
@@ -144,7 +144,7 @@ def test_stopped_around_the_export(
 
 
 @pytest.mark.parametrize("engine", ["torch", "zero1"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", RUNS)
 def test_stopped_at_the_end_of_a_task(complete: Complete, tmp_path: Path, method: str, engine: str) -> None:
     done, storage = complete("bert", method, engine), Storage.at(tmp_path)
     with pytest.raises(Stop):
@@ -158,13 +158,13 @@ def test_stopped_at_the_end_of_a_task(complete: Complete, tmp_path: Path, method
 
 def test_what_a_method_does_not_learn_keeps_every_bit(done: Done, case: tuple[str, str, str]) -> None:
     fresh = build(done.config, DistributedContext.alone(torch.device("cpu")))[0].backbone
-    learned = set(done.context.method.learned_names())
+    learned = set(trained_names(done.context.backbone))
     first, last = dict(fresh.named_parameters()), dict(done.context.backbone.named_parameters())
     assert first.keys() == last.keys()
     frozen = [name for name in first if name not in learned]
     assert [name for name in frozen if not torch.equal(first[name], last[name])] == []
     body = [name for name in learned if not name.startswith("head.")]
-    slots = [value for name, value in done.context.method.frozen_state().items() if name.endswith("lora_B")]
+    slots = [value for name, value in done.context.method.state_dict()[1].items() if name.endswith("lora_B")]
     changed = any(not torch.equal(first[name], last[name]) for name in body)
     assert changed or any(bool(value.any()) for value in slots), "nothing was learned at all"
     assert bool(frozen) is (case[1] != "finetune")

@@ -20,7 +20,8 @@ from raycl.bank.operations.unlearning import forget
 from raycl.config.trust import Permissions
 from raycl.errors import BackboneError, BankError, ConfigError, RunError
 from raycl.launch import driver
-from raycl.run import assembly
+from raycl.run import checks
+from raycl.run import config as run_config
 from raycl.serve.deployment.factory import close_service, open_service
 from raycl.serve.settings import ServeConfig, load_serve_config
 from raycl.serve.snapshots.gate import judge
@@ -85,7 +86,7 @@ def custom(lab: Lab, tmp_path: Path, modules: None) -> Custom:
 @pytest.fixture
 def trained(custom: Custom) -> Storage:
     """A finished run, whose files all ask for the code."""
-    prepared = driver.prepare(assembly.load_config(str(custom.file), [TYPED]))
+    prepared = driver.prepare(run_config.load_config(str(custom.file), [TYPED]))
     work(prepared)
     assert custom.ran, "the command allowed it"
     return prepared.storage
@@ -93,9 +94,9 @@ def trained(custom: Custom) -> Storage:
 
 def test_a_config_file_cannot_allow_it(custom: Custom) -> None:
     with pytest.raises(ConfigError, match=rf"config\.yaml' sets backbone\.trust_remote_code.*add {TYPED} to the comm"):
-        assembly.load_config(str(custom.file), ["method.rank=4"])
+        run_config.load_config(str(custom.file), ["method.rank=4"])
     with pytest.raises(ConfigError, match="trust_remote_code"):
-        assembly.load_config(str(custom.file), [TYPED, "backbone.trust_remote_code=${seed}"])
+        run_config.load_config(str(custom.file), [TYPED, "backbone.trust_remote_code=${seed}"])
     assert not custom.ran
 
 
@@ -105,8 +106,8 @@ def test_nor_any_of_the_others(lab: Lab, tmp_path: Path, path: str) -> None:
     configs.assign(tree, path, True, "test")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(ConfigError, match=f"sets {path}"):
-        assembly.load_config(str(tmp_path / "config.yaml"), [TYPED])
-    assembly.load_config(str(tmp_path / "config.yaml"), [f"{path}=true"])
+        run_config.load_config(str(tmp_path / "config.yaml"), [TYPED])
+    run_config.load_config(str(tmp_path / "config.yaml"), [f"{path}=true"])
 
 
 def test_a_run_goes_on_where_its_command_allows_it(custom: Custom, trained: Storage) -> None:
@@ -116,9 +117,9 @@ def test_a_run_goes_on_where_its_command_allows_it(custom: Custom, trained: Stor
         driver.extend(trained.uri, ["{name: later, path: x}"])
     assert not custom.ran
     with pytest.raises(RunError, match=rf"go on with --resume {trained.uri} {TYPED}, or"):
-        driver.prepare(assembly.load_config(str(custom.file), [TYPED]))
+        driver.prepare(run_config.load_config(str(custom.file), [TYPED]))
     assert driver.reopen(trained.uri, overrides=(TYPED,)).done == 2
-    again = driver.prepare(assembly.load_config(str(custom.file), [TYPED, "output.exists=resume"]))
+    again = driver.prepare(run_config.load_config(str(custom.file), [TYPED, "output.exists=resume"]))
     assert again.done == 2 and custom.ran, "the same command, given again by whoever restarts it"
 
 
@@ -199,5 +200,5 @@ def test_a_comparison_file_cannot_allow_it(custom: Custom, tmp_path: Path) -> No
 def test_a_model_with_code_of_its_own_names_the_setting(custom: Custom, lab: Lab) -> None:
     config = lab.config("bert", backbone={"name": str(custom.folder)})
     with pytest.raises(BackboneError, match=r"brings code of its own, .*backbone\.trust_remote_code=true"):
-        assembly.check(config)
+        checks.check(config)
     assert not custom.ran

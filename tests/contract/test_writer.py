@@ -13,12 +13,14 @@ from tiny import Lab, Stop, exported, matrix, run, trace, two_processes
 
 from raycl.bank import Bank
 from raycl.errors import ConfigError
-from raycl.methods.context import TaskRows
+from raycl.methods.context import TaskContext
 from raycl.methods.sapt import generator
 from raycl.methods.sapt.generator import Generator, GeneratorConfig
 from raycl.methods.sapt.pseudo_samples import PseudoSamples, take_real
 from raycl.methods.sapt.sapt import Sapt
-from raycl.run.assembly import build, check, load_config
+from raycl.run.assembly import build
+from raycl.run.checks import check
+from raycl.run.config import load_config
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 
@@ -32,11 +34,11 @@ def generated(generator: dict[str, Any], **settings: Any) -> dict[str, Any]:
     return {"name": "sapt", "arm": {"source": "generated", "fraction": 0.3}, "generator": generator, **settings}
 
 
-def begun(lab: Lab, kind: str, settings: dict[str, Any]) -> tuple[Sapt, TaskRows]:
+def begun(lab: Lab, kind: str, settings: dict[str, Any]) -> tuple[Sapt, TaskContext]:
     """A method that has learned nothing yet, and the rows of its first stage."""
     context, _ = build(lab.config(kind, {"name": "sapt", **settings}), WORLD)
     assert isinstance(context.method, Sapt)
-    return context.method, TaskRows(context.phases[0], 4, context.stream, context.backbone.codec)
+    return context.method, TaskContext(context.phases[0], 4, context.stream, context.backbone.codec)
 
 
 def pseudo(storage: Storage, task: str) -> PseudoSamples:
@@ -163,7 +165,7 @@ def test_where_a_generator_fails_stored_inputs_stand_in_and_the_run_goes_on(
         said in caplog.text and "(method.generator.epochs) or more gently (method.generator.prompt_rate)" in caplog.text
     )
     kept = method.reflection.entries["colour"].samples
-    rows = TaskRows(done.context.phases[0], 4, done.context.stream, done.context.backbone.codec)
+    rows = TaskContext(done.context.phases[0], 4, done.context.stream, done.context.backbone.codec)
     assert len(kept) == kept.stand_ins == 4 and all(ids in take_real(rows, 1.0, 0).sources for ids in kept.sources)
     assert pseudo(storage, "colour") == kept, "told beside the samples"
     told = storage.read_json("results.json")["stage_facts"][-1]["attention"]

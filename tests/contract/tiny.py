@@ -26,13 +26,16 @@ from raycl.bank import Bank, Snapshot
 from raycl.bench.gpu import tiny as models
 from raycl.launch import driver
 from raycl.launch.worker import in_process_worker, worker_main
-from raycl.run.assembly import RunConfig, build
+from raycl.methods.registry import METHODS
+from raycl.run.assembly import build
+from raycl.run.config import RunConfig
 from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.storage import Storage
+from raycl.tracking import MetricsSink
 from raycl.training.distributed import DistributedContext
 from raycl.training.records.journal import read_state
 from raycl.training.records.progress import read_trace
-from raycl.training.stream_loop import MetricsSink, StreamLoop
+from raycl.training.stream_loop import StreamLoop
 from raycl.training.training_context import TrainingContext
 
 WORDS = (
@@ -50,6 +53,9 @@ TASKS = {
     "animal": (("cat", "it purrs a sleeps"), ("dog", "the barks runs much")),
 }
 """Task -> (label, words of its texts)."""
+
+RUNS = (*METHODS, "separate", "joint")
+"""Every method under the schedule `sequential`, and LoRA under the other two (see `Lab.tree`)."""
 
 ENGINES: dict[str, Any] = {
     "torch": "torch",
@@ -129,7 +135,16 @@ class Lab:
         }
 
     def tree(self, kind: str, method: Any = "lora", engine: Any = "torch", **sections: Any) -> dict[str, Any]:
-        """A config tree: 4 steps of 4 rows a task, a checkpoint after the second; `sections` are merged in."""
+        """A config tree: 4 steps of 4 rows a task, a checkpoint after the second; `sections` are merged in.
+
+        Args:
+            method: name or settings; `separate` or `joint`: LoRA under that schedule; a pair: schedule and method.
+        """
+        schedule = "sequential"
+        if method in ("separate", "joint"):
+            schedule, method = method, "lora"
+        elif isinstance(method, tuple):
+            schedule, method = method
         tree: dict[str, Any] = {
             "stream": {"tasks": self.tasks, "dev_fraction": 0, "max_source_tokens": 24},
             "backbone": {"name": str(self.model_folder(kind)), "dtype": "float32"},
@@ -139,6 +154,8 @@ class Lab:
             "checkpoint": {"every_steps": 2, **({"export": "each"} if "finetune" in str(method) else {})},
             "eval": {"batch_size": 4},
         }
+        if schedule != "sequential":
+            tree["stream"]["schedule"] = schedule
         if kind != "bert":  # no text is generated there
             tree["stream"]["max_target_tokens"] = 4
         for name, values in sections.items():

@@ -19,7 +19,7 @@ from tiny import Stop, run
 
 from raycl import config as configs
 from raycl.errors import RayclError
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 

@@ -19,7 +19,7 @@ from tiny import run
 from raycl import config as configs
 from raycl.methods.sapt.generator import Generator
 from raycl.methods.sapt.sapt import Sapt
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 

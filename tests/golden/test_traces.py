@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import Lab, matrix, run, trace
+from tiny import RUNS, Lab, matrix, run, trace
 
-from raycl.methods.registry import METHODS
 from raycl.storage import Storage
 
 TRACES = Path(__file__).with_name("traces.json")
@@ -50,7 +49,7 @@ def measured(lab: Lab, method: str, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", RUNS)
 def test_training_means_what_it_meant(lab: Lab, tmp_path: Path, method: str) -> None:
     found = measured(lab, method, tmp_path)
     kept = json.loads(TRACES.read_text()) if TRACES.exists() else {}
@@ -67,4 +66,4 @@ def test_training_means_what_it_meant(lab: Lab, tmp_path: Path, method: str) -> 
 def test_there_is_a_trace_of_every_method_and_of_nothing_else() -> None:
     if os.environ.get("RAYCL_REGENERATE"):
         pytest.skip("they are being written")
-    assert set(json.loads(TRACES.read_text())) == set(METHODS)
+    assert set(json.loads(TRACES.read_text())) == set(RUNS)

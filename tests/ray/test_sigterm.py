@@ -21,7 +21,7 @@ from store import Store
 
 from raycl.launch import driver as launch
 from raycl.launch.status import status_of
-from raycl.run import assembly
+from raycl.run import config as run_config
 from raycl.storage import Storage
 from raycl.training.records.journal import RunState, read_state
 
@@ -74,7 +74,7 @@ def own_driver(ray_cluster: dict[str, str], tmp_path: Path) -> Iterator[Callable
 @pytest.fixture(scope="module")
 def whole(ray_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Storage:
     """The run that is left alone."""
-    reference = launch.prepare(assembly.load_config(None, [*SMALL, f"output.dir={tmp_path_factory.mktemp('whole')}"]))
+    reference = launch.prepare(run_config.load_config(None, [*SMALL, f"output.dir={tmp_path_factory.mktemp('whole')}"]))
     launch.train(reference)
     return reference.storage
 

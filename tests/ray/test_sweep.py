@@ -25,7 +25,7 @@ from raycl import config as configs
 from raycl.errors import ResumeError, RunError
 from raycl.launch.status import status_of
 from raycl.launch.worker import CONFIG
-from raycl.run.assembly import RunConfig, load_config
+from raycl.run.config import RunConfig, load_config
 from raycl.storage import Storage
 from raycl.sweep.config import load_sweep
 from raycl.sweep.drive import run_sweep

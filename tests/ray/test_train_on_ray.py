@@ -22,7 +22,7 @@ import tiny
 from raycl.bank import Bank
 from raycl.errors import LaunchError, ResumeError, RunError
 from raycl.launch import driver as launch
-from raycl.run import assembly
+from raycl.run import config as run_config
 from raycl.storage import Storage
 from raycl.training.records.journal import RunState, read_state
 from raycl.training.records.progress import read_trace
@@ -43,7 +43,7 @@ STEPS = 20
 
 def prepared(folder: Path, *overrides: str) -> launch.Prepared:
     """A small run below `folder`."""
-    return launch.prepare(assembly.load_config(None, [*SMALL, f"output.dir={folder}", *overrides]))
+    return launch.prepare(run_config.load_config(None, [*SMALL, f"output.dir={folder}", *overrides]))
 
 
 def losses(storage: Storage) -> list[tuple[int, int, float]]:
@@ -86,7 +86,7 @@ def test_the_run_is_whole(whole: tuple[Storage, dict[str, Any]]) -> None:
     assert results["finished"] and results["attempts"] == 1 and results["workers"] == 2
     matrix = cells(results)
     assert matrix[0][1] is None and None not in matrix[1]
-    assert results["fingerprint"] == assembly.fingerprint(assembly.load_config(None, SMALL))
+    assert results["fingerprint"] == run_config.fingerprint(run_config.load_config(None, SMALL))
     assert all(entry["tokens_per_s"] > 0 and entry["peak_memory_mb"] > 100 for entry in results["phase_times"])
     newest = Bank(storage.sub("bank")).newest()
     assert newest is not None and [str(entry) for entry in newest.adapters] == ["lora@2"]
@@ -187,7 +187,7 @@ def test_a_newer_driver_takes_over_and_the_older_stops(
     new = own_driver("--resume", str(folder))
     wait_for(storage, lambda state: len(state.attempts) == 2)
     os.kill(late_writer, signal.SIGCONT)
-    tiny.run(assembly.load_config(None, small), alone)
+    tiny.run(run_config.load_config(None, small), alone)
     _, said_by_old = old.communicate(timeout=200)
     _, said_by_new = new.communicate(timeout=200)
     assert new.returncode == 0, said_by_new

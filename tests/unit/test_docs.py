@@ -16,7 +16,7 @@ from torch import nn
 from raycl.bank.operations.commands import COMMANDS
 from raycl.config.reference import groups
 from raycl.methods.modifier import GradientModifier, Modifiers
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -34,6 +34,8 @@ def test_it_builds_strictly(tmp_path: Path) -> None:
     ] == []
     commands = (tmp_path / "reference/commands/index.html").read_text()
     assert all(f"<code>{name}</code>" in commands for name in [*COMMANDS, "growth"]) and "--print-config" in commands
+    ready = (tmp_path / "reference/files/index.html").read_text()
+    assert [path for path in REPO.glob("jobs/configs/**/*.yaml") if path.name not in ready] == []
     assert "SumRouter" in (tmp_path / "extending/router/index.html").read_text()
     pages = [path.read_text() for path in tmp_path.rglob("*.html")]
     assert all("fonts.googleapis.com" not in page and 'src="http' not in page for page in pages)

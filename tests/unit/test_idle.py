@@ -12,7 +12,7 @@ import yaml
 
 from raycl import config as configs
 from raycl.errors import ConfigError
-from raycl.run.assembly import fingerprint, load_config
+from raycl.run.config import fingerprint, load_config
 from raycl.serve.settings import load_serve_config
 from raycl.sweep.comparison import load_comparison, plan
 from raycl.sweep.config import load_sweep
@@ -33,7 +33,7 @@ CASES = {
     "method.prompt_length=5": ("method.value=lora", ["method=sapt"]),
     "method.targets=[ffn]": ("method.value=prompt", ["method=sapt"]),
     "method.a_init_std=0.5": ("method.value=prompt", ["method=slm"]),
-    "method.learner.arm.every=2": ("method.name=separate", ["method=separate", "method.learner=sapt"]),
+    "method.arm.batch=2": ("stream.schedule=separate", ["stream.schedule=separate", "method=sapt"]),
     "modifiers.migu.cluster_samples=9": ("modifiers.migu.clusters=null", ["modifiers=[migu]"]),
     "train.attention_learning_rate=0.001": ("method=lora", []),
     "train.warmup_ratio=0.1": ("train.warmup_steps=5", ["train.lr_scheduler=linear"]),
@@ -65,7 +65,7 @@ def test_an_idle_setting_is_said_with_what_makes_it_so(override: str, tmp_path: 
         ["method=sapt", "method.arm.weight=2", "method.arm.every=2"],
         ["method=sapt", "method.ablation=alignment", "method.selector.steps=9"],
         ["method=sapt", "method.value=prompt", "method.prompt_length=5"],
-        ["method=joint", "method.learner=sapt", "train.attention_learning_rate=1e-3"],
+        ["stream.schedule=joint", "method=sapt", "train.attention_learning_rate=1e-3"],
         ["method=replay", "method.learner=finetune", "checkpoint.export=each"],
         ["tracking.backend=wandb", "tracking.project=mine"],
         ["method=sapt", "method.arm.files=null"],
@@ -101,7 +101,7 @@ def model(folder: Path, kind: str) -> str:
         ("encoder-decoder", "method.head_rule=logit", HEADLESS, ["method=slm"]),
         ("decoder", "method.head=own", HEADLESS, ["method=inclora"]),
         ("decoder", "method.head=own", HEADLESS, ["method=olora"]),
-        ("decoder", "method.learner.head_rule=logit", HEADLESS, ["method=joint", "method.learner=slm"]),
+        ("decoder", "method.learner.head=own", HEADLESS, ["method=replay", "method.learner=inclora"]),
         ("encoder", "stream.max_target_tokens=8", SILENT, []),
         ("encoder", "eval.max_new_tokens=8", SILENT, []),
     ],

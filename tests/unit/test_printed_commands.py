@@ -23,8 +23,8 @@ from ray.serve.scripts import cli as serve_cli
 from raycl import config as configs
 from raycl.bank.operations.commands import COMMANDS
 from raycl.errors import ConfigError
-from raycl.run import assembly
-from raycl.run.assembly import RunConfig
+from raycl.run import config as run_config
+from raycl.run.config import RunConfig
 from raycl.run.extension import _task
 from raycl.serve.settings import ServeConfig
 from raycl.sweep.comparison import load_comparison
@@ -151,9 +151,9 @@ def train(words: list[str], patch: pytest.MonkeyPatch) -> None:
         _task(added)
     if config is not None and config != "FILE":
         config = _file(config)
-        assembly.load_config(config if Path(config).is_file() else None, overrides)
+        run_config.load_config(config if Path(config).is_file() else None, overrides)
     else:
-        assembly.load_config(None, overrides)
+        run_config.load_config(None, overrides)
 
 
 def compare(words: list[str], patch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_a_printed_command_works(path: str, line: str, monkeypatch: pytest.Monke
 def test_a_config_file_is_named_first_or_by_its_flag(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options: object = _options("jobs/train_stream.py", [config, "seed=7"], monkeypatch)
     monkeypatch.chdir(REPO)
-    found = assembly.load_config(options.config, options.overrides)  # type: ignore[attr-defined]
+    found = run_config.load_config(options.config, options.overrides)  # type: ignore[attr-defined]
     assert isinstance(found, RunConfig) and found.seed == 7
     assert options.overrides == ["seed=7"]  # type: ignore[attr-defined]
 
@@ -245,4 +245,4 @@ def test_a_file_too_many_is_said(
 def test_a_word_that_is_no_file_is_an_override(monkeypatch: pytest.MonkeyPatch) -> None:
     options: object = _options("jobs/train_stream.py", ["method.rank"], monkeypatch)
     with pytest.raises(ConfigError, match=r"override 'method\.rank' is not of the form key\.path=value"):
-        assembly.load_config(options.config, options.overrides)  # type: ignore[attr-defined]
+        run_config.load_config(options.config, options.overrides)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from raycl.config import Section
 from raycl.config.reference import commented_yaml, groups
-from raycl.run.assembly import RunConfig, load_config
+from raycl.run.config import RunConfig, load_config
 from raycl.serve.settings import ServeConfig, load_serve_config
 from raycl.sweep.comparison import ComparisonConfig
 from raycl.sweep.config import SweepConfig

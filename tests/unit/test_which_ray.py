@@ -11,7 +11,7 @@ import ray
 
 from raycl.errors import LaunchError
 from raycl.launch import cluster, driver
-from raycl.run.assembly import load_config
+from raycl.run.config import load_config
 
 
 class Reached(Exception):

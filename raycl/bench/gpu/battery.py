@@ -21,7 +21,8 @@ from raycl import config as configs
 from raycl.bench.figures import Figure
 from raycl.bench.gpu.tiny import Stop, save_model, stopping
 from raycl.data.benchmarks import builtin
-from raycl.run.assembly import RunConfig, build
+from raycl.run.assembly import build
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.records.progress import read_trace

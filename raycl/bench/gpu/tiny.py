@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from raycl.methods.modifier import Modifiers
-from raycl.training.engines.engine import Engine
-from raycl.training.stream_loop import OpenEngine
+from raycl.training.engines.engine import Engine, Transform
+from raycl.training.phase.trainer import OpenEngine
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
@@ -107,12 +107,12 @@ class StoppingEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def step(self, modifiers: Modifiers) -> float:
+    def step(self, modifiers: Modifiers, transform: Transform | None = None) -> float:
         """Raise, or count."""
         if self.left[0] == 0:
             raise Stop("before a step")
         self.left[0] -= 1
-        return self.engine.step(modifiers)
+        return self.engine.step(modifiers, transform)
 
 
 def stopping(open_engine: OpenEngine, after: int) -> OpenEngine:

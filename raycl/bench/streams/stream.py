@@ -25,7 +25,7 @@ from raycl.bench.streams.reader import SMAPS
 from raycl.bench.streams.sharing import sharing
 from raycl.bench.streams.trials import Trial, Typical, run_plain, run_raycl
 from raycl.bench.streams.worksheet import write_down
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 
 log = logging.getLogger("raycl.bench")
 

@@ -18,7 +18,7 @@ from typing import Any
 from raycl.bench.streams.worksheet import Sheet
 from raycl.errors import RunError
 from raycl.launch import driver
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
 from raycl.training.records.progress import read_trace

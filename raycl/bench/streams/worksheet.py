@@ -16,8 +16,8 @@ from raycl.data.stream import Stream, open_stream
 from raycl.data.tokens import TokenTable
 from raycl.errors import ConfigError
 from raycl.methods.lora.lora import LoraConfig
-from raycl.run.assembly import RunConfig, phases
-from raycl.training.stream_loop import micro_batch_size, stable_seed
+from raycl.run.config import RunConfig, phases
+from raycl.training.seeds import micro_batch_size, stable_seed
 from raycl.types import Batch, Phase, TextCodec
 
 Sheet = dict[str, Any]

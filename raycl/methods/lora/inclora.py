@@ -12,21 +12,17 @@ of the task's own labels only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
-from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
 from raycl.backbone import Backbone
-from raycl.backbone.roles import linear_names
-from raycl.methods.base import Learned, Method, MethodConfig, in_head, packed, phase_labels, unpacked
+from raycl.methods.base import MethodConfig, in_head
 from raycl.methods.lora.lora import LoraSettings, as_peft_draws
-from raycl.methods.trained_adapters import end_training
-from raycl.types import AdapterState, Batch, Mixture, Phase, RouterState
+from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.types import Batch, Mixture, RouterState
 
 
 class IncLoraSettings(LoraSettings):
@@ -47,87 +43,39 @@ class IncLoraConfig(IncLoraSettings):
     name: Literal["inclora"] = "inclora"
 
 
-class IncLora(Method):
+class IncLora(PerTaskAdapter):
     """A growing sum of LoRAs, of which only the newest is trained.
 
-    As the learner of `separate` (`task_id_given`) each adapter is trained and speaks alone.
+    Where the task id is given (schedule `separate`), each adapter is trained and active alone.
     """
 
     Config: ClassVar[type[MethodConfig]] = IncLoraConfig
-    own_adapters: ClassVar[bool] = True
 
     def __init__(self, config: IncLoraSettings, backbone: Backbone, seed: int) -> None:
-        super().__init__(config, backbone, seed)
-        self.stack: AdapterStack = AdapterStack(backbone.model, linear_names(backbone.model, config.targets))
-        self._learned: dict[str, AdapterState] = {}
-        self._task = ""
-        if backbone.head is not None:
-            backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), "logit")
+        super().__init__(config, backbone, seed, config.targets, config.alpha / config.rank, "logit")
 
-    def begin_task(self, phase: Phase, resumed: bool) -> None:
-        """A new adapter is live; backbone and all earlier adapters are frozen."""
-        if not resumed:
-            self._begin(phase.name, self._rows_for(phase_labels(phase)))
-        for name, parameter in self.backbone.named_parameters():
-            parameter.requires_grad_(".lora_" in name or in_head(name, parameter))
+    def _create(self, task: str) -> None:
+        if self.task_id_given and isinstance(self.backbone.head, MixedHead):
+            self.backbone.head.clear()
+        self.stack.begin_training({task: self.config.rank}, self.scale, as_peft_draws, self.config.dropout)
 
-    def _rows_for(self, labels: list[str]) -> list[str]:
-        """Labels whose head rows are trained."""
+    def _number(self) -> int:
+        return 0 if self.task_id_given else len(self._learned)
+
+    def _head_labels(self, labels: list[str]) -> list[str]:
         head = self.backbone.head
         if head is None or self.task_id_given or self.config.head == "own":
             return labels
         return list(dict.fromkeys([*head.labels, *labels]))
 
-    def _begin(self, task: str, rows: list[str]) -> None:
-        config, number = self.config, 0 if self.task_id_given else len(self._learned)
-        torch.manual_seed(self.seed + number)
-        self.stack.begin_training({task: config.rank}, config.alpha / config.rank, as_peft_draws, config.dropout)
-        self._task = task
-        if isinstance(self.backbone.head, MixedHead):
-            if self.task_id_given:
-                self.backbone.head.clear()
-            self.backbone.head.begin_training(rows)
+    def _is_trained(self, name: str, parameter: Tensor) -> bool:
+        return ".lora_" in name or in_head(name, parameter)
 
     def route(self, batch: Batch) -> Mixture:
-        """Every adapter so far, fully, for every example; only the newest where each task is told."""
+        """Every adapter so far with weight 1; only the newest where the task id is given."""
         names = [*self._learned, *([self._task] if self._task else [])]
         return Mixture.same(dict.fromkeys(names[-1:] if self.task_id_given else names, 1.0), len(batch))
 
-    def end_task(self, phase: Phase, tensors: Mapping[str, Tensor]) -> Learned:
-        """The adapter becomes resident and never changes again; it goes to the bank with its part of the head."""
-        states = end_training(self.backbone, self.stack, tensors)
-        self._task = ""
-        self._keep(states)
-        return Learned(dict(states))
-
-    def _keep(self, states: Mapping[str, AdapterState]) -> None:
-        self._learned |= states
-        for name, state in states.items():
-            self.stack.load(name, state)
-
-    def learned_names(self) -> list[str]:
-        """The live adapter and head rows; none between tasks."""
-        return super().learned_names() if self._task else []
-
-    def router_state(self) -> RouterState:
-        """All adapters with weight 1, and logits added up; each its own task where that is told."""
+    def _router(self) -> RouterState:
+        """All adapters with weight 1, logits added up; the task's own adapter where the task id is given."""
         return RouterState("task" if self.task_id_given else "sum", {"head_rule": "logit"})
-
-    def frozen_state(self) -> dict[str, Tensor]:
-        """Adapters of earlier tasks."""
-        return packed(self._learned)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Labels, which adapters there are, and which one is being learned."""
-        head = self.backbone.head
-        rows = list(head.trainable_labels) if isinstance(head, MixedHead) else []
-        learned = {name: list(state.labels) for name, state in self._learned.items()}
-        return {**super().state_dict(), "task": self._task, "live_labels": rows, "learned": learned}
-
-    def load_state_dict(self, state: Mapping[str, Any], frozen_state: Mapping[str, Tensor]) -> None:
-        """Adapters of earlier tasks as they were; the live one in shape."""
-        super().load_state_dict(state, frozen_state)
-        scale = self.config.alpha / self.config.rank
-        self._keep(unpacked(state["learned"], frozen_state, scale))
-        if state["task"]:
-            self._begin(state["task"], state["live_labels"])

@@ -8,7 +8,6 @@ label head of encoder-only backbones is trained with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -20,6 +19,7 @@ from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
 from raycl.methods.base import Learned, Method, MethodConfig, in_head, phase_labels
+from raycl.methods.context import TaskContext
 from raycl.types import Batch, Mixture, Phase
 
 ADAPTER = "lora"
@@ -54,8 +54,8 @@ class Lora(Method):
         torch.manual_seed(seed)
         self.stack.begin_training({ADAPTER: config.rank}, config.alpha / config.rank, as_peft_draws, config.dropout)
 
-    def begin_task(self, phase: Phase, resumed: bool) -> None:
-        """LoRA and label head are live, the backbone is frozen."""
+    def begin_task(self, phase: Phase, context: TaskContext) -> None:
+        """LoRA and label head are trained, the backbone is frozen."""
         self.backbone.learn_labels(phase_labels(phase))
         for name, parameter in self.backbone.named_parameters():
             parameter.requires_grad_(".lora_" in name or in_head(name, parameter))
@@ -64,8 +64,9 @@ class Lora(Method):
         """The one adapter, fully, for every example."""
         return Mixture.same({ADAPTER: 1.0}, len(batch))
 
-    def end_task(self, phase: Phase, tensors: Mapping[str, Tensor]) -> Learned:
+    def end_task(self, context: TaskContext) -> Learned:
         """The adapter with the label head."""
+        tensors = context.parameters
         state = self.stack.trainable_states(tensors)[ADAPTER]
         head = self.backbone.head
         if head is not None and head.labels:

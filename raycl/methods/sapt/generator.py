@@ -37,7 +37,7 @@ from raycl.backbone.base import summed_cross_entropy
 from raycl.backbone.roles import linear_names
 from raycl.config import Section
 from raycl.errors import ConfigError
-from raycl.methods.context import TaskRows
+from raycl.methods.context import TaskContext
 from raycl.methods.sapt.pseudo_samples import PseudoSamples, drawn_sources, volume
 from raycl.types import IGNORE, Mixture
 
@@ -162,7 +162,7 @@ class Generator:
         elif own is None:
             self.stack = AdapterStack(model, linear_names(model, config.targets))
 
-    def write(self, rows: TaskRows, fraction: float) -> PseudoSamples:
+    def write(self, context: TaskContext, fraction: float) -> PseudoSamples:
         """As many inputs of each task of the stage as `fraction` of its training rows, with its template.
 
         Fewer where the generator fails, stored ones where it writes none at all; both are logged.
@@ -170,12 +170,12 @@ class Generator:
         prompts: list[list[int]] = []
         stored = 0
         try:
-            for number, table in enumerate(rows.tables("train")):
+            for number, table in enumerate(context.tables("train")):
                 count, seed = volume(fraction, len(table)), self.seed + number
                 texts = self._like(table.texts(range(len(table))), count, seed)
                 self._tell(table.task.name, len(texts), count)
                 if texts:
-                    prompts += rows.prompts(table.task, texts)
+                    prompts += context.prompts(table.task, texts)
                 else:
                     prompts += drawn_sources(table, count, torch.Generator().manual_seed(seed))
                     stored += count

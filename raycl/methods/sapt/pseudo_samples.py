@@ -21,7 +21,7 @@ from torch import Tensor
 
 from raycl.data.tokens import Split, TokenTable
 from raycl.errors import DataError
-from raycl.methods.context import TaskRows
+from raycl.methods.context import TaskContext
 
 Ids = Sequence[int]
 
@@ -92,13 +92,13 @@ def volume(fraction: float, rows: int) -> int:
     return min(rows, max(1, int(Decimal(str(fraction)) * rows)))
 
 
-def take_real(rows: TaskRows, fraction: float, seed: int, answers: bool = False) -> PseudoSamples:
+def take_real(context: TaskContext, fraction: float, seed: int, answers: bool = False) -> PseudoSamples:
     """A few training rows of each of the stage's tasks, drawn by `seed`."""
     draw = torch.Generator().manual_seed(seed)
-    all_labels = [label for task in rows.phase.tasks for label in task.labels or ()]
+    all_labels = [label for task in context.phase.tasks for label in task.labels or ()]
     place = {label: number for number, label in enumerate(dict.fromkeys(all_labels))}
     found = PseudoSamples([], [], [])
-    for table in rows.tables("train"):
+    for table in context.tables("train"):
         columns = table.columns(_drawn(table, volume(fraction, len(table)), draw))
         found.sources.extend(ids.tolist() for ids in columns.source_ids)
         if answers:
@@ -121,7 +121,7 @@ def _label(table: TokenTable, code: int, place: Mapping[str, int]) -> int:
     return -1 if code < 0 or table.task.labels is None else place[table.task.labels[code]]
 
 
-def read_file(rows: TaskRows, folder: str, fraction: float) -> PseudoSamples:
+def read_file(context: TaskContext, folder: str, fraction: float) -> PseudoSamples:
     """Those of each of the stage's tasks: the first ones, as many as count.
 
     From `<task>.jsonl`, lines of `{"text": ...}`; or from `<task>/train.json`, as SAPT's authors publish theirs:
@@ -131,10 +131,10 @@ def read_file(rows: TaskRows, folder: str, fraction: float) -> PseudoSamples:
         DataError: a file is missing, empty or not UTF-8, or an input has no text.
     """
     sources: list[list[int]] = []
-    counts = {table.task.name: len(table) for table in rows.tables("train")}
-    for task in rows.phase.tasks:
+    counts = {table.task.name: len(table) for table in context.tables("train")}
+    for task in context.phase.tasks:
         texts = read_texts(folder, task.name)
-        sources += rows.prompts(task, texts[: volume(fraction, counts.get(task.name, len(texts)))])
+        sources += context.prompts(task, texts[: volume(fraction, counts.get(task.name, len(texts)))])
     return PseudoSamples(sources, [], [])
 
 
@@ -186,9 +186,9 @@ def _utf8(path: Path, expected: str) -> str:
         ) from error
 
 
-def sources_of(rows: TaskRows, split: Split) -> list[list[int]]:
+def sources_of(context: TaskContext, split: Split) -> list[list[int]]:
     """Prompt ids of all rows of a split of the stage's tasks."""
-    return [ids.tolist() for table in rows.tables(split) for ids in table.columns(range(len(table))).source_ids]
+    return [ids.tolist() for table in context.tables(split) for ids in table.columns(range(len(table))).source_ids]
 
 
 def _flat(rows: Sequence[Ids]) -> Tensor:

@@ -21,6 +21,8 @@ from torch import Tensor
 from raycl.config import Section
 from raycl.data.settings import Place
 from raycl.methods.base import under
+from raycl.methods.context import Step
+from raycl.methods.replay_buffer import ReplayBuffer
 from raycl.methods.sapt.pseudo_samples import PseudoSamples
 from raycl.retrieval.attention import Attention, divergence
 from raycl.types import Capabilities
@@ -84,45 +86,38 @@ class ReplayEntry:
     abar: Tensor
 
 
-class Reflection:
-    """Memories of all tasks so far, and the term they add.
+class Reflection(ReplayBuffer[ReplayEntry]):
+    """The replay buffer of all tasks so far, and the term that it adds.
 
     Attributes:
         weight: lambda.
-        entries: task -> what is kept of it, in the order of learning.
         pooled: task -> `[n, d]` its pseudo inputs, pooled, on the model's device.
     """
 
     def __init__(self, config: ReflectionConfig, weight: float) -> None:
+        super().__init__()
         self.config, self.weight = config, weight
-        self.entries: dict[str, ReplayEntry] = {}
         self.pooled: dict[str, Tensor] = {}
-        self._step, self._seed, self._micro_batches = 0, 0, 1
 
-    def begin_step(self, step: int, seed: int, micro_batches: int) -> None:
-        """As `Method.begin_step`."""
-        self._step, self._seed, self._micro_batches = step, seed, micro_batches
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the present step reflects."""
+    def is_due(self, step: Step) -> bool:
+        """Whether a step reflects."""
         config = self.config
-        late = self._step >= config.skip_steps and self._step % config.every == 0
+        late = step.index >= config.skip_steps and step.index % config.every == 0
         return late and self.weight > 0 and bool(self.pooled)
 
-    def draw(self) -> dict[str, Tensor]:
-        """Task -> places of the pseudo inputs that the present step draws, without repetition."""
-        draw = torch.Generator().manual_seed(self._seed)
+    def draw(self, step: Step) -> dict[str, Tensor]:
+        """Task -> places of the pseudo inputs that a step draws, without repetition."""
+        draw = torch.Generator().manual_seed(step.seed)
         return {
             task: torch.randperm(len(pooled), generator=draw)[: self.config.batch]
             for task, pooled in self.pooled.items()
         }
 
-    def term(self, attention: Attention) -> Tensor | None:
-        """`lambda * sum_i mean KL(abar_i || alpha)` of the present step; None if there is none."""
-        if not self.is_due:
+    def term(self, attention: Attention, step: Step) -> Tensor | None:
+        """`lambda * sum_i mean KL(abar_i || alpha)` of a step; None if there is none."""
+        if not self.is_due(step):
             return None
-        drawn = self.draw()
+        drawn = self.draw(step)
         rows = torch.cat([self.pooled[task][places.to(self.pooled[task].device)] for task, places in drawn.items()])
         names = attention.names
         target = torch.cat([self.target(task, len(names)).expand(len(places), -1) for task, places in drawn.items()])
@@ -130,7 +125,7 @@ class Reflection:
         total = (divergence(target.to(rows.device), attention(rows)) * share.to(rows.device)).sum()
         if self.config.kl_reduction == "mean":
             total = total / len(drawn)
-        return total * (self.weight * (self._micro_batches if self.config.kl_scale_with_accum else 1))
+        return total * (self.weight * (step.micro_batches if self.config.kl_scale_with_accum else 1))
 
     def target(self, task: str, keys: int) -> Tensor:
         """`[1, keys]`: the kept mean weights, 0 for keys that came later."""
@@ -142,9 +137,9 @@ class Reflection:
     def tensors(self) -> dict[str, Tensor]:
         """`abar/<task>`, `pseudo/<task>/<what>`."""
         found: dict[str, Tensor] = {}
-        for task, memory in self.entries.items():
-            found[f"abar/{task}"] = memory.abar
-            found |= {f"pseudo/{task}/{name}": tensor for name, tensor in memory.samples.tensors().items()}
+        for task, entry in self:
+            found[f"abar/{task}"] = entry.abar
+            found |= {f"pseudo/{task}/{name}": tensor for name, tensor in entry.samples.tensors().items()}
         return found
 
     def take(self, tasks: Iterable[str], tensors: Mapping[str, Tensor]) -> None:

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from raycl.config import Tree
 from raycl.methods.base import MethodConfig
+from raycl.methods.sapt.ablations import ABLATIONS, Name
 from raycl.methods.sapt.generator import GeneratorConfig
 from raycl.methods.sapt.reflection import ReflectionConfig
 from raycl.retrieval.attention import AttentionConfig
@@ -38,7 +39,7 @@ class SaptConfig(MethodConfig):
     stop_grad_old_blocks: bool = Field(
         False, description="stop gradients through earlier adapters into the layers below, as released"
     )
-    ablation: Literal["none", "arm", "replay", "alignment", "shared_attention"] = Field(
+    ablation: Name = Field(
         "none",
         description="part that is left out (SAPT, section 6.3). arm: lambda is 0; replay: lambda is 0, and "
         "pseudo-samples are ordinary training data; alignment: a separate selector is learned from "
@@ -66,14 +67,15 @@ class SaptConfig(MethodConfig):
         others = ("rank", "alpha", "dropout", "targets") if self.value == "prompt" else ("prompt_length",)
         yield from ((name, f"value={self.value}") for name in others)
         reflection = ("weight", "batch", "every", "skip_steps", "kl_reduction", "kl_scale_with_accum")
-        if self.ablation != "none":
+        if not ABLATIONS[self.ablation].reflects:
             yield from ((f"arm.{name}", f"ablation={self.ablation}") for name in reflection)
         elif self.arm.weight == 0:
             yield from ((f"arm.{name}", "arm.weight=0") for name in reflection[1:])
-        if self.ablation not in ("alignment", "shared_attention"):
+        if not ABLATIONS[self.ablation].selects:
             yield "selector", f"ablation={self.ablation}"
-        if self.arm.source != "generated" or self.ablation == "arm":
-            yield "generator", "ablation=arm" if self.ablation == "arm" else f"arm.source={self.arm.source}"
+        reads = ABLATIONS[self.ablation].reads_samples
+        if self.arm.source != "generated" or not reads:
+            yield "generator", f"ablation={self.ablation}" if not reads else f"arm.source={self.arm.source}"
         if self.arm.source != "file":
             yield "arm.files", f"arm.source={self.arm.source}"
 
@@ -85,7 +87,7 @@ class SaptConfig(MethodConfig):
 
     @model_validator(mode="after")
     def _replay_has_answers(self) -> SaptConfig:
-        if self.ablation == "replay" and self.arm.source != "real":
+        if ABLATIONS[self.ablation].replays and self.arm.source != "real":
             raise ValueError(
                 f"method.ablation=replay trains on answers, which method.arm.source={self.arm.source} does not have: "
                 "expected real"

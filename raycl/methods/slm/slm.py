@@ -10,7 +10,6 @@ batch, heads picked by the true number of labels, drifting old slots), this foll
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -19,16 +18,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
 from raycl.adapters.head import Rule as HeadRule
-from raycl.adapters.prompts import MixedPrompts
 from raycl.backbone import Backbone
-from raycl.backbone.roles import linear_names
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import ConfigError
-from raycl.methods.base import Learned, Method, MethodConfig, packed, phase_labels, under, unpacked
-from raycl.methods.trained_adapters import end_training, is_trainable
+from raycl.methods.base import Learned, MethodConfig, State, under
+from raycl.methods.context import TaskContext
+from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.methods.trained_adapters import is_trainable
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.memory_slots.key_maps import newest_rows, plane, similarity
 from raycl.retrieval.memory_slots.keys import KeyConfig, check_keys, split_groups
@@ -94,11 +92,10 @@ class SlmConfig(MethodConfig):
         return self.train_scope == "all"
 
 
-class Slm(Method):
-    """Slots over a frozen backbone."""
+class Slm(PerTaskAdapter):
+    """Memory slots over a frozen backbone."""
 
     Config = SlmConfig
-    own_adapters: ClassVar[bool] = True
 
     def __init__(self, config: SlmConfig, backbone: Backbone, seed: int) -> None:
         """Attach the stack.
@@ -106,178 +103,147 @@ class Slm(Method):
         Raises:
             RetrievalError: sizes of keys and encoder that do not fit. ConfigError: settings that contradict each other.
         """
-        super().__init__(config, backbone, seed)
         check_keys(config.keys, config.retrieval.top_k)
         if config.value_layout == "per_group" and config.retrieval.rule != "group_union":
             raise ConfigError("method.value_layout=per_group needs method.retrieval.rule=group_union")
-        device = "cuda" if backbone.device.type == "cuda" else "cpu"
-        self._encoder = SentenceEncoder(config.encoder, cache_folder(None) / "queries", device)
-        split_groups(torch.zeros(1, self._encoder.width), config.keys.groups)
-        paths = [] if config.value == "prompt" else linear_names(backbone.model, config.targets)
+        is_prompt = config.value == "prompt"
         activation: Activation = "relu" if config.value == "adapter" else ""
-        self.stack: AdapterStack = AdapterStack(backbone.model, paths, activation=activation)
-        if config.value == "prompt":
-            width = int(backbone.model.get_input_embeddings().weight.shape[1])
-            backbone.prefix = MixedPrompts(self.stack, width)
+        device = "cuda" if backbone.device.type == "cuda" else "cpu"
+        encoder = SentenceEncoder(config.encoder, cache_folder(None) / "queries", device)
+        split_groups(torch.zeros(1, encoder.width), config.keys.groups)
+        targets = () if is_prompt else config.targets
+        super().__init__(config, backbone, seed, targets, 1.0, config.head_rule, activation, is_prompt)
+        self.encoder: SentenceEncoder = encoder
+        self.needs_texts = True
         per_group = config.value_layout == "per_group"
         kind: Kind = "discriminant" if config.router == "discriminant" else "keys"
         self.router = SlotRouter(kind, config.keys.groups, config.retrieval, per_group)
         self._ahead = SlotRouter(kind, config.keys.groups, config.retrieval, per_group)
-        self.fits_ahead = config.fits_ahead
-        self._learned: dict[str, AdapterState] = {}
-        self._task = ""
-        if backbone.head is not None:
-            backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), config.head_rule)
 
     @property
-    def encoder(self) -> SentenceEncoder:
-        """The frozen sentence encoder."""
-        return self._encoder
+    def _knows_task(self) -> bool:
+        """Whether evaluation gives the task id."""
+        return self.task_id_given or bool(self.config.retrieval.task_id)
 
-    def study(self, phase: Phase, queries_BC: Tensor, dev_BC: Tensor) -> None:
-        """The preparation stage: the task's keys from its texts, without labels."""
-        router = self._ahead if self.fits_ahead else self.router
-        router.fit(phase.name, queries_BC, self.config.keys, self.seed + phase.index)
-        router.hold_out(phase.name, dev_BC)
+    # ---- a task ----------------------------------------------------------------------------------------------
 
-    def summary(self) -> dict[str, Any]:
-        """How well each router finds the tasks so far, in percent of dev texts, and which one is used."""
-        told = self.task_id_given or self.config.retrieval.task_id
+    def begin_task(self, phase: Phase, context: TaskContext) -> None:
+        """Fit the task's keys to its texts, without labels; then train its own slots alone."""
+        if not context.resumed:
+            for one in context.phases:
+                self.fit(one, context.queries[one.index]["train"], context.queries[one.index]["dev"])
+            if self.config.fits_ahead:
+                self.router.take(phase.name, self._ahead)
+        super().begin_task(phase, context)
+
+    def fit(self, phase: Phase, queries_NC: Tensor, dev_MC: Tensor) -> None:
+        """Keys of a phase from queries of its training texts; those of its dev texts are kept to compare routers."""
+        router = self._ahead if self.config.fits_ahead else self.router
+        router.fit(phase.name, queries_NC, self.config.keys, self.seed + phase.index)
+        router.hold_out(phase.name, dev_MC)
+
+    def _create(self, task: str) -> None:
+        ranks = dict.fromkeys(self.router.adapters(task), self.config.rank)
+        self.stack.begin_training(ranks, self.scale, partial(_normal, std=self.config.a_init_std))
+        if self.config.value == "prompt":
+            self._begin_prompts(len(ranks), self.config.prompt_length)
+
+    def _number(self) -> int:
+        return len(self.router.tasks)
+
+    def _shared_head(self, labels: Sequence[str]) -> AdapterState | None:
+        """Rule `label_count`: the first head with so many labels is shared by all slots."""
+        if self.config.head_rule != "label_count":
+            return None
+        return next((state for state in self._learned.values() if len(state.labels) == len(labels)), None)
+
+    def _is_trained(self, name: str, parameter: Tensor) -> bool:
+        head = self.backbone.head
+        is_frozen = isinstance(head, MixedHead) and head.frozen and name.startswith("head.")
+        return is_trainable(name, parameter) and not is_frozen
+
+    # ---- routing ---------------------------------------------------------------------------------------------
+
+    def route(self, batch: Batch) -> Mixture:
+        """Slots by each text's query: while a task is trained, among its own (or those of all tasks so far)."""
+        mixture = self._routed(batch)
+        if self.config.head_rule != "label_count" or self.backbone.head is None:
+            return mixture
+        tasks = [self._task or self._learned_as(task) for task in batch.tasks]
+        return replace(mixture, heads=tuple(self.router.adapters(task)[0] for task in tasks))
+
+    def _routed(self, batch: Batch) -> Mixture:
+        queries = self.encoder.embed(batch.texts)
+        if self._task and self.config.fits_ahead:
+            return self._that_exist(self._ahead.route(queries))
+        if self._task:
+            return self.router.route(queries, [self._task] * len(batch) if self.config.train_scope == "own" else None)
+        if self._knows_task:
+            return self.router.route(queries, [task or self.router.tasks[-1] for task in batch.tasks])
+        return self.router.route(queries)
+
+    def _learned_as(self, task: str) -> str:
+        """The phase whose slots answer for a task: its own, or the joint one; the newest for fill-ups."""
+        return task if task in self.router.tasks else self.router.tasks[-1]
+
+    def _that_exist(self, mixture: Mixture) -> Mixture:
+        """Slots of later tasks get weight but have no adapters yet: their columns are left out."""
+        known = self._learned.keys() | self.stack.trainable.keys()
+        kept = [column for column, name in enumerate(mixture.names) if name in known]
+        return Mixture(tuple(mixture.names[column] for column in kept), mixture.weights[:, kept])
+
+    # ---- the end of a task -----------------------------------------------------------------------------------
+
+    def end_task(self, context: TaskContext) -> Learned:
+        """Slots are frozen, and go to the bank with their label rows; router `auto` is selected by dev texts."""
+        states = self._freeze(context)
+        if self.config.router == "auto":
+            self.router.select()
+        return Learned(dict(states), router=self._router())
+
+    def _router(self) -> RouterState:
+        """Keys, statistics, rules and encoder."""
+        settings = self.router.settings()
+        settings["retrieval"]["task_id"] = self._knows_task
+        settings["head_rule"] = self.config.head_rule
+        encoder = self.config.encoder.model_dump(mode="json")
+        return RouterState(self.router.kind, settings, self.router.tensors(), encoder, self.encoder.fingerprint)
+
+    def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Share of dev texts in percent that each router sends to their task, and which router is used."""
         return {
-            "router": "task" if told else self.router.kind,
+            "router": "task" if self._knows_task else self.router.kind,
             "found": self.router.dev_accuracy(),
             "novelty": self.router.novelty(),
-            "truncated_queries": self._encoder.truncated,
+            "truncated_queries": self.encoder.truncated,
             "key_similarity": similarity(self.router),
             "slot_similarity": newest_rows(self.router),
             "key_plane": plane(self.router, self.seed),
         }
 
-    def begin_task(self, phase: Phase, resumed: bool) -> None:
-        """The task's own slots are live; backbone, keys and all earlier slots are frozen."""
-        if not resumed:
-            if self.fits_ahead:
-                self.router.take(phase.name, self._ahead)
-            self._begin(phase.name, phase_labels(phase))
-        head = self.backbone.head
-        frozen = "head." if isinstance(head, MixedHead) and head.frozen else "-"
-        for name, parameter in self.backbone.named_parameters():
-            parameter.requires_grad_(is_trainable(name, parameter) and not name.startswith(frozen))
+    # ---- checkpoints -----------------------------------------------------------------------------------------
 
-    def _begin(self, task: str, labels: list[str]) -> None:
-        std = self.config.a_init_std
-        ranks = dict.fromkeys(self.router.adapters(task), self.config.rank)
-        torch.manual_seed(self.seed + len(self.router.tasks))
-        self.stack.begin_training(ranks, 1.0, partial(_normal, std=std))
-        self._task = task
-        if isinstance(self.backbone.prefix, MixedPrompts):
-            words = self.backbone.model.get_input_embeddings().weight.detach()
-            rows = torch.randint(len(words), (len(ranks), self.config.prompt_length)).to(words.device)
-            self.backbone.prefix.begin_training(words[rows])
-        if isinstance(self.backbone.head, MixedHead):
-            self.backbone.head.begin_training(labels, self._head_for(labels))
+    def state_dict(self) -> State:
+        """Beside adapters the router: settings, keys, queries of dev texts."""
+        values, tensors = super().state_dict()
+        fitted = self._ahead if self.config.fits_ahead else self.router
+        values["router"] = {"kind": self.router.kind, "settings": self.router.settings()}
+        values["ahead"] = self._ahead.settings()["tasks"]
+        tensors |= {f"router/{name}": tensor for name, tensor in fitted.tensors().items()}
+        return values, tensors | {f"dev/{task}": queries for task, queries in fitted.dev.items()}
 
-    def _head_for(self, labels: Sequence[str]) -> AdapterState | None:
-        """A slot whose label head is taken over: the first one with so many labels."""
-        if self.config.head_rule != "label_count":
-            return None
-        return next((state for state in self._learned.values() if len(state.labels) == len(labels)), None)
-
-    def activate(self, batch: Batch) -> AbstractContextManager[None]:
-        """As every method; rule `label_count` also says whose head answers."""
-        head = self.backbone.head
-        if isinstance(head, MixedHead) and head.rule == "label_count":
-            tasks = [self._task or self._learned_as(task) for task in batch.tasks]
-            head.head_adapters = tuple(self.router.adapters(task)[0] for task in tasks)
-        return super().activate(batch)
-
-    def _learned_as(self, task: str) -> str:
-        """Whose slots know a task: its own, or where all tasks are one stage, that one's; fill-ups have none."""
-        return task if task in self.router.tasks else self.router.tasks[-1]
-
-    def route(self, batch: Batch) -> Mixture:
-        """By each text's query; while a task is trained, among its own slots (or those of all tasks so far)."""
-        queries = self._encoder.embed(batch.texts)
-        if self._task and self.fits_ahead:
-            return self._that_exist(self._ahead.route(queries))
-        if self._task:
-            return self.router.route(queries, [self._task] * len(batch) if self.config.train_scope == "own" else None)
-        if self.task_id_given or self.config.retrieval.task_id:
-            return self.router.route(queries, [task or self.router.tasks[-1] for task in batch.tasks])
-        return self.router.route(queries)
-
-    def _that_exist(self, mixture: Mixture) -> Mixture:
-        """Slots of tasks to come say nothing, yet they took their share of the weight."""
-        known = self._learned.keys() | self.stack.trainable.keys()
-        kept = [column for column, name in enumerate(mixture.names) if name in known]
-        return Mixture(tuple(mixture.names[column] for column in kept), mixture.weights[:, kept])
-
-    def end_task(self, phase: Phase, tensors: Mapping[str, Tensor]) -> Learned:
-        """Slots become resident and never change again; they go to the bank with their head rows."""
-        states = end_training(self.backbone, self.stack, tensors)
-        self._task = ""
-        self._keep(states)
-        if self.config.router == "auto":
-            self.router.select()
-        return Learned(dict(states))
-
-    def _keep(self, states: Mapping[str, AdapterState]) -> None:
-        self._learned |= states
-        for name, state in states.items():
-            self.stack.load(name, state)
-
-    def learned_names(self) -> list[str]:
-        """The live slots; none between tasks."""
-        if not self._task:
-            return []
-        parameters = self.backbone.named_parameters()
-        return [name for name, parameter in parameters if parameter.requires_grad and is_trainable(name, parameter)]
-
-    def router_state(self) -> RouterState:
-        """Keys, statistics, rules and encoder."""
-        settings = self.router.settings()
-        settings["retrieval"]["task_id"] = self.task_id_given or self.config.retrieval.task_id
-        settings["head_rule"] = self.config.head_rule
-        return RouterState(
-            self.router.kind,
-            settings,
-            self.router.tensors(),
-            self.config.encoder.model_dump(mode="json"),
-            self._encoder.fingerprint,
-        )
-
-    def frozen_state(self) -> dict[str, Tensor]:
-        """Slots of earlier tasks and all keys."""
-        studied = self._ahead if self.fits_ahead else self.router
-        found = {f"router/{name}": tensor for name, tensor in studied.tensors().items()}
-        found |= {f"dev/{task}": queries for task, queries in studied.dev.items()}
-        return found | packed(self._learned)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Label rows, the router's settings, and which task is being learned."""
-        head = self.backbone.head
-        trainable = list(head.trainable_labels) if isinstance(head, MixedHead) else []
-        learned = {name: list(state.labels) for name, state in self._learned.items()}
-        router = {"kind": self.router.kind, "settings": self.router.settings()}
-        own = {"task": self._task, "live_labels": trainable, "learned": learned, "router": router}
-        own["ahead"] = self._ahead.settings()["tasks"]
-        return {**super().state_dict(), **own}
-
-    def load_state_dict(self, state: Mapping[str, Any], frozen_state: Mapping[str, Tensor]) -> None:
-        """Keys and slots of earlier tasks as they were; the live slots in shape."""
-        super().load_state_dict(state, frozen_state)
-        router = RouterState(state["router"]["kind"], state["router"]["settings"])
-        self.router = _restored(router, frozen_state)
-        self._ahead = _restored(replace(router, settings={**router.settings, "tasks": state["ahead"]}), frozen_state)
-        self._keep(unpacked(state["learned"], frozen_state, 1.0, self.stack.activation))
-        if state["task"]:
-            self._begin(state["task"], state["live_labels"])
+    def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Router and slots of earlier tasks as they were; the trained slots in shape."""
+        router = RouterState(values["router"]["kind"], values["router"]["settings"])
+        self.router = _restored(router, tensors)
+        self._ahead = _restored(replace(router, settings={**router.settings, "tasks": values["ahead"]}), tensors)
+        super().load_state_dict(values, tensors)
 
 
-def _restored(state: RouterState, frozen_state: Mapping[str, Tensor]) -> SlotRouter:
-    router = SlotRouter.restored(replace(state, tensors=under("router/", frozen_state)))
+def _restored(state: RouterState, tensors: Mapping[str, Tensor]) -> SlotRouter:
+    router = SlotRouter.restored(replace(state, tensors=under("router/", tensors)))
     for task in router.tasks:
-        router.hold_out(task, frozen_state[f"dev/{task}"])
+        router.hold_out(task, tensors[f"dev/{task}"])
     return router
 
 

@@ -263,12 +263,8 @@ class Engine:
             mine = [number for number, request in enumerate(requests) if request.loaded is loaded]
             group = [requests[number] for number in mine]
             mixtures |= dict(zip(mine, mixtures_of(loaded, group, self._route_prompts), strict=True))
-            head_adapters = ood_scores_of(loaded, group)
-            ood_scores |= {
-                number: head_adapters[requests[number].text]
-                for number in mine
-                if requests[number].text in head_adapters
-            }
+            found = ood_scores_of(loaded, group)
+            ood_scores |= {number: found[requests[number].text] for number in mine if requests[number].text in found}
         spent = (time.perf_counter() - began) * 1e3
         self._retrieval_s += spent / 1e3
         routed_prompts = [self._with_prompt(request, mixtures[number]) for number, request in enumerate(requests)]
@@ -344,10 +340,10 @@ class Engine:
     def _labelled(self, ready: list[PreparedRequest[EngineRequest]]) -> list[PreparedRequest[EngineRequest]]:
         backbone = self.model.backbone
         rule = ready[0].request.loaded.head_rule
-        head_adapters = [head_of(one.request) for one in ready] if rule == "label_count" else ()
+        heads = [head_of(one.request) for one in ready] if rule == "label_count" else ()
         mixture = Mixture.stacked([one.mixture for one in ready])
         batch = batch_of([one.ids for one in ready], backbone.codec.pad_id).to(backbone.device)
-        with self.model.activate(mixture, rule, head_adapters):
+        with self.model.activate(mixture, rule, heads):
             scores, labels = backbone.score_labels(batch)
         found = _best(scores.cpu(), labels)
         for one, event in zip(ready, found, strict=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -280,21 +280,19 @@ class MultiSnapshotModel:
         return self.rows(tuple(names)) <= self.stack.table.capacity
 
     @contextmanager
-    def activate(
-        self, mixture: Mixture, rule: Any = "probability", head_adapters: Sequence[str] = ()
-    ) -> Iterator[None]:
+    def activate(self, mixture: Mixture, rule: Any = "probability", heads: Sequence[str] = ()) -> Iterator[None]:
         """Everything inside is spoken by this mixture.
 
         Args:
-            rule: of label heads. head_adapters: adapter whose head answers each example, for rule `label_count`.
+            rule: of label heads. heads: adapter whose label head answers each example, for rule `label_count`.
         """
         head = self.backbone.head
         if isinstance(head, MixedHead):
-            head.rule, head.head_adapters = rule, tuple(head_adapters)
+            head.rule = rule
             if rule == "label_count":
-                self.stack.need(tuple(dict.fromkeys(head_adapters)))
+                self.stack.need(tuple(dict.fromkeys(heads)))
         self._count(mixture)
-        with self.stack.activate(mixture):
+        with self.stack.activate(replace(mixture, heads=tuple(heads))):
             yield
 
     @contextmanager

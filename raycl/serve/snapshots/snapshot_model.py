@@ -54,8 +54,8 @@ class SnapshotModel:
             BankError: the router needs what is not given, or an adapter is damaged.
         """
         rule = self.loaded.head_rule
-        head_adapters = heads_of(self.loaded, tasks) if rule == "label_count" else ()
-        with self.model.activate(self._mixture(batch, texts, tasks), rule, head_adapters):
+        heads = heads_of(self.loaded, tasks) if rule == "label_count" else ()
+        with self.model.activate(self._mixture(batch, texts, tasks), rule, heads):
             return self.backbone.predict(batch, limit)
 
     def _mixture(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:

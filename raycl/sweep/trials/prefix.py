@@ -22,8 +22,7 @@ from typing import Any
 from raycl import __version__
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.methods.registry import method_class
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.training.settings import EXEMPT
 
 
@@ -33,7 +32,7 @@ def prefix_keys(config: RunConfig, tasks: Sequence[str]) -> list[str]:
     Args:
         tasks: of the stream in order.
     """
-    if method_class(config.method.name).joint:
+    if config.stream.schedule == "joint":
         return []
     keys = []
     told: list[Any] = [_whole(config, tasks)]
@@ -81,6 +80,6 @@ def lent_records(records: list[Tree], lender: Tree, borrower: Tree) -> list[Tree
     if lender == borrower:
         return records
     return [
-        {**record, "facts": {key: value for key, value in record["facts"].items() if key != "modifiers"}}
+        {**record, "summary": {key: value for key, value in record["summary"].items() if key != "modifiers"}}
         for record in records
     ]

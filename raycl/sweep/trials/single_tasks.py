@@ -15,17 +15,17 @@ from raycl import config as configs
 from raycl.config import Tree
 from raycl.launch import driver
 from raycl.methods.registry import WRAPPERS, method_class
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 
 FOLDER = "separate"
 
 
 def separate_tree(config: RunConfig) -> Tree:
-    """The run of `separate` with everything as in `config`; tasks sorted, since their order does not matter to it."""
+    """The run under schedule `separate`, else as in `config`; tasks sorted, since their order does not matter to it."""
     tree = configs.as_tree(config)
-    learner = tree["method"]["learner"] if config.method.name in WRAPPERS else tree["method"]
-    tree["method"] = {"name": "separate", "learner": learner}
+    tree["method"] = tree["method"]["learner"] if config.method.name in WRAPPERS else tree["method"]
+    tree["stream"]["schedule"] = "separate"
     tree["eval"]["singles"] = tree["stream"]["unseen"] = None
     tree["bank"]["publish"] = False
     tree["checkpoint"]["export"] = "none"
@@ -37,15 +37,14 @@ def separate_tree(config: RunConfig) -> Tree:
 def separate_key(tree: Tree) -> str:
     """The same for settings that give the same scores."""
     kept = {key: tree[key] for key in ("seed", "stream", "backbone", "method", "modifiers", "train", "engine", "eval")}
-    learner = kept["method"]["learner"]
-    idle = method_class(learner["name"]).Config.unused_for_single_task
-    kept["method"] = {key: value for key, value in learner.items() if key not in idle}
+    unused = method_class(kept["method"]["name"]).Config.unused_for_single_task
+    kept["method"] = {key: value for key, value in kept["method"].items() if key not in unused}
     workers = {key: tree["launch"][key] for key in ("workers", "cpus_per_worker", "gpus_per_worker")}
     return hashlib.sha256(json.dumps([kept, workers, __version__], sort_keys=True).encode()).hexdigest()[:24]
 
 
 def singles_of(config: RunConfig, directory: str, hosting: driver.RunOptions | None = None) -> RunConfig:
-    """The config with `eval.singles` at the finished run of `separate`, which is made if nobody has.
+    """The config with `eval.singles` at the finished run of schedule `separate`, which runs first if there is none.
 
     Args:
         hosting: where it runs.

@@ -25,8 +25,8 @@ from raycl.config import Tree
 from raycl.errors import ConfigError, DamagedError, DataError, RayclError, RunError, StoppedError
 from raycl.launch import driver
 from raycl.launch.driver import Prepared, RunOptions
-from raycl.run import assembly
-from raycl.run.assembly import RunConfig
+from raycl.run import config as run_config
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.place import SWEEP, Place
@@ -149,7 +149,7 @@ class Trial:
                     continue
                 theirs = read_state(Storage.at(lent["run"])).config.get("modifiers", {})
                 records = lent_records(lent["phases"], theirs, configs.as_tree(config)["modifiers"])
-                borrow(place, storage, records, assembly.info_of(config))
+                borrow(place, storage, records, run_config.info_of(config))
             except (DamagedError, RunError) as error:
                 log.warning("trial %d learns what it could have taken over: %s", self.number, error)
                 continue

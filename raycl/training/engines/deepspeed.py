@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import HashStore
 from raycl.backbone import Backbone, Output
 from raycl.methods.modifier import Modifiers
 from raycl.training.distributed import DistributedContext
-from raycl.training.engines.engine import MOMENTS, NONE, adamw, advance, schedule
+from raycl.training.engines.engine import MOMENTS, NONE, Transform, adamw, advance, schedule
 from raycl.training.settings import DeepSpeedConfig, TrainConfig
 from raycl.types import Batch
 
@@ -99,9 +99,11 @@ class DeepSpeedEngine:
         self.engine.backward(loss_sum * (self.world.size / total), scale_wrt_gas=False)
         self._pending = True
 
-    def step(self, modifiers: Modifiers = NONE) -> float:
-        """Modify, clip and update at the accumulation boundary."""
+    def step(self, modifiers: Modifiers = NONE, transform: Transform | None = None) -> float:
+        """Transform, modify, clip and update at the accumulation boundary."""
         assert self.engine.is_gradient_accumulation_boundary(), "fewer micro-batches than the accumulation"
+        if transform is not None:
+            self._transform(transform)
         for name in modifiers.names:
             self._modify(modifiers, name)
         norm = self._plain_norm() if self._is_plain else None
@@ -112,6 +114,21 @@ class DeepSpeedEngine:
         self._pending, self._fresh = False, False
         self.schedule.step()
         return float(norm if norm is not None else self.engine.get_global_grad_norm() or 0.0)
+
+    def _transform(self, transform: Transform) -> None:
+        """All whole gradients at once; a parameter without one counts as zero."""
+        utils = self.library.utils
+        found = {
+            name: parameter.grad if self._is_plain else utils.safe_get_full_grad(parameter)
+            for name, parameter in self.trained.items()
+        }
+        whole = {name: gradient for name, gradient in found.items() if gradient is not None}
+        for name, gradient in transform(whole).items():
+            parameter = self.trained[name]
+            if self._is_plain:
+                parameter.grad = gradient
+            else:
+                utils.safe_set_full_grad(parameter, gradient)
 
     def _modify(self, modifiers: Modifiers, name: str) -> None:
         """Where the optimizer reads the reduced gradient: editing `.grad` has no effect at ZeRO 1 to 3."""

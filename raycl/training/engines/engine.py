@@ -7,7 +7,7 @@ What it does not know: methods, tasks, data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,9 @@ from raycl.types import Batch
 
 NONE = Modifiers()
 
+Transform = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+"""Whole gradients by parameter name -> those that the optimizer uses."""
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's state tensors, by torch's names; DeepSpeed uses the same."""
 
@@ -39,8 +42,11 @@ class Engine(Protocol):
         """Add the gradient of `loss_sum / total`; `total` is the step's count over all workers."""
         ...
 
-    def step(self, modifiers: Modifiers = NONE) -> float:
-        """Sum over workers, modify, clip, update, advance the schedule, clear gradients.
+    def step(self, modifiers: Modifiers = NONE, transform: Transform | None = None) -> float:
+        """Sum over workers, transform, modify, clip, update, advance the schedule, clear gradients.
+
+        Args:
+            transform: whole gradients by name -> those to use (`Method.transform_gradients`).
 
         Returns:
             the norm of the modified gradient before clipping.
@@ -125,11 +131,14 @@ class TorchEngine:
         """Add the gradient of `loss_sum / total`."""
         (loss_sum / total).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, modifiers: Modifiers = NONE) -> float:
-        """Sum gradients over workers, modify, clip, update."""
+    def step(self, modifiers: Modifiers = NONE, transform: Transform | None = None) -> float:
+        """Sum gradients over workers, transform, modify, clip, update."""
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.trained.values()]
         if self.world.size > 1:
             gradients = self._summed(gradients)
+        if transform is not None:
+            changed = transform(dict(zip(self.trained, gradients, strict=True)))
+            gradients = [changed[name] for name in self.trained]
         for parameter, gradient in zip(self.trained.values(), gradients, strict=True):
             parameter.grad = gradient
         for name in modifiers.names:

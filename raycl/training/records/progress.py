@@ -15,7 +15,7 @@ from typing import Any
 
 from raycl.errors import StorageError
 from raycl.storage import Storage
-from raycl.training.step import StepResult
+from raycl.training.phase.step import StepResult
 
 log = logging.getLogger("raycl")
 FOLDER = "trace"

@@ -53,7 +53,7 @@ def publish(
     backbone = ModelInfo(name=context.info.tree["backbone"]["name"], sha256=context.identity, kind=codec.kind)
     made = {"run": storage.uri, "fingerprint": context.info.fingerprint, "phase": phase.index, "phase_name": phase.name}
     seen = [task for done in context.phases[: phase.index + 1] for task in done.tasks]
-    mine = [task.name for task in (phase.tasks if context.method.own_adapters else seen)]
+    mine = [task.name for task in (phase.tasks if context.own_adapters else seen)]
     known = {name: bank.versions(name) for name in learned.adapters}
     fresh = [
         bank.publish(name, state, backbone, mine, made, extras=learned.extras.get(name))
@@ -64,7 +64,7 @@ def publish(
     kept = []
     if parent is not None:
         kept = [(entry, parent.layouts[entry.layout]) for entry in parent.adapters if entry.name not in names]
-    router, encoder = put_router(bank, context.method.router_state())
+    router, encoder = put_router(bank, learned.router)
     snapshot = bank.snapshot(
         [*fresh, *kept],
         backbone,
@@ -89,7 +89,7 @@ def complete_bank(context: TrainingContext, storage: Storage, state: RunState, w
     if world.is_first and context.bank.publish:
         goes_on = len(state.phases) < len(context.phases)
         try:
-            publish_again(open_bank(context.bank, storage), storage, state, goes_on, context.method.own_adapters)
+            publish_again(open_bank(context.bank, storage), storage, state, goes_on, context.own_adapters)
         except (BankError, RunError, StorageError) as raised:
             error = raised
     world.raise_any(error)

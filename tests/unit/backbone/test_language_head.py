@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from phases import bare
 from tiny import Lab, tokenizer
 from transformers import (
     AutoModel,
@@ -126,12 +127,12 @@ def trained(folder: Path, target: Path) -> EncoderBackbone:
     backbone = loaded(folder)
     assert isinstance(backbone, EncoderBackbone)
     method: Any = Finetune(None, backbone, 0)
-    method.begin_task(STAGE, resumed=False)
+    method.begin_task(STAGE, bare(STAGE))
     with torch.no_grad():
         for parameter in backbone.parameters():
             parameter += 0.01 * torch.randn_like(parameter)
     tensors = {name: p.detach() for name, p in backbone.named_parameters() if p.requires_grad}
-    write_model(Storage.at(target), "it", method.end_task(STAGE, tensors), backbone.model_files())
+    write_model(Storage.at(target), "it", method.end_task(bare(STAGE, tensors)), backbone.model_files())
     return backbone
 
 

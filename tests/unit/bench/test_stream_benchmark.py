@@ -14,7 +14,7 @@ from raycl.bench.streams.trials import Trial, Typical
 from raycl.bench.streams.worksheet import write_down
 from raycl.errors import ConfigError
 from raycl.run import assembly
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.records.progress import read_trace

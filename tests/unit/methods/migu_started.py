@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from phases import begin_phase
 from tiny import ENGINES, Lab
 from torch import Tensor, nn
 
 from raycl.data.loader import Collate
+from raycl.methods.base import activate_batch
 from raycl.methods.migu.migu import Migu
 from raycl.run.assembly import build
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine
-from raycl.training.step import StepResult, train_step
+from raycl.training.phase.step import StepResult, train_step
 from raycl.types import Batch
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
@@ -29,10 +31,7 @@ class Started:
         config = lab.config(kind, method, ENGINES["torch"], modifiers=[migu], train=train, backbone=backbone)
         self.parts, self.open_engine = build(config, WORLD)
         self.phase = self.parts.phases[0]
-        if self.parts.method.encoder is not None:
-            queries = self.parts.method.encoder.embed(["red sky", "blue sea"] * 4)
-            self.parts.method.study(self.phase, queries, queries[:1])
-        self.parts.method.begin_task(self.phase, resumed=False)
+        begin_phase(self.parts)
         self.parts.modifiers.begin_task(self.phase, only=True, resumed=False)
         self.parts.backbone.train()
         head = self.parts.backbone.head
@@ -62,7 +61,7 @@ class Started:
         migu = self.migu
         migu.begin_step(1, len(batches), lambda tensor: tensor)
         for batch in batches:
-            with self.parts.method.activate(batch):
+            with activate_batch(self.parts.method, batch):
                 migu.watched(self.parts.backbone, batch)
         return migu._sums.clone()
 

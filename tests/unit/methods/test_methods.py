@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ENGINES, TASKS, Lab
+from phases import bare, begin_phase, end_phase
+from tiny import ENGINES, RUNS, TASKS, Lab
 
-from raycl.methods.base import Method, phase_labels
-from raycl.methods.reference import Reference
-from raycl.methods.registry import METHODS
+from raycl.methods.base import Method, phase_labels, trained_names
+from raycl.methods.wrapper import Wrapper
 from raycl.run.assembly import build
 from raycl.training.distributed import DistributedContext
 from raycl.training.training_context import TrainingContext
@@ -24,13 +24,9 @@ def made(lab: Lab, method: Any, kind: str = "bert") -> TrainingContext:
     return build(lab.config(kind, method, ENGINES["torch"]), DistributedContext.alone(torch.device("cpu")))[0]
 
 
-def begin(parts: TrainingContext, phase: int, resumed: bool = False) -> Method:
-    method, now = parts.method, parts.phases[phase]
-    if method.encoder is not None and not resumed:
-        queries = method.encoder.embed([words for _, words in TASKS[now.tasks[0].name]] * 2)
-        method.study(now, queries, queries[:1])
-    method.begin_task(now, resumed)
-    return parts.method
+def begin(context: TrainingContext, phase: int, resumed: bool = False) -> Method:
+    begin_phase(context, phase, resumed)
+    return context.method
 
 
 def test_stage_labels_are_in_order_and_once() -> None:
@@ -42,49 +38,53 @@ def test_stage_labels_are_in_order_and_once() -> None:
     assert phase_labels(Phase(0, "joint", tasks)) == ["yes", "no", "so"]
 
 
-def test_references_pass_every_hook_on() -> None:
-    hooks = {name for name, value in vars(Method).items() if isfunction(value) and not name.startswith("_")}
-    assert "speaking" in hooks and hooks <= vars(Reference).keys()
+def public(kind: type) -> set[str]:
+    return {name for name, value in vars(kind).items() if isfunction(value) and not name.startswith("_")}
 
 
-@pytest.mark.parametrize("name", METHODS)
+def test_the_contract_has_ten_hooks_and_wrappers_forward_them_all() -> None:
+    assert len(public(Method)) == 10
+    assert public(Method) == public(Wrapper)
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_state_gives_a_fresh_model_the_same_shape(lab: Lab, name: str) -> None:
     first, second = made(lab, name), made(lab, name)
     begin(first, 0)
-    second.method.load_state_dict(first.method.state_dict(), first.method.frozen_state())
+    second.method.load_state_dict(*first.method.state_dict())
     begin(second, 0, resumed=True)
     shapes = [
-        {n: (p.shape, p.requires_grad) for n, p in parts.backbone.named_parameters()} for parts in (first, second)
+        {n: (p.shape, p.requires_grad) for n, p in context.backbone.named_parameters()} for context in (first, second)
     ]
     assert shapes[0] == shapes[1]
-    assert first.method.learned_names() == second.method.learned_names()
+    assert trained_names(first.backbone) == trained_names(second.backbone)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_task_resumed_keeps_its_values(lab: Lab, name: str) -> None:
-    parts = made(lab, name)
-    begin(parts, 0)
+    context = made(lab, name)
+    begin(context, 0)
     with torch.no_grad():
-        for parameter in parts.backbone.parameters():
+        for parameter in context.backbone.parameters():
             parameter += 1
-    before = {name: p.detach().clone() for name, p in parts.backbone.named_parameters()}
-    begin(parts, 0, resumed=True)
-    assert all(torch.equal(p, before[name]) for name, p in parts.backbone.named_parameters())
+    before = {name: p.detach().clone() for name, p in context.backbone.named_parameters()}
+    begin(context, 0, resumed=True)
+    assert all(torch.equal(p, before[name]) for name, p in context.backbone.named_parameters())
 
 
 def test_lora_trains_its_adapter_and_the_head_only(lab: Lab) -> None:
-    parts = made(lab, {"name": "lora", "rank": 3, "targets": ["attention.key", "ffn"]})
-    method = begin(parts, 0)
-    assert all(".lora_" in name or name.startswith("head.") for name in method.learned_names())
-    trainable = {name: p for name, p in parts.backbone.named_parameters() if "lora_A" in name}
+    context = made(lab, {"name": "lora", "rank": 3, "targets": ["attention.key", "ffn"]})
+    method = begin(context, 0)
+    assert all(".lora_" in name or name.startswith("head.") for name in trained_names(method.backbone))
+    trainable = {name: p for name, p in context.backbone.named_parameters() if "lora_A" in name}
     assert len(trainable) == 6 and all(p.shape[0] == 3 for p in trainable.values())
-    assert not any(p.any() for name, p in parts.backbone.named_parameters() if "lora_B" in name), "it starts at zero"
+    assert not any(p.any() for name, p in context.backbone.named_parameters() if "lora_B" in name), "it starts at zero"
 
 
 def test_the_seed_decides_how_lora_starts(lab: Lab) -> None:
     def start(seed: int) -> torch.Tensor:
-        parts = build(lab.config("bert", "lora", seed=seed), DistributedContext.alone(torch.device("cpu")))[0]
-        return next(p.detach() for name, p in parts.backbone.named_parameters() if "lora_A" in name)
+        context = build(lab.config("bert", "lora", seed=seed), DistributedContext.alone(torch.device("cpu")))[0]
+        return next(p.detach() for name, p in context.backbone.named_parameters() if "lora_A" in name)
 
     assert torch.equal(start(1), start(1))
     assert not torch.equal(start(1), start(2))
@@ -92,28 +92,30 @@ def test_the_seed_decides_how_lora_starts(lab: Lab) -> None:
 
 @pytest.mark.parametrize("learner", ["lora", "finetune"])
 def test_separate_starts_every_task_where_the_first_one_started(lab: Lab, learner: str) -> None:
-    parts = made(lab, {"name": "separate", "learner": learner})
-    first = {name: p.detach().clone() for name, p in parts.backbone.named_parameters() if not name.startswith("head.")}
-    begin(parts, 0)
+    context = made(lab, ("separate", learner))
+    first = {
+        name: p.detach().clone() for name, p in context.backbone.named_parameters() if not name.startswith("head.")
+    }
+    begin(context, 0)
     with torch.no_grad():
-        for parameter in parts.backbone.parameters():
+        for parameter in context.backbone.parameters():
             if parameter.requires_grad:
                 parameter += 1
-    begin(parts, 1)
-    now = {name: p for name, p in parts.backbone.named_parameters() if not name.startswith("head.")}
+    begin(context, 1)
+    now = {name: p for name, p in context.backbone.named_parameters() if not name.startswith("head.")}
     assert [name for name in first if not torch.equal(first[name], now[name])] == []
-    head = parts.backbone.head
+    head = context.backbone.head
     assert head is not None and head.labels == LABELS["animal"] and not head.weight.any()
 
 
 def test_sequential_methods_keep_the_rows_of_former_tasks(lab: Lab) -> None:
     for name in ("lora", "finetune"):
-        parts = made(lab, name)
-        begin(parts, 0)
-        head = parts.backbone.head
+        context = made(lab, name)
+        begin(context, 0)
+        head = context.backbone.head
         assert head is not None
         torch.nn.init.ones_(head.weight)
-        begin(parts, 1)
+        begin(context, 1)
         assert head.labels == LABELS["colour"] + LABELS["animal"]
         assert head.weight[:2].all() and not head.weight[2:].any()
 
@@ -121,20 +123,18 @@ def test_sequential_methods_keep_the_rows_of_former_tasks(lab: Lab) -> None:
 def test_a_stage_leaves_an_adapter_or_a_whole_model(lab: Lab) -> None:
     query = "model.layers.0.self_attn.q_proj"
     for name in ("lora", "separate", "finetune"):
-        parts = made(lab, name, "llama")
-        method = begin(parts, 0)
-        tensors = {key: p.detach() for key, p in parts.backbone.named_parameters() if p.requires_grad}
-        learned = method.end_task(parts.phases[0], tensors)
+        context = made(lab, name, "llama")
+        learned = end_phase(context, begin_phase(context))
         assert learned is not None and learned.labels == []
         if name == "finetune":
             assert f"{query}.weight" in learned.model and learned.adapters == {}
         else:
-            assert list(learned.adapters) == ["lora" if name == "lora" else parts.phases[0].name]
+            assert list(learned.adapters) == ["lora" if name == "lora" else context.phases[0].name]
             state = next(iter(learned.adapters.values()))
             assert state.rank == 8 and state.scale == 4 and query in state.linears and learned.model == {}
 
 
 def test_a_method_without_hooks_of_its_own_adds_nothing(lab: Lab) -> None:
-    parts = made(lab, "lora")
-    assert Method(None, parts.backbone, 0).penalty(None, None) is None  # type: ignore[arg-type]
-    assert Method(None, parts.backbone, 0).end_task(parts.phases[0], {}) is None
+    context = made(lab, "lora")
+    assert Method(None, context.backbone, 0).penalty(None, None) is None  # type: ignore[arg-type]
+    assert Method(None, context.backbone, 0).end_task(bare(context.phases[0])) is None

@@ -11,8 +11,9 @@ from migu_started import WORLD, Started, sgd
 from tiny import Lab
 from torch import Tensor
 
+from raycl.methods.base import activate_batch
 from raycl.methods.migu.row_selection import kept, masked_count
-from raycl.training.step import train_step
+from raycl.training.phase.step import train_step
 from raycl.types import IGNORE, Batch
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -59,7 +60,7 @@ def by_hand(started: Started, path: str, batch: Batch, real: Tensor) -> Tensor:
     """|output| of the layer, summed over `real` `[B, S]`."""
     seen: list[Tensor] = []
     handle = started.parts.backbone.model.get_submodule(path).register_forward_hook(lambda *a: seen.append(a[2]))
-    with torch.no_grad(), started.parts.method.activate(batch):
+    with torch.no_grad(), activate_batch(started.parts.method, batch):
         started.parts.backbone(batch)
     handle.remove()
     return (seen[0].abs() * real.unsqueeze(-1)).sum((0, 1))

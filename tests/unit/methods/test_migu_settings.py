@@ -13,8 +13,8 @@ from torch import Tensor
 from raycl.errors import ConfigError, RunError
 from raycl.methods.migu.row_selection import masked_count
 from raycl.methods.modifier import Modifiers
-from raycl.run.assembly import check
-from raycl.training.step import train_step
+from raycl.run.checks import check
+from raycl.training.phase.step import train_step
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from phases import begin_phase, end_phase
 from safetensors.torch import load_file
 from tiny import ENGINES, KINDS, Lab, exported, matrix, opened, run, trace
 
@@ -15,6 +16,7 @@ from raycl.adapters.state import combine
 from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank
 from raycl.data.loader import eval_batches
+from raycl.methods.base import activate_batch
 from raycl.methods.lora.inclora import IncLora
 from raycl.methods.lora.olora import OLora, abssum
 from raycl.run.assembly import build
@@ -33,10 +35,10 @@ def second_task(lab: Lab, kind: str, **settings: Any) -> tuple[OLora, TrainingCo
     parts, _ = build(lab.config(kind, {"name": "olora", **settings}), WORLD)
     method, codec = parts.method, parts.backbone.codec
     assert isinstance(method, OLora)
-    method.begin_task(parts.phases[0], resumed=False)
+    first = begin_phase(parts)
     randomise(method)
-    method.end_task(parts.phases[0], {name: p.detach() for name, p in parts.backbone.named_parameters()})
-    method.begin_task(parts.phases[1], resumed=False)
+    end_phase(parts, first)
+    begin_phase(parts, 1)
     table = parts.stream.table(parts.stream.tasks[0], "test", codec)
     labels = parts.backbone.label_ids() if codec.needs_labels else None
     return method, parts, next(iter(eval_batches(table, labels, 0, 1, 4, codec.pad_id)))
@@ -144,7 +146,7 @@ def test_a_fresh_adapter_says_nothing_and_a_mixture_of_zeros_is_the_backbone(lab
         return backbone.pooled(batch) if kind == "bert" else backbone(batch).logits  # type: ignore[no-any-return]
 
     with torch.no_grad():
-        with method.activate(batch):
+        with activate_batch(method, batch):
             both = states(parts.backbone)
         with method.stack.activate(Mixture.same({"colour": 1.0}, 4)):
             assert torch.equal(both, states(parts.backbone)), "B starts at zero"
@@ -172,7 +174,7 @@ def test_the_first_task_is_plain_lora(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_apart_each_adapter_is_a_plain_lora_trained_afresh(lab: Lab, tmp_path: Path) -> None:
-    plain, found = (finished(lab, tmp_path / name, {"name": "separate", "learner": name}) for name in ("lora", "olora"))
+    plain, found = (finished(lab, tmp_path / name, ("separate", name)) for name in ("lora", "olora"))
     for mine, other in zip(trace(found), trace(plain), strict=True):
         assert mine == pytest.approx(other, abs=1e-5)
     assert matrix(found) == matrix(plain)
@@ -195,12 +197,12 @@ def test_the_parts_of_the_head_are_one_head_that_keeps_training(lab: Lab) -> Non
     old = method.stack.states["colour"]
     assert old.head_weight is not None and old.head_bias is not None
     whole = torch.nn.Linear(old.head_weight.shape[1], 4)
-    with torch.no_grad(), method.activate(batch):
+    with torch.no_grad(), activate_batch(method, batch):
         pooled = parts.backbone.pooled(batch)  # type: ignore[operator]
         whole.weight.copy_(torch.cat([old.head_weight, torch.zeros_like(old.head_weight)]))
         whole.bias.copy_(torch.cat([old.head_bias, torch.zeros(2)]))
     torch.nn.functional.cross_entropy(whole(pooled), batch.label_ids, reduction="sum").backward()
-    with method.activate(batch):
+    with activate_batch(method, batch):
         output = parts.backbone(batch)
     torch.testing.assert_close(output.logits, whole(pooled))
     output.loss_sum.backward()

@@ -11,11 +11,12 @@ import torch
 from tiny import Lab
 
 from raycl.errors import ConfigError, DataError
-from raycl.methods.context import TaskRows
+from raycl.methods.context import Step, TaskContext
 from raycl.methods.sapt.pseudo_samples import PseudoSamples, counts_of, read_file, read_texts, take_real, volume
 from raycl.methods.sapt.reflection import Reflection, ReflectionConfig, ReplayEntry
 from raycl.retrieval.attention import Attention, AttentionConfig, divergence
-from raycl.run.assembly import build, load_config
+from raycl.run.assembly import build
+from raycl.run.config import load_config
 from raycl.training.distributed import DistributedContext
 
 WIDE = 8
@@ -37,8 +38,11 @@ def remembered(tasks: int, rows: int = 20, weight: float = 0.5, **settings: Any)
     return found, attention
 
 
-def value(reflection: Reflection, attention: Attention) -> float:
-    term = reflection.term(attention)
+FIRST = Step()
+
+
+def value(reflection: Reflection, attention: Attention, step: Step = FIRST) -> float:
+    term = reflection.term(attention, step)
     assert term is not None
     return float(term)
 
@@ -68,7 +72,7 @@ def test_the_term_is_the_mean_over_inputs_summed_over_tasks() -> None:
 
 def test_gradients_reach_projection_and_new_key_alone() -> None:
     reflection, attention = remembered(2)
-    term = reflection.term(attention)
+    term = reflection.term(attention, FIRST)
     assert term is not None
     term.backward()  # type: ignore[no-untyped-call]
     assert {name for name, parameter in attention.named_parameters() if parameter.grad is not None} == {
@@ -79,20 +83,20 @@ def test_gradients_reach_projection_and_new_key_alone() -> None:
 
 def test_the_first_task_has_nothing_to_reflect_on() -> None:
     """The term is absent."""
-    assert remembered(0)[0].term(remembered(0)[1]) is None
+    assert remembered(0)[0].term(remembered(0)[1], FIRST) is None
     reflection, attention = remembered(2, weight=0.0)
-    assert reflection.term(attention) is None, "and with lambda = 0 there is none either"
+    assert reflection.term(attention, FIRST) is None, "and with lambda = 0 there is none either"
 
 
 def test_a_draw_depends_on_the_step_alone() -> None:
     reflection, attention = remembered(2, batch=4)
     found = []
     for seed, micro_batches in ((1, 1), (2, 1), (1, 4)):
-        reflection.begin_step(0, seed, micro_batches)
-        found.append((value(reflection, attention), value(reflection, attention)))
+        step = Step(0, seed, micro_batches)
+        found.append((value(reflection, attention, step), value(reflection, attention, step)))
     assert found[0] == found[2] and found[0][0] == found[0][1], "every micro-batch of every worker adds the same"
     assert found[0] != found[1], "another step draws others"
-    drawn = reflection.draw()
+    drawn = reflection.draw(FIRST)
     assert all(len(places) == len(set(places.tolist())) == 4 for places in drawn.values())
     assert drawn["t0"].tolist() != drawn["t1"].tolist()
 
@@ -101,8 +105,7 @@ def test_which_steps_reflect() -> None:
     reflection, attention = remembered(1, every=3, skip_steps=1)
     due = []
     for step in range(8):
-        reflection.begin_step(step, step, 1)
-        due.append(reflection.term(attention) is not None)
+        due.append(reflection.term(attention, Step(step, step, 1)) is not None)
     assert due == [False, False, False, True, False, False, True, False]
 
 
@@ -110,9 +113,8 @@ def test_the_released_scale_grows_with_accumulation() -> None:
     """SAPT's code divides the task loss by the accumulation and not the KL."""
     plain, attention = remembered(2)
     scaled, _ = remembered(2, kl_scale_with_accum=True)
-    for reflection in (plain, scaled):
-        reflection.begin_step(0, 7, 4)
-    assert value(scaled, attention) == pytest.approx(4 * value(plain, attention))
+    step = Step(0, 7, 4)
+    assert value(scaled, attention, step) == pytest.approx(4 * value(plain, attention, step))
 
 
 def test_memories_come_back_as_they_were() -> None:
@@ -126,9 +128,9 @@ def test_memories_come_back_as_they_were() -> None:
     assert all(torch.equal(second.target(task, 3), first.target(task, 3)) for task in ("t0", "t1"))
 
 
-def rows_of(lab: Lab, phase: int = 0) -> TaskRows:
+def rows_of(lab: Lab, phase: int = 0) -> TaskContext:
     parts, _ = build(lab.config("bert"), DistributedContext.alone(torch.device("cpu")))
-    return TaskRows(parts.phases[phase], 4, parts.stream, parts.backbone.codec)
+    return TaskContext(parts.phases[phase], 4, parts.stream, parts.backbone.codec)
 
 
 def test_real_inputs_are_drawn_by_seed_and_without_answers(lab: Lab) -> None:

@@ -6,12 +6,11 @@ import pytest
 
 from raycl.config import as_tree, validate
 from raycl.errors import ConfigError
-from raycl.methods.finetune import FinetuneConfig
 from raycl.methods.lora.lora import LoraConfig
 from raycl.methods.migu.migu import MiguConfig
-from raycl.methods.reference import SeparateConfig
-from raycl.methods.registry import METHODS, MODIFIERS, REFERENCES, method_class, modifier_class
-from raycl.run.assembly import RunConfig, fingerprint, load_config
+from raycl.methods.registry import METHODS, MODIFIERS, method_class, modifier_class
+from raycl.methods.replay import ReplayConfig
+from raycl.run.config import RunConfig, fingerprint, load_config
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -19,7 +18,6 @@ def test_every_name_finds_its_class_and_its_config_carries_the_name(name: str) -
     found = method_class(name)
     assert found.Config().name == name
     assert load_config(None, [f"method={name}"]).method == found.Config()
-    assert (found.joint or found.one_model_per_task) is (name in REFERENCES)
 
 
 @pytest.mark.parametrize(
@@ -32,12 +30,12 @@ def test_every_name_finds_its_class_and_its_config_carries_the_name(name: str) -
         (["method=lora", "method.rank=0"], "config key 'method.rank' is 0: input should be greater than or equal to 1"),
         (["method=finetune", "method.rank=8"], "unknown config key 'method.rank': it belongs to method=lora"),
         (
-            ["method=separate", "method.learner.rnak=8"],
+            ["method=replay", "method.learner.rnak=8"],
             "unknown config key 'method.learner.rnak': did you mean 'method.learner.rank'?",
         ),
         (
-            ["method=separate", "method.learner=joint"],
-            "config key 'method.learner' names 'joint': expected one of finetune, lora",
+            ["method=replay", "method.learner=replay"],
+            "config key 'method.learner' names 'replay': expected one of finetune, lora",
         ),
         (
             ["engine=deepsped"],
@@ -84,13 +82,16 @@ def test_wrong_choices_are_answered_in_the_users_words(overrides: list[str], wor
     assert ";" not in str(caught.value), "one mistake is one sentence"
 
 
-def test_a_reference_takes_its_learners_settings() -> None:
-    assert load_config(None, ["method=separate", "method.learner.rank=4"]).method == SeparateConfig(
-        learner=LoraConfig(rank=4)
-    )
-    assert load_config(None, ["method=separate", "method.learner=finetune"]).method == SeparateConfig(
-        learner=FinetuneConfig()
-    )
+def test_a_wrapper_takes_its_learners_settings() -> None:
+    found = load_config(None, ["method=replay", "method.learner.rank=4"]).method
+    assert isinstance(found, ReplayConfig) and found.learner == LoraConfig(rank=4)
+
+
+def test_schedules_without_earlier_tasks_refuse_replay() -> None:
+    with pytest.raises(
+        ConfigError, match=r"method 'replay' trains on rows of earlier tasks, which stream.schedule=joi"
+    ):
+        load_config(None, ["method=replay", "stream.schedule=joint"])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from raycl import config as configs
 from raycl.report.plots import new_figure
 from raycl.report.sweep_plots import draw_setting, kinds_of, parallel_coordinates, pareto_front, sensitivity
 from raycl.report.sweeps import group_table, sweep_csv, sweep_table, text
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.outcome import Outcome, Row, collect, pareto
 from raycl.sweep.place import Place

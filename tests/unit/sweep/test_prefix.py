@@ -8,7 +8,7 @@ import pytest
 
 from raycl import config as configs
 from raycl.methods.registry import METHODS, MODIFIERS, method_class, modifier_class
-from raycl.run.assembly import RunConfig
+from raycl.run.config import RunConfig
 from raycl.sweep.trials.prefix import lent_records, prefix_keys, shared_keys
 
 TASKS = ["topic", "sentiment", "intent"]
@@ -88,7 +88,7 @@ def test_another_set_of_tasks_is_another_run() -> None:
 
 
 def test_nothing_is_shared_with_all_tasks_at_once() -> None:
-    assert keys(method="joint") == []
+    assert keys(stream={"tasks": TASKS, "schedule": "joint"}) == []
 
 
 def test_keys_that_several_trials_have() -> None:

@@ -9,18 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from phases import begin_phase
 from tiny import ENGINES, Lab, run, trace
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 from raycl.backbone import Backbone
 from raycl.data.loader import Collate
+from raycl.methods.base import activate_trainable, trained_names
 from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import adamw, advance, schedule
+from raycl.training.phase.step import train_step
 from raycl.training.settings import SCHEDULERS, TrainConfig
-from raycl.training.step import train_step
 from raycl.types import AdapterState, Mixture
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
@@ -79,9 +81,9 @@ def test_every_task_starts_with_a_fresh_optimizer_and_schedule(lab: Lab, tmp_pat
 @pytest.mark.parametrize("method", ["lora", "finetune"])
 def test_state_comes_back_as_it_was(lab: Lab, engine: str, method: str) -> None:
     context, open_engine = build(lab.config("bert", method, ENGINES[engine]), WORLD)
-    context.method.begin_task(context.phases[0], resumed=False)
+    begin_phase(context)
     opened = open_engine(1, 4)
-    names = context.method.learned_names()
+    names = trained_names(context.backbone)
     torch.manual_seed(3)
     parameters = {name: torch.randn_like(value) for name, value in opened.parameters(names).items()}
     trainable = [name for name, parameter in context.backbone.named_parameters() if parameter.requires_grad]
@@ -126,15 +128,15 @@ def living() -> dict[str, int]:
 def test_ten_tasks_leave_nothing_behind(lab: Lab, engine: str) -> None:
     context, open_engine = build(lab.config("bert", "lora", ENGINES[engine]), WORLD)
     phase = context.phases[0]
-    context.method.begin_task(phase, resumed=False)
+    begin_phase(context)
     table = context.stream.table(phase.tasks[0], "train", context.backbone.codec)
     batch = Collate([table], context.backbone.label_ids(), 0)(torch.arange(4).numpy(), 4)
     before, counts = outside(context.backbone), {}
     for task in range(1, 11):
-        context.method.begin_task(phase, resumed=False)
+        begin_phase(context)
         opened = open_engine(1, 1)
         for _ in range(2):  # in the second step, ZeRO-3 follows what it saw in the first
-            with context.method.activate_trainable(len(batch)):
+            with activate_trainable(context.method, len(batch)):
                 opened.backward(opened.forward(batch).loss_sum, 1.0)
             opened.step()
         opened.close()
@@ -153,7 +155,7 @@ def test_resident_and_live_adapters_learn_together_in_every_engine(lab: Lab, kin
     for engine in ENGINES:
         context, open_engine = build(lab.config(kind, "lora", ENGINES[engine]), WORLD)
         method, phase = context.method, context.phases[0]
-        method.begin_task(phase, resumed=False)
+        begin_phase(context)
         stack = method.stack
         assert stack is not None
         torch.manual_seed(0)

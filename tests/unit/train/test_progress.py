@@ -11,8 +11,8 @@ import torch
 from raycl.errors import StorageError
 from raycl.storage import Storage
 from raycl.training.memory import forget_peak, peak_memory_mb
+from raycl.training.phase.step import StepResult
 from raycl.training.records.progress import Progress, Trace, clock, read_trace
-from raycl.training.step import StepResult
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from phases import begin_phase
 from tiny import Lab
 from torch import Tensor, nn
 
@@ -14,13 +15,13 @@ from raycl.backbone import Output
 from raycl.backbone.base import loss_count
 from raycl.data.loader import GlobalOrder, Loader
 from raycl.errors import RunError
-from raycl.methods.base import Method
+from raycl.methods.base import Method, activate_batch
 from raycl.methods.modifier import Modifiers
 from raycl.run.assembly import build
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine, TorchEngine
-from raycl.training.step import token_count, train_step
-from raycl.training.stream_loop import micro_batch_size
+from raycl.training.phase.step import token_count, train_step
+from raycl.training.seeds import micro_batch_size
 from raycl.training.training_context import TrainingContext
 from raycl.types import Batch
 
@@ -31,7 +32,7 @@ STEPS = 4
 def started(lab: Lab, kind: str = "bert", method: str = "lora", **train: Any) -> tuple[TrainingContext, Engine, Loader]:
     """A run at the beginning of its first task."""
     context, open_engine = build(lab.config(kind, method, train=train), WORLD)
-    context.method.begin_task(context.phases[0], resumed=False)
+    begin_phase(context)
     size = context.train.batch_size
     table = context.stream.table(context.stream.tasks[0], "train", context.backbone.codec)
     labels = context.backbone.label_ids() if context.backbone.codec.needs_labels else None
@@ -115,7 +116,7 @@ def by_hand(context: TrainingContext, steps: Sequence[list[Batch]]) -> list[floa
     for batches in steps:
         count, losses_sum = sum(map(loss_count, batches)), 0.0
         for batch in batches:
-            with context.method.activate(batch):
+            with activate_batch(context.method, batch):
                 loss = context.backbone(batch).loss_sum
                 (loss / count).backward()
             losses_sum += loss.item()
@@ -144,7 +145,7 @@ def test_dropout_is_drawn_from_the_steps_seed_alone(lab: Lab) -> None:
     def losses(noise: int) -> list[float]:
         config = lab.config("bert", {"name": "lora", "dropout": 0.5}, backbone={"dropout": 0.3})
         context = build(config, WORLD)[0]
-        context.method.begin_task(context.phases[0], resumed=False)
+        begin_phase(context)
         context.backbone.train()
         nn.init.normal_(context.backbone.head.weight, generator=torch.Generator().manual_seed(1))  # type: ignore[union-attr]
         engine = TorchEngine(context.backbone, context.train, STEPS, WORLD)

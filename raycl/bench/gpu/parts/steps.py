@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raycl.backbone import Backbone
 from raycl.backbone.load import checkpoint_activations
@@ -26,7 +26,10 @@ from raycl.bench.gpu.models import batch_to_learn, decoder, sizes_of, twin
 from raycl.bench.gpu.parts.limits import limits_of
 from raycl.bench.gpu.setup import DENSE, RANK, TOLERANCE, Case, Setup, check_close, ratio
 from raycl.bench.gpu.timing import Times, quartiles
+from raycl.bench.phases import bare_context
+from raycl.data.tokens import Split
 from raycl.methods.base import Method
+from raycl.methods.context import Step
 from raycl.methods.lora.lora import Lora, LoraConfig
 from raycl.methods.sapt.pseudo_samples import PseudoSamples
 from raycl.methods.sapt.reflection import ReplayEntry
@@ -37,8 +40,8 @@ from raycl.retrieval.encoder import EncoderConfig
 from raycl.retrieval.memory_slots.keys import KeyConfig
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import TorchEngine
+from raycl.training.phase.step import StepResult, train_step
 from raycl.training.settings import TrainConfig
-from raycl.training.step import StepResult, train_step
 from raycl.types import AdapterState, Batch, Phase, Task
 
 SLM_LIMIT = 1.10
@@ -68,14 +71,15 @@ class Learner:
 
     def __init__(self, setup: Setup, method: Method, batch: Batch) -> None:
         self.method, self.batch, self.world = method, batch, DistributedContext.alone(setup.device)
-        method.begin_task(STAGE, resumed=False)
+        self.context = bare_context(STAGE, drawn_queries(batch) if isinstance(method, Slm) else None)
+        method.begin_task(STAGE, self.context)
         self.engine = TorchEngine(method.backbone, TrainConfig(learning_rate=1e-5), 1000, self.world)
         method.backbone.train()
         self.number = 0
 
     def step(self) -> StepResult:
         """One optimizer step."""
-        self.method.begin_step(self.number, self.number, 1)
+        self.context.step = Step(self.number, self.number, 1)
         self.number += 1
         return train_step(self.engine, self.method, [self.batch], self.world, self.number)
 
@@ -158,10 +162,14 @@ def _slm(backbone: Backbone, batch: Batch) -> Slm:
             encoder=EncoderConfig(name=folder),
         )
         method = Slm(config, backbone, 0)
-    queries = torch.randn(DENSE + len(batch), QUERY_WIDTH, generator=torch.Generator().manual_seed(0))
-    method.encoder.remember(batch.texts, queries[: len(batch)])
-    method.study(STAGE, queries, queries[:0])
+    method.encoder.remember(batch.texts, drawn_queries(batch)["train"][: len(batch)])
     return method
+
+
+def drawn_queries(batch: Batch) -> dict[Split, Tensor]:
+    """Queries of a task's training texts, of which the batch's are the first."""
+    queries = torch.randn(DENSE + len(batch), QUERY_WIDTH, generator=torch.Generator().manual_seed(0))
+    return {"train": queries, "dev": queries[:0]}
 
 
 def _sapt(backbone: Backbone, batch: Batch) -> Sapt:
@@ -181,5 +189,5 @@ def _sapt(backbone: Backbone, batch: Batch) -> Sapt:
         adapters[name] = AdapterState(pairs, method.config.alpha / RANK)
         kept = PseudoSamples([sources[place % len(sources)] for place in range(PSEUDO_SAMPLES)], [], [])
         method.reflection.entries[name] = ReplayEntry(kept, torch.full((number + 1,), 1 / (number + 1)))
-    method._keep(adapters)
+    method._load(adapters)
     return method

@@ -10,19 +10,22 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from raycl.data.loader import eval_batches
 from raycl.data.tokens import TokenTable
 from raycl.eval.evaluator import evaluate
 from raycl.eval.language import score_texts
+from raycl.methods.base import activate
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.training_context import TrainingContext
-from raycl.types import Batch, Phase, Score, Task
+from raycl.types import Batch, Mixture, Phase, Score, Task
 
 log = logging.getLogger("raycl")
 
@@ -41,13 +44,49 @@ def _go_on(task: str) -> None:
     """Nothing to do before a task."""
 
 
+class Observations:
+    """Routing weights of evaluated texts before pruning, added up by task on this worker."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Tensor, int]] = {}
+
+    def add(self, tasks: Sequence[str], mixture: Mixture | None) -> None:
+        """The weights of a batch; texts without a task are fill-ups or of unseen tasks."""
+        if mixture is None or mixture.unpruned is None:
+            return
+        for task, weights_N in zip(tasks, mixture.unpruned.weights.detach().cpu(), strict=False):
+            if task:
+                total, count = self._sums.get(task, (torch.zeros_like(weights_N), 0))
+                self._sums[task] = (total + weights_N, count + 1)
+
+    def means(self, gather: Callable[[Any], Sequence[Any]]) -> dict[str, Tensor]:
+        """Task -> mean weights `[N]` over the texts of all workers. Collective."""
+        found: dict[str, tuple[Tensor, int]] = {}
+        for task, (total, count) in (item for share in gather(self._sums) for item in share.items()):
+            before, counted = found.get(task, (torch.zeros_like(total), 0))
+            found[task] = (before + total, counted + count)
+        return {task: total / count for task, (total, count) in found.items()}
+
+
 def evaluate_row(
-    context: TrainingContext, phase: Phase, world: DistributedContext, storage: Storage, before: Before = _go_on
+    context: TrainingContext,
+    phase: Phase,
+    world: DistributedContext,
+    storage: Storage,
+    observations: Observations,
+    before: Before = _go_on,
 ) -> dict[str, Score]:
-    """Task name -> score after `phase`. Collective; rank 0 says each score and keeps the answers."""
+    """Task name -> score after `phase`. Collective; rank 0 logs each score and keeps the answers.
+
+    Args:
+        observations: gets the routing weights of all texts.
+    """
     context.backbone.eval()
     folder = f"{phase.index:03d}-{phase.name}"
-    return {task.name: _score(context, task, world, storage, folder, before) for task in _tasks(context, phase)}
+    return {
+        task.name: _score(context, task, world, storage, folder, observations, before)
+        for task in _tasks(context, phase)
+    }
 
 
 def evaluate_unseen(
@@ -60,12 +99,15 @@ def evaluate_unseen(
     context.backbone.eval()
     if context.stream.unseen and world.is_first:
         log.info("    never trained:")
-    return {task.name: _score(context, task, world, storage, UNSEEN, before) for task in context.stream.unseen}
+    observations = Observations()
+    return {
+        task.name: _score(context, task, world, storage, UNSEEN, observations, before) for task in context.stream.unseen
+    }
 
 
 def _tasks(context: TrainingContext, phase: Phase) -> list[Task]:
     """The stage's own tasks (one model per task), every task seen, or all."""
-    if context.method.one_model_per_task:
+    if context.schedule.one_model_per_task:
         return list(phase.tasks)
     if context.evaluation.tasks == "all":
         return list(context.stream.tasks)
@@ -73,7 +115,13 @@ def _tasks(context: TrainingContext, phase: Phase) -> list[Task]:
 
 
 def _score(
-    context: TrainingContext, task: Task, world: DistributedContext, storage: Storage, folder: str, before: Before
+    context: TrainingContext,
+    task: Task,
+    world: DistributedContext,
+    storage: Storage,
+    folder: str,
+    observations: Observations,
+    before: Before,
 ) -> Score:
     before(task.name)
     settings, codec = context.evaluation, context.backbone.codec
@@ -81,14 +129,14 @@ def _score(
     encoder = context.method.encoder
     if encoder is not None:
         encoder.embed_all(table.texts(range(len(table))), (world.rank, world.size), world.gather)
-    reads = context.method.reads_batches
+    reads = context.method.needs_texts
     exercise = context.stream.exercise(codec, EXERCISE_SEED)
     sizes = (world.rank, world.size, settings.batch_size)
     batches = eval_batches(table, None, *sizes, codec.pad_id, reads, exercise)
     if task in context.stream.unseen:
         batches = map(_nameless, batches)
     if exercise is not None:
-        return _text_score(context, task, table, batches, world)
+        return _text_score(context, task, table, batches, world, observations)
     limit = settings.max_new_tokens or codec.max_target_tokens
     references = table.references(range(len(table)))
     others = {label for other in context.stream.tasks if other is not task for label in other.labels or ()}
@@ -96,7 +144,7 @@ def _score(
         answers, cell = evaluate(
             task,
             batches,
-            lambda batch: _answers(context, batch.to(world.device), limit),
+            lambda batch: _answers(context, batch.to(world.device), limit, observations),
             references,
             others,
             world.gather,
@@ -112,13 +160,18 @@ def _score(
 
 
 def _text_score(
-    context: TrainingContext, task: Task, table: TokenTable, batches: Iterable[Batch], world: DistributedContext
+    context: TrainingContext,
+    task: Task,
+    table: TokenTable,
+    batches: Iterable[Batch],
+    world: DistributedContext,
+    observations: Observations,
 ) -> Score:
     """Where texts themselves are learned."""
 
     def read(batch: Batch) -> Tensor:
         batch = batch.to(world.device)
-        with context.method.activate(batch):
+        with _routed(context, batch, observations):
             return context.backbone.read(batch).cpu()
 
     cell = score_texts(batches, read, len(table), world.gather)
@@ -144,9 +197,17 @@ def _choosing(context: TrainingContext, task: Task) -> Iterator[None]:
         context.backbone.allowed_labels = ()
 
 
-def _answers(context: TrainingContext, batch: Batch, limit: int) -> list[str]:
-    with context.method.activate(batch):
+def _answers(context: TrainingContext, batch: Batch, limit: int, observations: Observations) -> list[str]:
+    with _routed(context, batch, observations):
         return context.backbone.predict(batch, limit)
+
+
+def _routed(context: TrainingContext, batch: Batch, observations: Observations) -> AbstractContextManager[None]:
+    """The batch's mixture is active, and its weights are observed."""
+    method = context.method
+    mixture = None if method.stack is None else method.route(batch)
+    observations.add(batch.tasks, mixture)
+    return activate(method, mixture)
 
 
 def _jsonl(texts: Sequence[str], references: Sequence[Sequence[str]], answers: Sequence[str]) -> bytes:

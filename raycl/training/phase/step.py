@@ -12,7 +12,7 @@ import torch
 
 from raycl.backbone.base import loss_count
 from raycl.errors import RunError
-from raycl.methods.base import Method
+from raycl.methods.base import Method, activate_batch
 from raycl.methods.modifier import Modifiers
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import NONE, Engine
@@ -59,7 +59,7 @@ def train_step(
     count, tokens = world.total(sum(map(loss_count, batches)), sum(map(token_count, batches)))
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
-        with method.activate(batch):  # until backward has ended: recomputation reads the mixture again
+        with activate_batch(method, batch):  # until backward has ended: recomputation reads the mixture again
             output = modifiers.watched(engine.forward, batch)
             loss_sum += output.loss_sum.detach()
             penalty = method.penalty(batch, output)
@@ -67,7 +67,7 @@ def train_step(
             engine.backward(objective, max(count, 1.0))
     loss = float(world.sum(loss_sum)) / max(count, 1.0)
     rate = engine.learning_rate
-    norm = engine.step(modifiers)
+    norm = engine.step(modifiers, method.transform_gradients if method.transforms_gradients else None)
     if not torch.isfinite(torch.tensor([loss, norm])).all():
         raise RunError(f"the loss is {loss} and the gradient norm {norm}: lower train.learning_rate (now {rate:g})")
     return StepResult(loss, norm, rate, int(tokens))

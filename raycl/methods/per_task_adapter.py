@@ -1,0 +1,146 @@
+"""Base class of methods with adapters of their own for every task: created, trained, frozen, published, restored.
+
+What it does not know: how texts are routed to the adapters.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from raycl.adapters import AdapterStack
+from raycl.adapters.head import MixedHead
+from raycl.adapters.head import Rule as HeadRule
+from raycl.adapters.prompts import MixedPrompts
+from raycl.backbone import Backbone
+from raycl.backbone.roles import linear_names
+from raycl.methods.base import Learned, Method, MethodConfig, State, packed, phase_labels, unpacked
+from raycl.methods.context import TaskContext
+from raycl.methods.trained_adapters import end_training, is_trainable
+from raycl.types import Activation, AdapterState, Phase, RouterState
+
+
+class PerTaskAdapter(Method, ABC):
+    """One adapter or several for every task; those of earlier tasks never change.
+
+    Subclasses create a task's adapters (`_create`), route, and name the router that chooses adapters later (`_router`).
+    """
+
+    own_adapters: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: MethodConfig,
+        backbone: Backbone,
+        seed: int,
+        targets: Sequence[str],
+        scale: float,
+        head_rule: HeadRule,
+        activation: Activation = "",
+        prompts: bool = False,
+    ) -> None:
+        """Attach the stack, and where there are any, prompts and label heads.
+
+        Args:
+            targets: roles or regular expressions of linear paths; empty for none.
+            scale: of every update (see `AdapterState`).
+            prompts: adapters are soft prompts.
+
+        Raises:
+            BackboneError: `targets` matches no linear.
+        """
+        super().__init__(config, backbone, seed)
+        paths = linear_names(backbone.model, tuple(targets)) if targets else []
+        self.stack: AdapterStack = AdapterStack(backbone.model, paths, activation=activation)
+        self.scale = scale
+        self._learned: dict[str, AdapterState] = {}
+        self._task = ""
+        if prompts:
+            backbone.prefix = MixedPrompts(self.stack, int(backbone.model.get_input_embeddings().weight.shape[1]))
+        if backbone.head is not None:
+            backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), head_rule)
+
+    # ---- what subclasses say ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _create(self, task: str) -> None:
+        """Create the task's trainable adapters (`AdapterStack.begin_training`, prompts, keys)."""
+
+    def _number(self) -> int:
+        """Seeds differ by this number: of tasks so far."""
+        return len(self._learned)
+
+    def _head_labels(self, labels: list[str]) -> list[str]:
+        """Labels whose head rows are trained with the task."""
+        return labels
+
+    def _shared_head(self, labels: Sequence[str]) -> AdapterState | None:
+        """An adapter whose label head is used and stays as it is; None: a new one is trained."""
+        return None
+
+    def _is_trained(self, name: str, parameter: Tensor) -> bool:
+        """Whether a parameter of the backbone is trained with the task."""
+        return is_trainable(name, parameter)
+
+    def _router(self) -> RouterState:
+        """How adapters are chosen for a text."""
+        return RouterState("task")
+
+    # ---- hooks -----------------------------------------------------------------------------------------------
+
+    def begin_task(self, phase: Phase, context: TaskContext) -> None:
+        """The task's adapters and label rows are trained; everything else is frozen."""
+        if not context.resumed:
+            self._begin(phase.name, self._head_labels(phase_labels(phase)))
+        for name, parameter in self.backbone.named_parameters():
+            parameter.requires_grad_(self._is_trained(name, parameter))
+
+    def _begin(self, task: str, labels: list[str]) -> None:
+        torch.manual_seed(self.seed + self._number())
+        self._create(task)
+        self._task = task
+        if isinstance(self.backbone.head, MixedHead):
+            self.backbone.head.begin_training(labels, self._shared_head(labels))
+
+    def _begin_prompts(self, adapters: int, length: int) -> None:
+        """Prompts of the task's adapters begin as embeddings of drawn tokens."""
+        words = self.backbone.model.get_input_embeddings().weight.detach()
+        rows = torch.randint(len(words), (adapters, length)).to(words.device)
+        assert isinstance(self.backbone.prefix, MixedPrompts), "the adapters are no prompts"
+        self.backbone.prefix.begin_training(words[rows].float())
+
+    def end_task(self, context: TaskContext) -> Learned:
+        """The task's adapters are frozen, and go to the bank with their label rows."""
+        states = self._freeze(context)
+        return Learned(dict(states), router=self._router())
+
+    def _freeze(self, context: TaskContext) -> dict[str, AdapterState]:
+        states = end_training(self.backbone, self.stack, context.parameters)
+        self._task = ""
+        self._load(states)
+        return states
+
+    def _load(self, states: Mapping[str, AdapterState]) -> None:
+        self._learned |= states
+        for name, state in states.items():
+            self.stack.load(name, state)
+
+    def state_dict(self) -> State:
+        """Label rows of each adapter, which task is trained, and frozen adapters."""
+        values, tensors = super().state_dict()
+        head = self.backbone.head
+        rows = list(head.trainable_labels) if isinstance(head, MixedHead) else []
+        learned = {name: list(state.labels) for name, state in self._learned.items()}
+        values |= {"task": self._task, "trainable_labels": rows, "learned": learned}
+        return values, tensors | packed(self._learned)
+
+    def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Frozen adapters as they were; the task's own in shape."""
+        super().load_state_dict(values, tensors)
+        self._load(unpacked(values["learned"], tensors, self.scale, self.stack.activation))
+        if values["task"]:
+            self._begin(values["task"], values["trainable_labels"])

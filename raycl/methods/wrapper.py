@@ -1,0 +1,110 @@
+"""Base class of methods around another method, their learner: each hook calls the learner's unless overridden."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import field_validator
+from torch import Tensor
+
+from raycl.backbone import Backbone, Output
+from raycl.config import named
+from raycl.errors import ConfigError
+from raycl.methods.base import Learned, Method, MethodConfig, State
+from raycl.methods.context import TaskContext
+from raycl.methods.lora.lora import LoraConfig
+from raycl.methods.registry import LearnerChoice, method_class
+from raycl.types import Batch, Mixture, Phase, Task
+
+
+class WrapperConfig(MethodConfig):
+    """Settings of the learner."""
+
+    learner: LearnerChoice = LoraConfig()
+
+    @field_validator("learner", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return named(value, "lora")
+
+    @property
+    def needs_task(self) -> bool:
+        """As the learner."""
+        return self.learner.needs_task
+
+    @property
+    def fits_ahead(self) -> bool:
+        """As the learner."""
+        return self.learner.fits_ahead
+
+
+class Wrapper(Method):
+    """A method around a learner.
+
+    Attributes:
+        learner: the method that trains.
+    """
+
+    def __init__(self, config: WrapperConfig, backbone: Backbone, seed: int) -> None:
+        super().__init__(config, backbone, seed)
+        self.learner = method_class(config.learner.name)(config.learner, backbone, seed)
+        self.stack = self.learner.stack
+        self.encoder = self.learner.encoder
+        self.needs_texts = self.learner.needs_texts
+        self.router_module = self.learner.router_module
+        overridden = type(self).transform_gradients is not Wrapper.transform_gradients
+        self.transforms_gradients = overridden or self.learner.transforms_gradients
+
+    def require_shared_adapters(self) -> None:
+        """For methods that train on rows of earlier tasks.
+
+        Raises:
+            ConfigError: the learner routes each text to its own task's adapters in training, so that rows of earlier
+                tasks would train nothing of the new task's.
+        """
+        if self.learner.needs_texts:  # to route each text (SAPT has its own ablation +Replay)
+            raise ConfigError(
+                f"method.learner is {self.learner.config.name}, which trains each task's adapters on its own texts "
+                "alone: expected finetune, lora, inclora or olora"
+            )
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """As the learner."""
+        self.learner.check(tasks)
+
+    def begin_task(self, phase: Phase, context: TaskContext) -> None:
+        """As the learner."""
+        self.learner.begin_task(phase, context)
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """As the learner."""
+        return self.learner.prepare_batch(batch)
+
+    def route(self, batch: Batch) -> Mixture | None:
+        """As the learner."""
+        return self.learner.route(batch)
+
+    def penalty(self, batch: Batch, output: Output) -> Tensor | None:
+        """As the learner."""
+        return self.learner.penalty(batch, output)
+
+    def transform_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As the learner."""
+        return self.learner.transform_gradients(gradients)
+
+    def end_task(self, context: TaskContext) -> Learned | None:
+        """As the learner."""
+        return self.learner.end_task(context)
+
+    def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
+        """As the learner."""
+        return self.learner.summary(observed)
+
+    def state_dict(self) -> State:
+        """As the learner."""
+        return self.learner.state_dict()
+
+    def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """As the learner."""
+        self.learner.load_state_dict(values, tensors)

@@ -1,0 +1,158 @@
+"""Checks of a run's config before any worker starts.
+
+What it does not know: Ray.
+"""
+
+from __future__ import annotations
+
+from raycl import config as configs
+from raycl.backbone import load_codec, load_skeleton
+from raycl.config import Tree
+from raycl.data.loader import check_batch
+from raycl.data.stream import Stream, StreamConfig, open_stream
+from raycl.errors import ConfigError
+from raycl.eval.metrics import check_metric
+from raycl.methods.base import Method
+from raycl.methods.modifier import Modifiers
+from raycl.methods.registry import WRAPPERS, method_class, modifier_class
+from raycl.report.results import read_results
+from raycl.run.config import RunConfig
+from raycl.training.seeds import micro_batch_size
+from raycl.training.settings import (
+    DeepSpeedConfig,
+)
+from raycl.types import TextCodec
+
+
+def check(config: RunConfig) -> Stream:
+    """Everything that can be known before any worker starts; returns the stream, read and validated.
+
+    Raises:
+        RayclError: the first thing that is wrong.
+    """
+    codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
+    check_engine(config)
+    if config.train.label_loss != "seen" and not codec.needs_labels:
+        raise ConfigError(
+            f"train.label_loss is '{config.train.label_loss}', but backbone '{config.backbone.name}' writes its "
+            "answers and has no label head: leave it at seen, or use an encoder-only backbone"
+        )
+    workers = config.launch.workers
+    check_batch(
+        config.train.batch_size,
+        micro_batch_size(config.train.batch_size, config.train.micro_batch_size, workers),
+        workers,
+    )
+    skeleton = load_skeleton(config.backbone, codec)
+    method = method_class(config.method.name)(config.method, skeleton, config.seed)
+    make_modifiers(config, method)
+    stream = open_stream(config.stream, config.seed)
+    stream.check(codec)
+    method.check(stream.tasks)
+    check_unseen(config, stream, codec)
+    for task in (*stream.tasks, *stream.unseen):
+        if task.objective == "answer":
+            check_metric(task.metric)
+    by_task = {
+        "train.epochs_by_task": config.train.epochs_by_task,
+        "stream.train_rows_by_task": config.stream.train_rows_by_task,
+    }
+    for key, given in by_task.items():
+        unknown = set(given) - {task.name for task in stream.tasks}
+        if unknown:
+            names = ", ".join(task.name for task in stream.tasks)
+            raise ConfigError(f"{key} names {sorted(unknown)}, which the stream lacks: expected some of {names}")
+    return stream
+
+
+def check_unseen(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
+    """What is never trained must have rows, and a label head can answer with learned labels alone.
+
+    Raises:
+        ConfigError: a task without dev rows where `eval.split` is dev, or with labels that no task teaches.
+    """
+    learned = {label for task in stream.tasks for label in task.labels or ()}
+    for task in stream.unseen:
+        if not len(stream.rows(task, config.eval.split)):
+            raise ConfigError(
+                f"unseen task '{task.name}' has no {config.eval.split} rows and eval.split is {config.eval.split}: "
+                "leave it out of stream.unseen, or use eval.split=test"
+            )
+        foreign = [label for label in task.labels or () if label not in learned]
+        if codec.needs_labels and foreign:
+            raise ConfigError(
+                f"unseen task '{task.name}' has labels that no task of the stream teaches ({', '.join(foreign)}), and "
+                f"encoder-only backbone '{config.backbone.name}' answers with learned labels alone: leave it out of "
+                "stream.unseen, add a task with these labels to the stream, or use a backbone that writes its answers"
+            )
+
+
+def check_engine(config: RunConfig) -> None:
+    """ZeRO 0 in bfloat16 trains without float32 masters (observed: other losses, resume not exact), so it is refused.
+
+    Raises:
+        ConfigError: that combination.
+    """
+    engine = config.engine
+    if isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 0 and config.backbone.dtype == "bfloat16":
+        raise ConfigError(
+            "engine.zero_stage=0 with backbone.dtype=bfloat16 keeps no float32 copy of trained weights: "
+            "use zero_stage 1, 2 or 3, or engine=torch"
+        )
+
+
+def check_language_head(method: Method) -> None:
+    """Adapters are learned beside a language head, which stays as it is: a new one would stay at random.
+
+    Raises:
+        ConfigError: the backbone came without one.
+    """
+    backbone = method.backbone
+    if backbone.has_untrained_language_head and method.stack:
+        raise ConfigError(
+            f"stream.objective is mlm and method '{method.config.name}' trains adapters alone, but the backbone has no "
+            "language head: use method=finetune, or name as backbone what such a run left (RUN/learned/...) or a "
+            "checkpoint with that head"
+        )
+
+
+def read_singles(config: RunConfig) -> dict[str, float] | None:
+    """Task -> score when trained alone, from `eval.singles`.
+
+    Raises:
+        ConfigError: that run was not the same method and modifiers on the same data, backbone, training and seed.
+    """
+    if config.eval.singles is None:
+        return None
+    results = read_results(config.eval.singles)
+    mine, theirs = configs.as_tree(config), results["config"]
+    schedule = theirs["stream"].get("schedule", "sequential")
+    if schedule != "separate":
+        raise ConfigError(
+            f"eval.singles '{config.eval.singles}' is a run under stream.schedule={schedule}: expected separate"
+        )
+    learner = mine["method"]["learner"] if config.method.name in WRAPPERS else mine["method"]
+    shared = ("seed", "stream", "backbone", "train", "modifiers")
+    expected = {"method": learner, **{key: mine[key] for key in shared}}
+    found = {"method": theirs["method"], **{key: theirs.get(key, {}) for key in shared}}
+    found["stream"] = {**configs.as_tree(StreamConfig()), **found["stream"]}  # older runs lack younger settings
+    differing = _single_differences(expected, found)
+    if differing:
+        raise ConfigError(
+            f"eval.singles '{config.eval.singles}' is another setting; it differs in {', '.join(differing)}: "
+            "repeat the separate run with this run's settings"
+        )
+    last = [row for row in results["matrix"] if any(row)][-1]
+    return {task: cell["value"] for task, cell in zip(results["stream"]["tasks"], last, strict=True) if cell}
+
+
+def _single_differences(expected: Tree, found: Tree) -> list[str]:
+    """Dotted keys that matter for a task trained alone: the order of tasks does not."""
+    idle = {("method", key) for key in method_class(str(expected["method"]["name"])).Config.unused_for_single_task}
+    idle |= {("stream", "name"), ("stream", "tasks"), ("stream", "unseen"), ("stream", "schedule")}
+    return [key for key in configs.differences(found, expected) if tuple(key.split(".")[:2]) not in idle]
+
+
+def make_modifiers(config: RunConfig, method: Method) -> Modifiers:
+    """The configured gradient modifiers over the method's backbone."""
+    return Modifiers({name: modifier_class(name)(chosen, method) for name, chosen in config.modifiers.items()})

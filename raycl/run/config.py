@@ -1,0 +1,177 @@
+"""The config tree of a run, and what follows from it: its fingerprint, folder and phases.
+
+What it does not know: how the parts of a run are put together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from raycl import config as configs
+from raycl.backbone import BackboneConfig
+from raycl.backbone.load import because_of_kind, known_capabilities
+from raycl.config import Section, trust
+from raycl.config.unused import found_in, idle_in, refuse, written
+from raycl.data.stream import Stream, StreamConfig
+from raycl.eval.settings import EvalConfig
+from raycl.methods.lora.lora import LoraConfig
+from raycl.methods.registry import MODIFIERS, WRAPPERS, MethodChoice, ModifierChoice
+from raycl.run.settings import LaunchConfig, OutputConfig
+from raycl.storage import Storage
+from raycl.tracking import TrackingConfig
+from raycl.training.schedule import SCHEDULES
+from raycl.training.settings import (
+    EXEMPT,
+    BankConfig,
+    CheckpointConfig,
+    DeepSpeedConfig,
+    EngineConfig,
+    TorchConfig,
+    TrainConfig,
+)
+from raycl.training.training_context import RunInfo
+from raycl.types import Phase
+
+if TYPE_CHECKING:
+    EngineChoice = EngineConfig
+else:
+    EngineChoice = Annotated[TorchConfig | DeepSpeedConfig, Field(discriminator="name")]
+
+LABEL_HEAD = ("train.head_learning_rate", "train.label_loss")
+
+GENERATION = ("stream.max_target_tokens", "eval.max_new_tokens")
+
+"""Settings that act on label heads, and on texts that a backbone generates."""
+
+
+class RunConfig(Section):
+    """One continual-learning run."""
+
+    seed: int = Field(42, ge=0, description="seed of all random draws: weights, rows, batches, dropout")
+    stream: StreamConfig = StreamConfig()
+    backbone: BackboneConfig = BackboneConfig()
+    method: MethodChoice = Field(LoraConfig(), description="the continual-learning method, with its settings")
+    modifiers: dict[str, ModifierChoice] = Field(
+        default_factory=dict, description="gradient modifiers by name, for example [migu]"
+    )
+    train: TrainConfig = TrainConfig()
+    engine: EngineChoice = Field(TorchConfig(), description="what runs the optimizer, with its settings")
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    bank: BankConfig = BankConfig()
+    launch: LaunchConfig = LaunchConfig()
+    output: OutputConfig = OutputConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _method_by_name(cls, value: Any) -> Any:
+        return configs.named(value, "lora")
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _engine_by_name(cls, value: Any) -> Any:
+        return configs.named(value, "torch")
+
+    @field_validator("modifiers", mode="before")
+    @classmethod
+    def _modifiers_by_name(cls, value: Any) -> Any:
+        return configs.named_each(value, MODIFIERS)
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """What belongs to methods or backbones of another kind.
+
+        A hub backbone that is not cached has no known kind yet; once it is fetched, nobody knows what a person wrote.
+        """
+        names = {self.method.name, getattr(getattr(self.method, "learner", None), "name", "")}
+        if "sapt" not in names:
+            yield "train.attention_learning_rate", f"method={self.method.name}"
+        if "finetune" not in names:
+            yield "checkpoint.export", f"method={self.method.name}"
+        if self.stream.schedule == "separate":
+            yield from ((f"method.{name}", "stream.schedule=separate") for name in self.method.unused_for_single_task)
+        if known := known_capabilities(self.backbone):
+            has_label_head = known.answers == "label"
+            reason = f"backbone.{because_of_kind(self.backbone)}"
+            yield from ((f"method.{path}", why) for path, why in self.method.idle_beside(has_label_head, reason))
+            yield from ((path, reason) for path in (GENERATION if has_label_head else LABEL_HEAD))
+
+    @model_validator(mode="after")
+    def _unseen_are_not_told(self) -> Self:
+        if self.stream.unseen and (self.method.needs_task or self.stream.schedule == "separate"):
+            separate = self.stream.schedule == "separate"
+            needs = "stream.schedule=separate" if separate else f"method '{self.method.name}'"
+            raise ValueError(
+                f"stream.unseen is set and {needs} needs each text's task id, which does not exist for a task that was "
+                "never learned: set stream.unseen=null for this run, or choose another method or schedule"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replay_has_earlier_tasks(self) -> Self:
+        if self.stream.schedule != "sequential" and self.method.name in WRAPPERS:
+            raise ValueError(
+                f"method '{self.method.name}' trains on rows of earlier tasks, which stream.schedule="
+                f"{self.stream.schedule} does not have: expected its learner as the method, or schedule sequential"
+            )
+        return self
+
+
+def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
+    """The validated tree from a file and overrides.
+
+    Raises:
+        ConfigError: see `raycl.config.load`; or the file asks for what only the command may allow (`config.trust`).
+    """
+    config = configs.load(RunConfig, path, overrides)
+    source = "the config" if path is None else f"config file '{path}'"
+    trust.require(trust.asked(configs.as_tree(config)), overrides, source)
+    refuse(found_in(written(path, overrides), idle_in(config)), source)
+    return config
+
+
+def fingerprint(config: RunConfig) -> str:
+    """Of everything that can change what a run learns."""
+    return configs.fingerprint(config, without=EXEMPT)
+
+
+def info_of(config: RunConfig, singles: dict[str, float] | None = None, replaces: str = "") -> RunInfo:
+    """What identifies the run of this config."""
+    return RunInfo(config.seed, configs.as_tree(config), fingerprint(config), singles, replaces)
+
+
+def phases(config: RunConfig, stream: Stream) -> tuple[Phase, ...]:
+    """What the configured method trains one after another."""
+    return SCHEDULES[config.stream.schedule]().phases(stream)
+
+
+def default_directory() -> str:
+    """Where runs go when the config does not say."""
+    in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    return os.environ.get("RAYCL_RUNS") or ("~/raycl-runs" if in_job else "runs")
+
+
+def directory(config: RunConfig) -> Storage:
+    """The folder that holds the run's own."""
+    return Storage.at(config.output.dir or default_directory())
+
+
+def name_of(config: RunConfig) -> str | None:
+    """The name of the run's folder from the config or the environment; None: there is none."""
+    return config.output.name or os.environ.get("RAYCL_RUN_NAME") or None
+
+
+def free_names(config: RunConfig) -> Iterator[str]:
+    """Telling names for a run that has none: those that no folder beside it has, one after another."""
+    backbone = config.backbone.name.rstrip("/").split("/")[-1]
+    schedule = "" if config.stream.schedule == "sequential" else f"-{config.stream.schedule}"
+    base = f"{config.stream.name}-{backbone}-{config.method.name}{schedule}-s{config.seed}"
+    root = directory(config)
+    taken = set(root.list()) if root.exists() else set()
+    names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
+    return (name for name in names if name not in taken)

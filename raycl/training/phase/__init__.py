@@ -1,0 +1,1 @@
+"""One phase of a run: preparation, training step by step, evaluation."""

@@ -1,0 +1,177 @@
+"""Training of one phase, from its first batch, or a checkpoint in its middle, to its last checkpoint.
+
+What it does not know: which method and engine, evaluation, where checkpoints lie.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from raycl.data.loader import GlobalOrder, Loader
+from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
+from raycl.methods.context import Step, TaskContext
+from raycl.training.control import Control
+from raycl.training.distributed import DistributedContext
+from raycl.training.engines.engine import Engine
+from raycl.training.phase.data import PhaseData, order_of, rows_of
+from raycl.training.phase.gradient_check import GradientMaskCheck
+from raycl.training.phase.preparation import encode_texts
+from raycl.training.phase.step import train_step
+from raycl.training.recorder import Recorder
+from raycl.training.records.checkpoint import Checkpoint
+from raycl.training.records.stop_request import StopRequested
+from raycl.training.seeds import stable_seed
+from raycl.training.training_context import TrainingContext
+from raycl.types import Batch, Phase
+
+OpenEngine = Callable[[int, int], Engine]
+"""(accumulation, steps) -> the engine of one phase."""
+
+
+class TaskTrainer:
+    """Trains phases of a run on one worker."""
+
+    def __init__(
+        self,
+        context: TrainingContext,
+        open_engine: OpenEngine,
+        world: DistributedContext,
+        recorder: Recorder,
+        control: Control,
+    ) -> None:
+        self.context, self.open_engine, self.world = context, open_engine, world
+        self.recorder, self.control = recorder, control
+
+    def train(self, phase: Phase, resume: Checkpoint | None) -> Checkpoint:
+        """Train a phase to its end and write its last checkpoint. Collective.
+
+        Args:
+            resume: a checkpoint in the middle of this phase, whose state the method has already.
+
+        Raises:
+            StopRequested: a checkpoint was written, and the run is to stop.
+        """
+        data = PhaseData(self.context, phase, self.world)
+        task_context = self._begin(phase, data, resumed=resume is not None)
+        loader, order = data.loader(task_context)
+        if resume is None:
+            self._show_modifiers(data, loader, order)
+        engine = self.open_engine(loader.accumulation, order.steps)
+        start, spent = self._restore(engine, resume)
+        self._announce(phase, order, start)
+        self.context.backbone.train()
+        mask_check = GradientMaskCheck(engine, self.context.modifiers, self.context.train.betas[0])
+        for index in range(start, order.steps):
+            began = time.perf_counter()
+            batches = loader.micro_batches(index)
+            seed = stable_seed(self.context.info.seed, "step", phase.index, index)
+            task_context.step = Step(index, seed, len(batches))
+            mask_check.before_step()
+            result = train_step(engine, self.context.method, batches, self.world, seed, self.context.modifiers)
+            mask_check.after_step()
+            seconds = time.perf_counter() - began
+            spent = {"train_s": spent["train_s"] + seconds, "tokens": spent["tokens"] + result.tokens}
+            self.control.progress("training", step=index + 1, steps=order.steps, loss=result.loss)
+            self.recorder.step(phase, index + 1, order.steps, result, seconds)
+            self._checkpoint_if_due(phase, engine, index + 1, order.steps, spent)
+        done = self._checkpoint(phase, engine, order.steps, order.steps, spent)
+        self.context.modifiers.end_task()
+        engine.close()
+        self._end(phase, task_context, done)
+        return done
+
+    def _begin(self, phase: Phase, data: PhaseData, resumed: bool) -> TaskContext:
+        """The method and the modifiers begin the phase."""
+        context = self.context
+        new, queries = encode_texts(context, phase, self.world)
+        task_context = TaskContext(
+            phase,
+            context.train.batch_size,
+            context.stream,
+            context.backbone.codec,
+            resumed,
+            queries=queries,
+            phases=new,
+            earlier_tasks=tuple(task for done in context.phases[: phase.index] for task in done.tasks),
+            worker=data,
+        )
+        if not resumed:
+            context.schedule.begin(context.method)
+        context.method.begin_task(phase, task_context)
+        context.backbone.competing_labels = tuple(phase_labels(phase)) if context.train.label_loss == "task" else ()
+        context.modifiers.begin_task(phase, only=len(context.phases) == 1, resumed=resumed)
+        return task_context
+
+    def _show_modifiers(self, data: PhaseData, loader: Loader, order: GlobalOrder) -> None:
+        """The first training rows, run through the model before anything is trained, for modifiers to observe."""
+        context = self.context
+
+        def show(examples: int) -> None:
+            watched = partial(context.modifiers.watched, context.backbone)
+            data.each_batch(loader, order, _nothing, watched, examples)
+
+        context.modifiers.study(show, self.world.sum)
+
+    def _restore(self, engine: Engine, resume: Checkpoint | None) -> tuple[int, dict[str, float]]:
+        """Steps that are done, and what they took."""
+        if resume is None:
+            return 0, {"train_s": 0.0, "tokens": 0.0}
+        with activate_trainable(self.context.method, 1):
+            engine.restore(resume.parameters, resume.optimizer, resume.step)
+        return resume.step, dict(resume.spent)
+
+    def _announce(self, phase: Phase, order: GlobalOrder, start: int) -> None:
+        later = (order_of(self.context, one, rows_of(self.context, one)) for one in self.context.phases)
+        left = sum(one.steps for one in list(later)[phase.index + 1 :])
+        self.recorder.begin(phase, order.count, order.steps, start, left)
+        self.control.progress("training", step=start, steps=order.steps)
+
+    def _checkpoint_if_due(self, phase: Phase, engine: Engine, step: int, steps: int, spent: dict[str, float]) -> None:
+        """A checkpoint inside the phase: where one is due, or the run is to stop."""
+        stops = step < steps and self.control.stop_requested()
+        if stops or is_due(step, steps, self.context.checkpoint.every_steps):
+            self.recorder.save(self._checkpoint(phase, engine, step, steps, spent))
+        if stops:
+            engine.close()
+            raise StopRequested
+
+    def _checkpoint(self, phase: Phase, engine: Engine, step: int, steps: int, spent: dict[str, float]) -> Checkpoint:
+        """A checkpoint of now. Collective."""
+        method, modifiers = self.context.method, self.context.modifiers
+        parameters = engine.parameters(trained_names(self.context.backbone))
+        optimizer = {} if step == steps else engine.optimizer_state()
+        values, tensors = method.state_dict()
+        return Checkpoint(
+            phase.index,
+            step,
+            steps,
+            values,
+            parameters,
+            optimizer,
+            spent,
+            frozen_state=tensors | modifiers.tensors(),
+            modifiers=modifiers.state(),
+        )
+
+    def _end(self, phase: Phase, task_context: TaskContext, done: Checkpoint) -> None:
+        """The method keeps what it learned; it is published, and the last checkpoint ends the phase's training."""
+        context = self.context
+        task_context.parameters = done.parameters
+        learned: Learned | None = context.method.end_task(task_context)
+        done.method, done.frozen_state = context.method.state_dict()
+        done.modifiers = context.modifiers.state()
+        done.parameters = {name: done.parameters[name] for name in trained_names(context.backbone)}
+        if learned is not None:
+            self.recorder.publish(phase, context.schedule.published(phase, context.method, learned), done)
+        self.recorder.save(done)
+
+
+def is_due(step: int, steps: int, every: int | None) -> bool:
+    """Whether a checkpoint is due inside a phase (its end has one of its own)."""
+    return every is not None and step < steps and step % every == 0
+
+
+def _nothing(batch: Batch) -> None:
+    """Before a batch."""

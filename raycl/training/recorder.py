@@ -1,0 +1,151 @@
+"""Records of a run: the journal, checkpoints, published adapters, results, the trace of steps, trackers.
+
+Rank 0 writes; on other workers every call returns at once.
+What it does not know: how a phase is trained and evaluated.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from raycl.methods.base import Learned
+from raycl.storage import Storage
+from raycl.tracking import MetricsSink
+from raycl.training.distributed import DistributedContext
+from raycl.training.phase.step import StepResult
+from raycl.training.records import checkpoint as checkpoints
+from raycl.training.records.checkpoint import Checkpoint
+from raycl.training.records.journal import Journal, RunState, read_state
+from raycl.training.records.progress import Progress, Trace, clock
+from raycl.training.records.publish import publish
+from raycl.training.records.results import build_results, curves, matrix_of
+from raycl.training.training_context import TrainingContext
+from raycl.types import Phase
+
+log = logging.getLogger("raycl")
+
+OnPhase = Callable[[dict[str, Any]], bool | None]
+"""Called on every worker after each phase with its record; False: the run stops there."""
+
+
+class Recorder:
+    """What one worker records of a run.
+
+    Attributes:
+        journal: on rank 0, the claim on the run; None elsewhere.
+        state: the run so far, as the journal has it.
+    """
+
+    def __init__(
+        self,
+        context: TrainingContext,
+        storage: Storage,
+        world: DistributedContext,
+        sink: MetricsSink | None,
+        on_phase: OnPhase | None,
+        driver: str,
+    ) -> None:
+        """Claim the run. Collective.
+
+        Args:
+            sink: rank 0's tracker, if any.
+            driver: who started the workers, for the journal.
+        """
+        self.context, self.storage = context, storage
+        self.sink, self.on_phase = sink, on_phase
+        nodes = world.gather({"host": socket.gethostname(), "pid": os.getpid()})
+        claims = partial(Journal.claim, storage, context.info, workers=world.size, driver=driver, nodes=nodes)
+        self.journal = claims() if world.is_first else None
+        self.state: RunState = world.broadcast(self.journal.state if self.journal else RunState())
+        self.trace = Trace(storage, self.journal.attempt) if self.journal else None
+        self.progress = Progress(context.train.log_every_s, len(context.phases))
+
+    def go_back(self, checkpoint_names: list[str], phases: list[dict[str, Any]], reason: str) -> None:
+        """Continue from an older checkpoint: what was recorded after it does not count."""
+        self.state = replace(self.state, checkpoints=checkpoint_names, phases=phases)
+        if self.journal is not None:
+            log.warning("%s", reason)
+            self.journal.go_back(checkpoint_names, phases)
+
+    def begin(self, phase: Phase, rows: int, steps: int, start: int, later: int) -> None:
+        """Training of a phase begins, or goes on after `start` steps; `later` steps of other phases follow."""
+        if self.journal is not None:
+            self.progress.begin(phase.index, phase.name, rows, steps, start, later)
+
+    def step(self, phase: Phase, step: int, steps: int, result: StepResult, seconds: float) -> None:
+        """An optimizer step is done."""
+        if self.trace is None:
+            return
+        self.trace.add(phase.index, phase.name, step, result, seconds)
+        if self.progress.step(phase.index, phase.name, step, steps, result, seconds):
+            self.trace.flush()
+        if self.sink:
+            speed = result.tokens / max(seconds, 1e-9)
+            rates = {"learning_rate": result.learning_rate, "tokens_per_s": speed}
+            values = {"loss": result.loss, "grad_norm": result.grad_norm, **rates}
+            self.sink.log(self._steps_done(phase, step), values)
+
+    def publish(self, phase: Phase, learned: Learned, done: Checkpoint) -> None:
+        """Adapters go to the bank, whole models to a folder of the run."""
+        if self.journal is None:
+            return
+        self.journal.ensure_current()
+        context = self.context
+        is_last = phase.index == len(context.phases) - 1
+        wanted = context.checkpoint.export
+        if learned.model and (wanted == "each" or (wanted == "last" and is_last)):
+            name = f"{phase.index:03d}-{phase.name}"
+            checkpoints.write_model(self.storage, name, learned, context.backbone.model_files())
+        if learned.adapters and context.bank.publish:
+            before = self.state.phases[-1].get("bank") if self.state.phases else None
+            done.published, done.snapshot = publish(context, phase, learned, self.storage, before)
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint: files, then the journal's record, then checkpoints that are not needed are deleted."""
+        if self.journal is None or self.trace is None:
+            return
+        self.trace.flush()
+        self.journal.ensure_current()
+        name = checkpoint.name(self.journal.attempt)
+        checkpoints.write_checkpoint(self.storage, name, checkpoint)
+        unneeded = self.journal.checkpoint(name, self.context.checkpoint.keep)
+        self.journal.ensure_current()  # a newer attempt may have started on one of them just now
+        for old in unneeded:
+            self.storage.delete(f"{checkpoints.FOLDER}/{old}")
+
+    def phase(self, phase: Phase, record: dict[str, Any]) -> bool:
+        """A phase is trained and evaluated; returns whether to go on."""
+        self.state = replace(self.state, phases=[*self.state.phases, record])  # the journal has a state of its own
+        if self.journal is not None:
+            self.journal.phase_done(record)
+            self.storage.write_json("results.json", self.results())
+            times = record["times"]
+            log.info("    trained %s, evaluated %s", clock(times["train_s"]), clock(times["eval_s"]))
+        if self.sink:
+            self._track(phase, record, self.sink)
+        return self.on_phase is None or self.on_phase(record) is not False
+
+    def _track(self, phase: Phase, record: dict[str, Any], sink: MetricsSink) -> None:
+        scores = {f"score/{name}": float(cell["value"]) for name, cell in record["row"].items()}
+        scores |= {f"unseen/{name}": float(cell["value"]) for name, cell in record.get("unseen", {}).items()}
+        matrix = matrix_of(self.context.stream.tasks, self.context.phases, self.state)
+        step = self._steps_done(phase, record["times"]["steps"])
+        sink.log(step, scores | curves(matrix, len(self.state.phases), self.context.info.singles))
+        rows = [[name, *values] for name, values in zip(matrix.phases, matrix.values(), strict=True)]
+        sink.table(step, "matrix", ["after", *matrix.tasks], rows)
+
+    def results(self) -> dict[str, Any]:
+        """The result tree so far, from the journal."""
+        context, stream = self.context, self.context.stream
+        state = read_state(self.storage)
+        return build_results(context.info, stream.name, stream.notes, stream.tasks, context.phases, state)
+
+    def _steps_done(self, phase: Phase, step: int) -> int:
+        """Optimizer steps of the whole run."""
+        return step + sum(int(record["times"]["steps"]) for record in self.state.phases[: phase.index])

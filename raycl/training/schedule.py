@@ -1,0 +1,103 @@
+"""Schedules: what one phase is, from which state it starts, and whether the task id is given at test.
+
+`sequential` trains one task after another, each from the state that the one before left. `joint` trains all tasks in
+one phase (multi-task learning, MTL). `separate` trains each task from the pretrained model and gives the task id at
+test (PerTaskFT of MIGU, "separate fine-tune" of SLM). The last two are upper references for any method, by the same
+method; FWT's single-task scores come from `separate` (SAPT's scorer hard-codes them instead).
+What it does not know: how a method learns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raycl.backbone import Backbone
+from raycl.data.stream import Stream
+from raycl.methods.base import Learned, Method
+from raycl.types import Phase, RouterState
+
+
+class Schedule:
+    """One task after another.
+
+    Attributes:
+        one_model_per_task: each phase starts from the pretrained model and is evaluated on its own tasks alone.
+    """
+
+    one_model_per_task = False
+
+    def phases(self, stream: Stream) -> tuple[Phase, ...]:
+        """What is trained one after another."""
+        return tuple(Phase(index, task.name, (task,)) for index, task in enumerate(stream.tasks))
+
+    def attach(self, method: Method, backbone: Backbone) -> None:
+        """Once, when method and backbone are new."""
+
+    def begin(self, method: Method) -> None:
+        """Before a phase that is not resumed."""
+
+    def published(self, phase: Phase, method: Method, learned: Learned) -> Learned:
+        """What goes to the bank of what a phase learned."""
+        return learned
+
+    def is_of_its_own(self, method: Method) -> bool:
+        """Whether a phase's adapters were trained on its own tasks alone."""
+        return method.own_adapters
+
+
+class Joint(Schedule):
+    """All tasks in one phase, their rows shuffled together."""
+
+    def phases(self, stream: Stream) -> tuple[Phase, ...]:
+        """One."""
+        return (Phase(0, "joint", stream.tasks),)
+
+
+class Separate(Schedule):
+    """A new start for every task: parameters and label head return to their first values.
+
+    A method with adapters of its own for every task starts anew anyway; it is given the task id instead.
+    """
+
+    one_model_per_task = True
+
+    def __init__(self) -> None:
+        self._first: dict[str, Tensor] = {}
+
+    def attach(self, method: Method, backbone: Backbone) -> None:
+        """Keep first values of all that may be trained: with adapters, not those of the frozen backbone."""
+        if method.own_adapters:
+            method.task_id_given = True
+            return
+        for name, parameter in backbone.named_parameters():
+            is_base = method.stack is not None and name.startswith("model.") and ".lora_" not in name
+            if parameter.requires_grad and not name.startswith("head.") and not is_base:
+                self._first[name] = parameter.detach().clone()
+
+    def begin(self, method: Method) -> None:
+        """Forget the former task's model."""
+        if method.own_adapters:
+            return
+        if method.backbone.head is not None:
+            method.backbone.head.clear()
+        parameters = dict(method.backbone.named_parameters())
+        with torch.no_grad():
+            for name, first in self._first.items():
+                parameters[name].copy_(first)
+
+    def published(self, phase: Phase, method: Method, learned: Learned) -> Learned:
+        """Each adapter under its task's name, chosen by the task id."""
+        if method.own_adapters:
+            return learned
+        several = len(learned.adapters) > 1
+        adapters = {f"{phase.name}.{name}" if several else phase.name: one for name, one in learned.adapters.items()}
+        return Learned(adapters, learned.model, learned.labels, router=RouterState("task"))
+
+    def is_of_its_own(self, method: Method) -> bool:
+        """Always."""
+        return True
+
+
+SCHEDULES: dict[str, type[Schedule]] = {"sequential": Schedule, "joint": Joint, "separate": Separate}
+"""Name of `stream.schedule` -> class."""

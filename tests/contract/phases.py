@@ -1,0 +1,53 @@
+"""Phases begun and ended as the trainer does it, without training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raycl.methods.base import Learned, trained_names
+from raycl.methods.context import Step, TaskContext
+from raycl.training.distributed import DistributedContext
+from raycl.training.phase.data import PhaseData
+from raycl.training.phase.preparation import encode_texts
+from raycl.training.training_context import TrainingContext
+from raycl.types import Phase
+
+
+def begin_phase(context: TrainingContext, index: int = 0, resumed: bool = False) -> TaskContext:
+    """The method begins a phase; modifiers do not."""
+    world = DistributedContext.alone(torch.device("cpu"))
+    phase = context.phases[index]
+    new, queries = encode_texts(context, phase, world)
+    earlier = tuple(task for done in context.phases[:index] for task in done.tasks)
+    found = TaskContext(
+        phase,
+        context.train.batch_size,
+        context.stream,
+        context.backbone.codec,
+        resumed,
+        queries=queries,
+        phases=new,
+        earlier_tasks=earlier,
+        worker=PhaseData(context, phase, world),
+    )
+    if not resumed:
+        context.schedule.begin(context.method)
+    context.method.begin_task(phase, found)
+    return found
+
+
+def end_phase(context: TrainingContext, found: TaskContext) -> Learned | None:
+    """The method ends it with its present parameters; the schedule says what is published."""
+    own = dict(context.backbone.named_parameters())
+    found.parameters = {name: own[name].detach().clone() for name in trained_names(context.backbone)}
+    learned = context.method.end_task(found)
+    return learned and context.schedule.published(found.phase, context.method, learned)
+
+
+def bare(phase: Phase, parameters: dict[str, Tensor] | None = None, step: Step | None = None) -> TaskContext:
+    """A context without a stream, for methods that read no rows."""
+    nothing: Any = None
+    return TaskContext(phase, 4, nothing, nothing, step=step or Step(), parameters=parameters or {})
