@@ -1,4 +1,4 @@
-"""The running batch: texts that join while others speak, each row with its own mixture, and leave when they end.
+"""The continuous batch: texts join while others are decoded, each row has its own mixture, and rows leave at their end.
 
 What it does not know: threads, routers, labels.
 """
@@ -24,9 +24,9 @@ from raycl.generation.static_cache import StaticKVCache
 from raycl.types import Mixture
 
 PATIENCE_S = 1.0
-"""How long others may overtake a text whose adapters find no room beside those that speak."""
+"""How long later texts may join before one whose adapters do not fit beside the active ones."""
 
-OVERFLOW = "the model gives no finite numbers under this mixture: choose weights nearer to those of training"
+OVERFLOW = "the model's outputs are not finite under this mixture: use weights closer to those of training"
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
@@ -54,20 +54,20 @@ class AdapterModel(Protocol):
         ...
 
     def pin(self, keys: Sequence[str]) -> None:
-        """Keep adapters loaded until they are released as often as they were held."""
+        """Keep adapters loaded until they are unpinned as often as they were pinned."""
         ...
 
     def unpin(self, keys: Sequence[str]) -> None:
-        """Take one hold back from each."""
+        """Undo one `pin` of each."""
         ...
 
 
 @dataclass(frozen=True)
 class PreparedRequest(Generic[RequestT]):
-    """An ask whose mixture and prompt are known.
+    """A request whose mixture and prompt are known.
 
     Attributes:
-        sampling: the ask's, with no more tokens than there is room for.
+        sampling: that of the request, limited to the tokens that fit.
     """
 
     request: RequestT
@@ -88,10 +88,10 @@ class Row(Generic[RequestT]):
 
 
 class ContinuousBatch(Generic[RequestT]):
-    """Texts in the making.
+    """Texts that are being decoded.
 
     Attributes:
-        joining: wait for room.
+        joining: requests that wait for room.
         tokens: generated so far.
     """
 
@@ -102,10 +102,10 @@ class ContinuousBatch(Generic[RequestT]):
         send: Callable[[RequestT, Event], None],
         static_cache: bool = False,
     ) -> None:
-        """Nothing speaks yet.
+        """Start empty.
 
         Args:
-            send: takes every event.
+            send: called with every event.
             static_cache: at fixed addresses (`raycl.generation.static_cache`).
         """
         self.model, self.max_rows = model, max_rows
@@ -137,7 +137,7 @@ class ContinuousBatch(Generic[RequestT]):
         return [row.request for row in self._rows]
 
     def joined(self) -> list[PreparedRequest[RequestT]]:
-        """Take as many as there is room for; who waits for room is overtaken for a while only."""
+        """Take the requests that fit; a request that does not is passed over for `PATIENCE_S` only."""
         room, now = self.max_rows - len(self._rows), time.perf_counter()
         fresh: list[PreparedRequest[RequestT]] = []
         left: list[PreparedRequest[RequestT]] = []
@@ -153,10 +153,10 @@ class ContinuousBatch(Generic[RequestT]):
         return fresh
 
     def begin(self, ready: list[PreparedRequest[RequestT]]) -> list[PreparedRequest[RequestT]]:
-        """Read their prompts; from now on they speak.
+        """Read their prompts and add them to the batch.
 
         Raises:
-            RayclError: their adapters cannot be had; none of them speaks.
+            RayclError: their adapters cannot be loaded; none of them is added.
         """
         self.deactivate()
         codec, mixture = self.model.backbone.codec, Mixture.stacked([one.mixture for one in ready])
@@ -175,7 +175,7 @@ class ContinuousBatch(Generic[RequestT]):
         return ready
 
     def step(self) -> None:
-        """One token for every row; those that ended leave."""
+        """One token for every row; finished rows are removed."""
         if self._state is None:
             return
         settings = [row.decoded.settings for row in self._rows]
@@ -206,20 +206,20 @@ class ContinuousBatch(Generic[RequestT]):
             self._active.enter_context(self.model.activate(mixture))
 
     def drop_cancelled(self) -> None:
-        """Let go of what was cancelled."""
+        """Remove cancelled requests."""
         self.joining = [ready for ready in self.joining if not ready.request.cancelled]
         self._keep([number for number, row in enumerate(self._rows) if not row.request.cancelled])
 
     def clear(self) -> None:
-        """Nobody speaks any more."""
+        """Remove every row."""
         self._keep([])
 
     def deactivate(self) -> None:
-        """Close the mixture, which is opened again with the next step."""
+        """Deactivate the mixture; the next step activates it again."""
         self._active.close()
 
     def _keep(self, going: Sequence[int]) -> None:
-        """Only these rows go on."""
+        """Keep only these rows."""
         if len(going) == len(self._rows):
             return
         self.deactivate()

@@ -35,7 +35,7 @@ class ResponseMetadata:
         snapshot: number. weights: adapter -> weight of those that spoke.
         template: task whose prompt was put around the text, "" for none.
         cut_tokens: of the prompt, to fit what the snapshot was trained on.
-        ood_score: from 0 to 1, near 1 for a text like none that was learned; None: not asked, or not known.
+        ood_score: from 0 to 1, near 1 for a text unlike all learned tasks; None: not computed.
         queue_ms, retrieval_ms: waiting, and choosing (encoder, search, weights; shared by those chosen for together).
     """
 
@@ -95,7 +95,7 @@ class GenerationRequest:
     Attributes:
         send: takes events, from the thread that generates.
         sampling: None: no text is generated.
-        cancelled: set by whoever does not want it any more.
+        cancelled: set when the answer is no longer wanted.
         over: set with the last event.
         began: when it was made, by `time.perf_counter`.
     """

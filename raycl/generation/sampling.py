@@ -21,7 +21,7 @@ COLDEST = 1e-4
 
 
 def pick(logits_BV: Tensor, settings: Sequence[Sampling], draws: Sequence[torch.Generator]) -> list[int]:
-    """The next token of each row: a row's own settings and generator decide, whoever its neighbours are.
+    """The next token of each row: from the row's own settings and random generator, independent of other rows.
 
     Of equally likely tokens the first one counts as more likely.
     """

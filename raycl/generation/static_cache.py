@@ -1,12 +1,12 @@
-"""Sequences that are decoded at fixed addresses: one step is one CUDA graph, whoever speaks.
+"""Sequences that are decoded at fixed addresses: one step is one CUDA graph for any mixture.
 
 Why it exists: on a GPU a step of a small batch is a thousand small kernels, whose launches take longer than they do.
 Here nothing changes its shape or address while sequences come and go: each has a slot in caches that are made once
 (and again, twice as long, when one of them outgrows them), so that a step can be captured and replayed. A slot's
-columns are filled from the first on, so a column is a position too. Slots that nobody has compute along unheard.
-Without a GPU the same steps run uncaptured. For decoder-only backbones; the others are decoded as `running` does.
-What it does not know: sampling, adapters (whoever opens them at fixed addresses names what the graph was captured
-under), when a sequence ends.
+columns are filled from the first on, so a column is a position too. Empty slots are computed; their outputs are
+discarded. Without a GPU the same steps run uncaptured. For decoder-only backbones; others use `dynamic_cache`.
+What it does not know: sampling, adapters (the caller activates them at fixed addresses and gives a key for the graph),
+when a sequence ends.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ COLUMNS = 256
 """Of the first caches."""
 
 WARM_STEPS = 3
-"""Before a capture, as torch asks for."""
+"""Before a capture, as torch requires."""
 
 MASKED = ("sdpa", "eager")
 """Attentions that take a mask of any shape."""
 
 MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
-"""Kinds of models that are known to ask for nothing but positions and mask; others may count columns (ALiBi)."""
+"""Model types that need positions and mask only; others may depend on the number of columns (ALiBi)."""
 
 
 def supports_static_cache(backbone: Backbone) -> bool:
-    """Whether its sequences can be decoded here: every layer attends to everything before."""
+    """Whether its sequences can be decoded with static caches: every layer attends to all earlier positions."""
     config = backbone.model.config
     if not backbone.capabilities.one_sequence or config.model_type not in MODELS:
         return False
@@ -115,7 +115,7 @@ def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 class StaticKVCache:
-    """Room for `rows` sequences; the order of those that have one is the order in which they joined.
+    """Slots for `rows` sequences, ordered as the sequences joined.
 
     Attributes:
         rows: B.
@@ -151,7 +151,7 @@ class StaticKVCache:
     @property
     def logits(self) -> Tensor:
         """`[n, V]` of each sequence's next token."""
-        assert self._logits is not None, "nobody joined"
+        assert self._logits is not None, "there are no sequences"
         return self._logits[self._order_index]
 
     def joined(self, other: DynamicKVCache) -> StaticKVCache:
@@ -190,7 +190,7 @@ class StaticKVCache:
         return self
 
     def placed(self, rows_BN: Tensor) -> Tensor:
-        """A row for each slot, 0 for those that nobody has, from a row for each sequence."""
+        """A row for each slot, 0 for empty ones, from a row for each sequence."""
         found = rows_BN.new_zeros(self.rows, rows_BN.shape[1])
         found[self.order] = rows_BN
         return found
@@ -235,11 +235,11 @@ class StaticKVCache:
     def _captured(self) -> torch.cuda.CUDAGraph | None:
         """None: there is too little memory now, or this model does what cannot be captured, now or later."""
         moves = self._moves.clone()
-        self._moves.zero_()  # what warm steps write is written again, since nobody moves on in them
+        self._moves.zero_()  # positions do not advance in warm-up steps, so what they write is overwritten
         try:
             graph = captured(self._forward)
         except RuntimeError as error:
-            log.warning("decoding goes on without CUDA graphs: %s", error)
+            log.warning("decoding continues without CUDA graphs: %s", error)
             self._captures = isinstance(error, torch.OutOfMemoryError)
             return None
         finally:
@@ -262,7 +262,7 @@ class StaticKVCache:
             self._lengthen(2 * self.columns)
 
     def _lengthen(self, columns: int) -> None:
-        """Other addresses: what was captured is of no use any more.
+        """Allocate longer caches; captured graphs become invalid.
 
         Raises:
             torch.OutOfMemoryError: all stay where they are.

@@ -5,12 +5,12 @@
     │   ├── LimitExceededError        400  beyond the limits, or nothing in it
     │   ├── PromptTooLongError        400  a prompt that does not fit (code context_length_exceeded)
     │   └── NotFoundError        404  a model, adapter or snapshot that is not there
-    ├── BusyError               429  too many answers are being made: ask again later
+    ├── BusyError               429  too many answers are being made: retry later
     ├── DeadlineExceededError               504  an answer took longer than allowed
     ├── UnavailableError        503  an adapter that is damaged or out of reach
-    └── InternalError             500  a fault of ours; the log says more
+    └── InternalError             500  an internal error; see the log
 
-What it does not know: HTTP beyond these numbers, who raises them.
+What it does not know: HTTP beyond these numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NotFoundError(InvalidRequestError):
 
 
 class BusyError(RayclError):
-    """Too many answers are being made: ask again later."""
+    """Too many answers are being made: retry later."""
 
 
 class DeadlineExceededError(RayclError):
@@ -48,11 +48,11 @@ class DeadlineExceededError(RayclError):
 
 
 class UnavailableError(RayclError):
-    """What the answer needs is damaged or out of reach, whatever the request says."""
+    """Something that the answer needs is damaged or out of reach."""
 
 
 class InternalError(RayclError):
-    """Something that should not happen; the log says more."""
+    """An internal error; see the log."""
 
 
 _ANSWERS: tuple[tuple[type[RayclError], Answer], ...] = (

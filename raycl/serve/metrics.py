@@ -21,7 +21,7 @@ class GateMetrics:
     """What the gate reports, beside replicas."""
 
     def __init__(self) -> None:
-        self.problem = Gauge("raycl_gate_problem", "1 while the gate cannot judge the newest snapshot")
+        self.problem = Gauge("raycl_gate_problem", "1 while the gate cannot evaluate the newest snapshot")
         self.waiting = Gauge("raycl_gate_waiting_s", "how long the newest snapshot has not been decided")
 
 
@@ -50,7 +50,7 @@ class Metrics:
                 ("rows", "their rows"),
                 ("adapters", "distinct adapters in them"),
                 ("hits", "adapters that were on the device already"),
-                ("misses", "adapters that had to be brought there"),
+                ("misses", "adapters that had to be loaded there"),
             )
         }
         self.snapshot = Gauge("raycl_snapshot", "number of the snapshot that answers")

@@ -1,4 +1,4 @@
-"""What the endpoint does, without its wire: requests become asks, the engine's events become answers.
+"""The endpoint's service without HTTP: requests go to the engine, its events become answers.
 
 What it does not know: HTTP, Ray.
 """
@@ -70,7 +70,7 @@ class EventQueues:
         self._items.append((queue, event))
         if not self._woken:
             self._woken = True
-            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            with suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
@@ -85,8 +85,8 @@ class Service:
 
     Attributes:
         kind: of the backbone, by name. capabilities: what it can do.
-        observe: told every finished answer, for metrics.
-        gate_problem: why the gate has not judged the newest snapshot, where there is a gate.
+        observe: called with every finished answer, for metrics.
+        gate_problem: why the gate has not evaluated the newest snapshot, where there is a gate.
     """
 
     def __init__(self, config: ServeConfig, engine: Engine | RemoteEngine, snapshot_manager: SnapshotManager) -> None:
@@ -102,7 +102,7 @@ class Service:
         """Why the newest snapshot does not answer although it should, or might; "" where nothing is wrong."""
         return self.snapshot_manager.problem or self.gate_problem
 
-    # ---- who speaks ------------------------------------------------------------------------------------------
+    # ---- selection -------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def select(self, request: Request) -> AsyncIterator[tuple[LoadedSnapshot, AdapterSelection]]:
@@ -131,9 +131,9 @@ class Service:
             self.snapshot_manager.release(loaded)
 
     async def _loaded(self, number: int | None) -> LoadedSnapshot:
-        """A snapshot that has to be opened first; given back if nobody waits for it any more."""
+        """A snapshot that has to be loaded first; released if the request is cancelled meanwhile."""
         if self._loading >= LOADS:
-            raise BusyError(f"{LOADS} snapshots are being loaded: ask again in a second")
+            raise BusyError(f"{LOADS} snapshots are being loaded: retry in a second")
         self._loading += 1
         loading = asyncio.ensure_future(asyncio.to_thread(self.snapshot_manager.acquire, number))
         loading.add_done_callback(self._load_ended)
@@ -155,7 +155,7 @@ class Service:
     # ---- limits ----------------------------------------------------------------------------------------------
 
     def check(self, texts: Sequence[str], answers: int = 1) -> None:
-        """Whether these may be asked, with so many answers to each.
+        """Check the number and length of texts.
 
         Raises:
             LimitExceededError: too many, too long, or nothing in one.
@@ -181,9 +181,9 @@ class Service:
             LimitExceededError: more than the limits.
         """
         limits = self.config.limits
-        for name, asked, most in (("max_tokens", max_tokens or 0, limits.max_tokens), ("n", request.answers, limits.n)):
-            if asked > most:
-                raise LimitExceededError(f"{name} is {asked}: this endpoint allows at most {most}")
+        for name, given, most in (("max_tokens", max_tokens or 0, limits.max_tokens), ("n", request.answers, limits.n)):
+            if given > most:
+                raise LimitExceededError(f"{name} is {given}: this endpoint allows at most {most}")
         seed = request.seed if request.seed is not None else secrets.randbits(62)
         tokens = max_tokens or min(limits.max_tokens, self.engine.max_target)
         top_p = 1.0 if request.top_p is None else request.top_p
@@ -200,7 +200,7 @@ class Service:
     async def submit(
         self, loaded: LoadedSnapshot, selection: AdapterSelection, texts: Sequence[str], **settings: Any
     ) -> AsyncIterator[list[asyncio.Queue[Event]]]:
-        """Put one ask per text to the engine; leaving cancels those that are not finished.
+        """Submit one request per text; leaving cancels those that are not finished.
 
         Args:
             settings: of `EngineRequest`; `sampling` may be a list, one for each text.
@@ -209,10 +209,10 @@ class Service:
             BusyError: the queue is full.
         """
         if self.engine.pending + len(texts) > max(self.config.limits.queue, len(texts)):
-            raise BusyError(f"{self.engine.pending} answers are being made: ask again in a second")
+            raise BusyError(f"{self.engine.pending} requests are pending: retry in a second")
         if self.config.log_prompts:
             for text in dict.fromkeys(texts):
-                log.info("asked: %r", text)
+                log.info("prompt: %r", text)
         samplings = settings.pop("sampling", None)
         mailbox = self._mailbox_of(asyncio.get_running_loop())
         requests, queues = [], []
@@ -242,7 +242,7 @@ class Service:
     async def events(
         self, queue: asyncio.Queue[Event], until: Callable[[Event], bool], deadline: float | None = None
     ) -> AsyncIterator[Event]:
-        """Events of one ask up to its last one.
+        """Events of one request up to its last one.
 
         Args:
             deadline: on the monotonic clock; None: as if the request came now.
@@ -253,14 +253,14 @@ class Service:
         deadline = self.deadline if deadline is None else deadline
         while True:
             try:
-                if queue.empty():  # what is there is told even when it is late
+                if queue.empty():  # events that are there are delivered even when late
                     async with asyncio.timeout(deadline - time.monotonic()):
                         event = await queue.get()
                 else:
                     event = queue.get_nowait()
             except TimeoutError as error:
                 raise DeadlineExceededError(
-                    f"no answer within {self.config.limits.timeout_s:g} s: ask for less, or later"
+                    f"no answer within {self.config.limits.timeout_s:g} s: request less, or retry later"
                 ) from error
             if isinstance(event, Failed):
                 raise event.error
@@ -328,7 +328,7 @@ def details_of(loaded: LoadedSnapshot, metadata: ResponseMetadata) -> ResponseDe
 
 
 def _rounded(weights: Mapping[str, float]) -> dict[str, float]:
-    """Without those that say nothing."""
+    """Without weights that round to zero."""
     return {name: near for name, weight in weights.items() if (near := round(weight, 6))}
 
 

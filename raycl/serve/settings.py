@@ -37,8 +37,8 @@ class LimitsConfig(Section):
 class AuthConfig(Section):
     """API keys: one a line in a file, or separated by commas in an environment variable; none: open, on loopback only.
 
-    A line `admin:KEY` makes a key that may also activate snapshots; where there are keys but no such one, nobody may
-    over the wire, and `jobs/serve.py activate` is left.
+    A line `admin:KEY` makes a key that may also activate snapshots; without such a key, snapshots are
+    activated by `jobs/serve.py activate` only.
     """
 
     keys_file: str | None = Field(None, description="file with one API key per line; null: none")
@@ -56,9 +56,9 @@ class FollowConfig(Section):
 
 
 class GateConfig(Section):
-    """What a snapshot must show before it answers: `jobs/serve.py promote`, and following with `follow.gated`.
+    """What a snapshot must pass before it is activated: `jobs/serve.py promote`, and following with `follow.gated`.
 
-    Judging beside the endpoint takes a second backbone: the gate reserves room for it while it judges.
+    Evaluating beside the endpoint takes a second backbone: the gate reserves room for it during the evaluation.
     """
 
     max_drop: float = Field(1.0, ge=0, description="points that a task may fall by against the active snapshot")
@@ -181,7 +181,7 @@ def load_serve_config(path: str | None, overrides: Sequence[str]) -> ServeConfig
     """The validated tree from a file and overrides.
 
     Raises:
-        ConfigError: see `raycl.config.load`; or the file asks for what only the command may allow (`config.trust`).
+        ConfigError: see `raycl.config.load`; or the file sets what only the command may allow (`config.trust`).
     """
     config = configs.load(ServeConfig, path, overrides)
     source = "the config" if path is None else f"config file '{path}'"

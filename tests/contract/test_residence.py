@@ -1,4 +1,4 @@
-"""Adapters on a device that cannot hold all of them, and adapters that cannot be had at all."""
+"""Adapters on a device that cannot hold all of them, and adapters that cannot be loaded at all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_is_small_is_there_before_anybody_asks(taught: Taught, tmp_path: Pa
     with serving(bank, max_loaded_rows=rank) as desk:
         Path(bank.storage.path(lost.tensors.file)).unlink()
         desk.engine.call(lambda: desk.engine.model.stack.need([str(other)])).result(WAIT_S)
-        assert f"adapter {lost} cannot be had now" in desk.ask("fire is", weights={lost.name: 1.0}).error
+        assert f"adapter {lost} cannot be loaded" in desk.ask("fire is", weights={lost.name: 1.0}).error
         assert desk.ask("fire is", weights={other.name: 1.0}).finish, (
             "one that is lost while its snapshot answers fails who needs it alone"
         )
@@ -119,7 +119,7 @@ def test_a_damaged_adapter_fails_only_who_needs_it(
             bad = desk.ask("it purrs", weights={"animal": 1.0})
             bare = desk.ask("it purrs", weights={})
             mixed = desk.ask("it purrs", weights={"animal": 0.5, "colour": 0.5})
-        assert "adapter animal@1 cannot be had now: the tensors of animal@1 are damaged" in bad.error
+        assert "adapter animal@1 cannot be loaded: the tensors of animal@1 are damaged" in bad.error
         assert "are damaged" in mixed.error
         assert [reply.text for reply in good] == [expected] * 3 and bare.finish
         desk.settle()

@@ -43,7 +43,7 @@ def test_what_is_deleted_and_published_again_is_what_answers(taught: Taught, tmp
 
         def answers(name: str) -> list[str]:
             ask = {"max_tokens": 12, "extra_body": {"raycl": {"adapters": {name: -2.0}, "task": "colour"}}}
-            return [wire.chat(one, model="snapshot:2", **ask).allowed_labels[0].message.content for one in texts]
+            return [wire.chat(one, model="snapshot:2", **ask).choices[0].message.content for one in texts]
 
         before = {name: answers(name) for name in ("colour", "animal")}
         assert before["colour"] != before["animal"], "the test tells nothing"

@@ -40,8 +40,8 @@ def test_replicas_use_what_is_reserved_for_them(
     first = build_from(ServeConfig(**tree))._bound_deployment
     bound = {one.name: one for one in (first, *(given._bound_deployment for given in first.init_args[1:]))}
     takes = {name: one.ray_actor_options for name, one in bound.items()}
-    takes["gatekeeper"] = bound["gatekeeper"].init_args[1]  # what it reserves while it judges
+    takes["gate"] = bound["gate"].init_args[1]  # what it reserves during an evaluation
     reserved = {name: options.get("num_gpus", 0.0) > 0 for name, options in takes.items()}
     used = {name: one.init_args[0]["device"] == "cuda" for name, one in bound.items() if name != "front"}
-    assert used == dict.fromkeys(("endpoint", "gatekeeper"), uses == "cuda")
+    assert used == dict.fromkeys(("endpoint", "gate"), uses == "cuda")
     assert {name: reserved[name] for name in used} == used and not reserved.get("front")

@@ -98,7 +98,7 @@ def test_activation_and_rollback_switch_the_answers(taught: Taught, tmp_path: Pa
         back = wire.post("/admin/activate", {"snapshot": 1})
         assert back.json() == {"active": 1, "before": 2}
         assert said() == (1, answers[1][text]) and wire.get("/v1/snapshots")["active"] == 1
-        assert wire.get("/v1/snapshots")["decision"]["why"] == "asked for"
+        assert wire.get("/v1/snapshots")["decision"]["why"] == "requested"
         assert wire.chat(text, max_tokens=12, model="snapshot:2", **pins).choices[0].message.content == answers[2][text]
         assert wire.post("/admin/activate", {"snapshot": 2}).json() == {"active": 2, "before": 1}
         assert said() == (2, answers[2][text])
@@ -171,7 +171,7 @@ def test_a_warm_up_that_fails_is_no_reason_not_to_start(
     taught: Taught, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(bank_of(taught("llama", "separate"), tmp_path), max_loaded_rows=1) as desk:
-        assert "a first answer failed: colour@1 take 8 rows" in caplog.text
+        assert "the warm-up answer failed: colour@1 take 8 rows" in caplog.text
         assert desk.ask("fire is", weights={}).finish
 
 
@@ -248,7 +248,7 @@ def test_requests_may_not_load_snapshots_without_end(
         assert loads.wait(WAIT_S)
         busy = wire.client("none")
         found = busy._client.post(f"{wire.url}/v1/route", json=body)
-        assert problem(found) == (429, "1 snapshots are being loaded: ask again in a second")
+        assert problem(found) == (429, "1 snapshots are being loaded: retry in a second")
         assert busy._client.post(f"{wire.url}/v1/route", json={**body, "model": "auto"}).is_success, "others go on"
         go.set()
         waiting.join(WAIT_S)

@@ -210,7 +210,7 @@ def test_odd_texts_are_texts(wire: Wire) -> None:
 @pytest.mark.parametrize("host", ["rebound.example", "rebound.example:8000", "10.0.0.1", "[", ""])
 def test_without_keys_a_page_from_elsewhere_may_not_ask(wire: Wire, host: str) -> None:
     refused = problem(wire.http.get("/v1/models", headers={"host": host}))
-    assert refused[0] == 403 and "without API keys only this machine may ask" in refused[1]
+    assert refused[0] == 403 and "without API keys only requests to 127.0.0.1" in refused[1]
     for name in ("localhost", f"localhost:{wire.port}", f"127.0.0.1:{wire.port}", "[::1]:80"):
         assert wire.http.get("/v1/models", headers={"host": name}).status_code == 200
 
@@ -241,7 +241,7 @@ def test_a_full_queue_says_when_to_come_again(taught: Taught, tmp_path: Path) ->
             for _ in range(3):
                 wire.ask("fire is", weights={})
             assert wire.engine.pending == 3
-            with pytest.raises(openai.RateLimitError, match="3 answers are being made") as busy:
+            with pytest.raises(openai.RateLimitError, match="3 requests are pending") as busy:
                 wire.chat("fire is", model="base")
             assert busy.value.response.headers["retry-after"] == "1"
             for stream in (False, True):
@@ -261,7 +261,7 @@ def test_time(taught: Taught, tmp_path: Path) -> None:
         with wire.paused():
             began = time.monotonic()
             found = wire.post(ROUTE, {"input": ["fire is"] * 64, "model": "base"})
-            assert problem(found) == (504, "no answer within 0.3 s: ask for less, or later")
+            assert problem(found) == (504, "no answer within 0.3 s: request less, or retry later")
             assert time.monotonic() - began < 50 * 0.3, "the time is the request's, not each answer's"
             assert problem(wire.post(CHAT, chat(stream=True)))[0] == 504
             with pytest.raises(openai.InternalServerError) as late:
@@ -301,7 +301,7 @@ def test_a_fault_in_the_endpoint_itself_is_told_in_shape(
     with listening(bank_of(taught("t5", "separate"), tmp_path)) as wire:
         monkeypatch.setattr(wire.service, "check", lambda *_: 1 / 0)
         status, message = problem(wire.post(CHAT, chat()))
-        assert (status, message) == (500, "a fault of the server (ZeroDivisionError): its log says more")
+        assert (status, message) == (500, "an internal error (ZeroDivisionError): see the server's log")
     monkeypatch.undo()
 
 

@@ -243,6 +243,6 @@ def test_a_gate_that_cannot_run_says_so_and_judges_when_it_can(lab: Lab, tmp_pat
     good = bank.open(2)
     entries = [(entry, good.layouts[entry.layout]) for entry in good.adapters]
     bank.snapshot(entries, good.backbone, good.router, list(good.tasks), good.encoder, made={})
-    until(lambda: "snapshot 3 cannot be judged, snapshot 2 goes on: snapshot 3 does not say which data" in problem())
+    until(lambda: "snapshot 3 cannot be evaluated, snapshot 2 stays active: snapshot 3 has no record" in problem())
     assert client.post("/admin/activate", json={"snapshot": 3}).status_code == 200
     until(lambda: problem() == "" and active(client) == 3)

@@ -188,9 +188,9 @@ def build_from(config: ServeConfig) -> Any:
     tree = {**configs.as_tree(config), "device": settled_device(config.device)}
     others = []
     if config.gates:
-        judged = {**tree, "device": gate_device(config)}
-        gate_actor = serve.deployment(GateActor, name="gatekeeper", ray_actor_options={"num_cpus": 0})
-        others = [gate_actor.bind(judged, gate_takes(config))]
+        gate_tree = {**tree, "device": gate_device(config)}
+        gate_actor = serve.deployment(GateActor, name="gate", ray_actor_options={"num_cpus": 0})
+        others = [gate_actor.bind(gate_tree, gate_takes(config))]
     if config.layout == "colocated":
         return serve.deployment(serve.ingress()(Endpoint), **options_of(config)).bind(tree, *others)
     model = serve.deployment(Model, **options_of(config)).bind(tree)
@@ -207,7 +207,7 @@ def build_from(config: ServeConfig) -> Any:
 
 
 def _drain(config: ServeConfig) -> dict[str, float]:
-    """How long a replica that ends may answer what it has begun; Serve does not see what it was asked directly."""
+    """How long a replica that ends may finish its answers; Serve does not see requests received directly."""
     if config.ingress == "direct":
         return {"graceful_shutdown_wait_loop_s": 0.1, "graceful_shutdown_timeout_s": config.limits.timeout_s + 15}
     return {"graceful_shutdown_timeout_s": config.limits.timeout_s}
@@ -218,7 +218,7 @@ def options_of(config: ServeConfig) -> dict[str, Any]:
     queue = config.limits.queue
     options: dict[str, Any] = {
         "name": "endpoint",
-        # more than the service's own queue, so that it is the service that says 429
+        # more than the service's own queue, so that the service answers 429
         "max_ongoing_requests": 2 * queue,
         **_drain(config),
         "health_check_period_s": 5,

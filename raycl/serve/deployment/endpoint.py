@@ -69,7 +69,7 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
     """
     _connect()
     if config.ingress == "direct" and not config.port:
-        raise LaunchError("port=0 lets every replica choose a port that nobody is told: name one with port=NUMBER")
+        raise LaunchError("port=0 lets every replica choose a port of its own: name one with port=NUMBER")
     if not config.wait_for_nodes:
         _check_room(config)
     serve.start(
@@ -96,8 +96,8 @@ def _connect() -> None:
 def _check_room(config: ServeConfig) -> None:
     have, gate = ray.cluster_resources(), gate_takes(config)
     for name, key, remedy in (
-        ("CPU", "num_cpus", "ask for fewer replicas or threads, set cpus to what a replica may reserve"),
-        ("GPU", "num_gpus", "ask for fewer replicas, share GPUs with gpus=0.5 gate.gpus=0.5, set gate.device=cpu"),
+        ("CPU", "num_cpus", "use fewer replicas or threads, set cpus to what a replica may reserve"),
+        ("GPU", "num_gpus", "use fewer replicas, share GPUs with gpus=0.5 gate.gpus=0.5, set gate.device=cpu"),
     ):
         wanted, there = total_resources(config)[name], have.get(name, 0.0)
         if wanted > there:
@@ -121,7 +121,7 @@ def activate(config: ServeConfig, number: int) -> None:
         if (last := activations.latest()) is not None:
             whole.mark_checked(bank.open(last.snapshot))
     whole.check(snapshot)
-    decided = activations.add(snapshot, "asked for")
+    decided = activations.add(snapshot, "requested")
     log.info("decision %d: snapshot %d answers", decided.number, number)
 
 
@@ -129,10 +129,10 @@ def promote(config: ServeConfig, number: int) -> tuple[GateResult, str]:
     """Judge a candidate and activate it if it passes.
 
     Returns:
-        the verdict, and its table with the outcome below.
+        the result, and its table with the outcome below.
 
     Raises:
-        RayclError: it cannot be judged; nothing is activated.
+        RayclError: it cannot be evaluated; nothing is activated.
     """
     result = judge(config, number)
     if result.passed:
@@ -141,14 +141,14 @@ def promote(config: ServeConfig, number: int) -> tuple[GateResult, str]:
     else:
         worst = max(result.drops, key=lambda task: result.drops[task])
         outcome = (
-            f"refused: {worst} falls by {result.drops[worst]:.1f} points, allowed are {result.max_drop:g}; "
+            f"rejected: {worst} falls by {result.drops[worst]:.1f} points, allowed are {result.max_drop:g}; "
             f"snapshot {result.active} goes on"
         )
     return result, f"{gate_table(result)}\n{outcome}"
 
 
 def gate_table(result: GateResult) -> str:
-    """One row a task: rows asked, score of the active snapshot, of the candidate, and the change."""
+    """One row per task: rows evaluated, score of the active snapshot, of the candidate, and the change."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     table.add_column("task")
     for title in ("rows", f"snapshot {result.active}", f"snapshot {result.candidate}", "change"):

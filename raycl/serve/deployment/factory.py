@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 SOURCE_TOKENS, TARGET_TOKENS = 256, 64
 """Of snapshots that no run made."""
 
-WARMING = "a first text, to which nobody waits for an answer"
+WARMING = "a warm-up text"
 
 
 def open_service(config: ServeConfig, object_store_cache: bool = False, routes: bool = True) -> Service:
@@ -91,7 +91,7 @@ def open_front(config: ServeConfig, stream: Stream, object_store_cache: bool = F
     """Routing alone: what is answered, `stream` makes elsewhere.
 
     Args:
-        object_store_cache: whether a snapshot is whole is found out by the cluster's keeper, for all replicas.
+        object_store_cache: the cluster's cache actor checks whether a snapshot is complete, for all replicas.
 
     Raises:
         BankError: no snapshot, or damaged. RetrievalError: another sentence encoder.
@@ -105,13 +105,13 @@ def open_front(config: ServeConfig, stream: Stream, object_store_cache: bool = F
     snapshot_manager = SnapshotManager(
         bank, engine, config, snapshot.backbone.sha256, ObjectStoreCache(bank) if object_store_cache else None
     )
-    with suppress(RayclError):  # a router that must be told the task has nothing to load
+    with suppress(RayclError):  # a router that needs the task id has nothing to load
         snapshot_manager.active.mixture([WARMING])
     return Service(config, engine, snapshot_manager)
 
 
 def _warm(engine: Engine, loaded: LoadedSnapshot, routes: bool) -> None:
-    """Answer something once: encoder, adapters and kernels are loaded and chosen now, not while somebody waits."""
+    """Answer a warm-up text, so that encoder, adapters and kernels are loaded before the first request."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     task = loaded.snapshot.tasks[0].name if loaded.snapshot.tasks else None
@@ -123,7 +123,7 @@ def _warm(engine: Engine, loaded: LoadedSnapshot, routes: bool) -> None:
     while not is_last(request, event):
         event = events.get()
     if isinstance(event, Failed):
-        log.warning("a first answer failed: %s", event.error)
+        log.warning("the warm-up answer failed: %s", event.error)
 
 
 def close_service(service: Service) -> None:

@@ -1,4 +1,4 @@
-"""What replicas and the gate reserve in the cluster: all that they use, so that nobody else is given it too.
+"""What replicas and the gate reserve in the cluster: all that they use, so that it is not given to others.
 
 What it does not know: how Ray finds room for it.
 """
@@ -26,7 +26,7 @@ def settled_device(device: str) -> str:
 
 
 def gate_device(config: ServeConfig) -> str:
-    """Where the gate's own backbone is, as `settled_device` says it."""
+    """Where the gate's own backbone is, see `settled_device`."""
     return settled_device(config.gate.device or config.device)
 
 
@@ -36,7 +36,7 @@ def replica_takes(config: ServeConfig) -> dict[str, float]:
 
 
 def gate_takes(config: ServeConfig) -> dict[str, float]:
-    """Ray's options of the gate while it judges."""
+    """Ray's options of the gate during an evaluation."""
     return _takes(config, gate_device(config), config.gate.gpus)
 
 

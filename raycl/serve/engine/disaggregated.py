@@ -1,4 +1,4 @@
-"""Routing apart from the model: an engine's face whose answers are made by replicas elsewhere.
+"""Routing apart from the model: an engine's interface whose answers come from replicas elsewhere.
 
 The text is encoded and its mixture worked out here, on CPUs; replicas with the model get the mixture with the text.
 What it does not know: how replicas are found (it is given a function that streams their events).
@@ -27,7 +27,7 @@ from raycl.serve.engine.routing import mixtures_of, ood_scores_of
 
 @dataclass(frozen=True)
 class RemoteRequest:
-    """An ask on its way to a replica: everything but who listens."""
+    """A request on its way to a replica, without the receiver of its events."""
 
     text: str
     snapshot: int
@@ -41,7 +41,7 @@ Stream = Callable[[RemoteRequest], AsyncGenerator[Event, None]]
 
 
 class RemoteEngine:
-    """Routes, then lets others answer; the face of `raycl.serve.engine.engine.Engine`. What replicas do, they count."""
+    """Routes requests and passes them to replicas; the interface of `raycl.serve.engine.engine.Engine`."""
 
     def __init__(self, stream: Stream, kind: str, max_batch: int, max_target: int) -> None:
         """Start the routing thread and the loop that listens to replicas."""
@@ -49,7 +49,7 @@ class RemoteEngine:
         self.capabilities = capabilities_of(kind)
         self._stream = stream
         self._unfinished: set[int] = set()
-        self._lock = threading.Lock()  # of the set: asks begin and end on different threads
+        self._lock = threading.Lock()  # of the set: requests begin and end on different threads
         self._inbox: queue.SimpleQueue[EngineRequest | None] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._threads = [
@@ -67,7 +67,7 @@ class RemoteEngine:
 
     @property
     def pending(self) -> int:
-        """Asks whose last event has not come."""
+        """Requests whose last event has not been sent."""
         return len(self._unfinished)
 
     def load_snapshot(self, loaded: LoadedSnapshot) -> None:
@@ -145,7 +145,7 @@ class RemoteEngine:
                     request.send(event)
         except (*FAILURES, RayError) as error:  # a replica that dies fails its own answers only
             known = (
-                error if isinstance(error, RayclError) else RayclError(f"the replica that answered is gone: {error}")
+                error if isinstance(error, RayclError) else RayclError(f"the replica failed while answering: {error}")
             )
             request.send(Failed(known))
         finally:

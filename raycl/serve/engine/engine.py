@@ -1,6 +1,6 @@
-"""The model's thread: takes asks in, routes them together, answers them in batches that change with every token.
+"""The model's thread: receives requests, routes them together, answers them in continuous batches.
 
-Requests that came while a batch was computed make the next one, so nobody waits for a timer. Labels are one forward
+Requests that came while a batch was computed form the next one, without a timer. Labels are one forward
 pass; texts are decoded in one running batch that new ones join and finished ones leave, each row with its own mixture,
 and rows of different snapshots side by side.
 What it does not know: HTTP, event loops, where snapshots come from.
@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PREFETCH_BATCH = 8
-"""Adapters brought to the device between two batches: a few milliseconds."""
+"""Adapters loaded onto the device between two batches: a few milliseconds."""
 
 
 class Engine:
-    """Answers asks on a thread of its own.
+    """Answers requests on a thread of its own.
 
     Attributes:
-        model: the backbone; only this thread touches it.
+        model: the backbone with adapters; only this thread touches it.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Engine:
         Args:
             max_batch: rows that are computed together.
             max_source_tokens: longest prompt; longer inputs are cut at their end, as in training.
-            max_target_tokens: of an answer, where the ask does not say.
-            max_prompt_tokens: longest prompt that is not an input; what is longer is refused.
+            max_target_tokens: of an answer, unless the request sets it.
+            max_prompt_tokens: longest prompt that is not an input; longer ones are rejected.
             static_cache: texts are decoded at fixed addresses (`raycl.generation.static_cache`).
         """
         self.model, self.max_batch = model, max_batch
@@ -81,7 +81,7 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: EngineRequest) -> None:
-        """Take an ask; its events come through `request.send`."""
+        """Queue a request; its events are passed to `request.send`."""
         with self._lock:
             if self._open:
                 self._unfinished += 1
@@ -100,7 +100,7 @@ class Engine:
         return done
 
     def load_snapshot(self, loaded: LoadedSnapshot) -> None:
-        """Put a snapshot on the host, and its adapters on the device if that is little, between batches; blocks.
+        """Load a snapshot between batches, and its first adapters onto the device; blocks.
 
         Raises:
             BankError: see `MultiSnapshotModel.add`.
@@ -111,7 +111,7 @@ class Engine:
             self.call(partial(self.model.prefetch, keys[first : first + PREFETCH_BATCH])).result()
 
     def unload_snapshot(self, loaded: LoadedSnapshot) -> None:
-        """Take a snapshot from the host, between two batches."""
+        """Unload a snapshot between batches."""
         self.call(lambda: self.model.drop(loaded)).result()
 
     @property
@@ -136,7 +136,7 @@ class Engine:
 
     @property
     def pending(self) -> int:
-        """Asks whose last event has not come."""
+        """Requests whose last event has not been sent."""
         return self._unfinished
 
     @property
@@ -145,7 +145,7 @@ class Engine:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop after what is being computed now; asks that wait are failed."""
+        """Stop after the current batch; waiting requests fail."""
         self._inbox.put(None)
         self._thread.join(timeout=60)
 
@@ -178,7 +178,7 @@ class Engine:
         return True
 
     def _end(self) -> None:
-        """Nothing is taken any more, and nobody waits in vain."""
+        """Accept no more requests and fail those that wait."""
         with self._lock:
             self._open = False
         while not self._inbox.empty():
@@ -192,7 +192,7 @@ class Engine:
         self._texts.clear()
 
     def _drop_cancelled(self) -> None:
-        """What nobody wants any more."""
+        """Remove cancelled requests."""
         gone = [request for request in (*self._waiting, *self._texts.requests) if request.cancelled]
         if gone:
             self._waiting = [request for request in self._waiting if not request.cancelled]
@@ -236,7 +236,7 @@ class Engine:
         if not isinstance(error, RayclError):
             log.error("an answer failed", exc_info=error)
             name = type(error).__name__
-            error = InternalError(f"the model failed on this request ({name}): the server's log says more")
+            error = InternalError(f"the model failed on this request ({name}): see the server's log")
         self._send(request, Failed(error))
 
     def _send(self, request: EngineRequest, event: Event) -> None:
@@ -292,7 +292,7 @@ class Engine:
     def _route_prompts(
         self, loaded: LoadedSnapshot, requests: Sequence[EngineRequest], tasks: Sequence[str]
     ) -> Mixture:
-        """Prompts as the model will read them, in the eyes of a router beside it."""
+        """Prompts as the model will read them, for a router beside it."""
         ahead = max((entry.prompt[0] for entry in loaded.snapshot.adapters if entry.prompt), default=0)
         prompts = []
         for request, task in zip(requests, tasks, strict=True):
@@ -304,7 +304,7 @@ class Engine:
         return self.model.route_embeddings(loaded, batch.source_ids, batch.source_mask)
 
     def _with_prompt(self, request: EngineRequest, mixture: Mixture) -> RoutedPrompt:
-        """With the prompt of the task that the request names, else of the one that speaks loudest (`template_of`)."""
+        """With the prompt of the request's task, else of the task with the largest weight (`template_of`)."""
         loaded = request.loaded
         if not request.route_only and not self.model.fit([mixture]):
             raise AdapterError(
@@ -367,12 +367,12 @@ class RoutedPrompt(NamedTuple):
 def _call(function: Callable[[], Any], done: Future[Any]) -> None:
     try:
         done.set_result(function())
-    except FAILURES as error:  # handed to whoever asked
+    except FAILURES as error:  # raised to the caller
         done.set_exception(error)
 
 
 def _best(scores_BC: Tensor, labels: Sequence[str]) -> list[LabelScores | Failed]:
-    """Each row's labels by falling chance; scores of minus infinity are of labels that nobody knows."""
+    """Each row's labels by falling probability; minus infinity means that no active adapter has the label."""
     known_BC = scores_BC != -torch.inf
     infinite_B = (known_BC & ~torch.isfinite(scores_BC)).any(1).tolist()
     unlabelled_B = (~known_BC).all(1).tolist()

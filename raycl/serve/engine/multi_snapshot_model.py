@@ -1,6 +1,6 @@
-"""One backbone that speaks for any number of snapshots at once: what several bring is resident side by side.
+"""One backbone with the adapters of any number of snapshots, loaded side by side.
 
-Why it exists: while a new snapshot is taken on, answers begun on the old one go on, in the same batches. An adapter
+Why it exists: while a new snapshot is loaded, answers begun on the old one continue, in the same batches. An adapter
 is known on the device by name and version, so that two snapshots share what they have in common and nothing else.
 What it does not know: requests, where snapshots come from, when one is no longer needed.
 """
@@ -32,21 +32,21 @@ from raycl.types import Activation, AdapterState, Mixture
 log = logging.getLogger(__name__)
 
 MARK = "~"
-"""Between an adapter's name and version, which have no such sign, and what tells it from another of both."""
+"""Separates an adapter's name and version from the suffix that distinguishes it from another one of both."""
 
 AHEAD_BYTES = 256 * 2**20
-"""Adapters of one snapshot that are brought ahead take so much at most, as files."""
+"""Most bytes of one snapshot's adapters that are prefetched."""
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedSnapshot:
-    """A snapshot that can be spoken for.
+    """A snapshot that requests can be answered from.
 
     Attributes:
         source: adapter -> what it holds.
         keys: adapter -> its name on the device. names: the other way round.
         owners: name on the device -> tasks that the adapter was trained on.
-        heads: task -> name on the device of the adapter that brought its label head first.
+        heads: task -> name on the device of the first adapter with its label head.
         prompts: task -> what stood around its texts.
     """
 
@@ -61,7 +61,7 @@ class LoadedSnapshot:
 
     @staticmethod
     def of(snapshot: Snapshot, router: Router, source: Source, mark: str = "") -> LoadedSnapshot:
-        """Ready to be taken on.
+        """Ready to be added to a model.
 
         Args:
             mark: ends the names on the device, see `mark_of`.
@@ -91,11 +91,11 @@ class LoadedSnapshot:
 
     @property
     def needs_task(self) -> bool:
-        """Whether a text alone does not say which prompt it gets: the router chooses nothing, and prompts differ."""
+        """Whether a text's prompt depends on its task id: the router chooses nothing, and prompts differ."""
         return not self.router.chooses and len(set(self.prompts.values())) > 1
 
     def mixture(self, texts: Sequence[str], tasks: Sequence[str] | None = None) -> Mixture:
-        """Who speaks for each text, by names on the device; adapters that nobody chose are left out.
+        """The mixture of each text, by names on the device; adapters without weight are left out.
 
         Raises:
             BankError: the router needs the tasks, or does not know one.
@@ -113,7 +113,7 @@ class LoadedSnapshot:
         if missing:
             raise BankError(
                 f"the router of snapshot {self.snapshot.number} chose {', '.join(missing)}, which the snapshot lacks: "
-                "it was put together wrongly, use another one"
+                "the snapshot is inconsistent, use another one"
             )
         return Mixture(tuple(self.keys[mixture.names[column]] for column in chosen), mixture.weights[:, chosen])
 
@@ -131,9 +131,9 @@ class LoadedSnapshot:
 
 
 def mark_of(snapshot: Snapshot, others: Iterable[LoadedSnapshot]) -> str:
-    """What tells a snapshot's adapters from those hosted under the same name and version that are others.
+    """A suffix that distinguishes a snapshot's adapters from other loaded ones of the same name and version.
 
-    Empty but for banks that were emptied and filled again while somebody answered from them.
+    Empty unless the bank was emptied and filled again while it was served.
     """
     held = {one.keys[entry.name]: entry for one in others for entry in one.snapshot.adapters}
     marks = ("" if number == 0 else f"{MARK}{number}" for number in count())
@@ -141,18 +141,18 @@ def mark_of(snapshot: Snapshot, others: Iterable[LoadedSnapshot]) -> str:
 
 
 class MultiSnapshotModel:
-    """The backbone with the adapters of all hosted snapshots.
+    """The backbone with the adapters of all loaded snapshots.
 
     Attributes:
-        stack: adapters over the backbone's linears, brought to the device when a mixture names them.
+        stack: adapters over the backbone's linears, loaded onto the device when a mixture names them.
         counts: mixtures opened, their rows and adapters, and how many of those were on the device already.
     """
 
     def __init__(self, backbone: Backbone, max_loaded_rows: int | None = None) -> None:
-        """Take the backbone, which from now on speaks through snapshots alone.
+        """Wrap the backbone.
 
         Args:
-            max_loaded_rows: ranks of adapters on the device at once; None: as many as are asked for.
+            max_loaded_rows: ranks of adapters on the device at once; None: no limit.
         """
         self.backbone = backbone.eval()
         self._all: list[LoadedSnapshot] = []
@@ -172,18 +172,18 @@ class MultiSnapshotModel:
         return {one.snapshot.number: one for one in self._all}
 
     def add(self, loaded: LoadedSnapshot) -> None:
-        """Take a snapshot on; no mixture may be open.
+        """Load a snapshot; no mixture may be active.
 
         Raises:
             BankError: it was made for a backbone without some of its linears, or its adapters have another activation
-                than those hosted (or than each other).
+                than those loaded (or than each other).
         """
         snapshot = loaded.snapshot
         self.stack.activation = self._activation(snapshot)
         paths = sorted({path for layout in snapshot.layouts.values() for path in layout})
         try:
             for path in paths:
-                self.backbone.model.get_submodule(path)  # all are there before the first is taken
+                self.backbone.model.get_submodule(path)  # all exist before the first is wrapped
             self.stack.extend(paths)
         except AttributeError as error:
             raise BankError(
@@ -199,19 +199,19 @@ class MultiSnapshotModel:
         self._all.append(loaded)
 
     def _activation(self, snapshot: Snapshot) -> Activation:
-        """The one of all hosted adapters; those of a head or a prompt alone have none and need none."""
+        """The activation of all loaded adapters; adapters of a head or prompt alone have none."""
         others = [loaded.snapshot for loaded in self._all]
         example = {entry.activation: entry for one in (*others, snapshot) for entry in one.adapters if entry.rank}
         if len(example) > 1:
             kinds = ", ".join(f"'{kind or 'none'}' ({example[kind]})" for kind in sorted(example))
             raise BankError(
-                f"the adapters of snapshot {snapshot.number} and those hosted have activations {kinds}, but a model "
-                "computes all of its adapters with one: make a snapshot for each, and host one kind"
+                f"the adapters of snapshot {snapshot.number} and those loaded have activations {kinds}, but a model "
+                "computes all of its adapters with one: make a snapshot for each, and serve one of them"
             )
         return next(iter(example), "")
 
     def drop(self, gone: LoadedSnapshot) -> None:
-        """Forget a snapshot and what no other one has; no mixture may be open."""
+        """Unload a snapshot and the adapters that no other one has; no mixture may be active."""
         self._all = [one for one in self._all if one is not gone]
         kept = {key for other in self._all for key in other.keys.values()}
         for name, key in gone.keys.items():
@@ -229,14 +229,14 @@ class MultiSnapshotModel:
         try:
             return source(name)
         except (BankError, StorageError) as error:
-            raise UnavailableError(f"adapter {key} cannot be had now: {error}") from error
+            raise UnavailableError(f"adapter {key} cannot be loaded: {error}") from error
 
     def route_embeddings(self, loaded: LoadedSnapshot, ids_BL: Tensor, mask_BL: Tensor) -> Mixture:
-        """Who speaks for each prompt of a snapshot that reads them; see `LoadedSnapshot.mixture`."""
+        """The mixture of each prompt, for routers that need embeddings; see `LoadedSnapshot.mixture`."""
         return loaded.named(loaded.router.route_embeddings(self.backbone.embedded(ids_BL), mask_BL))
 
     def ahead(self, loaded: LoadedSnapshot) -> list[str]:
-        """Adapters of a snapshot worth bringing to the device before anybody asks: so many as take little."""
+        """The first adapters of a snapshot, up to `AHEAD_BYTES`: they are prefetched."""
         room, found = AHEAD_BYTES, []
         for entry in loaded.snapshot.adapters:
             room -= entry.tensors.bytes
@@ -246,7 +246,7 @@ class MultiSnapshotModel:
         return found
 
     def prefetch(self, keys: Sequence[str]) -> None:
-        """Have them on the device if there is room; what cannot be had now is left to those who ask for it."""
+        """Load them onto the device if there is room; failures are logged, and raised for requests that need them."""
         for key in keys:
             if key in self._sources and key not in self.stack.states and self._has_room(self._ranks[key]):
                 try:
@@ -259,17 +259,17 @@ class MultiSnapshotModel:
         return self.stack.grows or self.stack.table.free >= rows
 
     def pin(self, keys: Sequence[str]) -> None:
-        """Keep these adapters on the device until they are released as often as they were held."""
+        """Keep these adapters on the device until they are unpinned as often as they were pinned."""
         for key in keys:
             self.stack.table.pin(key)
 
     def unpin(self, keys: Sequence[str]) -> None:
-        """Take one hold back from each."""
+        """Undo one `pin` of each."""
         for key in keys:
             self.stack.table.unpin(key)
 
     def rows(self, keys: Sequence[str]) -> int:
-        """Resident rows that these adapters take together."""
+        """Loaded rows of these adapters together."""
         return sum(self._ranks[key] for key in keys)
 
     def fit(self, mixtures: Sequence[Mixture]) -> bool:
@@ -281,7 +281,7 @@ class MultiSnapshotModel:
 
     @contextmanager
     def activate(self, mixture: Mixture, rule: Any = "probability", heads: Sequence[str] = ()) -> Iterator[None]:
-        """Everything inside is spoken by this mixture.
+        """Activate a mixture for everything inside.
 
         Args:
             rule: of label heads. heads: adapter whose label head answers each example, for rule `label_count`.

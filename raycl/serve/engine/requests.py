@@ -12,7 +12,7 @@ from raycl.errors import RayclError
 from raycl.generation.requests import Event, GenerationRequest, Started, TextDelta
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 
-CLOSED = "the server is shutting down: ask again in a moment"
+CLOSED = "the server is shutting down: retry in a moment"
 
 FAILURES = (
     *(RayclError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
@@ -28,7 +28,7 @@ class AdapterSelection:
     Attributes:
         weights: adapter -> weight, as the request pinned them; {} is the bare backbone; None: the router decides.
         task: where the request knows it.
-        hard: only the loudest task's adapters speak, at the weights among them.
+        hard: only the adapters of the task with the largest weight are active, scaled to a sum of 1.
     """
 
     weights: Mapping[str, float] | None = None

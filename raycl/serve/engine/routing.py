@@ -1,6 +1,6 @@
-"""Who speaks for each ask: the router's mixtures and those that requests pin, one row each.
+"""The mixture of each request: the router's, or the weights that the request pins; one row each.
 
-What it does not know: prompts, the model, whoever waits for the answers.
+What it does not know: prompts, the model, clients.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from raycl.serve.snapshots.snapshot_model import heads_of
 from raycl.types import Mixture
 
 RoutePrompts = Callable[[LoadedSnapshot, Sequence[EngineRequest], Sequence[str]], Mixture]
-"""Mixtures of asks' prompts, each with the template of a task ("": none), by a router that reads prompts."""
+"""Mixtures of the requests' prompts, each with the template of a task ("": none), by a router that reads prompts."""
 
 
 def mixtures_of(
     loaded: LoadedSnapshot, requests: Sequence[EngineRequest], route_prompts: RoutePrompts | None = None
 ) -> list[Mixture]:
-    """One mixture of one row for each ask of a snapshot, of those that speak for it alone.
+    """One mixture of one row for each request to a snapshot, over the request's active adapters alone.
 
     Args:
         route_prompts: for snapshots whose router reads prompts; it needs the model.
     """
-    named = cache(lambda pairs: loaded.named(Mixture.same(dict(pairs), 1)))  # many ask for the same
+    named = cache(lambda pairs: loaded.named(Mixture.same(dict(pairs), 1)))  # many requests pin the same weights
     found = {
         number: named(tuple(request.selection.weights.items()))
         for number, request in enumerate(requests)
@@ -43,7 +43,7 @@ def mixtures_of(
 
 
 def ood_scores_of(loaded: LoadedSnapshot, requests: Sequence[EngineRequest]) -> dict[str, float]:
-    """Text -> how unfamiliar it is, where it is only to be routed: then somebody looks. {} if it cannot be told."""
+    """Text -> out-of-distribution score, for requests that are only routed; {} if the router has no such score."""
     texts = list(
         dict.fromkeys(request.text for request in requests if request.route_only and request.selection.weights is None)
     )
@@ -54,7 +54,7 @@ def ood_scores_of(loaded: LoadedSnapshot, requests: Sequence[EngineRequest]) -> 
 def _routed(
     loaded: LoadedSnapshot, requests: Sequence[EngineRequest], group: Sequence[int], route_prompts: RoutePrompts | None
 ) -> dict[int, Mixture]:
-    """What the router says to asks that all name their task, or that all do not."""
+    """The router's mixtures for requests that all give a task id, or none of which does."""
     if not group:
         return {}
     tasks = [task for number in group if (task := requests[number].selection.task) is not None]
@@ -71,8 +71,8 @@ def _routed(
 
 
 def _route_prompts(loaded: LoadedSnapshot, requests: Sequence[EngineRequest], route_prompts: RoutePrompts) -> Mixture:
-    """By whole prompts, as in training: an input whose task nobody says is read bare first, and then again with the
-    template of the task that was loudest, if tasks have different ones."""
+    """By whole prompts, as in training: an input without a task id is read without a template first, and then again
+    with the template of the task with the largest weight, if tasks have different templates."""
     prompts = {prompt: task for task, prompt in loaded.prompts.items()}
     only = next(iter(prompts.values())) if len(prompts) == 1 else ""
     for request in requests:
@@ -86,7 +86,7 @@ def _route_prompts(loaded: LoadedSnapshot, requests: Sequence[EngineRequest], ro
 
 
 def _hard(loaded: LoadedSnapshot, mixture: Mixture) -> Mixture:
-    """Only the loudest task's adapters, at the weights among them."""
+    """Only the adapters of the task with the largest weight, their weights scaled to a sum of 1."""
     task = top_task(loaded, mixture)
     alone = mixture.weights * torch.tensor([[task in loaded.owners[key] for key in mixture.names]])
     return replace(mixture, weights=alone / alone.sum(1, keepdim=True))
@@ -98,10 +98,10 @@ def top_task(loaded: LoadedSnapshot, mixture: Mixture) -> str:
 
 
 def template_of(loaded: LoadedSnapshot, request: EngineRequest, mixture: Mixture) -> str:
-    """The task whose prompt an input gets: the one that the request names, else the loudest; "": none.
+    """The task whose prompt an input gets: that of the request, else the one with the largest weight; "": none.
 
     Raises:
-        InvalidRequestError: several tasks are equally loud because nothing chose among them, and their prompts differ.
+        InvalidRequestError: several tasks have equal weight because the router chooses none, and their prompts differ.
     """
     if request.template or request.selection.task:
         return request.template or str(request.selection.task)
@@ -114,8 +114,8 @@ def template_of(loaded: LoadedSnapshot, request: EngineRequest, mixture: Mixture
         return ""
     whole = "" if request.sampling is None else ", or send the whole prompt to /v1/completions"
     raise InvalidRequestError(
-        f"snapshot {loaded.snapshot.number} has no router, and its tasks were learned with different prompts: say "
-        f"which one this text is of by raycl.task ({', '.join(equal[:8])}){whole}"
+        f"snapshot {loaded.snapshot.number} has no router, and its tasks were learned with different prompts: "
+        f"give the text's task by raycl.task ({', '.join(equal[:8])}){whole}"
     )
 
 
@@ -123,6 +123,6 @@ def head_of(request: EngineRequest) -> str:
     """Rule `label_count`: whose head answers.
 
     Raises:
-        BankError: the request does not say the task.
+        BankError: the request gives no task id.
     """
     return heads_of(request.loaded, [request.selection.task] if request.selection.task else None)[0]

@@ -1,6 +1,6 @@
-"""A text as the ids of its prompt: cut at its end as in training, or refused where nothing may be cut.
+"""A text as the ids of its prompt: truncated at its end as in training, or rejected where it may not be truncated.
 
-What it does not know: who asks, what is made of the ids.
+What it does not know: requests, what the ids are used for.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from raycl.serve.errors import LimitExceededError, PromptTooLongError
 
 
 class PromptRequest(NamedTuple):
-    """What is to be read.
+    """A text to encode.
 
     Attributes:
-        is_input: it may be cut.
+        is_input: it may be truncated.
         ahead: positions that soft prompts take.
     """
 
@@ -34,8 +34,8 @@ class TruncatedPrompt:
     """A prompt that the model reads.
 
     Attributes:
-        cut: tokens of the whole that were left out.
-        room: tokens that an answer may have behind it; None: no limit.
+        cut: tokens that were removed.
+        room: most tokens of an answer; None: no limit.
     """
 
     ids: list[int]
@@ -47,10 +47,10 @@ class Truncation:
     """What fits into one backbone."""
 
     def __init__(self, backbone: Backbone, max_source: int, max_prompt: int) -> None:
-        """Look at the backbone.
+        """Read the backbone's limits.
 
         Args:
-            max_source: tokens of an input; what is longer is cut, as in training.
+            max_source: tokens of an input; longer ones are truncated, as in training.
             max_prompt: tokens of a prompt that is not an input, and is never cut.
         """
         self.codec = backbone.codec
@@ -58,10 +58,10 @@ class Truncation:
         self.positions = backbone.max_positions
 
     def fit(self, prompt_request: Sequence[PromptRequest]) -> list[TruncatedPrompt]:
-        """The ids of texts with their prompts around them; the same text is read once.
+        """The ids of texts with their prompts around them; equal texts are encoded once.
 
         Raises:
-            PromptTooLongError: one may not be cut, and is too long. LimitExceededError: there is nothing in one.
+            PromptTooLongError: one that may not be truncated is too long. LimitExceededError: one has no token.
         """
         unlike = list(dict.fromkeys(prompt_request))
         read = self.codec.encode_source([one.prompt.around(one.text) for one in unlike])
@@ -84,7 +84,7 @@ class Truncation:
         return TruncatedPrompt(ids, whole - len(ids), self._room(len(ids), prompt_request.ahead))
 
     def _room(self, length: int, ahead: int) -> int | None:
-        """A decoder's answer goes on where the prompt ends; another's has positions of its own."""
+        """Where prompt and answer are one sequence, what the prompt leaves of it."""
         if self.positions is None:
             return None
         return self.positions - (ahead + length if self.codec.capabilities.one_sequence else 0)

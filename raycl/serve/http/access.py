@@ -1,6 +1,6 @@
-"""Who may ask, and how large a request may be: pure ASGI, before anything is parsed.
+"""Access control and request size limits: pure ASGI, before anything is parsed.
 
-What it does not know: what is asked.
+What it does not know: the content of requests.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from raycl.serve.http.disconnects import cancel_on_disconnect
 from raycl.serve.settings import AuthConfig, LimitsConfig, ServeConfig
 
 OPEN = ("/", "/healthz", "/readyz", "/openapi.json")
-"""Paths that need no key, and all below /playground/: what loads the page that asks for one, and what probes see."""
+"""Paths that need no key, and all below /playground/: the page that prompts for a key, and health probes."""
 
 DRAINED = 16
-"""Times the largest body that is read of one that is too large: who is still sending hears no answer."""
+"""How much of too large a body is read, in multiples of the limit: clients read no response while they send."""
 
 
 class Keys:
@@ -98,13 +98,13 @@ class AccessMiddleware:
         self.body_bytes, self.timeout_s = limits.body_kb * 1024, limits.timeout_s
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass a request on, or refuse it."""
+        """Pass a request on, or reject it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         if not self.keys and not _is_local(headers.get(b"host", b"localhost")):
-            message = "without API keys only this machine may ask, by 127.0.0.1 or localhost: set auth.keys_file"
+            message = "without API keys only requests to 127.0.0.1 or localhost are answered: set auth.keys_file"
             await _answer(send, 403, message, "permission_error")
             return
         reason = self._denied(scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")), headers)
@@ -119,7 +119,7 @@ class AccessMiddleware:
             async with asyncio.timeout(self.timeout_s):
                 body = await self._read(receive)
         except TimeoutError:
-            message = f"the request did not come whole within {self.timeout_s:g} s: send it faster"
+            message = f"the request was not complete within {self.timeout_s:g} s: send it faster"
             await _answer(send, 408, message, "timeout_error")
             return
         except _GoneError:
@@ -130,7 +130,7 @@ class AccessMiddleware:
             await cancel_on_disconnect(self.app, scope, body, receive, send)
 
     def _denied(self, path: str, headers: dict[bytes, bytes]) -> str | None:
-        """Why this client may not ask that, if it may not."""
+        """Why this client may not use this path; None: it may."""
         admin = path.startswith("/admin")
         if not self.keys or path in OPEN or path.startswith("/playground/"):
             return None

@@ -1,8 +1,8 @@
-"""A client that goes away takes its request with it, whole answers as well as streams.
+"""Cancels a request when its client disconnects, whole answers as well as streams.
 
-Why it exists: frameworks notice that a client has gone only when they write to it, and until then a text is generated
-that nobody reads.
-What it does not know: what is asked.
+Why it exists: frameworks notice that a client has gone only when they write to it, and until then a text is
+generated in vain.
+What it does not know: the content of requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ async def cancel_on_disconnect(app: Any, scope: Any, body: bytes, receive: Any, 
     """Run an ASGI application on a body that has been read; cancelled if the client leaves before the answer's end.
 
     Args:
-        receive: of the server, behind the body: from now on nobody else reads from it.
+        receive: of the server, behind the body: nothing else may read from it.
     """
     given, gone, answered = False, asyncio.Event(), False
 

@@ -16,7 +16,7 @@ MAX_STOPS, MAX_STOP, MAX_NAME, MAX_WEIGHT, MAX_NUMBER = 16, 256, 200, 1000.0, 10
 
 
 AnyText = Annotated[str, StringConstraints(min_length=0)]
-"""Any text; where a length is asked for, pydantic finds lone surrogates, which no tokenizer takes."""
+"""Any text; with a length constraint pydantic finds lone surrogates, which no tokenizer takes."""
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
@@ -47,14 +47,14 @@ UnsupportedLogprobs = Annotated[
 class _Wire(BaseModel):
     """Unknown fields are ignored, as clients of many versions send them; wrong types are not, null is the default.
 
-    Known fields that would change the answer and are not supported are refused (`Unsupported`).
+    Known fields that would change the answer and are not supported are rejected (`Unsupported`).
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
 class Pins(_Wire):
-    """Who speaks, where the request wants to say so; together with `model`, the narrower one counts."""
+    """The snapshot, adapters or task that a request pins; together with `model`, the narrower one counts."""
 
     snapshot: int | None = Field(None, ge=1, le=MAX_NUMBER, description="answer from this snapshot")
     adapters: dict[Name, Weight] | None = Field(None, description="adapter -> weight; {} is the bare backbone")
@@ -71,12 +71,12 @@ class Request(_Wire):
 
     @property
     def pins(self) -> Pins:
-        """Who should speak."""
+        """What the request pins."""
         return self.raycl or Pins()
 
 
 class StreamOptions(_Wire):
-    """What a stream says beside the text."""
+    """What a stream contains beside the text."""
 
     include_usage: bool | None = None
 
@@ -192,7 +192,7 @@ class ResponseDetails(BaseModel):
     template: str = ""
     cut_tokens: int = 0
     ood_score: float | None = Field(
-        None, description="POST /v1/route: from 0 to 1, near 1 for a text like none that was learned"
+        None, description="POST /v1/route: from 0 to 1, near 1 for a text unlike all learned tasks"
     )
     queue_ms: float = 0.0
     retrieval_ms: float = 0.0
@@ -280,7 +280,7 @@ class LabelAnswer(BaseModel):
 
 
 class Route(BaseModel):
-    """Who would speak for one text."""
+    """The mixture of one text."""
 
     index: int
     raycl: ResponseDetails
@@ -295,7 +295,7 @@ class RouteAnswer(BaseModel):
 
 
 class ModelInfo(BaseModel):
-    """Something that `model` may say."""
+    """A value of `model`."""
 
     id: str
     object: Literal["model"]
@@ -338,7 +338,7 @@ class SnapshotsAnswer(BaseModel):
     kind: str
     data: list[int]
     decision: dict[str, Any] = Field(description="the last one: number, snapshot, why, time")
-    problem: str = Field(description="why the newest snapshot or decision cannot be followed or judged, or nothing")
+    problem: str = Field(description="why the newest snapshot or decision cannot be used or evaluated, or empty")
 
 
 class ActivateAnswer(BaseModel):

@@ -1,4 +1,4 @@
-"""HTTP straight into the process that answers, past Ray Serve's proxy.
+"""HTTP directly in the replica's process, without Ray Serve's proxy.
 
 Why it exists: the proxy costs a request several milliseconds of CPU, as much as a small model's answer. Replicas of
 one machine share the port, and the kernel spreads connections over them (SO_REUSEPORT).
@@ -26,7 +26,7 @@ from raycl.errors import LaunchError
 from raycl.serve.settings import ServeConfig
 
 KEEP_ALIVE_S = 75
-"""Longer than clients keep a connection that they do not use, so that it is they who close it."""
+"""Longer than clients keep a connection that they do not use, so that clients close it."""
 
 START_S = 30.0
 
@@ -82,7 +82,7 @@ class Listener:
     """An ASGI application on the endpoint's address, in a thread with an event loop of its own.
 
     Raises:
-        LaunchError: the address is not to be had.
+        LaunchError: the address is not available.
     """
 
     def __init__(self, web: Any, config: ServeConfig) -> None:
@@ -122,9 +122,9 @@ class Listener:
 
 @contextmanager
 def claimed(config: ServeConfig) -> Iterator[ServeConfig]:
-    """The settings of an endpoint whose Ray is started on this machine: its port, and who listens there.
+    """The settings of an endpoint whose Ray is started on this machine: its port and ingress.
 
-    The port stays this endpoint's while this is open, although nobody may listen there yet.
+    The port stays reserved while this is open, although nothing listens there yet.
 
     Raises:
         LaunchError: the port is taken.

@@ -49,7 +49,7 @@ class GenerationOptions:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of every ask."""
+        """Of every request to the engine."""
         template = self.request.pins.template
         return {"sampling": self.samplings, "templated": self.chat if template is None else template}
 
@@ -190,6 +190,6 @@ def _event(tree: dict[str, Any]) -> str:
 
 def usage(answers: Sequence[Answer], n: int = 1) -> dict[str, int]:
     """Tokens of answers, n to each prompt."""
-    asked = sum(answer.metadata.prompt_tokens for answer in answers[::n] if answer.metadata)
+    prompt = sum(answer.metadata.prompt_tokens for answer in answers[::n] if answer.metadata)
     completion = sum(answer.tokens for answer in answers)
-    return {"prompt_tokens": asked, "completion_tokens": completion, "total_tokens": asked + completion}
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

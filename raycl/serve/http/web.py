@@ -56,7 +56,7 @@ def make_web(service: Service, keys: Keys) -> Any:
 
 
 class _Plain(Response):
-    """JSON in ASCII: what is refused may not be text at all."""
+    """JSON in ASCII: a rejected body may not be valid text."""
 
     media_type = "application/json"
 
@@ -72,7 +72,7 @@ def _add_errors(app: FastAPI) -> None:
         if first["type"] == "json_invalid":
             text, place = f"the body is no valid JSON: {first.get('ctx', {}).get('error', reason)}", ""
         elif isinstance(error.body, bytes):
-            text = "the body is not JSON, or does not say so: send it with 'Content-Type: application/json'"
+            text = "the body is not JSON, or its Content-Type is not: send it with 'Content-Type: application/json'"
         else:
             text = f"{place or 'the body'}: {reason}"
         return _Plain(body_of(text, "invalid_request_error", place or None), 400)
@@ -90,7 +90,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def fault(request: Request, error: Exception) -> Response:
         name = type(error).__name__
-        return _Plain(body_of(f"a fault of the server ({name}): its log says more", "server_error"), 500)
+        return _Plain(body_of(f"an internal error ({name}): see the server's log", "server_error"), 500)
 
 
 def _clearest(error: RequestValidationError) -> tuple[dict[str, Any], str]:
@@ -130,7 +130,7 @@ def _add_labels(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/route", response_model=None, responses={200: {"model": RouteAnswer}})
     async def route(request: ClassifyRequest) -> Response:
-        """Who would speak for each text; nothing is answered."""
+        """The mixture of each text, without an answer."""
         _, facts = await _each(service, request, routed, route_only=True)
         data = [{"index": number, "raycl": metadata} for number, metadata in enumerate(facts)]
         return JSONResponse({"object": "list", "model": request.model, "data": data})
@@ -167,7 +167,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", response_model=None, responses={200: {"model": ModelsAnswer}})
     def models() -> Response:
-        """Everything that `model` may say."""
+        """Every value of `model`."""
         return JSONResponse({"object": "list", "data": names()})
 
     @app.get("/v1/models/{name}", response_model=None, responses={200: {"model": ModelInfo}})
@@ -216,7 +216,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         """Answer from this snapshot from now on, on every replica: a rollback, or a step forward."""
         before = snapshot_manager.active.snapshot.number
         try:
-            snapshot_manager.activate(request.snapshot, "asked for")
+            snapshot_manager.activate(request.snapshot, "requested")
         except BankError as error:
             raise NotFoundError(str(error)) from error
         return JSONResponse({"active": snapshot_manager.active.snapshot.number, "before": before})

@@ -1,7 +1,7 @@
-"""May a snapshot answer? It is judged through the serving path, router and mixture included, on held-out rows.
+"""The evaluation gate: a snapshot is scored through the serving path, router and mixture included, on held-out rows.
 
-A task that the candidate has lost is asked all the same, and counts with what comes back.
-What it does not know: what becomes of the verdict.
+A task that the candidate lacks is evaluated all the same.
+What it does not know: what is decided by the result.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def judge(config: ServeConfig, candidate: int) -> GateResult:
     """Score the active snapshot and a candidate.
 
     Raises:
-        BankError: the candidate is not there or answers already; a task has no rows to judge by.
+        BankError: the candidate is not there or answers already; a task has no rows to evaluate on.
         RayclError: data or backbone cannot be read.
     """
     quiet = config.model_copy(update={"follow": config.follow.model_copy(update={"enabled": False})})
@@ -88,7 +88,7 @@ def judge(config: ServeConfig, candidate: int) -> GateResult:
 def _stream(snapshot: Snapshot, config: ServeConfig) -> Stream:
     made = snapshot.made.get("config")
     if made is None:
-        raise BankError(f"snapshot {snapshot.number} does not say which data it was trained on: it cannot be judged")
+        raise BankError(f"snapshot {snapshot.number} has no record of its training data: it cannot be evaluated")
     tree = {"stream": {**made["stream"], "unseen": None}}
     for override in config.gate.stream:
         configs.apply_override(tree, f"stream.{override}")
@@ -106,20 +106,20 @@ def _check_rows(stream: Stream, tasks: Sequence[Task], learned: set[str], config
     empty = [task.name for task in tasks if not len(stream.rows(task, split))]
     if empty:
         raise BankError(
-            f"{', '.join(empty)}: no {split} rows to judge by; train with stream.dev_fraction above 0, or set "
+            f"{', '.join(empty)}: no {split} rows to evaluate on; train with stream.dev_fraction above 0, or set "
             "gate.split=test"
         )
 
 
 class EngineModel:
-    """A hosted snapshot as a requester sees it."""
+    """A loaded snapshot behind the engine."""
 
     def __init__(self, engine: Engine, loaded: LoadedSnapshot) -> None:
         self.engine, self.loaded = engine, loaded
         self.backbone: Backbone = engine.model.backbone
 
     def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
-        """One answer per example, asked for as anybody would: by the text alone, fill-ups too."""
+        """One answer per example, requested by the text alone, fill-ups too."""
         loaded = self.loaded
         rule = loaded.head_rule == "label_count" or "task_id" in loaded.router.needs or loaded.needs_task
         sampling = None if self.backbone.codec.needs_labels else Sampling(limit)

@@ -1,8 +1,8 @@
-"""Following with a gate: what is published is judged where the cluster has room, and then decided.
+"""Following with a gate: published snapshots are evaluated where the cluster has room, and then activated or rejected.
 
-Why it exists: judging takes a backbone of its own. It reserves what that uses, and only while it judges; and a snapshot
-that waits, or cannot be judged, is said wherever people look.
-What it does not know: how a snapshot is judged (`raycl.serve.snapshots.gate`).
+Why it exists: evaluating takes a backbone of its own. Its resources are reserved during the evaluation only, and
+a snapshot that waits or cannot be evaluated is reported by the endpoint, its metrics and its log.
+What it does not know: how a snapshot is evaluated (`raycl.serve.snapshots.gate`).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from raycl.serve.snapshots.gate import GateResult, judge
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 15.0
-"""A judge that has room is there by then: later it is said that it waits."""
+"""Time for an evaluation worker to start; after it, waiting is reported."""
 
 PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
-"""Before a snapshot that could not be judged is judged again; doubled each time."""
+"""Before a failed evaluation is repeated; doubled each time."""
 
 ASK_S, ANSWER_S = 2.0, 10.0
-"""How often replicas ask what the gate says, and how long they wait for it."""
+"""How often replicas poll the gate, and how long they wait for its answer."""
 
 
 class GateWorker:
-    """An actor that has what judging takes for as long as it lives."""
+    """An actor that holds the resources of an evaluation for as long as it lives."""
 
     def __init__(self, tree: dict[str, Any]) -> None:
         logging.getLogger("raycl").setLevel(logging.INFO)
@@ -51,7 +51,7 @@ class GateWorker:
         """Returns when the actor has its resources."""
 
     def judge(self, candidate: int) -> GateResult | str:
-        """The verdict on a snapshot, or why there is none."""
+        """The result for a snapshot, or why there is none."""
         try:
             return judge(self.config, candidate)
         except FAILURES as error:
@@ -63,8 +63,8 @@ class _Pending:
     """The newest snapshot, which is not decided.
 
     Attributes:
-        since, again: when it was found, and when it may be judged, on the monotonic clock.
-        pause_s: after it could not be judged.
+        since, again: when it was found, and when it may be evaluated, on the monotonic clock.
+        pause_s: after a failed evaluation.
         problem: why it could not.
     """
 
@@ -76,13 +76,13 @@ class _Pending:
 
 
 class GateActor:
-    """Watches the bank, has what is new judged, and decides. It takes no room itself."""
+    """Watches the bank, has new snapshots evaluated, and decides. It reserves nothing itself."""
 
     def __init__(self, tree: dict[str, Any], takes: dict[str, float]) -> None:
         """Watch from now on, on a thread of its own.
 
         Args:
-            tree: settings of the endpoint, the device that of the gate. takes: Ray's options of a judge.
+            tree: settings of the endpoint, the device that of the gate. takes: Ray's options of a worker.
         """
         logging.getLogger("raycl").setLevel(logging.INFO)
         self.config, self._tree, self._takes = configs.validate(ServeConfig, tree), tree, takes
@@ -93,7 +93,7 @@ class GateActor:
         self._thread.start()
 
     def problem(self) -> str:
-        """Why the newest snapshot has not been judged; "" if it has, or is being judged."""
+        """Why the newest snapshot has not been evaluated; "" if it has, or is being evaluated."""
         return self._problem
 
     def check_health(self) -> None:
@@ -124,13 +124,13 @@ class GateActor:
     def _decide(self, last: Activation) -> None:
         pending = self._pending
         result = self._evaluate()
-        if result is None or self._activations.latest() != last:  # somebody has decided meanwhile
+        if result is None or self._activations.latest() != last:  # it has been decided meanwhile
             return
         if isinstance(result, str):
             pending.again = time.monotonic() + pending.pause_s
             pending.problem = (
-                f"snapshot {pending.number} cannot be judged, snapshot {last.snapshot} goes on: {result} (judged "
-                f"again in {pending.pause_s:.0f} s; `jobs/serve.py activate` decides without the gate)"
+                f"snapshot {pending.number} cannot be evaluated, snapshot {last.snapshot} stays active: {result} "
+                f"(evaluated again in {pending.pause_s:.0f} s; `jobs/serve.py activate` decides without the gate)"
             )
             pending.pause_s = min(2 * pending.pause_s, LONGEST_PAUSE_S)
             return
@@ -138,25 +138,25 @@ class GateActor:
         if result.passed:
             self._activations.add(pending.number, f"passed the gate: no task falls by more than {worst:.1f}")
         else:
-            why = f"snapshot {pending.number} was refused: a task falls by {worst:.1f}"
+            why = f"snapshot {pending.number} was rejected: a task falls by {worst:.1f}"
             self._activations.add(last.snapshot, why)
 
     def _evaluate(self) -> GateResult | str | None:
-        """What a judge says, or why there is none; None: it has been decided meanwhile, or something newer is there."""
+        """The result, or why there is none; None: it has been decided meanwhile, or a newer snapshot is there."""
         actor = ray.remote(GateWorker).options(**self._takes).remote(self._tree)
         try:
             if not self._has_room(actor.ready.remote()):
                 return None
             self._set_problem(self._pending.problem)
-            judged, limit, began = (
+            evaluated, limit, began = (
                 actor.judge.remote(self._pending.number),
                 self.config.gate.timeout_s,
                 time.monotonic(),
             )
-            while not self._done(judged):
+            while not self._done(evaluated):
                 if time.monotonic() - began > limit:
                     return f"it takes longer than gate.timeout_s={limit:g}"
-            found: GateResult | str = ray.get(judged)
+            found: GateResult | str = ray.get(evaluated)
             return found
         except RayError as error:  # its process or node died
             return " ".join(str(error).split())[:400]
@@ -164,14 +164,14 @@ class GateActor:
             ray.kill(actor)
 
     def _has_room(self, ready: Any) -> bool:
-        """Wait until the judge runs; False: nobody needs it any more."""
+        """Wait until the worker runs; False: it is no longer needed."""
         number, began = self._pending.number, time.monotonic()
         while not self._done(ready):
             last = self._activations.latest()
             if last is None or number <= last.seen or number != self._newest():
                 return False
             if time.monotonic() - began > PATIENCE_S:
-                self._set_problem(f"snapshot {number} waits for the gate, which asks for {_room(self._takes)}")
+                self._set_problem(f"snapshot {number} waits for the gate, which needs {_room(self._takes)}")
         ray.get(ready)
         return True
 
@@ -196,9 +196,9 @@ def _room(takes: dict[str, float]) -> str:
 
 
 def poll_gate(gate_actor: DeploymentHandle, service: Service) -> None:
-    """Have `service.gate_problem` follow what the gate says, as long as the service lives."""
+    """Keep `service.gate_problem` up to date, as long as the service lives."""
 
-    def ask() -> None:
+    def poll() -> None:
         while service.engine.alive:
             try:
                 service.gate_problem = gate_actor.problem.remote().result(timeout_s=ANSWER_S)
@@ -207,4 +207,4 @@ def poll_gate(gate_actor: DeploymentHandle, service: Service) -> None:
                 service.gate_problem = f"the gate does not answer, so nothing new is activated: {reason}"
             time.sleep(ASK_S)
 
-    threading.Thread(target=ask, name="raycl-ask-gate", daemon=True).start()
+    threading.Thread(target=poll, name="raycl-poll-gate", daemon=True).start()

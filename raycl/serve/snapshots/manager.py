@@ -1,6 +1,6 @@
-"""The snapshots that a replica can answer from: opened in the background, taken on between two batches.
+"""The snapshots that a replica can answer from: loaded in the background, added between two batches.
 
-A request keeps the snapshot that it began with. The active one is what the bank's activations say; in follow mode
+A request keeps the snapshot that it began with. The active one follows the bank's activations; in follow mode
 without a gate, what was published since the last decision counts as activated.
 What it does not know: requests.
 """
@@ -107,7 +107,7 @@ class SnapshotManager:
             return self._opened(number) or self._load(*self._read(number))
 
     def open_checked(self, number: int) -> LoadedSnapshot:
-        """As `open`, and everything that the snapshot can ask for has been read.
+        """As `open`, after everything that the snapshot needs has been read and checked.
 
         Raises:
             BankError: unknown, damaged in any part, or made for another backbone.
@@ -167,7 +167,7 @@ class SnapshotManager:
         return lambda name: object_store_cache.fetch(snapshot, [name])[name]
 
     def _make_room(self, fresh: int | None = None) -> None:
-        """Let go of snapshots that nobody uses, the least recently used first."""
+        """Unload snapshots that are not in use, the least recently used first."""
         with self._lock:
             gone = [loaded for loaded in self._replaced if not self._users[loaded] and loaded is not self.active]
             self._replaced = [loaded for loaded in self._replaced if loaded not in gone]
@@ -181,7 +181,7 @@ class SnapshotManager:
             self.engine.unload_snapshot(loaded)
 
     def _drop_replaced(self) -> None:
-        """Set aside what is open under a number that means another snapshot now, or none: it is not asked any more."""
+        """Set aside snapshots whose number is gone from the bank, or names another snapshot now."""
         stamps = self.bank.stamps()
         for number, loaded in list(self._open.items()):
             stamp = stamps.get(number)
@@ -194,7 +194,7 @@ class SnapshotManager:
             log.warning("snapshot %d was removed from the bank%s", number, "" if stamp is None else " and made anew")
 
     def _is_unchanged(self, loaded: LoadedSnapshot) -> bool:
-        """Whether its record says what it said; one that cannot be read now says nothing else."""
+        """Whether its record is unchanged; one that cannot be read now counts as unchanged."""
         try:
             return self.bank.open(loaded.snapshot.number) == loaded.snapshot
         except BankError:
@@ -220,7 +220,7 @@ class SnapshotManager:
         if loaded is not None:
             return loaded
         assert number is not None, "the active one is always there"
-        with self._loading_lock:  # nobody lets go of it meanwhile
+        with self._loading_lock:  # it is not unloaded meanwhile
             loaded = self.open(number)
             with self._lock:
                 self._users[loaded] += 1
@@ -260,7 +260,7 @@ class SnapshotManager:
             self._follow()
 
     def refresh(self) -> None:
-        """Do what the bank says now.
+        """Follow the bank now.
 
         Raises:
             RayclError: what should answer cannot; an older one does, or what answered before.
@@ -289,7 +289,7 @@ class SnapshotManager:
             with self._lock:
                 self.active, self.active_since = loaded, time.time()
             self._make_room()
-            log.info("snapshot %d answers", loaded.snapshot.number)
+            log.info("snapshot %d is active", loaded.snapshot.number)
             return error
 
     def _best(self, numbers: Sequence[int]) -> tuple[LoadedSnapshot, RayclError | None]:
@@ -326,11 +326,11 @@ class SnapshotManager:
                 log.warning("the bank cannot be looked at now: %s", error)
 
     def _report_problem(self, error: RayclError | None) -> None:
-        """Keep the problem for whoever asks, and log it once."""
-        said = "" if error is None else str(error)
-        if said and said != self.problem:
-            log.error("the new snapshot cannot be used, an older one answers: %s", said)
-        self.problem = said
+        """Keep the problem, and log it once."""
+        message = "" if error is None else str(error)
+        if message and message != self.problem:
+            log.error("the new snapshot cannot be used, an older one stays active: %s", message)
+        self.problem = message
 
     def close(self) -> None:
         """Stop watching."""

@@ -43,7 +43,7 @@ def _score(model: Answering, stream: Stream, task: Task, settings: EvalConfig) -
     if task.objective != "answer":
         raise BankError(
             f"task '{task.name}' taught texts themselves (stream.objective={task.objective}), so there are no answers "
-            "to judge a snapshot by: expected tasks with answers; see the run's own matrix"
+            "to evaluate a snapshot on: expected tasks with answers; see the run's own matrix"
         )
     codec, device = model.backbone.codec, model.backbone.device
     table = stream.table(task, settings.split, codec)

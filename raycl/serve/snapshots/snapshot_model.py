@@ -28,12 +28,12 @@ class SnapshotModel:
     def __init__(
         self, backbone: Backbone, snapshot: Snapshot, source: Source, router: Router, max_loaded_rows: int | None = None
     ) -> None:
-        """Put the snapshot's adapters over `backbone`, which from now on speaks through them alone.
+        """Attach the snapshot's adapters to `backbone`.
 
         Args:
-            source: name of an adapter -> what it holds (`adapters_of`, or a shelf).
+            source: name of an adapter -> what it holds (`adapters_of`, or an object-store cache).
             router: of the snapshot (`router_of`).
-            max_loaded_rows: ranks of adapters on the device at once; None: as many as are asked for.
+            max_loaded_rows: ranks of adapters on the device at once; None: no limit.
 
         Raises:
             BankError: see `MultiSnapshotModel.add`.
@@ -68,7 +68,7 @@ def heads_of(loaded: LoadedSnapshot, tasks: Sequence[str] | None) -> list[str]:
     """Rule `label_count`: whose head answers each example.
 
     Raises:
-        BankError: nobody said the tasks, or one is unknown.
+        BankError: no tasks are given, or one is unknown.
     """
     unknown = sorted(set(tasks or ()) - loaded.heads.keys())
     if tasks is None or unknown:
@@ -86,7 +86,7 @@ def backbone_of(snapshot: Snapshot, given: str | None = None, permissions: Permi
         permissions: what the snapshot's author may run here; those of a snapshot without a run are used as they are.
 
     Raises:
-        BankError: it asks for more than that, or what is found there is another model.
+        BankError: it needs more than that, or the model found there is another one.
     """
     unrecorded = {"name": snapshot.backbone.name, **asdict(permissions)}
     settings: dict[str, Any] = dict(snapshot.made.get("config", {}).get("backbone", unrecorded))

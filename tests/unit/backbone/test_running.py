@@ -107,7 +107,7 @@ def test_what_cannot_be_captured_is_decoded_all_the_same(tmp_path: Path, caplog:
     for logits in alone(backbone, source[0], 3):
         torch.testing.assert_close(slots.logits[0], logits, atol=1e-5, rtol=1e-4)
         slots = slots.step(slots.logits.argmax(-1))
-    assert caplog.text.count("decoding goes on without CUDA graphs") == 1 and not slots.captures
+    assert caplog.text.count("decoding continues without CUDA graphs") == 1 and not slots.captures
 
 
 def test_a_step_that_fails_before_its_capture_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
-"""The playground: a page at `/` that asks the endpoint as any other client would, and shows how it answers.
+"""The playground: a page at `/` that uses the endpoint as any other client would, and shows its answers and mixtures.
 
-Why it exists: to see with one's own eyes who speaks for a text. The page is plain files beside this one, without a
-build step, and loads nothing from anywhere else; a policy that the browser enforces says so.
-What it does not know: the service; the page asks through the endpoints alone.
+Why it exists: to see which adapters are active for a text. The page is plain files beside this one, without a
+build step, and loads nothing from anywhere else; a content security policy enforces this.
+What it does not know: the service; the page uses the endpoints alone.
 """
 
 from __future__ import annotations
