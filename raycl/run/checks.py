@@ -97,12 +97,12 @@ def check_engine(config: RunConfig) -> None:
         ConfigError: one of these combinations.
     """
     engine = config.engine
-    if isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 3:
-        if method_class(config.method.name).computes_gradients:
-            raise ConfigError(
-                f"method '{config.method.name}' computes gradients of its own in every step, which engine.zero_stage=3 "
-                "does not support: use zero_stage 0, 1 or 2, or engine=torch"
-            )
+    is_sharded = isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 3
+    if is_sharded and method_class(config.method.name).computes_gradients:
+        raise ConfigError(
+            f"method '{config.method.name}' computes gradients of its own in every step, which engine.zero_stage=3 "
+            "does not support: use zero_stage 0, 1 or 2, or engine=torch"
+        )
     if isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 0 and config.backbone.dtype == "bfloat16":
         raise ConfigError(
             "engine.zero_stage=0 with backbone.dtype=bfloat16 keeps no float32 copy of trained weights: "
