@@ -30,6 +30,7 @@ CASES = [
     *(("bert", method, engine) for engine in ENGINES if engine != "torch" for method in ("lora", "finetune")),
     *(("bert", method, engine) for engine in ("zero2", "zero3") for method in OWN),
     ("t5", "sapt-prompt", "zero2"),
+    ("bert", "agem", "zero2"),
     *((kind, method, engine) for kind in KINDS[1:] for method in ("lora", "finetune") for engine in ("zero2", "zero3")),
 ]
 STEPS = 4
