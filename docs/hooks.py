@@ -10,6 +10,7 @@ import ast
 import contextlib
 import html
 import io
+import itertools
 import os
 import re
 import runpy
@@ -63,6 +64,9 @@ SETTINGS: dict[str, tuple[str, type[Section], str]] = {
 }
 """Page -> title, config class, introduction."""
 
+FOLDERS = {"jobs/configs": "Runs", "jobs/configs/compare": "Comparisons", "sweeps": "Sweeps"}
+"""Folder of ready files -> heading."""
+
 JOBS = ("train_stream", "compare", "sweep", "report", "bank", "serve", "benchmark")
 
 
@@ -71,6 +75,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, (title, model, text) in SETTINGS.items():
         files.append(File.generated(config, f"reference/{name}.md", content=settings_page(title, model, text)))
     files.append(File.generated(config, "reference/commands.md", content=commands_page()))
+    files.append(File.generated(config, "reference/files.md", content=files_page()))
     return files
 
 
@@ -124,6 +129,20 @@ def _cell(text: str) -> str:
     parts = re.split(r"(`[^`]*`)", text)
     plain = [part if part[:1] == "`" else re.sub(r"([*_\[\]])", r"\\\1", html.escape(part, False)) for part in parts]
     return "".join(plain).replace("|", "&#124;")
+
+
+def files_page() -> str:
+    """Config, comparison and sweep files with the comments at their top."""
+    sections = [
+        "# Ready files\n\nConfig, comparison and sweep files of the repository, with the comments at their top."
+    ]
+    for folder, title in FOLDERS.items():
+        sections.append(f"## {title}")
+        for path in sorted((REPO / folder).glob("*.yaml")):
+            head = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+            text = "\n".join(line.removeprefix("#").removeprefix(" ") for line in head)
+            sections.append(f"### `{folder}/{path.name}`\n\n```text\n{text}\n```")
+    return "\n\n".join(sections) + "\n"
 
 
 def commands_page() -> str:

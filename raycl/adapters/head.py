@@ -121,13 +121,13 @@ class MixedHead(nn.Module):
         device = pooled_BD.device
         owner = torch.cat([torch.full_like(rows.labels, number) for number, (_, rows) in enumerate(blocks)])
         label = torch.cat([rows.labels for _, rows in blocks])
-        speaks = weights_BN[:, torch.tensor([column for column, _ in blocks], device=device)[owner]].float()
+        row_weights = weights_BN[:, torch.tensor([column for column, _ in blocks], device=device)[owner]].float()
         if self.rule == "logit":
             none = torch.zeros(len(logits), len(self.labels), device=device)
-            known = none.index_add(1, label, (speaks != 0).float()) > 0  # by each example's own speakers
-            return none.index_add(1, label, logits * speaks).masked_fill(~known, -torch.inf)
+            known = none.index_add(1, label, (row_weights != 0).float()) > 0  # by each example's own speakers
+            return none.index_add(1, label, logits * row_weights).masked_fill(~known, -torch.inf)
         chances = logits - logsumexp_by(logits, owner, len(blocks))[:, owner]
-        loud = torch.where(speaks > 0, speaks.clamp_min(1e-30).log(), -torch.inf)
+        loud = torch.where(row_weights > 0, row_weights.clamp_min(1e-30).log(), -torch.inf)
         return logsumexp_by(chances + loud, label, len(self.labels))
 
     def _speakers(self, pooled_BD: Tensor) -> tuple[dict[str, int], Tensor]:

@@ -82,11 +82,11 @@ class StackedLora(nn.Module):
         if plan is None:
             return y
         rows = x.shape[0]
-        seen = x.detach() if stack.stops_resident else x
+        seen = x.detach() if stack.detach_loaded else x
         if plan.own is not None and x.dim() == 3 and x.shape[1] >= OWN_TOKENS:
             a_BKD, b_BKO = plan.own_rows(self.path, rows)
             y = add_own(y, seen, a_BKD, b_BKO, plan.own_gate(rows), stack.activation)
-        elif plan.has_resident:
+        elif plan.has_loaded:
             a_RD, b_RO = plan.shared_rows(self.path)
             y = add_shared(y, seen, a_RD, b_RO, plan.shared_gate(rows), stack.activation)
         if plan.live_gate is not None and self.lora_A is not None:

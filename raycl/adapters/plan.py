@@ -43,7 +43,7 @@ class Plan:
     _expanded: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     @property
-    def has_resident(self) -> bool:
+    def has_loaded(self) -> bool:
         """Whether any resident adapter speaks."""
         return self.gate is not None
 
@@ -125,14 +125,14 @@ def own_form(
         rows: column -> rows of the pool.
     """
     total = sum(count for _, count, _ in owners)
-    spoken = weights_BN[:, [column for column, _, _ in owners]] != 0
+    active = weights_BN[:, [column for column, _, _ in owners]] != 0
     counts = torch.tensor([count for _, count, _ in owners])
-    most = int((spoken.cpu() * counts).sum(1).max())
+    most = int((active.cpu() * counts).sum(1).max())
     if most == 0 or most * OWN_GAIN > total:
         return None
     index, gate = [], []
-    for weights, speaks in zip(weights_BN.tolist(), spoken.tolist(), strict=True):
-        mine = [owner for owner, yes in zip(owners, speaks, strict=True) if yes]
+    for weights, active_row in zip(weights_BN.tolist(), active.tolist(), strict=True):
+        mine = [owner for owner, yes in zip(owners, active_row, strict=True) if yes]
         own = [row for column, _, _ in mine for row in rows[column]]
         gates = [weights[column] * scale for column, count, scale in mine for _ in range(count)]
         index.append(own + [0] * (most - len(own)))

@@ -83,8 +83,8 @@ class MixedPrompts(nn.Module):
 
     def _joined(self, prompts: dict[int, Tensor], weights_BN: Tensor) -> tuple[Tensor, Tensor]:
         rows = []
-        for speaks in (weights_BN.detach() != 0).tolist():
-            mine = [prompt for prompt, yes in zip(prompts.values(), speaks, strict=True) if yes]
+        for active in (weights_BN.detach() != 0).tolist():
+            mine = [prompt for prompt, yes in zip(prompts.values(), active, strict=True) if yes]
             rows.append(torch.cat(mine) if mine else next(iter(prompts.values()))[:0])
         longest = max(map(len, rows))
         # padded on the left: what a text sees must stand right before it, where positions are relative

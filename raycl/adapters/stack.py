@@ -42,7 +42,7 @@ class AdapterStack:
         static: preallocated rows for compiled models, else None.
         dropout: on the input of adapters in training.
         activation: of all its adapters: they are computed together.
-        stops_resident: no gradient flows through resident adapters into the layers below them; values stay.
+        detach_loaded: no gradient flows through resident adapters into the layers below them; values stay.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class AdapterStack:
         self.table = RowTable(rows or 0)
         self.source = source
         self.activation = activation
-        self.stops_resident = False
+        self.detach_loaded = False
         self.states: dict[str, AdapterState] = {}
         self.trainable: dict[str, int] = {}
         self.live_scale = 1.0
@@ -209,30 +209,30 @@ class AdapterStack:
         assert not self._open, "a mixture is open already: close it first, or its backward would read another one"
         self._open, self.heads = True, () if mixture is None else mixture.heads
         try:
-            self._speak(mixture, copies)
+            self._open_mixture(mixture, copies)
             yield
         finally:
             self.plan, self._open, self.heads = None, False, ()
             if self.static is not None:
                 self.static.clear()
 
-    def _speak(self, mixture: Mixture | None, copies: int) -> None:
+    def _open_mixture(self, mixture: Mixture | None, copies: int) -> None:
         if mixture is None or not mixture.names:
             return
         weights = mixture.weights.to(self.device)
         if not bool(torch.isfinite(weights).all()):
             raise AdapterError(f"the mixture of {', '.join(mixture.names)} has weights that are not finite")
-        spoken = torch.ones(len(mixture.names), dtype=torch.bool) if weights.requires_grad else (weights != 0).any(0)
-        used = [name for name, yes in zip(mixture.names, spoken.tolist(), strict=True) if yes]
+        active = torch.ones(len(mixture.names), dtype=torch.bool) if weights.requires_grad else (weights != 0).any(0)
+        used = [name for name, yes in zip(mixture.names, active.tolist(), strict=True) if yes]
         plan = Plan(Mixture(mixture.names, weights), copies, frozenset(used), self.pool)
         column = {name: number for number, name in enumerate(mixture.names)}
         trainable = [(column.get(name, -1), rank, self.live_scale) for name, rank in self.trainable.items()]
         if any(name in self.trainable for name in used):
             plan.live_gate = gate_of(torch.cat([weights, weights.new_zeros(len(weights), 1)], dim=1), trainable)
-        self._plan_resident(plan, column, [name for name in used if name not in self.trainable])
+        self._plan_loaded(plan, column, [name for name in used if name not in self.trainable])
         self.plan = plan
 
-    def _plan_resident(self, plan: Plan, column: Mapping[str, int], names: Sequence[str]) -> None:
+    def _plan_loaded(self, plan: Plan, column: Mapping[str, int], names: Sequence[str]) -> None:
         self.need(names)
         plan.pool = self.pool  # loading may have replaced a pool that grows
         names = sorted((name for name in names if self.states[name].rank), key=lambda name: self.table.rows[name][0])

@@ -69,12 +69,12 @@ class EncoderBackbone(Backbone):
             return Output(summed_cross_entropy(found.logits, found.labels), found.logits)
         with self.precision():
             logits_BC = self.head(self.pooled(batch))
-        rivals_BC = (
-            self._among_rivals(logits_BC, batch.label_ids) if self.training and self.competing_labels else logits_BC
+        competing_BC = (
+            self._among_competing(logits_BC, batch.label_ids) if self.training and self.competing_labels else logits_BC
         )
-        return Output(summed_cross_entropy(rivals_BC, batch.label_ids), logits_BC)
+        return Output(summed_cross_entropy(competing_BC, batch.label_ids), logits_BC)
 
-    def _among_rivals(self, logits_BC: Tensor, label_B: Tensor) -> Tensor:
+    def _among_competing(self, logits_BC: Tensor, label_B: Tensor) -> Tensor:
         """Examples of a rival label without all other labels; examples of other labels (replayed ones) as they are."""
         competes_C = self._rows_of(self.competing_labels, logits_BC.device)
         alone_B1 = competes_C[label_B.clamp(min=0)].unsqueeze(1)

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from raycl.bank.bank import Bank
 from raycl.bank.manifest import ObjectFacts, Snapshot
 
-Wanted = tuple[str, ObjectFacts]
+NamedObject = tuple[str, ObjectFacts]
 """What it is, for messages, and the object."""
 
-TOGETHER, TOGETHER_BYTES = 256, 256 * 2**20
+MAX_OBJECTS, MAX_BYTES = 256, 256 * 2**20
 """Objects and bytes that are read in one go: others who ask the same reader are served in between."""
 
 
-class Whole:
+class IntegrityCheck:
     """Which objects of a bank have been found whole."""
 
-    def __init__(self, read: Callable[[Sequence[Wanted]], None]) -> None:
+    def __init__(self, read: Callable[[Sequence[NamedObject]], None]) -> None:
         """Nothing yet.
 
         Args:
@@ -32,14 +32,14 @@ class Whole:
         self._known: set[str] = set()
 
     @staticmethod
-    def of(bank: Bank) -> Whole:
+    def of(bank: Bank) -> IntegrityCheck:
         """Objects are read from the bank itself."""
 
-        def read(wanted: Sequence[Wanted]) -> None:
+        def read(wanted: Sequence[NamedObject]) -> None:
             for what, facts in wanted:
                 bank.read_object(facts, what)
 
-        return Whole(read)
+        return IntegrityCheck(read)
 
     def check(self, snapshot: Snapshot) -> None:
         """Read what is not known yet of the snapshot's adapters and router; pseudo-samples are not asked for.
@@ -52,23 +52,23 @@ class Whole:
             self._read(group)
             self._known |= {facts.sha256 for _, facts in group}
 
-    def take_for_whole(self, snapshot: Snapshot) -> None:
+    def mark_checked(self, snapshot: Snapshot) -> None:
         """Remember a snapshot's objects without reading them: somebody has found them whole before."""
         self._known |= {facts.sha256 for _, facts in objects_of(snapshot)}
 
 
-def objects_of(snapshot: Snapshot) -> list[Wanted]:
+def objects_of(snapshot: Snapshot) -> list[NamedObject]:
     """All that answering from a snapshot can read."""
     adapters = [(str(entry), entry.tensors) for entry in snapshot.adapters]
     router = snapshot.router.tensors
     return adapters + ([(f"the router of snapshot {snapshot.number}", router)] if router else [])
 
 
-def _groups(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    group: list[Wanted] = []
+def _groups(wanted: Sequence[NamedObject]) -> Iterator[list[NamedObject]]:
+    group: list[NamedObject] = []
     size = 0
     for one in wanted:
-        if group and (len(group) == TOGETHER or size + one[1].bytes > TOGETHER_BYTES):
+        if group and (len(group) == MAX_OBJECTS or size + one[1].bytes > MAX_BYTES):
             yield group
             group, size = [], 0
         group.append(one)

@@ -54,7 +54,7 @@ class CacheActor:
         self.bank = Bank.at(address)
         self.capacity = capacity
         self.refs: OrderedDict[str, tuple[Any, int]] = OrderedDict()
-        self.whole: set[str] = set()
+        self.checked: set[str] = set()
 
     def references(self, wanted: Sequence[tuple[str, ObjectFacts]], lost: Sequence[str] = ()) -> list[Any]:
         """A reference for each (what it is, object); None where the object store has no place for it.
@@ -80,7 +80,7 @@ class CacheActor:
         """
         size = self.held()[1]
         for what, facts in wanted:
-            if facts.sha256 in self.whole:
+            if facts.sha256 in self.checked:
                 continue
             if size + facts.bytes <= self.capacity:
                 self._reference(what, facts)
@@ -111,7 +111,7 @@ class CacheActor:
 
     def _read(self, what: str, facts: ObjectFacts) -> Buffer:
         data = self.bank.read_object(facts, what)
-        self.whole.add(facts.sha256)
+        self.checked.add(facts.sha256)
         return data
 
     def held(self) -> tuple[int, int]:
@@ -160,7 +160,7 @@ class ObjectStoreCache:
         self._said_full = False
         self.name = "shelf-" + hashlib.sha256(bank.storage.address.encode()).hexdigest()[:16]
         capacity = capacity_mb * 2**20 if capacity_mb else ray.cluster_resources()["object_store_memory"] / 2
-        self._keeper = (
+        self._actor = (
             ray.remote(CacheActor)
             .options(
                 name=self.name,
@@ -192,11 +192,11 @@ class ObjectStoreCache:
         Raises:
             BankError: missing or damaged in the bank, or the keeper cannot be kept alive.
         """
-        self._asked(lambda lost: ray.get(self._keeper.check.remote(wanted)), [])
+        self._asked(lambda lost: ray.get(self._actor.check.remote(wanted)), [])
 
     def _buffers(self, wanted: list[tuple[str, ObjectFacts]]) -> list[Any]:
         def ask(lost: list[str]) -> list[Any]:
-            references = ray.get(self._keeper.references.remote(wanted, lost))
+            references = ray.get(self._actor.references.remote(wanted, lost))
             try:
                 found = iter(ray.get([reference for reference in references if reference is not None]))
             except FULL:  # on this node
@@ -248,9 +248,9 @@ class ObjectStoreCache:
 
     def held(self) -> tuple[int, int]:
         """Number of objects that the keeper holds, and their bytes."""
-        count, size = ray.get(self._keeper.held.remote())
+        count, size = ray.get(self._actor.held.remote())
         return int(count), int(size)
 
     def close(self) -> None:
         """End the keeper for every reader; the bank is untouched, and what is mapped stays."""
-        ray.kill(self._keeper)
+        ray.kill(self._actor)

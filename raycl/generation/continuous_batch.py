@@ -19,7 +19,7 @@ from raycl.backbone import Backbone
 from raycl.errors import AdapterError
 from raycl.generation import dynamic_cache
 from raycl.generation.requests import Event, Failed, GenerationRequest, ResponseMetadata, Sampling, TextDelta
-from raycl.generation.sampling import BROKEN, DecodedText, pick
+from raycl.generation.sampling import NOT_FINITE, DecodedText, pick
 from raycl.generation.static_cache import StaticKVCache
 from raycl.types import Mixture
 
@@ -53,11 +53,11 @@ class AdapterModel(Protocol):
         """The same at addresses that do not change while the number that it gives stays the same."""
         ...
 
-    def hold(self, keys: Sequence[str]) -> None:
+    def pin(self, keys: Sequence[str]) -> None:
         """Keep adapters loaded until they are released as often as they were held."""
         ...
 
-    def release(self, keys: Sequence[str]) -> None:
+    def unpin(self, keys: Sequence[str]) -> None:
         """Take one hold back from each."""
         ...
 
@@ -70,18 +70,18 @@ class PreparedRequest(Generic[RequestT]):
         sampling: the ask's, with no more tokens than there is room for.
     """
 
-    ask: RequestT
+    request: RequestT
     mixture: Mixture
     ids: list[int]
     sampling: Sampling | None
-    made: ResponseMetadata
+    metadata: ResponseMetadata
 
 
 @dataclass
 class Row(Generic[RequestT]):
     """A sequence of the running batch."""
 
-    ask: RequestT
+    request: RequestT
     mixture: Mixture
     decoded: DecodedText
     draws: torch.Generator
@@ -97,26 +97,26 @@ class ContinuousBatch(Generic[RequestT]):
 
     def __init__(
         self,
-        host: AdapterModel,
+        model: AdapterModel,
         max_rows: int,
-        tell: Callable[[RequestT, Event], None],
-        in_slots: bool = False,
+        send: Callable[[RequestT, Event], None],
+        static_cache: bool = False,
     ) -> None:
         """Nothing speaks yet.
 
         Args:
-            tell: takes every event.
-            in_slots: at fixed addresses (`raycl.generation.static_cache`).
+            send: takes every event.
+            static_cache: at fixed addresses (`raycl.generation.static_cache`).
         """
-        self.host, self.max_rows = host, max_rows
-        self._slots = StaticKVCache(host.backbone, max_rows) if in_slots else None
-        self._under = 0
+        self.model, self.max_rows = model, max_rows
+        self._static = StaticKVCache(model.backbone, max_rows) if static_cache else None
+        self._graph_key = 0
         self.joining: list[PreparedRequest[RequestT]] = []
         self.tokens = 0
-        self._tell = tell
+        self._send = send
         self._rows: list[Row[RequestT]] = []
         self._state: dynamic_cache.DynamicKVCache | StaticKVCache | None = None
-        self._speaking = ExitStack()
+        self._active = ExitStack()
 
     def __bool__(self) -> bool:
         return bool(self.joining or self._rows)
@@ -124,17 +124,17 @@ class ContinuousBatch(Generic[RequestT]):
     @property
     def captures(self) -> int:
         """Steps captured as CUDA graphs so far."""
-        return 0 if self._slots is None else self._slots.captures
+        return 0 if self._static is None else self._static.captures
 
     @property
-    def asks(self) -> list[RequestT]:
+    def requests(self) -> list[RequestT]:
         """All that are not finished."""
-        return [*(ready.ask for ready in self.joining), *self.activate]
+        return [*(ready.request for ready in self.joining), *self.decoding]
 
     @property
-    def activate(self) -> list[RequestT]:
+    def decoding(self) -> list[RequestT]:
         """Those that are decoded now."""
-        return [row.ask for row in self._rows]
+        return [row.request for row in self._rows]
 
     def joined(self) -> list[PreparedRequest[RequestT]]:
         """Take as many as there is room for; who waits for room is overtaken for a while only."""
@@ -143,11 +143,11 @@ class ContinuousBatch(Generic[RequestT]):
         left: list[PreparedRequest[RequestT]] = []
         for one in self.joining:
             beside = [*(row.mixture for row in self._rows), *(other.mixture for other in fresh)]
-            if len(fresh) < room and self.host.fit([*beside, one.mixture]):
+            if len(fresh) < room and self.model.fit([*beside, one.mixture]):
                 fresh.append(one)
                 continue
             left.append(one)
-            if now - one.ask.began > PATIENCE_S:
+            if now - one.request.began > PATIENCE_S:
                 room = 0
         self.joining = left
         return fresh
@@ -158,20 +158,20 @@ class ContinuousBatch(Generic[RequestT]):
         Raises:
             RayclError: their adapters cannot be had; none of them speaks.
         """
-        self.silence()
-        codec, mixture = self.host.backbone.codec, Mixture.stacked([one.mixture for one in ready])
+        self.deactivate()
+        codec, mixture = self.model.backbone.codec, Mixture.stacked([one.mixture for one in ready])
         rows = []
         for one in ready:
             assert one.sampling is not None, "only texts are decoded"
             draws = torch.Generator().manual_seed(one.sampling.seed)
-            rows.append(Row(one.ask, one.mixture, DecodedText(codec.tokenizer, codec.eos_id, one.sampling), draws))
-        with self.host.activate(mixture):
-            state = dynamic_cache.begin(self.host.backbone, [one.ids for one in ready])
-        before = self._state if self._slots is None else self._slots
+            rows.append(Row(one.request, one.mixture, DecodedText(codec.tokenizer, codec.eos_id, one.sampling), draws))
+        with self.model.activate(mixture):
+            state = dynamic_cache.begin(self.model.backbone, [one.ids for one in ready])
+        before = self._state if self._static is None else self._static
         self._state = state if before is None else before.joined(state)
         self._rows += rows
         for row in rows:
-            self.host.hold(row.mixture.names)
+            self.model.pin(row.mixture.names)
         return ready
 
     def step(self) -> None:
@@ -182,59 +182,59 @@ class ContinuousBatch(Generic[RequestT]):
         tokens = pick(self._state.logits, settings, [row.draws for row in self._rows])
         self.tokens += len(tokens)
         for row, token in zip(self._rows, tokens, strict=True):
-            event = _said(row.decoded, token)
+            event = _event_of(row.decoded, token)
             if event is not None:
-                self._tell(row.ask, event)
-        going = [number for number, row in enumerate(self._rows) if not row.ask.over]
+                self._send(row.request, event)
+        going = [number for number, row in enumerate(self._rows) if not row.request.over]
         self._keep(going)
         if self._state is None:
             return
-        if not self.host.stack.is_open:
+        if not self.model.stack.is_open:
             self._open(Mixture.stacked([row.mixture for row in self._rows]))
-        device = self.host.backbone.device
+        device = self.model.backbone.device
         chosen = torch.tensor([tokens[number] for number in going], device=device)
         if isinstance(self._state, StaticKVCache):
-            self._state.step(chosen, self._under)
+            self._state.step(chosen, self._graph_key)
         else:
-            self._state = dynamic_cache.step(self.host.backbone, self._state, chosen)
+            self._state = dynamic_cache.step(self.model.backbone, self._state, chosen)
 
     def _open(self, mixture: Mixture) -> None:
         if isinstance(self._state, StaticKVCache):
-            opened = self.host.activate_static(mixture, self._state.placed(mixture.weights))
-            self._under = self._speaking.enter_context(opened)
+            opened = self.model.activate_static(mixture, self._state.placed(mixture.weights))
+            self._graph_key = self._active.enter_context(opened)
         else:
-            self._speaking.enter_context(self.host.activate(mixture))
+            self._active.enter_context(self.model.activate(mixture))
 
-    def forget(self) -> None:
+    def drop_cancelled(self) -> None:
         """Let go of what was cancelled."""
-        self.joining = [ready for ready in self.joining if not ready.ask.cancelled]
-        self._keep([number for number, row in enumerate(self._rows) if not row.ask.cancelled])
+        self.joining = [ready for ready in self.joining if not ready.request.cancelled]
+        self._keep([number for number, row in enumerate(self._rows) if not row.request.cancelled])
 
-    def abandon(self) -> None:
+    def clear(self) -> None:
         """Nobody speaks any more."""
         self._keep([])
 
-    def silence(self) -> None:
+    def deactivate(self) -> None:
         """Close the mixture, which is opened again with the next step."""
-        self._speaking.close()
+        self._active.close()
 
     def _keep(self, going: Sequence[int]) -> None:
         """Only these rows go on."""
         if len(going) == len(self._rows):
             return
-        self.silence()
+        self.deactivate()
         for number in set(range(len(self._rows))) - set(going):
-            self.host.release(self._rows[number].mixture.names)
+            self.model.unpin(self._rows[number].mixture.names)
         self._rows = [self._rows[number] for number in going]
-        if self._slots is not None and self._state is not None:
-            self._slots.kept(going)
+        if self._static is not None and self._state is not None:
+            self._static.kept(going)
         elif going and self._state is not None:
             self._state = self._state.kept(going)
         self._state = self._state if going else None
 
 
-def _said(decoded: DecodedText, token: int) -> Event | None:
-    if token == BROKEN:
+def _event_of(decoded: DecodedText, token: int) -> Event | None:
+    if token == NOT_FINITE:
         return Failed(AdapterError(OVERFLOW))
     text = decoded.push(token)
     return TextDelta(text, len(decoded.ids), decoded.finish) if text or decoded.finish else None

@@ -54,7 +54,7 @@ class ResponseMetadata:
 class Started:
     """The mixture is known."""
 
-    made: ResponseMetadata
+    metadata: ResponseMetadata
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raycl.generation.requests import Sampling
 
-BROKEN = -1
+NOT_FINITE = -1
 """Instead of a token, for a row whose logits are no numbers."""
 
 COLDEST = 1e-4
@@ -26,8 +26,8 @@ def pick(logits_BV: Tensor, settings: Sequence[Sampling], draws: Sequence[torch.
     Of equally likely tokens the first one counts as more likely.
     """
     best_B, first_B = logits_BV.max(-1)
-    tokens: list[int] = torch.where(torch.isfinite(best_B), first_B, BROKEN).tolist()
-    drawn = [row for row, one in enumerate(settings) if one.temperature > 0 and tokens[row] != BROKEN]
+    tokens: list[int] = torch.where(torch.isfinite(best_B), first_B, NOT_FINITE).tolist()
+    drawn = [row for row, one in enumerate(settings) if one.temperature > 0 and tokens[row] != NOT_FINITE]
     if not drawn:
         return tokens
     device = logits_BV.device
@@ -82,12 +82,12 @@ class DecodedText:
             text, self.finish = text[: min(ends)], "stop"
         if self.finish is None and len(self.ids) >= self.settings.max_tokens:
             self.finish = "length"
-        sure = text if self.finish else text[: len(text) - self._held(text)]
+        sure = text if self.finish else text[: len(text) - self._withheld(text)]
         upto = max(self._sent, len(sure.rstrip()))
         piece, self._sent = text[self._sent : upto], upto
         return piece
 
-    def _held(self, text: str) -> int:
+    def _withheld(self, text: str) -> int:
         """Characters at the end that may still become something else.
 
         Parts of a character, the start of a stop, and for tokenizers that tidy up what they decode (`it 's`) the last

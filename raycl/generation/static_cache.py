@@ -39,7 +39,7 @@ MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
 """Kinds of models that are known to ask for nothing but positions and mask; others may count columns (ALiBi)."""
 
 
-def fits_slots(backbone: Backbone) -> bool:
+def supports_static_cache(backbone: Backbone) -> bool:
     """Whether its sequences can be decoded here: every layer attends to everything before."""
     config = backbone.model.config
     if not backbone.capabilities.one_sequence or config.model_type not in MODELS:
@@ -131,7 +131,7 @@ class StaticKVCache:
         """
         self.backbone, self.rows, self.columns = backbone, rows, columns
         self.order: list[int] = []
-        self._seated = self._indexed([])
+        self._order_index = self._indexed([])
         self.captures = 0
         self._lengths = [0] * rows
         device = backbone.device
@@ -152,7 +152,7 @@ class StaticKVCache:
     def logits(self) -> Tensor:
         """`[n, V]` of each sequence's next token."""
         assert self._logits is not None, "nobody joined"
-        return self._logits[self._seated]
+        return self._logits[self._order_index]
 
     def joined(self, other: DynamicKVCache) -> StaticKVCache:
         """These sequences too; there must be slots for them."""
@@ -175,7 +175,7 @@ class StaticKVCache:
                 held[index, :, :wide] = fresh.gather(2, source_NW[:, None, :, None].expand(fresh.shape))
         for slot, length in zip(free, lengths, strict=True):
             self._lengths[slot] = length
-        self._seat([*self.order, *free])
+        self._set_order([*self.order, *free])
         return self
 
     def kept(self, rows: Sequence[int]) -> StaticKVCache:
@@ -186,7 +186,7 @@ class StaticKVCache:
         self._moves[gone] = 0
         self._mask[gone] = torch.finfo(self._mask.dtype).min
         self._mask[gone, :, :, 0] = 0.0  # attention to nothing at all is not a number
-        self._seat(kept)
+        self._set_order(kept)
         return self
 
     def placed(self, rows_BN: Tensor) -> Tensor:
@@ -196,20 +196,20 @@ class StaticKVCache:
         return found
 
     @torch.no_grad()
-    def step(self, next_B: Tensor, under: Hashable = None) -> StaticKVCache:
+    def step(self, next_B: Tensor, graph_key: Hashable = None) -> StaticKVCache:
         """One more token for every sequence; the mixture of all slots must be open.
 
         Args:
             next_B: the token that each was given, int64.
-            under: what the addresses of the open mixture are known by: a captured step serves no other.
+            graph_key: what the addresses of the open mixture are known by: a captured step serves no other.
         """
-        self._ids[self._seated, 0] = next_B
+        self._ids[self._order_index, 0] = next_B
         if max(self._lengths[slot] for slot in self.order) >= self.columns:
             self._lengthen(2 * self.columns)
         for slot in self.order:
             self._lengths[slot] += 1
-        if self._captures and self._tried != (under, self.columns):
-            self._tried, self._graph = (under, self.columns), None  # the old one's memory is free before
+        if self._captures and self._tried != (graph_key, self.columns):
+            self._tried, self._graph = (graph_key, self.columns), None  # the old one's memory is free before
             self._graph = self._captured()
         if self._graph is None:
             self._forward()
@@ -271,8 +271,8 @@ class StaticKVCache:
         gap = columns - self.columns
         mask = self._closed(columns)
         mask[..., : self.columns] = self._mask
-        made = [(pad(layer.keys, (0, 0, 0, gap)), pad(layer.values, (0, 0, 0, gap))) for layer in self._layers]
-        for layer, (keys, values) in zip(self._layers, made, strict=True):
+        longer = [(pad(layer.keys, (0, 0, 0, gap)), pad(layer.values, (0, 0, 0, gap))) for layer in self._layers]
+        for layer, (keys, values) in zip(self._layers, longer, strict=True):
             layer.keys, layer.values = keys, values
         self._mask, self.columns = mask, columns
 
@@ -283,8 +283,8 @@ class StaticKVCache:
         mask[..., 0] = 0.0
         return mask
 
-    def _seat(self, order: list[int]) -> None:
-        self.order, self._seated = order, self._indexed(order)
+    def _set_order(self, order: list[int]) -> None:
+        self.order, self._order_index = order, self._indexed(order)
 
     def _indexed(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(list(numbers), dtype=torch.long, device=self.backbone.device)

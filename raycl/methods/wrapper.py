@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from raycl.backbone import Backbone, Output
@@ -21,7 +21,7 @@ from raycl.types import Batch, Mixture, Phase, Task
 class WrapperConfig(MethodConfig):
     """Settings of the learner."""
 
-    learner: LearnerChoice = LoraConfig()
+    learner: LearnerChoice = Field(LoraConfig(), description="the method that learns, with its settings")
 
     @field_validator("learner", mode="before")
     @classmethod

@@ -286,19 +286,19 @@ def mixture_of(
         always: a name whose weights stay whatever they are: the block in training, which alone knows its labels.
     """
     if hard:
-        alpha_BT = strongest(alpha_BT)
+        alpha_BT = hard_weights(alpha_BT)
     kept_BT = alpha_BT >= (0.0 if hard else pruning_threshold / len(names))
     if always:
         kept_BT[:, names.index(always)] = True
     weights_BT = torch.where(kept_BT, alpha_BT, 0.0)
-    spoken = (weights_BT.detach() != 0).any(0).tolist()
-    columns = [column for column, name in enumerate(names) if spoken[column] or name == always]
+    active = (weights_BT.detach() != 0).any(0).tolist()
+    columns = [column for column, name in enumerate(names) if active[column] or name == always]
     if len(columns) == len(names):
         return Mixture(names, weights_BT)
     return Mixture(tuple(names[column] for column in columns), weights_BT[:, columns])
 
 
-def strongest(alpha_BT: Tensor) -> Tensor:
+def hard_weights(alpha_BT: Tensor) -> Tensor:
     """The largest of each row is 1, all else 0."""
     return torch.zeros_like(alpha_BT).scatter(1, alpha_BT.argmax(1, keepdim=True), 1.0)
 

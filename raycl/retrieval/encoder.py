@@ -34,7 +34,7 @@ SAMPLE = "Which of these texts is about the same thing?"
 
 FAILURES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
-KEPT_TEXTS, ASKED_TEXTS = 200_000, 4_096
+KEPT_TEXTS, SERVED_TEXTS = 200_000, 4_096
 """Texts whose queries stay in memory, the oldest go first: in training, where every epoch brings them again (300 MB at
 384 dimensions), and of texts that are asked, which seldom come twice (10 MB)."""
 

@@ -29,7 +29,7 @@ def sample_of(queries_BC: Tensor) -> Tensor:
     return queries_BC[order[:KEPT]]
 
 
-class Yardstick:
+class OodCalibrator:
     """The relative distances of known texts, under the statistics of the tasks that are there now."""
 
     def __init__(self, discriminant: Discriminant, samples: Sequence[Tensor]) -> None:
@@ -42,7 +42,7 @@ class Yardstick:
         self._discriminant = discriminant
         self._distances = torch.cat([discriminant.relative_distances(part) for part in parts]).sort().values
 
-    def shares(self, queries_BC: Tensor) -> Tensor:
+    def scores(self, queries_BC: Tensor) -> Tensor:
         """`[B]` from 0 to 1: the share of known texts that are nearer to their nearest task than the query is to its.
 
         Texts of the known tasks spread evenly over 0 to 1, all tasks together; one minus the share is the p-value of

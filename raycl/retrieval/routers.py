@@ -14,7 +14,7 @@ import torch
 
 from raycl.errors import BankError, RetrievalError
 from raycl.retrieval.attention import AttentionRouter
-from raycl.retrieval.encoder import ASKED_TEXTS, EncoderConfig, SentenceEncoder
+from raycl.retrieval.encoder import SERVED_TEXTS, EncoderConfig, SentenceEncoder
 from raycl.retrieval.memory_slots.slots import SlotRouter
 from raycl.retrieval.router import Need, Owners, Router
 from raycl.types import Mixture, RouterState
@@ -113,7 +113,7 @@ class TextRouter(Router):
         """With the snapshot's sentence encoder, which must be the one that the keys were made with."""
         if state.encoder is None:
             raise BankError(f"a snapshot with router '{state.kind}' must name its sentence encoder, this one does not")
-        encoder = SentenceEncoder(EncoderConfig(**{"layer": "last", **state.encoder}), cache, keeps=ASKED_TEXTS)
+        encoder = SentenceEncoder(EncoderConfig(**{"layer": "last", **state.encoder}), cache, keeps=SERVED_TEXTS)
         if encoder.fingerprint != state.encoder_sha256:
             raise RetrievalError(
                 f"encoder hash mismatch: the keys were computed with '{encoder.config.name}' "

@@ -1,14 +1,14 @@
 """Why a request gets no answer: each error knows the status, type and code that its answer has on the wire.
 
     RayclError                  503  anything else that raycl cannot do now: the bank is out of reach, the server stops
-    ├── AskedError              400  the request itself is at fault
-    │   ├── TooMuchError        400  beyond the limits, or nothing in it
-    │   ├── TooLongError        400  a prompt that does not fit (code context_length_exceeded)
-    │   └── UnknownError        404  a model, adapter or snapshot that is not there
+    ├── InvalidRequestError              400  the request itself is at fault
+    │   ├── LimitExceededError        400  beyond the limits, or nothing in it
+    │   ├── PromptTooLongError        400  a prompt that does not fit (code context_length_exceeded)
+    │   └── NotFoundError        404  a model, adapter or snapshot that is not there
     ├── BusyError               429  too many answers are being made: ask again later
-    ├── LateError               504  an answer took longer than allowed
+    ├── DeadlineExceededError               504  an answer took longer than allowed
     ├── UnavailableError        503  an adapter that is damaged or out of reach
-    └── BrokenError             500  a fault of ours; the log says more
+    └── InternalError             500  a fault of ours; the log says more
 
 What it does not know: HTTP beyond these numbers, who raises them.
 """
@@ -23,19 +23,19 @@ Answer = tuple[int, str, str | None]
 """Status, OpenAI's type of the error, and its code."""
 
 
-class AskedError(RayclError):
+class InvalidRequestError(RayclError):
     """The request cannot be answered as it is."""
 
 
-class TooMuchError(AskedError):
+class LimitExceededError(InvalidRequestError):
     """A request beyond the limits, or an empty one."""
 
 
-class TooLongError(AskedError):
+class PromptTooLongError(InvalidRequestError):
     """A prompt longer than the model reads, in a place where it must not be cut."""
 
 
-class UnknownError(AskedError):
+class NotFoundError(InvalidRequestError):
     """A model, adapter or snapshot that is not there."""
 
 
@@ -43,7 +43,7 @@ class BusyError(RayclError):
     """Too many answers are being made: ask again later."""
 
 
-class LateError(RayclError):
+class DeadlineExceededError(RayclError):
     """An answer took longer than allowed."""
 
 
@@ -51,18 +51,18 @@ class UnavailableError(RayclError):
     """What the answer needs is damaged or out of reach, whatever the request says."""
 
 
-class BrokenError(RayclError):
+class InternalError(RayclError):
     """Something that should not happen; the log says more."""
 
 
 _ANSWERS: tuple[tuple[type[RayclError], Answer], ...] = (
-    (TooLongError, (400, "invalid_request_error", "context_length_exceeded")),
-    (UnknownError, (404, "not_found_error", None)),
-    (AskedError, (400, "invalid_request_error", None)),
+    (PromptTooLongError, (400, "invalid_request_error", "context_length_exceeded")),
+    (NotFoundError, (404, "not_found_error", None)),
+    (InvalidRequestError, (400, "invalid_request_error", None)),
     (BusyError, (429, "rate_limit_error", None)),
-    (LateError, (504, "timeout_error", None)),
+    (DeadlineExceededError, (504, "timeout_error", None)),
     (UnavailableError, (503, "server_error", None)),
-    (BrokenError, (500, "server_error", None)),
+    (InternalError, (500, "server_error", None)),
     (BankError, (400, "invalid_request_error", None)),
     (AdapterError, (400, "invalid_request_error", None)),
     (RetrievalError, (400, "invalid_request_error", None)),
@@ -80,7 +80,7 @@ def body_of(message: str, kind: str, param: str | None = None, code: str | None 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def told(error: RayclError) -> tuple[int, dict[str, Any]]:
+def error_response(error: RayclError) -> tuple[int, dict[str, Any]]:
     """Status and body of an error's answer."""
     status, kind, code = answer_of(error)
     return status, body_of(str(error), kind, code=code)

@@ -66,11 +66,11 @@ class Metrics:
         self.answers.inc()
         if answer.tokens:
             self.tokens.inc(answer.tokens, {"kind": "generated"})
-        if answer.made is not None:
-            if answer.made.prompt_tokens:
-                self.tokens.inc(answer.made.prompt_tokens, {"kind": "prompt"})
-            self.times["queue"].observe(answer.made.queue_ms)
-            self.times["retrieval"].observe(answer.made.retrieval_ms)
+        if answer.metadata is not None:
+            if answer.metadata.prompt_tokens:
+                self.tokens.inc(answer.metadata.prompt_tokens, {"kind": "prompt"})
+            self.times["queue"].observe(answer.metadata.queue_ms)
+            self.times["retrieval"].observe(answer.metadata.retrieval_ms)
         if answer.first_s:
             self.times["first"].observe(answer.first_s * 1e3)
         self.times["total"].observe(answer.total_s * 1e3)
@@ -85,6 +85,6 @@ class Metrics:
                     self._counted[name] = counts[name]
             self.snapshot.set(snapshot_manager.active.snapshot.number)
             self.age.set(time.time() - snapshot_manager.active_since)
-            self.load.set(self._engine.load)
+            self.load.set(self._engine.pending)
             self.problem.set(float(bool(self._service.problem)))
             time.sleep(EVERY_S)

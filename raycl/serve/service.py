@@ -20,10 +20,10 @@ from raycl.errors import BankError, counted
 from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Sampling, Started, TextDelta
 from raycl.serve.engine.disaggregated import RemoteEngine
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import MARK, LoadedSnapshot
-from raycl.serve.engine.requests import Choice, EngineRequest
-from raycl.serve.errors import BusyError, LateError, TooMuchError, UnknownError
-from raycl.serve.http.schema import MAX_NUMBER, Generation, How, Request
+from raycl.serve.engine.multi_snapshot_model import MARK, LoadedSnapshot
+from raycl.serve.engine.requests import AdapterSelection, EngineRequest
+from raycl.serve.errors import BusyError, DeadlineExceededError, LimitExceededError, NotFoundError
+from raycl.serve.http.schema import MAX_NUMBER, Generation, Request, ResponseDetails
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.manager import SnapshotManager
 
@@ -41,7 +41,7 @@ class Answer:
         first_s, total_s: seconds to its first piece and to its end.
     """
 
-    made: ResponseMetadata | None = None
+    metadata: ResponseMetadata | None = None
     text: str = ""
     tokens: int = 0
     finish: str = "stop"
@@ -105,42 +105,42 @@ class Service:
     # ---- who speaks ------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def chosen(self, request: Request) -> AsyncIterator[tuple[LoadedSnapshot, Choice]]:
+    async def select(self, request: Request) -> AsyncIterator[tuple[LoadedSnapshot, AdapterSelection]]:
         """The snapshot, which stays while this is open, and the choice that a request names.
 
         Raises:
-            UnknownError: no such model, adapter or snapshot. BusyError: too many snapshots are being loaded.
+            NotFoundError: no such model, adapter or snapshot. BusyError: too many snapshots are being loaded.
         """
         number = request.pins.snapshot
         if request.model.startswith("snapshot:") and number is None:
             number = _number(request.model)
-        async with self.holding(number) as loaded:
+        async with self.use_snapshot(number) as loaded:
             yield loaded, _choice(loaded, request)
 
     @asynccontextmanager
-    async def holding(self, number: int | None) -> AsyncIterator[LoadedSnapshot]:
+    async def use_snapshot(self, number: int | None) -> AsyncIterator[LoadedSnapshot]:
         """A snapshot, which stays while this is open; None: the active one.
 
         Raises:
-            UnknownError: no such snapshot. BusyError: too many are being loaded.
+            NotFoundError: no such snapshot. BusyError: too many are being loaded.
         """
-        loaded = self.snapshot_manager.at_hand(number) or await self._loaded(number)
+        loaded = self.snapshot_manager.acquire_if_loaded(number) or await self._loaded(number)
         try:
             yield loaded
         finally:
-            self.snapshot_manager.give_back(loaded)
+            self.snapshot_manager.release(loaded)
 
     async def _loaded(self, number: int | None) -> LoadedSnapshot:
         """A snapshot that has to be opened first; given back if nobody waits for it any more."""
         if self._loading >= LOADS:
             raise BusyError(f"{LOADS} snapshots are being loaded: ask again in a second")
         self._loading += 1
-        loading = asyncio.ensure_future(asyncio.to_thread(self.snapshot_manager.take, number))
+        loading = asyncio.ensure_future(asyncio.to_thread(self.snapshot_manager.acquire, number))
         loading.add_done_callback(self._load_ended)
         try:
             return await asyncio.shield(loading)
         except BankError as error:
-            raise UnknownError(str(error)) from error
+            raise NotFoundError(str(error)) from error
         except asyncio.CancelledError:
             loading.add_done_callback(self._unwanted)
             raise
@@ -150,7 +150,7 @@ class Service:
 
     def _unwanted(self, loading: asyncio.Future[LoadedSnapshot]) -> None:
         if not loading.cancelled() and loading.exception() is None:
-            self.snapshot_manager.give_back(loading.result())
+            self.snapshot_manager.release(loading.result())
 
     # ---- limits ----------------------------------------------------------------------------------------------
 
@@ -158,30 +158,32 @@ class Service:
         """Whether these may be asked, with so many answers to each.
 
         Raises:
-            TooMuchError: too many, too long, or nothing in one.
+            LimitExceededError: too many, too long, or nothing in one.
         """
         limits = self.config.limits
         if not 0 < len(texts) * answers <= limits.inputs:
-            raise TooMuchError(
+            raise LimitExceededError(
                 f"{counted(len(texts), 'text')} with {counted(answers, 'answer')} each: expected 1 to {limits.inputs} "
                 "answers in one request"
             )
         if not all(text.strip() for text in texts):
-            raise TooMuchError("a text is empty: expected at least one word")
+            raise LimitExceededError("a text is empty: expected at least one word")
         longest = max(map(len, texts))
         if longest > limits.text_chars:
-            raise TooMuchError(f"a text has {longest} characters: this endpoint reads at most {limits.text_chars}")
+            raise LimitExceededError(
+                f"a text has {longest} characters: this endpoint reads at most {limits.text_chars}"
+            )
 
     def sampling(self, request: Generation, max_tokens: int | None) -> Sampling:
         """Settings of its answers.
 
         Raises:
-            TooMuchError: more than the limits.
+            LimitExceededError: more than the limits.
         """
         limits = self.config.limits
         for name, asked, most in (("max_tokens", max_tokens or 0, limits.max_tokens), ("n", request.answers, limits.n)):
             if asked > most:
-                raise TooMuchError(f"{name} is {asked}: this endpoint allows at most {most}")
+                raise LimitExceededError(f"{name} is {asked}: this endpoint allows at most {most}")
         seed = request.seed if request.seed is not None else secrets.randbits(62)
         tokens = max_tokens or min(limits.max_tokens, self.engine.max_target)
         top_p = 1.0 if request.top_p is None else request.top_p
@@ -195,8 +197,8 @@ class Service:
     # ---- answers ---------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def asked(
-        self, loaded: LoadedSnapshot, choice: Choice, texts: Sequence[str], **settings: Any
+    async def submit(
+        self, loaded: LoadedSnapshot, selection: AdapterSelection, texts: Sequence[str], **settings: Any
     ) -> AsyncIterator[list[asyncio.Queue[Event]]]:
         """Put one ask per text to the engine; leaving cancels those that are not finished.
 
@@ -206,28 +208,30 @@ class Service:
         Raises:
             BusyError: the queue is full.
         """
-        if self.engine.load + len(texts) > max(self.config.limits.queue, len(texts)):
-            raise BusyError(f"{self.engine.load} answers are being made: ask again in a second")
+        if self.engine.pending + len(texts) > max(self.config.limits.queue, len(texts)):
+            raise BusyError(f"{self.engine.pending} answers are being made: ask again in a second")
         if self.config.log_prompts:
             for text in dict.fromkeys(texts):
                 log.info("asked: %r", text)
         samplings = settings.pop("sampling", None)
         mailbox = self._mailbox_of(asyncio.get_running_loop())
-        asks, queues = [], []
+        requests, queues = [], []
         for place, text in enumerate(texts):
             events: asyncio.Queue[Event] = asyncio.Queue()
             sampling = samplings[place] if isinstance(samplings, list) else samplings
-            asks.append(
-                EngineRequest(text, partial(mailbox.post, events), sampling, loaded=loaded, choice=choice, **settings)
+            requests.append(
+                EngineRequest(
+                    text, partial(mailbox.post, events), sampling, loaded=loaded, selection=selection, **settings
+                )
             )
             queues.append(events)
-        for ask in asks:
-            self.engine.submit(ask)
+        for request in requests:
+            self.engine.submit(request)
         try:
             yield queues
         finally:
-            for ask in asks:
-                ask.cancelled = True
+            for request in requests:
+                request.cancelled = True
 
     def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> EventQueues:
         """That of the loop where answers are waited for."""
@@ -244,7 +248,7 @@ class Service:
             deadline: on the monotonic clock; None: as if the request came now.
 
         Raises:
-            LateError: it takes too long. RayclError: what went wrong.
+            DeadlineExceededError: it takes too long. RayclError: what went wrong.
         """
         deadline = self.deadline if deadline is None else deadline
         while True:
@@ -255,7 +259,7 @@ class Service:
                 else:
                     event = queue.get_nowait()
             except TimeoutError as error:
-                raise LateError(
+                raise DeadlineExceededError(
                     f"no answer within {self.config.limits.timeout_s:g} s: ask for less, or later"
                 ) from error
             if isinstance(event, Failed):
@@ -270,7 +274,7 @@ class Service:
         """One whole answer.
 
         Raises:
-            LateError, RayclError: see `events`.
+            DeadlineExceededError, RayclError: see `events`.
         """
         answer, began = Answer(), time.perf_counter()
         async for event in self.events(queue, until, deadline):
@@ -282,7 +286,7 @@ class Service:
 def take(answer: Answer, event: Event, began: float) -> None:
     """Add an event to an answer."""
     if isinstance(event, Started):
-        answer.made = event.made
+        answer.metadata = event.metadata
     elif isinstance(event, TextDelta):
         answer.first_s = answer.first_s or time.perf_counter() - began
         answer.text += event.text
@@ -292,7 +296,7 @@ def take(answer: Answer, event: Event, began: float) -> None:
     answer.total_s = time.perf_counter() - began
 
 
-def spoken_out(event: Event) -> bool:
+def finished_text(event: Event) -> bool:
     """Whether a text's last piece has come."""
     return isinstance(event, TextDelta) and event.finish is not None
 
@@ -307,19 +311,19 @@ def routed(event: Event) -> bool:
     return isinstance(event, Started)
 
 
-def how(loaded: LoadedSnapshot, made: ResponseMetadata) -> How:
+def details_of(loaded: LoadedSnapshot, metadata: ResponseMetadata) -> ResponseDetails:
     """How an answer was made, for the wire."""
-    tasks = loaded.shares({loaded.keys[name]: weight for name, weight in made.weights.items()})
-    return How(
-        snapshot=made.snapshot,
-        adapters=_rounded(made.weights),
+    tasks = loaded.shares({loaded.keys[name]: weight for name, weight in metadata.weights.items()})
+    return ResponseDetails(
+        snapshot=metadata.snapshot,
+        adapters=_rounded(metadata.weights),
         tasks=_rounded(tasks),
-        template=made.template,
-        cut_tokens=made.cut_tokens,
-        ood_score=None if made.ood_score is None else round(made.ood_score, 3),
-        queue_ms=round(made.queue_ms, 3),
-        retrieval_ms=round(made.retrieval_ms, 3),
-        batch=made.batch,
+        template=metadata.template,
+        cut_tokens=metadata.cut_tokens,
+        ood_score=None if metadata.ood_score is None else round(metadata.ood_score, 3),
+        queue_ms=round(metadata.queue_ms, 3),
+        retrieval_ms=round(metadata.retrieval_ms, 3),
+        batch=metadata.batch,
     )
 
 
@@ -331,36 +335,36 @@ def _rounded(weights: Mapping[str, float]) -> dict[str, float]:
 def _number(model: str) -> int:
     text = model.partition(":")[2]
     if not (text.isdecimal() and 1 <= int(text) <= MAX_NUMBER):
-        raise UnknownError(f"model '{model}': expected snapshot:NUMBER")
+        raise NotFoundError(f"model '{model}': expected snapshot:NUMBER")
     return int(text)
 
 
-def _choice(loaded: LoadedSnapshot, request: Request) -> Choice:
+def _choice(loaded: LoadedSnapshot, request: Request) -> AdapterSelection:
     pins, model, number = request.pins, request.model, loaded.snapshot.number
     if pins.task is not None and pins.task not in loaded.prompts:
-        raise UnknownError(f"snapshot {number} has no task '{pins.task}': expected one of {_some(loaded.prompts)}")
+        raise NotFoundError(f"snapshot {number} has no task '{pins.task}': expected one of {_some(loaded.prompts)}")
     if pins.adapters is not None:
         unknown = sorted(pins.adapters.keys() - loaded.keys.keys())
         if unknown:
-            raise UnknownError(
+            raise NotFoundError(
                 f"snapshot {number} has no adapter {_some(unknown)}: expected some of {_some(loaded.keys)}"
             )
-        return Choice({name: weight for name, weight in pins.adapters.items() if weight != 0}, pins.task)
+        return AdapterSelection({name: weight for name, weight in pins.adapters.items() if weight != 0}, pins.task)
     if model == "auto" or model.startswith("snapshot:"):
-        return Choice(None, pins.task, not pins.mix)
+        return AdapterSelection(None, pins.task, not pins.mix)
     if model == "base":
-        return Choice({}, pins.task)
+        return AdapterSelection({}, pins.task)
     name, _, version = model.partition("@")
     held = loaded.keys.get(name, "").partition(MARK)[0]
     if name in loaded.keys and held == f"{name}@{version or held.rpartition('@')[2]}":
-        return Choice({name: 1.0}, pins.task)
+        return AdapterSelection({name: 1.0}, pins.task)
     if model in loaded.prompts:
         mine = [adapter for adapter, key in loaded.keys.items() if loaded.owners[key] == (model,)]
         if mine:
-            return Choice(dict.fromkeys(mine, 1.0 / len(mine)), model)
+            return AdapterSelection(dict.fromkeys(mine, 1.0 / len(mine)), model)
         if not loaded.router.chooses:  # no adapter is this task's alone: the mixture that all texts get
-            return Choice(None, model)
-    raise UnknownError(
+            return AdapterSelection(None, model)
+    raise NotFoundError(
         f"model '{model}' is not there: expected auto, base, snapshot:NUMBER, or an adapter of snapshot {number} "
         f"({_some(loaded.keys)})"
     )

@@ -98,12 +98,12 @@ class ServeConfig(Section):
         "models; auto: direct if jobs/serve.py starts Ray here for one replica, else proxy, which "
         "balances by load",
     )
-    layout: Literal["colocated", "split"] = Field(
-        "colocated", description="split: replicas that route texts (CPU) in front of replicas with the model"
+    layout: Literal["colocated", "disaggregated"] = Field(
+        "colocated", description="disaggregated: replicas that route texts (CPU) in front of replicas with the model"
     )
     replicas: int = Field(1, ge=1, description="replicas of the model; with max_replicas: the least number")
     max_replicas: int | None = Field(None, ge=1, description="largest number of replicas; null: as many as replicas")
-    router_replicas: int = Field(1, ge=1, description="replicas that route texts (layout=split)")
+    router_replicas: int = Field(1, ge=1, description="replicas that route texts (layout=disaggregated)")
     threads: int = Field(1, ge=1, description="torch threads of a replica on CPU")
     cpus: float | None = Field(None, ge=0, description="CPUs that a replica reserves in the cluster; null: its threads")
     gpus: float = Field(
@@ -160,7 +160,7 @@ class ServeConfig(Section):
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """What belongs to a layout or a way of following that is not chosen."""
-        if self.layout != "split":
+        if self.layout != "disaggregated":
             yield "router_replicas", f"layout={self.layout}"
         if not self.follow.enabled:
             yield "follow.gated", "follow.enabled=false"

@@ -29,7 +29,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(
     ("device", "sees", "uses"),
     [("auto", True, "cuda"), ("auto", False, "cpu"), ("cpu", True, "cpu"), ("cuda", False, "cuda")],
 )
-@pytest.mark.parametrize("layout", ["colocated", "split"])
+@pytest.mark.parametrize("layout", ["colocated", "disaggregated"])
 def test_replicas_use_what_is_reserved_for_them(
     taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, sees: bool, uses: str, layout: str
 ) -> None:

@@ -15,7 +15,7 @@ from tiny import Taught, opened
 
 from raycl.errors import ConfigError, RayclError
 from raycl.generation.requests import LabelScores, Sampling, Started, TextDelta
-from raycl.serve.engine.truncation import Fitted, Wanted
+from raycl.serve.engine.truncation import PromptRequest, TruncatedPrompt
 
 WEIGHTS: tuple[dict[str, float], ...] = (
     {"colour": -2.0, "animal": 1.0},
@@ -57,7 +57,7 @@ def test_texts_are_what_the_snapshot_says(
             joining += [desk.ask(one.text, task=task[one.text]) for one in group]
             joining[-1].wait(is_piece)
         assert [reply.text for reply in joining] == [one.answer for one in asked[::-1]]
-        assert all(reply.made.cut_tokens == 0 for reply in joining)
+        assert all(reply.metadata.cut_tokens == 0 for reply in joining)
         desk.settle()
         counts = desk.engine.counts
         assert counts["rows"] > len(asked) < counts["hits"] and not counts["misses"], "small adapters are there before"
@@ -83,7 +83,7 @@ def _loudest(weights: Mapping[str, float]) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("t5", {}), ("llama", {"decoding": "static"}), ("llama", {"decoding": "static", "resident_rows": 8})],
+    [("t5", {}), ("llama", {"decoding": "static"}), ("llama", {"decoding": "static", "max_loaded_rows": 8})],
 )
 def test_who_has_no_soft_prompt_reads_the_same_text(
     taught: Taught, tmp_path: Path, kind: str, settings: dict[str, Any]
@@ -127,7 +127,7 @@ def test_half_the_bits_say_nearly_the_same(taught: Taught, tmp_path: Path, kind:
     bank = bank_of(taught(kind, method), tmp_path)
     asked, sampling = examples(taught(kind, method), bank), None if kind == "bert" else Sampling(LIMIT)
     with serving(bank, dtype="bfloat16") as desk:
-        assert desk.engine.host.backbone.dtype == torch.bfloat16
+        assert desk.engine.model.backbone.dtype == torch.bfloat16
         found = [desk.ask(one.text, task=one.task, sampling=sampling) for one in asked]
         said = [reply.label if kind == "bert" else reply.text for reply in found]
     same = sum(answer == one.answer for answer, one in zip(said, asked, strict=True))
@@ -147,8 +147,8 @@ def test_two_snapshots_answer_side_by_side(taught: Taught, tmp_path: Path, decod
             pairs = [(desk.ask(text, 1, task="colour"), desk.ask(text, 2, task="colour")) for text in older]
         for (text, answer), (old, new) in zip(older.items(), pairs, strict=True):
             assert (old.text, new.text) == (answer, newer[text])
-            assert (old.made.snapshot, new.made.snapshot) == (1, 2)
-            assert (old.made.weights, new.made.weights) == ({"lora": 1.0}, {"lora": 1.0})
+            assert (old.metadata.snapshot, new.metadata.snapshot) == (1, 2)
+            assert (old.metadata.weights, new.metadata.weights) == ({"lora": 1.0}, {"lora": 1.0})
 
 
 def test_a_request_keeps_its_snapshot(taught: Taught, tmp_path: Path) -> None:
@@ -158,20 +158,20 @@ def test_a_request_keeps_its_snapshot(taught: Taught, tmp_path: Path) -> None:
     text = next(one.text for one, other in zip(older, newer, strict=False) if one.answer != other.answer)
     with serving(bank, snapshot=1, loaded_snapshots=1) as desk:
         desk.snapshot_manager.activate(1, "to begin with")
-        held = desk.snapshot_manager.take()
+        held = desk.snapshot_manager.acquire()
         with desk.paused():
             before = desk.ask(text, task="colour")
             activation = threading.Thread(target=desk.snapshot_manager.activate, args=(2, "newer"))
             activation.start()
         activation.join(WAIT_S)
         after = desk.ask(text, task="colour")
-        assert desk.snapshot_manager.active.snapshot.number == 2 and held.snapshot.number in desk.engine.host.loaded
-        assert (before.made.snapshot, after.made.snapshot) == (1, 2)
+        assert desk.snapshot_manager.active.snapshot.number == 2 and held.snapshot.number in desk.engine.model.loaded
+        assert (before.metadata.snapshot, after.metadata.snapshot) == (1, 2)
         assert before.text == next(one.answer for one in older if one.text == text)
         assert after.text == next(one.answer for one in newer if one.text == text)
-        desk.snapshot_manager.give_back(held)
+        desk.snapshot_manager.release(held)
         desk.snapshot_manager.activate(1, "back")
-        assert list(desk.engine.host.loaded) == [1], "loaded_snapshots=1, and nobody uses the other one"
+        assert list(desk.engine.model.loaded) == [1], "loaded_snapshots=1, and nobody uses the other one"
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
@@ -190,7 +190,10 @@ def test_numbers_that_overflow_fail_alone(taught: Taught, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("decoding", "place"),
-    [("dynamic", "raycl.generation.dynamic_cache.step"), ("static", "raycl.generation.static_cache.Slots.step")],
+    [
+        ("dynamic", "raycl.generation.dynamic_cache.step"),
+        ("static", "raycl.generation.static_cache.StaticKVCache.step"),
+    ],
 )
 def test_a_fault_of_ours_is_told_and_ends_no_other(
     taught: Taught,
@@ -202,14 +205,14 @@ def test_a_fault_of_ours_is_told_and_ends_no_other(
 ) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     with serving(bank, decoding=decoding) as desk:
-        fit = desk.engine._fitting.fit
+        fit = desk.engine._truncation.fit
 
-        def fault(wanted: Sequence[Wanted]) -> list[Fitted]:
+        def fault(wanted: Sequence[PromptRequest]) -> list[TruncatedPrompt]:
             if any(one.text == "secret words" for one in wanted):
                 raise ZeroDivisionError("by zero")
             return fit(wanted)
 
-        monkeypatch.setattr(desk.engine._fitting, "fit", fault)
+        monkeypatch.setattr(desk.engine._truncation, "fit", fault)
         with desk.paused():
             bad, good = desk.ask("secret words", weights={}), desk.ask("fire is", weights={})
         assert bad.error == "the model failed on this request (ZeroDivisionError): the server's log says more"
@@ -223,7 +226,7 @@ def test_a_fault_of_ours_is_told_and_ends_no_other(
         with monkeypatch.context() as patch:
             patch.setattr(place, step)
             assert "the model failed" in desk.ask("fire is", weights={}).error and broken.is_set()
-        assert desk.ask("fire is", weights={}).finish and desk.engine.load == 0
+        assert desk.ask("fire is", weights={}).finish and desk.engine.pending == 0
 
 
 @pytest.mark.usefixtures("slow")
@@ -232,10 +235,10 @@ def test_what_nobody_wants_any_more_stops(taught: Taught, tmp_path: Path) -> Non
     with serving(bank_of(taught("t5", "separate"), tmp_path), max_batch=2) as desk:
         with desk.paused():
             replies = [desk.ask("a sleeps", **endless) for _ in range(6)]  # type: ignore[arg-type]
-            assert desk.engine.load == 6
+            assert desk.engine.pending == 6
         replies[0].wait(is_piece)
         for reply in replies:
-            reply.asked.cancelled = True  # type: ignore[attr-defined]
+            reply.request.cancelled = True  # type: ignore[attr-defined]
         desk.settle()
         assert desk.engine.counts["tokens"] < 4000
         assert not any(isinstance(event, TextDelta) and event.finish for reply in replies for event in reply.events)
@@ -249,17 +252,17 @@ def test_the_load_counts_what_is_not_finished(taught: Taught, tmp_path: Path, mo
     bank = bank_of(taught("bert", "separate"), tmp_path)
     with serving(bank, max_batch=4) as desk:
         seen: list[int] = []
-        fit = desk.engine._fitting.fit
+        fit = desk.engine._truncation.fit
 
-        def counting(wanted: Sequence[Wanted]) -> list[Fitted]:
-            seen.append(desk.engine.load)
+        def counting(wanted: Sequence[PromptRequest]) -> list[TruncatedPrompt]:
+            seen.append(desk.engine.pending)
             return fit(wanted)
 
-        monkeypatch.setattr(desk.engine._fitting, "fit", counting)
+        monkeypatch.setattr(desk.engine._truncation, "fit", counting)
         with desk.paused():
             replies = [desk.ask(f"fire is {number}", task="colour", sampling=None) for number in range(6)]
             replies.append(desk.ask("fire", task="colour", sampling=None, route_only=True))
-            assert desk.engine.load == 7
+            assert desk.engine.pending == 7
         for reply in replies[:6]:
             reply.wait()
         desk.settle()
@@ -281,7 +284,7 @@ def test_an_engine_that_closes_leaves_nobody_waiting(taught: Taught, tmp_path: P
             assert "shutting down" in reply.error
         with pytest.raises(RayclError, match="shutting down"):
             desk.engine.call(lambda: None).result(WAIT_S)
-        assert waits.done() and desk.engine.load == 0
+        assert waits.done() and desk.engine.pending == 0
 
 
 # ---- settings of single answers --------------------------------------------------------------------------------------
@@ -319,11 +322,11 @@ def test_what_does_not_fit_is_cut_or_said(taught: Taught, tmp_path: Path) -> Non
     with serving(bank) as desk:
         text = " ".join(["fire"] * 150)
         cut = desk.ask(text, weights={"colour": 1.0})
-        assert cut.finish and cut.made.prompt_tokens == 24 and cut.made.cut_tokens == 150 + 3 - 24
+        assert cut.finish and cut.metadata.prompt_tokens == 24 and cut.metadata.cut_tokens == 150 + 3 - 24
         raw = desk.ask(text, weights={}, templated=False)
         assert raw.error == "the prompt has 151 tokens, this endpoint reads at most 127: send less text"
         whole = desk.ask(" ".join(["fire"] * 120), weights={}, templated=False, sampling=Sampling(100))
-        assert whole.made.prompt_tokens == 121 and whole.made.cut_tokens == 0 and whole.made.template == ""
+        assert whole.metadata.prompt_tokens == 121 and whole.metadata.cut_tokens == 0 and whole.metadata.template == ""
         assert whole.finish == "length" and isinstance(whole.last, TextDelta) and whole.last.tokens == 128 - 121
         assert desk.ask("", weights={}, templated=False).finish, "its start token is enough"
 
@@ -331,11 +334,11 @@ def test_what_does_not_fit_is_cut_or_said(taught: Taught, tmp_path: Path) -> Non
 def test_the_prompt_is_that_of_the_task_that_is_named(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     with serving(bank) as desk:
-        assert desk.ask("fire is", weights={"colour": 1.0}).made.template == "colour"
-        assert desk.ask("fire is", weights={"colour": 1.0}, task="animal").made.template == "animal"
-        assert desk.ask("fire is", weights={}).made.template == ""
-        assert desk.ask("fire is", weights={}, task="animal").made.template == "animal"
-        assert desk.ask("fire is", weights={"colour": 1.0}, templated=False).made.template == ""
+        assert desk.ask("fire is", weights={"colour": 1.0}).metadata.template == "colour"
+        assert desk.ask("fire is", weights={"colour": 1.0}, task="animal").metadata.template == "animal"
+        assert desk.ask("fire is", weights={}).metadata.template == ""
+        assert desk.ask("fire is", weights={}, task="animal").metadata.template == "animal"
+        assert desk.ask("fire is", weights={"colour": 1.0}, templated=False).metadata.template == ""
 
 
 def test_a_neighbour_that_names_no_task_changes_nothing(taught: Taught, tmp_path: Path) -> None:
@@ -361,9 +364,9 @@ def test_states_are_shared_by_snapshots_that_hold_the_same(taught: Taught, tmp_p
     bank = bank_of(taught("llama", "separate"), tmp_path)  # snapshot 2 keeps colour@1 of snapshot 1
     with serving(bank) as desk:
         before = desk.ask("fire is", 1, weights={"colour": 1.0})
-        text, state = before.text, desk.engine.host.stack.states["colour@1"]
+        text, state = before.text, desk.engine.model.stack.states["colour@1"]
         assert desk.ask("fire is", 2, weights={"colour": 1.0}).text == text
-        assert desk.engine.host.stack.states["colour@1"] is state
+        assert desk.engine.model.stack.states["colour@1"] is state
 
 
 @pytest.mark.parametrize("kind", ["t5", "bert"])
@@ -379,8 +382,8 @@ def test_what_cannot_be_decoded_in_place_is_refused_by_name(taught: Taught, tmp_
 def test_rows_are_counted_by_who_speaks(taught: Taught, tmp_path: Path, decoding: str) -> None:
     """Slots that nobody has are no rows, and an adapter that had to be brought is a miss."""
     with serving(bank_of(taught("llama", "separate"), tmp_path), max_batch=7, decoding=decoding) as desk:
-        for key in list(desk.engine.host.stack.states):
-            desk.engine.call(lambda key=key: desk.engine.host.stack.drop(key)).result()
+        for key in list(desk.engine.model.stack.states):
+            desk.engine.call(lambda key=key: desk.engine.model.stack.drop(key)).result()
         before = dict(desk.engine.counts)
         with desk.paused():
             for reply in [desk.ask(text, weights={"colour": 1.0}, sampling=Sampling(3)) for text in TEXTS[:2]]:

@@ -146,10 +146,10 @@ def test_router_and_model_apart_answer_the_same_and_survive_a_killed_replica(lab
     bank = learner.learn_one()
     bodies = [{"messages": [{"role": "user", "content": text}], "max_tokens": 4} for text in TEXTS]
     answers = {}
-    for layout in ("colocated", "split"):
+    for layout in ("colocated", "disaggregated"):
         client = served(bank, layout=layout, replicas=1 if layout == "colocated" else 2)
         answers[layout] = [client.post("/v1/chat/completions", json=body).json() for body in bodies]
-    for one, two in zip(answers["colocated"], answers["split"], strict=True):
+    for one, two in zip(answers["colocated"], answers["disaggregated"], strict=True):
         assert one["choices"][0]["message"] == two["choices"][0]["message"]
         assert one["raycl"]["adapters"] == pytest.approx(two["raycl"]["adapters"], abs=1e-5)
     with client.stream("POST", "/v1/chat/completions", json={**bodies[0], "stream": True}) as found:

@@ -19,6 +19,8 @@ from raycl.methods.modifier import GradientModifier, Modifiers
 from raycl.run.config import RunConfig
 
 REPO = Path(__file__).resolve().parents[2]
+FOLDERS = {"raycl", "jobs", "sweeps", "tests", "cluster", "docs"}
+FOLDERS |= {path.parent.name for path in REPO.glob("raycl/*/__init__.py")} - {"bank"}  # runs have a folder bank/ too
 
 
 def test_it_builds_strictly(tmp_path: Path) -> None:
@@ -34,6 +36,8 @@ def test_it_builds_strictly(tmp_path: Path) -> None:
     ] == []
     commands = (tmp_path / "reference/commands/index.html").read_text()
     assert all(f"<code>{name}</code>" in commands for name in [*COMMANDS, "growth"]) and "--print-config" in commands
+    ready = (tmp_path / "reference/files/index.html").read_text()
+    assert [path for path in REPO.glob("jobs/configs/**/*.yaml") if path.name not in ready] == []
     assert "SumRouter" in (tmp_path / "extending/router/index.html").read_text()
     pages = [path.read_text() for path in tmp_path.rglob("*.html")]
     assert all("fonts.googleapis.com" not in page and 'src="http' not in page for page in pages)
@@ -75,3 +79,11 @@ def test_the_modifier_of_the_recipe_works() -> None:
     modifiers.begin_task(SimpleNamespace(index=0), True, False)  # type: ignore[arg-type]
     assert modifiers.reach == modifiers.names == ["weight"]
     assert torch.equal(modifiers("weight", torch.ones(1, 2)), torch.full((1, 2), 0.1))
+
+
+@pytest.mark.parametrize("page", [*sorted(REPO.glob("docs/**/*.md")), REPO / "CONTRIBUTING.md", REPO / "README.md"])
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """`raycl/training/step.py`, or `training/step.py` for short; folders with a slash at their end."""
+    named = re.findall(r"`([\w./-]+/(?:[\w.-]+\.(?:py|yaml|md))?)`", page.read_text())
+    ours = [name for name in named if name.split("/")[0] in FOLDERS or name.endswith(".py")]
+    assert [name for name in ours if not (REPO / name).exists() and not (REPO / "raycl" / name).exists()] == []

@@ -195,7 +195,7 @@ def test_the_endpoints_settings() -> None:
         load_serve_config(None, ["bank=b", "router_replicas=2"])
     with pytest.raises(ConfigError, match=r"follow\.gated=true acts on nothing beside follow\.enabled=false"):
         load_serve_config(None, ["bank=b", "follow.enabled=false", "follow.gated=true"])
-    load_serve_config(None, ["bank=b", "layout=split", "router_replicas=2", "follow.gated=true"])
+    load_serve_config(None, ["bank=b", "layout=disaggregated", "router_replicas=2", "follow.gated=true"])
 
 
 BASE = {"method": "sapt", "stream": {"name": "builtin"}}

@@ -34,7 +34,7 @@ class Large(Section):
     parts: tuple[Small, ...] = Field((), description="what it is made of")
 
 
-class Whole(Section):
+class IntegrityCheck(Section):
     """All of it."""
 
     seed: int = Field(description="where draws begin")
@@ -46,7 +46,7 @@ class Whole(Section):
 
 
 def test_settings_are_listed_with_path_type_default_and_description() -> None:
-    found = {setting.path: setting for group in groups(Whole) for setting in group.settings}
+    found = {setting.path: setting for group in groups(IntegrityCheck) for setting in group.settings}
     rows = {path: (setting.type, setting.default, setting.description) for path, setting in found.items()}
     assert rows["seed"] == ("integer", "", "where draws begin")
     assert rows["rates"] == ("[number, number]", "[0.5, 1e-08]", "two rates")
@@ -56,7 +56,7 @@ def test_settings_are_listed_with_path_type_default_and_description() -> None:
     assert rows["chosen.parts"] == ("list of small", "[]", "what it is made of")
     assert rows["word"] == ("string or null", "null", "any text. Not read.")
     assert rows["bare"] == ("integer", "1", "")
-    assert [group.choice for group in groups(Whole)] == ["", "chosen=small", "chosen=large"]
+    assert [group.choice for group in groups(IntegrityCheck)] == ["", "chosen=small", "chosen=large"]
 
 
 @pytest.mark.parametrize("model", [RunConfig, ServeConfig, SweepConfig, ComparisonConfig])
@@ -67,7 +67,7 @@ def test_every_setting_has_a_description(model: type[Section]) -> None:
 
 
 def test_a_comment_is_the_first_sentence_and_stands_above_a_value_of_several_lines() -> None:
-    text = commented_yaml(Whole(seed=1, word="word " * 40, named={"a": Small()}))
+    text = commented_yaml(IntegrityCheck(seed=1, word="word " * 40, named={"a": Small()}))
     lines = text.splitlines()
     assert "seed: 1                               # where draws begin" in lines
     assert lines.index("# any text") == next(n for n, line in enumerate(lines) if line.startswith("word:")) - 1

@@ -14,7 +14,7 @@ from raycl.backbone.roles import linear_names, linear_shapes
 from raycl.bank import Snapshot
 from raycl.bank.manifest import ModelInfo, ObjectFacts, RouterInfo, SnapshotAdapter
 from raycl.retrieval.routers import SumRouter
-from raycl.serve.engine.model_host import LoadedSnapshot
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.types import AdapterState, Mixture
 
 NO_OBJECT = ObjectFacts(sha256="0" * 64, bytes=0)
@@ -38,7 +38,7 @@ def drawn_adapters(model: nn.Module, targets: Sequence[str], count: int, rank: i
 
 
 def loaded(adapters: dict[str, AdapterState], number: int = 1) -> LoadedSnapshot:
-    """A snapshot of these adapters that a `raycl.serve.engine.model_host.MultiSnapshotModel` can load."""
+    """A snapshot of these adapters that a `raycl.serve.engine.multi_snapshot_model.MultiSnapshotModel` can load."""
     facts = ModelInfo(name="drawn", sha256="0" * 64, kind="drawn")
     linears = next(iter(adapters.values())).linears
     layout = {path: (int(a.shape[1]), int(b.shape[0])) for path, (a, b) in linears.items()}

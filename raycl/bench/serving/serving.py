@@ -40,7 +40,7 @@ from raycl.generation.requests import LabelScores, ResponseMetadata, Started
 from raycl.retrieval.routers import TextRouter
 from raycl.serve.deployment.app import NAME, Endpoint, options_of
 from raycl.serve.deployment.endpoint import start
-from raycl.serve.engine.model_host import MultiSnapshotModel
+from raycl.serve.engine.multi_snapshot_model import MultiSnapshotModel
 from raycl.serve.engine.requests import EngineRequest
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import decide_first
@@ -289,11 +289,11 @@ class Instant(Endpoint):
 
     def __init__(self, tree: dict[str, Any]) -> None:
         super().__init__(tree)
-        made, scores = ResponseMetadata(1, {PLAIN: 1.0}), dict.fromkeys(LABELS, 0.25)
+        metadata, scores = ResponseMetadata(1, {PLAIN: 1.0}), dict.fromkeys(LABELS, 0.25)
 
-        def submit(ask: EngineRequest) -> None:
-            ask.send(Started(made))
-            ask.send(LabelScores(scores))
+        def submit(request: EngineRequest) -> None:
+            request.send(Started(metadata))
+            request.send(LabelScores(scores))
 
         self.service.engine.submit = submit  # type: ignore[method-assign]
 

@@ -43,7 +43,7 @@ from raycl.methods.sapt.pseudo_samples import (
 from raycl.methods.sapt.reflection import Reflection, ReplayEntry
 from raycl.methods.sapt.settings import SaptConfig
 from raycl.methods.trained_adapters import is_trainable
-from raycl.retrieval.attention import Attention, max_pooled, mixture_of, strongest
+from raycl.retrieval.attention import Attention, hard_weights, max_pooled, mixture_of
 from raycl.retrieval.selector import learn_selector
 from raycl.types import Batch, Mixture, Phase, RouterState, Task
 
@@ -73,7 +73,7 @@ class Sapt(PerTaskAdapter):
         super().__init__(config, backbone, seed, targets, scale, config.head_rule, prompts=is_prompt)
         self.config: SaptConfig
         self.needs_texts = True  # evaluation reports attention by task
-        self.stack.stops_resident = config.stop_grad_old_blocks
+        self.stack.detach_loaded = config.stop_grad_old_blocks
         width = int(backbone.model.get_input_embeddings().weight.shape[1])
         self.attention = self.router_module = Attention(width, config.attention, seed, backbone.device)
         backbone.add_module("attention", self.attention)
@@ -160,7 +160,7 @@ class Sapt(PerTaskAdapter):
         mixture = mixture_of(chooser.names, alpha_BT, threshold, hard, self._task)
         if self._task:
             return mixture
-        return replace(mixture, unpruned=Mixture(chooser.names, strongest(alpha_BT) if hard else alpha_BT))
+        return replace(mixture, unpruned=Mixture(chooser.names, hard_weights(alpha_BT) if hard else alpha_BT))
 
     @property
     def _needs_all_labels(self) -> bool:

@@ -139,7 +139,7 @@ class Slm(PerTaskAdapter):
     def fit(self, phase: Phase, queries_NC: Tensor, dev_MC: Tensor) -> None:
         """Keys of a phase from queries of its training texts; those of its dev texts are kept to compare routers."""
         router = self._ahead if self.config.fits_ahead else self.router
-        router.study(phase.name, queries_NC, self.config.keys, self.seed + phase.index)
+        router.fit(phase.name, queries_NC, self.config.keys, self.seed + phase.index)
         router.hold_out(phase.name, dev_MC)
 
     def _create(self, task: str) -> None:
@@ -198,7 +198,7 @@ class Slm(PerTaskAdapter):
         """Slots are frozen, and go to the bank with their label rows; router `auto` is selected by dev texts."""
         states = self._freeze(context)
         if self.config.router == "auto":
-            self.router.settle()
+            self.router.select()
         return Learned(dict(states), router=self._router())
 
     def _router(self) -> RouterState:
@@ -213,7 +213,7 @@ class Slm(PerTaskAdapter):
         """Share of dev texts in percent that each router sends to their task, and which router is used."""
         return {
             "router": "task" if self._knows_task else self.router.kind,
-            "found": self.router.judged(),
+            "found": self.router.dev_accuracy(),
             "novelty": self.router.novelty(),
             "truncated_queries": self.encoder.truncated,
             "key_similarity": similarity(self.router),

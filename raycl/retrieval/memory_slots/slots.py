@@ -18,7 +18,7 @@ from raycl.retrieval.discriminant import Discriminant, Statistics
 from raycl.retrieval.memory_slots.index import EXACT_UP_TO, KeyIndex
 from raycl.retrieval.memory_slots.keys import KeyConfig, cosines, key_accuracy, learn_keys, split_groups
 from raycl.retrieval.memory_slots.weights import RetrievalConfig, slot_weights, sparse_weights
-from raycl.retrieval.out_of_distribution import Yardstick, sample_of
+from raycl.retrieval.out_of_distribution import OodCalibrator, sample_of
 from raycl.types import Mixture, RouterState
 
 Kind = Literal["keys", "discriminant"]
@@ -43,7 +43,7 @@ class SlotRouter:
         self._keys: dict[str, Tensor] = {}
         self._statistics: dict[str, Statistics] = {}
         self._discriminant: Discriminant | None = None
-        self._yardstick: Yardstick | None = None
+        self._calibrator: OodCalibrator | None = None
         self._index: KeyIndex | None = None
         self._placed: Tensor | None = None
         self._parts: list[Tensor] = []
@@ -51,7 +51,7 @@ class SlotRouter:
 
     # ---- learning --------------------------------------------------------------------------------------------
 
-    def study(self, task: str, queries_BC: Tensor, config: KeyConfig, seed: int) -> None:
+    def fit(self, task: str, queries_BC: Tensor, config: KeyConfig, seed: int) -> None:
         """Preparation stage of a task: its keys, and its statistics.
 
         Raises:
@@ -64,7 +64,7 @@ class SlotRouter:
         """A task whose keys and statistics are known."""
         self.tasks.append(task)
         self._keys[task], self._statistics[task] = keys_MgH, statistics
-        self._discriminant = self._yardstick = self._index = self._placed = None
+        self._discriminant = self._calibrator = self._index = self._placed = None
         self._parts.append(keys_MgH)
         self._slot_names += self.slots(task)
 
@@ -78,7 +78,7 @@ class SlotRouter:
         self.dev[task] = dev_BC
         if len(dev_BC):
             self.samples[task] = sample_of(dev_BC)
-        self._yardstick = None
+        self._calibrator = None
 
     def keys(self) -> dict[str, Tensor]:
         """Task -> `[m, g, h]`."""
@@ -162,7 +162,7 @@ class SlotRouter:
         columns = owner.repeat(self.groups if self.per_group else 1)
         return weights.new_zeros(len(weights), len(self.tasks)).index_add(1, columns, weights).argmax(1)
 
-    def judged(self) -> dict[str, dict[str, float]]:
+    def dev_accuracy(self) -> dict[str, dict[str, float]]:
         """Kind -> task -> percent of its dev texts that find it; `eq13`: SLM's key-retrieval accuracy (eq. 13)."""
         found: dict[str, dict[str, float]] = {kind: {} for kind in (*KINDS, "eq13")}
         owner = self.owner()
@@ -177,11 +177,11 @@ class SlotRouter:
             found["eq13"][task] = 100 * float(counts.float().mean())
         return found
 
-    def settle(self) -> None:
+    def select(self) -> None:
         """Become the kind that chooses better on the dev texts of all tasks; the paper's where they are equal."""
-        judged = self.judged()
-        if judged["keys"]:
-            means = {kind: sum(judged[kind].values()) / len(judged[kind]) for kind in KINDS}
+        dev_accuracy = self.dev_accuracy()
+        if dev_accuracy["keys"]:
+            means = {kind: sum(dev_accuracy[kind].values()) / len(dev_accuracy[kind]) for kind in KINDS}
             self.kind = max(KINDS, key=lambda kind: means[kind])
 
     def ood_score(self, queries_BC: Tensor) -> Tensor:
@@ -191,15 +191,15 @@ class SlotRouter:
             RetrievalError: no dev text of any task was kept, or a query does not fit or is not finite.
         """
         split_groups(queries_BC, self.groups)
-        if self._yardstick is None:
+        if self._calibrator is None:
             samples = [self.samples[task] for task in self.tasks if task in self.samples]
             if not samples:
                 raise RetrievalError(
                     "this router keeps no dev texts to compare with (its tasks have none, or an earlier version of "
                     "raycl wrote it): how unfamiliar a text is cannot be told"
                 )
-            self._yardstick = Yardstick(self.discriminant, samples)
-        return self._yardstick.shares(queries_BC)
+            self._calibrator = OodCalibrator(self.discriminant, samples)
+        return self._calibrator.scores(queries_BC)
 
     def novelty(self) -> dict[str, float]:
         """The newest task and, in percent, how well its dev texts stood out before it was learned (AUROC).
@@ -212,7 +212,7 @@ class SlotRouter:
         if not samples or queries is None or not len(queries):
             return {}
         before = Discriminant({task: self._statistics[task] for task in earlier})
-        return {newest: 100 * float(Yardstick(before, samples).shares(queries).mean())}
+        return {newest: 100 * float(OodCalibrator(before, samples).scores(queries).mean())}
 
     def _columns(self) -> tuple[str, ...]:
         slots = self._slot_names

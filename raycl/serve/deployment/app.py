@@ -22,15 +22,15 @@ from raycl.errors import RayclError
 from raycl.generation.requests import Event, Failed
 from raycl.serve.deployment.factory import close_service, open_front, open_service
 from raycl.serve.deployment.resources import gate_device, gate_takes, replica_takes, settled_device
-from raycl.serve.engine.disaggregated import Spec
+from raycl.serve.engine.disaggregated import RemoteRequest
 from raycl.serve.http.access import check_access
 from raycl.serve.http.server import Listener
 from raycl.serve.http.web import make_web
 from raycl.serve.metrics import Metrics
-from raycl.serve.service import Answer, Service, labelled, routed, spoken_out, take
+from raycl.serve.service import Answer, Service, finished_text, labelled, routed, take
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import decide_first
-from raycl.serve.snapshots.gate_actor import Gatekeeper, ask_gate
+from raycl.serve.snapshots.gate_actor import GateActor, poll_gate
 
 NAME = "raycl"
 log = logging.getLogger(__name__)
@@ -65,13 +65,13 @@ class Ingress:
 class Endpoint:
     """Ingress, router and model in one replica: no hop between them."""
 
-    def __init__(self, tree: dict[str, Any], gatekeeper: DeploymentHandle | None = None) -> None:
+    def __init__(self, tree: dict[str, Any], gate_actor: DeploymentHandle | None = None) -> None:
         """Load the backbone and the first snapshot."""
         logging.getLogger("raycl").setLevel(logging.INFO)
         self.config = configs.validate(ServeConfig, tree)
         self.service = open_service(self.config, object_store_cache=True)
-        if gatekeeper is not None:
-            ask_gate(gatekeeper, self.service)
+        if gate_actor is not None:
+            poll_gate(gate_actor, self.service)
         self.metrics = Metrics(self.service)
         self.ingress = Ingress(self.service, self.config)
 
@@ -99,16 +99,20 @@ class Model:
         self.service = open_service(configs.validate(ServeConfig, tree), object_store_cache=True, routes=False)
         self.metrics = Metrics(self.service)
 
-    async def answer(self, spec: Spec) -> AsyncGenerator[Event, None]:
+    async def answer(self, request: RemoteRequest) -> AsyncGenerator[Event, None]:
         """Events of one answer, up to its last."""
         service = self.service
-        settings = {"templated": spec.templated, "route_only": spec.route_only, "sampling": spec.sampling}
-        until = routed if spec.route_only else labelled if spec.sampling is None else spoken_out
+        settings = {
+            "templated": request.templated,
+            "route_only": request.route_only,
+            "sampling": request.sampling,
+        }
+        until = routed if request.route_only else labelled if request.sampling is None else finished_text
         answer, began = Answer(), time.perf_counter()
         try:
             async with (
-                service.holding(spec.snapshot) as loaded,
-                service.asked(loaded, spec.choice, [spec.text], **settings) as queues,
+                service.use_snapshot(request.snapshot) as loaded,
+                service.submit(loaded, request.selection, [request.text], **settings) as queues,
             ):
                 async for event in service.events(queues[0], until):
                     take(answer, event, began)
@@ -126,20 +130,20 @@ class Front:
     """Ingress and router in front of replicas with the model."""
 
     def __init__(
-        self, tree: dict[str, Any], model: DeploymentHandle, gatekeeper: DeploymentHandle | None = None
+        self, tree: dict[str, Any], model: DeploymentHandle, gate_actor: DeploymentHandle | None = None
     ) -> None:
         """Load the first snapshot's router."""
         logging.getLogger("raycl").setLevel(logging.INFO)
         self.config = configs.validate(ServeConfig, tree)
         answers = model.options(method_name="answer", stream=True)
 
-        async def stream(spec: Spec) -> AsyncGenerator[Event, None]:
-            async for event in answers.remote(spec):
+        async def stream(request: RemoteRequest) -> AsyncGenerator[Event, None]:
+            async for event in answers.remote(request):
                 yield event
 
         self.service = open_front(self.config, stream, object_store_cache=True)
-        if gatekeeper is not None:
-            ask_gate(gatekeeper, self.service)
+        if gate_actor is not None:
+            poll_gate(gate_actor, self.service)
         self.ingress = Ingress(self.service, self.config)
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -185,8 +189,8 @@ def build_from(config: ServeConfig) -> Any:
     others = []
     if config.gates:
         judged = {**tree, "device": gate_device(config)}
-        gatekeeper = serve.deployment(Gatekeeper, name="gatekeeper", ray_actor_options={"num_cpus": 0})
-        others = [gatekeeper.bind(judged, gate_takes(config))]
+        gate_actor = serve.deployment(GateActor, name="gatekeeper", ray_actor_options={"num_cpus": 0})
+        others = [gate_actor.bind(judged, gate_takes(config))]
     if config.layout == "colocated":
         return serve.deployment(serve.ingress()(Endpoint), **options_of(config)).bind(tree, *others)
     model = serve.deployment(Model, **options_of(config)).bind(tree)

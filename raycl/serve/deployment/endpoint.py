@@ -19,14 +19,14 @@ from rich.table import Table
 
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
-from raycl.bank.integrity import Whole
+from raycl.bank.integrity import IntegrityCheck
 from raycl.errors import BankError, LaunchError
 from raycl.launch import cluster
 from raycl.serve.deployment.app import NAME, build_from
-from raycl.serve.deployment.resources import gate_takes, together
+from raycl.serve.deployment.resources import gate_takes, total_resources
 from raycl.serve.http.server import PROXY_HOOK, claimed, limit_proxy, url_of
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.gate import Verdict, judge
+from raycl.serve.snapshots.gate import GateResult, judge
 
 log = logging.getLogger("raycl")
 
@@ -77,7 +77,7 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
         http_options={"host": config.host, "port": config.port},
         logging_config={"enable_access_log": config.access_log},
     )
-    asked = {name: amount for name, amount in together(config).items() if amount}
+    asked = {name: amount for name, amount in total_resources(config).items() if amount}
     waits = not cluster.fits(asked)
     try:
         with cluster.said_while(lambda: waits, asked, "replicas, threads or cpus"):
@@ -99,7 +99,7 @@ def _check_room(config: ServeConfig) -> None:
         ("CPU", "num_cpus", "ask for fewer replicas or threads, set cpus to what a replica may reserve"),
         ("GPU", "num_gpus", "ask for fewer replicas, share GPUs with gpus=0.5 gate.gpus=0.5, set gate.device=cpu"),
     ):
-        wanted, there = together(config)[name], have.get(name, 0.0)
+        wanted, there = total_resources(config)[name], have.get(name, 0.0)
         if wanted > there:
             part = f" ({gate[key]:g} for its gate)" if config.gates and gate[key] else ""
             raise LaunchError(
@@ -115,17 +115,17 @@ def activate(config: ServeConfig, number: int) -> None:
         BankError: the bank has no such snapshot, or it is damaged.
     """
     bank = Bank.at(config.bank)
-    activations, whole = Activations(bank), Whole.of(bank)
+    activations, whole = Activations(bank), IntegrityCheck.of(bank)
     snapshot = bank.open(number)
     with suppress(BankError):  # without an active one everything is read
         if (last := activations.latest()) is not None:
-            whole.take_for_whole(bank.open(last.snapshot))
+            whole.mark_checked(bank.open(last.snapshot))
     whole.check(snapshot)
     decided = activations.add(snapshot, "asked for")
     log.info("decision %d: snapshot %d answers", decided.number, number)
 
 
-def promote(config: ServeConfig, number: int) -> tuple[Verdict, str]:
+def promote(config: ServeConfig, number: int) -> tuple[GateResult, str]:
     """Judge a candidate and activate it if it passes.
 
     Returns:
@@ -134,27 +134,27 @@ def promote(config: ServeConfig, number: int) -> tuple[Verdict, str]:
     Raises:
         RayclError: it cannot be judged; nothing is activated.
     """
-    verdict = judge(config, number)
-    if verdict.passed:
+    result = judge(config, number)
+    if result.passed:
         activate(config, number)
         outcome = f"passed: snapshot {number} answers"
     else:
-        worst = max(verdict.drops, key=lambda task: verdict.drops[task])
+        worst = max(result.drops, key=lambda task: result.drops[task])
         outcome = (
-            f"refused: {worst} falls by {verdict.drops[worst]:.1f} points, allowed are {verdict.max_drop:g}; "
-            f"snapshot {verdict.active} goes on"
+            f"refused: {worst} falls by {result.drops[worst]:.1f} points, allowed are {result.max_drop:g}; "
+            f"snapshot {result.active} goes on"
         )
-    return verdict, f"{verdict_table(verdict)}\n{outcome}"
+    return result, f"{gate_table(result)}\n{outcome}"
 
 
-def verdict_table(verdict: Verdict) -> str:
+def gate_table(result: GateResult) -> str:
     """One row a task: rows asked, score of the active snapshot, of the candidate, and the change."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     table.add_column("task")
-    for title in ("rows", f"snapshot {verdict.active}", f"snapshot {verdict.candidate}", "change"):
+    for title in ("rows", f"snapshot {result.active}", f"snapshot {result.candidate}", "change"):
         table.add_column(title, justify="right")
-    for task, after in verdict.after.items():
-        before = verdict.before.get(task)
+    for task, after in result.after.items():
+        before = result.before.get(task)
         old, change = ("", "new") if before is None else (f"{before.value:.1f}", f"{after.value - before.value:+.1f}")
         table.add_row(task, str(after.count), old, f"{after.value:.1f}", change)
     text = io.StringIO()

@@ -17,11 +17,11 @@ from raycl.bank.activations import Activations
 from raycl.bank.object_store import ObjectStoreCache
 from raycl.errors import ConfigError, RayclError
 from raycl.generation.requests import Event, Failed, Sampling
-from raycl.generation.static_cache import MODELS, fits_slots
+from raycl.generation.static_cache import MODELS, supports_static_cache
 from raycl.serve.engine.disaggregated import RemoteEngine, Stream
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import LoadedSnapshot, MultiSnapshotModel
-from raycl.serve.engine.requests import Choice, EngineRequest, is_last
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
+from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last
 from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import readable_snapshot, wanted_snapshots
@@ -61,9 +61,9 @@ def open_service(config: ServeConfig, object_store_cache: bool = False, routes: 
         for name, default in (("max_source_tokens", SOURCE_TOKENS), ("max_target_tokens", TARGET_TOKENS))
     )
     backbone = load_backbone(settings, load_codec(settings, source, target), device, 0)
-    host = MultiSnapshotModel(backbone, config.max_loaded_rows)
-    in_slots = decodes_in_slots(config, backbone)
-    engine = Engine(host, config.max_batch, source, target, config.limits.prompt_tokens, in_slots)
+    model = MultiSnapshotModel(backbone, config.max_loaded_rows)
+    static_cache = uses_static_cache(config, backbone)
+    engine = Engine(model, config.max_batch, source, target, config.limits.prompt_tokens, static_cache)
     snapshot_manager = SnapshotManager(
         bank, engine, config, snapshot.backbone.sha256, ObjectStoreCache(bank) if object_store_cache else None
     )
@@ -71,20 +71,20 @@ def open_service(config: ServeConfig, object_store_cache: bool = False, routes: 
     return Service(config, engine, snapshot_manager)
 
 
-def decodes_in_slots(config: ServeConfig, backbone: Backbone) -> bool:
+def uses_static_cache(config: ServeConfig, backbone: Backbone) -> bool:
     """Whether texts are decoded at fixed addresses.
 
     Raises:
         ConfigError: they shall be, and cannot.
     """
-    if config.decoding == "static" and not fits_slots(backbone):
+    if config.decoding == "static" and not supports_static_cache(backbone):
         raise ConfigError(
             f"decoding is 'static', but a '{backbone.model.config.model_type}' model of this kind ("
             f"{backbone.codec.kind}) is decoded in caches that grow: expected one of {', '.join(MODELS)} without a "
             "sliding window, or decoding=auto"
         )
     on_gpu = backbone.device.type == "cuda"
-    return config.decoding == "static" or (config.decoding == "auto" and on_gpu and fits_slots(backbone))
+    return config.decoding == "static" or (config.decoding == "auto" and on_gpu and supports_static_cache(backbone))
 
 
 def open_front(config: ServeConfig, stream: Stream, object_store_cache: bool = False) -> Service:
@@ -117,10 +117,10 @@ def _warm(engine: Engine, loaded: LoadedSnapshot, routes: bool) -> None:
     task = loaded.snapshot.tasks[0].name if loaded.snapshot.tasks else None
     weights = None if routes else dict.fromkeys(list(loaded.keys)[:1], 1.0)
     sampling = None if engine.capabilities.answers == "label" else Sampling(2)
-    ask = EngineRequest(WARMING, events.put, sampling, loaded=loaded, choice=Choice(weights, task))
-    engine.submit(ask)
+    request = EngineRequest(WARMING, events.put, sampling, loaded=loaded, selection=AdapterSelection(weights, task))
+    engine.submit(request)
     event = events.get()
-    while not is_last(ask, event):
+    while not is_last(request, event):
         event = events.get()
     if isinstance(event, Failed):
         log.warning("a first answer failed: %s", event.error)

@@ -45,10 +45,10 @@ def _takes(config: ServeConfig, device: str, gpus: float) -> dict[str, float]:
     return {"num_cpus": 0.0 if gpu else config.reserved, "num_gpus": gpus if gpu else 0.0}
 
 
-def together(config: ServeConfig) -> dict[str, float]:
+def total_resources(config: ServeConfig) -> dict[str, float]:
     """CPUs and GPUs of everything, at least."""
     replica, gate = replica_takes(config), gate_takes(config)
-    routers = config.router_replicas if config.layout == "split" else 0
+    routers = config.router_replicas if config.layout == "disaggregated" else 0
     found = {}
     for name, key in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
         found[name] = config.replicas * replica[key] + config.gates * gate[key]

@@ -20,24 +20,24 @@ from ray.exceptions import RayError
 from raycl.backbone.kinds import capabilities_of
 from raycl.errors import RayclError
 from raycl.generation.requests import Event, Failed, Sampling, Started
-from raycl.serve.engine.model_host import LoadedSnapshot
-from raycl.serve.engine.requests import CLOSED, FAILURES, Choice, EngineRequest
-from raycl.serve.engine.routing import mixtures_of, unfamiliar_of
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
+from raycl.serve.engine.requests import CLOSED, FAILURES, AdapterSelection, EngineRequest
+from raycl.serve.engine.routing import mixtures_of, ood_scores_of
 
 
 @dataclass(frozen=True)
-class Spec:
+class RemoteRequest:
     """An ask on its way to a replica: everything but who listens."""
 
     text: str
     snapshot: int
-    choice: Choice
+    selection: AdapterSelection
     sampling: Sampling | None
     templated: bool
     route_only: bool
 
 
-Stream = Callable[[Spec], AsyncGenerator[Event, None]]
+Stream = Callable[[RemoteRequest], AsyncGenerator[Event, None]]
 
 
 class RemoteEngine:
@@ -59,14 +59,14 @@ class RemoteEngine:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, ask: EngineRequest) -> None:
+    def submit(self, request: EngineRequest) -> None:
         """As an engine."""
         with self._lock:
-            self._unfinished.add(id(ask))
-        self._inbox.put(ask)
+            self._unfinished.add(id(request))
+        self._inbox.put(request)
 
     @property
-    def load(self) -> int:
+    def pending(self) -> int:
         """Asks whose last event has not come."""
         return len(self._unfinished)
 
@@ -86,73 +86,75 @@ class RemoteEngine:
         self._inbox.put(None)
         self._threads[1].join(timeout=60)
         while not self._inbox.empty():
-            ask = self._inbox.get()
-            if ask is not None:
-                self._end(ask, Failed(RayclError(CLOSED)))
+            request = self._inbox.get()
+            if request is not None:
+                self._end(request, Failed(RayclError(CLOSED)))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._threads[0].join(timeout=60)
 
     def _route_all(self) -> None:
         while True:
-            asks = [self._inbox.get()]
-            while not self._inbox.empty() and len(asks) < self.max_batch:
-                asks.append(self._inbox.get())
-            wanted = [ask for ask in asks if ask is not None and not ask.cancelled]
-            for ask in asks:
-                if ask is not None and ask.cancelled:
-                    self._over(ask)
-            for loaded in {id(ask.loaded): ask.loaded for ask in wanted}.values():
-                self._routed(loaded, [ask for ask in wanted if ask.loaded is loaded])
-            if None in asks:
+            requests = [self._inbox.get()]
+            while not self._inbox.empty() and len(requests) < self.max_batch:
+                requests.append(self._inbox.get())
+            active = [request for request in requests if request is not None and not request.cancelled]
+            for request in requests:
+                if request is not None and request.cancelled:
+                    self._over(request)
+            for loaded in {id(request.loaded): request.loaded for request in active}.values():
+                self._routed(loaded, [request for request in active if request.loaded is loaded])
+            if None in requests:
                 return
 
-    def _routed(self, loaded: LoadedSnapshot, asks: list[EngineRequest]) -> None:
+    def _routed(self, loaded: LoadedSnapshot, requests: list[EngineRequest]) -> None:
         began = time.perf_counter()
-        free = [] if loaded.reads_prompts else asks
+        free = [] if loaded.reads_prompts else requests
         try:
             found = dict(zip(map(id, free), mixtures_of(loaded, free), strict=True))
-            strange = unfamiliar_of(loaded, free)
+            ood_scores = ood_scores_of(loaded, free)
         except (*FAILURES, RayError) as error:  # a request must never end the thread
-            if len(asks) > 1:
-                for ask in asks:
-                    self._routed(loaded, [ask])
+            if len(requests) > 1:
+                for request in requests:
+                    self._routed(loaded, [request])
                 return
-            self._end(asks[0], Failed(error))
+            self._end(requests[0], Failed(error))
             return
         spent = (time.perf_counter() - began) * 1e3
-        for ask in asks:
-            choice, mixture = ask.choice, found.get(id(ask))
+        for request in requests:
+            selection, mixture = request.selection, found.get(id(request))
             if mixture is not None:
                 pairs = zip(mixture.names, mixture.weights[0].tolist(), strict=True)
-                choice = Choice({loaded.names[key]: weight for key, weight in pairs}, choice.task)
-            spec = Spec(ask.text, loaded.snapshot.number, choice, ask.sampling, ask.templated, ask.route_only)
-            waited = (began - ask.began) * 1e3
-            facts = {"queue_ms": waited, "retrieval_ms": spent, "ood_score": strange.get(ask.text)}
-            asyncio.run_coroutine_threadsafe(self._listen(ask, spec, facts), self._loop)
+                selection = AdapterSelection({loaded.names[key]: weight for key, weight in pairs}, selection.task)
+            remote_request = RemoteRequest(
+                request.text, loaded.snapshot.number, selection, request.sampling, request.templated, request.route_only
+            )
+            waited = (began - request.began) * 1e3
+            facts = {"queue_ms": waited, "retrieval_ms": spent, "ood_score": ood_scores.get(request.text)}
+            asyncio.run_coroutine_threadsafe(self._listen(request, remote_request, facts), self._loop)
 
-    async def _listen(self, ask: EngineRequest, spec: Spec, facts: dict[str, Any]) -> None:
+    async def _listen(self, request: EngineRequest, remote_request: RemoteRequest, facts: dict[str, Any]) -> None:
         try:
-            async with aclosing(self._stream(spec)) as events:
+            async with aclosing(self._stream(remote_request)) as events:
                 async for event in events:
-                    if ask.cancelled:
+                    if request.cancelled:
                         break
                     if isinstance(event, Started):
-                        made = event.made
-                        later = {name: facts[name] + getattr(made, name) for name in ("queue_ms", "retrieval_ms")}
-                        event = Started(replace(made, **{**facts, **later}))
-                    ask.send(event)
+                        metadata = event.metadata
+                        later = {name: facts[name] + getattr(metadata, name) for name in ("queue_ms", "retrieval_ms")}
+                        event = Started(replace(metadata, **{**facts, **later}))
+                    request.send(event)
         except (*FAILURES, RayError) as error:  # a replica that dies fails its own answers only
             known = (
                 error if isinstance(error, RayclError) else RayclError(f"the replica that answered is gone: {error}")
             )
-            ask.send(Failed(known))
+            request.send(Failed(known))
         finally:
-            self._over(ask)
+            self._over(request)
 
-    def _end(self, ask: EngineRequest, event: Event) -> None:
-        self._over(ask)
-        ask.send(event)
+    def _end(self, request: EngineRequest, event: Event) -> None:
+        self._over(request)
+        request.send(event)
 
-    def _over(self, ask: EngineRequest) -> None:
+    def _over(self, request: EngineRequest) -> None:
         with self._lock:
-            self._unfinished.discard(id(ask))
+            self._unfinished.discard(id(request))

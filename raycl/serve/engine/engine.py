@@ -26,17 +26,17 @@ from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, RayclError
 from raycl.generation.continuous_batch import OVERFLOW, ContinuousBatch, PreparedRequest
 from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Started
-from raycl.serve.engine.model_host import LoadedSnapshot, MultiSnapshotModel
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.engine.requests import CLOSED, FAILURES, EngineRequest, is_last
-from raycl.serve.engine.routing import head_of, mixtures_of, template_of, unfamiliar_of
-from raycl.serve.engine.truncation import Fitting, Wanted
-from raycl.serve.errors import BrokenError
+from raycl.serve.engine.routing import head_of, mixtures_of, ood_scores_of, template_of
+from raycl.serve.engine.truncation import PromptRequest, Truncation
+from raycl.serve.errors import InternalError
 from raycl.types import Capabilities, Mixture
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-TOGETHER = 8
+PREFETCH_BATCH = 8
 """Adapters brought to the device between two batches: a few milliseconds."""
 
 
@@ -44,17 +44,17 @@ class Engine:
     """Answers asks on a thread of its own.
 
     Attributes:
-        host: the backbone; only this thread touches it.
+        model: the backbone; only this thread touches it.
     """
 
     def __init__(
         self,
-        host: MultiSnapshotModel,
+        model: MultiSnapshotModel,
         max_batch: int,
         max_source_tokens: int,
         max_target_tokens: int,
         max_prompt_tokens: int = 4096,
-        in_slots: bool = False,
+        static_cache: bool = False,
     ) -> None:
         """Start the thread.
 
@@ -63,16 +63,16 @@ class Engine:
             max_source_tokens: longest prompt; longer inputs are cut at their end, as in training.
             max_target_tokens: of an answer, where the ask does not say.
             max_prompt_tokens: longest prompt that is not an input; what is longer is refused.
-            in_slots: texts are decoded at fixed addresses (`raycl.generation.static_cache`).
+            static_cache: texts are decoded at fixed addresses (`raycl.generation.static_cache`).
         """
-        self.host, self.max_batch = host, max_batch
+        self.model, self.max_batch = model, max_batch
         self.max_target = max_target_tokens
-        self._fitting = Fitting(host.backbone, max_source_tokens, max_prompt_tokens)
+        self._truncation = Truncation(model.backbone, max_source_tokens, max_prompt_tokens)
         self._inbox: queue.SimpleQueue[EngineRequest | tuple[Callable[[], Any], Future[Any]] | None] = (
             queue.SimpleQueue()
         )
         self._waiting: list[EngineRequest] = []
-        self._texts = ContinuousBatch(host, max_batch, self._tell, in_slots)
+        self._texts = ContinuousBatch(model, max_batch, self._send, static_cache)
         self._retrieval_s = 0.0
         self._lock = threading.Lock()  # of the three below
         self._unfinished = 0
@@ -80,14 +80,14 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="raycl-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, ask: EngineRequest) -> None:
-        """Take an ask; its events come through `ask.send`."""
+    def submit(self, request: EngineRequest) -> None:
+        """Take an ask; its events come through `request.send`."""
         with self._lock:
             if self._open:
                 self._unfinished += 1
-                self._inbox.put(ask)
+                self._inbox.put(request)
                 return
-        ask.send(Failed(RayclError(CLOSED)))
+        request.send(Failed(RayclError(CLOSED)))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run something on the model's thread, between two batches."""
@@ -105,29 +105,29 @@ class Engine:
         Raises:
             BankError: see `MultiSnapshotModel.add`.
         """
-        self.call(lambda: self.host.add(loaded)).result()
-        keys = self.host.ahead(loaded)
-        for first in range(0, len(keys), TOGETHER):
-            self.call(partial(self.host.prefetch, keys[first : first + TOGETHER])).result()
+        self.call(lambda: self.model.add(loaded)).result()
+        keys = self.model.ahead(loaded)
+        for first in range(0, len(keys), PREFETCH_BATCH):
+            self.call(partial(self.model.prefetch, keys[first : first + PREFETCH_BATCH])).result()
 
     def unload_snapshot(self, loaded: LoadedSnapshot) -> None:
         """Take a snapshot from the host, between two batches."""
-        self.call(lambda: self.host.drop(loaded)).result()
+        self.call(lambda: self.model.drop(loaded)).result()
 
     @property
     def kind(self) -> str:
         """Of the backbone: encoder, encoder-decoder, decoder."""
-        return self.host.backbone.codec.kind
+        return self.model.backbone.codec.kind
 
     @property
     def capabilities(self) -> Capabilities:
         """What the backbone can do."""
-        return self.host.backbone.capabilities
+        return self.model.backbone.capabilities
 
     @property
     def counts(self) -> dict[str, float]:
         """What happened so far, by name, for metrics."""
-        return {**self.host.counts, "tokens": self._texts.tokens, "retrieval_s": self._retrieval_s}
+        return {**self.model.counts, "tokens": self._texts.tokens, "retrieval_s": self._retrieval_s}
 
     @property
     def captures(self) -> int:
@@ -135,7 +135,7 @@ class Engine:
         return self._texts.captures
 
     @property
-    def load(self) -> int:
+    def pending(self) -> int:
         """Asks whose last event has not come."""
         return self._unfinished
 
@@ -154,11 +154,11 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._take():
-                self._forget()
+                self._drop_cancelled()
                 if self._waiting:
                     self._start()
-                self._isolated(self._texts.begin, self._texts.joined(), lambda one: one.ask)
-                self._guarded(self._texts.step, self._texts.activate, self._texts.abandon)
+                self._isolated(self._texts.begin, self._texts.joined(), lambda one: one.request)
+                self._guarded(self._texts.step, self._texts.decoding, self._texts.clear)
         finally:
             self._end()
 
@@ -173,7 +173,7 @@ class Engine:
             if isinstance(item, EngineRequest):
                 self._waiting.append(item)
             else:
-                self._texts.silence()
+                self._texts.deactivate()
                 _call(*item)
         return True
 
@@ -187,136 +187,139 @@ class Engine:
                 self._waiting.append(item)
             elif item is not None:
                 item[1].set_exception(RayclError(CLOSED))
-        for ask in [*self._waiting, *self._texts.asks]:
-            self._tell(ask, Failed(RayclError(CLOSED)))
-        self._texts.abandon()
+        for request in [*self._waiting, *self._texts.requests]:
+            self._send(request, Failed(RayclError(CLOSED)))
+        self._texts.clear()
 
-    def _forget(self) -> None:
+    def _drop_cancelled(self) -> None:
         """What nobody wants any more."""
-        gone = [ask for ask in (*self._waiting, *self._texts.asks) if ask.cancelled]
+        gone = [request for request in (*self._waiting, *self._texts.requests) if request.cancelled]
         if gone:
-            self._waiting = [ask for ask in self._waiting if not ask.cancelled]
-            self._texts.forget()
-        for ask in gone:
-            self._over(ask)
+            self._waiting = [request for request in self._waiting if not request.cancelled]
+            self._texts.drop_cancelled()
+        for request in gone:
+            self._over(request)
 
     def _start(self) -> None:
         """Route what waits; then labels are answered, and texts wait to join."""
         taken, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
-        ready = self._isolated(self._routed, taken, lambda ask: ask)
+        ready = self._isolated(self._routed, taken, lambda request: request)
         for one in ready:
-            if one.sampling is not None or one.ask.route_only:  # a label follows at once: both are told together then
-                self._tell(one.ask, Started(one.made))
-        ready = [one for one in ready if not one.ask.over]
+            if one.sampling is not None or one.request.route_only:  # a label is sent together with this
+                self._send(one.request, Started(one.metadata))
+        ready = [one for one in ready if not one.request.over]
         self._texts.joining += [one for one in ready if one.sampling is not None]
         for group in self._groups([one for one in ready if one.sampling is None]):
-            self._isolated(self._labelled, group, lambda one: one.ask)
+            self._isolated(self._labelled, group, lambda one: one.request)
 
     def _isolated(
-        self, work: Callable[[list[Any]], list[Any]], items: list[Any], ask: Callable[[Any], EngineRequest]
+        self, work: Callable[[list[Any]], list[Any]], items: list[Any], request_of: Callable[[Any], EngineRequest]
     ) -> list[Any]:
         """`work` on all; if that fails, on each alone, so that one that cannot be answered spoils no other."""
         try:
             return work(items) if items else []
         except FAILURES as error:  # a request must never end the thread
             if len(items) == 1:
-                self._fail(ask(items[0]), error)
+                self._fail(request_of(items[0]), error)
                 return []
-            return [found for item in items for found in self._isolated(work, [item], ask)]
+            return [found for item in items for found in self._isolated(work, [item], request_of)]
 
-    def _guarded(self, work: Callable[[], None], asks: Sequence[EngineRequest], after: Callable[[], None]) -> None:
+    def _guarded(self, work: Callable[[], None], requests: Sequence[EngineRequest], after: Callable[[], None]) -> None:
         try:
             work()
         except FAILURES as error:  # a request must never end the thread
-            for ask in asks:
-                self._fail(ask, error)
+            for request in requests:
+                self._fail(request, error)
             after()
 
-    def _fail(self, ask: EngineRequest, error: Exception) -> None:
+    def _fail(self, request: EngineRequest, error: Exception) -> None:
         if not isinstance(error, RayclError):
             log.error("an answer failed", exc_info=error)
             name = type(error).__name__
-            error = BrokenError(f"the model failed on this request ({name}): the server's log says more")
-        self._tell(ask, Failed(error))
+            error = InternalError(f"the model failed on this request ({name}): the server's log says more")
+        self._send(request, Failed(error))
 
-    def _tell(self, ask: EngineRequest, event: Event) -> None:
+    def _send(self, request: EngineRequest, event: Event) -> None:
         """Send an event, unless the last one has been sent."""
-        if ask.over:
+        if request.over:
             return
-        if is_last(ask, event):
-            self._over(ask)
-        ask.send(event)
+        if is_last(request, event):
+            self._over(request)
+        request.send(event)
 
-    def _over(self, ask: EngineRequest) -> None:
-        if not ask.over:
-            ask.over = True
+    def _over(self, request: EngineRequest) -> None:
+        if not request.over:
+            request.over = True
             with self._lock:
                 self._unfinished -= 1
 
     # ---- choosing --------------------------------------------------------------------------------------------
 
-    def _routed(self, asks: list[EngineRequest]) -> list[PreparedRequest[EngineRequest]]:
+    def _routed(self, requests: list[EngineRequest]) -> list[PreparedRequest[EngineRequest]]:
         began = time.perf_counter()
         mixtures: dict[int, Mixture] = {}
-        strange: dict[int, float] = {}
-        for loaded in {id(ask.loaded): ask.loaded for ask in asks}.values():
-            mine = [number for number, ask in enumerate(asks) if ask.loaded is loaded]
-            group = [asks[number] for number in mine]
-            mixtures |= dict(zip(mine, mixtures_of(loaded, group, self._attend), strict=True))
-            told = unfamiliar_of(loaded, group)
-            strange |= {number: told[asks[number].text] for number in mine if asks[number].text in told}
+        ood_scores: dict[int, float] = {}
+        for loaded in {id(request.loaded): request.loaded for request in requests}.values():
+            mine = [number for number, request in enumerate(requests) if request.loaded is loaded]
+            group = [requests[number] for number in mine]
+            mixtures |= dict(zip(mine, mixtures_of(loaded, group, self._route_prompts), strict=True))
+            found = ood_scores_of(loaded, group)
+            ood_scores |= {number: found[requests[number].text] for number in mine if requests[number].text in found}
         spent = (time.perf_counter() - began) * 1e3
         self._retrieval_s += spent / 1e3
-        drafts = [self._drafted(ask, mixtures[number]) for number, ask in enumerate(asks)]
+        routed_prompts = [self._with_prompt(request, mixtures[number]) for number, request in enumerate(requests)]
         ready = []
-        for number, (one, fitted) in enumerate(
-            zip(drafts, self._fitting.fit([one.wanted for one in drafts]), strict=True)
+        for number, (one, truncated) in enumerate(
+            zip(routed_prompts, self._truncation.fit([one.prompt_request for one in routed_prompts]), strict=True)
         ):
-            ask, sampling = asks[number], asks[number].sampling
-            if sampling is not None and fitted.room is not None:
-                sampling = replace(sampling, max_tokens=min(sampling.max_tokens, fitted.room))
-            made = ResponseMetadata(
-                snapshot=ask.loaded.snapshot.number,
+            request, sampling = requests[number], requests[number].sampling
+            if sampling is not None and truncated.room is not None:
+                sampling = replace(sampling, max_tokens=min(sampling.max_tokens, truncated.room))
+            metadata = ResponseMetadata(
+                snapshot=request.loaded.snapshot.number,
                 weights=dict(sorted(one.weights.items(), key=lambda pair: -pair[1])),
                 template=one.template,
-                prompt_tokens=len(fitted.ids),
-                cut_tokens=fitted.cut,
-                queue_ms=(began - ask.began) * 1e3,
+                prompt_tokens=len(truncated.ids),
+                cut_tokens=truncated.cut,
+                queue_ms=(began - request.began) * 1e3,
                 retrieval_ms=spent,
-                batch=len(asks),
-                ood_score=strange.get(number),
+                batch=len(requests),
+                ood_score=ood_scores.get(number),
             )
-            ready.append(PreparedRequest(ask, mixtures[number], fitted.ids, sampling, made))
+            ready.append(PreparedRequest(request, mixtures[number], truncated.ids, sampling, metadata))
         return ready
 
-    def _attend(self, loaded: LoadedSnapshot, asks: Sequence[EngineRequest], tasks: Sequence[str]) -> Mixture:
+    def _route_prompts(
+        self, loaded: LoadedSnapshot, requests: Sequence[EngineRequest], tasks: Sequence[str]
+    ) -> Mixture:
         """Prompts as the model will read them, in the eyes of a router beside it."""
         ahead = max((entry.prompt[0] for entry in loaded.snapshot.adapters if entry.prompt), default=0)
-        wanted = []
-        for ask, task in zip(asks, tasks, strict=True):
-            prompt = loaded.prompts.get(task, Prompt()) if ask.templated else Prompt()
-            wanted.append(Wanted(ask.text, prompt, ask.templated or ask.sampling is None, ahead))
-        ids = [fitted.ids for fitted in self._fitting.fit(wanted)]
-        batch = batch_of(ids, self.host.backbone.codec.pad_id).to(self.host.backbone.device)
-        return self.host.attended(loaded, batch.source_ids, batch.source_mask)
+        prompts = []
+        for request, task in zip(requests, tasks, strict=True):
+            prompt = loaded.prompts.get(task, Prompt()) if request.templated else Prompt()
+            is_input = request.templated or request.sampling is None
+            prompts.append(PromptRequest(request.text, prompt, is_input, ahead))
+        ids = [truncated.ids for truncated in self._truncation.fit(prompts)]
+        batch = batch_of(ids, self.model.backbone.codec.pad_id).to(self.model.backbone.device)
+        return self.model.route_embeddings(loaded, batch.source_ids, batch.source_mask)
 
-    def _drafted(self, ask: EngineRequest, mixture: Mixture) -> Draft:
+    def _with_prompt(self, request: EngineRequest, mixture: Mixture) -> RoutedPrompt:
         """With the prompt of the task that the request names, else of the one that speaks loudest (`template_of`)."""
-        loaded = ask.loaded
-        if not ask.route_only and not self.host.fit([mixture]):
+        loaded = request.loaded
+        if not request.route_only and not self.model.fit([mixture]):
             raise AdapterError(
-                f"{', '.join(mixture.names)} take {self.host.rows(mixture.names)} rows on the device together, this "
-                f"endpoint keeps {self.host.stack.table.capacity}: choose fewer adapters, or raise resident_rows"
+                f"{', '.join(mixture.names)} take {self.model.rows(mixture.names)} rows on the device together, this "
+                f"endpoint keeps {self.model.stack.table.capacity}: choose fewer adapters, or raise max_loaded_rows"
             )
         pairs = zip(mixture.names, mixture.weights[0].tolist(), strict=True)
         weights = {loaded.names[key]: weight for key, weight in pairs}
-        task = template_of(loaded, ask, mixture) if ask.templated else ""
+        task = template_of(loaded, request, mixture) if request.templated else ""
         prompt = loaded.prompts.get(task, Prompt())
         ahead = max(
             (entry.prompt[0] for entry in loaded.snapshot.adapters if entry.prompt and entry.name in weights), default=0
         )
-        wanted = Wanted(ask.text, prompt, ask.templated or ask.sampling is None, ahead)
-        return Draft(weights, task if prompt != Prompt() else "", wanted)
+        prompt_request = PromptRequest(request.text, prompt, request.templated or request.sampling is None, ahead)
+        return RoutedPrompt(weights, task if prompt != Prompt() else "", prompt_request)
 
     # ---- labels ----------------------------------------------------------------------------------------------
 
@@ -325,8 +328,8 @@ class Engine:
         groups: list[list[PreparedRequest[EngineRequest]]] = []
         for one in ready:
             for group in groups:
-                same = group[0].ask.loaded.head_rule == one.ask.loaded.head_rule
-                if same and self.host.fit([other.mixture for other in (*group, one)]):
+                same = group[0].request.loaded.head_rule == one.request.loaded.head_rule
+                if same and self.model.fit([other.mixture for other in (*group, one)]):
                     group.append(one)
                     break
             else:
@@ -335,21 +338,21 @@ class Engine:
 
     @torch.no_grad()
     def _labelled(self, ready: list[PreparedRequest[EngineRequest]]) -> list[PreparedRequest[EngineRequest]]:
-        backbone = self.host.backbone
-        rule = ready[0].ask.loaded.head_rule
-        told = [head_of(one.ask) for one in ready] if rule == "label_count" else ()
+        backbone = self.model.backbone
+        rule = ready[0].request.loaded.head_rule
+        heads = [head_of(one.request) for one in ready] if rule == "label_count" else ()
         mixture = Mixture.stacked([one.mixture for one in ready])
         batch = batch_of([one.ids for one in ready], backbone.codec.pad_id).to(backbone.device)
-        with self.host.activate(mixture, rule, told):
+        with self.model.activate(mixture, rule, heads):
             scores, labels = backbone.score_labels(batch)
         found = _best(scores.cpu(), labels)
         for one, event in zip(ready, found, strict=True):
-            self._tell(one.ask, Started(one.made))
-            self._tell(one.ask, event)
+            self._send(one.request, Started(one.metadata))
+            self._send(one.request, event)
         return ready
 
 
-class Draft(NamedTuple):
+class RoutedPrompt(NamedTuple):
     """What is known of an answer before its text is read.
 
     Attributes:
@@ -358,7 +361,7 @@ class Draft(NamedTuple):
 
     weights: dict[str, float]
     template: str
-    wanted: Wanted
+    prompt_request: PromptRequest
 
 
 def _call(function: Callable[[], Any], done: Future[Any]) -> None:
@@ -371,17 +374,17 @@ def _call(function: Callable[[], Any], done: Future[Any]) -> None:
 def _best(scores_BC: Tensor, labels: Sequence[str]) -> list[LabelScores | Failed]:
     """Each row's labels by falling chance; scores of minus infinity are of labels that nobody knows."""
     known_BC = scores_BC != -torch.inf
-    broken_B = (known_BC & ~torch.isfinite(scores_BC)).any(1).tolist()
-    mute_B = (~known_BC).all(1).tolist()
+    infinite_B = (known_BC & ~torch.isfinite(scores_BC)).any(1).tolist()
+    unlabelled_B = (~known_BC).all(1).tolist()
     chances_BC, order_BC = torch.sort(scores_BC.softmax(1), dim=1, descending=True, stable=True)
     found: list[LabelScores | Failed] = []
-    for broken, mute, chances, order in zip(broken_B, mute_B, chances_BC.tolist(), order_BC.tolist(), strict=True):
-        if broken:
+    for infinite, unlabelled, chances, order in zip(
+        infinite_B, unlabelled_B, chances_BC.tolist(), order_BC.tolist(), strict=True
+    ):
+        if infinite:
             found.append(Failed(AdapterError(OVERFLOW)))
-        elif mute:
-            found.append(
-                Failed(AdapterError("nobody who speaks for this text knows any label: choose adapters with labels"))
-            )
+        elif unlabelled:
+            found.append(Failed(AdapterError("no selected adapter has a label head: select adapters that have one")))
         else:
             pairs = zip(order, chances, strict=True)
             found.append(LabelScores({labels[place]: chance for place, chance in pairs if chance > 0}))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from raycl.errors import RayclError
 from raycl.generation.requests import Event, GenerationRequest, Started, TextDelta
-from raycl.serve.engine.model_host import LoadedSnapshot
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 
 CLOSED = "the server is shutting down: ask again in a moment"
 
@@ -22,7 +22,7 @@ FAILURES = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class AdapterSelection:
     """Which adapters are active.
 
     Attributes:
@@ -42,21 +42,21 @@ class EngineRequest(GenerationRequest):
 
     Attributes:
         loaded: the snapshot that answers, from beginning to end.
-        choice: which adapters are active.
+        selection: which adapters are active.
         route_only: with `sampling` None, answer with nothing but the mixture; else a label.
         templated: the text is an input, and gets the prompt that its task was trained with.
         template: set by the engine: task whose template routing has read the text with; "" for none.
     """
 
     loaded: LoadedSnapshot = field(kw_only=True)
-    choice: Choice = field(kw_only=True)
+    selection: AdapterSelection = field(kw_only=True)
     route_only: bool = False
     templated: bool = True
     template: str = ""
 
 
-def is_last(ask: EngineRequest, event: Event) -> bool:
+def is_last(request: EngineRequest, event: Event) -> bool:
     """Whether nothing comes after it."""
     if isinstance(event, Started):
-        return ask.route_only
+        return request.route_only
     return not isinstance(event, TextDelta) or event.finish is not None

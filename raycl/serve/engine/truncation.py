@@ -12,10 +12,10 @@ from typing import NamedTuple
 from raycl.backbone import Backbone
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
-from raycl.serve.errors import TooLongError, TooMuchError
+from raycl.serve.errors import LimitExceededError, PromptTooLongError
 
 
-class Wanted(NamedTuple):
+class PromptRequest(NamedTuple):
     """What is to be read.
 
     Attributes:
@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fitted:
+class TruncatedPrompt:
     """A prompt that the model reads.
 
     Attributes:
@@ -43,7 +43,7 @@ class Fitted:
     room: int | None
 
 
-class Fitting:
+class Truncation:
     """What fits into one backbone."""
 
     def __init__(self, backbone: Backbone, max_source: int, max_prompt: int) -> None:
@@ -57,29 +57,31 @@ class Fitting:
         self.max_source, self.max_prompt = max_source, max_prompt
         self.positions = backbone.max_positions
 
-    def fit(self, wanted: Sequence[Wanted]) -> list[Fitted]:
+    def fit(self, prompt_request: Sequence[PromptRequest]) -> list[TruncatedPrompt]:
         """The ids of texts with their prompts around them; the same text is read once.
 
         Raises:
-            TooLongError: one may not be cut, and is too long. TooMuchError: there is nothing in one.
+            PromptTooLongError: one may not be cut, and is too long. LimitExceededError: there is nothing in one.
         """
-        unlike = list(dict.fromkeys(wanted))
+        unlike = list(dict.fromkeys(prompt_request))
         read = self.codec.encode_source([one.prompt.around(one.text) for one in unlike])
-        found = {one: self._fitted(one, ids) for one, ids in zip(unlike, read, strict=True)}
-        return [found[one] for one in wanted]
+        found = {one: self._truncate(one, ids) for one, ids in zip(unlike, read, strict=True)}
+        return [found[one] for one in prompt_request]
 
-    def _fitted(self, wanted: Wanted, ids: list[int]) -> Fitted:
-        most = self.max_source if wanted.is_input else self.max_prompt
+    def _truncate(self, prompt_request: PromptRequest, ids: list[int]) -> TruncatedPrompt:
+        most = self.max_source if prompt_request.is_input else self.max_prompt
         if self.positions is not None:
-            most = min(most, self.positions - wanted.ahead - (self.codec.capabilities.one_sequence))
+            most = min(most, self.positions - prompt_request.ahead - (self.codec.capabilities.one_sequence))
         if not ids:
-            raise TooMuchError("the text holds no token: expected at least one word")
+            raise LimitExceededError("the text holds no token: expected at least one word")
         whole = len(ids)
-        if whole > most and not wanted.is_input:
-            raise TooLongError(f"the prompt has {whole} tokens, this endpoint reads at most {most}: send less text")
+        if whole > most and not prompt_request.is_input:
+            raise PromptTooLongError(
+                f"the prompt has {whole} tokens, this endpoint reads at most {most}: send less text"
+            )
         if whole > most:
-            ids = fit_sources([wanted.text], wanted.prompt, self.codec, most)[0][0]
-        return Fitted(ids, whole - len(ids), self._room(len(ids), wanted.ahead))
+            ids = fit_sources([prompt_request.text], prompt_request.prompt, self.codec, most)[0][0]
+        return TruncatedPrompt(ids, whole - len(ids), self._room(len(ids), prompt_request.ahead))
 
     def _room(self, length: int, ahead: int) -> int | None:
         """A decoder's answer goes on where the prompt ends; another's has positions of its own."""

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from raycl.errors import ConfigError
 from raycl.serve.errors import body_of
-from raycl.serve.http.disconnects import attended
+from raycl.serve.http.disconnects import cancel_on_disconnect
 from raycl.serve.settings import AuthConfig, LimitsConfig, ServeConfig
 
 OPEN = ("/", "/healthz", "/readyz", "/openapi.json")
@@ -90,7 +90,7 @@ def _is_local(host: bytes) -> bool:
     return name is not None and is_loopback(name)
 
 
-class Gate:
+class AccessMiddleware:
     """ASGI middleware: keys, size of bodies and time for them; behind it the whole body is there."""
 
     def __init__(self, app: Any, keys: Keys, limits: LimitsConfig) -> None:
@@ -107,13 +107,13 @@ class Gate:
             message = "without API keys only this machine may ask, by 127.0.0.1 or localhost: set auth.keys_file"
             await _answer(send, 403, message, "permission_error")
             return
-        refusal = self._unknown(scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")), headers)
-        if refusal is not None:
-            await _answer(send, 401, refusal, "authentication_error")
+        reason = self._denied(scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")), headers)
+        if reason is not None:
+            await _answer(send, 401, reason, "authentication_error")
             return
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:19]) > DRAINED * self.body_bytes:
-            await self._refuse(send)
+            await self._reject_large(send)
             return
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -125,11 +125,11 @@ class Gate:
         except _GoneError:
             return
         if body is None:
-            await self._refuse(send)
+            await self._reject_large(send)
         else:
-            await attended(self.app, scope, body, receive, send)
+            await cancel_on_disconnect(self.app, scope, body, receive, send)
 
-    def _unknown(self, path: str, headers: dict[bytes, bytes]) -> str | None:
+    def _denied(self, path: str, headers: dict[bytes, bytes]) -> str | None:
         """Why this client may not ask that, if it may not."""
         admin = path.startswith("/admin")
         if not self.keys or path in OPEN or path.startswith("/playground/"):
@@ -154,7 +154,7 @@ class Gate:
                 parts.append(part)
         return b"".join(parts) if size <= self.body_bytes else None
 
-    async def _refuse(self, send: Any) -> None:
+    async def _reject_large(self, send: Any) -> None:
         message = f"the request is larger than {self.body_bytes // 1024} KiB: send less text"
         await _answer(send, 413, message, "invalid_request_error")
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 
-async def attended(app: Any, scope: Any, body: bytes, receive: Any, send: Any) -> None:
+async def cancel_on_disconnect(app: Any, scope: Any, body: bytes, receive: Any, send: Any) -> None:
     """Run an ASGI application on a body that has been read; cancelled if the client leaves before the answer's end.
 
     Args:

@@ -15,7 +15,7 @@ MAX_STOPS, MAX_STOP, MAX_NAME, MAX_WEIGHT, MAX_NUMBER = 16, 256, 200, 1000.0, 10
 """Stops of an answer, characters of one, characters of a name, an adapter's weight either way, a snapshot's number."""
 
 
-Word = Annotated[str, StringConstraints(min_length=0)]
+AnyText = Annotated[str, StringConstraints(min_length=0)]
 """Any text; where a length is asked for, pydantic finds lone surrogates, which no tokenizer takes."""
 
 Text = Annotated[str, StringConstraints(min_length=1)]
@@ -24,21 +24,21 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP)]
 Weight = Annotated[FiniteFloat, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
 
 
-def _asks_nothing(value: Any) -> None:
+def _check_unsupported(value: Any) -> None:
     if value:
         raise PydanticCustomError("unsupported", "Input is not supported by this endpoint: leave it out")
 
 
 Unsupported = Annotated[
     Any,
-    AfterValidator(_asks_nothing),
+    AfterValidator(_check_unsupported),
     WithJsonSchema({"enum": [None, False, 0, [], {}], "description": "not supported: empty, or left out"}),
 ]
 """A field of OpenAI's that would change the answer; clients that send what it is by default are understood."""
 
-Chances = Annotated[
+UnsupportedLogprobs = Annotated[
     Any,
-    AfterValidator(lambda value: _asks_nothing(value is not None and value is not False)),
+    AfterValidator(lambda value: _check_unsupported(value is not None and value is not False)),
     WithJsonSchema({"enum": [None, False], "description": "not supported: left out"}),
 ]
 """The same for a count of tokens' chances, of which 0 is one: that of the token taken."""
@@ -114,7 +114,7 @@ class Generation(Request):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def tells_usage(self) -> bool:
+    def includes_usage(self) -> bool:
         """Whether a stream ends with the tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -123,14 +123,14 @@ class Part(_Wire):
     """A part of a message's content."""
 
     type: Literal["text"]
-    text: Word
+    text: AnyText
 
 
 class Message(_Wire):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Word | list[Part]
+    content: AnyText | list[Part]
 
     @property
     def text(self) -> str:
@@ -159,7 +159,7 @@ class CompletionRequest(Generation):
     prompt: Text | list[Text]
     echo: bool | None = Field(None, description="the prompt before the answer")
     suffix: Unsupported = None
-    logprobs: Chances = None
+    logprobs: UnsupportedLogprobs = None
     best_of: int | None = Field(None, ge=1, le=1)
 
 
@@ -183,7 +183,7 @@ class ActivateRequest(_Wire):
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-class How(BaseModel):
+class ResponseDetails(BaseModel):
     """How an answer was made; times in milliseconds."""
 
     snapshot: int
@@ -210,7 +210,7 @@ class Usage(BaseModel):
 Finish = Literal["stop", "length"]
 
 
-class Said(BaseModel):
+class AssistantMessage(BaseModel):
     """The assistant's turn."""
 
     role: Literal["assistant"]
@@ -221,10 +221,10 @@ class ChatChoice(BaseModel):
     """One answer to a chat."""
 
     index: int
-    message: Said
+    message: AssistantMessage
     finish_reason: Finish
     logprobs: None = None
-    raycl: How
+    raycl: ResponseDetails
 
 
 class ChatAnswer(BaseModel):
@@ -236,7 +236,7 @@ class ChatAnswer(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    raycl: How
+    raycl: ResponseDetails
 
 
 class TextChoice(BaseModel):
@@ -246,7 +246,7 @@ class TextChoice(BaseModel):
     text: str
     finish_reason: Finish
     logprobs: None = None
-    raycl: How
+    raycl: ResponseDetails
 
 
 class TextAnswer(BaseModel):
@@ -258,7 +258,7 @@ class TextAnswer(BaseModel):
     model: str
     choices: list[TextChoice]
     usage: Usage
-    raycl: How
+    raycl: ResponseDetails
 
 
 class Label(BaseModel):
@@ -267,7 +267,7 @@ class Label(BaseModel):
     index: int
     label: str
     scores: dict[str, float]
-    raycl: How
+    raycl: ResponseDetails
 
 
 class LabelAnswer(BaseModel):
@@ -283,7 +283,7 @@ class Route(BaseModel):
     """Who would speak for one text."""
 
     index: int
-    raycl: How
+    raycl: ResponseDetails
 
 
 class RouteAnswer(BaseModel):

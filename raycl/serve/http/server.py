@@ -142,7 +142,7 @@ def claimed(config: ServeConfig) -> Iterator[ServeConfig]:
         try:
             held.bind((config.host, port))
         except OSError as error:
-            raise _refusal(config.host, port, error) from error
+            raise _bind_error(config.host, port, error) from error
         yield config.model_copy(update={"port": port, "ingress": ingress})
 
 
@@ -161,10 +161,10 @@ def bound(host: str, port: int, shared: bool = False) -> socket.socket:
             (host, port), family=_family(host), backlog=2048, reuse_port=shared, dualstack_ipv6=_is_dual(host)
         )
     except OSError as error:
-        raise _refusal(host, port, error) from error
+        raise _bind_error(host, port, error) from error
 
 
-def _refusal(host: str, port: int, error: OSError) -> LaunchError:
+def _bind_error(host: str, port: int, error: OSError) -> LaunchError:
     reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
     return LaunchError(
         f"{_written(host)}:{port} cannot be listened on ({reason}): choose a free port with port=NUMBER, and a host "

@@ -18,9 +18,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from raycl.errors import RayclError
 from raycl.generation.requests import Sampling, Started, TextDelta
-from raycl.serve.errors import AskedError, told
+from raycl.serve.errors import InvalidRequestError, error_response
 from raycl.serve.http.schema import ChatAnswer, ChatRequest, CompletionRequest, Generation, TextAnswer
-from raycl.serve.service import Answer, Service, how, spoken_out, take
+from raycl.serve.service import Answer, Service, details_of, finished_text, take
 
 EVENT = {
     "type": "object",
@@ -33,7 +33,7 @@ STREAM: dict[str, Any] = {"text/event-stream": {"schema": EVENT}}
 
 
 @dataclass(frozen=True)
-class Wanted:
+class GenerationOptions:
     """A checked request: what is to be answered, and in which words.
 
     Attributes:
@@ -79,94 +79,96 @@ def add_texts(app: FastAPI, service: Service) -> None:
     async def chat(request: ChatRequest) -> Response:
         """The answer to the messages, as one text with the prompt of the task that it belongs to."""
         most = request.max_completion_tokens or request.max_tokens
-        return await _answered(service, _wanted(service, request, [request.prompt], most, chat=True))
+        return await _answered(service, _options(service, request, [request.prompt], most, chat=True))
 
     @app.post("/v1/completions", response_model=None, responses={200: {"model": TextAnswer, "content": STREAM}})
     async def completions(request: CompletionRequest) -> Response:
         """What follows each prompt, which is sent as it is."""
         prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         echoes = prompts if request.echo else [""] * len(prompts)
-        return await _answered(service, _wanted(service, request, prompts, request.max_tokens, False, echoes))
+        return await _answered(service, _options(service, request, prompts, request.max_tokens, False, echoes))
 
 
-def _wanted(
+def _options(
     service: Service,
     request: Generation,
     prompts: Sequence[str],
     max_tokens: int | None,
     chat: bool,
     echoes: Sequence[str] = ("",),
-) -> Wanted:
+) -> GenerationOptions:
     if service.capabilities.answers == "label":
-        raise AskedError("this endpoint's backbone gives labels, not texts: use POST /v1/classify")
+        raise InvalidRequestError("this endpoint's backbone gives labels, not texts: use POST /v1/classify")
     one = service.sampling(request, max_tokens)
     service.check(prompts, request.answers)
     seeds = [(one.seed + number) % 2**63 for number in range(request.answers)]
-    return Wanted(request, prompts, echoes, [replace(one, seed=seed) for _ in prompts for seed in seeds], chat)
+    return GenerationOptions(
+        request, prompts, echoes, [replace(one, seed=seed) for _ in prompts for seed in seeds], chat
+    )
 
 
-async def _answered(service: Service, wanted: Wanted) -> Response:
-    if not wanted.request.stream:
-        return await _whole(service, wanted)
-    pieces = _pieces(service, wanted)
+async def _answered(service: Service, options: GenerationOptions) -> Response:
+    if not options.request.stream:
+        return await _complete(service, options)
+    pieces = _pieces(service, options)
     first = await anext(pieces)  # what cannot be answered fails here, before the stream begins
     headers = {"Cache-Control": "no-cache"}
     return StreamingResponse(_events(first, pieces), media_type="text/event-stream", headers=headers)
 
 
-async def _whole(service: Service, wanted: Wanted) -> Response:
+async def _complete(service: Service, options: GenerationOptions) -> Response:
     deadline = service.deadline
     async with (
-        service.chosen(wanted.request) as (loaded, choice),
-        service.asked(loaded, choice, wanted.texts, **wanted.settings) as queues,
+        service.select(options.request) as (loaded, choice),
+        service.submit(loaded, choice, options.texts, **options.settings) as queues,
     ):
-        answers = [await service.complete(queue, spoken_out, deadline) for queue in queues]
+        answers = [await service.complete(queue, finished_text, deadline) for queue in queues]
     choices = []
     for number, answer in enumerate(answers):
-        assert answer.made is not None, "an answer begins with how it is made"
-        text = wanted.echo(number) + answer.text
-        content = {"message": {"role": "assistant", "content": text}} if wanted.chat else {"text": text}
-        facts = how(loaded, answer.made).model_dump()
+        assert answer.metadata is not None, "an answer begins with how it is made"
+        text = options.echo(number) + answer.text
+        content = {"message": {"role": "assistant", "content": text}} if options.chat else {"text": text}
+        facts = details_of(loaded, answer.metadata).model_dump()
         choices.append({"index": number, **content, "finish_reason": answer.finish, "logprobs": None, "raycl": facts})
-    kind = "chat.completion" if wanted.chat else "text_completion"
-    body = {**wanted.head(), "object": kind, "choices": choices, "usage": wanted.usage(answers)}
+    kind = "chat.completion" if options.chat else "text_completion"
+    body = {**options.head(), "object": kind, "choices": choices, "usage": options.usage(answers)}
     return JSONResponse({**body, "raycl": choices[0]["raycl"]})
 
 
-async def _pieces(service: Service, wanted: Wanted) -> AsyncGenerator[dict[str, Any], None]:
+async def _pieces(service: Service, options: GenerationOptions) -> AsyncGenerator[dict[str, Any], None]:
     """Chunks of a stream; answers to several prompts, or n > 1, come one after another."""
-    deadline, head = service.deadline, wanted.head()
+    deadline, head = service.deadline, options.head()
     answers: list[Answer] = []
     async with (
-        service.chosen(wanted.request) as (loaded, choice),
-        service.asked(loaded, choice, wanted.texts, **wanted.settings) as queues,
+        service.select(options.request) as (loaded, choice),
+        service.submit(loaded, choice, options.texts, **options.settings) as queues,
     ):
         for number, queue in enumerate(queues):
             answer, began = Answer(), time.perf_counter()
-            async for event in service.events(queue, spoken_out, deadline):
+            async for event in service.events(queue, finished_text, deadline):
                 take(answer, event, began)
                 if isinstance(event, Started):
-                    facts = how(loaded, event.made).model_dump()
-                    yield _chunk(wanted, head, number, wanted.echo(number), None, first=True) | {"raycl": facts}
+                    facts = details_of(loaded, event.metadata).model_dump()
+                    yield _chunk(options, head, number, options.echo(number), None, first=True) | {"raycl": facts}
                 elif isinstance(event, TextDelta):
-                    yield _chunk(wanted, head, number, event.text, event.finish)
+                    yield _chunk(options, head, number, event.text, event.finish)
             service.observe(answer)
             answers.append(answer)
-    if wanted.request.tells_usage:
-        yield {**head, "object": _kind(wanted), "choices": [], "usage": wanted.usage(answers)}
+    if options.request.includes_usage:
+        yield {**head, "object": _kind(options), "choices": [], "usage": options.usage(answers)}
 
 
-def _kind(wanted: Wanted) -> str:
-    return "chat.completion.chunk" if wanted.chat else "text_completion"
+def _kind(options: GenerationOptions) -> str:
+    return "chat.completion.chunk" if options.chat else "text_completion"
 
 
 def _chunk(
-    wanted: Wanted, head: dict[str, Any], number: int, text: str, finish: str | None, first: bool = False
+    options: GenerationOptions, head: dict[str, Any], number: int, text: str, finish: str | None, first: bool = False
 ) -> dict[str, Any]:
     delta = {**({"role": "assistant"} if first else {}), **({"content": text} if text or first else {})}
-    content = {"delta": delta} if wanted.chat else {"text": text}
+    content = {"delta": delta} if options.chat else {"text": text}
     one = {"index": number, **content, "finish_reason": finish, "logprobs": None}
-    return {**head, "object": _kind(wanted), "choices": [one]}
+    return {**head, "object": _kind(options), "choices": [one]}
 
 
 async def _events(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:
@@ -177,7 +179,7 @@ async def _events(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], No
             async for piece in rest:
                 yield _event(piece)
         except RayclError as error:
-            yield _event(told(error)[1])
+            yield _event(error_response(error)[1])
             return
         yield "data: [DONE]\n\n"
 
@@ -188,6 +190,6 @@ def _event(tree: dict[str, Any]) -> str:
 
 def usage(answers: Sequence[Answer], n: int = 1) -> dict[str, int]:
     """Tokens of answers, n to each prompt."""
-    asked = sum(answer.made.prompt_tokens for answer in answers[::n] if answer.made)
-    said = sum(answer.tokens for answer in answers)
-    return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+    asked = sum(answer.metadata.prompt_tokens for answer in answers[::n] if answer.metadata)
+    completion = sum(answer.tokens for answer in answers)
+    return {"prompt_tokens": asked, "completion_tokens": completion, "total_tokens": asked + completion}

@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 
 from raycl import __version__
 from raycl.errors import BankError, RayclError
-from raycl.serve.errors import AskedError, UnknownError, body_of, told
-from raycl.serve.http.access import Gate, Keys
+from raycl.serve.errors import InvalidRequestError, NotFoundError, body_of, error_response
+from raycl.serve.http.access import AccessMiddleware, Keys
 from raycl.serve.http.playground import add_playground
 from raycl.serve.http.schema import (
     ActivateAnswer,
@@ -33,23 +33,23 @@ from raycl.serve.http.schema import (
     SnapshotsAnswer,
 )
 from raycl.serve.http.texts import add_texts, usage
-from raycl.serve.service import Answer, Service, how, labelled, routed
+from raycl.serve.service import Answer, Service, details_of, labelled, routed
 
-REFUSALS: dict[int | str, dict[str, Any]] = {
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorAnswer} for code in (400, 401, 403, 404, 408, 413, 422, 429, 500, 503, 504)
 }
 
 
 def make_web(service: Service, keys: Keys) -> Any:
     """The ASGI application of one replica."""
-    app = FastAPI(title="raycl", version=__version__, responses=REFUSALS, docs_url=None, redoc_url=None)
+    app = FastAPI(title="raycl", version=__version__, responses=ERROR_RESPONSES, docs_url=None, redoc_url=None)
     _add_errors(app)
     add_texts(app, service)
     _add_labels(app, service)
     _add_facts(app, service)
     _add_health(app, service)
     add_playground(app)
-    return Gate(app, keys, service.config.limits)
+    return AccessMiddleware(app, keys, service.config.limits)
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RayclError)
     async def ours(request: Request, error: RayclError) -> Response:
-        status, body = told(error)
+        status, body = error_response(error)
         return _Plain(body, status, {"Retry-After": "1"} if status == 429 else None)
 
     @app.exception_handler(Exception)
@@ -120,11 +120,11 @@ def _add_labels(app: FastAPI, service: Service) -> None:
     async def classify(request: ClassifyRequest) -> Response:
         """The label of each text, with the probability of every label that was in question."""
         if service.capabilities.answers != "label":
-            raise AskedError("this endpoint's backbone answers with texts: use POST /v1/chat/completions")
+            raise InvalidRequestError("this endpoint's backbone answers with texts: use POST /v1/chat/completions")
         answers, facts = await _each(service, request, labelled, route_only=False)
         data = [
-            {"index": number, "label": next(iter(answer.scores)), "scores": answer.scores, "raycl": made}
-            for number, (answer, made) in enumerate(zip(answers, facts, strict=True))
+            {"index": number, "label": next(iter(answer.scores)), "scores": answer.scores, "raycl": metadata}
+            for number, (answer, metadata) in enumerate(zip(answers, facts, strict=True))
         ]
         return JSONResponse({"object": "list", "model": request.model, "data": data, "usage": usage(answers)})
 
@@ -132,7 +132,7 @@ def _add_labels(app: FastAPI, service: Service) -> None:
     async def route(request: ClassifyRequest) -> Response:
         """Who would speak for each text; nothing is answered."""
         _, facts = await _each(service, request, routed, route_only=True)
-        data = [{"index": number, "raycl": made} for number, made in enumerate(facts)]
+        data = [{"index": number, "raycl": metadata} for number, metadata in enumerate(facts)]
         return JSONResponse({"object": "list", "model": request.model, "data": data})
 
 
@@ -143,11 +143,13 @@ async def _each(
     deadline, texts = service.deadline, request.texts
     service.check(texts)
     async with (
-        service.chosen(request) as (loaded, choice),
-        service.asked(loaded, choice, texts, route_only=route_only) as queues,
+        service.select(request) as (loaded, selection),
+        service.submit(loaded, selection, texts, route_only=route_only) as queues,
     ):
         answers = [await service.complete(queue, until, deadline) for queue in queues]
-    return answers, [how(loaded, answer.made).model_dump() for answer in answers if answer.made is not None]
+    return answers, [
+        details_of(loaded, answer.metadata).model_dump() for answer in answers if answer.metadata is not None
+    ]
 
 
 # ---- facts -------------------------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         """One of them."""
         found = [one for one in names() if one["id"] == name]
         if not found:
-            raise UnknownError(f"model '{name}' is not there: GET /v1/models lists all")
+            raise NotFoundError(f"model '{name}' is not there: GET /v1/models lists all")
         return JSONResponse(found[0])
 
     @app.get("/v1/adapters", response_model=None, responses={200: {"model": AdaptersAnswer}})
@@ -216,7 +218,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         try:
             snapshot_manager.activate(request.snapshot, "asked for")
         except BankError as error:
-            raise UnknownError(str(error)) from error
+            raise NotFoundError(str(error)) from error
         return JSONResponse({"active": snapshot_manager.active.snapshot.number, "before": before})
 
 
@@ -231,6 +233,6 @@ def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/readyz", response_model=None, responses={200: {"model": HealthAnswer}})
     async def ready() -> Response:
         """Whether it takes more requests now."""
-        if service.engine.load >= service.config.limits.queue:
+        if service.engine.pending >= service.config.limits.queue:
             return _Plain(body_of("the queue is full", "server_error"), 503)
         return JSONResponse({"status": "ready", "snapshot": service.snapshot_manager.active.snapshot.number})

@@ -20,8 +20,8 @@ from raycl.eval.settings import EvalConfig
 from raycl.generation.requests import Event, Failed, LabelScores, Sampling, TextDelta
 from raycl.serve.deployment.factory import close_service, open_service
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import LoadedSnapshot
-from raycl.serve.engine.requests import Choice, EngineRequest
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
+from raycl.serve.engine.requests import AdapterSelection, EngineRequest
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.scores import score_snapshot
 from raycl.types import Batch, Score, Task
@@ -30,7 +30,7 @@ log = logging.getLogger("raycl")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GateResult:
     """What the gate found.
 
     Attributes:
@@ -54,7 +54,7 @@ class Verdict:
         return all(drop <= self.max_drop for drop in self.drops.values())
 
 
-def judge(config: ServeConfig, candidate: int) -> Verdict:
+def judge(config: ServeConfig, candidate: int) -> GateResult:
     """Score the active snapshot and a candidate.
 
     Raises:
@@ -68,7 +68,7 @@ def judge(config: ServeConfig, candidate: int) -> Verdict:
         assert isinstance(engine, Engine), "the gate has the model in its own process"
         if candidate == active.snapshot.number:
             raise BankError(f"snapshot {candidate} answers already: name another one")
-        newer = service.snapshot_manager.open_whole(candidate)
+        newer = service.snapshot_manager.open_checked(candidate)
         stream = _stream(newer.snapshot, config)
         known = {facts.name for facts in active.snapshot.tasks}
         learned = known | {facts.name for facts in newer.snapshot.tasks}
@@ -77,10 +77,10 @@ def judge(config: ServeConfig, candidate: int) -> Verdict:
         settings = EvalConfig(split=config.gate.split, batch_size=config.max_batch)
         log.info("snapshot %d, which answers now:", active.snapshot.number)
         old = [task for task in tasks if task.name in known]
-        before = score_snapshot(_Through(engine, active), stream, old, settings)
+        before = score_snapshot(EngineModel(engine, active), stream, old, settings)
         log.info("snapshot %d:", candidate)
-        after = score_snapshot(_Through(engine, newer), stream, tasks, settings)
-        return Verdict(active.snapshot.number, candidate, before, after, config.gate.max_drop)
+        after = score_snapshot(EngineModel(engine, newer), stream, tasks, settings)
+        return GateResult(active.snapshot.number, candidate, before, after, config.gate.max_drop)
     finally:
         close_service(service)
 
@@ -111,12 +111,12 @@ def _check_rows(stream: Stream, tasks: Sequence[Task], learned: set[str], config
         )
 
 
-class _Through:
+class EngineModel:
     """A hosted snapshot as a requester sees it."""
 
     def __init__(self, engine: Engine, loaded: LoadedSnapshot) -> None:
         self.engine, self.loaded = engine, loaded
-        self.backbone: Backbone = engine.host.backbone
+        self.backbone: Backbone = engine.model.backbone
 
     def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
         """One answer per example, asked for as anybody would: by the text alone, fill-ups too."""
@@ -125,8 +125,8 @@ class _Through:
         sampling = None if self.backbone.codec.needs_labels else Sampling(limit)
         boxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in texts]
         for place, (text, box) in enumerate(zip(texts, boxes, strict=True)):
-            choice = Choice(task=tasks[place] if rule and tasks else None)
-            self.engine.submit(EngineRequest(text or " ", box.put, sampling, loaded=self.loaded, choice=choice))
+            selection = AdapterSelection(task=tasks[place] if rule and tasks else None)
+            self.engine.submit(EngineRequest(text or " ", box.put, sampling, loaded=self.loaded, selection=selection))
         return [self._answer(box) for box in boxes]
 
     def _answer(self, box: queue.SimpleQueue[Event]) -> str:

@@ -26,7 +26,7 @@ from raycl.serve.engine.requests import FAILURES
 from raycl.serve.metrics import GateMetrics
 from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
-from raycl.serve.snapshots.gate import Verdict, judge
+from raycl.serve.snapshots.gate import GateResult, judge
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ ASK_S, ANSWER_S = 2.0, 10.0
 """How often replicas ask what the gate says, and how long they wait for it."""
 
 
-class Judge:
+class GateWorker:
     """An actor that has what judging takes for as long as it lives."""
 
     def __init__(self, tree: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ class Judge:
     def ready(self) -> None:
         """Returns when the actor has its resources."""
 
-    def judge(self, candidate: int) -> Verdict | str:
+    def judge(self, candidate: int) -> GateResult | str:
         """The verdict on a snapshot, or why there is none."""
         try:
             return judge(self.config, candidate)
@@ -75,7 +75,7 @@ class _Pending:
     problem: str = ""
 
 
-class Gatekeeper:
+class GateActor:
     """Watches the bank, has what is new judged, and decides. It takes no room itself."""
 
     def __init__(self, tree: dict[str, Any], takes: dict[str, float]) -> None:
@@ -107,47 +107,47 @@ class Gatekeeper:
                 last, newest = self._activations.latest(), self._newest()
                 if last is None or newest <= last.seen:
                     self._metrics.waiting.set(0.0)
-                    self._say("")
+                    self._set_problem("")
                     continue
                 if newest != self._pending.number:
                     self._pending = _Pending(newest)
-                self._say(self._pending.problem)
+                self._set_problem(self._pending.problem)
                 self._metrics.waiting.set(time.monotonic() - self._pending.since)
                 if time.monotonic() >= self._pending.again:
                     self._decide(last)
             except FAILURES as error:  # storage that cannot be reached for a while
-                self._say(f"the gate cannot look at the bank now: {error}")
+                self._set_problem(f"the gate cannot look at the bank now: {error}")
 
     def _newest(self) -> int:
         return max(self._activations.bank.snapshots(), default=0)
 
     def _decide(self, last: Activation) -> None:
         pending = self._pending
-        verdict = self._verdict()
-        if verdict is None or self._activations.latest() != last:  # somebody has decided meanwhile
+        result = self._evaluate()
+        if result is None or self._activations.latest() != last:  # somebody has decided meanwhile
             return
-        if isinstance(verdict, str):
+        if isinstance(result, str):
             pending.again = time.monotonic() + pending.pause_s
             pending.problem = (
-                f"snapshot {pending.number} cannot be judged, snapshot {last.snapshot} goes on: {verdict} (judged "
+                f"snapshot {pending.number} cannot be judged, snapshot {last.snapshot} goes on: {result} (judged "
                 f"again in {pending.pause_s:.0f} s; `jobs/serve.py activate` decides without the gate)"
             )
             pending.pause_s = min(2 * pending.pause_s, LONGEST_PAUSE_S)
             return
-        worst = max(verdict.drops.values(), default=0.0)
-        if verdict.passed:
+        worst = max(result.drops.values(), default=0.0)
+        if result.passed:
             self._activations.add(pending.number, f"passed the gate: no task falls by more than {worst:.1f}")
         else:
             why = f"snapshot {pending.number} was refused: a task falls by {worst:.1f}"
             self._activations.add(last.snapshot, why)
 
-    def _verdict(self) -> Verdict | str | None:
+    def _evaluate(self) -> GateResult | str | None:
         """What a judge says, or why there is none; None: it has been decided meanwhile, or something newer is there."""
-        actor = ray.remote(Judge).options(**self._takes).remote(self._tree)
+        actor = ray.remote(GateWorker).options(**self._takes).remote(self._tree)
         try:
             if not self._has_room(actor.ready.remote()):
                 return None
-            self._say(self._pending.problem)
+            self._set_problem(self._pending.problem)
             judged, limit, began = (
                 actor.judge.remote(self._pending.number),
                 self.config.gate.timeout_s,
@@ -156,7 +156,7 @@ class Gatekeeper:
             while not self._done(judged):
                 if time.monotonic() - began > limit:
                     return f"it takes longer than gate.timeout_s={limit:g}"
-            found: Verdict | str = ray.get(judged)
+            found: GateResult | str = ray.get(judged)
             return found
         except RayError as error:  # its process or node died
             return " ".join(str(error).split())[:400]
@@ -171,7 +171,7 @@ class Gatekeeper:
             if last is None or number <= last.seen or number != self._newest():
                 return False
             if time.monotonic() - began > PATIENCE_S:
-                self._say(f"snapshot {number} waits for the gate, which asks for {_room(self._takes)}")
+                self._set_problem(f"snapshot {number} waits for the gate, which asks for {_room(self._takes)}")
         ray.get(ready)
         return True
 
@@ -179,7 +179,7 @@ class Gatekeeper:
         self._metrics.waiting.set(time.monotonic() - self._pending.since)
         return bool(ray.wait([result], timeout=self.config.follow.poll_s)[0])
 
-    def _say(self, problem: str) -> None:
+    def _set_problem(self, problem: str) -> None:
         if problem and problem != self._problem:
             log.error("%s", problem)
         self._problem = problem
@@ -195,13 +195,13 @@ def _room(takes: dict[str, float]) -> str:
     return f"{wants}: the cluster has {has} free"
 
 
-def ask_gate(gatekeeper: DeploymentHandle, service: Service) -> None:
+def poll_gate(gate_actor: DeploymentHandle, service: Service) -> None:
     """Have `service.gate_problem` follow what the gate says, as long as the service lives."""
 
     def ask() -> None:
         while service.engine.alive:
             try:
-                service.gate_problem = gatekeeper.problem.remote().result(timeout_s=ANSWER_S)
+                service.gate_problem = gate_actor.problem.remote().result(timeout_s=ANSWER_S)
             except (*FAILURES, RayError, RayServeException) as error:
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
                 service.gate_problem = f"the gate does not answer, so nothing new is activated: {reason}"

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from raycl.adapters.stack import Source
 from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
-from raycl.bank.integrity import Whole
+from raycl.bank.integrity import IntegrityCheck
 from raycl.bank.object_store import ObjectStoreCache
 from raycl.errors import BankError, RayclError
 from raycl.retrieval.router import Router
 from raycl.serve.engine.disaggregated import RemoteEngine
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import LoadedSnapshot, mark_of
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, mark_of
 from raycl.serve.engine.requests import FAILURES
 from raycl.serve.errors import UnavailableError
 from raycl.serve.settings import ServeConfig
@@ -39,7 +39,7 @@ LONGEST_S = 30.0
 
 
 @dataclass(frozen=True)
-class Refused:
+class FailedSnapshot:
     """A snapshot that could not be used.
 
     Attributes:
@@ -79,18 +79,20 @@ class SnapshotManager:
         self.bank, self.engine, self.config = bank, engine, config
         self.activations = Activations(bank)
         self.problem = ""
-        self._identity, self._shelf = identity, object_store_cache
-        self._whole = Whole.of(bank) if object_store_cache is None else Whole(object_store_cache.check)
-        self._refused: dict[int, Refused] = {}
+        self._identity, self._cache = identity, object_store_cache
+        self._integrity = (
+            IntegrityCheck.of(bank) if object_store_cache is None else IntegrityCheck(object_store_cache.check)
+        )
+        self._failed: dict[int, FailedSnapshot] = {}
         self._open: OrderedDict[int, LoadedSnapshot] = OrderedDict()
         self._replaced: list[LoadedSnapshot] = []  # whose number means another snapshot now, or none
         self._stamps: dict[int, Stamp] = {}
         self._users: Counter[LoadedSnapshot] = Counter()
         self._lock = threading.Lock()  # of these and of what is active: held for a moment only
-        self._changing = threading.RLock()  # one snapshot is opened, activated or let go at a time; that may take long
+        self._loading_lock = threading.RLock()  # held while a snapshot is loaded, activated or unloaded
         self._stopped = threading.Event()
         self.active, error = self._best(wanted_snapshots(bank, self.activations, config))
-        self._tell(error)
+        self._report_problem(error)
         self.active_since = time.time()
         self._thread = threading.Thread(target=self._watch, name="raycl-follow", daemon=True)
         self._thread.start()
@@ -101,22 +103,22 @@ class SnapshotManager:
         Raises:
             BankError: unknown, damaged, or made for another backbone.
         """
-        with self._changing:
+        with self._loading_lock:
             return self._opened(number) or self._load(*self._read(number))
 
-    def open_whole(self, number: int) -> LoadedSnapshot:
+    def open_checked(self, number: int) -> LoadedSnapshot:
         """As `open`, and everything that the snapshot can ask for has been read.
 
         Raises:
             BankError: unknown, damaged in any part, or made for another backbone.
         """
-        with self._changing:
+        with self._loading_lock:
             loaded = self._opened(number)
             if loaded is not None:
-                self._whole.check(loaded.snapshot)
+                self._integrity.check(loaded.snapshot)
                 return loaded
             snapshot, stamp = self._read(number)
-            self._whole.check(snapshot)
+            self._integrity.check(snapshot)
             return self._load(snapshot, stamp)
 
     def _opened(self, number: int) -> LoadedSnapshot | None:
@@ -158,10 +160,10 @@ class SnapshotManager:
             )
 
     def _source(self, snapshot: Snapshot) -> Source:
-        if self._shelf is None:
+        if self._cache is None:
             entries = {entry.name: entry for entry in snapshot.adapters}
             return lambda name: self.bank.fetch(entries[name], snapshot.layouts[entries[name].layout])
-        object_store_cache = self._shelf
+        object_store_cache = self._cache
         return lambda name: object_store_cache.fetch(snapshot, [name])[name]
 
     def _make_room(self, fresh: int | None = None) -> None:
@@ -178,28 +180,28 @@ class SnapshotManager:
         for loaded in gone:
             self.engine.unload_snapshot(loaded)
 
-    def _look(self) -> None:
+    def _drop_replaced(self) -> None:
         """Set aside what is open under a number that means another snapshot now, or none: it is not asked any more."""
         stamps = self.bank.stamps()
         for number, loaded in list(self._open.items()):
             stamp = stamps.get(number)
-            if stamp is not None and (stamp == self._stamps.get(number) or self._is_still(loaded)):
+            if stamp is not None and (stamp == self._stamps.get(number) or self._is_unchanged(loaded)):
                 self._stamps[number] = stamp
                 continue
             with self._lock:
                 self._replaced.append(self._open.pop(number))
-            self._refused.pop(number, None)
+            self._failed.pop(number, None)
             log.warning("snapshot %d was removed from the bank%s", number, "" if stamp is None else " and made anew")
 
-    def _is_still(self, loaded: LoadedSnapshot) -> bool:
+    def _is_unchanged(self, loaded: LoadedSnapshot) -> bool:
         """Whether its record says what it said; one that cannot be read now says nothing else."""
         try:
             return self.bank.open(loaded.snapshot.number) == loaded.snapshot
         except BankError:
             return True
 
-    def at_hand(self, number: int | None = None) -> LoadedSnapshot | None:
-        """As `take`, without waiting: None if the snapshot is not open."""
+    def acquire_if_loaded(self, number: int | None = None) -> LoadedSnapshot | None:
+        """As `acquire`, without waiting: None if the snapshot is not open."""
         with self._lock:
             loaded = self.active if number is None else self._open.get(number)
             if loaded is not None:
@@ -208,23 +210,23 @@ class SnapshotManager:
                 self._users[loaded] += 1
             return loaded
 
-    def take(self, number: int | None = None) -> LoadedSnapshot:
-        """A snapshot for one answer, kept until `give_back`; None: the active one. Blocks while it is loaded.
+    def acquire(self, number: int | None = None) -> LoadedSnapshot:
+        """A snapshot for one answer, kept until `release`; None: the active one. Blocks while it is loaded.
 
         Raises:
             BankError: see `open`.
         """
-        loaded = self.at_hand(number)
+        loaded = self.acquire_if_loaded(number)
         if loaded is not None:
             return loaded
         assert number is not None, "the active one is always there"
-        with self._changing:  # nobody lets go of it meanwhile
+        with self._loading_lock:  # nobody lets go of it meanwhile
             loaded = self.open(number)
             with self._lock:
                 self._users[loaded] += 1
             return loaded
 
-    def give_back(self, loaded: LoadedSnapshot) -> None:
+    def release(self, loaded: LoadedSnapshot) -> None:
         """The answer is finished."""
         with self._lock:
             self._users[loaded] -= 1
@@ -243,18 +245,18 @@ class SnapshotManager:
         Raises:
             BankError: see `open`. UnavailableError: it is not whole; nothing is decided.
         """
-        with self._changing:
-            self._look()
+        with self._loading_lock:
+            self._drop_replaced()
             loaded = self._opened(number)
             snapshot, stamp = (loaded.snapshot, None) if loaded is not None else self._read(number)
             try:
-                self._whole.check(snapshot)
+                self._integrity.check(snapshot)
             except BankError as error:
                 raise UnavailableError(f"snapshot {number} is not activated: {error}") from error
             if loaded is None:
                 self._load(snapshot, stamp)
             self.activations.add(snapshot, why)
-            self._refused.pop(number, None)
+            self._failed.pop(number, None)
             self._follow()
 
     def refresh(self) -> None:
@@ -269,12 +271,12 @@ class SnapshotManager:
 
     def _follow(self) -> RayclError | None:
         """Change to what should answer, or to the best of what can; why not the former, if so."""
-        with self._changing:
-            self._look()
+        with self._loading_lock:
+            self._drop_replaced()
             if self._replaced:
                 self._make_room()
             wanted = wanted_snapshots(self.bank, self.activations, self.config)
-            self._refused = {number: refused for number, refused in self._refused.items() if number in wanted}
+            self._failed = {number: failed for number, failed in self._failed.items() if number in wanted}
             now = self.active.snapshot.number
             current = now in wanted and self._open.get(now) is self.active
             newer = wanted[: wanted.index(now)] if current else wanted
@@ -300,30 +302,30 @@ class SnapshotManager:
         """
         first: RayclError | None = None
         for number in numbers:
-            refused = self._refused.get(number)
-            if refused is None or time.monotonic() >= refused.until:
+            failed = self._failed.get(number)
+            if failed is None or time.monotonic() >= failed.until:
                 try:
-                    loaded = self.open_whole(number)
+                    loaded = self.open_checked(number)
                 except RayclError as error:
-                    pause = self.config.follow.poll_s if refused is None else min(2 * refused.pause_s, LONGEST_S)
-                    refused = self._refused[number] = Refused(error, pause, time.monotonic() + pause)
+                    pause = self.config.follow.poll_s if failed is None else min(2 * failed.pause_s, LONGEST_S)
+                    failed = self._failed[number] = FailedSnapshot(error, pause, time.monotonic() + pause)
                 else:
-                    self._refused.pop(number, None)
+                    self._failed.pop(number, None)
                     return loaded, first
-            first = first or refused.error
+            first = first or failed.error
         assert first is not None, "there is at least one number"
         raise first
 
     def _watch(self) -> None:
         while not self._stopped.wait(self.config.follow.poll_s):
             try:
-                self._tell(self._follow())
+                self._report_problem(self._follow())
             except RayclError as error:
-                self._tell(error)
+                self._report_problem(error)
             except FAILURES as error:  # a bank that cannot be reached for a while ends no server
                 log.warning("the bank cannot be looked at now: %s", error)
 
-    def _tell(self, error: RayclError | None) -> None:
+    def _report_problem(self, error: RayclError | None) -> None:
         """Keep the problem for whoever asks, and log it once."""
         said = "" if error is None else str(error)
         if said and said != self.problem:

@@ -18,7 +18,7 @@ from raycl.config.trust import NONE_GIVEN, RISKS, Permissions
 from raycl.errors import BankError
 from raycl.retrieval.router import Router
 from raycl.retrieval.routers import make_router
-from raycl.serve.engine.model_host import LoadedSnapshot, MultiSnapshotModel
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.types import Batch, Mixture
 
 
@@ -39,9 +39,9 @@ class SnapshotModel:
             BankError: see `MultiSnapshotModel.add`.
         """
         self.backbone, self.snapshot, self.router = backbone, snapshot, router
-        self.host = MultiSnapshotModel(backbone, max_loaded_rows)
+        self.model = MultiSnapshotModel(backbone, max_loaded_rows)
         self.loaded = LoadedSnapshot.of(snapshot, router, source)
-        self.host.add(self.loaded)
+        self.model.add(self.loaded)
 
     def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
         """One answer per example.
@@ -54,13 +54,13 @@ class SnapshotModel:
             BankError: the router needs what is not given, or an adapter is damaged.
         """
         rule = self.loaded.head_rule
-        told = heads_of(self.loaded, tasks) if rule == "label_count" else ()
-        with self.host.activate(self._mixture(batch, texts, tasks), rule, told):
+        heads = heads_of(self.loaded, tasks) if rule == "label_count" else ()
+        with self.model.activate(self._mixture(batch, texts, tasks), rule, heads):
             return self.backbone.predict(batch, limit)
 
     def _mixture(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
         if self.loaded.reads_prompts:
-            return self.host.attended(self.loaded, batch.source_ids, batch.source_mask)
+            return self.model.route_embeddings(self.loaded, batch.source_ids, batch.source_mask)
         return self.loaded.mixture(texts, tasks)
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.errors import BackboneError
 from raycl.generation.dynamic_cache import DynamicKVCache, begin, step
-from raycl.generation.static_cache import StaticKVCache, captured, fits_slots
+from raycl.generation.static_cache import StaticKVCache, captured, supports_static_cache
 
 TEXTS = ("red blue cat", "the sky is very much blue cold warm", "a dog", "fire runs sleeps")
 
@@ -62,7 +62,7 @@ def test_slots_change_nothing(kind: str, attention: str, tmp_path: Path) -> None
     """Joined, left, taken by others and lengthened (8, 16, 32 columns); addresses stay but for that."""
     backbone = loaded(kind, tmp_path)
     backbone.model.set_attn_implementation(attention)
-    assert fits_slots(backbone)
+    assert supports_static_cache(backbone)
     sources = backbone.codec.encode_source(list(TEXTS))
     expected = [alone(backbone, source, 12) for source in sources]
     found: list[list[torch.Tensor]] = [[] for _ in sources]
@@ -167,7 +167,7 @@ def test_other_kinds_of_models_fit_slots(model_type: str, tmp_path: Path) -> Non
     tokenizer("llama").save_pretrained(tmp_path)
     config = BackboneConfig(name=str(tmp_path))
     backbone = load_backbone(config, load_codec(config, 24, 8), torch.device("cpu"), 0).eval()
-    assert fits_slots(backbone)
+    assert supports_static_cache(backbone)
     sources = backbone.codec.encode_source(list(TEXTS))
     slots = StaticKVCache(backbone, 4, columns=8).joined(begin(backbone, sources))
     expected = [alone(backbone, source, 6) for source in sources]
@@ -177,12 +177,12 @@ def test_other_kinds_of_models_fit_slots(model_type: str, tmp_path: Path) -> Non
         slots = slots.step(slots.logits.argmax(-1))
     backbone.model.config.sliding_window = 4
     backbone.model.config.use_sliding_window = True
-    assert not fits_slots(backbone)
+    assert not supports_static_cache(backbone)
 
 
 @pytest.mark.parametrize("kind", ["t5", "bert"])
 def test_slots_are_for_decoders(kind: str, tmp_path: Path) -> None:
-    assert not fits_slots(loaded(kind, tmp_path))
+    assert not supports_static_cache(loaded(kind, tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])

@@ -240,7 +240,7 @@ def test_a_merged_model_answers_as_the_snapshot(lab: Lab, tmp_path: Path, kind: 
         found = merged.pooled(batch) @ head["weight"].T + head["bias"]  # type: ignore[operator]
     else:
         found = merged(batch).logits
-    with torch.no_grad(), served.host.activate(served.loaded.mixture(["x"] * 4), served.loaded.head_rule):
+    with torch.no_grad(), served.model.activate(served.loaded.mixture(["x"] * 4), served.loaded.head_rule):
         torch.testing.assert_close(found, served.backbone(batch).logits, atol=1e-5, rtol=1e-4)
 
 

@@ -36,7 +36,7 @@ def texts_of(task: str, count: int = 80, seed: int = 0) -> Tensor:
 def studied(kind: Kind, tasks: list[str], **settings: object) -> SlotRouter:
     router = SlotRouter(kind, 2, RetrievalConfig(top_k=2, **settings))  # type: ignore[arg-type]
     for task in tasks:
-        router.study(task, texts_of(task), KEYS, seed=TASKS[task])
+        router.fit(task, texts_of(task), KEYS, seed=TASKS[task])
     return router
 
 

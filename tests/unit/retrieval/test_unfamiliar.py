@@ -13,7 +13,7 @@ from raycl.retrieval.memory_slots.key_maps import newest_rows, similarity
 from raycl.retrieval.memory_slots.keys import KeyConfig
 from raycl.retrieval.memory_slots.slots import SlotRouter
 from raycl.retrieval.memory_slots.weights import RetrievalConfig
-from raycl.retrieval.out_of_distribution import KEPT, Yardstick, sample_of
+from raycl.retrieval.out_of_distribution import KEPT, OodCalibrator, sample_of
 from raycl.retrieval.routers import without
 from raycl.types import RouterState
 
@@ -31,7 +31,7 @@ def texts_of(task: str, count: int, seed: int) -> Tensor:
 def studied(*tasks: str, dev: int = 200) -> SlotRouter:
     router = SlotRouter("keys", 2, RetrievalConfig(top_k=2))
     for task in tasks:
-        router.study(task, texts_of(task, 200, seed=1), KEYS, seed=TASKS.index(task))
+        router.fit(task, texts_of(task, 200, seed=1), KEYS, seed=TASKS.index(task))
         router.hold_out(task, texts_of(task, dev, seed=2))
     return router
 
@@ -46,7 +46,7 @@ def test_texts_of_a_task_are_unfamiliar_until_it_is_learned() -> None:
     before = router.ood_score(fresh)
     assert before.shape == (200,) and before.dtype == torch.float32
     assert float(before.median()) == 1.0 and float(before.mean()) > 0.95
-    router.study("four", texts_of("four", 200, seed=1), KEYS, seed=3)
+    router.fit("four", texts_of("four", 200, seed=1), KEYS, seed=3)
     router.hold_out("four", texts_of("four", 200, seed=2))
     assert 0.2 < float(router.ood_score(fresh).mean()) < 0.8, "its texts lie among the others'"
 
@@ -94,7 +94,7 @@ def test_many_kept_texts_are_measured_in_parts(monkeypatch: pytest.MonkeyPatch) 
     whole = router.ood_score(queries)
     monkeypatch.setattr(out_of_distribution, "ROWS", 7)
     samples = [router.samples["two"], router.samples["one"]]
-    torch.testing.assert_close(Yardstick(router.discriminant, samples).shares(queries), whole)
+    torch.testing.assert_close(OodCalibrator(router.discriminant, samples).scores(queries), whole)
 
 
 def test_a_sample_is_small_and_depends_on_nothing_but_the_task() -> None:
@@ -124,9 +124,9 @@ def test_distances_are_measured_anew_when_a_task_comes() -> None:
     """The shared covariance changes with every task: what was sorted before would no longer be true."""
     grown, queries = studied("one", "two"), texts_of("two", 30, seed=8)
     grown.ood_score(queries)
-    grown.study("three", texts_of("three", 200, seed=1), KEYS, seed=2)
-    between = Yardstick(grown.discriminant, list(grown.samples.values()))
-    assert torch.equal(grown.ood_score(queries), between.shares(queries)) and len(grown.samples) == 2
+    grown.fit("three", texts_of("three", 200, seed=1), KEYS, seed=2)
+    between = OodCalibrator(grown.discriminant, list(grown.samples.values()))
+    assert torch.equal(grown.ood_score(queries), between.scores(queries)) and len(grown.samples) == 2
     grown.hold_out("three", texts_of("three", 200, seed=2))
     assert torch.equal(grown.ood_score(queries), studied("one", "two", "three").ood_score(queries))
 

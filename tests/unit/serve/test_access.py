@@ -8,7 +8,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from raycl.serve.http.access import Gate, Keys
+from raycl.serve.http.access import AccessMiddleware, Keys
 from raycl.serve.settings import AuthConfig, LimitsConfig
 
 
@@ -26,7 +26,7 @@ from raycl.serve.settings import AuthConfig, LimitsConfig
 )
 def test_a_prefix_changes_nobodys_rights(tmp_path: Path, prefix: str, path: str, key: str, status: int) -> None:
     (tmp_path / "keys").write_text("plain\nadmin:boss\n")
-    gate = Gate(PlainTextResponse("in"), Keys(AuthConfig(keys_file=str(tmp_path / "keys"))), LimitsConfig())
+    gate = AccessMiddleware(PlainTextResponse("in"), Keys(AuthConfig(keys_file=str(tmp_path / "keys"))), LimitsConfig())
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     client = TestClient(gate, base_url="http://localhost", root_path=prefix)
     assert client.post(f"{prefix.rstrip('/')}{path}", headers=headers).status_code == status

@@ -101,7 +101,7 @@ def test_a_second_endpoint_is_refused_before_the_first_listens_and_after() -> No
         ({"replicas": 2, "ingress": "direct"}, "direct"),
         ({"max_replicas": 3}, "proxy"),
         ({"ingress": "proxy"}, "proxy"),
-        ({"layout": "split", "ingress": "direct", "max_replicas": 3}, "direct"),
+        ({"layout": "disaggregated", "ingress": "direct", "max_replicas": 3}, "direct"),
     ],
 )
 def test_who_listens_on_a_machine_of_ones_own(changed: dict[str, Any], expected: str) -> None:

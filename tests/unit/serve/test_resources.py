@@ -11,7 +11,7 @@ from ray import serve
 from raycl import config as configs
 from raycl.errors import LaunchError
 from raycl.serve.deployment import endpoint
-from raycl.serve.deployment.resources import gate_takes, replica_takes, together
+from raycl.serve.deployment.resources import gate_takes, replica_takes, total_resources
 from raycl.serve.settings import ServeConfig
 
 GATED = {"follow": {"gated": True}}
@@ -40,10 +40,10 @@ def test_each_reserves_the_device_that_it_uses(
 
 
 def test_everything_together() -> None:
-    split = {"layout": "split", "router_replicas": 3, "cpus": 0.5, "replicas": 2}
-    assert together(config(device="cuda", **split)) == {"CPU": 1.5, "GPU": 2}
-    assert together(config(device="cuda", **split, **GATED)) == {"CPU": 1.5, "GPU": 3}
-    assert together(config(device="cpu", **split, **GATED)) == {"CPU": 3, "GPU": 0}
+    split = {"layout": "disaggregated", "router_replicas": 3, "cpus": 0.5, "replicas": 2}
+    assert total_resources(config(device="cuda", **split)) == {"CPU": 1.5, "GPU": 2}
+    assert total_resources(config(device="cuda", **split, **GATED)) == {"CPU": 1.5, "GPU": 3}
+    assert total_resources(config(device="cpu", **split, **GATED)) == {"CPU": 3, "GPU": 0}
 
 
 def test_a_cluster_without_a_gpu_for_the_gate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

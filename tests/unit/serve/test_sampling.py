@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from raycl.generation.requests import Sampling
-from raycl.generation.sampling import BROKEN, DecodedText, pick
+from raycl.generation.sampling import NOT_FINITE, DecodedText, pick
 
 EOS = 0
 LOGITS = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=12)
@@ -93,7 +93,7 @@ def test_rows_that_are_no_numbers_are_said(bad: float, settings: dict[str, float
     logits = torch.tensor([[0.0, 1.0, 0.0], [0.0, bad, 1.0], [3.0, -math.inf, -math.inf]])
     draws = [torch.Generator().manual_seed(0) for _ in range(3)]
     first, second, third = pick(logits, [Sampling(1, **settings)] * 3, draws)
-    assert first in (0, 1, 2) and second == BROKEN and third == 0
+    assert first in (0, 1, 2) and second == NOT_FINITE and third == 0
 
 
 def test_half_precision_logits_are_drawn_in_double() -> None:

@@ -29,7 +29,7 @@ from raycl.kernels.row_gradient import adamw_rows, weight_gradient
 from raycl.retrieval.attention import Attention, AttentionConfig, AttentionRouter
 from raycl.retrieval.memory_slots.slots import KINDS as ROUTERS
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import MultiSnapshotModel
+from raycl.serve.engine.multi_snapshot_model import MultiSnapshotModel
 from raycl.types import Mixture
 
 CPU = torch.device("cpu")
@@ -51,9 +51,9 @@ def cases(setup: Setup) -> Iterator[Case]:
             work = partial(_mixtures, kind=kind, dtype=dtype)
             name = f"mixtures, {str(dtype).removeprefix('torch.')}, {kind}"
             yield Case(name, partial(_same, setup, name, work, EXACT if dtype == torch.float32 else ROUGH))
-    for kind, in_slots in (("llama", True), ("llama", False), ("t5", False)):
-        caches = "static caches, graphs" if in_slots else "dynamic caches"
-        yield Case(f"decoding, {kind}, {caches}", partial(_decoding, setup, kind, in_slots, caches))
+    for kind, static_cache in (("llama", True), ("llama", False), ("t5", False)):
+        caches = "static caches, graphs" if static_cache else "dynamic caches"
+        yield Case(f"decoding, {kind}, {caches}", partial(_decoding, setup, kind, static_cache, caches))
     yield Case("routing", partial(_same, setup, "routing", _routing, ROUTING))
 
 
@@ -179,10 +179,10 @@ def _backbone(kind: str, device: torch.device) -> Backbone:
     return wrap_model(model, words, 64, 16)
 
 
-def _decoding(setup: Setup, kind: str, in_slots: bool, caches: str, seconds: float) -> Iterator[Figure]:
+def _decoding(setup: Setup, kind: str, static_cache: bool, caches: str, seconds: float) -> Iterator[Figure]:
     """More requests than rows, of unlike lengths, so that they join and leave; each with a mixture of its own."""
     expected = _texts(_backbone(kind, CPU), False)
-    found = _texts(_backbone(kind, setup.device), in_slots)
+    found = _texts(_backbone(kind, setup.device), static_cache)
     unlike = sum(mine != its for mine, its in zip(found, expected, strict=True))
     detail = f"of {len(expected)} answers, from {min(map(len, expected))} to {max(map(len, expected))} characters"
     yield Figure(
@@ -190,7 +190,7 @@ def _decoding(setup: Setup, kind: str, in_slots: bool, caches: str, seconds: flo
     )
 
 
-def _texts(backbone: Backbone, in_slots: bool) -> list[str]:
+def _texts(backbone: Backbone, static_cache: bool) -> list[str]:
     snapshot, device = loaded(drawn_adapters(backbone.model, TARGETS, ADAPTERS, RANK)), backbone.device
     mixture = dense(list(snapshot.keys), 3 * ROWS)
     requests = [
@@ -202,12 +202,12 @@ def _texts(backbone: Backbone, in_slots: bool) -> list[str]:
         for number, row in enumerate(mixture.weights.tolist())
     ]
     with ExitStack() as stack:
-        engine = Engine(MultiSnapshotModel(backbone, ADAPTERS * RANK), ROWS, 32, 16, in_slots=in_slots)
+        engine = Engine(MultiSnapshotModel(backbone, ADAPTERS * RANK), ROWS, 32, 16, static_cache=static_cache)
         stack.callback(engine.close)
         engine.load_snapshot(snapshot)
         found = [answer.text for answer in answered(engine, snapshot, requests)]
         check_equal("device of the model", backbone.device, device)
-        check_equal("steps were captured", engine.captures > 0, in_slots and device.type == "cuda")
+        check_equal("steps were captured", engine.captures > 0, static_cache and device.type == "cuda")
         return found
 
 

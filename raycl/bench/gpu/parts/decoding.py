@@ -26,7 +26,7 @@ from raycl.bench.gpu.timing import Contender, Times, quartiles
 from raycl.errors import WrongResultError
 from raycl.generation import dynamic_cache
 from raycl.generation.static_cache import StaticKVCache
-from raycl.serve.engine.model_host import MultiSnapshotModel
+from raycl.serve.engine.multi_snapshot_model import MultiSnapshotModel
 from raycl.types import AdapterState, Mixture
 
 BANDWIDTH_SHARE = 0.7

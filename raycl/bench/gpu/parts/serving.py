@@ -25,8 +25,8 @@ from raycl.bench.gpu.timing import Times, peak_gib, quartiles, reset_peak
 from raycl.errors import WrongResultError
 from raycl.generation.requests import Event, Failed, Sampling, TextDelta
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import LoadedSnapshot, MultiSnapshotModel
-from raycl.serve.engine.requests import Choice, EngineRequest, is_last
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
+from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last
 from raycl.types import Mixture
 
 REQUESTS, TINY_REQUESTS = 64, 6
@@ -71,7 +71,7 @@ def _figures(setup: Setup, seconds: float) -> Iterator[Figure]:
     try:
         for name in ("bare", "mixed"):
             host = MultiSnapshotModel(twin(bare), DENSE * RANK)
-            engines[name] = Engine(host, batch, 4096, 64, in_slots=True)
+            engines[name] = Engine(host, batch, 4096, 64, static_cache=True)
             if name == "mixed":
                 engines[name].load_snapshot(snapshot)
         yield from _compared(setup, engines, snapshot, seconds)
@@ -132,7 +132,12 @@ def answered(engine: Engine, snapshot: LoadedSnapshot, requests: Sequence[Reques
     inboxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in requests]
     asks = [
         EngineRequest(
-            one.text, inbox.put, Sampling(one.tokens), loaded=snapshot, choice=Choice(one.weights), templated=False
+            one.text,
+            inbox.put,
+            Sampling(one.tokens),
+            loaded=snapshot,
+            selection=AdapterSelection(one.weights),
+            templated=False,
         )
         for one, inbox in zip(requests, inboxes, strict=True)
     ]
@@ -162,7 +167,7 @@ def _check_answers(setup: Setup, engine: Engine, snapshot: LoadedSnapshot, reque
     check_equal("steps were captured", engine.captures > 0, setup.is_cuda)
     checked = 0
     for request, answer in list(zip(requests, together, strict=True))[:CHECKED]:
-        checked += engine.call(partial(_check_tokens, setup, engine.host, snapshot, request, answer)).result()
+        checked += engine.call(partial(_check_tokens, setup, engine.model, snapshot, request, answer)).result()
         if setup.tiny:
             alone = answered(engine, snapshot, [request])[0]
             check_equal("an answer given together and alone", answer.text, alone.text)

@@ -83,7 +83,7 @@ export class Card {
     const adapters = Object.entries(how.adapters);
     drawMore(this.adapters, adapters, `${adapters.length} ${adapters.length === 1 ? "adapter" : "adapters"}`);
     const words = rest > 0 ? [`and ${rest} quieter tasks`] : [];
-    if (how.unfamiliar >= STRANGE) words.push(`unlike what was learned: ${Math.round(100 * how.unfamiliar)} % of known texts are nearer to a task`);
+    if (how.ood_score >= STRANGE) words.push(`unlike what was learned: ${Math.round(100 * how.ood_score)} % of known texts are nearer to a task`);
     this.say(words.join(" · "));
   }
 

@@ -22,8 +22,8 @@ from raycl.data.prompts import Prompt
 from raycl.generation.requests import Event, Failed, LabelScores, Sampling, Started, TextDelta
 from raycl.serve.deployment.factory import close_service, open_service
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import LoadedSnapshot
-from raycl.serve.engine.requests import Choice, EngineRequest
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
+from raycl.serve.engine.requests import AdapterSelection, EngineRequest
 from raycl.serve.service import Service
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.snapshot_model import SnapshotModel
@@ -79,9 +79,9 @@ class Reply:
         return next(iter(self.last.scores))
 
     @property
-    def made(self) -> Any:
+    def metadata(self) -> Any:
         """How it was made."""
-        return next(event.made for event in self.wait(_is_started).events if isinstance(event, Started))
+        return next(event.metadata for event in self.wait(_is_started).events if isinstance(event, Started))
 
     @property
     def error(self) -> str:
@@ -103,7 +103,7 @@ def is_piece(event: Event) -> bool:
     return isinstance(event, TextDelta)
 
 
-class Desk:
+class ServiceClient:
     """Where a test asks."""
 
     def __init__(self, service: Service) -> None:
@@ -122,8 +122,10 @@ class Desk:
     ) -> Reply:
         """One ask; `settings` are those of `EngineRequest`."""
         reply, loaded = Reply(), self.loaded(snapshot)
-        reply.asked = EngineRequest(text, reply.take, sampling, loaded=loaded, choice=Choice(weights, task), **settings)  # type: ignore[attr-defined]
-        self.engine.submit(reply.asked)  # type: ignore[attr-defined]
+        reply.request = EngineRequest(
+            text, reply.take, sampling, loaded=loaded, selection=AdapterSelection(weights, task), **settings
+        )  # type: ignore[attr-defined]
+        self.engine.submit(reply.request)  # type: ignore[attr-defined]
         return reply
 
     def loaded(self, number: int | None = None) -> LoadedSnapshot:
@@ -149,7 +151,7 @@ class Desk:
     def settle(self) -> None:
         """Until nothing is left to do."""
         self.engine.call(lambda: None).result(WAIT_S)
-        self.until(lambda: not self.engine.load)
+        self.until(lambda: not self.engine.pending)
 
     def until(self, happened: Callable[[], bool]) -> None:
         """Wait for something that must happen."""
@@ -165,12 +167,12 @@ def bank_of(done: Done, folder: Path) -> Bank:
 
 
 @contextmanager
-def serving(bank: Bank, **settings: Any) -> Iterator[Desk]:
+def serving(bank: Bank, **settings: Any) -> Iterator[ServiceClient]:
     """The service of a bank, which follows nothing unless told to."""
     tree = {"bank": bank.storage.uri, "device": "cpu", "follow": {"enabled": False}, **settings}
     service = open_service(ServeConfig(**tree))
     try:
-        yield Desk(service)
+        yield ServiceClient(service)
     finally:
         close_service(service)
 
@@ -202,7 +204,7 @@ def alone(model: SnapshotModel, text: str, weights: Mapping[str, float], task: s
     prompt = model.loaded.prompts.get(task, Prompt())
     codec = model.backbone.codec
     ids, _ = fit_sources([text], prompt, codec, codec.max_source_tokens)
-    with model.host.activate(model.loaded.named(Mixture.same(weights, 1))):
+    with model.model.activate(model.loaded.named(Mixture.same(weights, 1))):
         return model.backbone.predict(batch_of(ids, codec.pad_id), limit)[0]
 
 

@@ -117,10 +117,10 @@ def test_typing_moves_the_bars_before_anything_is_sent(page: Page, served: Get, 
         page.fill("#text", "")
         page.locator("#text").press_sequentially(text, delay=15)
         how = served(kind).ask("/v1/route", {"input": text})[1]["data"][0]["raycl"]
-        strongest = next(iter(how["tasks"]))
-        assert how["tasks"][strongest] > 0.5, "these texts must be told apart"
-        wanted = f"{how['tasks'][strongest]:.2f}"
-        row = mixture(page).locator("li").filter(has=page.locator(f"[title={strongest}]"))
+        hard_weights = next(iter(how["tasks"]))
+        assert how["tasks"][hard_weights] > 0.5, "these texts must be told apart"
+        wanted = f"{how['tasks'][hard_weights]:.2f}"
+        row = mixture(page).locator("li").filter(has=page.locator(f"[title={hard_weights}]"))
         expect(row.locator(".value")).to_have_text(wanted)
         assert row.locator(".track i").evaluate("bar => bar.getBoundingClientRect().width") > 20
         page.locator("#auto .mixture summary").click()
@@ -257,7 +257,7 @@ def test_stop_ends_the_answers_here_and_there(
         assert text, "what was said stays"
         expect(page.locator("#stop")).to_be_disabled()
     deadline = time.monotonic() + 10
-    while endpoint.service.engine.load:
+    while endpoint.service.engine.pending:
         assert time.monotonic() < deadline, "the server goes on although nobody listens"
         time.sleep(0.05)
     if by != "asking again":

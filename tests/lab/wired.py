@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from listening import on_a_port
 from openai import OpenAI
-from served import WAIT_S, Desk, serving
+from served import WAIT_S, ServiceClient, serving
 
 from raycl.bank import Bank
 from raycl.serve.http.access import Keys
@@ -20,10 +20,10 @@ from raycl.serve.http.web import make_web
 from raycl.serve.settings import AuthConfig
 
 
-class Wire(Desk):
+class Wire(ServiceClient):
     """A service, its server's address, and two clients."""
 
-    def __init__(self, desk: Desk, port: int) -> None:
+    def __init__(self, desk: ServiceClient, port: int) -> None:
         super().__init__(desk.service)
         self.port, self.url = port, f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=WAIT_S, trust_env=False, verify=False)

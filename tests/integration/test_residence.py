@@ -28,24 +28,24 @@ def test_adapters_that_are_evicted_come_back(taught: Taught, tmp_path: Path) -> 
         with desk.paused():
             replies = [desk.ask(text, weights=weights) for text, weights in asked]
         assert [reply.text for reply in replies] == expected
-        assert desk.engine.host.stack.table.evicted >= 1
+        assert desk.engine.model.stack.table.evicted >= 1
         both = desk.ask(TEXTS[0], weights={"colour": 1.0, "animal": 1.0})
         assert "colour@1, animal@1 take 16 rows on the device together, this endpoint keeps 8" in both.error
         assert desk.ask(TEXTS[0], weights={"animal": -8.0}).text == expected[1], "the engine lives on"
         shown = desk.ask(TEXTS[0], weights={"colour": 1.0, "animal": 1.0}, route_only=True)
-        assert shown.wait(lambda event: isinstance(event, Started)).made.weights == {"colour": 1.0, "animal": 1.0}
+        assert shown.wait(lambda event: isinstance(event, Started)).metadata.weights == {"colour": 1.0, "animal": 1.0}
 
 
 def test_what_is_small_is_there_before_anybody_asks(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     rank = bank.open(2).adapters[0].rank
-    for settings, count in (({}, 2), ({"resident_rows": 2 * rank - 1}, 1), ({"resident_rows": rank - 1}, 0)):
+    for settings, count in (({}, 2), ({"max_loaded_rows": 2 * rank - 1}, 1), ({"max_loaded_rows": rank - 1}, 0)):
         with serving(bank, **settings) as desk:
-            assert len(desk.engine.host.stack.states) == count
+            assert len(desk.engine.model.stack.states) == count
     other, lost = bank.open(2).adapters
     with serving(bank, max_loaded_rows=rank) as desk:
         Path(bank.storage.path(lost.tensors.file)).unlink()
-        desk.engine.call(lambda: desk.engine.host.stack.need([str(other)])).result(WAIT_S)
+        desk.engine.call(lambda: desk.engine.model.stack.need([str(other)])).result(WAIT_S)
         assert f"adapter {lost} cannot be had now" in desk.ask("fire is", weights={lost.name: 1.0}).error
         assert desk.ask("fire is", weights={other.name: 1.0}).finish, (
             "one that is lost while its snapshot answers fails who needs it alone"
@@ -62,7 +62,7 @@ def test_labels_on_a_small_device(taught: Taught, tmp_path: Path) -> None:
         assert [reply.label for reply in replies] == [one.answer for one in asked]
     with serving(bank, max_loaded_rows=rank - 1) as desk:
         assert "take 8 rows" in desk.ask("fire is", task="colour", sampling=None).error
-        assert "knows any label" in desk.ask("fire is", weights={}, sampling=None).error
+        assert "no selected adapter has a label head" in desk.ask("fire is", weights={}, sampling=None).error
         assert desk.engine.alive
 
 
@@ -71,7 +71,7 @@ def test_a_running_text_is_never_robbed_of_its_adapter(taught: Taught, tmp_path:
     rank = bank.open(2).adapters[0].rank
     with serving(bank, max_loaded_rows=rank) as desk:
         assert desk.ask("fire is", weights={"colour": 1.0}).finish
-        fetched, sources = [], desk.engine.host._sources
+        fetched, sources = [], desk.engine.model._sources
         for key, (source, name) in list(sources.items()):
             sources[key] = (lambda asked, source=source: fetched.append(asked) or source(asked), name)  # type: ignore[misc]
         running = desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG)
@@ -108,7 +108,7 @@ def test_a_damaged_adapter_fails_only_who_needs_it(
     taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Damaged after its snapshot was activated, and not on the device yet."""
-    monkeypatch.setattr("raycl.serve.engine.model_host.AHEAD_BYTES", 0)
+    monkeypatch.setattr("raycl.serve.engine.multi_snapshot_model.AHEAD_BYTES", 0)
     bank = bank_of(taught("llama", "separate"), tmp_path)
     model = opened(bank, bank.open(2))
     expected = alone(model, "fire is", {"colour": 1.0}, "colour")

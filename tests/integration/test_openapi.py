@@ -68,7 +68,7 @@ def test_no_request_breaks_the_endpoint(
         ask()
     except Unsatisfiable:
         assert method == "GET" and mode is GenerationMode.NEGATIVE, "what takes no body cannot be asked in a wrong way"
-    assert wire.engine.alive and wire.engine.load == 0
+    assert wire.engine.alive and wire.engine.pending == 0
 
 
 def test_every_operation_is_asked(wires: dict[str, Wire]) -> None:

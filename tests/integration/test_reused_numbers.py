@@ -53,14 +53,14 @@ def test_what_is_deleted_and_published_again_is_what_answers(taught: Taught, tmp
         assert wire.get("/readyz")["snapshot"] == active
         assert wire.chat(texts[0], model="colour@1", max_tokens=2).raycl["adapters"] == {"colour": 1.0}
         wire.settle()
-        wire.until(lambda: len(wire.engine.host._all) <= 2)
+        wire.until(lambda: len(wire.engine.model._all) <= 2)
 
 
 def test_a_request_that_has_begun_keeps_what_it_began_with(taught: Taught, tmp_path: Path, slow: None) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     with serving(bank, **FOLLOW) as desk:
         expected = desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG).text
-        loaded = desk.snapshot_manager.take()
+        loaded = desk.snapshot_manager.acquire()
         running = desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG)
         running.wait(is_piece)
         swapped(bank)
@@ -69,7 +69,7 @@ def test_a_request_that_has_begun_keeps_what_it_began_with(taught: Taught, tmp_p
         )
         late = desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG)
         assert running.text == expected != late.text
-        desk.snapshot_manager.give_back(loaded)
+        desk.snapshot_manager.release(loaded)
         desk.until(lambda: desk.snapshot_manager._replaced == [])
 
 

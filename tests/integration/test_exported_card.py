@@ -151,4 +151,4 @@ def test_a_card_names_every_task_with_its_template_and_labels(taught: Taught, tm
     with serving(bank) as desk:
         for text, answer in printed(tmp_path / "out")[0].items():
             reply = desk.ask(text, weights={"animal.0": 0.75, "colour.0": 0.5}, sampling=limit_of(done))
-            assert answer.strip() == reply.text.strip() and reply.made.template == "animal"
+            assert answer.strip() == reply.text.strip() and reply.metadata.template == "animal"

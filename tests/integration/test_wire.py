@@ -214,7 +214,7 @@ def test_a_route_without_an_answer(wire: Wire, labels: Wire) -> None:
     for text, one in zip(("fire is", "it purrs"), found["data"], strict=True):
         assert one["raycl"]["adapters"] == wire.chat(text).raycl["adapters"]
     assert labels.post("/v1/route", {"input": "fire is"}).json()["data"][0]["raycl"]["template"] == ""
-    assert wire.engine.load == labels.engine.load == 0
+    assert wire.engine.pending == labels.engine.pending == 0
 
 
 def test_labels(labels: Wire, taught: Taught) -> None:

@@ -41,7 +41,7 @@ def test_a_client_that_leaves_stops_its_answer(taught: Taught, tmp_path: Path, h
                 for chunk in stream:
                     if chunk.choices[0].text:
                         break
-                assert wire.engine.load == 1
+                assert wire.engine.pending == 1
         else:
             body = {**ENDLESS, "n": 8 if how == "many" else 1, "stream": how == "socket"}
             _ask_and_leave(wire, json.dumps(body).encode(), body["n"])
@@ -56,7 +56,7 @@ def _ask_and_leave(wire: Wire, body: bytes, load: int) -> None:
     head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     with socket.create_connection(("127.0.0.1", wire.port), timeout=WAIT_S) as door:
         door.sendall(head % len(body) + body)
-        wire.until(lambda: wire.engine.load == load and wire.engine.counts["tokens"] > 0)
+        wire.until(lambda: wire.engine.pending == load and wire.engine.counts["tokens"] > 0)
 
 
 def test_a_client_that_leaves_before_it_has_asked(taught: Taught, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_client_that_leaves_before_it_has_asked(taught: Taught, tmp_path: Path
         for part in (b"POST /v1/route HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{", b"POST /v1/ro", b""):
             with socket.create_connection(("127.0.0.1", wire.port), timeout=WAIT_S) as door:
                 door.sendall(part)
-        assert wire.get("/healthz") == {"status": "ok"} and wire.engine.load == 0
+        assert wire.get("/healthz") == {"status": "ok"} and wire.engine.pending == 0
 
 
 @pytest.mark.usefixtures("slow")
@@ -164,7 +164,7 @@ def test_a_snapshot_that_cannot_be_used_leaves_the_old_one(taught: Taught, tmp_p
 def test_the_first_answer_finds_everything_loaded(taught: Taught, tmp_path: Path) -> None:
     with serving(bank_of(taught("bert", "slm"), tmp_path)) as desk:
         assert _encoder(desk.snapshot_manager)._model is not None and desk.engine.counts["batches"] >= 1
-        assert desk.engine.host.stack.states
+        assert desk.engine.model.stack.states
 
 
 def test_a_warm_up_that_fails_is_no_reason_not_to_start(
@@ -223,7 +223,7 @@ def test_snapshots_come_and_go_while_many_ask(taught: Taught, tmp_path: Path) ->
         assert wire.engine.alive and not any(wire.snapshot_manager._users.values())
         assert wire.post("/admin/activate", {"snapshot": 2}).is_success
         assert wire.post("/admin/activate", {"snapshot": 1}).is_success
-        assert list(wire.engine.host.loaded) == [1], "loaded_snapshots=1"
+        assert list(wire.engine.model.loaded) == [1], "loaded_snapshots=1"
 
 
 def test_requests_may_not_load_snapshots_without_end(

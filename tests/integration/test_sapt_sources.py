@@ -22,7 +22,7 @@ from raycl.methods.context import TaskContext
 from raycl.methods.sapt.generator import Generator, GeneratorConfig
 from raycl.methods.sapt.reflection import ReflectionConfig
 from raycl.methods.sapt.sapt import Sapt
-from raycl.retrieval.attention import strongest
+from raycl.retrieval.attention import hard_weights
 from raycl.run.assembly import build
 from raycl.run.checks import check
 from raycl.run.config import load_config
@@ -199,7 +199,7 @@ def test_each_ablation_leaves_out_what_it_is_named_for(lab: Lab, ablation: str) 
         tested = method.route(batch)
         told = torch.zeros(4, len(other))
         told[:, [list(other).index(name) for name in tested.names]] = tested.weights
-        assert torch.equal(told, strongest(chosen) if ablation == "shared_attention" else chosen)
+        assert torch.equal(told, hard_weights(chosen) if ablation == "shared_attention" else chosen)
 
 
 def test_without_shared_attention_a_block_is_what_it_is_alone(lab: Lab, tmp_path: Path) -> None:

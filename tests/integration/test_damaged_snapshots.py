@@ -155,7 +155,7 @@ def test_only_what_is_new_is_read_and_pseudo_samples_are_not(
     with listening(bank, **FOLLOW) as wire:
         wire.settle()
         monkeypatch.setattr(Bank, "read_object", counting)
-        monkeypatch.setattr(wire.engine.host, "ahead", lambda loaded: [])  # what goes to the device is another matter
+        monkeypatch.setattr(wire.engine.model, "ahead", lambda loaded: [])  # what goes to the device is another matter
         began = time.monotonic()
         publish()
         wire.until(lambda: wire.get("/readyz")["snapshot"] == 2)

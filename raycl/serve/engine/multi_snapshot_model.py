@@ -86,7 +86,7 @@ class LoadedSnapshot:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether its router reads the backbone's embeddings (`MultiSnapshotModel.attended`), not texts."""
+        """Whether its router reads the backbone's embeddings (`MultiSnapshotModel.route_embeddings`), not texts."""
         return "embeddings" in self.router.needs
 
     @property
@@ -231,7 +231,7 @@ class MultiSnapshotModel:
         except (BankError, StorageError) as error:
             raise UnavailableError(f"adapter {key} cannot be had now: {error}") from error
 
-    def attended(self, loaded: LoadedSnapshot, ids_BL: Tensor, mask_BL: Tensor) -> Mixture:
+    def route_embeddings(self, loaded: LoadedSnapshot, ids_BL: Tensor, mask_BL: Tensor) -> Mixture:
         """Who speaks for each prompt of a snapshot that reads them; see `LoadedSnapshot.mixture`."""
         return loaded.named(loaded.router.route_embeddings(self.backbone.embedded(ids_BL), mask_BL))
 
@@ -258,12 +258,12 @@ class MultiSnapshotModel:
     def _has_room(self, rows: int) -> bool:
         return self.stack.grows or self.stack.table.free >= rows
 
-    def hold(self, keys: Sequence[str]) -> None:
+    def pin(self, keys: Sequence[str]) -> None:
         """Keep these adapters on the device until they are released as often as they were held."""
         for key in keys:
             self.stack.table.pin(key)
 
-    def release(self, keys: Sequence[str]) -> None:
+    def unpin(self, keys: Sequence[str]) -> None:
         """Take one hold back from each."""
         for key in keys:
             self.stack.table.unpin(key)
@@ -305,10 +305,10 @@ class MultiSnapshotModel:
         self._count(mixture)
         used = (mixture.weights != 0).any(0).tolist()
         self.stack.need([name for name, yes in zip(mixture.names, used, strict=True) if yes])
-        rows, speaks = self.rows(mixture.names), bool(self.stack.layers and self.stack.pool.rows)
-        wanted = (tuple(self.stack.layers), self.stack.activation, speaks, len(weights_SN))
+        rows, has_layers = self.rows(mixture.names), bool(self.stack.layers and self.stack.pool.rows)
+        wanted = (tuple(self.stack.layers), self.stack.activation, has_layers, len(weights_SN))
         if self._room_for != wanted or (self._room is not None and self._room.rows < rows):
-            fresh = StaticRows(self.stack.pool, _power_of_two(rows), len(weights_SN)) if speaks else None
+            fresh = StaticRows(self.stack.pool, _power_of_two(rows), len(weights_SN)) if has_layers else None
             self._room, self._room_for, self._room_number = fresh, wanted, self._room_number + 1
         self.stack.static = self._room
         try:

@@ -228,7 +228,7 @@ def test_size(wire: Wire) -> None:
     with socket.create_connection(("127.0.0.1", wire.port), timeout=WAIT_S) as door:
         door.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n")
         assert door.recv(100).startswith(b"HTTP/1.1 413 ")
-    assert wire.engine.load == 0
+    assert wire.engine.pending == 0
 
 
 # ---- too much, too late ----------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_a_full_queue_says_when_to_come_again(taught: Taught, tmp_path: Path) ->
         with wire.paused():
             for _ in range(3):
                 wire.ask("fire is", weights={})
-            assert wire.engine.load == 3
+            assert wire.engine.pending == 3
             with pytest.raises(openai.RateLimitError, match="3 answers are being made") as busy:
                 wire.chat("fire is", model="base")
             assert busy.value.response.headers["retry-after"] == "1"
@@ -252,7 +252,7 @@ def test_a_full_queue_says_when_to_come_again(taught: Taught, tmp_path: Path) ->
         wire.settle()
         assert wire.chat("fire is", model="base").choices and wire.get("/readyz")["status"] == "ready"
         assert wire.chat("fire is", model="base", n=5).choices[4].index == 4, "an idle endpoint takes what is allowed"
-        assert wire.engine.load == 0
+        assert wire.engine.pending == 0
 
 
 def test_time(taught: Taught, tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_a_stream_that_fails_later_ends_with_the_error(
         with pytest.raises(openai.APIError, match="the model failed"):
             list(wire.openai.completions.create(model="colour", prompt="fire is", stream=True))
         assert problem(wire.post(TEXT, {"prompt": "fire is", "model": "colour"}))[0] == 500
-        assert wire.engine.load == 0
+        assert wire.engine.pending == 0
 
 
 def test_a_fault_in_the_endpoint_itself_is_told_in_shape(

@@ -25,7 +25,7 @@ def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path
         for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
             evaluated = done.context.method.route(batch)
             weights = dict(zip(evaluated.names, evaluated.weights[0].tolist(), strict=True))
-            mixture = model.host.attended(model.loaded, batch.source_ids, batch.source_mask)
+            mixture = model.model.attended(model.loaded, batch.source_ids, batch.source_mask)
             names = [model.loaded.names[key] for key in mixture.names]
             assert dict(zip(names, mixture.weights[0].tolist(), strict=True)) == pytest.approx(weights, abs=1e-6)
             expected[table.texts(batch.rows.tolist())[0]] = weights
@@ -35,7 +35,7 @@ def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path
         with desk.paused():
             replies = {text: desk.ask(text, sampling=sampling) for text in expected}
         for text, reply in replies.items():
-            found = {name: weight for name, weight in reply.made.weights.items() if weight}
+            found = {name: weight for name, weight in reply.metadata.weights.items() if weight}
             assert found == pytest.approx({name: one for name, one in expected[text].items() if one}, abs=1e-5)
 
 
@@ -59,12 +59,14 @@ def test_each_text_is_read_with_the_template_of_its_task(lab: Lab, tmp_path: Pat
             free = [desk.ask(one.text) for one in asked]
             bare = desk.ask("red red\nfire is\nOutput: ", templated=False)
         assert [reply.text for reply in told] == [one.answer for one in asked]
-        assert all(reply.made.template == one.task for reply, one in zip(told, asked, strict=True))
+        assert all(reply.metadata.template == one.task for reply, one in zip(told, asked, strict=True))
         by_name = {(one.task, one.text): reply for one, reply in zip(asked, told, strict=True)}
         for one, reply in zip(asked, free, strict=True):
-            assert reply.made.template in ("colour", "animal")
-            same = by_name.get((reply.made.template, one.text))
+            assert reply.metadata.template in ("colour", "animal")
+            same = by_name.get((reply.metadata.template, one.text))
             if same is not None:
-                assert reply.text == same.text and reply.made.weights == pytest.approx(same.made.weights, abs=1e-5)
+                assert reply.text == same.text and reply.metadata.weights == pytest.approx(
+                    same.metadata.weights, abs=1e-5
+                )
         named = desk.ask("fire is", task="colour")
-        assert bare.text == named.text and bare.made.weights == pytest.approx(named.made.weights, abs=1e-5)
+        assert bare.text == named.text and bare.metadata.weights == pytest.approx(named.metadata.weights, abs=1e-5)

@@ -27,8 +27,8 @@ from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
 from raycl.generation.requests import Sampling
 from raycl.serve.engine.engine import Engine
-from raycl.serve.engine.model_host import MultiSnapshotModel
-from raycl.serve.engine.requests import FAILURES, Choice, EngineRequest
+from raycl.serve.engine.multi_snapshot_model import MultiSnapshotModel
+from raycl.serve.engine.requests import FAILURES, AdapterSelection, EngineRequest
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.types import Mixture
@@ -104,7 +104,7 @@ def trained(lab: Lab, case: Case, folder: Path, device: torch.device) -> dict[st
         bank = Bank(storage.sub("bank"))
         found["predicted"] = predicted(bank, context, device)
         found["mixed"] = mixed(bank, device)
-        found["engine"] = [served(bank, device, in_slots) for in_slots in case.decodings]
+        found["engine"] = [served(bank, device, static_cache) for static_cache in case.decodings]
     return found
 
 
@@ -132,18 +132,18 @@ def mixed(bank: Bank, device: torch.device) -> list[list[str]]:
     everyone = torch.rand(len(TEXTS), len(names), generator=draw)
     one_each = torch.eye(len(names))[torch.arange(len(TEXTS)) % len(names)] * 3
     for weights in (everyone, one_each, torch.zeros_like(everyone)):
-        with model.host.activate(model.loaded.named(Mixture(names, weights))):
+        with model.model.activate(model.loaded.named(Mixture(names, weights))):
             found.append(model.backbone.predict(batch, 6))
     return found
 
 
-def served(bank: Bank, device: torch.device, in_slots: bool) -> list[Any]:
+def served(bank: Bank, device: torch.device, static_cache: bool) -> list[Any]:
     """Answers of the engine to asks that come at once: greedy and drawn texts, or labels."""
     model = opened(bank, bank.open(max(bank.snapshots())), device)
     host = MultiSnapshotModel(model.backbone)
-    model.host.stack.detach()
+    model.model.stack.detach()
     model.backbone.prefix = None
-    engine = Engine(host, 4, 24, 4, in_slots=in_slots)
+    engine = Engine(host, 4, 24, 4, static_cache=static_cache)
     try:
         engine.load_snapshot(model.loaded)
         replies = []
@@ -152,7 +152,9 @@ def served(bank: Bank, device: torch.device, in_slots: bool) -> list[Any]:
             sampling = None if engine.kind == "encoder" else Sampling(8, heat, 0.9 if number % 4 else 1.0, number)
             task = model.loaded.snapshot.tasks[number % 2].name
             reply = Reply()
-            engine.submit(EngineRequest(text, reply.take, sampling, loaded=model.loaded, choice=Choice(None, task)))
+            engine.submit(
+                EngineRequest(text, reply.take, sampling, loaded=model.loaded, selection=AdapterSelection(None, task))
+            )
             replies.append(reply)
         return [reply.label if engine.kind == "encoder" else reply.text for reply in replies]
     finally:
