@@ -10,10 +10,10 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --pro
 OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test chaos check docs format clean
+.PHONY: help venv demo test test-fast contract chaos check docs format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 venv: $(STAMP)  ## create .venv with everything, pinned by constraints.txt (about 3 minutes, 2.5 GB; again: nothing)
 
@@ -37,6 +37,14 @@ demo: venv  ## learn a short stream of tasks in two ways on this machine: one fo
 test: venv  ## all tests, two files at a time, one torch thread each
 	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -n 2 --dist loadfile \
 		--no-loadscope-reorder tests
+
+test-fast: venv  ## tests without Ray, servers and browsers
+	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -n 2 --dist loadfile \
+		--no-loadscope-reorder tests/unit tests/golden tests/test_architecture.py
+
+contract: venv  ## the contract tests over every method, engine, backbone kind and number of workers, not a sample
+	@OMP_NUM_THREADS=1 RAYCL_CONTRACT=full $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -n 2 \
+		--dist loadfile tests/contract
 
 chaos: venv  ## a stream and an endpoint through kills, outages and damage (about ten minutes; not part of make test)
 	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -s tests/chaos

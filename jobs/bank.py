@@ -47,7 +47,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     verifying.add_argument("--run", metavar="RUN", help="what this run published must be there, or have been pruned")
     export = names.add_parser("export", help="a mixture as a PEFT folder, or merged into the backbone")
     export.add_argument("--snapshot", type=int, help="default: the newest")
-    export.add_argument("--adapters", help="name, or name=weight,name=weight; default: all that always speak")
+    export.add_argument(
+        "--adapters", help="name, or name=weight,name=weight; default: all that are active for every text"
+    )
     export.add_argument("--to", required=True, metavar="FOLDER")
     export.add_argument("--merged", action="store_true", help="a plain model folder instead of an adapter")
     export.add_argument("--without-head", action="store_true", help="leave label heads out")

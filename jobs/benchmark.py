@@ -6,7 +6,7 @@ python jobs/benchmark.py mixing                        the mixture layer against
 python jobs/benchmark.py retrieval                     what routing costs per request
 python jobs/benchmark.py growth                        what 5, 20 and 100 tasks cost SLM (or SAPT)
 python jobs/benchmark.py migu                          step time with and without MIGU, masked and row-sparse
-python jobs/benchmark.py bank                          the bank against the disk, the shelf against copying
+python jobs/benchmark.py bank                          the bank against the disk, the object store against copying
 python jobs/benchmark.py sweep                         a trial above the run alone, ASHA against the full grid
 python jobs/benchmark.py serve                         the endpoint beside the model alone and Ray Serve alone
 python jobs/benchmark.py gpu                           all that only a GPU can answer, in 8 minutes of one

@@ -1,4 +1,4 @@
-"""Run a whole comparison (several methods, several seeds) and print its table; repeat the command to go on.
+"""Run a whole comparison (several methods, several seeds) and print its table; repeat the command to continue.
 
 python jobs/compare.py jobs/configs/compare/builtin.yaml
 python jobs/compare.py jobs/configs/compare/builtin.yaml --only lora joint --png matrices.png

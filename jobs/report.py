@@ -62,7 +62,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--router-png", type=Path, help="draw the routers of the runs that have one: keys, t-SNE, tasks found"
     )
     parser.add_argument(
-        "--attention-png", type=Path, help="draw who spoke for each task's texts in the runs of sapt, then and now"
+        "--attention-png", type=Path, help="draw the adapters' weights for each task's texts in runs of sapt"
     )
     parser.add_argument("--csv", type=Path, help="write the comparison with full precision")
     return parser.parse_args(arguments)

@@ -2,7 +2,7 @@
 
 python jobs/sweep.py sweeps/migu_threshold.yaml                       on this machine, or on the cluster it runs on
 python jobs/sweep.py sweeps/migu_threshold.yaml --set samples=4 base.train.epochs=1
-python jobs/sweep.py sweeps/migu_threshold.yaml --resume              go on where it stopped
+python jobs/sweep.py sweeps/migu_threshold.yaml --resume              continue it
 python jobs/train_stream.py runs/migu-threshold/best.yaml             the best trial, alone: the same numbers
 """
 
@@ -24,7 +24,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", metavar="FILE", help="YAML with name, base, space, metric, search, scheduler, ...")
     parser.add_argument("--dir", help="folder or URI for sweeps (default: as output.dir of a run)")
-    parser.add_argument("--resume", action="store_true", help="go on with the sweep that is there; failed ones again")
+    parser.add_argument("--resume", action="store_true", help="continue the sweep; failed trials are tried again")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="key.path=value")
     return parser.parse_args()
 

@@ -2,9 +2,9 @@
 
 python jobs/train_stream.py                                     the built-in stream, LoRA, this machine
 python jobs/train_stream.py FILE.yaml key.path=value ...        a config file, or --config FILE; then overrides
-python jobs/train_stream.py --resume RUN_DIR                    go on where a run stopped
-python jobs/train_stream.py --resume RUN_DIR --add TASK         teach it one more task
-python jobs/train_stream.py --status RUN_DIR                    how it is, how far, and what to type
+python jobs/train_stream.py --resume RUN_DIR                    resume a run
+python jobs/train_stream.py --resume RUN_DIR --add TASK         resume it with one more task
+python jobs/train_stream.py --status RUN_DIR                    its state, its progress, and the next command
 ray job submit --working-dir . -- python jobs/train_stream.py   the same on a cluster
 """
 
@@ -27,7 +27,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("words", nargs="*", metavar="FILE.yaml key.path=value", help="for example method=lora")
     parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
     parser.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
-    parser.add_argument("--status", metavar="RUN_DIR", help="how a run is, of whatever machine; nothing is started")
+    parser.add_argument("--status", metavar="RUN_DIR", help="state of a run on any machine; starts nothing")
     parser.add_argument("--add", metavar="TASK", action="append", default=[], help="with --resume: name or YAML")
     parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
     parser.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")

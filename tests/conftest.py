@@ -38,6 +38,9 @@ settings.load_profile("raycl")
 
 REPO = Path(__file__).resolve().parent.parent
 
+pytest_plugins = ["fixtures"]
+"""Of tests/lab, which is on the path: tiny models, and complete runs that several tests read."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start clusters come first: they take longest, mostly waiting, so other files run beside them."""

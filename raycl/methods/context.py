@@ -125,11 +125,10 @@ class TaskContext:
     def gradients(self, rows: Sequence[tuple[Task, Indices]]) -> dict[str, Tensor]:
         """Gradients of the mean task loss on training rows of any tasks, at the present parameters. Collective.
 
-        Returns:
-            parameter -> whole gradient over all workers; the optimizer's own gradients stay as they are.
+        Methods that call it set `Method.computes_gradients`.
 
-        Raises:
-            ConfigError: the engine shards parameters (ZeRO 3).
+        Returns:
+            parameter -> whole float32 gradient over all workers; the optimizer's own gradients stay as they are.
         """
         assert self.worker is not None, "gradients need a trainer"
         return self.worker.gradients(rows)

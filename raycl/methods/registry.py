@@ -27,6 +27,7 @@ LEARNERS: dict[str, str] = {
 
 WRAPPERS: dict[str, str] = {
     "replay": "raycl.methods.replay:Replay",
+    "agem": "raycl.methods.agem:Agem",
 }
 """Name of a method around another one (its `learner`) -> class."""
 

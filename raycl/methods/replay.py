@@ -39,10 +39,10 @@ class Replay(Wrapper):
         """Wrap the learner.
 
         Raises:
-            ConfigError: see `require_shared_adapters`.
+            ConfigError: see `_require_shared_adapters`.
         """
         super().__init__(config, backbone, seed)
-        self.require_shared_adapters()
+        self._require_shared_adapters()
         self.buffer = RowBuffer(config.share)
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:

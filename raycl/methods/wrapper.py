@@ -56,7 +56,7 @@ class Wrapper(Method):
         overridden = type(self).transform_gradients is not Wrapper.transform_gradients
         self.transforms_gradients = overridden or self.learner.transforms_gradients
 
-    def require_shared_adapters(self) -> None:
+    def _require_shared_adapters(self) -> None:
         """For methods that train on rows of earlier tasks.
 
         Raises:
@@ -66,7 +66,7 @@ class Wrapper(Method):
         if self.learner.needs_texts:  # to route each text (SAPT has its own ablation +Replay)
             raise ConfigError(
                 f"method.learner is {self.learner.config.name}, which trains each task's adapters on its own texts "
-                "alone: expected finetune, lora, inclora or olora"
+                "alone: expected a learner that trains on every text of its batches, for example lora or finetune"
             )
 
     def check(self, tasks: Sequence[Task]) -> None:

@@ -88,12 +88,21 @@ def check_unseen(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
 
 
 def check_engine(config: RunConfig) -> None:
-    """ZeRO 0 in bfloat16 trains without float32 masters (observed: other losses, resume not exact), so it is refused.
+    """Refuse engines that cannot train this run.
+
+    ZeRO 0 in bfloat16 trains without float32 masters (observed: other losses, resume not exact). ZeRO 3 shards the
+    parameters, so that a method cannot compute gradients of its own.
 
     Raises:
-        ConfigError: that combination.
+        ConfigError: one of these combinations.
     """
     engine = config.engine
+    is_sharded = isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 3
+    if is_sharded and method_class(config.method.name).computes_gradients:
+        raise ConfigError(
+            f"method '{config.method.name}' computes gradients of its own in every step, which engine.zero_stage=3 "
+            "does not support: use zero_stage 0, 1 or 2, or engine=torch"
+        )
     if isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 0 and config.backbone.dtype == "bfloat16":
         raise ConfigError(
             "engine.zero_stage=0 with backbone.dtype=bfloat16 keeps no float32 copy of trained weights: "

@@ -16,12 +16,14 @@ from raycl.bench.gpu.suite import PARTS
 LIMIT_S = 240.0
 """Several times what all cases take on a busy machine."""
 
+LAB = Path(__file__).resolve().parents[1] / "lab"
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Case -> what was found on the CPU and on the pretended device."""
     folder = tmp_path_factory.mktemp("devices")
-    script = Path(__file__).with_name("device_runs.py")
+    script = LAB / "device_runs.py"
     done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, Any] = json.loads((folder / "found.json").read_text())
@@ -49,7 +51,7 @@ def test_a_run_on_another_device_gives_the_same(found: dict[str, Any], name: str
 
 def test_the_suite_for_gpus_mixes_no_devices_and_gives_the_results_of_the_cpu(tmp_path: Path) -> None:
     file = tmp_path / "figures.tsv"
-    script = Path(__file__).with_name("device_suite.py")
+    script = LAB / "device_suite.py"
     done = subprocess.run([sys.executable, str(script), str(file)], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split("\t") for line in file.read_text().splitlines()]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes import sampled
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny import KINDS, RUNS, Complete, Done, run
@@ -25,10 +26,11 @@ from raycl.serve.snapshots.snapshot_model import backbone_of
 from raycl.types import Mixture, Phase
 
 AUTO: dict[str, Any] = {"bert": AutoModel, "t5": AutoModelForSeq2SeqLM, "llama": AutoModelForCausalLM}
-CASES = [
+ALL_CASES = [
     *((kind, method, "torch") for kind in KINDS for method in RUNS),
     *((kind, method, "zero3") for kind in KINDS for method in ("lora", "finetune")),
 ]
+CASES = sampled(ALL_CASES)
 
 
 def outputs(model: Any, done: Done) -> torch.Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from axes import sampled
 from tiny import ENGINES, RUNS, TASKS, Complete, Lab, Stop, exported, matrix, run, trace
 
 from raycl import config as configs
@@ -19,11 +20,12 @@ from raycl.run.config import RunConfig
 from raycl.storage import Storage
 
 MIGU = {"name": "migu", "threshold": 0.7, "skip_first_task": False}
-CASES = [
+ALL_CASES = [
     *(("bert", method, "torch") for method in RUNS),
     *((kind, method, "torch") for kind in ("t5", "llama") for method in ("lora", "finetune")),
     *(("bert", method, engine) for engine in ENGINES if engine != "torch" for method in ("lora", "finetune")),
 ]
+CASES = sampled(ALL_CASES, keep=[("bert", "finetune", "torch"), ("bert", "separate", "torch")])
 
 
 def masked(lab: Lab, kind: str, method: Any, engine: str, **settings: Any) -> Any:

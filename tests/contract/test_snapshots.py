@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from axes import sampled
 from tiny import KINDS, RUNS, VARIANTS, Complete, Done, matrix, opened
 
 from raycl.bank import Bank, Snapshot
@@ -32,8 +33,7 @@ def copied(done: Done, folder: Any) -> tuple[Bank, Snapshot]:
     return bank, snapshot
 
 
-@pytest.mark.parametrize("method", [*RUNS, *VARIANTS])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "method"), sampled([(kind, m) for kind in KINDS for m in (*RUNS, *VARIANTS)]))
 def test_a_snapshot_alone_answers_as_the_run_did(complete: Complete, kind: str, method: str) -> None:
     done = complete(kind, method, "torch")
     bank, snapshot = newest(done)

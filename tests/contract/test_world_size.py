@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from axes import sampled
 from tiny import ENGINES, Lab, matrix, run, trace, two_processes
 
 from raycl.storage import Storage
@@ -19,13 +20,14 @@ ROWS = 9
 LEFT_AT = 5
 """Steps after which a run leaves its two workers: at the first checkpoint of the second task."""
 
-CASES = [
+ALL_CASES = [
     *(("bert", "lora", engine, None) for engine in ENGINES),
     *(("t5", "lora", engine, None) for engine in ("torch", "zero3")),
     *(("bert", "finetune", engine, None) for engine in ("torch", "zero3")),
     ("llama", "lora", "torch", None),
     ("bert", "separate", "torch", None),
     *(("bert", "olora", engine, 1) for engine in ("torch", "zero3")),
+    *(("bert", "agem", engine, micro) for engine, micro in (("torch", None), ("zero2", 1))),
     ("masked", "finetune", "torch", None),
     *(("llama", "sapt", engine, micro) for engine, micro in (("torch", None), ("zero2", 1))),
     *((kind, "lora", engine, 1) for kind in ("bert", "t5") for engine in ("torch", "zero2")),
@@ -34,6 +36,8 @@ CASES = [
     *(("t5", "lora+migu", engine, None) for engine in ("torch", "zero1", "zero3")),
 ]
 """Kind, method (and a modifier), engine, micro-batch size."""
+
+CASES = sampled(ALL_CASES)
 
 LEFT = [("bert", "lora", "torch"), ("bert", "lora", "zero3"), ("t5", "finetune", "zero2")]
 """Runs that two workers leave unfinished."""

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from raycl.backbone.base import loss_count
+from raycl.data.language import Exercise
 from raycl.data.loader import Collate, GlobalOrder, Loader
 from raycl.data.selection import Indices
-from raycl.errors import ConfigError
 from raycl.methods.base import activate_batch
 from raycl.methods.context import TaskContext
 from raycl.training.distributed import DistributedContext
 from raycl.training.seeds import micro_batch_size, stable_seed
-from raycl.training.settings import DeepSpeedConfig
 from raycl.training.training_context import TrainingContext
 from raycl.types import Batch, Phase, Task
 
@@ -41,10 +40,9 @@ class PhaseData:
         tables += [context.stream.table(task, "train", codec).part(rows) for task, rows in task_context.added]
         order = order_of(context, self.phase, sum(map(len, tables)))
         micro = micro_batch_size(train.batch_size, train.micro_batch_size, world.size)
-        exercise = context.stream.exercise(codec, stable_seed(context.info.seed, "exercise", self.phase.index))
         sizes = (world.rank, world.size, micro, train.batch_size)
         needs_texts = context.method.needs_texts
-        loader = Loader(tables, self._label_ids(), order, *sizes, codec.pad_id, needs_texts, exercise)
+        loader = Loader(tables, self._label_ids(), order, *sizes, codec.pad_id, needs_texts, self._exercise())
         return loader, order
 
     def forward_pass(self, before: Callable[[Batch], None], examples: int | None = None) -> None:
@@ -75,18 +73,12 @@ class PhaseData:
     def gradients(self, rows: Sequence[tuple[Task, Indices]]) -> dict[str, Tensor]:
         """Gradients of the mean task loss on these rows; see `TaskContext.gradients`."""
         context, codec, world = self.context, self.context.backbone.codec, self.world
-        engine = context.engine
-        if isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 3:
-            raise ConfigError(
-                f"method '{context.method.config.name}' needs a second gradient in every step, which "
-                "engine.zero_stage=3 cannot give: choose zero_stage 0, 1 or 2, or engine=torch"
-            )
         tables = [context.stream.table(task, "train", codec).part(chosen) for task, chosen in rows]
-        collate = Collate(tables, self._label_ids(), codec.pad_id, context.method.needs_texts)
+        collate = Collate(tables, self._label_ids(), codec.pad_id, context.method.needs_texts, self._exercise())
         mine = np.arange(collate.count)[world.rank :: world.size]
         size = micro_batch_size(context.train.batch_size, context.train.micro_batch_size, world.size)
         trained = {name: p for name, p in context.backbone.named_parameters() if p.requires_grad and p.numel()}
-        found = {name: torch.zeros_like(p) for name, p in trained.items()}
+        found = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}
         count = 0
         for start in range(0, -(-collate.count // world.size), size):
             batch = collate(mine[start : start + size], size).to(world.device)
@@ -99,6 +91,12 @@ class PhaseData:
                     found[name] += part
         total = max(world.total(count)[0], 1.0)
         return {name: world.sum(gradient) / total for name, gradient in found.items()}
+
+    def _exercise(self) -> Exercise | None:
+        """What makes batches of texts that are learned themselves."""
+        context = self.context
+        seed = stable_seed(context.info.seed, "exercise", self.phase.index)
+        return context.stream.exercise(context.backbone.codec, seed)
 
     def _label_ids(self) -> dict[str, int] | None:
         backbone = self.context.backbone

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from phases import begin_phase
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from raycl.backbone import Output
 from raycl.backbone.base import loss_count
-from raycl.data.loader import GlobalOrder, Loader
+from raycl.data.loader import Collate, GlobalOrder, Loader
 from raycl.errors import RunError
 from raycl.methods.base import Method, activate_batch
 from raycl.methods.modifier import Modifiers
@@ -21,7 +22,7 @@ from raycl.run.assembly import build
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine, TorchEngine
 from raycl.training.phase.step import token_count, train_step
-from raycl.training.seeds import micro_batch_size
+from raycl.training.seeds import micro_batch_size, stable_seed
 from raycl.training.training_context import TrainingContext
 from raycl.types import Batch
 
@@ -195,3 +196,36 @@ def test_how_a_gradient_lies_in_memory_changes_nothing(lab: Lab) -> None:
         train_step(engine, context.method, loader.micro_batches(0), WORLD, 0, Turned(name) if turns else Modifiers())
         weights.append(dict(context.backbone.named_parameters())[name].detach())
     assert torch.equal(*weights)
+
+
+# ---- gradients on chosen rows --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "objective"), [("bert", "answer"), ("llama", "answer"), ("masked", "mlm")])
+def test_gradients_on_chosen_rows_are_those_of_their_mean_loss(lab: Lab, kind: str, objective: Any) -> None:
+    """In float32, whatever the micro-batches, and beside the gradients that the optimizer will use."""
+    stream = {"objective": objective}
+    context, _ = build(lab.config(kind, "finetune", stream=stream, train={"micro_batch_size": 2}), WORLD)
+    asked = begin_phase(context)
+    context.backbone.eval()
+    tasks = context.stream.tasks
+    backbone = context.backbone
+    backbone.learn_labels([label for task in tasks for label in task.labels or ()])
+    trained = {name: p for name, p in backbone.named_parameters() if p.numel()}
+    for parameter in trained.values():
+        parameter.grad = torch.ones_like(parameter)
+    found = asked.gradients([(tasks[0], np.array([0, 5, 7])), (tasks[1], np.array([2, 3]))])
+    assert all(bool((p.grad == 1).all()) for p in trained.values() if p.grad is not None)
+    tables = [context.stream.table(tasks[0], "train", backbone.codec).part(np.array([0, 5, 7]))]
+    tables += [context.stream.table(tasks[1], "train", backbone.codec).part(np.array([2, 3]))]
+    labels = backbone.label_ids() if objective == "answer" and kind == "bert" else None
+    hidden = context.stream.exercise(backbone.codec, stable_seed(context.info.seed, "exercise", 0))
+    batch = Collate(tables, labels, backbone.codec.pad_id, exercise=hidden)(np.arange(5), 5)
+    loss = backbone(batch).loss_sum / loss_count(batch)
+    expected = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    assert found.keys() == trained.keys() and float(loss.detach()) > 0
+    for name, gradient in zip(trained, expected, strict=True):
+        assert found[name].dtype == torch.float32
+        whole = torch.zeros_like(trained[name]) if gradient is None else gradient
+        torch.testing.assert_close(found[name], whole, atol=1e-6, rtol=1e-4)
+    assert any(bool(gradient.any()) for gradient in found.values())

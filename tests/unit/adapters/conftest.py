@@ -1,8 +1,0 @@
-"""Makes the tiny models, which live with the contract suite, importable here."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "contract"))
