@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raycl.errors import RayclError
-from raycl.report.attended import has_attention
+from raycl.report.attention import has_attention
 from raycl.report.attention_plots import attention_maps
 from raycl.report.compare import to_csv
 from raycl.report.plots import heatmaps

@@ -57,7 +57,7 @@ class TrackingConfig(Section):
     group: str | None = Field(None, description="wandb group, for runs of one comparison")
     directory: str | None = Field(None, description="folder of the backend's files; null: below the run's folder")
 
-    def idle(self) -> Iterator[tuple[str, str]]:
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Names for a tracker, where there is none; TensorBoard has no projects."""
         if self.backend == "none":
             yield from ((name, "backend=none") for name in ("project", "group", "directory"))
@@ -144,24 +144,24 @@ class WandbTracker:
         except wandb.errors.Error as error:
             raise ConfigError(f"tracking.backend 'wandb' cannot start: {error}; or set WANDB_MODE=offline") from error
         self._offline = mode in ("offline", "dryrun")
-        self._said = not self._offline or _has_key(wandb.setup().settings)  # who has a key asked for it
+        self._warned = not self._offline or _has_key(wandb.setup().settings)  # who has a key asked for it
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record numbers of one step."""
-        self._say()
+        self._warn_offline()
         self._run.log({"step": step, **metrics})
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         """Record a table of wandb's."""
-        self._say()
+        self._warn_offline()
         self._run.log({"step": step, name: self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
 
-    def _say(self) -> None:
+    def _warn_offline(self) -> None:
         """Once, when there is something to log: what is said before may reach nobody."""
-        if not self._said:
-            self._said = True
+        if not self._warned:
+            self._warned = True
             log.warning("wandb has no key here, so this run is logged offline; with 'wandb login' the next one is not")
 
     def close(self, failed: bool = False) -> None:

@@ -25,7 +25,8 @@ class StackedLora(nn.Module):
         base: the linear it stands for (`nn.Linear`, or Hugging Face's `Conv1D`), untouched.
         lora_A: `[R, D]` rows of the adapters in training; None between tasks.
         lora_B: `[O, R]` their outputs, in PEFT's layout.
-        watch_low: told `A x` `[..., R]` of the adapters in training, before any activation, and their gates `[B, R]`.
+        low_observer: called with `A x` `[..., R]` of the adapters in training, before any activation, and their gates
+            `[B, R]`.
     """
 
     def __init__(self, base: nn.Module, stack: AdapterStack, path: str) -> None:
@@ -37,11 +38,11 @@ class StackedLora(nn.Module):
         self.register_parameter("lora_B", None)
         self.lora_A: nn.Parameter | None
         self.lora_B: nn.Parameter | None
-        self.watch_low: Callable[[Tensor, Tensor], None] | None = None
+        self.low_observer: Callable[[Tensor, Tensor], None] | None = None
         self._stack = stack
 
     @property
-    def live_ranks(self) -> tuple[int, ...]:
+    def trainable_ranks(self) -> tuple[int, ...]:
         """Rank of each adapter in training, in the order of their rows."""
         return tuple(self._stack.trainable.values()) if self.lora_A is not None else ()
 
@@ -97,8 +98,8 @@ class StackedLora(nn.Module):
         """The part in training: exact gradients to A, B, the gate and x."""
         assert self.lora_A is not None and self.lora_B is not None
         h = linear(dropout(x, self._stack.dropout, self.training), self.lora_A)
-        if self.watch_low is not None:
-            self.watch_low(h, gate_BR)
+        if self.low_observer is not None:
+            self.low_observer(h, gate_BR)
         if self._stack.activation == "relu":
             h.relu_()
         gate = gate_BR.to(h.dtype).view(gate_BR.shape[0], *(1,) * (x.dim() - 2), -1)

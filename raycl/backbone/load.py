@@ -86,7 +86,7 @@ class BackboneConfig(Section):
         description="accept weights that are not safetensors (pickles can run code); only the command line may set it",
     )
 
-    def idle(self) -> Iterator[tuple[str, str]]:
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
         """What only the label head of encoder-only models reads."""
         known = known_capabilities(self)
         if known is not None and known.answers == "text":

@@ -103,8 +103,8 @@ def machine(load_before: float) -> dict[str, Any]:
 def _accelerator() -> dict[str, str]:
     if not torch.cuda.is_available():
         return {}
-    facts = torch.cuda.get_device_properties(0)
-    return {"gpu": facts.name, "gpu memory": f"{facts.total_memory / 2**30:.0f} GiB", "cuda": str(torch.version.cuda)}
+    info = torch.cuda.get_device_properties(0)
+    return {"gpu": info.name, "gpu memory": f"{info.total_memory / 2**30:.0f} GiB", "cuda": str(torch.version.cuda)}
 
 
 def _versions() -> dict[str, str]:
@@ -128,8 +128,8 @@ def table(report: Report) -> str:
     text = io.StringIO()
     Console(file=text, width=10_000, markup=False, highlight=False, emoji=False, color_system=None).print(drawn)
     lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
-    facts = [_line("machine", report.machine), _line("settings", report.settings)]
-    return "\n".join([*lines, "", *facts, *(f"note: {note}" for note in report.notes)])
+    info = [_line("machine", report.machine), _line("settings", report.settings)]
+    return "\n".join([*lines, "", *info, *(f"note: {note}" for note in report.notes)])
 
 
 def cells(figure: Figure) -> tuple[str, str, str, str]:
@@ -155,5 +155,5 @@ def number(value: float) -> str:
     return f"{value:.0e}"
 
 
-def _line(name: str, facts: dict[str, Any]) -> str:
-    return f"{name}: {', '.join(f'{key} {value}' for key, value in facts.items())}"
+def _line(name: str, info: dict[str, Any]) -> str:
+    return f"{name}: {', '.join(f'{key} {value}' for key, value in info.items())}"

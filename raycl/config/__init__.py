@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from raycl.config.sections import (
     MARK,
+    ConfigT,
     Section,
-    SectionT,
     Tree,
     apply_override,
     as_tree,
@@ -27,8 +27,8 @@ from raycl.config.sections import (
 
 __all__ = [
     "MARK",
+    "ConfigT",
     "Section",
-    "SectionT",
     "Tree",
     "apply_override",
     "as_tree",

@@ -39,15 +39,15 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
 
-    def idle(self) -> Iterator[tuple[str, str]]:
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Settings in here that act on nothing, and `key=value` that makes it so; both as dotted paths from here."""
         return iter(())
 
 
-SectionT = TypeVar("SectionT", bound=Section)
+ConfigT = TypeVar("ConfigT", bound=Section)
 
 
-def load(model: type[SectionT], path: str | None, overrides: Sequence[str] = ()) -> SectionT:
+def load(model: type[ConfigT], path: str | None, overrides: Sequence[str] = ()) -> ConfigT:
     """Read YAML at `path` (None: all defaults), apply `key.path=value` overrides in order, validate.
 
     Raises:
@@ -190,7 +190,7 @@ def _is_key(item: Any, node: Tree) -> bool:
     return isinstance(item, str) and item in node
 
 
-def validate(model: type[SectionT], tree: Tree) -> SectionT:
+def validate(model: type[ConfigT], tree: Tree) -> ConfigT:
     """Check `tree` against `model`.
 
     Raises:
@@ -199,11 +199,11 @@ def validate(model: type[SectionT], tree: Tree) -> SectionT:
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        problems = [_explain(model, tree, detail) for detail in _telling(model, tree, error.errors())]
+        problems = [_explain(model, tree, detail) for detail in _without_echoes(model, tree, error.errors())]
         raise ConfigError("; ".join(dict.fromkeys(problems))) from error
 
 
-def _telling(model: type[BaseModel], tree: Tree, details: list[ErrorDetails]) -> list[ErrorDetails]:
+def _without_echoes(model: type[BaseModel], tree: Tree, details: list[ErrorDetails]) -> list[ErrorDetails]:
     """Without what pydantic only says because something inside is wrong, or of members of a union nobody meant."""
     places = [tuple(_place(model, tree, detail["loc"])[0]) for detail in details]
     ours = {place for place, detail in zip(places, details, strict=True) if detail["type"] == "value_error"}

@@ -28,16 +28,16 @@ class Permissions:
     trust_remote_code: bool = False
     allow_pickle: bool = False
 
-    def refused(self, asked: Iterable[str]) -> list[str]:
+    def refused(self, requested: Iterable[str]) -> list[str]:
         """Those of the asked settings that are not allowed."""
-        return [name for name in asked if not getattr(self, name)]
+        return [name for name in requested if not getattr(self, name)]
 
 
 NONE_GIVEN = Permissions()
 """What a command allows that says nothing of it."""
 
 
-def asked(tree: Tree) -> list[str]:
+def requested(tree: Tree) -> list[str]:
     """Dotted paths of the settings of `RISKS` that a config tree turns on, at any depth."""
     return sorted(path for path, value in configs.flatten(tree).items() if _is_risk(path) and value)
 
@@ -50,7 +50,7 @@ def require(paths: Iterable[str], overrides: Sequence[str], source: str, prefix:
     """Check that the command's own words allow what a config asks for.
 
     Args:
-        paths: see `asked`. overrides: `key.path=value` as typed. source: where the config is from, for the message.
+        paths: see `requested`. overrides: `key.path=value` as typed. source: where the config is from, for the message.
         prefix: of these paths on the command line (`base.` of sweeps).
 
     Raises:
@@ -71,4 +71,4 @@ def require(paths: Iterable[str], overrides: Sequence[str], source: str, prefix:
 
 def as_overrides(tree: Tree) -> list[str]:
     """What a command needs to allow all that a config tree asks for."""
-    return [f"{path}=true" for path in asked(tree)]
+    return [f"{path}=true" for path in requested(tree)]

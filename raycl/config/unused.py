@@ -1,7 +1,7 @@
 """Settings that act on nothing beside others: an error where a person wrote them, for they say what will not happen.
 
-Why it exists: `method.arm.weight=2` beside an ablation without that term looks as if it were tried. Which settings are
-idle, each section says itself (`Section.idle`). Trees that raycl wrote hold every setting, and load as they are.
+Why it exists: `method.arm.weight=2` beside an ablation without that term looks as if it were tried. Each section lists
+its own unused settings (`Section.unused_settings`). Trees that raycl wrote hold every setting, and load as they are.
 What it does not know: what a setting means.
 """
 
@@ -16,15 +16,15 @@ from raycl.config import Section, Tree
 from raycl.errors import ConfigError
 
 
-def idle_in(config: Section, prefix: str = "") -> dict[str, str]:
+def unused_in(config: Section, prefix: str = "") -> dict[str, str]:
     """Dotted path of each setting, or section, of a config that acts on nothing -> the setting that makes it so."""
-    found = {f"{prefix}{path}": f"{prefix}{reason}" for path, reason in config.idle()}
+    found = {f"{prefix}{path}": f"{prefix}{reason}" for path, reason in config.unused_settings()}
     for name in type(config).model_fields:
         value = getattr(config, name)
         nodes = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
         for path, node in nodes.items():
             if isinstance(node, Section):
-                found |= idle_in(node, f"{prefix}{path}.")
+                found |= unused_in(node, f"{prefix}{path}.")
     return found
 
 
@@ -42,10 +42,10 @@ def leaves(tree: Tree) -> Tree:
     return {path: value for path, value in configs.flatten(tree).items() if value is not None}
 
 
-def found_in(given: Tree, idle: Mapping[str, str]) -> dict[str, str]:
+def found_in(given: Tree, unused_settings: Mapping[str, str]) -> dict[str, str]:
     """`path=value` of those that act on nothing, with the reason."""
-    pairs = ((path, covering(path, idle)) for path in given)
-    return {setting(path, given[path]): idle[above] for path, above in pairs if above is not None}
+    pairs = ((path, covering(path, unused_settings)) for path in given)
+    return {setting(path, given[path]): unused_settings[above] for path, above in pairs if above is not None}
 
 
 def setting(path: str, value: Any) -> str:
@@ -59,9 +59,9 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def covering(path: str, idle: Iterable[str]) -> str | None:
-    """The idle setting that `path` is, or is below of."""
-    return next((one for one in idle if path == one or path.startswith(f"{one}.")), None)
+def covering(path: str, unused_settings: Iterable[str]) -> str | None:
+    """The unused setting that `path` is, or is below of."""
+    return next((one for one in unused_settings if path == one or path.startswith(f"{one}.")), None)
 
 
 def refuse(found: Mapping[str, str], source: str) -> None:

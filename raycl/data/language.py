@@ -18,7 +18,7 @@ from raycl.types import IGNORE, Objective, TextCodec
 
 Ids = NDArray[np.int32]
 
-Exercise = Callable[[Ids, int, int], tuple[Ids, Ids]]
+TextObjective = Callable[[Ids, int, int], tuple[Ids, Ids]]
 """(ids of a text, its row, epoch) -> what the model reads and what it must say, as `Batch` holds them."""
 
 TOKEN_ACCURACY = "token_accuracy"
@@ -63,7 +63,7 @@ def next_words(ids: Ids, row: int, epoch: int) -> tuple[Ids, Ids]:
     return ids[:1], ids[1:]
 
 
-def exercise(objective: Objective, codec: TextCodec, share: float, seed: int) -> Exercise | None:
+def text_objective(objective: Objective, codec: TextCodec, share: float, seed: int) -> TextObjective | None:
     """What makes batches of texts; None where answers are learned."""
     if objective == "answer":
         return None

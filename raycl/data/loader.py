@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raycl.data.language import Exercise
+from raycl.data.language import TextObjective
 from raycl.data.selection import Indices
 from raycl.data.tokens import TokenTable
 from raycl.errors import ConfigError
@@ -97,20 +97,20 @@ class Loader:
         batch_size: int,
         pad_id: int,
         texts: bool = False,
-        exercise: Exercise | None = None,
+        text_objective: TextObjective | None = None,
     ) -> None:
         """Take a worker's seat.
 
         Args:
             label_ids: label text -> row of the label head; None where there is no head.
             texts: batches carry their input texts.
-            exercise: what makes source and target of a text that is learned itself.
+            text_objective: what makes source and target of a text that is learned itself.
 
         Raises:
             ConfigError: see `check_batch`.
         """
         self.accumulation = check_batch(batch_size, micro_batch_size, world_size)
-        self._collate = Collate(tables, label_ids, pad_id, texts, exercise)
+        self._collate = Collate(tables, label_ids, pad_id, texts, text_objective)
         assert order.batch_size == batch_size, "order and loader must agree on the batch size"
         assert order.count == self._collate.count, "the order must cover exactly the rows of the tables"
         self._order = order
@@ -134,13 +134,13 @@ def eval_batches(
     batch_size: int,
     pad_id: int,
     texts: bool = False,
-    exercise: Exercise | None = None,
+    text_objective: TextObjective | None = None,
 ) -> Iterator[Batch]:
     """One worker's share of a split, sorted by length; every worker yields equally many batches.
 
     The real rows of all workers together are each row of the table once.
     """
-    collate = Collate([table], label_ids, pad_id, texts, exercise)
+    collate = Collate([table], label_ids, pad_id, texts, text_objective)
     mine = collate.by_length(np.arange(len(table)))[rank::world_size]
     most = -(-len(table) // world_size)
     for start in range(0, most, batch_size):
@@ -156,13 +156,13 @@ class Collate:
         label_ids: Mapping[str, int] | None,
         pad_id: int,
         texts: bool = False,
-        exercise: Exercise | None = None,
+        text_objective: TextObjective | None = None,
     ) -> None:
         self._tables = tables
         self._label_ids = label_ids
         self._pad_id = pad_id
         self._with_texts = texts
-        self._exercise = exercise
+        self._text_objective = text_objective
         self._starts = np.concatenate([[0], np.cumsum([len(table) for table in tables], dtype=np.int64)])
         self._lengths = np.concatenate([table.source_lengths for table in tables])
         self._has_targets = any(table.has_targets for table in tables)
@@ -187,8 +187,8 @@ class Collate:
         labels: list[int] = []
         for row in rows.tolist():
             source, target, label = self._example(row)
-            if self._exercise is not None:
-                source, target = self._exercise(source, row, epoch)
+            if self._text_objective is not None:
+                source, target = self._text_objective(source, row, epoch)
             sources.append(source)
             targets.append(target)
             labels.append(label)

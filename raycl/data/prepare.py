@@ -16,7 +16,7 @@ import pyarrow as pa
 from raycl.data.language import check_objective, whole_texts
 from raycl.data.prompts import Prompt
 from raycl.data.selection import Indices
-from raycl.data.sources.cache import Facts, entry, key_of
+from raycl.data.sources.cache import Info, entry, key_of
 from raycl.data.sources.chunks import ChunkedRows
 from raycl.data.sources.ingest import RawRows
 from raycl.data.tokens import Split, TokenTable
@@ -102,24 +102,24 @@ def prepare(
         *(asdict(prompt), codec.fingerprint, codec.needs_labels, asdict(lengths), task.objective),
     )
 
-    def build(writer: pa.RecordBatchFileWriter) -> Facts:
-        facts = _tokenise(task, chosen, prompt, codec, lengths, writer)
-        _report(task, split, facts, lengths)
-        return facts
+    def build(writer: pa.RecordBatchFileWriter) -> Info:
+        info = _tokenise(task, chosen, prompt, codec, lengths, writer)
+        _report(task, split, info, lengths)
+        return info
 
     return TokenTable(task, split, entry(cache / "tokens", key, _SCHEMA, build))
 
 
-def _report(task: Task, split: Split, facts: Facts, lengths: Lengths) -> None:
+def _report(task: Task, split: Split, info: Info, lengths: Lengths) -> None:
     for side, limit in (("sources", lengths.source), ("targets", lengths.target)):
-        cut = facts[f"truncated_{side}"]
+        cut = info[f"truncated_{side}"]
         if cut:
-            log.warning("%s %s: cut %d of %d %s to %d tokens", task.name, split, cut, facts["count"], side, limit)
+            log.warning("%s %s: cut %d of %d %s to %d tokens", task.name, split, cut, info["count"], side, limit)
 
 
 def _tokenise(
     task: Task, chosen: Chosen, prompt: Prompt, codec: TextCodec, lengths: Lengths, writer: pa.RecordBatchFileWriter
-) -> Facts:
+) -> Info:
     raw = chosen.raw.open()
     cut_sources = cut_targets = 0
     for start in range(0, len(chosen.rows), _BATCH):

@@ -22,7 +22,7 @@ def _absolute(place: str | None) -> str | None:
     return str(Path(place).expanduser().absolute())
 
 
-Place = Annotated[str | None, AfterValidator(_absolute)]
+PathOrUri = Annotated[str | None, AfterValidator(_absolute)]
 """A path or URI; local paths become absolute when the config is read, because workers run elsewhere."""
 
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
@@ -40,10 +40,10 @@ class TaskSpec(Section):
     """A task of your own, in `stream.tasks`."""
 
     name: str = Field(description="name of the task, unique in its stream, without slashes")
-    path: Place = Field(None, description="folder (path or URI) with train.*, test.* and maybe dev.*")
-    train: Place = Field(None, description="train file, instead of the one in path")
-    test: Place = Field(None, description="test file, instead of the one in path")
-    dev: Place = Field(None, description="dev file; null: dev is carved from train")
+    path: PathOrUri = Field(None, description="folder (path or URI) with train.*, test.* and maybe dev.*")
+    train: PathOrUri = Field(None, description="train file, instead of the one in path")
+    test: PathOrUri = Field(None, description="test file, instead of the one in path")
+    dev: PathOrUri = Field(None, description="dev file; null: dev is carved from train")
     format: Format = Field("auto", description="file format; auto: by suffix, and for .json by how the file begins")
     columns: ColumnNames = Field(default_factory=ColumnNames, description="columns of text and label")
     labels: Names | Literal["auto"] | None = Field(
@@ -74,7 +74,7 @@ class StreamConfig(Section):
         "builtin",
         description="builtin, a benchmark order (long-A, superni-1, sapt-3, ...), or any name if `tasks` is set",
     )
-    root: Place = Field(
+    root: PathOrUri = Field(
         None, description="folder (path or URI) that holds the task folders, or CL_Benchmark around them"
     )
     schedule: Literal["sequential", "joint", "separate"] = Field(
@@ -132,7 +132,7 @@ class StreamConfig(Section):
     max_target_tokens: int = Field(
         32, ge=2, description="answer tokens at most; a longer answer is cut before the end-of-sequence token"
     )
-    cache_dir: Place = Field(None, description="node-local cache; null: $RAYCL_CACHE, else ~/.cache/raycl")
+    cache_dir: PathOrUri = Field(None, description="node-local cache; null: $RAYCL_CACHE, else ~/.cache/raycl")
 
     @field_validator("unseen", mode="before")
     @classmethod

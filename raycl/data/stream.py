@@ -17,7 +17,7 @@ import numpy as np
 
 from raycl.data import prompts
 from raycl.data.benchmarks import builtin
-from raycl.data.language import Exercise, exercise
+from raycl.data.language import TextObjective, text_objective
 from raycl.data.prepare import Chosen, Lengths, check_codec, prepare
 from raycl.data.prompts import Prompt
 from raycl.data.resolve import StreamPlan, TaskPlan, resolve
@@ -94,9 +94,9 @@ class Stream:
         """Whether texts themselves are learned, and not their answers."""
         return self._config.objective != "answer"
 
-    def exercise(self, codec: TextCodec, seed: int) -> Exercise | None:
+    def text_objective(self, codec: TextCodec, seed: int) -> TextObjective | None:
         """How texts become batches where they themselves are learned; None where their answers are."""
-        return exercise(self._config.objective, codec, self._config.mask_share, seed)
+        return text_objective(self._config.objective, codec, self._config.mask_share, seed)
 
     def stored(self, task: Task, share: float) -> Indices:
         """Rows of the task's train table that are kept for later, ascending: `max(1, floor(share * rows))` of them.

@@ -55,7 +55,7 @@ class TokenTable:
         return TokenTable, (self.task, self.split, self._entry, self._part)
 
     def __len__(self) -> int:
-        return int(self._entry.facts["count"]) if self._part is None else len(self._part)
+        return int(self._entry.info["count"]) if self._part is None else len(self._part)
 
     def part(self, rows: NDArray[np.int64]) -> TokenTable:
         """A table of these rows alone; how often something was cut is still said of the whole."""
@@ -69,17 +69,17 @@ class TokenTable:
     @property
     def truncated_sources(self) -> int:
         """How many inputs were cut to fit."""
-        return int(self._entry.facts["truncated_sources"])
+        return int(self._entry.info["truncated_sources"])
 
     @property
     def truncated_targets(self) -> int:
         """How many answers were cut to fit."""
-        return int(self._entry.facts["truncated_targets"])
+        return int(self._entry.info["truncated_targets"])
 
     @property
     def has_targets(self) -> bool:
         """Whether answers are token ids (False: rows of a label head)."""
-        return bool(self._entry.facts["has_targets"])
+        return bool(self._entry.info["has_targets"])
 
     @cached_property
     def _rows(self) -> ChunkedRows:

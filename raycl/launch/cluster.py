@@ -114,11 +114,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def said_while(waits: Callable[[], bool], asked: Mapping[str, float], lower: str) -> Iterator[None]:
+def log_while_pending(waits: Callable[[], bool], requested: Mapping[str, float], lower: str) -> Iterator[None]:
     """Say every `WAIT_S` seconds that resources are waited for, as long as `waits` says so.
 
     Args:
-        asked: resource -> amount in all. lower: the settings that ask for it.
+        requested: resource -> amount in all. lower: the settings that ask for it.
     """
     over = threading.Event()
 
@@ -126,7 +126,7 @@ def said_while(waits: Callable[[], bool], asked: Mapping[str, float], lower: str
         while not over.wait(WAIT_S):
             try:
                 if waits():
-                    log.info("%s", shortage(asked, lower))
+                    log.info("%s", shortage(requested, lower))
             except (RayError, ConnectionError, RuntimeError) as error:  # the cluster cannot be asked just now
                 log.debug("not known who waits: %s", error)
 
@@ -155,17 +155,17 @@ def _cpus(group: Mapping[str, Any]) -> float:
     return sum(float(bundle.get("CPU", 0.0)) for bundle in group["bundles"].values())
 
 
-def fits(asked: Mapping[str, float]) -> bool:
+def fits(requested: Mapping[str, float]) -> bool:
     """Whether so much is free now."""
     free = ray.available_resources()
-    return all(free.get(name, 0.0) >= amount for name, amount in asked.items())
+    return all(free.get(name, 0.0) >= amount for name, amount in requested.items())
 
 
-def shortage(asked: Mapping[str, float], lower: str) -> str:
+def shortage(requested: Mapping[str, float], lower: str) -> str:
     """What is asked, what is free, and who else has a job there."""
     free, have = ray.available_resources(), ray.cluster_resources()
-    wanted = " and ".join(f"{amount:g} {name}s" for name, amount in asked.items() if amount)
-    left = " and ".join(f"{free.get(name, 0):g} of {have.get(name, 0):g} {name}s" for name in asked)
+    wanted = " and ".join(f"{amount:g} {name}s" for name, amount in requested.items() if amount)
+    left = " and ".join(f"{free.get(name, 0):g} of {have.get(name, 0):g} {name}s" for name in requested)
     others = "; ".join(_other_jobs())
     whom = f"ask who runs {others}, or lower {lower}" if others else f"lower {lower}, or see who has them: ray status"
     return f"waiting for {wanted}: the cluster has {left} free; {whom}"

@@ -1,7 +1,7 @@
 """Ray Train: one worker group runs the whole stream, and is started again where it died.
 
 Why it exists: the driver validates everything it can, writes the config, asks the cluster for workers, and reads
-the outcome from the run's own ledger, which it trusts more than Ray's record of reported checkpoints.
+the outcome from the run's own journal, which it trusts more than Ray's record of reported checkpoints.
 What it does not know: how training works (`raycl.training`), what the parts are (`raycl.run.assembly`).
 """
 
@@ -134,7 +134,7 @@ def reopen(folder: str, wanted: RunConfig | None = None, overrides: tuple[str, .
     storage, old, state = _run_in(folder)
     new = wanted or _allowed(_config_of(storage, state, overrides), overrides, storage)
     _refuse(folder, configs.differences(configs.as_tree(old), configs.as_tree(new), without=EXEMPT))
-    return _going_on(new, storage, state)
+    return _continued(new, storage, state)
 
 
 def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -> Prepared:
@@ -150,10 +150,10 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
     storage, old, state = _run_in(folder)
     new = with_tasks(_allowed(_config_of(storage, state, overrides), overrides, storage), added)
     _refuse(folder, other_changes(old, new, len(added), without=EXEMPT))
-    return _going_on(new, storage, state)
+    return _continued(new, storage, state)
 
 
-def _going_on(config: RunConfig, storage: Storage, state: RunState) -> Prepared:
+def _continued(config: RunConfig, storage: Storage, state: RunState) -> Prepared:
     """The run with a config that may follow that of `state`; the next claim records it."""
     stream, singles = checks.check(config), checks.read_singles(config)
     return Prepared(config, stream, storage, storage.uri.rsplit("/", 1)[-1], singles, state.fingerprint)
@@ -175,7 +175,7 @@ def _refuse(folder: str, changed: dict[str, tuple[Any, Any]]) -> None:
 
 def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) -> RunConfig:
     """The config, if these overrides allow what it asks for (`raycl.config.trust`)."""
-    trust.require(trust.asked(configs.as_tree(config)), overrides, f"the run '{storage.uri}'")
+    trust.require(trust.requested(configs.as_tree(config)), overrides, f"the run '{storage.uri}'")
     return config
 
 
@@ -201,22 +201,24 @@ def _config_of(storage: Storage, state: RunState, overrides: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a host of many runs (a sweep, a comparison) asks of each.
+    """Options of a run that a sweep or a comparison sets.
 
     Attributes:
-        here: the run's one worker works in this process, which has the worker's CPUs and GPUs: Ray Train's local mode.
+        in_process: the run's only worker is this process, which holds the worker's CPUs and GPUs (Ray Train's local
+            mode).
         share: runs that share the cluster, where the config does not say how many CPUs a worker gets.
-        label: said before each of the run's progress lines.
-        asks: after every stage but the last the workers wait for a decision (`raycl.training.records.stop_signal`).
+        label: prefix of the run's progress lines.
+        awaits_decision: after every phase but the last, the workers wait for a decision
+            (`raycl.training.records.stop_signal`).
         weights: in the object store, the files of the run's backbone; None: every worker reads them itself.
         fork_points: number of finished phases -> folder that then gets a fork point.
         stop: where the host requests that its runs stop.
     """
 
-    here: bool = False
+    in_process: bool = False
     share: int = 1
     label: str = ""
-    asks: bool = False
+    awaits_decision: bool = False
     weights: ray.ObjectRef[list[Any]] | None = None
     fork_points: dict[int, str] = field(default_factory=dict)
     stop: HostStop | None = None
@@ -246,15 +248,15 @@ def _train(prepared: Prepared, options: RunOptions) -> dict[str, Any]:
                 _fit(prepared, scaling, done, options)
     elif prepared.config.bank.publish:  # workers that go on look after this themselves
         bank = open_bank(prepared.config.bank, prepared.storage)
-        publish_again(bank, prepared.storage, read_state(prepared.storage), goes_on=False)
+        publish_again(bank, prepared.storage, read_state(prepared.storage), continues=False)
     return finish(prepared)
 
 
 def finish(prepared: Prepared) -> dict[str, Any]:
-    """Results from the ledger, written to `results.json`.
+    """Results from the journal, written to `results.json`.
 
     Raises:
-        ResumeError: what is in the ledger is another run's.
+        ResumeError: what is in the journal is another run's.
     """
     stream, state = prepared.stream, read_state(prepared.storage)
     check_owner(prepared.storage, state, prepared.info)
@@ -310,7 +312,7 @@ def job_of(prepared: Prepared, options: RunOptions, driver: str, threads: int = 
     """What every worker of a run is given (`raycl.launch.worker.worker_main`).
 
     Args:
-        driver: who starts them, for the ledger. threads: torch threads of each. gpu: whether each has one.
+        driver: who starts them, for the journal. threads: torch threads of each. gpu: whether each has one.
     """
     return {
         "driver": driver,
@@ -322,18 +324,18 @@ def job_of(prepared: Prepared, options: RunOptions, driver: str, threads: int = 
         "replaces": prepared.replaces,
         "stop_after": 1 if prepared.config.launch.fresh_workers_per_task else None,
         "threads": threads,
-        "here": options.here,
+        "in_process": options.in_process,
         "gpu": gpu,
-        "asks": options.asks,
+        "awaits_decision": options.awaits_decision,
         "phases": len(prepared.phases),
-        "lends": options.fork_points,
+        "fork_points": options.fork_points,
         "weights": options.weights,
         "stop": options.stop,
     }
 
 
 def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOptions) -> None:
-    """One Ray Train run: the whole stream, or one stage of it (with fresh workers, if not `here`)."""
+    """One Ray Train run: the whole stream, or one stage of it (with fresh workers, if not `in_process`)."""
     config, storage = prepared.config, prepared.storage
     driver = uuid.uuid4().hex[:12]
     threads = max(1, int(scaling.num_cpus_per_worker))
@@ -345,11 +347,11 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
         failure_config=FailureConfig(max_failures=config.launch.max_failures),
     )
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # how soon the end of a run is seen; Ray's: 2 s
-    asked = ScalingConfig(num_workers=0, use_gpu=scaling.use_gpu) if options.here else scaling
-    trainer = TorchTrainer(worker_main, train_loop_config=job, scaling_config=asked, run_config=ray_run)
+    requested = ScalingConfig(num_workers=0, use_gpu=scaling.use_gpu) if options.in_process else scaling
+    trainer = TorchTrainer(worker_main, train_loop_config=job, scaling_config=requested, run_config=ray_run)
     sigterm = StopOnSigterm(storage, driver, config.launch.grace_s)
     try:
-        with sigterm, in_process_worker() if options.here else _watched(storage, scaling, options.label):
+        with sigterm, in_process_worker() if options.in_process else _log_progress(storage, scaling, options.label):
             trainer.fit()
     except SystemExit:
         if not sigterm.requested:
@@ -358,9 +360,9 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
         for failure in getattr(error, "worker_failures", {}).values():
             if isinstance(failure, UnreachableError):
                 raise failure from error
-        said = f"the workers failed: {_cause(error)}; go on with {resume_line(storage, config)}"
-        leave_error(storage, driver, RunError(said))
-        raise RunError(said) from error
+        message = f"the workers failed: {_cause(error)}; go on with {resume_line(storage, config)}"
+        leave_error(storage, driver, RunError(message))
+        raise RunError(message) from error
     except UnreachableError:
         raise
     except RayclError as error:  # of a worker in this process
@@ -369,12 +371,12 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
         raise RunError(f"{storage.read_json(error_file(driver))['message']} (run {storage.uri})")
     stopped = sigterm.requested or (options.stop is not None and is_stop_requested(storage, driver))
     if stopped and prepared.done < len(prepared.phases):
-        raise StoppedError(f"stopped by SIGTERM, {_place(prepared)}; go on with {resume_line(storage, config)}")
+        raise StoppedError(f"stopped by SIGTERM, {_resume_point(prepared)}; go on with {resume_line(storage, config)}")
     if prepared.done == done:
         raise RunError(f"the workers ended without finishing a stage: see '{storage.uri}/{LOGS}'")
 
 
-def _place(prepared: Prepared) -> str:
+def _resume_point(prepared: Prepared) -> str:
     """From where a run that was stopped goes on, for people."""
     newest = read_state(prepared.storage).checkpoints[-1:]
     at = f"checkpoint '{newest[0]}' is the last one" if newest else "before its first checkpoint"
@@ -382,11 +384,13 @@ def _place(prepared: Prepared) -> str:
 
 
 @contextmanager
-def _watched(storage: Storage, scaling: ScalingConfig, label: str) -> Iterator[None]:
+def _log_progress(storage: Storage, scaling: ScalingConfig, label: str) -> Iterator[None]:
     """The workers' progress lines, and before them, where there is no room yet, what they wait for."""
-    asked = {name: amount * int(scaling.num_workers) for name, amount in (scaling.resources_per_worker or {}).items()}
+    requested = {
+        name: amount * int(scaling.num_workers) for name, amount in (scaling.resources_per_worker or {}).items()
+    }
     lower = "launch.workers, launch.cpus_per_worker or launch.gpus_per_worker"
-    with clusters.said_while(clusters.is_pending, asked, lower), follow(storage, label):
+    with clusters.log_while_pending(clusters.is_pending, requested, lower), follow(storage, label):
         yield
 
 

@@ -32,7 +32,7 @@ RESTART_S = 120.0
 
 State = Literal["running", "stopping", "finished", "failed", "stopped", "waiting", "crashed"]
 
-_PLACE = re.compile(r"stage(\d+)-step(\d+)-")
+_CHECKPOINT = re.compile(r"phase(\d+)-step(\d+)-")
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,19 @@ class Status:
     """How a run is.
 
     Attributes:
-        state: in one word. says: the same as a sentence.
-        facts: what else is known, by a short name, in order.
+        state: in one word. message: the same as a sentence.
+        details: what else is known, by a short name, in order.
         command: what to type next.
     """
 
     uri: str
     state: State
-    says: str
-    facts: dict[str, str] = field(default_factory=dict)
+    message: str
+    details: dict[str, str] = field(default_factory=dict)
     command: str = ""
 
     def __str__(self) -> str:
-        rows = {"run": self.uri, "state": f"{self.state}: {self.says}", **self.facts, "next": self.command}
+        rows = {"run": self.uri, "state": f"{self.state}: {self.message}", **self.details, "next": self.command}
         return "\n".join(f"{name:<9} {text}" for name, text in rows.items() if text)
 
 
@@ -99,24 +99,24 @@ def status_of(folder: str) -> Status:
     """How the run in `folder` (a path or URI) is.
 
     Raises:
-        ResumeError: there is no run. RunError: its ledger is damaged. StorageError: it is out of reach.
+        ResumeError: there is no run. RunError: its journal is damaged. StorageError: it is out of reach.
     """
     storage = Storage.at(folder)
     if not storage.exists(CONFIG):
         raise ResumeError(f"'{folder}' holds no run (no {CONFIG}): give the run directory that an earlier run printed")
     files = _read(storage)
-    state, says = _state(files)
+    state, message = _state(files)
     log = _last_line(storage)
-    facts = {
+    details = {
         "tasks": _tasks(files),
         "step": "" if state in ("running", "finished") else _last_step(files),
-        "from": "" if state in ("running", "finished") else _place(files),
+        "from": "" if state in ("running", "finished") else _resume_point(files),
         "workers": _workers(files.attempt),
         "attempts": _attempts(files),
         **{f"hang {number}": hang for number, hang in enumerate(files.hangs, 1)},
         "log": f"{log[0]}: {log[1]}" if log else "",
     }
-    return Status(storage.uri, state, says, facts, _command(files, state))
+    return Status(storage.uri, state, message, details, _command(files, state))
 
 
 def _read(storage: Storage) -> _Files:
@@ -167,8 +167,12 @@ def _stop(storage: Storage, drivers: set[str]) -> dict[str, Any]:
 def _state(files: _Files) -> tuple[State, str]:
     """In one word, and as a sentence."""
     if files.is_alive:
-        doing = f"{_doing(files.heartbeat)}, last progress {_ago(files.age + files.heartbeat['idle_s'])}"
-        return ("stopping", f"asked to stop by {files.stop['reason']}; {doing}") if files.stop else ("running", doing)
+        activity = f"{_activity(files.heartbeat)}, last progress {_ago(files.age + files.heartbeat['idle_s'])}"
+        return (
+            ("stopping", f"asked to stop by {files.stop['reason']}; {activity}")
+            if files.stop
+            else ("running", activity)
+        )
     done = len(files.state.phases)
     if files.is_finished:
         return "finished", f"all {done} tasks are learned and evaluated"
@@ -194,7 +198,7 @@ def _crash(files: _Files) -> str:
     )
 
 
-def _doing(heartbeat: dict[str, Any]) -> str:
+def _activity(heartbeat: dict[str, Any]) -> str:
     """What workers do, for people."""
     activity = heartbeat["activity"]
     if "phase" not in heartbeat:
@@ -226,10 +230,10 @@ def _last_step(files: _Files) -> str:
     return f"the last one recorded is {last['step']}{of} of {task}, loss {last['loss']:.4f}"
 
 
-def _place(files: _Files) -> str:
+def _resume_point(files: _Files) -> str:
     """From where it goes on."""
     newest = files.state.checkpoints[-1:]
-    found = _PLACE.match(newest[0]) if newest else None
+    found = _CHECKPOINT.match(newest[0]) if newest else None
     return f"it goes on after step {int(found[2])} of task {int(found[1]) + 1} ({newest[0]})" if found else ""
 
 

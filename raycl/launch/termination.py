@@ -25,7 +25,7 @@ SIGNAL = signal.SIGTERM
 
 
 def exit_on_sigterm() -> None:
-    """Leave in order with status 75, so that Ray ends the workers; the ledger keeps what is done.
+    """Leave in order with status 75, so that Ray ends the workers; the journal keeps what is done.
 
     Call it again after `ray.init`, which puts a handler of its own in its place.
     """

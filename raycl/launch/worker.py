@@ -79,12 +79,14 @@ def worker_main(job: dict[str, Any]) -> None:
 
 def _run_worker(job: dict[str, Any], storage: Storage) -> None:
     torch.set_num_threads(job["threads"])
-    device = torch.device("cpu") if job["here"] and not job["gpu"] else get_device()  # local mode takes what it sees
+    device = (
+        torch.device("cpu") if job["in_process"] and not job["gpu"] else get_device()
+    )  # local mode takes what it sees
     if device.type == "cuda":
         torch.cuda.set_device(device)
     world = _world(job, device)
     config = configs.validate(RunConfig, job["config"])
-    hang_s = None if job["here"] else config.launch.hang_s  # the process of somebody else is not ours to end
+    hang_s = None if job["in_process"] else config.launch.hang_s  # the process of somebody else is not ours to end
     with Control(storage, world, job["driver"], hang_s, host=job["stop"]) as control:
         try:
             _learn(job, storage, world, config, control)
@@ -113,7 +115,7 @@ def _learn(
         if loop.journal is not None:
             log_to(RunLog(storage, loop.journal.attempt))
             for rank in range(world.size):
-                _say_hang(storage, hang_file(job["driver"], rank))
+                _log_hang(storage, hang_file(job["driver"], rank))
             if files:
                 log.info("the backbone's %.0f MiB came from the object store", sum(map(len, files)) / 2**20)
         loop.run(job["stop_after"])
@@ -123,7 +125,7 @@ def _learn(
             tracker.close(failed)
 
 
-def _say_hang(storage: Storage, file: str) -> None:
+def _log_hang(storage: Storage, file: str) -> None:
     """What a worker of the attempt before left when it hung; each attempt says it once more, the file stays."""
     if storage.exists(file):
         log.warning("%s", storage.read_json(file)["message"])
@@ -139,7 +141,7 @@ def _copy_config(storage: Storage) -> None:
 
 def _world(job: dict[str, Any], device: torch.device) -> DistributedContext:
     """Who else works; inside a Tune trial, where Train's context is refused, nobody."""
-    if job["here"]:
+    if job["in_process"]:
         return DistributedContext(0, 1, 0, device)
     context = ray.train.get_context()
     return DistributedContext(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), device)
@@ -163,12 +165,12 @@ def in_process_worker() -> Iterator[None]:
 def _report(job: dict[str, Any], storage: Storage, world: DistributedContext, record: dict[str, Any]) -> bool:
     """Tell Ray Train about a finished stage (all workers, equally often), if it listens; whether to go on."""
     done = record["phase"] + 1
-    if world.is_first and done in job["lends"]:
-        save_fork_point(storage, done, Storage.at(job["lends"][done]))
-    if not job["here"]:
+    if world.is_first and done in job["fork_points"]:
+        save_fork_point(storage, done, Storage.at(job["fork_points"][done]))
+    if not job["in_process"]:
         scores = {f"score/{task}": cell["value"] for task, cell in record["row"].items()}
         ray.train.report({"phase": record["phase"], **scores, **record["times"]})
-    if not job["asks"] or done == job["phases"]:
+    if not job["awaits_decision"] or done == job["phases"]:
         return True
     return world.broadcast(wait_for_decision(storage, done) if world.is_first else True)
 

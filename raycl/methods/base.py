@@ -37,7 +37,7 @@ class MethodConfig(Section):
     label_head: ClassVar[tuple[str, ...]] = ()
     """Settings that act on label heads alone, which only encoder-only backbones have."""
 
-    def idle_beside(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
+    def unused_with(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
         """Settings without effect on the run's backbone, as pairs of dotted path and reason (see `Section.idle`).
 
         Args:

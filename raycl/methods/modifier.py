@@ -42,13 +42,13 @@ class GradientModifier:
 
     Attributes:
         examples: how many training examples of a task it wants to see before the task's first step.
-        reach: parameters whose gradients it may change in the present task, by the backbone's names.
+        parameter_names: parameters whose gradients it may change in the present task, by the backbone's names.
         names: those that it wants to see at the end of the present step.
     """
 
     Config: ClassVar[type[ModifierConfig]] = ModifierConfig
     examples: int = 0
-    reach: tuple[str, ...] = ()
+    parameter_names: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
 
     def __init__(self, config: Any, method: Method) -> None:
@@ -66,13 +66,17 @@ class GradientModifier:
             only: the run has no other stage. resumed: the task goes on; `load_state` came before.
         """
 
-    def study(self, show: Callable[[], None], reduce: Reduce) -> None:
-        """After `begin_task` of a new task, where it wants `examples`: `show()` runs them through the model once."""
+    def observe_rows(self, run_examples: Callable[[], None], reduce: Reduce) -> None:
+        """Called after `begin_task` of a new task if `examples` is set.
+
+        Args:
+            run_examples: runs that many examples through the model once.
+        """
 
     def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
         """Before the first of so many forward passes of an optimizer step, on every worker."""
 
-    def watched(self, forward: Callable[[Batch], T], batch: Batch) -> T:
+    def observe_forward(self, forward: Callable[[Batch], T], batch: Batch) -> T:
         """`forward(batch)`, watched; collective."""
         return forward(batch)
 
@@ -114,9 +118,9 @@ class Modifiers:
         self.members = dict(members or {})
 
     @property
-    def reach(self) -> list[str]:
+    def parameter_names(self) -> list[str]:
         """Parameters whose gradients any of them may change in this task, each once."""
-        return list(dict.fromkeys(name for member in self.members.values() for name in member.reach))
+        return list(dict.fromkeys(name for member in self.members.values() for name in member.parameter_names))
 
     @property
     def names(self) -> list[str]:
@@ -128,21 +132,21 @@ class Modifiers:
         for member in self.members.values():
             member.begin_task(phase, only, resumed)
 
-    def study(self, show: Callable[[int], None], reduce: Reduce) -> None:
-        """Each that wants it has `show(examples)` run so many examples through the model; collective."""
+    def observe_rows(self, run_examples: Callable[[int], None], reduce: Reduce) -> None:
+        """Each that wants it has `run_examples(examples)` run so many examples through the model; collective."""
         for member in self.members.values():
             if member.examples:
-                member.study(partial(show, member.examples), reduce)
+                member.observe_rows(partial(run_examples, member.examples), reduce)
 
     def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
         """As each does."""
         for member in self.members.values():
             member.begin_step(seed, micro_batches, reduce)
 
-    def watched(self, forward: Callable[[Batch], T], batch: Batch) -> T:
+    def observe_forward(self, forward: Callable[[Batch], T], batch: Batch) -> T:
         """`forward(batch)`, watched by all of them."""
         for member in self.members.values():
-            forward = _watched_by(member, forward)
+            forward = _observed_by(member, forward)
         return forward(batch)
 
     def __call__(self, name: str, gradient: Tensor) -> Tensor:
@@ -189,8 +193,8 @@ class Modifiers:
             member.load_state(state.get(name, {}), own)
 
 
-def _watched_by(member: GradientModifier, forward: Callable[[Batch], T]) -> Callable[[Batch], T]:
-    return lambda batch: member.watched(forward, batch)
+def _observed_by(member: GradientModifier, forward: Callable[[Batch], T]) -> Callable[[Batch], T]:
+    return lambda batch: member.observe_forward(forward, batch)
 
 
 def _any(masks: list[Tensor | None]) -> Tensor | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from raycl.config import Tree
 from raycl.errors import RunError
-from raycl.report.attended import Attended
+from raycl.report.attention import AttentionWeights
 from raycl.report.compare import labels
 from raycl.report.plots import CELL_HEIGHT, CELL_WIDTH, MARGIN, axes_at, draw_cells, draw_scale, new_figure, save_png
 
@@ -30,16 +30,16 @@ def attention_maps(results: Sequence[Tree], path: str | Path) -> Path:
     """
     if not 0 < len(results) <= MOST_RUNS:
         raise RunError(f"a picture of attention in {len(results)} runs cannot be read: give between 1 and {MOST_RUNS}")
-    told = [Attended.of(result) for result in results]
-    most = max(len(run.keys) for run in told)
+    attention = [AttentionWeights.of(result) for result in results]
+    most = max(len(run.keys) for run in attention)
     if most > MOST_TASKS:
         raise RunError(f"a picture of attention to {most} tasks cannot be read: give runs of at most {MOST_TASKS}")
-    widths = [CELL_WIDTH * len(run.keys) for run in told]
-    heights = [CELL_HEIGHT * max(len(run.train), len(run.test), 1) for run in told]
+    widths = [CELL_WIDTH * len(run.keys) for run in attention]
+    heights = [CELL_HEIGHT * max(len(run.train), len(run.test), 1) for run in attention]
     second = 2 * MARGIN + max(*widths, 3.0)
-    figure = new_figure(second + max(*widths, 3.0) + 1.0, sum(heights) + (ABOVE + BELOW) * len(told))
+    figure = new_figure(second + max(*widths, 3.0) + 1.0, sum(heights) + (ABOVE + BELOW) * len(attention))
     top = 0.0
-    for title, run, width, height in zip(labels(results), told, widths, heights, strict=True):
+    for title, run, width, height in zip(labels(results), attention, widths, heights, strict=True):
         top += ABOVE
         maps = {f"{title}\nwhen it was learned": (MARGIN, run.train), "at the end (test texts)": (second, run.test)}
         for head, (left, weights) in maps.items():

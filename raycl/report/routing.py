@@ -61,7 +61,7 @@ class Routing:
                 f"'{title_of(result)}' has no facts of a router in its stage_facts: only runs of methods that route by "
                 "text (slm) have them, after their first stage"
             )
-        phases: Sequence[Tree] = result["stage_facts"]
+        phases: Sequence[Tree] = result["phase_summaries"]
         last, names = phases[-1], [str(name) for name in result["phases"]]
         found = {kind: dict(last.get("found", {}).get(kind) or {}) for kind in KINDS}
         owners, cosines = _by_slot(phases, names) or _by_task(last, names)
@@ -79,7 +79,7 @@ class Routing:
 
 def has_routing(result: Tree) -> bool:
     """Whether the run's last stage tells of a router."""
-    return "router" in (result.get("stage_facts") or [{}])[-1]
+    return "router" in (result.get("phase_summaries") or [{}])[-1]
 
 
 def mean_of(shares: Mapping[str, float]) -> float | None:

@@ -29,7 +29,7 @@ def sweep_table(summary: Tree) -> str:
         cells = [text(row["settings"].get(path)) for path in paths]
         scores = [number(value) for value in row["scores"]] or [""] * len(summary["metric"])
         known = [number(row["numbers"].get(name)) for name in ("ap", "f_ra")]
-        learned = f"{row['tasks']}/{summary['tasks']}" + (f" ({row['borrowed']})" if row["borrowed"] else "")
+        learned = f"{row['tasks']}/{summary['tasks']}" + (f" ({row['forked_tasks']})" if row["forked_tasks"] else "")
         table.add_row(str(row["number"] + 1), *cells, learned, *scores, *known, f"{row['train_s']:.0f}", mark)
     note = "tasks: learned/all (of these, learned by another trial); s: training time of the trial's own workers"
     return f"{render(table)}\n{note}"
@@ -53,14 +53,14 @@ def sweep_csv(summary: Tree) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     numbers = ("ap", "f_ra", "bwt", "fwt")
-    facts = ("tasks", "borrowed", "train_s", "wall_s", "error")
-    writer.writerow(["trial", "state", *summary["paths"], *summary["metric"], *numbers, *facts])
+    columns = ("tasks", "forked_tasks", "train_s", "wall_s", "error")
+    writer.writerow(["trial", "state", *summary["paths"], *summary["metric"], *numbers, *columns])
     for row in summary["rows"]:
         settings = [row["settings"].get(path) for path in summary["paths"]]
         cells = [value if isinstance(value, str | int | float | None) else json.dumps(value) for value in settings]
         scores = row["scores"] or [None] * len(summary["metric"])
         known = [row["numbers"].get(name) for name in numbers]
-        writer.writerow([row["number"] + 1, row["state"], *cells, *scores, *known, *[row[name] for name in facts]])
+        writer.writerow([row["number"] + 1, row["state"], *cells, *scores, *known, *[row[name] for name in columns]])
     return out.getvalue()
 
 

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from raycl.config import Tree
-from raycl.report.attended import Attended, has_attention
+from raycl.report.attention import AttentionWeights, has_attention
 from raycl.report.compare import METRICS, Spread, compare, grouped, points_of
-from raycl.report.kept_rows import KeptRows, has_kept_rows
+from raycl.report.output_rows import OutputRows, has_output_rows
 from raycl.report.results import (
     backbone_of,
     method_of,
@@ -126,13 +126,13 @@ def routing_comparison(results: Sequence[Tree]) -> str:
     return render(Group(Text(head), table))
 
 
-def kept_rows_table(result: Tree) -> str:
+def output_rows_table(result: Tree) -> str:
     """Tasks by tasks: percent of the rows that one kept most often which the other kept too; and what the mask left.
 
     Raises:
         RunError: the run had no modifier that keeps rows.
     """
-    kept = KeptRows.of(result)
+    kept = OutputRows.of(result)
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     table.add_column("")
     for name in [*short_names(kept.tasks, 14 if len(kept.tasks) <= 6 else 8), "norm kept"]:
@@ -145,33 +145,33 @@ def kept_rows_table(result: Tree) -> str:
 
 
 def attention_table(result: Tree) -> str:
-    """Tasks by blocks: mean weights in percent, when each task was learned and on its test texts at the end.
+    """Tasks by adapters: mean weights in percent, when each task was learned and on its test texts at the end.
 
     Raises:
-        RunError: the run's method does not attend to blocks.
+        RunError: the run's method has no attention over adapters.
     """
-    told = Attended.of(result)
-    moved = told.moved()
+    attention = AttentionWeights.of(result)
+    moved = attention.moved()
     parts: list[RenderableType] = []
-    maps = {"when it was learned": told.train, "at the end (test texts)": told.test}
+    maps = {"when it was learned": attention.train, "at the end (test texts)": attention.test}
     for when, weights in maps.items():
         table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
         table.add_column("")
-        for name in [*short_names(told.keys, 14 if len(told.keys) <= 6 else 8), "moved"]:
+        for name in [*short_names(attention.keys, 14 if len(attention.keys) <= 6 else 8), "moved"]:
             table.add_column(name, justify="right")
         for task, row in weights.items():
             cells = [_number(100 * weight) for weight in row]
             table.add_row(task, *cells, _number(moved.get(task)) if when.startswith("at") else "")
-        parts += [Text(f"who speaks for each task's texts, in percent, {when}"), table]
-    note = f"moved: weight that speaks through other blocks now; {sum(told.pseudo.values())} pseudo inputs in all"
-    if told.stand_ins:
-        note += f", {sum(told.stand_ins.values())} of them stored training inputs, since a generator wrote none"
+        parts += [Text(f"mean attention weights of each task's texts, in percent, {when}"), table]
+    note = f"moved: weight that is on other adapters now; {sum(attention.pseudo.values())} pseudo-samples in all"
+    if fallback := sum(attention.fallback_samples.values()):
+        note += f", {fallback} of them stored training inputs, since a generator produced none"
     return render(Group(Text(title_of(result)), *parts, Text(note)))
 
 
 def tables_of(result: Tree) -> list[str]:
     """Every table that the run has: matrix, routing, attention, kept rows."""
-    tables = {routing_table: has_routing, attention_table: has_attention, kept_rows_table: has_kept_rows}
+    tables = {routing_table: has_routing, attention_table: has_attention, output_rows_table: has_output_rows}
     return [matrix_table(result), *(table(result) for table, has in tables.items() if has(result))]
 
 

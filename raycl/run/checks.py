@@ -157,9 +157,9 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
 
 def _single_differences(expected: Tree, found: Tree) -> list[str]:
     """Dotted keys that matter for a task trained alone: the order of tasks does not."""
-    idle = {("method", key) for key in method_class(str(expected["method"]["name"])).Config.unused_for_single_task}
-    idle |= {("stream", "name"), ("stream", "tasks"), ("stream", "unseen"), ("stream", "schedule")}
-    return [key for key in configs.differences(found, expected) if tuple(key.split(".")[:2]) not in idle]
+    unused = {("method", key) for key in method_class(str(expected["method"]["name"])).Config.unused_for_single_task}
+    unused |= {("stream", "name"), ("stream", "tasks"), ("stream", "unseen"), ("stream", "schedule")}
+    return [key for key in configs.differences(found, expected) if tuple(key.split(".")[:2]) not in unused]
 
 
 def make_modifiers(config: RunConfig, method: Method) -> Modifiers:

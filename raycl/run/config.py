@@ -16,7 +16,7 @@ from raycl import config as configs
 from raycl.backbone import BackboneConfig
 from raycl.backbone.load import because_of_kind, known_capabilities
 from raycl.config import Section, trust
-from raycl.config.unused import found_in, idle_in, refuse, written
+from raycl.config.unused import found_in, refuse, unused_in, written
 from raycl.data.stream import Stream, StreamConfig
 from raycl.eval.settings import EvalConfig
 from raycl.methods.lora.lora import LoraConfig
@@ -83,7 +83,7 @@ class RunConfig(Section):
     def _modifiers_by_name(cls, value: Any) -> Any:
         return configs.named_each(value, MODIFIERS)
 
-    def idle(self) -> Iterator[tuple[str, str]]:
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
         """What belongs to methods or backbones of another kind.
 
         A hub backbone that is not cached has no known kind yet; once it is fetched, nobody knows what a person wrote.
@@ -98,7 +98,7 @@ class RunConfig(Section):
         if known := known_capabilities(self.backbone):
             has_label_head = known.answers == "label"
             reason = f"backbone.{because_of_kind(self.backbone)}"
-            yield from ((f"method.{path}", why) for path, why in self.method.idle_beside(has_label_head, reason))
+            yield from ((f"method.{path}", why) for path, why in self.method.unused_with(has_label_head, reason))
             yield from ((path, reason) for path in (GENERATION if has_label_head else LABEL_HEAD))
 
     @model_validator(mode="after")
@@ -130,8 +130,8 @@ def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
     """
     config = configs.load(RunConfig, path, overrides)
     source = "the config" if path is None else f"config file '{path}'"
-    trust.require(trust.asked(configs.as_tree(config)), overrides, source)
-    refuse(found_in(written(path, overrides), idle_in(config)), source)
+    trust.require(trust.requested(configs.as_tree(config)), overrides, source)
+    refuse(found_in(written(path, overrides), unused_in(config)), source)
     return config
 
 

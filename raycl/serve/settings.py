@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from raycl import config as configs
 from raycl.config import Section, trust
 from raycl.config.trust import Permissions
-from raycl.config.unused import found_in, idle_in, refuse, written
+from raycl.config.unused import found_in, refuse, unused_in, written
 
 
 class LimitsConfig(Section):
@@ -158,7 +158,7 @@ class ServeConfig(Section):
         """Of following with a gate: 1 or 0."""
         return int(self.follow.enabled and self.follow.gated)
 
-    def idle(self) -> Iterator[tuple[str, str]]:
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
         """What belongs to a layout or a way of following that is not chosen."""
         if self.layout != "disaggregated":
             yield "router_replicas", f"layout={self.layout}"
@@ -185,6 +185,6 @@ def load_serve_config(path: str | None, overrides: Sequence[str]) -> ServeConfig
     """
     config = configs.load(ServeConfig, path, overrides)
     source = "the config" if path is None else f"config file '{path}'"
-    trust.require(trust.asked(configs.as_tree(config)), overrides, source)
-    refuse(found_in(written(path, overrides), idle_in(config)), source)
+    trust.require(trust.requested(configs.as_tree(config)), overrides, source)
+    refuse(found_in(written(path, overrides), unused_in(config)), source)
     return config

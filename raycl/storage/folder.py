@@ -32,7 +32,7 @@ _READ_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
-class FileFacts:
+class StoredFile:
     """What a listing says of one file.
 
     Attributes:
@@ -127,12 +127,12 @@ class Storage:
         found = self._tried("list", name, lambda: self.filesystem.get_file_info(selector))
         return sorted(info.base_name for info in found if not UNFINISHED.search(info.base_name))
 
-    def files(self, name: str = "") -> dict[str, FileFacts]:
+    def files(self, name: str = "") -> dict[str, StoredFile]:
         """Every file below a folder, unfinished ones too: name relative to this storage -> size and age."""
         selector = pafs.FileSelector(self.path(name), allow_not_found=True, recursive=True)
         found = self._tried("list", name, lambda: self.filesystem.get_file_info(selector))
         start, now = len(self.root) + 1, time.time()
-        return {info.path[start:]: _facts(info, now) for info in found if info.type == pafs.FileType.File}
+        return {info.path[start:]: _stored_file(info, now) for info in found if info.type == pafs.FileType.File}
 
     def read(self, name: str) -> bytes:
         """The whole file, as one writer wrote it.
@@ -310,9 +310,9 @@ class Storage:
         return tried(action, f"{verb} '{self._full(name)}'", self.patience_s, self.is_local)
 
 
-def _facts(info: pafs.FileInfo, now: float) -> FileFacts:
+def _stored_file(info: pafs.FileInfo, now: float) -> StoredFile:
     written = (info.mtime_ns or 0) / 1e9
-    return FileFacts(info.size, now - written, bool(UNFINISHED.search(info.path)), written)
+    return StoredFile(info.size, now - written, bool(UNFINISHED.search(info.path)), written)
 
 
 def _endpoint(uri: str) -> str | None:

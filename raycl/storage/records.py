@@ -2,7 +2,7 @@
 
     {"record": {"format": 2, ...}, "sha256": "<of the record as compact JSON with sorted keys>"}
 
-Why it exists: manifests, snapshots, activations, checkpoints and the ledger decide what is loaded; each is read by
+Why it exists: manifests, snapshots, activations, checkpoints and the journal decide what is loaded; each is read by
 one rule. The bytes must be exactly those that `seal` gives: a file that means the same but was edited is refused too.
 What it does not know: what a record says, and who may do without it.
 """
@@ -92,6 +92,6 @@ Stamp = tuple[int, float]
 
 def stamps(storage: Storage, folder: str) -> dict[int, Stamp]:
     """Number of each record directly below a folder -> its stamp."""
-    found = {name[len(folder) + 1 :]: facts for name, facts in storage.files(folder).items()}
-    numbered = {number_of(name): (facts.size, facts.written) for name, facts in found.items()}
+    found = {name[len(folder) + 1 :]: file for name, file in storage.files(folder).items()}
+    numbered = {number_of(name): (file.size, file.written) for name, file in found.items()}
     return {number: stamp for number, stamp in numbered.items() if number is not None}

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from raycl import config as configs
 from raycl.config import Section, Tree, trust
-from raycl.config.unused import found_in, idle_in, leaves, refuse, setting
+from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
 from raycl.errors import RayclError, StoppedError
 from raycl.launch import driver
 from raycl.launch.driver import RunOptions
@@ -73,15 +73,15 @@ def load_comparison(path: str, overrides: Sequence[str] = ()) -> ComparisonConfi
     comparison = configs.load(ComparisonConfig, path, overrides)
     source, planned = f"comparison file '{path}'", plan(comparison, ".")
     refuse(_ignored(comparison), source)
-    idle = {name: idle_in(config) for name, config in planned.items()}
+    unused = {name: unused_in(config) for name, config in planned.items()}
     shared = leaves(comparison.base)
-    everywhere = [found_in(shared, one) for one in idle.values()]
+    everywhere = [found_in(shared, one) for one in unused.values()]
     refuse({f"base.{name}": everywhere[0][name] for name in set.intersection(*map(set, everywhere))}, source)
-    for name, found in idle.items():
+    for name, found in unused.items():
         entry = name.rpartition("-s")[0]
         refuse(found_in(leaves(_tree(comparison.runs[entry].set)), found), f"{source}, runs.{entry}")
     for config in planned.values():
-        trust.require(trust.asked(configs.as_tree(config)), overrides, source, "base.")
+        trust.require(trust.requested(configs.as_tree(config)), overrides, source, "base.")
     return comparison
 
 
@@ -131,7 +131,7 @@ def _side_by_side(comparison: ComparisonConfig, planned: Mapping[str, RunConfig]
         return _outcome({name: future.result for name, future in running.items()})
     except (KeyboardInterrupt, SystemExit) as stop:
         # Threads inside Ray cannot be interrupted, and taking Ray away from them aborts the process. Workers and a
-        # cluster of our own end with it, and the ledgers keep what is done.
+        # cluster of our own end with it, and the journals keep what is done.
         log.error("stopped: repeat the command to go on")
         os._exit(stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130)
     finally:
@@ -148,8 +148,8 @@ def _run(name: str, config: RunConfig, first: Future[Tree] | None, at_once: int)
     if first is not None:
         first.exception()  # what it needs stands above it, so is running already
     log.info("== %s", name)
-    hosting = RunOptions(share=at_once, label=f"{name}: " if at_once > 1 else "")
-    return driver.train(driver.prepare(config), hosting)
+    options = RunOptions(share=at_once, label=f"{name}: " if at_once > 1 else "")
+    return driver.train(driver.prepare(config), options)
 
 
 def _outcome(results: Mapping[str, Callable[[], Tree]]) -> Outcome:

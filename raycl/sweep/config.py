@@ -19,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
 from raycl.config import Section, Tree, trust
-from raycl.config.unused import covering, idle_in, leaves, refuse, setting
+from raycl.config.unused import covering, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError
 from raycl.run.config import RunConfig
 from raycl.sweep.search.expressions import Expression, parse
@@ -171,8 +171,8 @@ class SweepConfig(Section):
 
     def collapsed(self, settings: Settings) -> Settings:
         """One trial's settings without those that act on nothing beside the others."""
-        idle = idle_in(self.config(settings))
-        return {path: value for path, value in settings.items() if covering(path, idle) is None}
+        unused = unused_in(self.config(settings))
+        return {path: value for path, value in settings.items() if covering(path, unused) is None}
 
     def _without_repeats(self, trials: list[Settings]) -> list[Settings]:
         """Without settings that act on nothing beside a trial's others, and of trials that are then alike one."""
@@ -257,30 +257,30 @@ def load_sweep(file: str, overrides: Sequence[str] = ()) -> SweepConfig:
     tree["space"] = {key: value for key, value in (tree.get("space") or {}).items() if value is not None}
     sweep = configs.validate(SweepConfig, tree)
     check_space(sweep)
-    trust.require(_asked(sweep), overrides, f"sweep file '{file}'", "base.")
-    refuse(_idle(sweep), f"sweep file '{file}'")
+    trust.require(_requested(sweep), overrides, f"sweep file '{file}'", "base.")
+    refuse(_unused(sweep), f"sweep file '{file}'")
     return sweep
 
 
-def _idle(sweep: SweepConfig) -> dict[str, str]:
+def _unused(sweep: SweepConfig) -> dict[str, str]:
     """Settings of base and space that act on nothing in any trial -> the reason."""
     given = {"output": "--dir and the sweep's name", **{f"launch.{key}": f"resources.{key}" for key in TAKEN}}
     written = {f"base.{setting(path, value)}": path for path, value in leaves(sweep.base).items()}
     written |= {f"space '{path}'": path for path in sweep.space}
     found = {name: given[above] for name, path in written.items() if (above := covering(path, given))}
-    trials = [idle_in(sweep.config(one)) for one in examples(sweep)]
+    trials = [unused_in(sweep.config(one)) for one in examples(sweep)]
     for name, path in written.items():
-        reasons = [idle[above] for idle in trials if (above := covering(path, idle))]
+        reasons = [unused[above] for unused in trials if (above := covering(path, unused))]
         if len(reasons) == len(trials):
             found[name] = reasons[0]
     return found
 
 
-def _asked(sweep: SweepConfig) -> list[str]:
+def _requested(sweep: SweepConfig) -> list[str]:
     """What any trial could ask for (`config.trust`): in the base, in a listed value, or by any rule for its path."""
     configs_of = [configs.as_tree(sweep.config({})), *(configs.as_tree(sweep.config(one)) for one in examples(sweep))]
     searched = [path for path in sweep.space if path.rpartition(".")[2] in trust.RISKS]
-    return sorted({path for tree in configs_of for path in trust.asked(tree)} | set(searched))
+    return sorted({path for tree in configs_of for path in trust.requested(tree)} | set(searched))
 
 
 def examples(sweep: SweepConfig) -> list[Settings]:

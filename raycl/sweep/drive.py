@@ -30,9 +30,9 @@ from raycl.run.config import RunConfig
 from raycl.run.settings import LaunchConfig
 from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig, examples
+from raycl.sweep.folder import SWEEP, SweepFolder, plain
 from raycl.sweep.outcome import Outcome, collect
-from raycl.sweep.place import SWEEP, Place, plain
-from raycl.sweep.search.searchers import Guided, Planned, Remembering
+from raycl.sweep.search.searchers import Guided, Planned, RecordingSearcher
 from raycl.sweep.search.space import Settings
 from raycl.sweep.search.stopping import AtTaskEnds, rule_of
 from raycl.sweep.trials.prefix import prefix_keys, shared_keys
@@ -76,44 +76,44 @@ def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Outco
         StoppedError: SIGTERM came; running trials wrote their checkpoints.
     """
     directory = Storage.at(directory).address
-    place = Place.of(sweep, directory)
-    _claim(sweep, place, resume)
-    plan = make_plan(sweep, place)
+    folder = SweepFolder.of(sweep, directory)
+    _claim(sweep, folder, resume)
+    plan = make_plan(sweep, folder)
     with driver.cluster(_first(sweep, plan), dashboard=True):
-        _tune(sweep, directory, place, plan)
-    return collect(sweep, place, plan.tasks)
+        _tune(sweep, directory, folder, plan)
+    return collect(sweep, folder, plan.tasks)
 
 
-def _claim(sweep: SweepConfig, place: Place, resume: bool) -> None:
+def _claim(sweep: SweepConfig, folder: SweepFolder, resume: bool) -> None:
     """Take the folder, or find the same sweep there."""
     try:
-        place.storage.create(SWEEP, configs.to_yaml(sweep).encode())
+        folder.storage.create(SWEEP, configs.to_yaml(sweep).encode())
         return
     except AlreadyExistsError:
         pass
     if not resume:
         raise RunError(
-            f"'{place.storage.uri}' holds a sweep already: go on with --resume, or choose another name or --dir"
+            f"'{folder.storage.uri}' holds a sweep already: go on with --resume, or choose another name or --dir"
         )
-    old = configs.from_yaml(place.storage.read_text(SWEEP), f"{place.storage.uri}/{SWEEP}")
+    old = configs.from_yaml(folder.storage.read_text(SWEEP), f"{folder.storage.uri}/{SWEEP}")
     changed = configs.differences(old, plain(configs.as_tree(sweep)), without=MAY_CHANGE)
     if sweep.search.name != "grid":
         changed.pop("samples", None)  # more of the same is welcome
     if changed:
         listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
-        raise ResumeError(f"'{place.storage.uri}' cannot go on with a changed sweep: {listed}; give it another name")
-    place.storage.write(SWEEP, configs.to_yaml(sweep).encode())
+        raise ResumeError(f"'{folder.storage.uri}' cannot go on with a changed sweep: {listed}; give it another name")
+    folder.storage.write(SWEEP, configs.to_yaml(sweep).encode())
 
 
-def make_plan(sweep: SweepConfig, place: Place) -> Plan:
+def make_plan(sweep: SweepConfig, folder: SweepFolder) -> Plan:
     """All trials that are known, checked as runs are: data, backbone, method.
 
     Raises:
         RayclError: one of them cannot run.
     """
-    trials = dict(enumerate(sweep.trials())) if sweep.plans else place.settings()
+    trials = dict(enumerate(sweep.trials())) if sweep.plans else folder.settings()
     known = list(trials.values()) if sweep.plans else examples(sweep)
-    found = [(place.config(sweep, 0, settings), settings) for settings in known]
+    found = [(folder.config(sweep, 0, settings), settings) for settings in known]
     names = [_task_names(config) for config, _ in found]
     lengths = {len(run_config.phases(config, open_stream(config.stream, config.seed))) for config, _ in found}
     if len(lengths) > 1 and sweep.scheduler.name != "none":
@@ -147,67 +147,67 @@ def _first(sweep: SweepConfig, plan: Plan) -> RunConfig:
     return sweep.config(settings if settings is not None else examples(sweep)[0])
 
 
-def _tune(sweep: SweepConfig, directory: str, place: Place, plan: Plan) -> None:
+def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: Plan) -> None:
     """Everything that is left, through Tune."""
-    states = {number: place.state(number, plan.tasks) for number in plan.trials}
+    states = {number: folder.state(number, plan.tasks) for number in plan.trials}
     over = [number for number, (state, _) in states.items() if state in ("done", "stopped")]
     left = {number: settings for number, settings in plan.trials.items() if number not in over}
-    todo = len(left) if sweep.plans else len(left) + sweep.samples - len(plan.trials) - len(place.repeated())
+    todo = len(left) if sweep.plans else len(left) + sweep.samples - len(plan.trials) - len(folder.repeated())
     if todo <= 0:
         return
-    done = collect(sweep, place, plan.tasks)
-    scheduler = AtTaskEnds(place, rule_of(sweep, plan.tasks), plan.tasks, plan.total)
-    searcher: Remembering = Planned(sweep, place, left) if sweep.plans else Guided(sweep, place, left)
+    done = collect(sweep, folder, plan.tasks)
+    scheduler = AtTaskEnds(folder, rule_of(sweep, plan.tasks), plan.tasks, plan.total)
+    searcher: RecordingSearcher = Planned(sweep, folder, left) if sweep.plans else Guided(sweep, folder, left)
     for number in over:
         rows = done.row(number)
         scheduler.replay(number, [values[0] for values in rows.curve])
         if isinstance(searcher, Guided):
             searcher.tell_finished(plan.trials[number], rows.curve, states[number][0] == "stopped")
     at_once = concurrency(sweep)
-    log.info("%s: %d of %d trials to run, %d at a time", place.storage.uri, todo, plan.total, at_once)
-    stop = HostStop(place.storage.address, uuid.uuid4().hex[:12])
+    log.info("%s: %d of %d trials to run, %d at a time", folder.storage.uri, todo, plan.total, at_once)
+    stop = HostStop(folder.storage.address, uuid.uuid4().hex[:12])
     work = Work(configs.as_tree(sweep), directory, stop, plan.shared, put_weights(plan.backbones))
-    sigterm = StopOnSigterm(place.storage, stop.driver, _launch(sweep).grace_s, many=True)
+    sigterm = StopOnSigterm(folder.storage, stop.driver, _launch(sweep).grace_s, many=True)
     searcher.stop = stop
     try:
         with sigterm:
-            errors = _fit(sweep, place, work, searcher, scheduler, todo, at_once)
+            errors = _fit(sweep, folder, work, searcher, scheduler, todo, at_once)
     except (SystemExit, KeyboardInterrupt):  # Ray makes the one of the other
         if not sigterm.requested:
             raise
         errors = {}
     for number, error in errors.items():
-        place.fail(number, error)
+        folder.write_failure(number, error)
     if sigterm.requested:
-        _refuse_unfinished(place, plan)
+        _refuse_unfinished(folder, plan)
 
 
-def _refuse_unfinished(place: Place, plan: Plan) -> None:
+def _refuse_unfinished(folder: SweepFolder, plan: Plan) -> None:
     """Nothing to do where SIGTERM came so late that every trial is over.
 
     Raises:
         StoppedError: some are not.
     """
-    over = [number for number in place.settings() if place.state(number, plan.tasks)[0] != "unfinished"]
-    total = plan.total - len(place.repeated())
+    over = [number for number in folder.settings() if folder.state(number, plan.tasks)[0] != "unfinished"]
+    total = plan.total - len(folder.repeated())
     if len(over) < total:
         raise StoppedError(
-            f"stopped by SIGTERM, {len(over)} of {total} trials are over, '{place.storage.uri}' has the "
+            f"stopped by SIGTERM, {len(over)} of {total} trials are over, '{folder.storage.uri}' has the "
             "checkpoints of the others; go on with the same command and --resume"
         )
 
 
 def _fit(
     sweep: SweepConfig,
-    place: Place,
+    folder: SweepFolder,
     work: Work,
-    searcher: Remembering,
+    searcher: RecordingSearcher,
     scheduler: AtTaskEnds,
     todo: int,
     at_once: int,
 ) -> dict[int, str]:
     """Run Tune to the end; number and error of trials whose own process died too often."""
-    storage = place.storage
+    storage = folder.storage
     tuner = tune.Tuner(
         tune.with_resources(as_trainable(work), _held(sweep)),
         tune_config=tune.TuneConfig(
@@ -228,7 +228,7 @@ def _fit(
     )
     asked = {"CPU": sweep.resources.workers * sweep.resources.cpus_per_worker}
     lower = "resources.workers or resources.cpus_per_worker"
-    with _quiet(), clusters.said_while(partial(clusters.is_pending, all_of_it=True), asked, lower):
+    with _quiet(), clusters.log_while_pending(partial(clusters.is_pending, all_of_it=True), asked, lower):
         grid = tuner.fit()
     return {
         int(result.config["number"]): str(result.error).strip().splitlines()[-1]

@@ -15,7 +15,7 @@ from raycl import config as configs
 from raycl.config import Tree
 from raycl.run.config import RunConfig
 from raycl.sweep.config import SweepConfig
-from raycl.sweep.place import Place, State
+from raycl.sweep.folder import State, SweepFolder
 from raycl.sweep.search.measure import measured
 from raycl.sweep.search.space import Settings
 
@@ -29,7 +29,7 @@ class Row:
 
     Attributes:
         tasks: learned, of all. curve: each metric after each of them. numbers: AP and the others at the end.
-        borrowed: tasks that another trial learned for it. train_s: time that its own workers trained.
+        forked_tasks: tasks that another trial learned for it. train_s: time that its own workers trained.
     """
 
     number: int
@@ -38,7 +38,7 @@ class Row:
     tasks: int
     curve: list[list[float | None]] = field(default_factory=list)
     numbers: dict[str, float | None] = field(default_factory=dict)
-    borrowed: int = 0
+    forked_tasks: int = 0
     train_s: float = 0.0
     wall_s: float | None = None
     error: str | None = None
@@ -110,33 +110,33 @@ class Outcome:
         return configs.to_yaml(configs.validate(RunConfig, tree))
 
 
-def collect(sweep: SweepConfig, place: Place, tasks: int) -> Outcome:
+def collect(sweep: SweepConfig, folder: SweepFolder, tasks: int) -> Outcome:
     """Read what became of every trial."""
-    settings = place.settings()
-    rows = [read_row(sweep, place, number, found, tasks) for number, found in settings.items()]
+    settings = folder.settings()
+    rows = [read_row(sweep, folder, number, found, tasks) for number, found in settings.items()]
     groups = grouped(sweep, rows)
     front = pareto([row for row in rows if row.state == "done"], sweep.mode)
     best = _best(sweep, rows, groups)
     ordered = sorted(rows, key=lambda row: _rank(row, sweep, front))
-    found = {number: place.config(sweep, number, one) for number, one in settings.items() if number == best}
+    found = {number: folder.config(sweep, number, one) for number, one in settings.items() if number == best}
     if best is not None and sweep.singles:
-        results = place.results(best)
+        results = folder.results(best)
         assert results is not None, "a trial that is done has results"
         found[best] = configs.validate(RunConfig, results["config"])
     return Outcome(sweep, tasks, ordered, groups, front, best, found)
 
 
-def read_row(sweep: SweepConfig, place: Place, number: int, settings: Settings, tasks: int) -> Row:
+def read_row(sweep: SweepConfig, folder: SweepFolder, number: int, settings: Settings, tasks: int) -> Row:
     """One trial from its folder."""
-    state, reached = place.state(number, tasks)
-    results, records = place.results(number), reached.phases
-    error = place.error(number) if state == "failed" else None
+    state, reached = folder.state(number, tasks)
+    results, records = folder.results(number), reached.phases
+    error = folder.error(number) if state == "failed" else None
     if results is None or not records:
         return Row(number, settings, state, len(records), error=error)
     names, phases, singles = results["stream"]["tasks"], results["phases"], results["singles"]
     curve = [measured(sweep.metrics, names, phases, records[:done], singles) for done in range(1, len(records) + 1)]
     started = [attempt for attempt in reached.attempts if "borrowed" not in attempt]
-    borrowed = _borrowed(records, started)
+    forked_tasks = _forked_tasks(records, started)
     return Row(
         number,
         settings,
@@ -144,14 +144,14 @@ def read_row(sweep: SweepConfig, place: Place, number: int, settings: Settings, 
         len(records),
         curve,
         {name: results["metrics"].get(name) for name in NUMBERS} if state == "done" else {},
-        borrowed,
-        sum(record["times"]["train_s"] for record in records[borrowed:]),
-        records[-1]["ended"] - reached.attempts[0]["started"] if len(records) > borrowed else None,
+        forked_tasks,
+        sum(record["times"]["train_s"] for record in records[forked_tasks:]),
+        records[-1]["ended"] - reached.attempts[0]["started"] if len(records) > forked_tasks else None,
         error,
     )
 
 
-def _borrowed(records: Sequence[Tree], started: Sequence[Tree]) -> int:
+def _forked_tasks(records: Sequence[Tree], started: Sequence[Tree]) -> int:
     """Records from before the run's own first attempt."""
     first = min((attempt["started"] for attempt in started), default=float("inf"))
     return sum(record["ended"] < first for record in records)
@@ -166,8 +166,8 @@ def grouped(sweep: SweepConfig, rows: Sequence[Row]) -> list[Group]:
     found = []
     for key, members in groups.items():
         columns = [
-            [row.scores[place] for row in members if row.state == "done" and row.scores]
-            for place in range(len(sweep.metric))
+            [row.scores[index] for row in members if row.state == "done" and row.scores]
+            for index in range(len(sweep.metric))
         ]
         known = [[value for value in column if value is not None] for column in columns]
         means = [statistics.fmean(column) if column else None for column in known]

@@ -13,8 +13,8 @@ from raycl.config import Tree
 from raycl.report.sweep_plots import parallel_coordinates, pareto_front, sensitivity
 from raycl.report.sweeps import group_table, sweep_csv, sweep_table
 from raycl.storage import Storage
+from raycl.sweep.folder import SweepFolder
 from raycl.sweep.outcome import Outcome
-from raycl.sweep.place import Place
 
 PICTURES: dict[str, Callable[[Tree, str | Path], Path]] = {
     "parallel.png": parallel_coordinates,
@@ -25,7 +25,7 @@ PICTURES: dict[str, Callable[[Tree, str | Path], Path]] = {
 
 def write_outcome(outcome: Outcome, directory: str) -> tuple[str, list[str]]:
     """Write all files; the tables, and addresses of what was written."""
-    storage = Place.of(outcome.sweep, directory).storage
+    storage = SweepFolder.of(outcome.sweep, directory).storage
     summary = outcome.tree()
     text = sweep_table(summary)
     if outcome.sweep.over:

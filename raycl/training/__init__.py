@@ -1,1 +1,1 @@
-"""Training a stream: engines, the step, checkpoints, the ledger, the loop. Knows nothing of Ray."""
+"""Training a stream: engines, the step, checkpoints, the journal, the loop. Knows nothing of Ray."""

@@ -67,11 +67,11 @@ class Control:
         self.world, self.driver = world, driver
         self.hang_s, self.poll_s, self.host = hang_s, poll_s, host
         self.activity = "starting"
-        self._facts: dict[str, Any] = {}
+        self._summary: dict[str, Any] = {}
         self._progress = time.monotonic()
         self._looked, self._calls, self._skip, self._stop = time.monotonic(), 0, 0, False
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="control", daemon=True)
+        self._thread = threading.Thread(target=self._run_checks, name="control", daemon=True)
 
     def progress(self, activity: str, **summary: Any) -> None:
         """Something was done: `activity` goes on.
@@ -80,7 +80,7 @@ class Control:
             summary: for the heartbeat, beside those given before.
         """
         self.activity, self._progress = activity, time.monotonic()
-        self._facts = {**self._facts, **summary}
+        self._summary = {**self._summary, **summary}
 
     def stop_requested(self, now: bool = False) -> bool:
         """Whether the run is to stop. Collective; between two looks at the storage it costs nothing.
@@ -119,7 +119,7 @@ class Control:
         self.activity = "ended" if error is None else "failed"
         self._beat()
 
-    def _watch(self) -> None:
+    def _run_checks(self) -> None:
         beat = time.monotonic()
         self._beat()
         while not self._over.wait(min(1.0, BEAT_S)):
@@ -134,7 +134,13 @@ class Control:
         if not self.world.is_first:
             return
         idle = round(time.monotonic() - self._progress, 1)
-        summary = {"time": time.time(), "driver": self.driver, "activity": self.activity, "idle_s": idle, **self._facts}
+        summary = {
+            "time": time.time(),
+            "driver": self.driver,
+            "activity": self.activity,
+            "idle_s": idle,
+            **self._summary,
+        }
         try:
             self.storage.write_json(HEARTBEAT, summary)
         except StorageError as error:  # the next one may succeed, and training itself says what it lacks

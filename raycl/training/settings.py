@@ -71,7 +71,7 @@ class TrainConfig(Section):
             )
         return self
 
-    def idle(self) -> Iterator[tuple[str, str]]:
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
         """A share of the steps beside their number."""
         if self.warmup_steps:
             yield "warmup_ratio", f"warmup_steps={self.warmup_steps}"
@@ -134,7 +134,7 @@ class BankConfig(Section):
     dir: str | None = Field(None, description="folder or URI of a bank; null: bank/ in the run's folder")
     publish: bool = Field(True, description="publish adapters and a snapshot at the end of every task")
 
-    def idle(self) -> Iterator[tuple[str, str]]:
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Where nothing goes."""
         if not self.publish:
             yield "dir", "publish=false"

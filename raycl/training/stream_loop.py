@@ -25,7 +25,7 @@ from raycl.training.recorder import OnPhase, Recorder
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState
 from raycl.training.records.publish import complete_bank
-from raycl.training.records.resume import newest_place
+from raycl.training.records.resume import newest_resume_point
 from raycl.training.records.stop_request import StopRequested
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase, Score
@@ -108,11 +108,11 @@ class StreamLoop:
             RunError: phases are recorded, but no checkpoint can be continued from.
             BankError: the bank has lost what the next phase needs.
         """
-        place = newest_place(self.storage, self.state, self.world)
-        if place.problems:
-            self.recorder.go_back(place.checkpoints, place.phases, place.told)
+        resume_point = newest_resume_point(self.storage, self.state, self.world)
+        if resume_point.problems:
+            self.recorder.go_back(resume_point.checkpoints, resume_point.phases, resume_point.explanation)
         complete_bank(self.context, self.storage, self.state, self.world)
-        if (found := place.checkpoint) is None:
+        if (found := resume_point.checkpoint) is None:
             return None
         self.context.method.load_state_dict(found.method, found.frozen_state)
         self.context.modifiers.load_state(found.modifiers, found.frozen_state)

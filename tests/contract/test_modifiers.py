@@ -13,8 +13,8 @@ from tiny import ENGINES, RUNS, TASKS, Complete, Lab, Stop, exported, matrix, ru
 from raycl import config as configs
 from raycl.errors import ConfigError, RunError
 from raycl.methods.modifier import Modifiers
-from raycl.report.kept_rows import KeptRows
-from raycl.report.tables import kept_rows_table
+from raycl.report.output_rows import OutputRows
+from raycl.report.tables import output_rows_table
 from raycl.run.checks import read_singles
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
@@ -56,9 +56,9 @@ def test_it_runs_with_every_method_and_stops_and_goes_on_bit_for_bit(
     whole = complete_masked(kind, method, engine)
     results = whole.read_json("results.json")
     assert results["finished"]
-    kept = KeptRows.of(results)
+    kept = OutputRows.of(results)
     assert kept.tasks == results["phases"] and all(kept.masked) and all(0 < share < 100 for share in kept.norm_kept)
-    assert "norm kept" in kept_rows_table(results)
+    assert "norm kept" in output_rows_table(results)
     storage, steps = Storage.at(tmp_path), len(trace(whole))
     config = masked(lab, kind, method, engine)
     with pytest.raises(Stop):
@@ -67,7 +67,7 @@ def test_it_runs_with_every_method_and_stops_and_goes_on_bit_for_bit(
     assert trace(storage) == trace(whole)
     assert matrix(storage) == matrix(whole)
     assert exported(storage) == exported(whole)
-    assert storage.read_json("results.json")["stage_facts"] == results["stage_facts"]
+    assert storage.read_json("results.json")["phase_summaries"] == results["phase_summaries"]
     if method != "slm":
         assert trace(whole) != trace(complete(kind, method, engine).storage), "the mask did nothing"
 

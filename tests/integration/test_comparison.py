@@ -23,8 +23,8 @@ from raycl.sweep.comparison import ComparisonConfig, run_comparison
 def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     one_at_a_time, hostings, done = threading.Lock(), [], []
 
-    def train(prepared: Prepared, hosting: RunOptions) -> dict[str, Any]:
-        hostings.append(hosting)
+    def train(prepared: Prepared, options: RunOptions) -> dict[str, Any]:
+        hostings.append(options)
         if prepared.done < len(prepared.phases):
             with one_at_a_time:  # torch draws from one generator
                 run(prepared.config, prepared.storage)
@@ -47,8 +47,8 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
     )
     assert list(outcome.failed) == ["broken-s3"] and "nowhere" in outcome.failed["broken-s3"]
     assert outcome.results["lora-s3"]["metrics"]["fwt"] is not None
-    assert {hosting.share for hosting in hostings} == {at_once}
-    assert all(bool(hosting.label) is (at_once > 1) for hosting in hostings)
+    assert {options.share for options in hostings} == {at_once}
+    assert all(bool(options.label) is (at_once > 1) for options in hostings)
 
     again = run_comparison(comparison, str(tmp_path), only=("lora", "finetune"))
     assert len(done) == 3 and again.results["lora-s3"]["metrics"] == outcome.results["lora-s3"]["metrics"]

@@ -14,10 +14,10 @@ from raycl.bank.operations.maintenance import verify
 from raycl.errors import CheckpointError, RunError
 from raycl.storage import Storage
 from raycl.training import stream_loop
-from raycl.training.records.fork_points import borrow, read_place, save_fork_point
+from raycl.training.records.fork_points import read_fork_point, save_fork_point, start_from
 from raycl.training.records.journal import last_attempt, read_state
 
-FILES = ("parameters.safetensors", "optimizer.safetensors", "carried.safetensors", "manifest.json")
+FILES = ("parameters.safetensors", "optimizer.safetensors", "frozen_state.safetensors", "manifest.json")
 
 
 def damage(path: Path, how: str) -> None:
@@ -32,7 +32,7 @@ def damage(path: Path, how: str) -> None:
 
 
 def checkpoint(storage: Storage, place: int = -1) -> Path:
-    """Folder of a checkpoint that the ledger names."""
+    """Folder of a checkpoint that the journal names."""
     return Path(storage.path(f"checkpoints/{read_state(storage).checkpoints[place]}"))
 
 
@@ -141,9 +141,9 @@ def test_a_damaged_place_is_not_borrowed(lab: Lab, tmp_path: Path) -> None:
     config = lab.config("bert")
     lender, place, storage = (Storage.at(tmp_path / name) for name in ("lender", "place", "borrower"))
     run(config, lender, on_phase=lambda record: save_fork_point(lender, 1, place))
-    lent = read_place(place)
-    assert lent is not None
-    damage(Path(place.path(f"{lent['checkpoint']}/parameters.safetensors")), "flip")
+    fork_point = read_fork_point(place)
+    assert fork_point is not None
+    damage(Path(place.path(f"{fork_point['checkpoint']}/parameters.safetensors")), "flip")
     with pytest.raises(CheckpointError, match="is damaged"):
-        borrow(place, storage, lent["phases"])
+        start_from(place, storage, fork_point["phases"])
     assert last_attempt(storage) == 0 and storage.list("checkpoints") == []

@@ -276,7 +276,7 @@ def test_a_snapshot_says_what_was_evaluated(lab: Lab, tmp_path: Path, kind: str,
     assert newest is not None and newest.router.kind == "attention" and newest.encoder is None
     evaluated = evaluate(bank, newest)
     assert [evaluated[task].value for task in ("colour", "animal")] == matrix(storage)[-1]
-    told = storage.read_json("results.json")["stage_facts"][-1]["attention"]
+    told = storage.read_json("results.json")["phase_summaries"][-1]["attention"]
     assert told["keys"] == ["colour", "animal"] and told["train"]["colour"] == [1.0]
     for weights in (told["train"]["animal"], told["test"]["colour"], told["test"]["animal"]):
         assert len(weights) == 2 and sum(weights) == pytest.approx(1.0, abs=1e-3)

@@ -213,7 +213,7 @@ def test_without_shared_attention_a_block_is_what_it_is_alone(lab: Lab, tmp_path
 def test_a_selector_finds_the_tasks_of_its_pseudo_inputs(lab: Lab, tmp_path: Path) -> None:
     storage = Storage.at(tmp_path)
     run(lab.config("bert", sapt(ablation="shared_attention", arm={"fraction": 1.0})), storage)
-    told = storage.read_json("results.json")["stage_facts"][-1]["attention"]
+    told = storage.read_json("results.json")["phase_summaries"][-1]["attention"]
     assert told["test"]["colour"][0] > 0.9 and told["test"]["animal"][1] > 0.9
     assert told["train"] == {"colour": [1.0], "animal": [0.0, 1.0]}
 

@@ -77,34 +77,34 @@ def test_while_it_runs_and_when_it_was_killed(
 ) -> None:
     config, storage = started(complete("bert", "lora", "torch"), tmp_path)
     waiting = status_of(storage.uri)
-    assert waiting.state == "waiting" and waiting.facts["tasks"] == "0 done"
+    assert waiting.state == "waiting" and waiting.details["tasks"] == "0 done"
     seen: list[Status] = []
 
     def look() -> None:
-        until(lambda: "step 3 of 4" in status_of(storage.uri).says)
+        until(lambda: "step 3 of 4" in status_of(storage.uri).message)
         seen.append(status_of(storage.uri))
         shutil.copytree(storage.uri, tmp_path / "killed")  # what a process leaves that is killed now
 
     learn(config, storage, 7, look)
     (running,) = seen
     assert running.state == "running" and running.command == ""
-    assert "training in task 2 of 2, 'animal', step 3 of 4, loss " in running.says and "ago" in running.says
-    assert running.facts["tasks"] == "1 of 2 done: colour"
-    assert f"process {os.getpid()}" in running.facts["workers"] and running.facts["workers"].startswith("1 on ")
+    assert "training in task 2 of 2, 'animal', step 3 of 4, loss " in running.message and "ago" in running.message
+    assert running.details["tasks"] == "1 of 2 done: colour"
+    assert f"process {os.getpid()}" in running.details["workers"] and running.details["workers"].startswith("1 on ")
 
     killed = tmp_path / "killed"
     monkeypatch.setattr(status, "FRESH_S", 0.0)
     crashed = status_of(str(killed))
-    assert crashed.state == "crashed" and "may be starting again" in crashed.says
-    assert crashed.facts["step"].startswith("the last one recorded is 3 of 4 of task 2, 'animal', loss ")
-    assert crashed.facts["from"].startswith("it goes on after step 2 of task 2 (phase001-step0000002")
+    assert crashed.state == "crashed" and "may be starting again" in crashed.message
+    assert crashed.details["step"].startswith("the last one recorded is 3 of 4 of task 2, 'animal', loss ")
+    assert crashed.details["from"].startswith("it goes on after step 2 of task 2 (phase001-step0000002")
     assert crashed.command == f"python jobs/train_stream.py --resume {killed}"
-    assert "may be starting" not in later(killed, 3600, monkeypatch).says
-    assert "1:00:0" in later(killed, 3600, monkeypatch).says
+    assert "may be starting" not in later(killed, 3600, monkeypatch).message
+    assert "1:00:0" in later(killed, 3600, monkeypatch).message
 
     finished = status_of(storage.uri)
     assert finished.state == "finished" and finished.command == f"python jobs/report.py {storage.uri}"
-    assert finished.facts["tasks"] == "2 of 2 done: colour, animal"
+    assert finished.details["tasks"] == "2 of 2 done: colour, animal"
 
 
 def later(folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Status:
@@ -125,9 +125,9 @@ def test_when_it_is_asked_to_stop_and_when_it_has_stopped(complete: Complete, tm
 
     learn(config, storage, 7, ask)
     stopped = status_of(storage.uri)
-    assert seen[0].state == "stopping" and seen[0].says.startswith("asked to stop by SIGTERM")
-    assert stopped.state == "stopped" and "by SIGTERM at 20" in stopped.says and "exit status 75" in stopped.says
-    assert stopped.facts["from"].startswith("it goes on after step 3 of task 2")
+    assert seen[0].state == "stopping" and seen[0].message.startswith("asked to stop by SIGTERM")
+    assert stopped.state == "stopped" and "by SIGTERM at 20" in stopped.message and "exit status 75" in stopped.message
+    assert stopped.details["from"].startswith("it goes on after step 3 of task 2")
     assert stopped.command == f"python jobs/train_stream.py --resume {storage.uri}"
     work(launch.reopen(storage.uri))
     assert status_of(storage.uri).state == "finished"
@@ -140,7 +140,7 @@ def test_what_failed_is_said(lab: Lab, tmp_path: Path) -> None:
     with pytest.raises(RunError):
         work(prepared)
     failed = status_of(prepared.storage.uri)
-    assert failed.state == "failed" and "lower train.learning_rate" in failed.says
+    assert failed.state == "failed" and "lower train.learning_rate" in failed.message
     prepared.storage.write("heartbeat.json", b"{")  # damaged: of no use, and no reason to say nothing
     assert status_of(prepared.storage.uri).state == "failed"
 

@@ -87,7 +87,7 @@ def test_an_endpoint_over_strays_answers(taught: Taught, tmp_path: Path) -> None
 def test_a_run_among_strays_ends_as_ever(complete: Complete, tmp_path: Path, method: str) -> None:
     done, storage = complete("bert", method, "torch"), Storage.at(tmp_path)
     run(done.config, storage, on_phase=lambda record: False)
-    for folder in ("", "ledger", "ledger/attempt-0001", "checkpoints", "trace", "predictions", "log", "verdict"):
+    for folder in ("", "journal", "journal/attempt-0001", "checkpoints", "trace", "predictions", "log", "decisions"):
         for name in (
             *(name for name in NAMES if name != "000000.json"),
             "attempt-0001 copy",

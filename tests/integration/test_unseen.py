@@ -51,7 +51,7 @@ def test_they_are_evaluated_at_the_end_and_touch_nothing_else(lab: Lab, tmp_path
     assert trace(found) == trace(plain) and matrix(found) == matrix(plain) and exported(found) == exported(plain)
     told, before = results(found), results(plain)
     assert told["stream"]["tasks"] == list(TASKS) and told["metrics"] == before["metrics"]
-    assert told["stage_facts"] == before["stage_facts"] and before["unseen"] is None
+    assert told["phase_summaries"] == before["phase_summaries"] and before["unseen"] is None
     (cell,) = told["unseen"]["cells"].values()
     assert list(told["unseen"]["cells"]) == ["mixed"] and cell["count"] == TEST_ROWS
     assert told["unseen"]["mean"] == cell["value"] and {"off_task", "empty"} <= cell["extra"].keys()

@@ -55,13 +55,13 @@ def test_a_prompt_writes_inputs_and_the_run_goes_on_where_it_stopped(lab: Lab, t
     whole, again = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "again")
     run(config, whole)
     kept = pseudo(whole, "colour")
-    assert len(kept) == 4 and not kept.stand_ins, "30 % of 14 rows, all of them written"
+    assert len(kept) == 4 and not kept.fallback_samples, "30 % of 14 rows, all of them written"
     with pytest.raises(Stop):
         run(config, again, 6)
     run(config, again)
     assert trace(again) == trace(whole) and exported(again) == exported(whole) and matrix(again) == matrix(whole)
     assert pseudo(again, "animal") == pseudo(whole, "animal")
-    assert "stand_ins" not in whole.read_json("results.json")["stage_facts"][-1]["attention"]
+    assert "fallback_samples" not in whole.read_json("results.json")["phase_summaries"][-1]["attention"]
 
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])
@@ -139,7 +139,9 @@ def test_texts_that_are_too_few_are_kept(
     method, rows = begun(lab, "t5", {})
     with caplog.at_level(logging.WARNING, logger="raycl"):
         found = Generator(GeneratorConfig(**LORA), method.backbone, method.stack, 0).write(rows, 0.3)
-    assert found.sources == rows.prompts(rows.phase.tasks[0], ["fire is warm", "the sea"]) and not found.stand_ins
+    assert (
+        found.sources == rows.prompts(rows.phase.tasks[0], ["fire is warm", "the sea"]) and not found.fallback_samples
+    )
     assert "generator of task 'colour' wrote 2 of 4 texts in 16 tries: only these are kept" in caplog.text
     assert "(method.generator.steps) or more gently (method.generator.rate)" in caplog.text
 
@@ -166,10 +168,12 @@ def test_where_a_generator_fails_stored_inputs_stand_in_and_the_run_goes_on(
     )
     kept = method.reflection.entries["colour"].samples
     rows = TaskContext(done.context.phases[0], 4, done.context.stream, done.context.backbone.codec)
-    assert len(kept) == kept.stand_ins == 4 and all(ids in take_real(rows, 1.0, 0).sources for ids in kept.sources)
+    assert len(kept) == kept.fallback_samples == 4 and all(
+        ids in take_real(rows, 1.0, 0).sources for ids in kept.sources
+    )
     assert pseudo(storage, "colour") == kept, "told beside the samples"
-    told = storage.read_json("results.json")["stage_facts"][-1]["attention"]
-    assert told["stand_ins"] == told["pseudo"] == {"colour": 4, "animal": 4}
+    told = storage.read_json("results.json")["phase_summaries"][-1]["attention"]
+    assert told["fallback_samples"] == told["pseudo"] == {"colour": 4, "animal": 4}
 
 
 @pytest.mark.parametrize(

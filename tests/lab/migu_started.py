@@ -62,7 +62,7 @@ class Started:
         migu.begin_step(1, len(batches), lambda tensor: tensor)
         for batch in batches:
             with activate_batch(self.parts.method, batch):
-                migu.watched(self.parts.backbone, batch)
+                migu.observe_forward(self.parts.backbone, batch)
         return migu._sums.clone()
 
     def mask(self) -> Tensor:

@@ -204,7 +204,7 @@ def run(
 def work(prepared: driver.Prepared) -> None:
     """What the one worker of a prepared run does, without Ray: whose run it is decides its claim."""
     with in_process_worker():
-        worker_main(driver.job_of(prepared, driver.RunOptions(here=True), "driver"))
+        worker_main(driver.job_of(prepared, driver.RunOptions(in_process=True), "driver"))
 
 
 def opened(bank: Bank, snapshot: Snapshot, device: torch.device | None = None) -> SnapshotModel:

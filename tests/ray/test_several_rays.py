@@ -156,7 +156,7 @@ def test_who_waits_for_resources_says_so(
     while "held" not in holder.said.read_text():  # type: ignore[attr-defined]
         assert holder.poll() is None and time.monotonic() < end
         time.sleep(0.1)
-    with cluster.said_while(cluster.is_pending, {"CPU": 1.0}, "launch.workers"):
+    with cluster.log_while_pending(cluster.is_pending, {"CPU": 1.0}, "launch.workers"):
         time.sleep(1)
         assert not caplog.messages, "nothing was asked yet"
         mine = ray.util.placement_group([{"CPU": 1}])

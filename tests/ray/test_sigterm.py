@@ -1,6 +1,6 @@
 """SIGTERM, workers that hang, a store that is away, on a real Ray cluster: the run ends as one that was left alone.
 
-Every process that is signalled is one that the test's own run wrote into its ledger, or started itself.
+Every process that is signalled is one that the test's own run wrote into its journal, or started itself.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from raycl.run.config import RunConfig, load_config
 from raycl.storage import Storage
 from raycl.sweep.config import load_sweep
 from raycl.sweep.drive import run_sweep
-from raycl.sweep.place import Place
+from raycl.sweep.folder import SweepFolder
 from raycl.training.records.journal import read_state
 
 REPO = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ REPO = Path(__file__).resolve().parents[2]
 class Swept:
     """A sweep that was killed once and then finished."""
 
-    place: Place
+    place: SweepFolder
     summary: dict[str, Any]
     killed: dict[int, int]
     output: str
@@ -55,7 +55,7 @@ def start(file: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=file.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def reached(place: Place) -> dict[int, int]:
+def reached(place: SweepFolder) -> dict[int, int]:
     """Finished stages by trial."""
     return {number: len(read_state(place.run(number)).phases) for number in place.settings()}
 
@@ -104,7 +104,7 @@ def swept(ray_cluster: dict[str, str], lab: Lab, tmp_path_factory: pytest.TempPa
     }
     file = folder / "mine.yaml"
     file.write_text(yaml.safe_dump(tree))
-    place = Place(Storage.at(folder).sub("mine"), "mine")
+    place = SweepFolder(Storage.at(folder).sub("mine"), "mine")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", ray_cluster["address"])
         first = start(file)
@@ -155,7 +155,7 @@ def test_a_failed_trial_is_tried_again_and_then_said(swept: Swept) -> None:
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_first_task_is_learned_once(swept: Swept, lab: Lab, tmp_path: Path, number: int) -> None:
     """And the trial is the run alone, bit for bit: in a process that another one has left, or killed and moved."""
-    assert [swept.row(trial)["borrowed"] for trial in (0, 1, 2)] == [0, 1, 1]
+    assert [swept.row(trial)["forked_tasks"] for trial in (0, 1, 2)] == [0, 1, 1]
     trial = swept.place.run(number)
     assert_as_if_alone(trial, tmp_path)
     assert "modifiers" not in read_state(trial).phases[0]["facts"], "rows of another threshold are not its own"
@@ -204,7 +204,7 @@ def test_sigterm_writes_checkpoints_of_all_running_trials(
     }
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(tree))
-    place = Place(Storage.at(tmp_path).sub("mine"), "mine")
+    place = SweepFolder(Storage.at(tmp_path).sub("mine"), "mine")
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster["address"])
     first, running = start(file), [place.run(number) for number in (0, 1)]
     try:
@@ -246,7 +246,7 @@ def test_tpe_runs_what_an_idle_setting_makes_alike_once(
     file = tmp_path / "alike.yaml"
     file.write_text(yaml.safe_dump(tree))
     found = [run_sweep(load_sweep(str(file)), str(tmp_path), resume) for resume in (False, True)]
-    place = Place.of(load_sweep(str(file)), str(tmp_path))
+    place = SweepFolder.of(load_sweep(str(file)), str(tmp_path))
     repeated = place.repeated()
     assert repeated and {one["method.ablation"] for one in repeated.values()} == {"arm"}
     for outcome in found:

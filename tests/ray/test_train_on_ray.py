@@ -1,6 +1,6 @@
 """The run as users start it, on a real Ray cluster: kills, resumes, refusals, submission.
 
-Every killed process is one that the test's own run wrote into its ledger, or started itself.
+Every killed process is one that the test's own run wrote into its journal, or started itself.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def cells(results: dict[str, Any]) -> list[list[float | None]]:
 
 
 def wait_for(storage: Storage, ready: Callable[[RunState], bool], seconds: float = 120) -> RunState:
-    """The first ledger state that is `ready`."""
+    """The first journal state that is `ready`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         state = read_state(storage)
@@ -127,7 +127,7 @@ def test_what_is_killed_goes_on_exactly_and_a_finished_run_stays_as_it_is(
     end = time.monotonic() + 30
     while psutil.pid_exists(worker) and time.monotonic() < end:
         time.sleep(0.1)
-    last = folder / "ledger" / "attempt-0002"
+    last = folder / "journal" / "attempt-0002"
     before = last.stat().st_mtime_ns
 
     again = own_driver("--resume", str(folder))

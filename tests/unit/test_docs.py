@@ -77,7 +77,7 @@ def test_the_modifier_of_the_recipe_works() -> None:
         del sys.modules["scale"]
     modifiers = Modifiers({"scale": made})
     modifiers.begin_task(SimpleNamespace(index=0), True, False)  # type: ignore[arg-type]
-    assert modifiers.reach == modifiers.names == ["weight"]
+    assert modifiers.parameter_names == modifiers.names == ["weight"]
     assert torch.equal(modifiers("weight", torch.ones(1, 2)), torch.full((1, 2), 0.1))
 
 

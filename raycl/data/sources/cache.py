@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 from filelock import FileLock
 
-Facts = dict[str, Any]
+Info = dict[str, Any]
 """JSON-able facts about an entry."""
 
 
@@ -28,7 +28,7 @@ class Entry:
     """A committed cache entry."""
 
     path: Path
-    facts: Facts
+    info: Info
 
     def table(self) -> pa.Table:
         """The columns, memory-mapped: only pages that are touched become resident."""
@@ -46,21 +46,21 @@ def key_of(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def entry(folder: Path, key: str, schema: pa.Schema, build: Callable[[pa.RecordBatchFileWriter], Facts]) -> Entry:
+def entry(folder: Path, key: str, schema: pa.Schema, build: Callable[[pa.RecordBatchFileWriter], Info]) -> Entry:
     """The entry `key` of `folder`; `build` writes its batches and returns its facts if nobody has yet.
 
     If `build` raises, nothing is left behind and the next caller tries again.
     """
-    data, facts = folder / f"{key}.arrow", folder / f"{key}.json"
-    if not facts.is_file():
+    data, info = folder / f"{key}.arrow", folder / f"{key}.json"
+    if not info.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"{key}.lock"):
-            if not facts.is_file():
-                _build(data, facts, schema, build)
-    return Entry(data, json.loads(facts.read_text()))
+            if not info.is_file():
+                _build(data, info, schema, build)
+    return Entry(data, json.loads(info.read_text()))
 
 
-def _build(data: Path, facts: Path, schema: pa.Schema, build: Callable[[pa.RecordBatchFileWriter], Facts]) -> None:
+def _build(data: Path, info: Path, schema: pa.Schema, build: Callable[[pa.RecordBatchFileWriter], Info]) -> None:
     temporary = data.with_name(f"{data.name}.{uuid.uuid4().hex}.tmp")
     try:
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
@@ -68,7 +68,7 @@ def _build(data: Path, facts: Path, schema: pa.Schema, build: Callable[[pa.Recor
         os.replace(temporary, data)
     finally:
         temporary.unlink(missing_ok=True)
-    write_atomically(facts, json.dumps(found).encode())
+    write_atomically(info, json.dumps(found).encode())
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from raycl.data.selection import Indices
-from raycl.data.sources.cache import Entry, Facts, entry, key_of
+from raycl.data.sources.cache import Entry, Info, entry, key_of
 from raycl.data.sources.chunks import ChunkedRows
 from raycl.data.sources.formats import Columns, Format, Row, detect, read_definition, read_rows
 from raycl.data.sources.source import SourceFile
@@ -67,23 +67,23 @@ class RawRows:
     @property
     def count(self) -> int:
         """Number of rows."""
-        return int(self.entry.facts["count"])
+        return int(self.entry.info["count"])
 
     @property
     def dropped(self) -> int:
         """Number of unlabelled rows left out."""
-        return int(self.entry.facts["dropped"])
+        return int(self.entry.info["dropped"])
 
     @property
     def labels(self) -> tuple[str, ...] | None:
         """The closed label set, given or gathered; None for free text."""
-        labels = self.entry.facts["labels"]
+        labels = self.entry.info["labels"]
         return None if labels is None else tuple(labels)
 
     @property
     def definition(self) -> str:
         """The instruction that the file carries, or an empty text."""
-        return str(self.entry.facts["definition"])
+        return str(self.entry.info["definition"])
 
     def open(self) -> ChunkedRows:
         """Columns `text`, `references`, `row` (1-based number in the file)."""
@@ -104,7 +104,7 @@ def ingest(file: SourceFile, reading: Reading, cache: Path) -> RawRows:
     """
     key = key_of(_VERSION, "file", file.content_hash(cache), file.name, asdict(reading))
 
-    def build(writer: pa.RecordBatchFileWriter) -> Facts:
+    def build(writer: pa.RecordBatchFileWriter) -> Info:
         format = detect(file) if reading.format == "auto" else reading.format
         rows = read_rows(file, format, reading.columns)
         definition = read_definition(file) if format == "natural_instructions" else ""
@@ -118,7 +118,7 @@ def ingest_pairs(
 ) -> RawRows:
     """Generated (text, label) pairs; `pairs` is consumed only if `key` is not cached."""
 
-    def build(writer: pa.RecordBatchFileWriter) -> Facts:
+    def build(writer: pa.RecordBatchFileWriter) -> Info:
         rows = (Row(number, text, (label,)) for number, (text, label) in enumerate(pairs, start=1))
         return {**write_rows(rows, Reading(labels=labels), writer, refuse), "definition": ""}
 
@@ -128,7 +128,7 @@ def ingest_pairs(
     return RawRows(key, where, entry(cache / "raw", key, _SCHEMA, build))
 
 
-def write_rows(rows: Iterator[Row], reading: Reading, writer: pa.RecordBatchFileWriter, refuse: Refuse) -> Facts:
+def write_rows(rows: Iterator[Row], reading: Reading, writer: pa.RecordBatchFileWriter, refuse: Refuse) -> Info:
     """Check rows and write them in batches; memory holds one batch at a time."""
     check = _Check(reading, refuse)
     kept = (row for row in map(check, rows) if row is not None)

@@ -66,15 +66,15 @@ def spectral(affinity_SS: Tensor, count: int, seed: int) -> Tensor:
 def weight_clusters(layout: Layout, layers: Mapping[str, nn.Module], count: int, seed: int) -> Tensor:
     """`[F]` cluster of every unit within its group: outputs by rows of `W + s B A`, units of a slot by rows of A."""
     found = []
-    for (path, part), seen in layout.seen.items():
+    for (path, part), units in layout.units.items():
         rows = _low(layers[path]) if part == "low" else _merged(layers[path])
-        found += [balanced_kmeans(own, count, seed) for own in torch.split(rows, list(seen.groups))]
+        found += [balanced_kmeans(own, count, seed) for own in torch.split(rows, list(units.groups))]
     return torch.cat(found)
 
 
 def sequential_clusters(layout: Layout, count: int) -> Tensor:
     """`[F]` cluster of every unit within its group."""
-    return torch.cat([sequential(size, count) for seen in layout.seen.values() for size in seen.groups])
+    return torch.cat([sequential(size, count) for units in layout.units.values() for size in units.groups])
 
 
 def _low(layer: Any) -> Tensor:
@@ -96,7 +96,8 @@ class CoMagnitude:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.affinities = {
-            key: [torch.zeros(size, size, device=device) for size in seen.groups] for key, seen in layout.seen.items()
+            key: [torch.zeros(size, size, device=device) for size in units.groups]
+            for key, units in layout.units.items()
         }
 
     def add(self, key: Any, y: Tensor, weight: Tensor | None) -> None:

@@ -27,9 +27,9 @@ from raycl.kernels.magnitude import summed_gated_magnitude, summed_magnitude
 from raycl.kernels.row_gradient import RowChoice, choose_rows
 from raycl.methods.base import Method
 from raycl.methods.migu.clusters import CoMagnitude, sequential_clusters, weight_clusters
-from raycl.methods.migu.observed_layers import Layout, Part, Seen, layout_of, watched_layers
+from raycl.methods.migu.observed_layers import LayerPart, LayerUnits, Layout, layout_of, observed_layers
 from raycl.methods.migu.row_selection import Groups, Rule, by_size
-from raycl.methods.migu.summary import RowRecord
+from raycl.methods.migu.summary import RowCounts
 from raycl.methods.modifier import GradientModifier, ModifierConfig, Reduce
 from raycl.types import Batch, Phase
 
@@ -87,7 +87,7 @@ class MiguConfig(ModifierConfig):
     )
     random_update: bool = Field(False, description="control: mask as many rows, drawn at random in every step")
 
-    def idle(self) -> Iterator[tuple[str, str]]:
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
         """How clusters are made, where there are none."""
         if self.clusters is None:
             yield from ((name, "clusters=null") for name in ("cluster_by", "cluster_samples"))
@@ -121,18 +121,18 @@ class Migu(GradientModifier):
         """
         super().__init__(config, method)
         self.config: MiguConfig
-        watched_layers(method.backbone, config.layers, config.include_lm_head)
-        self.record = RowRecord()
-        self._stop: list[Callable[[], None]] = []
-        self._choices: dict[tuple[str, Part], RowChoice] = {}
+        observed_layers(method.backbone, config.layers, config.include_lm_head)
+        self.record = RowCounts()
+        self._hook_removers: list[Callable[[], None]] = []
+        self._choices: dict[tuple[str, LayerPart], RowChoice] = {}
         self._layout = Layout({}, {}, 0)
         self._groups: list[Groups] = []
         self._clusters: Tensor | None = None
-        self._together: CoMagnitude | None = None
+        self._co_magnitude: CoMagnitude | None = None
         self._active = self._measured = self._counts = False
-        self._left, self._seed = 0, 0
-        self._reduce: Reduce = _alone
-        self._sums = self._mask = self._still = torch.zeros(0)
+        self._passes_left, self._seed = 0, 0
+        self._reduce: Reduce = _identity
+        self._sums = self._mask = self._masked_rows = torch.zeros(0)
         self._weights: dict[tuple[str, int], Tensor | None] = {}
         self._tokens: dict[tuple[str, int], Tensor] = {}
         self._real: Mapping[Any, Tensor] = {}
@@ -147,7 +147,7 @@ class Migu(GradientModifier):
         """
         config, backbone = self.config, self.method.backbone
         self._active = config.masks(phase.index, only)
-        layers = watched_layers(backbone, config.layers, config.include_lm_head)
+        layers = observed_layers(backbone, config.layers, config.include_lm_head)
         self._layout = layout_of(backbone, layers, config.bias)
         if not self._layout.rows:
             raise RunError(
@@ -155,13 +155,13 @@ class Migu(GradientModifier):
                 f"'{phase.name}': expected a method that trains some of them; drop the modifier, or name them in "
                 "modifiers.migu.layers"
             )
-        self.reach = tuple(self._layout.rows)
+        self.parameter_names = tuple(self._layout.rows)
         if not resumed:
             self._clusters = self._first_clusters(phase, layers)
         self._group()
         self._sums = torch.zeros(self._layout.size, device=backbone.device)
         self._mask = torch.ones(self._layout.size, device=backbone.device, dtype=torch.bool)
-        self._still = ~self._mask
+        self._masked_rows = ~self._mask
         self.record.begin(self._layout, backbone.device, resumed)
         self._attach(layers)
 
@@ -176,69 +176,69 @@ class Migu(GradientModifier):
         return weight_clusters(self._layout, layers, count, self.method.seed + phase.index)
 
     def _group(self) -> None:
-        sizes = [size for seen in self._layout.seen.values() for size in seen.groups]
+        sizes = [size for units in self._layout.units.values() for size in units.groups]
         device = self.method.backbone.device
         clusters = None if self._clusters is None else self._clusters.to(device)
         self._groups = by_size(sizes, device, clusters)
 
-    def study(self, show: Callable[[], None], reduce: Reduce) -> None:
+    def observe_rows(self, run_examples: Callable[[], None], reduce: Reduce) -> None:
         """Co-magnitude clusters."""
         assert self.config.clusters is not None, "nothing to study"
-        self._together = CoMagnitude(self._layout, self.method.backbone.device)
-        show()
-        self._clusters = self._together.clusters(reduce, self.config.clusters, self.method.seed)
-        self._together = None
+        self._co_magnitude = CoMagnitude(self._layout, self.method.backbone.device)
+        run_examples()
+        self._clusters = self._co_magnitude.clusters(reduce, self.config.clusters, self.method.seed)
+        self._co_magnitude = None
         self._group()
 
     def _attach(self, layers: Mapping[str, nn.Module]) -> None:
         """Hooks of our own on the layers; whatever hooks there are stay."""
-        for (path, part), seen in self._layout.seen.items():
+        for (path, part), units in self._layout.units.items():
             layer: Any = layers[path]
             if part == "low":
-                layer.watch_low = partial(self._observe_low, seen)
-                self._stop.append(partial(setattr, layer, "watch_low", None))
+                layer.low_observer = partial(self._observe_low, units)
+                self._hook_removers.append(partial(setattr, layer, "low_observer", None))
             else:
-                handle = layer.register_forward_hook(partial(self._observe_output, seen))
-                self._stop.append(handle.remove)
-            if self._active and self.config.row_sparse and self.config.threshold and self._owns_rows(layer, seen):
+                handle = layer.register_forward_hook(partial(self._observe_output, units))
+                self._hook_removers.append(handle.remove)
+            if self._active and self.config.row_sparse and self.config.threshold and self._owns_rows(layer, units):
                 self._choices[path, part] = RowChoice()
-                self._stop.append(choose_rows(layer, self._choices[path, part]))
+                self._hook_removers.append(choose_rows(layer, self._choices[path, part]))
 
-    def _owns_rows(self, layer: nn.Module, seen: Seen) -> bool:
+    def _owns_rows(self, layer: nn.Module, units: LayerUnits) -> bool:
         """Whether the rows of a plain linear's weight are its outputs', and not those of a layer it is tied to."""
-        own = self._layout.rows.get(f"model.{seen.path}.weight")
-        return isinstance(layer, nn.Linear) and own is not None and own.place == seen.place
+        own = self._layout.rows.get(f"model.{units.path}.weight")
+        return isinstance(layer, nn.Linear) and own is not None and own.place == units.place
 
     def end_task(self) -> None:
         """Take our hooks away; what was seen stays as facts."""
-        for stop in self._stop:
+        for stop in self._hook_removers:
             stop()
-        self._stop.clear()
+        self._hook_removers.clear()
         self._choices.clear()
         self.record.end(self._layout)
-        self.reach = self.names = ()
+        self.parameter_names = self.names = ()
         self._layout, self._groups, self._clusters = Layout({}, {}, 0), [], None
-        self._sums = self._mask = self._still = torch.zeros(0)
+        self._sums = self._mask = self._masked_rows = torch.zeros(0)
 
     # ---- a step ----------------------------------------------------------------------------------------------
 
     def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
         """Forget the magnitudes of the step before."""
         self._measured = self.record.steps < FIRST or seed % MEASURED == 0
-        self._left = (1 if self.config.mask_scope == "micro_batch" else micro_batches) * self._works
+        self._passes_left = (1 if self.config.mask_scope == "micro_batch" else micro_batches) * self._makes_mask
         self._seed, self._reduce = seed, reduce
         self._sums.zero_()
-        self._tell_layers(None)
-        self.names = self.reach if self._works else ()
+        self._set_row_choices(None)
+        self.names = self.parameter_names if self._makes_mask else ()
 
     @property
-    def _works(self) -> bool:
+    def _makes_mask(self) -> bool:
         """Whether masks are made in this step: where masking is off, those of measured steps are for the report."""
         return self._active or self._measured
 
-    def watched(self, forward: Callable[[Batch], T], batch: Batch) -> T:
+    def observe_forward(self, forward: Callable[[Batch], T], batch: Batch) -> T:
         """Add up magnitudes while `forward` runs; the mask is known when the last pass that decides has ended."""
-        if not self._left and self._together is None:
+        if not self._passes_left and self._co_magnitude is None:
             return forward(batch)
         self._real, self._counts = self.method.backbone.real_tokens(batch), True
         try:
@@ -247,47 +247,47 @@ class Migu(GradientModifier):
             self._counts = False
             self._weights.clear()
             self._tokens.clear()
-        self._left -= self._together is None
-        if not self._left and self._together is None:
+        self._passes_left -= self._co_magnitude is None
+        if not self._passes_left and self._co_magnitude is None:
             self._choose()
         return output
 
-    def _observe_output(self, seen: Seen, layer: nn.Module, given: Any, y: Tensor) -> None:
+    def _observe_output(self, units: LayerUnits, layer: nn.Module, given: Any, y: Tensor) -> None:
         """Forward hook: `y` is `[B, S, O]`."""
-        if self._counts and self._together is not None:
-            self._together.add((seen.path, "output"), y, self._weight(seen, y))
+        if self._counts and self._co_magnitude is not None:
+            self._co_magnitude.add((units.path, "output"), y, self._weight(units, y))
         elif self._counts:
-            weight = self._weight(seen, y)
+            weight = self._weight(units, y)
             flat = None if weight is None else weight.reshape(-1)
-            rows = None if flat is None or y.device.type == "cpu" else self._rows_of(seen, y, flat)
-            self._sums[seen.place] += summed_magnitude(y.detach().reshape(-1, y.shape[-1]), flat, rows)
+            rows = None if flat is None or y.device.type == "cpu" else self._rows_of(units, y, flat)
+            self._sums[units.place] += summed_magnitude(y.detach().reshape(-1, y.shape[-1]), flat, rows)
 
-    def _observe_low(self, seen: Seen, h: Tensor, gate_BR: Tensor) -> None:
+    def _observe_low(self, units: LayerUnits, h: Tensor, gate_BR: Tensor) -> None:
         """`h` is `[B, S, R]`."""
-        if self._counts and self._together is not None:
-            self._together.add((seen.path, "low"), h, self._weight(seen, h))
+        if self._counts and self._co_magnitude is not None:
+            self._co_magnitude.add((units.path, "low"), h, self._weight(units, h))
         elif self._counts:
-            weight = self._weight(seen, h)
-            self._sums[seen.place] += summed_gated_magnitude(h.detach(), gate_BR.detach(), weight)
+            weight = self._weight(units, h)
+            self._sums[units.place] += summed_gated_magnitude(h.detach(), gate_BR.detach(), weight)
 
-    def _weight(self, seen: Seen, y: Tensor) -> Tensor | None:
+    def _weight(self, units: LayerUnits, y: Tensor) -> Tensor | None:
         """`[B, S]` float32, 1 on real tokens; None where all are. A prefix in front of the text is no text."""
-        real_BS = self._real[seen.side]
+        real_BS = self._real[units.side]
         before = y.shape[1] - real_BS.shape[1] if y.dim() == 3 else -1
         if before < 0 or y.shape[0] != real_BS.shape[0]:
             raise RunError(
-                f"modifiers.migu: layer '{seen.path}' gives {tuple(y.shape)} for a batch of {tuple(real_BS.shape)} "
+                f"modifiers.migu: layer '{units.path}' gives {tuple(y.shape)} for a batch of {tuple(real_BS.shape)} "
                 "tokens, so it cannot be told which of them are padding: leave it out of modifiers.migu.layers"
             )
-        key = (seen.side, before)
+        key = (units.side, before)
         if key not in self._weights:
             whole = bool(real_BS.all()) and not before
             self._weights[key] = None if whole else nn.functional.pad(real_BS.float(), (before, 0))
         return self._weights[key]
 
-    def _rows_of(self, seen: Seen, y: Tensor, weight_N: Tensor) -> Tensor:
+    def _rows_of(self, units: LayerUnits, y: Tensor, weight_N: Tensor) -> Tensor:
         """Tokens that count, found once for all layers of a pass."""
-        key = (seen.side, y.shape[1])
+        key = (units.side, y.shape[1])
         if key not in self._tokens:
             self._tokens[key] = weight_N.nonzero().squeeze(1)
         return self._tokens[key]
@@ -301,14 +301,14 @@ class Migu(GradientModifier):
             self._sums = self._reduce(self._sums)
         for groups in self._groups:
             groups.choose(self._sums, self.config.threshold, self.config.rule, self._mask)
-        self._still = ~self._mask
+        self._masked_rows = ~self._mask
         self.record.count(self._mask)
         if self._choices and not self._measured:  # what is measured must be whole
-            self._tell_layers(self._mask.nonzero().squeeze(1))
+            self._set_row_choices(self._mask.nonzero().squeeze(1))
 
-    def _tell_layers(self, kept_F: Tensor | None) -> None:
+    def _set_row_choices(self, kept_F: Tensor | None) -> None:
         """From here on the layers' backward forms these rows of their weights' gradients only; None: all."""
-        places = [self._layout.seen[key].place for key in self._choices]
+        places = [self._layout.units[key].place for key in self._choices]
         if kept_F is None:
             bounds = [(0, 0)] * len(places)
         else:
@@ -321,14 +321,14 @@ class Migu(GradientModifier):
 
     def __call__(self, name: str, gradient: Tensor) -> Tensor:
         """Zero where masked; exactly so, whatever stood there."""
-        masked = self._layout.rows[name].on(self._still)
+        masked = self._layout.rows[name].on(self._masked_rows)
         if self._measured:
             self.record.measure(gradient, masked)
         return gradient.masked_fill_(masked, 0) if self._active else gradient
 
     def masked(self, name: str) -> Tensor | None:
         """The rows (columns, where a weight is kept the other way round) that are not updated in this step."""
-        return self._layout.rows[name].on(self._still) if self._active and name in self.names else None
+        return self._layout.rows[name].on(self._masked_rows) if self._active and name in self.names else None
 
     def held(self, name: str) -> Tensor | None:
         """Masked rows, under `mask_update`."""
@@ -352,6 +352,6 @@ class Migu(GradientModifier):
         self.record.load(state.get("summary", {}), tensors)
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     """The sum over one worker."""
     return tensor

@@ -17,12 +17,12 @@ from raycl.backbone.base import Side
 from raycl.backbone.roles import is_linear, matching
 from raycl.errors import BackboneError, ConfigError
 
-Part = Literal["output", "low"]
+LayerPart = Literal["output", "low"]
 """A layer's outputs, or the units between A and B of its adapters in training."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class LayerUnits:
     """Units of one layer.
 
     Attributes:
@@ -54,15 +54,15 @@ class Layout:
     """The flat vector of one task.
 
     Attributes:
-        seen: (path, part) -> its units, in their order. rows: parameter's name in the backbone -> its units.
+        units: (path, part) -> its units, in their order. rows: parameter's name in the backbone -> its units.
     """
 
-    seen: dict[tuple[str, Part], Seen]
+    units: dict[tuple[str, LayerPart], LayerUnits]
     rows: dict[str, Rows]
     size: int
 
 
-def watched_layers(backbone: Backbone, targets: Sequence[str], include_lm_head: bool) -> dict[str, nn.Module]:
+def observed_layers(backbone: Backbone, targets: Sequence[str], include_lm_head: bool) -> dict[str, nn.Module]:
     """Path in the backbone's model -> linear, or the adapted layer that took its place.
 
     Raises:
@@ -102,7 +102,7 @@ def layout_of(backbone: Backbone, layers: Mapping[str, nn.Module], bias: bool) -
         bias: biases are masked with their rows.
     """
     names = {id(p): name for name, p in backbone.named_parameters() if p.requires_grad}
-    seen: dict[tuple[str, Part], Seen] = {}
+    units: dict[tuple[str, LayerPart], LayerUnits] = {}
     rows: dict[str, Rows] = {}
     size = 0
     for path, layer in layers.items():
@@ -112,12 +112,12 @@ def layout_of(backbone: Backbone, layers: Mapping[str, nn.Module], bias: bool) -
                 continue
             place = slice(size, size + sum(groups))
             size = place.stop
-            seen[path, part] = Seen(path, place, backbone.side(path), groups)
+            units[path, part] = LayerUnits(path, place, backbone.side(path), groups)
             rows |= {name: Rows(place, axis, dims) for name, axis, dims in trained if name not in rows}
-    return Layout(seen, rows, size)
+    return Layout(units, rows, size)
 
 
-def _parts(layer: Any, bias: bool) -> list[tuple[Part, tuple[int, ...], list[tuple[Tensor, int]]]]:
+def _parts(layer: Any, bias: bool) -> list[tuple[LayerPart, tuple[int, ...], list[tuple[Tensor, int]]]]:
     """(part, sizes of its groups, parameters that it masks with the axis of its units)."""
     base: Any = layer.base if isinstance(layer, StackedLora) else layer
     axis = 0 if isinstance(base, nn.Linear) else 1  # Conv1D keeps [in, out]
@@ -130,4 +130,4 @@ def _parts(layer: Any, bias: bool) -> list[tuple[Part, tuple[int, ...], list[tup
     if layer.lora_A is not None and layer.lora_B is not None:
         low.append((layer.lora_A, 0))
         output.append((layer.lora_B, 0))
-    return [("low", layer.live_ranks, low), ("output", (layer.outputs,), output)]
+    return [("low", layer.trainable_ranks, low), ("output", (layer.outputs,), output)]

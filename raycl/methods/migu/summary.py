@@ -18,7 +18,7 @@ from torch import Tensor
 from raycl.methods.migu.observed_layers import Layout
 
 
-class RowRecord:
+class RowCounts:
     """One stage's counts.
 
     Attributes:
@@ -32,15 +32,15 @@ class RowRecord:
         self.summary: dict[str, Any] = {}
         self.steps = 0
         self._counts = torch.zeros(0, dtype=torch.int32)
-        self._tally = torch.zeros(2, dtype=torch.float64)
+        self._squared_norms = torch.zeros(2, dtype=torch.float64)
         """Squared norm of what was kept, and of everything."""
 
     def begin(self, layout: Layout, device: torch.device, resumed: bool) -> None:
         """Start at nothing, or go on."""
         if not resumed or len(self._counts) != layout.size:
-            self.steps, self._tally = 0, torch.zeros_like(self._tally)
+            self.steps, self._squared_norms = 0, torch.zeros_like(self._squared_norms)
             self._counts = torch.zeros(layout.size, dtype=torch.int32)
-        self._counts, self._tally = self._counts.to(device), self._tally.to(device)
+        self._counts, self._squared_norms = self._counts.to(device), self._squared_norms.to(device)
 
     def count(self, mask_F: Tensor) -> None:
         """A step keeps these rows."""
@@ -50,14 +50,14 @@ class RowRecord:
     def measure(self, gradient: Tensor, masked: Tensor) -> None:
         """A whole gradient before it is masked."""
         squares = gradient.detach().double().square()
-        self._tally[0] += squares.masked_fill(masked, 0).sum()
-        self._tally[1] += squares.sum()
+        self._squared_norms[0] += squares.masked_fill(masked, 0).sum()
+        self._squared_norms[1] += squares.sum()
 
     def end(self, layout: Layout) -> None:
         """The stage's facts; counts are dropped."""
-        within, whole = self._tally.tolist()
+        within, whole = self._squared_norms.tolist()
         counts = self._counts.cpu()
-        outputs = {seen.path: counts[seen.place] for (_, part), seen in layout.seen.items() if part == "output"}
+        outputs = {units.path: counts[units.place] for (_, part), units in layout.units.items() if part == "output"}
         layers = {path: _most_often(part, self.steps) for path, part in outputs.items()} if self.steps else {}
         self.summary = {
             "steps": self.steps,
@@ -70,13 +70,17 @@ class RowRecord:
         """For checkpoints; empty between stages."""
         if not len(self._counts):
             return {}
-        return {"counts": self._counts.cpu(), "tally": self._tally.cpu(), "steps": torch.tensor(self.steps)}
+        return {
+            "counts": self._counts.cpu(),
+            "squared_norms": self._squared_norms.cpu(),
+            "steps": torch.tensor(self.steps),
+        }
 
     def load(self, summary: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """What `summary` and `tensors` were."""
         self.summary = summary
         if "counts" in tensors:
-            self._counts, self._tally = tensors["counts"].clone(), tensors["tally"].clone()
+            self._counts, self._squared_norms = tensors["counts"].clone(), tensors["squared_norms"].clone()
             self.steps = int(tensors["steps"])
 
 

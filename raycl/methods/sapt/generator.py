@@ -10,10 +10,10 @@ no vocabulary grows. Where this is not the paper's or its authors' way (methods.
 - It is trained. Theirs as released trains nothing: its LoRA is frozen.
 - An epoch is so many steps on rows drawn at random; the prompt starts as random words of the vocabulary, and
   Adafactor's rate is not scaled by its size (LFPT5's code, which SAPT's 300 positions and rate are from).
-Nothing that was learned is lost where it fails, for it works when its task is trained already. Too few texts: those
-there are stand for the task. None at all: stored training inputs do, as with method.arm.source=real. Both are logged
-as a warning, and the second is told in the run's results (`stand_ins`) and beside the samples. So who must never keep
-training inputs looks there, or brings texts along (method.arm.source=file).
+A generator that fails costs no training, since it runs after its task was trained. If it produces too few texts, only
+those are kept. If it produces none, stored training inputs are kept instead, as with method.arm.source=real. Both cases
+are logged as a warning, and the second is recorded in the run's results (`fallback_samples`) and beside the samples. If
+training inputs must never be kept, check that number, or provide texts (method.arm.source=file).
 Every worker trains the same one: it is small, and no part of the stream's own training; what the first one wrote
 counts (`raycl.methods.sapt.pseudo_samples.same_everywhere`).
 What it does not know: the method, what its texts are used for.
@@ -155,7 +155,7 @@ class Generator:
         if config.backbone is not None:
             codec = load_codec(config.backbone, 1, 1)
             self.backbone, own = load_backbone(config.backbone, codec, backbone.device, seed, trains=True), None
-        self._borrowed, self.stack = own, own
+        self._run_stack, self.stack = own, own
         model = self.backbone.model
         if config.value == "prompt":
             self.stack = None
@@ -172,19 +172,19 @@ class Generator:
         try:
             for number, table in enumerate(context.tables("train")):
                 count, seed = volume(fraction, len(table)), self.seed + number
-                texts = self._like(table.texts(range(len(table))), count, seed)
-                self._tell(table.task.name, len(texts), count)
+                texts = self._samples_like(table.texts(range(len(table))), count, seed)
+                self._warn_missing(table.task.name, len(texts), count)
                 if texts:
                     prompts += context.prompts(table.task, texts)
                 else:
                     prompts += drawn_sources(table, count, torch.Generator().manual_seed(seed))
                     stored += count
         finally:
-            if self.stack is not None and self._borrowed is None:
+            if self.stack is not None and self._run_stack is None:
                 self.stack.detach()
         return PseudoSamples(prompts, [], [], stored)
 
-    def _tell(self, task: str, found: int, count: int) -> None:
+    def _warn_missing(self, task: str, found: int, count: int) -> None:
         """Warn where texts are missing."""
         if found == count:
             return
@@ -195,23 +195,23 @@ class Generator:
             f"new run may train it longer (method.generator.{length}) or more gently (method.generator.{rate})"
         )
 
-    def _like(self, texts: Sequence[str], count: int, seed: int) -> list[str]:
+    def _samples_like(self, texts: Sequence[str], count: int, seed: int) -> list[str]:
         """`count` texts like these, or fewer; a generator that diverged writes none."""
         backbone, was_training = self.backbone, self.backbone.training
-        thawed = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
+        unfrozen = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
         torch.manual_seed(seed)
-        for parameter in thawed:
+        for parameter in unfrozen:
             parameter.requires_grad_(False)
         try:
             start_PD = self._start()
-            parameters = [start_PD, *self._live()]
+            parameters = [start_PD, *self._trainable()]
             self._train(texts, start_PD, parameters, seed)
             is_sound = all(bool(parameter.isfinite().all()) for parameter in parameters)
-            return self._sampled(start_PD, count) if is_sound else []
+            return self._sample(start_PD, count) if is_sound else []
         finally:
             if self.stack is not None:
                 self.stack.end_training()
-            for parameter in thawed:
+            for parameter in unfrozen:
                 parameter.requires_grad_(True)
             backbone.train(was_training)
 
@@ -221,7 +221,7 @@ class Generator:
         chosen = torch.randint(len(words), (self.config.positions - 1,)).to(words.device)
         return nn.Parameter(torch.cat([words[chosen].float(), words.float().mean(0, keepdim=True)]))
 
-    def _live(self) -> list[nn.Parameter]:
+    def _trainable(self) -> list[nn.Parameter]:
         """The LoRA in training; nothing with a prompt."""
         if self.stack is None:
             return []
@@ -232,7 +232,7 @@ class Generator:
             parameter.data = parameter.data.float()
         return own
 
-    def _speaking(self, rows: int) -> AbstractContextManager[None]:
+    def _activated(self, rows: int) -> AbstractContextManager[None]:
         """The generator's LoRA alone; with a prompt the bare backbone."""
         return nullcontext() if self.stack is None else self.stack.activate(Mixture.same({NAME: 1.0}, rows))
 
@@ -251,7 +251,7 @@ class Generator:
         for _ in range(self.config.steps_for(len(ids))):
             chosen = torch.randint(len(ids), (min(self.config.batch, len(ids)),), generator=draw).tolist()
             labels = _padded([ids[number] for number in chosen]).to(self.backbone.device)
-            with self._speaking(len(labels)):
+            with self._activated(len(labels)):
                 loss = self._loss(labels, start_PD) / int((labels != IGNORE).sum())
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -279,13 +279,13 @@ class Generator:
         return start_PD.to(self.backbone.dtype).expand(rows, -1, -1)
 
     @torch.no_grad()
-    def _sampled(self, start_PD: Tensor, count: int) -> list[str]:
+    def _sample(self, start_PD: Tensor, count: int) -> list[str]:
         """`count` texts that are not empty, one after another by top-k sampling; fewer if `TRIES` rounds give fewer."""
         backbone, config, found = self.backbone.eval(), self.config, list[str]()
         for _ in range(TRIES):
             for start in range(0, count, config.batch):
                 rows = min(config.batch, count - start)
-                with self._speaking(rows), backbone.precision():
+                with self._activated(rows), backbone.precision():
                     ids = backbone.model.generate(
                         inputs_embeds=self._read(start_PD, rows),
                         attention_mask=torch.ones(rows, len(start_PD), dtype=torch.long, device=backbone.device),

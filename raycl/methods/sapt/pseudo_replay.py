@@ -17,7 +17,7 @@ from torch import Tensor
 from raycl.methods.sapt.pseudo_samples import PseudoSamples
 from raycl.types import IGNORE, Batch
 
-Place = tuple[int, int]
+SampleIndex = tuple[int, int]
 """Memory, and sample in it."""
 
 
@@ -32,26 +32,26 @@ class PseudoReplay:
             rows: training rows of the present stage.
         """
         self.samples, self.labels, self.rows, self.seed = samples, labels, rows, seed
-        self._places = [(memory, number) for memory, held in enumerate(samples) for number in range(len(held))]
-        self._dealt = lru_cache(maxsize=1)(self._deal)
+        self._indices = [(entry, number) for entry, held in enumerate(samples) for number in range(len(held))]
+        self._assigned = lru_cache(maxsize=1)(self._assign)
 
-    def _deal(self, epoch: int) -> dict[int, list[Place]]:
+    def _assign(self, epoch: int) -> dict[int, list[SampleIndex]]:
         """Row -> samples that ride along with it in this epoch."""
         order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
-        found: dict[int, list[Place]] = {}
-        for number, place in enumerate(self._places):
-            found.setdefault(order[number % self.rows], []).append(place)
+        found: dict[int, list[SampleIndex]] = {}
+        for number, index in enumerate(self._indices):
+            found.setdefault(order[number % self.rows], []).append(index)
         return found
 
     def joined(self, batch: Batch, epoch: int, pad_id: int) -> Batch:
         """The batch with the samples that ride along with its rows behind it."""
-        dealt = self._dealt(epoch)
-        mine = [place for row in batch.rows.tolist() for place in dealt.get(row, ())]
+        assigned = self._assigned(epoch)
+        mine = [index for row in batch.rows.tolist() for index in assigned.get(row, ())]
         if not mine:
             return batch
-        sources = [self.samples[memory].sources[number] for memory, number in mine]
-        targets = [self.samples[memory].targets[number] for memory, number in mine]
-        rows = [self._label(memory, self.samples[memory].labels[number]) for memory, number in mine]
+        sources = [self.samples[entry].sources[number] for entry, number in mine]
+        targets = [self.samples[entry].targets[number] for entry, number in mine]
+        rows = [self._label(entry, self.samples[entry].labels[number]) for entry, number in mine]
         blank = ("",) * len(mine)
         return replace(
             batch,
@@ -65,8 +65,8 @@ class PseudoReplay:
             tasks=(*batch.tasks, *blank) if batch.tasks else (),
         )
 
-    def _label(self, memory: int, label: int) -> int:
-        known = self.labels[memory]
+    def _label(self, entry: int, label: int) -> int:
+        known = self.labels[entry]
         return known[label] if known and label >= 0 else IGNORE
 
 

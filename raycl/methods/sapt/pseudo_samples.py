@@ -34,13 +34,13 @@ class PseudoSamples:
         sources: prompt ids of each, with the model's special tokens.
         targets: answer ids of each, or empty lists; empty where answers are not kept.
         labels: row of the stage's labels of each, -1 for none; empty where answers are not kept.
-        stand_ins: how many of them are training inputs because a generator wrote nothing.
+        fallback_samples: how many of them are training inputs because a generator wrote nothing.
     """
 
     sources: list[list[int]]
     targets: list[list[int]]
     labels: list[int]
-    stand_ins: int = 0
+    fallback_samples: int = 0
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -51,19 +51,19 @@ class PseudoSamples:
         if self.labels:
             found |= {"target_ids": _flat(self.targets), "target_lengths": _lengths(self.targets)}
             found["labels"] = torch.tensor(self.labels, dtype=torch.int32)
-        if self.stand_ins:
-            found["stand_ins"] = torch.tensor([self.stand_ins], dtype=torch.int32)
+        if self.fallback_samples:
+            found["fallback_samples"] = torch.tensor([self.fallback_samples], dtype=torch.int32)
         return found
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> PseudoSamples:
         """Back from what `tensors` gave."""
         sources = _split(tensors["source_ids"], tensors["source_lengths"])
-        stand_ins = int(tensors["stand_ins"]) if "stand_ins" in tensors else 0
+        fallback_samples = int(tensors["fallback_samples"]) if "fallback_samples" in tensors else 0
         if "labels" not in tensors:
-            return PseudoSamples(sources, [], [], stand_ins)
+            return PseudoSamples(sources, [], [], fallback_samples)
         targets = _split(tensors["target_ids"], tensors["target_lengths"])
-        return PseudoSamples(sources, targets, tensors["labels"].tolist(), stand_ins)
+        return PseudoSamples(sources, targets, tensors["labels"].tolist(), fallback_samples)
 
 
 def same_everywhere(samples: PseudoSamples, device: torch.device) -> PseudoSamples:
@@ -83,8 +83,8 @@ def same_everywhere(samples: PseudoSamples, device: torch.device) -> PseudoSampl
 def counts_of(kept: Mapping[str, PseudoSamples]) -> dict[str, dict[str, int]]:
     """For people: how many samples stand for each task; where a generator failed, also how many stand in for its."""
     found = {"pseudo": {task: len(samples) for task, samples in kept.items()}}
-    stand_ins = {task: samples.stand_ins for task, samples in kept.items() if samples.stand_ins}
-    return found | ({"stand_ins": stand_ins} if stand_ins else {})
+    fallback_samples = {task: samples.fallback_samples for task, samples in kept.items() if samples.fallback_samples}
+    return found | ({"fallback_samples": fallback_samples} if fallback_samples else {})
 
 
 def volume(fraction: float, rows: int) -> int:

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from raycl.config import Section
-from raycl.data.settings import Place
+from raycl.data.settings import PathOrUri
 from raycl.methods.base import under
 from raycl.methods.context import Step
 from raycl.methods.replay_buffer import ReplayBuffer
@@ -40,7 +40,7 @@ class ReflectionConfig(Section):
         "trained on each task (the paper's); file: <files>/<task>.jsonl",
     )
     fraction: float = Field(0.02, gt=0, le=1, description="pseudo-samples per training row; at least one per task")
-    files: Place = Field(
+    files: PathOrUri = Field(
         None,
         description="source=file: folder of <task>.jsonl, lines of {text: ...}, or of the authors' <task>/train.json",
     )

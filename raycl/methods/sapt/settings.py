@@ -62,7 +62,7 @@ class SaptConfig(MethodConfig):
             settings["arm"] = {name: settings["arm"][name] for name in kept}
         return settings
 
-    def idle(self) -> Iterator[tuple[str, str]]:
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
         """What the other kind of block has, and what belongs to a part that is left out, or a source not taken."""
         others = ("rank", "alpha", "dropout", "targets") if self.value == "prompt" else ("prompt_length",)
         yield from ((name, f"value={self.value}") for name in others)
@@ -79,9 +79,9 @@ class SaptConfig(MethodConfig):
         if self.arm.source != "file":
             yield "arm.files", f"arm.source={self.arm.source}"
 
-    def idle_beside(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
+    def unused_with(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
         """Of label heads whose scores are added, all are evaluated (`AttentionConfig.settled`)."""
-        yield from super().idle_beside(has_label_head, reason)
+        yield from super().unused_with(has_label_head, reason)
         if has_label_head and self.head_rule == "logit":
             yield "attention.pruning_threshold", f"method.head_rule=logit and {reason}"
 

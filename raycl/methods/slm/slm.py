@@ -76,7 +76,7 @@ class SlmConfig(MethodConfig):
 
     label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
 
-    def idle(self) -> Iterator[tuple[str, str]]:
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
         """What slots of another kind hold."""
         others = ("rank", "a_init_std", "targets") if self.value == "prompt" else ("prompt_length",)
         yield from ((name, f"value={self.value}") for name in others)

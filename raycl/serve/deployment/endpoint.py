@@ -80,7 +80,7 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
     asked = {name: amount for name, amount in total_resources(config).items() if amount}
     waits = not cluster.fits(asked)
     try:
-        with cluster.said_while(lambda: waits, asked, "replicas, threads or cpus"):
+        with cluster.log_while_pending(lambda: waits, asked, "replicas, threads or cpus"):
             serve.run(application, name=name, route_prefix=prefix)
     except RuntimeError as error:
         status = serve.status().applications.get(name)

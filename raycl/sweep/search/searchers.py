@@ -18,7 +18,7 @@ from ray.tune.search import Searcher
 
 from raycl import config as configs
 from raycl.sweep.config import SweepConfig
-from raycl.sweep.place import Place, plain
+from raycl.sweep.folder import SweepFolder, plain
 from raycl.sweep.search.space import Draw, Settings, in_order, key_of, step_value
 from raycl.sweep.trials.trial import FAILED, SCORES, TASKS
 from raycl.training.records.stop_request import HostStop
@@ -27,16 +27,16 @@ from raycl.training.records.stop_signal import is_stopped
 log = logging.getLogger("raycl")
 
 
-class Remembering(Searcher, ABC):  # type: ignore[misc]
+class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
     """A searcher whose proposals are written down.
 
     Attributes:
         numbers: Tune's trial id -> number of the trial. stop: a request there ends the search.
     """
 
-    def __init__(self, sweep: SweepConfig, place: Place) -> None:
+    def __init__(self, sweep: SweepConfig, folder: SweepFolder) -> None:
         super().__init__()
-        self.sweep, self.place = sweep, place
+        self.sweep, self.folder = sweep, folder
         self.numbers: dict[str, int] = {}
         self.stop: HostStop | None = None
 
@@ -52,9 +52,9 @@ class Remembering(Searcher, ABC):  # type: ignore[misc]
             return str(Searcher.FINISHED)
         number, settings = found
         self.numbers[trial_id] = number
-        self.place.forgive(number)
-        self.place.remember(number, settings)
-        run = configs.as_tree(self.place.config(self.sweep, number, settings))  # here, where paths mean what they say
+        self.folder.clear_failure(number)
+        self.folder.write_settings(number, settings)
+        run = configs.as_tree(self.folder.config(self.sweep, number, settings))  # here, where paths mean what they say
         return {"number": number, "settings": settings, "run": json.dumps(run)}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
@@ -74,11 +74,11 @@ class Remembering(Searcher, ABC):  # type: ignore[misc]
         return {}
 
 
-class Planned(Remembering):
+class Planned(RecordingSearcher):
     """Trials of a list, in order."""
 
-    def __init__(self, sweep: SweepConfig, place: Place, trials: Mapping[int, Settings]) -> None:
-        super().__init__(sweep, place)
+    def __init__(self, sweep: SweepConfig, folder: SweepFolder, trials: Mapping[int, Settings]) -> None:
+        super().__init__(sweep, folder)
         self.left = dict(trials)
 
     def next_trial(self) -> tuple[int, Settings] | None:
@@ -100,7 +100,7 @@ class Result:
     stopped: bool
 
 
-class Guided(Remembering):
+class Guided(RecordingSearcher):
     """Optuna's TPE, told of every trial's scores.
 
     A trial that the scheduler stopped counts as pruned: TPE ranks it by the scores that it had on the way.
@@ -109,19 +109,19 @@ class Guided(Remembering):
     ends where few different trials are left.
     """
 
-    def __init__(self, sweep: SweepConfig, place: Place, again: Mapping[int, Settings]) -> None:
+    def __init__(self, sweep: SweepConfig, folder: SweepFolder, again: Mapping[int, Settings]) -> None:
         """Args:
         again: trials that were proposed in an earlier session and not finished; they come first.
         """
-        super().__init__(sweep, place)
+        super().__init__(sweep, folder)
         self.again = dict(again)
         self.study = _study(sweep)
-        self.asked: dict[int, Any] = {}
+        self.open_trials: dict[int, Any] = {}
         self.curves: dict[int, dict[int, Sequence[float | None]]] = {}
-        self.keys = {number: key_of(settings) for number, settings in place.settings().items()}
+        self.keys = {number: key_of(settings) for number, settings in folder.settings().items()}
         self.results: dict[str, Result] = {}
         self.waiting: dict[str, list[Any]] = {}
-        repeated = place.repeated()
+        repeated = folder.repeated()
         self.made = max([*self.keys, *repeated, -1]) + 1
         for settings in repeated.values():
             self._repeat(key_of(sweep.collapsed(settings)), self._ask_for(settings))
@@ -141,7 +141,7 @@ class Guided(Remembering):
         if self.again:
             number = next(iter(self.again))
             settings = self.again.pop(number)
-            self.asked[number], self.keys[number] = self._ask_for(settings), key_of(settings)
+            self.open_trials[number], self.keys[number] = self._ask_for(settings), key_of(settings)
             return number, settings
         while self.made < self.sweep.samples:
             trial = self.study.ask(self._distributions())
@@ -151,32 +151,32 @@ class Guided(Remembering):
             key = key_of(settings)
             if key in self.keys.values() and len(settings) < len(proposed):
                 log.info("proposal %d equals an earlier trial and gets its result", number)
-                self.place.remember_repeated(number, proposed)
+                self.folder.write_repeated(number, proposed)
                 self._repeat(key, trial)
                 continue
-            self.asked[number], self.keys[number] = trial, key
+            self.open_trials[number], self.keys[number] = trial, key
             return number, settings
         return None
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """A row."""
         number = self.numbers.get(trial_id)
-        if number is not None and number in self.asked and TASKS in result:
+        if number is not None and number in self.open_trials and TASKS in result:
             tasks, values = int(result[TASKS]), self._values(result)
             self.curves.setdefault(number, {})[tasks] = values
-            self._on_the_way(self.asked[number], tasks, values)
+            self._on_the_way(self.open_trials[number], tasks, values)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """The last row, or an error."""
         number = self.numbers.get(trial_id)
-        if number is None or number not in self.asked:
+        if number is None or number not in self.open_trials:
             return
         failed = error or not result or FAILED in result
         values = [] if failed or result is None else self._values(result)
-        stopped = bool(values) and is_stopped(self.place.run(number), int((result or {})[TASKS]))
-        told = Result(self.curves.pop(number, {}), values, stopped)
-        self._close(self.asked.pop(number), told)
-        self._share(self.keys[number], told)
+        stopped = bool(values) and is_stopped(self.folder.run(number), int((result or {})[TASKS]))
+        found = Result(self.curves.pop(number, {}), values, stopped)
+        self._close(self.open_trials.pop(number), found)
+        self._share(self.keys[number], found)
 
     def _ask_for(self, settings: Settings) -> Any:
         """An Optuna trial with given settings; what they leave out is drawn."""
@@ -201,7 +201,7 @@ class Guided(Remembering):
         self._close(trial, result)
 
     def _values(self, result: Mapping[str, Any]) -> list[float | None]:
-        return [result.get(f"{SCORES}{place}") for place in range(len(self.sweep.metrics))]
+        return [result.get(f"{SCORES}{index}") for index in range(len(self.sweep.metrics))]
 
     def _on_the_way(self, trial: Any, tasks: int, values: Sequence[float | None]) -> None:
         if len(values) == 1 and values[0] is not None:

@@ -16,9 +16,9 @@ from typing import Any
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
 
 from raycl.sweep.config import SweepConfig
-from raycl.sweep.place import Place
+from raycl.sweep.folder import SweepFolder
 from raycl.sweep.trials.trial import FAILED, SCORES, TASKS
-from raycl.training.records.stop_signal import give_word, word
+from raycl.training.records.stop_signal import read_decision, write_decision
 
 log = logging.getLogger("raycl")
 
@@ -50,12 +50,12 @@ def rule_of(sweep: SweepConfig, tasks: int) -> Any:
 class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
     """Starts trials in order; after each task the rule says whether a trial goes on."""
 
-    def __init__(self, place: Place, rule: Any, tasks: int, total: int) -> None:
+    def __init__(self, folder: SweepFolder, rule: Any, tasks: int, total: int) -> None:
         """Args:
         rule: Tune's scheduler; None: all go on. total: trials, for people.
         """
         super().__init__()
-        self.place, self.rule, self.tasks, self.total = place, rule, tasks, total
+        self.folder, self.rule, self.tasks, self.total = folder, rule, tasks, total
 
     def replay(self, number: int, scores: Sequence[float | None]) -> None:
         """A trial of an earlier session, so that the rule knows what later ones are compared with."""
@@ -78,16 +78,18 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
         """Give the run its word; Tune goes on in any case."""
         if FAILED in result or TASKS not in result or result.get("done"):
             return str(TrialScheduler.CONTINUE)
-        goes_on = True
+        continues = True
         if self.rule is not None:
             decision = self.rule.on_trial_result(tune_controller, trial, result)
             last = result[TASKS] >= self.tasks
-            run = self.place.run(trial.config["number"])
-            said = word(run, int(result[TASKS]))  # by an earlier session, or before its process died: it holds
-            goes_on = decision != TrialScheduler.STOP or last if said is None else said
-            if said is None:
-                give_word(run, int(result[TASKS]), goes_on)
-        self._say(trial.config, result, goes_on)
+            run = self.folder.run(trial.config["number"])
+            earlier = read_decision(
+                run, int(result[TASKS])
+            )  # by an earlier session, or before its process died: it holds
+            continues = decision != TrialScheduler.STOP or last if earlier is None else earlier
+            if earlier is None:
+                write_decision(run, int(result[TASKS]), continues)
+        self._log(trial.config, result, continues)
         return str(TrialScheduler.CONTINUE)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
@@ -98,9 +100,9 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         """Rules forget it."""
 
-    def _say(self, given: dict[str, Any], result: dict[str, Any], goes_on: bool) -> None:
+    def _log(self, given: dict[str, Any], result: dict[str, Any], continues: bool) -> None:
         scores = [f"{value:.2f}" for key, value in sorted(result.items()) if key.startswith(SCORES)]
         settings = " ".join(f"{path.rpartition('.')[2]}={value}" for path, value in given.get("settings", {}).items())
-        stopped = "" if goes_on else ", stopped"
-        place = (given["number"] + 1, self.total, settings, result[TASKS], self.tasks)
-        log.info("trial %d of %d (%s): %d of %d tasks, %s%s", *place, " ".join(scores) or "-", stopped)
+        stopped = "" if continues else ", stopped"
+        values = (given["number"] + 1, self.total, settings, result[TASKS], self.tasks)
+        log.info("trial %d of %d (%s): %d of %d tasks, %s%s", *values, " ".join(scores) or "-", stopped)

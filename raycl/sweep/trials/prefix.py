@@ -35,10 +35,10 @@ def prefix_keys(config: RunConfig, tasks: Sequence[str]) -> list[str]:
     if config.stream.schedule == "joint":
         return []
     keys = []
-    told: list[Any] = [_whole(config, tasks)]
+    parts: list[Any] = [_whole(config, tasks)]
     for index in range(len(tasks) - 1):
-        told.append(_stage(config, index, tasks))
-        keys.append(hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:24])
+        parts.append(_phase(config, index, tasks))
+        keys.append(hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24])
     return keys
 
 
@@ -57,7 +57,7 @@ def _whole(config: RunConfig, tasks: Sequence[str]) -> Tree:
     return {**kept, "raycl": __version__, "workers": workers}
 
 
-def _stage(config: RunConfig, index: int, tasks: Sequence[str]) -> Tree:
+def _phase(config: RunConfig, index: int, tasks: Sequence[str]) -> Tree:
     """What acts in one stage beside that."""
     return {
         "task": tasks[index],
@@ -72,12 +72,12 @@ def shared_keys(keys: Sequence[Sequence[str]]) -> set[str]:
     return {key for key, count in Counter(key for trial in keys for key in set(trial)).items() if count > 1}
 
 
-def lent_records(records: list[Tree], lender: Tree, borrower: Tree) -> list[Tree]:
+def fork_records(records: list[Tree], source_modifiers: Tree, target_modifiers: Tree) -> list[Tree]:
     """Ledger records as the borrower may have them: without facts that depend on modifier settings it has not.
 
     A modifier that does not act yet may still report what it would have done (MIGU's rows on an unmasked task).
     """
-    if lender == borrower:
+    if source_modifiers == target_modifiers:
         return records
     return [
         {**record, "summary": {key: value for key, value in record["summary"].items() if key != "modifiers"}}

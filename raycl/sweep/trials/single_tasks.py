@@ -43,11 +43,11 @@ def separate_key(tree: Tree) -> str:
     return hashlib.sha256(json.dumps([kept, workers, __version__], sort_keys=True).encode()).hexdigest()[:24]
 
 
-def singles_of(config: RunConfig, directory: str, hosting: driver.RunOptions | None = None) -> RunConfig:
+def singles_of(config: RunConfig, directory: str, options: driver.RunOptions | None = None) -> RunConfig:
     """The config with `eval.singles` at the finished run of schedule `separate`, which runs first if there is none.
 
     Args:
-        hosting: where it runs.
+        options: where it runs.
 
     Two trials that need it at the same moment both make it; the first to finish is the one that counts.
 
@@ -60,7 +60,7 @@ def singles_of(config: RunConfig, directory: str, hosting: driver.RunOptions | N
     if not root.exists(pointer):
         name = f"{separate_key(tree)}-{config.output.name}"
         tree["output"] = {"dir": root.address, "name": name, "exists": "resume"}
-        driver.train(driver.prepare(configs.validate(RunConfig, tree)), hosting)
+        driver.train(driver.prepare(configs.validate(RunConfig, tree)), options)
         root.write_json(pointer, {"run": root.sub(name).address})
     found = configs.as_tree(config)
     found["eval"]["singles"] = root.read_json(pointer)["run"]

@@ -2,7 +2,7 @@
 
 Why it exists: Tune's supported way to try Train runs is a function that builds a trainer and fits it. A trial of one
 worker fits it in its own process, which the next trial finds with everything imported (Train's local mode). This one
-reads the rows of the accuracy matrix from the run's own ledger and reports them; Ray's callback for that would bring
+reads the rows of the accuracy matrix from the run's own journal and reports them; Ray's callback for that would bring
 them through one more actor for each trial, two seconds later, and not after a crash.
 What it does not know: which trials there are, and who stops them.
 """
@@ -29,12 +29,12 @@ from raycl.run import config as run_config
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig
-from raycl.sweep.place import SWEEP, Place
+from raycl.sweep.folder import SWEEP, SweepFolder
 from raycl.sweep.search.measure import measured
-from raycl.sweep.trials.prefix import lent_records, prefix_keys
+from raycl.sweep.trials.prefix import fork_records, prefix_keys
 from raycl.sweep.trials.single_tasks import singles_of
 from raycl.sweep.trials.weights import key_of
-from raycl.training.records.fork_points import borrow, read_place
+from raycl.training.records.fork_points import read_fork_point, start_from
 from raycl.training.records.journal import last_attempt, read_state
 from raycl.training.records.stop_request import HostStop
 from raycl.training.records.stop_signal import is_stopped
@@ -45,7 +45,7 @@ TASKS, SCORES, FAILED = "tasks", "score", "failed"
 """What is reported: tasks done, `score0`, `score1`, ... for the metrics in order, and why the trial failed."""
 
 POLL_S, POLL_REMOTE_S = 0.2, 2.0
-"""How often the ledger is read."""
+"""How often the journal is read."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def run_trial(work: Work, number: int, config: RunConfig) -> None:
     log.handlers = [logging.NullHandler()]  # what a run says is in its own log
     log.propagate = False
     sweep = configs.validate(SweepConfig, work.sweep)
-    place = Place.of(sweep, work.directory)
-    if not place.storage.exists(SWEEP):
+    folder = SweepFolder.of(sweep, work.directory)
+    if not folder.storage.exists(SWEEP):
         raise RunError(
-            f"the node {socket.gethostname()} does not see '{place.storage.uri}': use --dir on shared storage"
+            f"the node {socket.gethostname()} does not see '{folder.storage.uri}': use --dir on shared storage"
         )
-    trial = Trial(sweep, place, number, config, work)
+    trial = Trial(sweep, folder, number, config, work)
     for tries in range(1, sweep.retries + 2):
         if work.stop.is_requested:
             return
@@ -90,9 +90,9 @@ def run_trial(work: Work, number: int, config: RunConfig) -> None:
             if isinstance(error, StoppedError) and work.stop.is_requested:
                 return
             if tries > sweep.retries or isinstance(error, ConfigError | DataError):
-                said = f"{error} (tried {tries} times)" if tries > 1 else str(error)
-                trial.place.fail(number, said)
-                tune.report({FAILED: said})
+                message = f"{error} (tried {tries} times)" if tries > 1 else str(error)
+                trial.folder.write_failure(number, message)
+                tune.report({FAILED: message})
                 return
 
 
@@ -103,8 +103,8 @@ class Trial:
         reported: rows that Tune has got from this process.
     """
 
-    def __init__(self, sweep: SweepConfig, place: Place, number: int, config: RunConfig, work: Work) -> None:
-        self.sweep, self.place, self.number, self.config, self.work = sweep, place, number, config, work
+    def __init__(self, sweep: SweepConfig, folder: SweepFolder, number: int, config: RunConfig, work: Work) -> None:
+        self.sweep, self.folder, self.number, self.config, self.work = sweep, folder, number, config, work
         self.reported = 0
 
     def learn(self) -> None:
@@ -116,69 +116,72 @@ class Trial:
         prepared = self._prepared()
         phases = [phase.name for phase in prepared.phases]
         tasks = [task.name for task in prepared.stream.tasks]
-        judge = Judge(self.sweep, tasks, phases, prepared.singles)
+        report = TrialReport(self.sweep, tasks, phases, prepared.singles)
         keys = prefix_keys(prepared.config, tasks) if self.sweep.share else []
         if not last_attempt(prepared.storage):
-            self._borrow(prepared.storage, prepared.config, keys)
-        self._report(prepared.storage, judge)
+            self._start_from_fork_point(prepared.storage, prepared.config, keys)
+        self._report(prepared.storage, report)
         if is_stopped(prepared.storage, self.reported):
             return
         fork_points = {
-            done: self.place.prefix(key).address
+            done: self.folder.prefix(key).address
             for done, key in enumerate(keys, 1)
             if key in self.work.shared and done > prepared.done
         }
-        asks, weights = self.sweep.scheduler.name != "none", self.work.weights.get(key_of(self.config.backbone))
-        here, stop = self.sweep.in_process, self.work.stop
-        self._fit(
-            prepared, RunOptions(here=here, asks=asks, fork_points=fork_points, weights=weights, stop=stop), judge
+        options = RunOptions(
+            in_process=self.sweep.in_process,
+            awaits_decision=self.sweep.scheduler.name != "none",
+            fork_points=fork_points,
+            weights=self.work.weights.get(key_of(self.config.backbone)),
+            stop=self.work.stop,
         )
+        self._fit(prepared, options, report)
 
     def _prepared(self) -> Prepared:
-        hosting = RunOptions(here=self.sweep.in_process, stop=self.work.stop)
-        needed = singles_of(self.config, self.work.directory, hosting) if self.sweep.singles else self.config
+        options = RunOptions(in_process=self.sweep.in_process, stop=self.work.stop)
+        needed = singles_of(self.config, self.work.directory, options) if self.sweep.singles else self.config
         return driver.prepare(needed)
 
-    def _borrow(self, storage: Storage, config: RunConfig, keys: Sequence[str]) -> None:
+    def _start_from_fork_point(self, storage: Storage, config: RunConfig, keys: Sequence[str]) -> None:
         """Begin with the longest stretch that another trial has already learned and that is whole."""
         for key in reversed(keys):
-            place = self.place.prefix(key)
+            folder = self.folder.prefix(key)
             try:
-                lent = read_place(place)
-                if lent is None:
+                fork_point = read_fork_point(folder)
+                if fork_point is None:
                     continue
-                theirs = read_state(Storage.at(lent["run"])).config.get("modifiers", {})
-                records = lent_records(lent["phases"], theirs, configs.as_tree(config)["modifiers"])
-                borrow(place, storage, records, run_config.info_of(config))
+                source_modifiers = read_state(Storage.at(fork_point["run"])).config.get("modifiers", {})
+                records = fork_records(fork_point["phases"], source_modifiers, configs.as_tree(config)["modifiers"])
+                start_from(folder, storage, records, run_config.info_of(config))
             except (DamagedError, RunError) as error:
                 log.warning("trial %d learns what it could have taken over: %s", self.number, error)
                 continue
             return
 
-    def _fit(self, prepared: Prepared, hosting: RunOptions, judge: Judge) -> None:
-        """Workers learn; each row is reported as soon as it is in the ledger."""
+    def _fit(self, prepared: Prepared, options: RunOptions, report: TrialReport) -> None:
+        """Workers learn; each row is reported as soon as it is in the journal."""
         pause = POLL_S if prepared.storage.is_local else POLL_REMOTE_S
         with ThreadPoolExecutor(1, "fit") as pool:
-            fitting = pool.submit(driver.train, prepared, hosting)
+            fitting = pool.submit(driver.train, prepared, options)
             while not fitting.done():
-                self._report(prepared.storage, judge)
+                self._report(prepared.storage, report)
                 time.sleep(pause)
         fitting.result()
-        self._report(prepared.storage, judge)
+        self._report(prepared.storage, report)
         if prepared.done < len(prepared.phases) and not is_stopped(prepared.storage, prepared.done):
             raise RunError(f"the run in '{prepared.storage.uri}' ended early: see its log")
 
-    def _report(self, storage: Storage, judge: Judge) -> None:
+    def _report(self, storage: Storage, report: TrialReport) -> None:
         """Rows that Tune has not got, one by one; returns when it has decided on the last of them."""
         records = read_state(storage).phases
         while self.reported < len(records) and not is_stopped(storage, self.reported):
             self.reported += 1
-            tune.report(judge(records[: self.reported]))
+            tune.report(report(records[: self.reported]))
 
 
 @dataclass(frozen=True)
-class Judge:
-    """From ledger records to what is reported."""
+class TrialReport:
+    """From journal records to what is reported."""
 
     sweep: SweepConfig
     tasks: Sequence[str]
@@ -188,7 +191,7 @@ class Judge:
     def __call__(self, records: Sequence[Tree]) -> Tree:
         """Tasks done, and each metric that is defined so far."""
         values = measured(self.sweep.metrics, self.tasks, self.phases, records, self.singles)
-        scores = {f"{SCORES}{place}": value for place, value in enumerate(values) if value is not None}
+        scores = {f"{SCORES}{index}": value for index, value in enumerate(values) if value is not None}
         return {TASKS: len(records), **scores}
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raycl.backbone.base import loss_count
-from raycl.data.language import Exercise
+from raycl.data.language import TextObjective
 from raycl.data.loader import Collate, GlobalOrder, Loader
 from raycl.data.selection import Indices
 from raycl.methods.base import activate_batch
@@ -42,7 +42,7 @@ class PhaseData:
         micro = micro_batch_size(train.batch_size, train.micro_batch_size, world.size)
         sizes = (world.rank, world.size, micro, train.batch_size)
         needs_texts = context.method.needs_texts
-        loader = Loader(tables, self._label_ids(), order, *sizes, codec.pad_id, needs_texts, self._exercise())
+        loader = Loader(tables, self._label_ids(), order, *sizes, codec.pad_id, needs_texts, self._text_objective())
         return loader, order
 
     def forward_pass(self, before: Callable[[Batch], None], examples: int | None = None) -> None:
@@ -74,7 +74,7 @@ class PhaseData:
         """Gradients of the mean task loss on these rows; see `TaskContext.gradients`."""
         context, codec, world = self.context, self.context.backbone.codec, self.world
         tables = [context.stream.table(task, "train", codec).part(chosen) for task, chosen in rows]
-        collate = Collate(tables, self._label_ids(), codec.pad_id, context.method.needs_texts, self._exercise())
+        collate = Collate(tables, self._label_ids(), codec.pad_id, context.method.needs_texts, self._text_objective())
         mine = np.arange(collate.count)[world.rank :: world.size]
         size = micro_batch_size(context.train.batch_size, context.train.micro_batch_size, world.size)
         trained = {name: p for name, p in context.backbone.named_parameters() if p.requires_grad and p.numel()}
@@ -92,11 +92,11 @@ class PhaseData:
         total = max(world.total(count)[0], 1.0)
         return {name: world.sum(gradient) / total for name, gradient in found.items()}
 
-    def _exercise(self) -> Exercise | None:
+    def _text_objective(self) -> TextObjective | None:
         """What makes batches of texts that are learned themselves."""
         context = self.context
         seed = stable_seed(context.info.seed, "exercise", self.phase.index)
-        return context.stream.exercise(context.backbone.codec, seed)
+        return context.stream.text_objective(context.backbone.codec, seed)
 
     def _label_ids(self) -> dict[str, int] | None:
         backbone = self.context.backbone

@@ -29,7 +29,7 @@ from raycl.types import Batch, Mixture, Phase, Score, Task
 
 log = logging.getLogger("raycl")
 
-EXERCISE_SEED = 0
+OBJECTIVE_SEED = 0
 """Hides the same words of a text in every evaluation of every run, so that scores can be compared."""
 
 
@@ -40,7 +40,7 @@ Before = Callable[[str], None]
 """Called on every worker before a task is evaluated, with its name; what it raises ends the evaluation."""
 
 
-def _go_on(task: str) -> None:
+def _no_check(task: str) -> None:
     """Nothing to do before a task."""
 
 
@@ -74,7 +74,7 @@ def evaluate_row(
     world: DistributedContext,
     storage: Storage,
     observations: Observations,
-    before: Before = _go_on,
+    before: Before = _no_check,
 ) -> dict[str, Score]:
     """Task name -> score after `phase`. Collective; rank 0 logs each score and keeps the answers.
 
@@ -90,7 +90,7 @@ def evaluate_row(
 
 
 def evaluate_unseen(
-    context: TrainingContext, world: DistributedContext, storage: Storage, before: Before = _go_on
+    context: TrainingContext, world: DistributedContext, storage: Storage, before: Before = _no_check
 ) -> dict[str, Score]:
     """Task name -> score of tasks that were never trained, zero-shot; otherwise as `evaluate_row`.
 
@@ -130,17 +130,17 @@ def _score(
     if encoder is not None:
         encoder.embed_all(table.texts(range(len(table))), (world.rank, world.size), world.gather)
     reads = context.method.needs_texts
-    exercise = context.stream.exercise(codec, EXERCISE_SEED)
+    text_objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
     sizes = (world.rank, world.size, settings.batch_size)
-    batches = eval_batches(table, None, *sizes, codec.pad_id, reads, exercise)
+    batches = eval_batches(table, None, *sizes, codec.pad_id, reads, text_objective)
     if task in context.stream.unseen:
-        batches = map(_nameless, batches)
-    if exercise is not None:
+        batches = map(_without_task, batches)
+    if text_objective is not None:
         return _text_score(context, task, table, batches, world, observations)
     limit = settings.max_new_tokens or codec.max_target_tokens
     references = table.references(range(len(table)))
     others = {label for other in context.stream.tasks if other is not task for label in other.labels or ()}
-    with _choosing(context, task):
+    with _allow_labels(context, task):
         answers, cell = evaluate(
             task,
             batches,
@@ -182,13 +182,13 @@ def _text_score(
     return cell
 
 
-def _nameless(batch: Batch) -> Batch:
+def _without_task(batch: Batch) -> Batch:
     """The batch as of no task, for tasks that the method cannot know."""
     return replace(batch, tasks=("",) * len(batch.tasks))
 
 
 @contextmanager
-def _choosing(context: TrainingContext, task: Task) -> Iterator[None]:
+def _allow_labels(context: TrainingContext, task: Task) -> Iterator[None]:
     """Labels are chosen among the task's own, where the evaluation tells the task."""
     context.backbone.allowed_labels = tuple(task.labels or ()) if context.evaluation.labels == "task" else ()
     try:

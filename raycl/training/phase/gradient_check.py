@@ -30,7 +30,7 @@ class GradientMaskCheck:
     """First moments of a few parameters around a step. Collective: every worker looks at the same ones.
 
     Attributes:
-        left: steps that may still be looked at; 0 when it is proven, or there is nothing to prove.
+        steps_left: steps that may still be looked at; 0 when it is proven, or there is nothing to prove.
     """
 
     def __init__(self, engine: Engine, modifiers: Modifiers, decay: float) -> None:
@@ -40,13 +40,13 @@ class GradientMaskCheck:
             decay: Adam's beta1.
         """
         self.engine, self.modifiers, self.decay = engine, modifiers, decay
-        self.names = _some(modifiers.reach)
-        self.left = STEPS if self.names else 0
+        self.names = _sampled_names(modifiers.parameter_names)
+        self.steps_left = STEPS if self.names else 0
         self._before: dict[str, Tensor] = {}
 
     def before_step(self) -> None:
         """Read the moments."""
-        if self.left:
+        if self.steps_left:
             self._before = self.engine.optimizer_state(self.names)
 
     def after_step(self) -> None:
@@ -55,36 +55,37 @@ class GradientMaskCheck:
         Raises:
             RunError: the optimizer saw a gradient where there should be none.
         """
-        if not self.left:
+        if not self.steps_left:
             return
         after = self.engine.optimizer_state(self.names)
         masked = [name for name in self.names if self.modifiers.masked(name) is not None]
-        told = [
-            self._tells(name, *(state[f"{name}/{MOMENTS[0]}"] for state in (self._before, after))) for name in masked
+        conclusive = [
+            self._is_conclusive(name, *(state[f"{name}/{MOMENTS[0]}"] for state in (self._before, after)))
+            for name in masked
         ]
-        self.left = 0 if any(told) or not masked else self.left - 1
+        self.steps_left = 0 if any(conclusive) or not masked else self.steps_left - 1
 
-    def _tells(self, name: str, before: Tensor, after: Tensor) -> bool:
+    def _is_conclusive(self, name: str, before: Tensor, after: Tensor) -> bool:
         """Whether there was a gradient at all, so that its absence in the masked rows proves something."""
         masked, held = self.modifiers.masked(name), self.modifiers.held(name)
         assert masked is not None
         expected = before * self.decay
         if held is not None:
             expected = torch.where(held.cpu(), before, expected)
-        seen = (after - expected).abs() > TOLERANCE * float(expected.abs().max())
-        masked = masked.cpu().expand_as(seen)
-        wrong, all_masked = int((seen & masked).sum()), int(masked.sum())
+        updated = (after - expected).abs() > TOLERANCE * float(expected.abs().max())
+        masked = masked.cpu().expand_as(updated)
+        wrong, all_masked = int((updated & masked).sum()), int(masked.sum())
         if wrong:
             raise RunError(
                 f"the optimizer saw a gradient in {wrong} of {all_masked} masked weights of '{name}': this engine "
                 "ignores edited gradients, so its modifiers would do nothing; use engine=torch or another "
                 "engine.zero_stage, or take gradient accumulation types out of engine.extra"
             )
-        return bool((seen & ~masked).any())
+        return bool((updated & ~masked).any())
 
 
-def _some(names: list[str]) -> list[str]:
+def _sampled_names(names: list[str]) -> list[str]:
     """Two neighbours at the start, in the middle and at the end: A and B of LoRA, whose A has no gradient at first."""
     middle = len(names) // 2
-    places = {0, 1, middle, middle + 1, len(names) - 2, len(names) - 1}
-    return [name for place, name in enumerate(names) if place in places]
+    indices = {0, 1, middle, middle + 1, len(names) - 2, len(names) - 1}
+    return [name for index, name in enumerate(names) if index in indices]

@@ -60,7 +60,7 @@ def train_step(
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
         with activate_batch(method, batch):  # until backward has ended: recomputation reads the mixture again
-            output = modifiers.watched(engine.forward, batch)
+            output = modifiers.observe_forward(engine.forward, batch)
             loss_sum += output.loss_sum.detach()
             penalty = method.penalty(batch, output)
             objective = output.loss_sum if penalty is None else output.loss_sum + penalty * loss_count(batch)

@@ -57,7 +57,7 @@ class TaskTrainer:
         task_context = self._begin(phase, data, resumed=resume is not None)
         loader, order = data.loader(task_context)
         if resume is None:
-            self._show_modifiers(data, loader, order)
+            self._observe_rows(data, loader, order)
         engine = self.open_engine(loader.accumulation, order.steps)
         start, spent = self._restore(engine, resume)
         self._announce(phase, order, start)
@@ -104,15 +104,15 @@ class TaskTrainer:
         context.modifiers.begin_task(phase, only=len(context.phases) == 1, resumed=resumed)
         return task_context
 
-    def _show_modifiers(self, data: PhaseData, loader: Loader, order: GlobalOrder) -> None:
+    def _observe_rows(self, data: PhaseData, loader: Loader, order: GlobalOrder) -> None:
         """The first training rows, run through the model before anything is trained, for modifiers to observe."""
         context = self.context
 
-        def show(examples: int) -> None:
-            watched = partial(context.modifiers.watched, context.backbone)
-            data.each_batch(loader, order, _nothing, watched, examples)
+        def run_examples(examples: int) -> None:
+            observe_forward = partial(context.modifiers.observe_forward, context.backbone)
+            data.each_batch(loader, order, _nothing, observe_forward, examples)
 
-        context.modifiers.study(show, self.world.sum)
+        context.modifiers.observe_rows(run_examples, self.world.sum)
 
     def _restore(self, engine: Engine, resume: Checkpoint | None) -> tuple[int, dict[str, float]]:
         """Steps that are done, and what they took."""

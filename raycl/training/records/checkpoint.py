@@ -3,7 +3,7 @@
 Everything is stored as whole tensors by parameter name, so a checkpoint of N workers at one ZeRO stage continues
 on any other number and stage. The data position and all randomness follow from the seed and the step, so they
 need no file.
-What it does not know: which tensors a method learns, and which checkpoint counts (the ledger says).
+What it does not know: which tensors a method learns, and which checkpoint counts (the journal says).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raycl.storage import Storage
 from raycl.storage.records import read_record, seal
 
 FOLDER = "checkpoints"
-PARAMETERS, OPTIMIZER, CARRIED = "parameters.safetensors", "optimizer.safetensors", "carried.safetensors"
+PARAMETERS, OPTIMIZER, FROZEN_STATE = "parameters.safetensors", "optimizer.safetensors", "frozen_state.safetensors"
 MANIFEST, SNAPSHOT = "manifest.json", "snapshot.json"
 FORMAT = 3
 
@@ -73,7 +73,11 @@ class Checkpoint:
 def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint) -> None:
     """Write the folder `checkpoints/<name>`."""
     folder = storage.sub(f"{FOLDER}/{name}")
-    tensors = {PARAMETERS: checkpoint.parameters, OPTIMIZER: checkpoint.optimizer, CARRIED: checkpoint.frozen_state}
+    tensors = {
+        PARAMETERS: checkpoint.parameters,
+        OPTIMIZER: checkpoint.optimizer,
+        FROZEN_STATE: checkpoint.frozen_state,
+    }
     files = {file: save({name: value.contiguous() for name, value in held.items()}) for file, held in tensors.items()}
     if checkpoint.snapshot:
         files[SNAPSHOT] = checkpoint.snapshot
@@ -111,7 +115,7 @@ def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
         load(files[OPTIMIZER]),
         manifest["spent"],
         manifest["published"],
-        load(files[CARRIED]),
+        load(files[FROZEN_STATE]),
         manifest["modifiers"],
         files.get(SNAPSHOT, b""),
     )

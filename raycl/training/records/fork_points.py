@@ -1,7 +1,7 @@
 """Places to branch from: what a run had after its first stages, kept so that another run can go on from there.
 
 Why it exists: two runs whose settings agree on all that acts up to some stage learn the same up to there, bit for bit;
-the second one then starts with the first one's checkpoint and ledger records, as if it had been resumed there.
+the second one then starts with the first one's checkpoint and journal records, as if it had been resumed there.
 What it does not know: which runs agree (`raycl.sweep.trials.prefix`).
 """
 
@@ -22,7 +22,7 @@ from raycl.training.training_context import RunInfo
 
 log = logging.getLogger("raycl")
 
-PLACE = "place.json"
+FORK_POINT = "fork_point.json"
 FORMAT = 3
 PREDICTIONS = "predictions"
 
@@ -30,38 +30,38 @@ PREDICTIONS = "predictions"
 def save_fork_point(storage: Storage, done: int, to: Storage) -> None:
     """Keep a place to go on from after `done` stages; the file that says so comes last. Kept once, by the first."""
     state = read_state(storage)
-    if to.exists(PLACE) or len(state.phases) != done or not state.checkpoints:
+    if to.exists(FORK_POINT) or len(state.phases) != done or not state.checkpoints:
         return
     name = state.checkpoints[-1]
     copy = f"{name}-{storage.uri.rsplit('/', 1)[-1]}"  # two lenders at once do not write the same files
     _copy(storage.sub(f"{checkpoints.FOLDER}/{name}"), to.sub(copy))
     place = {"format": FORMAT, "run": storage.address, "checkpoint": copy, "phases": state.phases}
     try:
-        to.create(PLACE, seal(place))
+        to.create(FORK_POINT, seal(place))
     except AlreadyExistsError:
         log.info("    somebody else lent '%s' first", to.uri)
 
 
-def read_place(place: Storage) -> Tree | None:
+def read_fork_point(place: Storage) -> Tree | None:
     """What `save_fork_point` kept; None: nothing is there.
 
     Raises:
         StorageError: it is damaged.
     """
-    return read_record(place, PLACE, FORMAT) if place.exists(PLACE) else None
+    return read_record(place, FORK_POINT, FORMAT) if place.exists(FORK_POINT) else None
 
 
-def borrow(place: Storage, storage: Storage, phases: list[dict[str, Any]], run: RunInfo | None = None) -> None:
+def start_from(place: Storage, storage: Storage, phases: list[dict[str, Any]], run: RunInfo | None = None) -> None:
     """Begin the run in `storage`, which has not begun yet, behind the stages of `place`.
 
     Args:
-        phases: their ledger records, without what the lender's own settings had a part in.
+        phases: their journal records, without what the lender's own settings had a part in.
         run: that begins.
 
     Raises:
         CheckpointError: what was lent is damaged; the run has not begun then.
     """
-    tree = read_place(place)
+    tree = read_fork_point(place)
     assert tree is not None, "nobody borrows from where nothing was lent"
     name = str(tree["checkpoint"])
     folder = f"{checkpoints.FOLDER}/{name}"
@@ -71,12 +71,12 @@ def borrow(place: Storage, storage: Storage, phases: list[dict[str, Any]], run: 
     except CheckpointError:
         storage.delete(folder)
         raise
-    lender = Storage.at(tree["run"])
+    source_run = Storage.at(tree["run"])
     for record in phases:
         folder = f"{PREDICTIONS}/{record['phase']:03d}-{record['times']['phase']}"
-        _copy(lender.sub(folder), storage.sub(folder))
-    steps = [json.dumps(step) for step in progress.read_trace(lender) if step["phase"] < len(phases)]
-    journal = Journal.claim(storage, run, workers=0, driver="", borrowed=lender.uri)
+        _copy(source_run.sub(folder), storage.sub(folder))
+    steps = [json.dumps(step) for step in progress.read_trace(source_run) if step["phase"] < len(phases)]
+    journal = Journal.claim(storage, run, workers=0, driver="", forked_from=source_run.uri)
     storage.write(f"{progress.FOLDER}/attempt-{journal.attempt:04d}.jsonl", ("\n".join(steps) + "\n").encode())
     journal.begin_with([name], phases)
 

@@ -1,11 +1,11 @@
 """The run's own record of how far it got, fenced by attempt numbers.
 
 Why it exists: Ray Train can forget a checkpoint reported within two seconds of a crash, and after a restart a
-worker of the former attempt may still be writing. So the run trusts only this ledger:
+worker of the former attempt may still be writing. So the run trusts only this journal:
 
-    ledger/attempt-0001/000000.json     claim: created exclusively, carries the state that this attempt starts from
-    ledger/attempt-0001/000001.json     one record per event, created exclusively, never rewritten
-    ledger/attempt-0002/000000.json     a later claim; whatever attempt 1 writes from now on is read by nobody
+    journal/attempt-0001/000000.json     claim: created exclusively, carries the state that this attempt starts from
+    journal/attempt-0001/000001.json     one record per event, created exclusively, never rewritten
+    journal/attempt-0002/000000.json     a later claim; whatever attempt 1 writes from now on is read by nobody
 
 A claim *copies* the state it inherits, so a late writer cannot change what a newer attempt believes: the fence
 needs no clock and no lock. What a record names (a checkpoint folder) was written before the record.
@@ -29,7 +29,7 @@ from raycl.storage.records import numbered, numbers, read_record, seal
 from raycl.training.settings import EXEMPT
 from raycl.training.training_context import RunInfo
 
-FOLDER = "ledger"
+FOLDER, OLDER_FOLDER = "journal", "ledger"
 FORMAT = 3
 LISTINGS = 5
 """Of an attempt's folder, before records that are not there count as lost: a listing may miss what is just written."""
@@ -58,7 +58,7 @@ class RunState:
 
 
 class Journal:
-    """The ledger of one attempt, which alone may write to it.
+    """The journal of one attempt, which alone may write to it.
 
     Attributes:
         attempt: number of this attempt, from 1.
@@ -165,9 +165,18 @@ def check_owner(storage: Storage, state: RunState, run: RunInfo) -> None:
 
 
 def last_attempt(storage: Storage) -> int:
-    """Number of the newest claimed attempt, 0 if there is none."""
+    """Number of the newest claimed attempt, 0 if there is none.
+
+    Raises:
+        RunError: the run is of a version that kept its records elsewhere.
+    """
     found = [int(match[1]) for name in storage.list(FOLDER) if (match := _ATTEMPT.fullmatch(name))]
     claimed = [number for number in found if storage.exists(_record(number, 0))]
+    if not claimed and storage.list(OLDER_FOLDER):
+        raise RunError(
+            f"'{storage.uri}' keeps its records in '{OLDER_FOLDER}', as an older version did: expected '{FOLDER}'; "
+            "finish it with that version, or start a new run"
+        )
     return max(claimed, default=0)
 
 

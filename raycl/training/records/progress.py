@@ -64,7 +64,7 @@ class Progress:
     def __init__(self, every_s: float, phases: int) -> None:
         self.every_s = every_s
         self.phases = phases
-        self._said = time.monotonic()
+        self._logged = time.monotonic()
         self._tokens = 0
         self._seconds = 0.0
         self._steps = 0
@@ -75,16 +75,16 @@ class Progress:
         self._later = later
         again = f", going on after step {start}" if start else ""
         log.info("[%d/%d] %s: %d rows, %d steps%s", index + 1, self.phases, name, rows, steps, again)
-        self._said, self._tokens, self._seconds, self._steps = time.monotonic(), 0, 0.0, 0
+        self._logged, self._tokens, self._seconds, self._steps = time.monotonic(), 0, 0.0, 0
 
     def step(self, index: int, name: str, step: int, steps: int, result: StepResult, seconds: float) -> bool:
         """Count a step; says a line, and returns True, when it is time or the stage is over."""
         self._tokens += result.tokens
         self._seconds += seconds
         self._steps += 1
-        if time.monotonic() - self._said < self.every_s and step < steps:
+        if time.monotonic() - self._logged < self.every_s and step < steps:
             return False
-        self._said = time.monotonic()
+        self._logged = time.monotonic()
         rate = self._tokens / max(self._seconds, 1e-9)
         pace = self._seconds / self._steps
         log.info(

@@ -46,7 +46,7 @@ def publish(
         before: the facts that this returned at the stage before, None at the first.
 
     Returns:
-        facts for the ledger (bank address, snapshot number and `name -> version`), and the snapshot's record.
+        facts for the journal (bank address, snapshot number and `name -> version`), and the snapshot's record.
     """
     bank = open_bank(context.bank, storage)
     codec = context.backbone.codec
@@ -69,7 +69,7 @@ def publish(
         [*fresh, *kept],
         backbone,
         router,
-        [_facts(context, task) for task in seen],
+        [_task_info(context, task) for task in seen],
         encoder,
         parent=parent.number if parent else None,
         made={**made, "config": context.info.tree},
@@ -87,19 +87,19 @@ def complete_bank(context: TrainingContext, storage: Storage, state: RunState, w
     """
     error = None
     if world.is_first and context.bank.publish:
-        goes_on = len(state.phases) < len(context.phases)
+        continues = len(state.phases) < len(context.phases)
         try:
-            publish_again(open_bank(context.bank, storage), storage, state, goes_on, context.own_adapters)
+            publish_again(open_bank(context.bank, storage), storage, state, continues, context.own_adapters)
         except (BankError, RunError, StorageError) as raised:
             error = raised
     world.raise_any(error)
 
 
-def publish_again(bank: Bank, storage: Storage, state: RunState, goes_on: bool, keeps_adapters: bool = True) -> None:
+def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool, keeps_adapters: bool = True) -> None:
     """Put back what the bank has lost of the run's snapshots, from the checkpoints that are left; the rest is said.
 
     Args:
-        goes_on: the run has stages to come: the next snapshot is made from the last one, even if that was pruned.
+        continues: the run has stages to come: the next snapshot is made from the last one, even if that was pruned.
         keeps_adapters: the next snapshot names the adapters of the last one too.
 
     Raises:
@@ -109,7 +109,7 @@ def publish_again(bank: Bank, storage: Storage, state: RunState, goes_on: bool, 
     published = {record["bank"]["snapshot"]: record["phase"] for record in state.phases if record["bank"]}
     copies = _copies(storage, state.checkpoints)
     published |= {number: phase for number, (phase, _) in copies.items() if number not in published}
-    last = max(published) if goes_on and published else None
+    last = max(published) if continues and published else None
     there = {n: _opened(bank, n, numbers) for n in sorted(published) if n not in removed or n == last}
     known = {n: found or parse_snapshot(copies[n][1], None) for n, found in there.items() if found or n in copies}
     needed = objects_of(known[last]) if last in known and keeps_adapters else []
@@ -190,6 +190,6 @@ def _opened(bank: Bank, number: int, numbers: Collection[int]) -> Snapshot | Non
         return None
 
 
-def _facts(context: TrainingContext, task: Task) -> TaskInfo:
+def _task_info(context: TrainingContext, task: Task) -> TaskInfo:
     prompt = context.stream.prompt(task, context.backbone.codec)
     return TaskInfo(name=task.name, labels=task.labels, metric=task.metric, prompt=(prompt.prefix, prompt.suffix))

@@ -25,7 +25,7 @@ PACKAGES = ("ray", "torch", "transformers", "peft", "deepspeed", "numpy", "pyarr
 def build_results(
     info: RunInfo, name: str, notes: Sequence[str], tasks: Sequence[Task], phases: Sequence[Phase], state: RunState
 ) -> dict[str, Any]:
-    """The result tree of a run, finished or not, from its ledger.
+    """The result tree of a run, finished or not, from its journal.
 
     Args:
         name: of the stream. notes: what the stream left out.
@@ -46,7 +46,7 @@ def build_results(
         "metrics": summary(matrix, info.singles),
         "variants": compute_variants(matrix, info.singles),
         "phase_times": times,
-        "stage_facts": [record.get("summary", {}) for record in state.phases],
+        "phase_summaries": [record.get("summary", {}) for record in state.phases],
         "tokens_per_s": sum(entry["tokens"] for entry in times) / seconds if seconds else None,
         "peak_memory_mb": max((entry["peak_memory_mb"] for entry in times), default=None),
         "versions": _versions(),

@@ -21,12 +21,12 @@ from raycl.training.records.journal import RunState
 
 
 @dataclass(frozen=True)
-class Place:
+class ResumePoint:
     """A place to go on from.
 
     Attributes:
         checkpoint: None: the start of the stream.
-        checkpoints, stages: what the ledger says from now on.
+        checkpoints, stages: what the journal says from now on.
         problems: why newer checkpoints are of no use; none where the newest one is used.
         lost: stage records that are ignored from now on.
     """
@@ -38,14 +38,14 @@ class Place:
     lost: int = 0
 
     @property
-    def told(self) -> str:
+    def explanation(self) -> str:
         """The problems and what is done about them, for people."""
         where = f"checkpoint '{self.checkpoints[-1]}'" if self.checkpoints else "the start of the stream"
         again = f", and learns the last {self.lost} finished stages again" if self.lost else ""
         return f"{'; '.join(self.problems)}: the run goes on from {where}{again}; its results will be the same"
 
 
-def newest_place(storage: Storage, state: RunState, world: DistributedContext) -> Place:
+def newest_resume_point(storage: Storage, state: RunState, world: DistributedContext) -> ResumePoint:
     """Where to go on. Collective: the newest checkpoint that every worker can read.
 
     Raises:
@@ -55,8 +55,8 @@ def newest_place(storage: Storage, state: RunState, world: DistributedContext) -
     names, phases = state.checkpoints, state.phases
     found, problems, place = None, [], len(names) - 1
     while found is None and place >= 0:
-        found, said = _read_by_all(storage, names[place], len(phases), world)
-        problems += said
+        found, reasons = _read_by_all(storage, names[place], len(phases), world)
+        problems += reasons
         place -= found is None
     if found is None and phases:
         raise RunError(
@@ -67,7 +67,7 @@ def newest_place(storage: Storage, state: RunState, world: DistributedContext) -
     lost = len(phases) - len(kept)
     if lost and not problems:
         problems.append(f"checkpoint '{names[place]}' is older than the last stage record")
-    return Place(found, names[: place + 1], kept, problems, lost)
+    return ResumePoint(found, names[: place + 1], kept, problems, lost)
 
 
 def _read_by_all(
@@ -87,14 +87,14 @@ def _read_by_all(
         error = raised
     damage = isinstance(error, CheckpointError)
     world.raise_any(None if damage else error)
-    said = world.gather(str(error) if damage else "")
-    if not any(said):
+    reasons = world.gather(str(error) if damage else "")
+    if not any(reasons):
         return found, []
-    return None, _problems(said)
+    return None, _problems(reasons)
 
 
-def _problems(said: Sequence[str]) -> list[str]:
+def _problems(reasons: Sequence[str]) -> list[str]:
     """What workers say of one checkpoint, by rank; what not all of them say comes with the worker's number."""
-    if len(set(said)) == 1:
-        return [said[0]]
-    return [f"worker {rank + 1} of {len(said)}: {one}" for rank, one in enumerate(said) if one]
+    if len(set(reasons)) == 1:
+        return [reasons[0]]
+    return [f"worker {rank + 1} of {len(reasons)}: {one}" for rank, one in enumerate(reasons) if one]

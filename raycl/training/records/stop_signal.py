@@ -16,18 +16,18 @@ from raycl.storage.records import read_record, seal
 
 log = logging.getLogger("raycl")
 
-FOLDER = "verdict"
-FORMAT = 2
+FOLDER = "decisions"
+FORMAT = 3
 POLL_S, PATIENCE_S = 0.05, 120.0
 """How often workers look (object stores: every second), and when they go on without a word."""
 
 
-def give_word(storage: Storage, done: int, go_on: bool) -> None:
+def write_decision(storage: Storage, done: int, continues: bool) -> None:
     """Say whether the run goes on after `done` finished stages."""
-    storage.write(_file(done), seal({"format": FORMAT, "done": done, "go_on": go_on}))
+    storage.write(_file(done), seal({"format": FORMAT, "done": done, "continues": continues}))
 
 
-def word(storage: Storage, done: int) -> bool | None:
+def read_decision(storage: Storage, done: int) -> bool | None:
     """What was said; None: nothing yet.
 
     Raises:
@@ -38,23 +38,23 @@ def word(storage: Storage, done: int) -> bool | None:
     record = read_record(storage, _file(done), FORMAT)
     if record["done"] != done:
         raise DamagedError(f"'{storage.uri}/{_file(done)}' is about stage {record['done']}: it was moved; remove it")
-    return bool(record["go_on"])
+    return bool(record["continues"])
 
 
 def is_stopped(storage: Storage, done: int) -> bool:
     """Whether the run was told to stop after so many stages."""
-    return done > 0 and word(storage, done) is False
+    return done > 0 and read_decision(storage, done) is False
 
 
 def wait_for_decision(storage: Storage, done: int) -> bool:
     """Whether to go on; a host that says nothing for long (it died, or lost the question) does not hold the run up."""
     end = time.monotonic() + PATIENCE_S
-    while (said := word(storage, done)) is None:
+    while (decision := read_decision(storage, done)) is None:
         if time.monotonic() > end:
             log.warning("no word on going on after %d stages for %.0f s: going on", done, PATIENCE_S)
             return True
         time.sleep(POLL_S if storage.is_local else 1.0)
-    return said
+    return decision
 
 
 def _file(done: int) -> str:

@@ -20,7 +20,7 @@ from raycl.storage import Storage
 from raycl.training.records import fork_points
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from raycl.training.records.journal import Journal, read_state
-from raycl.training.records.stop_signal import give_word, word
+from raycl.training.records.stop_signal import read_decision, write_decision
 from raycl.types import AdapterState
 
 MODEL = ModelInfo(name="tiny", sha256="a" * 64)
@@ -52,13 +52,15 @@ RECORDS = {
         lambda s: Activations(Bank(s.sub("bank"))).latest(),
         BankError,
     ),
-    "claim": Record("ledger/attempt-0002/000000.json", "ledger/attempt-0001/000000.json", read_state, RunError),
-    "ledger": Record("ledger/attempt-0002/000001.json", "ledger/attempt-0001/000001.json", read_state, RunError),
+    "claim": Record("journal/attempt-0002/000000.json", "journal/attempt-0001/000000.json", read_state, RunError),
+    "journal": Record("journal/attempt-0002/000001.json", "journal/attempt-0001/000001.json", read_state, RunError),
     "checkpoint": Record(
         "checkpoints/b/manifest.json", "checkpoints/a/manifest.json", lambda s: read_checkpoint(s, "b"), RunError
     ),
-    "place": Record("place/place.json", "", lambda s: fork_points.read_place(s.sub("place")), StorageError),
-    "verdict": Record("verdict/002.json", "verdict/001.json", lambda s: word(s, 2), StorageError),
+    "fork point": Record(
+        "place/fork_point.json", "", lambda s: fork_points.read_fork_point(s.sub("place")), StorageError
+    ),
+    "decision": Record("decisions/002.json", "decisions/001.json", lambda s: read_decision(s, 2), StorageError),
 }
 
 
@@ -77,7 +79,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Storage:
         checkpoint = Checkpoint(0, 2 + seed, 3, {"labels": ["ä"], "by": {2: 1e-05, 10: 0.5}}, {"w": torch.randn(3)}, {})
         write_checkpoint(storage, name, checkpoint)
         journal.checkpoint(name, keep=2)
-        give_word(storage, 1 + seed, go_on=bool(seed))
+        write_decision(storage, 1 + seed, continues=bool(seed))
     journal.phase_done({"phase": 0, "row": {"t": {"value": 12.5}}})
     fork_points.save_fork_point(storage, 1, storage.sub("place"))
     return storage

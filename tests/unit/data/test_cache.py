@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raycl.data.sources.cache import Facts, cache_folder, entry, key_of
+from raycl.data.sources.cache import Info, cache_folder, entry, key_of
 from raycl.data.sources.chunks import ChunkedRows
 
 SCHEMA = pa.schema([("ids", pa.list_(pa.int32())), ("n", pa.int64())])
 
 
-def build(writer: pa.RecordBatchFileWriter) -> Facts:
+def build(writer: pa.RecordBatchFileWriter) -> Info:
     for start in (0, 3):
         ids = [list(range(n)) for n in range(start, start + 3)]
         writer.write_batch(pa.record_batch([ids, list(range(start, start + 3))], schema=SCHEMA))
@@ -24,7 +24,7 @@ def build(writer: pa.RecordBatchFileWriter) -> Facts:
 
 
 def slow_build(folder: str, done: str) -> None:
-    def marked(writer: pa.RecordBatchFileWriter) -> Facts:
+    def marked(writer: pa.RecordBatchFileWriter) -> Info:
         time.sleep(0.3)
         with open(done, "a") as file:
             file.write("built\n")
@@ -45,14 +45,14 @@ def test_several_processes_build_an_entry_once(tmp_path: Path) -> None:
 
 
 def test_a_failed_build_leaves_nothing_and_can_be_tried_again(tmp_path: Path) -> None:
-    def fail(writer: pa.RecordBatchFileWriter) -> Facts:
+    def fail(writer: pa.RecordBatchFileWriter) -> Info:
         build(writer)
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
         entry(tmp_path, "key", SCHEMA, fail)
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == []
-    assert entry(tmp_path, "key", SCHEMA, build).facts == {"count": 6}
+    assert entry(tmp_path, "key", SCHEMA, build).info == {"count": 6}
 
 
 def test_rows_are_read_in_any_order_across_chunks(tmp_path: Path) -> None:

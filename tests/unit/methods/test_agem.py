@@ -85,13 +85,13 @@ def test_no_step_goes_against_the_earlier_tasks(
     """What the optimizer is given has no negative product with the reference gradient, and sometimes had one."""
     products: list[tuple[float, float]] = []
 
-    def watched(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Tensor]:
+    def observe_forward(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Tensor]:
         found = project(gradients, reference)
         before, after = (sum(float((one[n] * reference[n]).sum()) for n in one) for one in (gradients, found))
         products.append((before, after))
         return found
 
-    monkeypatch.setattr("raycl.methods.agem.project", watched)
+    monkeypatch.setattr("raycl.methods.agem.project", observe_forward)
     finished(lab, tmp_path, {**AGEM, "learner": learner}, train={"epochs": 3, "learning_rate": 0.003})
     assert len(products) == 12, "every step of the second task"
     assert min(before for before, _ in products) < -1e-4

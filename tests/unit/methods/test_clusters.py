@@ -10,7 +10,7 @@ from migu_started import Started
 from tiny import Lab, Stop, run, trace
 
 from raycl.methods.migu.clusters import CoMagnitude, balanced_kmeans, sequential, spectral
-from raycl.methods.migu.observed_layers import Layout, Seen
+from raycl.methods.migu.observed_layers import LayerUnits, Layout
 from raycl.methods.migu.row_selection import Groups, kept, masked_count
 from raycl.storage import Storage
 
@@ -52,7 +52,7 @@ def test_a_cluster_has_the_sum_of_its_members() -> None:
 
 def test_co_magnitude_sums_products_of_magnitudes_over_real_tokens() -> None:
     key = ("x", "output")
-    layout = Layout({key: Seen("x", slice(0, 3), "source", (2, 1))}, {}, 3)  # type: ignore[dict-item]
+    layout = Layout({key: LayerUnits("x", slice(0, 3), "source", (2, 1))}, {}, 3)  # type: ignore[dict-item]
     seen = CoMagnitude(layout, torch.device("cpu"))
     y = torch.tensor([[[1.0, -2.0, 3.0], [-1.0, 1.0, 1.0], [9.0, 9.0, 9.0]]])
     seen.add(key, y, torch.tensor([[1.0, 1.0, 0.0]]))

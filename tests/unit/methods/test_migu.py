@@ -142,7 +142,7 @@ def test_hooks_go_with_the_task_and_those_of_others_stay(lab: Lab) -> None:
         started.parts.modifiers.end_task()
         left = [getattr(module, kind) for module in backbone.modules() for kind in HOOKS]
         assert sum(map(len, left)) == len(others)
-        assert all(module.watch_low is None for module in backbone.modules() if hasattr(module, "watch_low"))
+        assert all(module.low_observer is None for module in backbone.modules() if hasattr(module, "low_observer"))
 
 
 # ---- what is masked ------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def test_stand_ins_are_kept_in_mind() -> None:
     assert PseudoSamples.of(PseudoSamples([[1]], [[2]], [0]).tensors()) == PseudoSamples([[1]], [[2]], [0])
     assert counts_of({"a": samples, "b": PseudoSamples([[1]], [], [])}) == {
         "pseudo": {"a": 2, "b": 1},
-        "stand_ins": {"a": 2},
+        "fallback_samples": {"a": 2},
     }
     assert counts_of({}) == {"pseudo": {}}
 

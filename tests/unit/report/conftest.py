@@ -54,7 +54,7 @@ def _routed(tasks: list[str], router: str = "discriminant", slots: int = 4, **se
     keys = (centres + 0.5 * draw.normal(size=(len(tasks), slots, groups, 8))).reshape(-1, groups, 8)
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
     cosines = np.einsum("igh,jgh->ij", keys, keys) / groups
-    result["stage_facts"] = [
+    result["phase_summaries"] = [
         _facts(tasks[: count + 1], router, slots, cosines[: slots * (count + 1), : slots * (count + 1)], draw)
         for count in range(len(tasks))
     ]

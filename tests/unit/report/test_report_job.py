@@ -32,7 +32,7 @@ def test_prints_matrices_and_comparison_and_writes_files(
     attention = {"keys": ["agnews"], "train": {"agnews": [1.0]}, "test": {"agnews": [1.0]}, "pseudo": {"agnews": 2}}
     for name, summary in (("sapt", [{"attention": attention}]), ("lora", [])):
         (tmp_path / "runs" / name).mkdir(parents=True)
-        result = make_result(name) | {"stage_facts": summary}
+        result = make_result(name) | {"phase_summaries": summary}
         (tmp_path / "runs" / name / "results.json").write_text(json.dumps(result))
     png, csv, maps = (tmp_path / "out" / name for name in ("m.png", "c.csv", "a.png"))
     wanted = ["--png", str(png), "--csv", str(csv), "--attention-png", str(maps)]

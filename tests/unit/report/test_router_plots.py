@@ -60,7 +60,7 @@ def test_the_heat_map_has_every_slot_and_a_border_between_tasks(
     heat, _, _ = panels(drawn[0])
     cells = np.asarray(heat.images[0].get_array())
     assert cells.shape == (12, 12) and np.array_equal(cells, cells.T)
-    for phase, summary in enumerate(result["stage_facts"]):
+    for phase, summary in enumerate(result["phase_summaries"]):
         rows = np.array(summary["slot_similarity"])
         assert np.array_equal(cells[4 * phase : 4 * phase + 4, : rows.shape[1]], rows)
     assert [line.get_ydata()[0] for line in heat.lines if line.get_ydata()[0] == line.get_ydata()[1]] == [3.5, 7.5]
@@ -71,11 +71,11 @@ def test_runs_of_earlier_versions_are_drawn_task_by_task(
     tmp_path: Path, make_routed: Make, drawn: list[Figure]
 ) -> None:
     result = make_routed(TASKS)
-    for summary in result["stage_facts"]:
+    for summary in result["phase_summaries"]:
         del summary["slot_similarity"], summary["novelty"]
     router_maps([result], tmp_path / "router.png")
     heat, _, _ = panels(drawn[0])
-    expected = result["stage_facts"][-1]["key_similarity"]
+    expected = result["phase_summaries"][-1]["key_similarity"]
     assert np.asarray(heat.images[0].get_array()).tolist() == expected
     assert "two tasks" in heat.get_title(loc="left")
 
@@ -90,7 +90,7 @@ def test_the_plane_has_every_key_with_its_task(tmp_path: Path, make_routed: Make
     for task, group in zip(many, groups, strict=True):
         places = [
             [point["x"], point["y"]]
-            for point in result["stage_facts"][-1]["key_plane"]
+            for point in result["phase_summaries"][-1]["key_plane"]
             if point["slot"].partition(".")[0] == task
         ]
         assert np.asarray(group.get_offsets()).tolist() == places and len(places) == 4 * 6
@@ -100,7 +100,7 @@ def test_the_plane_has_every_key_with_its_task(tmp_path: Path, make_routed: Make
 
 def test_a_plane_that_was_left_out_is_said_so(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
     result = make_routed(TASKS)
-    result["stage_facts"][-1]["key_plane"] = []
+    result["phase_summaries"][-1]["key_plane"] = []
     router_maps([result], tmp_path / "router.png")
     _, plane, _ = panels(drawn[0])
     assert [text.get_text() for text in plane.texts] == ["left out: too few keys, or too many"]
@@ -109,7 +109,7 @@ def test_a_plane_that_was_left_out_is_said_so(tmp_path: Path, make_routed: Make,
 
 def test_bars_are_the_shares_of_each_task(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
     result = make_routed(TASKS, router="keys")
-    found = result["stage_facts"][-1]["found"]
+    found = result["phase_summaries"][-1]["found"]
     del found["eq13"]["dbpedia"]
     router_maps([result], tmp_path / "router.png")
     _, _, axes = panels(drawn[0])
@@ -129,7 +129,7 @@ def test_a_task_without_dev_texts_is_noted(tmp_path: Path, make_routed: Make, dr
     """A blank row may as well mean that no text found its task: that one says so by its number, however thin."""
     tasks = [f"t{number}" for number in range(count)]
     result = make_routed(tasks)
-    found = result["stage_facts"][-1]["found"]
+    found = result["phase_summaries"][-1]["found"]
     for shares in found.values():
         del shares["t1"]
         shares["t2"] = 0.0

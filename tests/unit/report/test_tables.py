@@ -102,14 +102,14 @@ def test_routers_stand_below_the_matrix(make_result: Make) -> None:
     result = make_result()
     assert "routed by" not in matrix_table(result)
     found = {"keys": {"a": 80.0, "b": 90.0}, "discriminant": {"a": 95.0, "b": 97.0}, "eq13": {"a": 70.0, "b": 72.0}}
-    result["stage_facts"] = [{}, {"router": "discriminant", "found": found}]
+    result["phase_summaries"] = [{}, {"router": "discriminant", "found": found}]
     line = "routed by discriminant\ndev texts that find their task: keys 85.0, discriminant 96.0; eq. 13 71.0"
     assert line in matrix_table(result)
 
 
 def test_routing_by_task_marks_the_router_in_use(make_routed: Make) -> None:
     result = make_routed(["agnews", "dbpedia", "yahoo"])
-    found = result["stage_facts"][-1]["found"]
+    found = result["phase_summaries"][-1]["found"]
     del found["keys"]["yahoo"]
     lines = routing_table(result).splitlines()
     assert cells(lines[2]) == ["keys", "discriminant", "*", "eq.", "13", "novelty"]
@@ -127,7 +127,7 @@ def test_routing_of_a_run_that_was_told_the_tasks_marks_no_router(make_routed: M
 
 
 def test_runs_without_a_router_have_no_routing_table(make_result: Make) -> None:
-    for summary in ({}, {"stage_facts": []}, {"stage_facts": [{}, {}]}):
+    for summary in ({}, {"phase_summaries": []}, {"phase_summaries": [{}, {}]}):
         with pytest.raises(RunError, match="'sapt on long-a, mini-t5, seed 0' has no facts of a router"):
             routing_table(make_result() | summary)
 
@@ -137,7 +137,7 @@ def test_routers_of_several_runs_stand_in_one_table(make_routed: Make) -> None:
     other = make_routed(["agnews", "yahoo"], router="keys")
     other["config"]["method"]["router"] = "keys"
     for result, share in zip([*seeds, other], (80.0, 90.0, 70.0), strict=True):
-        result["stage_facts"][-1]["found"]["keys"] = dict.fromkeys(result["phases"], share)
+        result["phase_summaries"][-1]["found"]["keys"] = dict.fromkeys(result["phases"], share)
     lines = [" ".join(cells(line)) for line in routing_comparison([*seeds, other]).splitlines()]
     assert lines[2] == "method stream backbone runs router used agnews dbpedia yahoo mean"
     assert lines[4] == "slm (method.router=None) long-a mini-t5 2 keys 1 of 2 85.0 ± 7.1 85.0 ± 7.1 – 85.0 ± 7.1"

@@ -17,12 +17,12 @@ from raycl.report.sweep_plots import draw_setting, kinds_of, parallel_coordinate
 from raycl.report.sweeps import group_table, sweep_csv, sweep_table, text
 from raycl.run.config import RunConfig
 from raycl.sweep.config import SweepConfig
+from raycl.sweep.folder import SweepFolder
 from raycl.sweep.outcome import Outcome, Row, collect, pareto
-from raycl.sweep.place import Place
 from raycl.sweep.search.space import Settings
 from raycl.sweep.write import write_outcome
 from raycl.training.records.journal import Journal
-from raycl.training.records.stop_signal import give_word
+from raycl.training.records.stop_signal import write_decision
 
 TASKS = ["topic", "sentiment"]
 
@@ -39,12 +39,12 @@ class Written:
         }
         self.sweep = configs.validate(SweepConfig, {**tree, **changes})
         self.folder = str(folder)
-        self.place = Place.of(self.sweep, self.folder)
+        self.folder = SweepFolder.of(self.sweep, self.folder)
 
     def trial(self, number: int, settings: Settings, rows: list[list[float]]) -> None:
         """A trial that got as far as `rows`."""
-        self.place.remember(number, settings)
-        run = self.place.run(number)
+        self.folder.write_settings(number, settings)
+        run = self.folder.run(number)
         journal = Journal.claim(run, workers=1)
         for phase, row in enumerate(rows):
             cells = {task: {"value": value, "count": 10, "extra": {}} for task, value in zip(TASKS, row, strict=False)}
@@ -52,14 +52,14 @@ class Written:
             ended = journal.state.attempts[0]["started"] + 10.0 * (phase + 1)
             journal.phase_done({"phase": phase, "row": cells, "times": times, "facts": {}, "ended": ended})
         metrics = {"ap": sum(rows[-1]) / 2, "f_ra": 1.0, "bwt": -1.0, "fwt": None} if rows else {}
-        config = configs.as_tree(self.place.config(self.sweep, number, settings))
+        config = configs.as_tree(self.folder.config(self.sweep, number, settings))
         stream = {"tasks": TASKS}
         run.write_json(
             "results.json", {"config": config, "stream": stream, "phases": TASKS, "singles": None, "metrics": metrics}
         )
 
     def outcome(self) -> Outcome:
-        return collect(self.sweep, self.place, len(TASKS))
+        return collect(self.sweep, self.folder, len(TASKS))
 
 
 def at(rate: float, seed: int) -> Settings:
@@ -74,10 +74,10 @@ def four(tmp_path: Path) -> Written:
     written.trial(1, at(1e-2, 0), [[80], [60, 80]])
     written.trial(2, at(1e-2, 1), [[70], [50, 80]])
     written.trial(3, at(1e-5, 1), [[20]])
-    give_word(written.place.run(3), 1, go_on=False)
+    write_decision(written.folder.run(3), 1, continues=False)
     written.trial(4, at(1e-4, 1), [[30]])
-    written.place.fail(4, "the loss is nan")
-    written.place.remember(5, at(1e-3, 1))
+    written.folder.write_failure(4, "the loss is nan")
+    written.folder.write_settings(5, at(1e-3, 1))
     return written
 
 
@@ -112,7 +112,7 @@ def test_the_best_config_is_the_trials_own_without_its_place(four: Written) -> N
     found = four.outcome().best_yaml()
     assert found is not None
     config = configs.validate(RunConfig, configs.from_yaml(found, "best"))
-    trial = four.place.config(four.sweep, 1, at(1e-2, 0))
+    trial = four.folder.config(four.sweep, 1, at(1e-2, 0))
     assert config.train.learning_rate == 1e-2 and config.launch == trial.launch
     assert config.output.name is None and config.bank.dir is None and config.tracking.group is None
     assert configs.fingerprint(config, ("output", "bank", "tracking")) == configs.fingerprint(
@@ -133,12 +133,12 @@ def test_all_files_are_written(four: Written) -> None:
     names = {file.rpartition("/")[2] for file in files}
     assert names == {"summary.txt", "summary.csv", "best.yaml", "parallel.png", "sensitivity.png"}
     assert "67.50 ± 3.54" in said and "failed" in said and "stopped" in said and "best" in said
-    rows = list(csv.DictReader(io.StringIO(four.place.storage.read("summary.csv").decode())))
+    rows = list(csv.DictReader(io.StringIO(four.folder.storage.read("summary.csv").decode())))
     assert [row["trial"] for row in rows] == ["2", "3", "1", "4", "6", "5"]
     assert float(rows[0]["ap"]) == 70.0 and rows[0]["train.learning_rate"] == "0.01"
     assert rows[-1]["error"] == "the loss is nan"
-    assert json.loads(four.place.storage.read("summary.json"))["best"] == 1
-    assert yaml.safe_load(four.place.storage.read("best.yaml"))["train"]["learning_rate"] == 0.01
+    assert json.loads(four.folder.storage.read("summary.json"))["best"] == 1
+    assert yaml.safe_load(four.folder.storage.read("best.yaml"))["train"]["learning_rate"] == 0.01
 
 
 def test_a_sweep_without_a_finished_trial_has_a_table_all_the_same(tmp_path: Path) -> None:

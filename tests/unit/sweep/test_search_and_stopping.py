@@ -11,13 +11,13 @@ import pytest
 from raycl import config as configs
 from raycl.run.config import RunConfig
 from raycl.sweep.config import SweepConfig
-from raycl.sweep.place import Place
+from raycl.sweep.folder import SweepFolder
 from raycl.sweep.search.searchers import Guided, Planned
 from raycl.sweep.search.stopping import AtTaskEnds, rule_of
 from raycl.sweep.trials.single_tasks import separate_key, separate_tree
 from raycl.sweep.trials.trial import FAILED, SCORES, TASKS
 from raycl.training.records.stop_request import HostStop, request_stop
-from raycl.training.records.stop_signal import give_word, is_stopped, word
+from raycl.training.records.stop_signal import is_stopped, read_decision, write_decision
 
 
 def sweep(**changes: Any) -> SweepConfig:
@@ -54,9 +54,9 @@ def go(searcher: Any, count: int) -> list[dict[str, Any]]:
 
 
 def test_planned_trials_are_handed_out_once_and_written_down(tmp_path: Path) -> None:
-    place = Place.of(sweep(), str(tmp_path))
-    place.fail(3, "before")
-    searcher = Planned(sweep(), place, {1: {"seed": 5}, 3: {"seed": 6}})
+    folder = SweepFolder.of(sweep(), str(tmp_path))
+    folder.write_failure(3, "before")
+    searcher = Planned(sweep(), folder, {1: {"seed": 5}, 3: {"seed": 6}})
     for number, seed in ((1, 5), (3, 6)):
         found = searcher.suggest(f"id{number}")
         assert isinstance(found, dict) and (found["number"], found["settings"]) == (number, {"seed": seed})
@@ -65,22 +65,22 @@ def test_planned_trials_are_handed_out_once_and_written_down(tmp_path: Path) -> 
             run.seed == seed and run.output.name == f"s-000{number}" and str(run.output.dir).startswith(str(tmp_path))
         )
     assert searcher.suggest("c") == "FINISHED"
-    assert place.settings() == {1: {"seed": 5}, 3: {"seed": 6}} and place.error(3) is None
+    assert folder.settings() == {1: {"seed": 5}, 3: {"seed": 6}} and folder.error(3) is None
 
 
 def test_nothing_is_proposed_after_a_request_to_stop(tmp_path: Path) -> None:
-    place = Place.of(sweep(), str(tmp_path))
-    searcher = Planned(sweep(), place, {1: {"seed": 5}, 3: {"seed": 6}})
-    searcher.stop = HostStop(place.storage.address, "driver")
+    folder = SweepFolder.of(sweep(), str(tmp_path))
+    searcher = Planned(sweep(), folder, {1: {"seed": 5}, 3: {"seed": 6}})
+    searcher.stop = HostStop(folder.storage.address, "driver")
     assert isinstance(searcher.suggest("a"), dict)
-    request_stop(place.storage, "driver", "SIGTERM")
+    request_stop(folder.storage, "driver", "SIGTERM")
     assert searcher.suggest("b") == "FINISHED"
-    assert list(place.settings()) == [1]
+    assert list(folder.settings()) == [1]
 
 
 def test_tpe_keeps_to_the_space_repeats_itself_and_learns(tmp_path: Path) -> None:
-    found = go(Guided(sweep(), Place.of(sweep(), str(tmp_path / "a")), {}), 12)
-    assert found == go(Guided(sweep(), Place.of(sweep(), str(tmp_path / "b")), {}), 12)
+    found = go(Guided(sweep(), SweepFolder.of(sweep(), str(tmp_path / "a")), {}), 12)
+    assert found == go(Guided(sweep(), SweepFolder.of(sweep(), str(tmp_path / "b")), {}), 12)
     for settings in found:
         assert settings["method.alpha"] == 2 * settings["method.rank"]
         assert settings["train.weight_decay"] in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
@@ -90,16 +90,16 @@ def test_tpe_keeps_to_the_space_repeats_itself_and_learns(tmp_path: Path) -> Non
 
 
 def test_tpe_ends_after_its_samples(tmp_path: Path) -> None:
-    searcher = Guided(sweep(samples=2), Place.of(sweep(), str(tmp_path)), {})
+    searcher = Guided(sweep(samples=2), SweepFolder.of(sweep(), str(tmp_path)), {})
     go(searcher, 2)
     assert searcher.suggest("last") == "FINISHED"
 
 
 def test_tpe_goes_on_with_what_it_was_told(tmp_path: Path) -> None:
     """Unfinished trials come first; finished ones count; numbers go on."""
-    place = Place.of(sweep(), str(tmp_path))
-    before = go(Guided(sweep(), place, {}), 4)
-    again = Guided(sweep(), place, {3: before[3]})
+    folder = SweepFolder.of(sweep(), str(tmp_path))
+    before = go(Guided(sweep(), folder, {}), 4)
+    again = Guided(sweep(), folder, {3: before[3]})
     for settings in before[:3]:
         again.tell_finished(settings, [[score(settings)]], stopped=False)
     assert [trial.value for trial in again.study.trials] == [score(settings) for settings in before[:3]]
@@ -109,11 +109,11 @@ def test_tpe_goes_on_with_what_it_was_told(tmp_path: Path) -> None:
 
 
 def test_tpe_knows_stopped_and_failed_trials(tmp_path: Path) -> None:
-    place = Place.of(sweep(), str(tmp_path))
-    searcher = Guided(sweep(), place, {})
+    folder = SweepFolder.of(sweep(), str(tmp_path))
+    searcher = Guided(sweep(), folder, {})
     for name in ("stopped", "failed", "died"):
         searcher.suggest(name)
-    give_word(place.run(0), 1, go_on=False)
+    write_decision(folder.run(0), 1, continues=False)
     searcher.on_trial_result("stopped", {TASKS: 1, f"{SCORES}0": 1.0})
     searcher.on_trial_complete("stopped", {TASKS: 1, f"{SCORES}0": 1.0})
     searcher.on_trial_complete("failed", {FAILED: "no"})
@@ -123,7 +123,7 @@ def test_tpe_knows_stopped_and_failed_trials(tmp_path: Path) -> None:
 
 def test_tpe_with_two_metrics(tmp_path: Path) -> None:
     two = sweep(metric=["ap", "f_ra"], mode=["max", "min"])
-    searcher = Guided(two, Place.of(two, str(tmp_path)), {})
+    searcher = Guided(two, SweepFolder.of(two, str(tmp_path)), {})
     for number in range(8):
         found = searcher.suggest(str(number))
         assert isinstance(found, dict)
@@ -145,7 +145,7 @@ def finish(searcher: Guided, name: str, value: float) -> None:
     searcher.on_trial_complete(name, result)
 
 
-def asked(searcher: Guided) -> dict[str, dict[str, Any]]:
+def open_trials(searcher: Guided) -> dict[str, dict[str, Any]]:
     """All trials, none of which ends: by Tune's id."""
     found: dict[str, dict[str, Any]] = {}
     while (proposed := searcher.suggest(f"id{len(found)}")) != "FINISHED":
@@ -155,8 +155,8 @@ def asked(searcher: Guided) -> dict[str, dict[str, Any]]:
 
 
 def test_tpe_runs_trials_once_that_an_idle_dimension_makes_alike(tmp_path: Path) -> None:
-    place = Place.of(conditional(), str(tmp_path))
-    searcher = Guided(conditional(), place, {})
+    folder = SweepFolder.of(conditional(), str(tmp_path))
+    searcher = Guided(conditional(), folder, {})
     found: dict[int, dict[str, Any]] = {}
     while (proposed := searcher.suggest(f"id{len(found)}")) != "FINISHED":
         assert isinstance(proposed, dict)
@@ -165,7 +165,7 @@ def test_tpe_runs_trials_once_that_an_idle_dimension_makes_alike(tmp_path: Path)
         assert ("method.arm.weight" in settings) == (settings["method.ablation"] == "none")
         finish(searcher, name, 5.0 if settings["method.ablation"] == "arm" else settings["method.arm.weight"])
     assert list(found.values()).count({"method.ablation": "arm"}) == 1 and 2 < len(found) < 10
-    assert place.settings() == found
+    assert folder.settings() == found
     trials = searcher.study.trials
     assert len(trials) == 10 and {trial.state.name for trial in trials} == {"COMPLETE"}
     without = [trial for trial in trials if trial.params["method.ablation"] == 1]
@@ -175,8 +175,8 @@ def test_tpe_runs_trials_once_that_an_idle_dimension_makes_alike(tmp_path: Path)
 
 
 def test_tpe_tells_the_result_of_a_trial_that_was_still_running_when_its_like_came(tmp_path: Path) -> None:
-    searcher = Guided(conditional(), Place.of(conditional(), str(tmp_path)), {})
-    running = asked(searcher)
+    searcher = Guided(conditional(), SweepFolder.of(conditional(), str(tmp_path)), {})
+    running = open_trials(searcher)
     alike = [trial for trial in searcher.study.trials if trial.params["method.ablation"] == 1]
     assert len(running) == 11 - len(alike) and {trial.state.name for trial in alike} == {"RUNNING"}
     name = next(key for key, one in running.items() if one["settings"] == {"method.ablation": "arm"})
@@ -187,16 +187,16 @@ def test_tpe_tells_the_result_of_a_trial_that_was_still_running_when_its_like_ca
 
 def test_a_tpe_sweep_that_goes_on_knows_which_trials_were_alike(tmp_path: Path) -> None:
     """Whether the one that ran is over, or has to be run again; and nothing is proposed beyond the samples."""
-    place = Place.of(conditional(), str(tmp_path))
-    running = asked(Guided(conditional(), place, {}))
+    folder = SweepFolder.of(conditional(), str(tmp_path))
+    running = open_trials(Guided(conditional(), folder, {}))
     settings = {one["number"]: one["settings"] for one in running.values()}
     alike = next(number for number, one in settings.items() if one == {"method.ablation": "arm"})
-    finished = Guided(conditional(), place, {})
+    finished = Guided(conditional(), folder, {})
     for one in settings.values():
         finished.tell_finished(one, [[3.0]], stopped=False)
     assert finished.suggest("more") == "FINISHED"
     assert [trial.value for trial in finished.study.trials] == [3.0] * 10
-    again = Guided(conditional(), place, {alike: settings[alike]})
+    again = Guided(conditional(), folder, {alike: settings[alike]})
     for number in settings.keys() - {alike}:
         again.tell_finished(settings[number], [[3.0]], stopped=False)
     proposed = again.suggest("again")
@@ -217,7 +217,7 @@ def decisions(scheduler: AtTaskEnds, curves: dict[int, list[float]]) -> dict[int
             result = {TASKS: tasks, f"{SCORES}0": value}
             assert scheduler.on_trial_result(None, trial, result) == "CONTINUE", "the run itself stops, not Tune"
             learned[number] = tasks
-            if is_stopped(scheduler.place.run(number), tasks):
+            if is_stopped(scheduler.folder.run(number), tasks):
                 break
         scheduler.on_trial_complete(None, trial, result)
     return learned
@@ -238,18 +238,18 @@ CURVES = {number: [float(value)] * 4 for number, value in enumerate((50, 40, 60,
 )
 def test_rules_stop_between_tasks(tmp_path: Path, chosen: dict[str, Any], mode: str, expected: list[int]) -> None:
     settings = sweep(scheduler=chosen, mode=mode)
-    place = Place.of(settings, str(tmp_path))
-    scheduler = AtTaskEnds(place, rule_of(settings, 4), 4, 6)
+    folder = SweepFolder.of(settings, str(tmp_path))
+    scheduler = AtTaskEnds(folder, rule_of(settings, 4), 4, 6)
     assert list(decisions(scheduler, CURVES).values()) == expected
-    told = word(place.run(0), 4)
+    told = read_decision(folder.run(0), 4)
     assert told is (None if chosen["name"] == "none" else True), "the last task is never stopped"
 
 
 @pytest.mark.parametrize("chosen", [{"name": "asha", "reduction": 2}, {"name": "median", "least": 2}])
 def test_a_sweep_that_goes_on_decides_as_if_it_had_not_stopped(tmp_path: Path, chosen: dict[str, Any]) -> None:
     settings = sweep(scheduler=chosen)
-    whole = decisions(AtTaskEnds(Place.of(settings, str(tmp_path / "a")), rule_of(settings, 4), 4, 6), CURVES)
-    resumed = AtTaskEnds(Place.of(settings, str(tmp_path / "b")), rule_of(settings, 4), 4, 6)
+    whole = decisions(AtTaskEnds(SweepFolder.of(settings, str(tmp_path / "a")), rule_of(settings, 4), 4, 6), CURVES)
+    resumed = AtTaskEnds(SweepFolder.of(settings, str(tmp_path / "b")), rule_of(settings, 4), 4, 6)
     for number in range(3):
         resumed.replay(number, CURVES[number][: whole[number]])
     later = decisions(resumed, {number: CURVES[number] for number in range(3, 6)})
@@ -258,19 +258,19 @@ def test_a_sweep_that_goes_on_decides_as_if_it_had_not_stopped(tmp_path: Path, c
 
 def test_metrics_that_are_not_there_yet_stop_nobody(tmp_path: Path) -> None:
     settings = sweep(scheduler="asha")
-    scheduler = AtTaskEnds(Place.of(settings, str(tmp_path)), rule_of(settings, 4), 4, 1)
+    scheduler = AtTaskEnds(SweepFolder.of(settings, str(tmp_path)), rule_of(settings, 4), 4, 1)
     trial: Any = type("T", (), {"trial_id": "t", "config": {"number": 0}})()
     scheduler.on_trial_add(None, trial)
     scheduler.on_trial_result(None, trial, {TASKS: 1})
-    assert word(scheduler.place.run(0), 1) is True
+    assert read_decision(scheduler.folder.run(0), 1) is True
 
 
 def test_a_word_that_was_given_holds(tmp_path: Path) -> None:
     """The trial's process died after it, and what it has learned is reported again."""
     settings = sweep(scheduler={"name": "asha", "reduction": 2})
-    place = Place.of(settings, str(tmp_path))
-    scheduler = AtTaskEnds(place, rule_of(settings, 4), 4, 2)
-    give_word(place.run(1), 1, go_on=True)
+    folder = SweepFolder.of(settings, str(tmp_path))
+    scheduler = AtTaskEnds(folder, rule_of(settings, 4), 4, 2)
+    write_decision(folder.run(1), 1, continues=True)
     assert decisions(scheduler, {0: [50.0] * 4, 1: [40.0] * 4}) == {0: 4, 1: 2}
 
 

@@ -11,7 +11,7 @@ import pytest
 from raycl import config as configs
 from raycl.errors import ConfigError
 from raycl.sweep.config import SweepConfig, check_space, load_sweep
-from raycl.sweep.place import Place
+from raycl.sweep.folder import SweepFolder
 from raycl.sweep.search.space import Draw
 
 REPO = Path(__file__).resolve().parents[3]
@@ -162,15 +162,15 @@ def test_there_are_ready_sweeps() -> None:
 
 def test_trials_of_a_sweep_are_one_group_in_the_tracker(tmp_path: Path) -> None:
     found = sweep(**space(seed={"grid": [0, 1]}))
-    place = Place.of(found, str(tmp_path))
-    trackings = [place.config(found, number, settings).tracking for number, settings in enumerate(found.trials())]
+    folder = SweepFolder.of(found, str(tmp_path))
+    trackings = [folder.config(found, number, settings).tracking for number, settings in enumerate(found.trials())]
     assert [tracking.group for tracking in trackings] == [found.name, found.name]
     own = sweep(**space(seed={"grid": [0]}), base={"tracking": {"group": "mine"}})
-    assert place.config(own, 0, {"seed": 0}).tracking.group == "mine"
+    assert folder.config(own, 0, {"seed": 0}).tracking.group == "mine"
 
 
 @pytest.mark.parametrize(
-    ("changes", "here"),
+    ("changes", "in_process"),
     [
         ({}, True),
         ({"resources": {"isolated": True}}, False),
@@ -181,5 +181,5 @@ def test_trials_of_a_sweep_are_one_group_in_the_tracker(tmp_path: Path) -> None:
         ({"base": {"launch": {"fresh_workers_per_task": True}}, **space(seed={"grid": [1]})}, False),
     ],
 )
-def test_only_what_leaves_nothing_behind_shares_a_process(changes: dict[str, Any], here: bool) -> None:
-    assert sweep(**changes).in_process is here
+def test_only_what_leaves_nothing_behind_shares_a_process(changes: dict[str, Any], in_process: bool) -> None:
+    assert sweep(**changes).in_process is in_process

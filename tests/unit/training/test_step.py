@@ -219,8 +219,8 @@ def test_gradients_on_chosen_rows_are_those_of_their_mean_loss(lab: Lab, kind: s
     tables = [context.stream.table(tasks[0], "train", backbone.codec).part(np.array([0, 5, 7]))]
     tables += [context.stream.table(tasks[1], "train", backbone.codec).part(np.array([2, 3]))]
     labels = backbone.label_ids() if objective == "answer" and kind == "bert" else None
-    hidden = context.stream.exercise(backbone.codec, stable_seed(context.info.seed, "exercise", 0))
-    batch = Collate(tables, labels, backbone.codec.pad_id, exercise=hidden)(np.arange(5), 5)
+    hidden = context.stream.text_objective(backbone.codec, stable_seed(context.info.seed, "exercise", 0))
+    batch = Collate(tables, labels, backbone.codec.pad_id, text_objective=hidden)(np.arange(5), 5)
     loss = backbone(batch).loss_sum / loss_count(batch)
     expected = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     assert found.keys() == trained.keys() and float(loss.detach()) > 0

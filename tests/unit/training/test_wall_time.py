@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raycl.storage import Storage
-from raycl.training.records import journal as ledgers
+from raycl.training.records import journal as journals
 from raycl.training.records.journal import Journal, RunState, read_state
 from raycl.training.records.results import wall_seconds
 
@@ -17,7 +17,7 @@ WEEK = 7 * 24 * 3600.0
 def test_it_is_the_time_of_the_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that crashed after a checkpoint, one that went on, and one that added a task weeks later."""
     now = [1000.0]
-    monkeypatch.setattr(ledgers.time, "time", lambda: now[0])
+    monkeypatch.setattr(journals.time, "time", lambda: now[0])
     storage = Storage.at(tmp_path)
 
     def attempt(*events: tuple[float, str]) -> None:

@@ -16,7 +16,7 @@ from raycl.report.results import title_of
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionWeights:
     """Attention of one run after its last stage.
 
     Attributes:
@@ -24,17 +24,17 @@ class Attended:
         train: task -> weights over the blocks that there were when it was learned, 0 for later ones.
         test: task -> weights over all blocks; of tasks that were evaluated.
         pseudo: task -> how many pseudo inputs stand for it.
-        stand_ins: task -> how many of them are stored training inputs because a generator wrote none.
+        fallback_samples: task -> how many of them are stored training inputs because a generator wrote none.
     """
 
     keys: list[str]
     train: dict[str, list[float]]
     test: dict[str, list[float]]
     pseudo: dict[str, int]
-    stand_ins: dict[str, int]
+    fallback_samples: dict[str, int]
 
     @staticmethod
-    def of(result: Tree) -> Attended:
+    def of(result: Tree) -> AttentionWeights:
         """Of a run.
 
         Raises:
@@ -42,11 +42,11 @@ class Attended:
         """
         if not has_attention(result):
             raise RunError(f"'{title_of(result)}' tells of no attention: only runs with method=sapt do")
-        told = result["stage_facts"][-1]["attention"]
-        keys = [str(key) for key in told["keys"]]
-        train = {task: _padded(weights, len(keys)) for task, weights in told["train"].items()}
-        test = {task: list(map(float, weights)) for task, weights in told["test"].items()}
-        return Attended(keys, train, test, told["pseudo"], told.get("stand_ins", {}))
+        summary = result["phase_summaries"][-1]["attention"]
+        keys = [str(key) for key in summary["keys"]]
+        train = {task: _padded(weights, len(keys)) for task, weights in summary["train"].items()}
+        test = {task: list(map(float, weights)) for task, weights in summary["test"].items()}
+        return AttentionWeights(keys, train, test, summary["pseudo"], summary.get("fallback_samples", {}))
 
     def moved(self) -> dict[str, float]:
         """Task -> how much of its texts' weight speaks through other blocks now, in percent (total variation)."""
@@ -59,7 +59,7 @@ class Attended:
 
 def has_attention(result: Tree) -> bool:
     """Whether the run's last stage tells of attention."""
-    return "attention" in (result.get("stage_facts") or [{}])[-1]
+    return "attention" in (result.get("phase_summaries") or [{}])[-1]
 
 
 def _padded(weights: list[float], length: int) -> list[float]:

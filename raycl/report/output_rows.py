@@ -23,7 +23,7 @@ Bits = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class KeptRows:
+class OutputRows:
     """Kept rows of one run.
 
     Attributes:
@@ -39,21 +39,21 @@ class KeptRows:
     layers: dict[str, list[Bits]]
 
     @staticmethod
-    def of(result: Tree) -> KeptRows:
+    def of(result: Tree) -> OutputRows:
         """Of a run.
 
         Raises:
             RunError: it had no such modifier, or no stage has ended yet.
         """
-        if not has_kept_rows(result):
+        if not has_output_rows(result):
             raise RunError(f"'{title_of(result)}' tells of no kept rows: only runs with modifiers=[migu] do")
-        told = [phase["modifiers"]["migu"] for phase in result["stage_facts"]]
-        paths = [path for path in told[0]["layers"] if all(path in summary["layers"] for summary in told)]
-        return KeptRows(
-            [str(name) for name in result["phases"][: len(told)]],
-            [bool(summary["masked"]) for summary in told],
-            [_percent(summary["gradient_norm_kept"]) for summary in told],
-            {path: [_bits(summary["layers"][path]) for summary in told] for path in paths},
+        summaries = [phase["modifiers"]["migu"] for phase in result["phase_summaries"]]
+        paths = [path for path in summaries[0]["layers"] if all(path in summary["layers"] for summary in summaries)]
+        return OutputRows(
+            [str(name) for name in result["phases"][: len(summaries)]],
+            [bool(summary["masked"]) for summary in summaries],
+            [_percent(summary["gradient_norm_kept"]) for summary in summaries],
+            {path: [_bits(summary["layers"][path]) for summary in summaries] for path in paths},
         )
 
     @property
@@ -69,9 +69,9 @@ class KeptRows:
         return [[100 * float(np.mean([_shared(bits[i], bits[j]) for bits in chosen])) for j in places] for i in places]
 
 
-def has_kept_rows(result: Tree) -> bool:
+def has_output_rows(result: Tree) -> bool:
     """Whether every stage so far tells which rows it kept."""
-    phases = result.get("stage_facts") or []
+    phases = result.get("phase_summaries") or []
     return bool(phases) and all("layers" in phase.get("modifiers", {}).get("migu", {}) for phase in phases)
 
 
@@ -80,9 +80,9 @@ def _shared(mine: Bits, other: Bits) -> float:
     return float((mine & other).sum() / max(1, mine.sum()))
 
 
-def _bits(told: Mapping[str, Any]) -> Bits:
-    packed = np.frombuffer(base64.b64decode(told["kept"]), dtype=np.uint8)
-    return np.unpackbits(packed)[: int(told["rows"])].astype(bool)
+def _bits(summaries: Mapping[str, Any]) -> Bits:
+    packed = np.frombuffer(base64.b64decode(summaries["kept"]), dtype=np.uint8)
+    return np.unpackbits(packed)[: int(summaries["rows"])].astype(bool)
 
 
 def _percent(share: float | None) -> float | None:

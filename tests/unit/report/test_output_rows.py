@@ -10,8 +10,8 @@ import torch
 
 from raycl.errors import RunError
 from raycl.methods.migu.summary import _most_often
-from raycl.report.kept_rows import KeptRows, has_kept_rows
-from raycl.report.tables import kept_rows_table
+from raycl.report.output_rows import OutputRows, has_output_rows
+from raycl.report.tables import output_rows_table
 
 Make = Callable[..., dict[str, Any]]
 
@@ -27,18 +27,18 @@ def with_rows(result: dict[str, Any], layers: tuple[str, ...] = ("a", "b")) -> d
         told = dict.fromkeys(layers, _most_often(counts, 4))
         migu = {"masked": number > 0, "steps": 4, "gradient_norm_kept": 0.5 if number else None, "layers": told}
         summary.append({"modifiers": {"migu": migu}})
-    return {**result, "stage_facts": summary}
+    return {**result, "phase_summaries": summary}
 
 
 def test_bits_come_back_as_they_were(make_result: Make) -> None:
-    kept = KeptRows.of(with_rows(make_result("lora")))
+    kept = OutputRows.of(with_rows(make_result("lora")))
     assert [bits.nonzero()[0].tolist() for bits in kept.layers["a"]] == list(KEPT.values())
     assert kept.tasks == list(KEPT) and kept.masked == [False, True, True] and kept.norm_kept == [None, 50.0, 50.0]
     assert kept.chance == pytest.approx(30.0)
 
 
 def test_overlap_is_the_share_of_rows_that_the_other_kept_too(make_result: Make) -> None:
-    kept = KeptRows.of(with_rows(make_result("lora")))
+    kept = OutputRows.of(with_rows(make_result("lora")))
     third = 100 / 3
     expected = [[100, third, 2 * third], [third, 100, 0], [2 * third, 0, 100]]
     for row, wanted in zip(kept.overlap(["b"]), expected, strict=True):
@@ -47,12 +47,12 @@ def test_overlap_is_the_share_of_rows_that_the_other_kept_too(make_result: Make)
 
 def test_a_layer_that_a_task_did_not_watch_is_left_out(make_result: Make) -> None:
     result = with_rows(make_result("lora"))
-    del result["stage_facts"][2]["modifiers"]["migu"]["layers"]["a"]
-    assert list(KeptRows.of(result).layers) == ["b"]
+    del result["phase_summaries"][2]["modifiers"]["migu"]["layers"]["a"]
+    assert list(OutputRows.of(result).layers) == ["b"]
 
 
 def test_the_table_says_what_is_chance_and_what_was_not_masked(make_result: Make) -> None:
-    lines = kept_rows_table(with_rows(make_result("lora"))).splitlines()
+    lines = output_rows_table(with_rows(make_result("lora"))).splitlines()
     assert "mean over 2 layers" in lines[0]
     assert lines[-1].startswith("30.0 is chance")
     rows = [line.split() for line in lines if line.strip().startswith(tuple(KEPT))][1:]
@@ -61,7 +61,7 @@ def test_the_table_says_what_is_chance_and_what_was_not_masked(make_result: Make
 
 
 def test_runs_without_the_modifier_have_none(make_result: Make) -> None:
-    plain = {**make_result("lora"), "stage_facts": [{}, {}, {}]}
-    assert not has_kept_rows(plain) and not has_kept_rows(make_result("lora")) and has_kept_rows(with_rows(plain))
+    plain = {**make_result("lora"), "phase_summaries": [{}, {}, {}]}
+    assert not has_output_rows(plain) and not has_output_rows(make_result("lora")) and has_output_rows(with_rows(plain))
     with pytest.raises(RunError, match=r"tells of no kept rows: only runs with modifiers=\[migu\] do"):
-        KeptRows.of(plain)
+        OutputRows.of(plain)

@@ -1,4 +1,4 @@
-"""The ledger: one writer an attempt, and late writers of older attempts change nothing."""
+"""The journal: one writer an attempt, and late writers of older attempts change nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raycl.errors import AlreadyExistsError, StaleAttemptError
+from raycl.errors import AlreadyExistsError, RunError, StaleAttemptError
 from raycl.storage import Storage
 from raycl.training.records.journal import Journal, RunState, last_attempt, read_state
 
@@ -50,8 +50,8 @@ def test_a_claim_inherits_everything_and_adds_itself(storage: Storage) -> None:
 
 def test_racing_claims_get_numbers_of_their_own(storage: Storage) -> None:
     with ThreadPoolExecutor(8) as pool:
-        ledgers = list(pool.map(lambda number: Journal.claim(storage, workers=number), range(24)))
-    assert sorted(journal.attempt for journal in ledgers) == list(range(1, 25))
+        journals = list(pool.map(lambda number: Journal.claim(storage, workers=number), range(24)))
+    assert sorted(journal.attempt for journal in journals) == list(range(1, 25))
     numbers = [entry["attempt"] for entry in read_state(storage).attempts]
     assert numbers == list(range(1, 25)), "every claim knows all claims before it"
 
@@ -64,14 +64,20 @@ def test_a_late_writer_is_told_and_changes_nothing(storage: Storage) -> None:
     for write in (lambda: old.checkpoint("late", keep=1), lambda: old.phase_done({"phase": 9}), old.ensure_current):
         with pytest.raises(StaleAttemptError, match=r"attempt 1 of '.*' was replaced by attempt 2: it stops here"):
             write()
-    storage.write("ledger/attempt-0001/000009.json", json.dumps({"checkpoints": ["late"], "phases": [9]}).encode())
+    storage.write("journal/attempt-0001/000009.json", json.dumps({"checkpoints": ["late"], "phases": [9]}).encode())
     assert (read_state(storage).checkpoints, read_state(storage).phases) == (["a", "b"], [])
     new.ensure_current()
 
 
+def test_a_run_of_an_older_layout_is_refused(storage: Storage) -> None:
+    storage.write("ledger/attempt-0001/000000.json", b"{}")
+    with pytest.raises(RunError, match=r"'.*' keeps its records in 'ledger'.*expected 'journal'.*start a new run"):
+        read_state(storage)
+
+
 def test_a_folder_without_its_claim_is_no_attempt(storage: Storage) -> None:
     Journal.claim(storage, workers=1).checkpoint("a", keep=2)
-    storage.write("ledger/attempt-0007/000003.json", json.dumps({"checkpoints": ["ghost"]}).encode())
+    storage.write("journal/attempt-0007/000003.json", json.dumps({"checkpoints": ["ghost"]}).encode())
     assert last_attempt(storage) == 1
     assert read_state(storage).checkpoints == ["a"]
 

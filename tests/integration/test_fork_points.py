@@ -20,7 +20,7 @@ from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.sweep.trials.prefix import prefix_keys
 from raycl.training.records.checkpoint import read_checkpoint
-from raycl.training.records.fork_points import borrow, read_place, save_fork_point
+from raycl.training.records.fork_points import read_fork_point, save_fork_point, start_from
 from raycl.training.records.journal import read_state
 
 MIGU = {"name": "migu", "layers": ["attention", "ffn"]}
@@ -75,11 +75,11 @@ def test_what_is_borrowed_equals_what_is_learned(lab: Lab, tmp_path: Path, case:
     lender, shared = (configs.validate(RunConfig, {**configs.as_tree(one), "bank": bank}) for one in (lender, borrower))
     first, place = Storage.at(tmp_path / "lender"), Storage.at(tmp_path / "place")
     run(lender, first, on_phase=lambda record: save_fork_point(first, agreed, place))
-    lent = read_place(place)
-    assert lent is not None and len(lent["phases"]) == agreed
+    fork_point = read_fork_point(place)
+    assert fork_point is not None and len(fork_point["phases"]) == agreed
 
     second, alone = Storage.at(tmp_path / "borrower"), Storage.at(tmp_path / "alone")
-    borrow(place, second, lent["phases"])
+    start_from(place, second, fork_point["phases"])
     run(shared, second)
     run(borrower, alone)
     assert matrix(second) == matrix(alone)
@@ -107,10 +107,10 @@ def test_a_place_is_kept_once_and_only_when_it_is_the_right_one(lab: Lab, tmp_pa
     first, place, early = (Storage.at(tmp_path / name) for name in ("first", "place", "early"))
     run(config, first, on_phase=lambda record: save_fork_point(first, 2, place))
     save_fork_point(first, 1, early)
-    assert read_place(early) is None, "the checkpoint of the first stage is gone by now"
+    assert read_fork_point(early) is None, "the checkpoint of the first stage is gone by now"
     before = place.files()
     save_fork_point(first, 2, place)
-    assert place.files().keys() == before.keys() and read_place(Storage.at(tmp_path / "nowhere")) is None
+    assert place.files().keys() == before.keys() and read_fork_point(Storage.at(tmp_path / "nowhere")) is None
 
 
 def test_a_stage_may_be_the_last_one(lab: Lab, tmp_path: Path) -> None:

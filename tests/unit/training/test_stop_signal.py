@@ -10,25 +10,25 @@ import pytest
 
 from raycl.storage import Storage
 from raycl.training.records import stop_signal
-from raycl.training.records.stop_signal import give_word, is_stopped, wait_for_decision, word
+from raycl.training.records.stop_signal import is_stopped, read_decision, wait_for_decision, write_decision
 
 
 def test_a_word_holds_for_its_stage_alone(tmp_path: Path) -> None:
     storage = Storage.at(tmp_path)
-    assert word(storage, 1) is None and not is_stopped(storage, 1)
-    give_word(storage, 1, go_on=True)
-    give_word(storage, 2, go_on=False)
-    assert (word(storage, 1), word(storage, 2), word(storage, 3)) == (True, False, None)
+    assert read_decision(storage, 1) is None and not is_stopped(storage, 1)
+    write_decision(storage, 1, continues=True)
+    write_decision(storage, 2, continues=False)
+    assert (read_decision(storage, 1), read_decision(storage, 2), read_decision(storage, 3)) == (True, False, None)
     assert not is_stopped(storage, 1) and is_stopped(storage, 2) and not is_stopped(storage, 0)
 
 
-@pytest.mark.parametrize("go_on", [True, False])
-def test_workers_wait_for_it(tmp_path: Path, go_on: bool) -> None:
+@pytest.mark.parametrize("continues", [True, False])
+def test_workers_wait_for_it(tmp_path: Path, continues: bool) -> None:
     storage = Storage.at(tmp_path)
-    teller = threading.Timer(0.2, give_word, (storage, 1, go_on))
+    teller = threading.Timer(0.2, write_decision, (storage, 1, continues))
     teller.start()
     began = time.monotonic()
-    assert wait_for_decision(storage, 1) is go_on
+    assert wait_for_decision(storage, 1) is continues
     assert time.monotonic() - began > 0.15
     teller.join()
 

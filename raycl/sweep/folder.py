@@ -36,16 +36,16 @@ State = Literal["done", "stopped", "failed", "unfinished"]
 
 
 @dataclass(frozen=True)
-class Place:
+class SweepFolder:
     """A sweep's folder."""
 
     storage: Storage
     name: str
 
     @staticmethod
-    def of(sweep: SweepConfig, directory: str) -> Place:
+    def of(sweep: SweepConfig, directory: str) -> SweepFolder:
         """Where the sweep writes; nothing is created."""
-        return Place(Storage.at(directory).sub(sweep.name), sweep.name)
+        return SweepFolder(Storage.at(directory).sub(sweep.name), sweep.name)
 
     def run_name(self, number: int) -> str:
         """Folder of a trial, and its name for trackers."""
@@ -71,7 +71,7 @@ class Place:
         tree["tracking"] = {"group": sweep.name, **tree.get("tracking", {})}
         return configs.validate(RunConfig, tree)
 
-    def remember(self, number: int, settings: Settings) -> None:
+    def write_settings(self, number: int, settings: Settings) -> None:
         """Write down what a trial is given."""
         self.storage.write_json(f"{SETTINGS}/{number:04d}.json", settings)
 
@@ -79,7 +79,7 @@ class Place:
         """What each trial so far was given, by number."""
         return self._numbered(SETTINGS)
 
-    def remember_repeated(self, number: int, settings: Settings) -> None:
+    def write_repeated(self, number: int, settings: Settings) -> None:
         """Write down a proposal that is not run, with the settings that act on nothing in it."""
         self.storage.write_json(f"{REPEATED}/{number:04d}.json", settings)
 
@@ -91,11 +91,11 @@ class Place:
         names = [name for name in self.storage.list(folder) if re.fullmatch(r"\d{4,}\.json", name)]
         return {int(name.removesuffix(".json")): dict(self.storage.read_json(f"{folder}/{name}")) for name in names}
 
-    def fail(self, number: int, error: str) -> None:
+    def write_failure(self, number: int, error: str) -> None:
         """Write down why a trial failed."""
         self.storage.write_json(f"{FAILED}/{number:04d}.json", {"error": error})
 
-    def forgive(self, number: int) -> None:
+    def clear_failure(self, number: int) -> None:
         """Forget a failure, before the trial is tried again."""
         self.storage.delete(f"{FAILED}/{number:04d}.json")
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from raycl.errors import RunError
 from raycl.report import attention_plots
-from raycl.report.attended import Attended, has_attention
+from raycl.report.attention import AttentionWeights, has_attention
 from raycl.report.attention_plots import attention_maps
 from raycl.report.tables import attention_table
 
@@ -23,11 +23,11 @@ TEST = {"agnews": [0.875, 0.125, 0.0], "dbpedia": [0.25, 0.75, 0.0], "yahoo": [0
 
 def attended(result: dict[str, Any]) -> dict[str, Any]:
     told = {"keys": list(TRAIN), "train": TRAIN, "test": TEST, "pseudo": dict.fromkeys(TRAIN, 20)}
-    return {**result, "stage_facts": [{}, {}, {"attention": told}]}
+    return {**result, "phase_summaries": [{}, {}, {"attention": told}]}
 
 
 def test_maps_are_over_all_blocks(make_result: Make) -> None:
-    found = Attended.of(attended(make_result("sapt")))
+    found = AttentionWeights.of(attended(make_result("sapt")))
     assert found.keys == list(TRAIN)
     assert found.train["agnews"] == [1.0, 0.0, 0.0] and found.test == TEST
     assert found.moved() == {"agnews": 12.5, "dbpedia": 0.0, "yahoo": 0.0}
@@ -36,13 +36,13 @@ def test_maps_are_over_all_blocks(make_result: Make) -> None:
 def test_both_maps_stand_below_each_other(make_result: Make) -> None:
     shown = attention_table(attended(make_result("sapt")))
     assert shown.index("when it was learned") < shown.index("at the end")
-    assert "87.5" in shown and "12.5" in shown and "60 pseudo inputs" in shown
+    assert "87.5" in shown and "12.5" in shown and "60 pseudo-samples" in shown
 
 
 def test_inputs_that_stand_in_for_a_generators_are_told(make_result: Make) -> None:
     result = attended(make_result("sapt"))
-    result["stage_facts"][-1]["attention"]["stand_ins"] = {"yahoo": 20}
-    assert "60 pseudo inputs in all, 20 of them stored training inputs" in " ".join(attention_table(result).split())
+    result["phase_summaries"][-1]["attention"]["fallback_samples"] = {"yahoo": 20}
+    assert "60 pseudo-samples in all, 20 of them stored training inputs" in " ".join(attention_table(result).split())
 
 
 def test_maps_are_drawn_side_by_side(tmp_path: Path, make_result: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_maps_are_drawn_side_by_side(tmp_path: Path, make_result: Make, monkeypa
     save = attention_plots.save_png
     monkeypatch.setattr(attention_plots, "save_png", lambda figure, path: save(figures.append(figure) or figure, path))
     result = attended(make_result("sapt"))
-    del result["stage_facts"][-1]["attention"]["test"]["yahoo"]
+    del result["phase_summaries"][-1]["attention"]["test"]["yahoo"]
     assert attention_maps([result], tmp_path / "new" / "a.png").is_file()
     then, now, _scale = figures[0].axes
     assert [text.get_text() for text in then.texts][:4] == ["100.0", "0.0", "0.0", "25.0"]
@@ -63,7 +63,7 @@ def test_maps_that_nobody_could_read_are_refused(tmp_path: Path, make_result: Ma
     many = attended(make_result("sapt"))
     with pytest.raises(RunError, match="attention in 7 runs cannot be read"):
         attention_maps([many] * 7, tmp_path / "a.png")
-    many["stage_facts"][-1]["attention"]["keys"] = [str(number) for number in range(41)]
+    many["phase_summaries"][-1]["attention"]["keys"] = [str(number) for number in range(41)]
     with pytest.raises(RunError, match="attention to 41 tasks cannot be read"):
         attention_maps([many], tmp_path / "a.png")
     with pytest.raises(RunError, match="tells of no attention"):
