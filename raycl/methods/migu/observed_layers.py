@@ -130,4 +130,4 @@ def _parts(layer: Any, bias: bool) -> list[tuple[Part, tuple[int, ...], list[tup
     if layer.lora_A is not None and layer.lora_B is not None:
         low.append((layer.lora_A, 0))
         output.append((layer.lora_B, 0))
-    return [("low", layer.live_ranks, low), ("output", (layer.outputs,), output)]
+    return [("low", layer.trainable_ranks, low), ("output", (layer.outputs,), output)]
