@@ -38,7 +38,7 @@ settings.load_profile("raycl")
 
 REPO = Path(__file__).resolve().parent.parent
 
-pytest_plugins = ["fixtures"]
+pytest_plugins = ["complete_runs"]
 """Of tests/lab, which is on the path: tiny models, and complete runs that several tests read."""
 
 

@@ -1,6 +1,6 @@
 """The model card of an exported adapter: what it is, and lines that use it without raycl, as the endpoint would.
 
-Why it exists: tensors and a config do not say which prompt stood around a text, how states are pooled, which labels a
+Why it exists: tensors and a config do not tell which prompt stood around a text, how states are pooled, which labels a
 head has. The same facts are kept as `raycl.json`, which the printed lines read.
 What it does not know: banks, snapshots, files.
 """
@@ -45,7 +45,7 @@ class CardTask:
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What is to be said of an adapter.
+    """Facts about an adapter for its card.
 
     Attributes:
         kind: of the backbone, by name. capabilities: what it can do.
@@ -110,36 +110,36 @@ def _title(facts: CardFacts, merged: bool) -> str:
 
 def _what(facts: CardFacts, labels: Sequence[str]) -> str:
     mixture = ", ".join(f"{name} x {weight:g}" for name, weight in facts.adapters.items())
-    said = [f"Adapters and weights: {mixture}." if mixture else "One adapter."]
+    lines = [f"Adapters and weights: {mixture}." if mixture else "One adapter."]
     if facts.snapshot is not None:
-        said.append(f"From snapshot {facts.snapshot} of a raycl bank.")
+        lines.append(f"From snapshot {facts.snapshot} of a raycl bank.")
     base = f"Base model: `{facts.base}`" + (f" at revision `{facts.revision}`" if facts.revision else "")
-    said.append(f"{base}, SHA-256 over its files `{facts.sha256}`." if facts.sha256 else f"{base}.")
+    lines.append(f"{base}, SHA-256 over its files `{facts.sha256}`." if facts.sha256 else f"{base}.")
     if not facts.on_hub:
-        said.append(
+        lines.append(
             "That is a folder of the machine it was trained on: elsewhere write where the base model lies into "
             "`base_model_name_or_path` of `adapter_config.json`."
         )
     if labels:
-        said.append(f"Labels of the head in `label_head.safetensors`, by row: {', '.join(labels)} (`labels.json`).")
-    return " ".join(said)
+        lines.append(f"Labels of the head in `label_head.safetensors`, by row: {', '.join(labels)} (`labels.json`).")
+    return " ".join(lines)
 
 
 def _before(facts: CardFacts) -> str:
-    said = ["Run in this folder; `folder` may also be its name on the hub, downloaded first."]
+    lines = ["Run in this folder; `folder` may also be its name on the hub, downloaded first."]
     if facts.source_tokens:
-        said.append(
+        lines.append(
             f"Prompts had at most {facts.source_tokens} tokens in training: shorten the end of a longer text, not the "
             "template."
         )
     if facts.tasks:
-        said.append("Name another task for its template.")
-    return " ".join(said)
+        lines.append("Name another task for its template.")
+    return " ".join(lines)
 
 
 def _code(facts: CardFacts, head: bool, merged: bool) -> str:
     return "\n".join(
-        [*_imports(facts, head, merged), "", *_loading(facts, merged), *_asking(facts), *_end(facts, head, merged)]
+        [*_imports(facts, head, merged), "", *_loading(facts, merged), *_input_code(facts), *_end(facts, head, merged)]
     )
 
 
@@ -173,7 +173,7 @@ def _loading(facts: CardFacts, merged: bool) -> list[str]:
     ]
 
 
-def _asking(facts: CardFacts) -> list[str]:
+def _input_code(facts: CardFacts) -> list[str]:
     if not facts.tasks:
         return ["", f"text = {json.dumps(TEXT)}", 'inputs = tokenizer(text, return_tensors="pt")']
     return [

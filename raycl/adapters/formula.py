@@ -2,9 +2,9 @@
 
 Shared: all rows of all adapters in use, each example closes the gates it does not want (two GEMMs).
 Own: every example brings the few rows it wants (two batched GEMMs), cheaper when an example uses a small part of
-what the batch uses, as under SLM's retrieval. Both give the exact sum of weighted block outputs: A and B are
+what the batch uses, as under SLM's retrieval. Both give the exact sum of weighted adapter outputs: A and B are
 never averaged.
-With an activation f between the two GEMMs, `y += gate * f(x A^T) B`, a block is no weight increment but a bottleneck
+With an activation f between the two GEMMs, `y += gate * f(x A^T) B`, an adapter is no weight increment but a bottleneck
 (Houlsby et al. 2019, without biases) in parallel to its linear (He et al. 2022, "parallel adapter"). `relu_` works in
 place under autograd too: nothing else reads what the first GEMM gave.
 What it does not know: where rows are kept, which example wants which.

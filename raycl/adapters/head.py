@@ -1,11 +1,11 @@
 """Label heads as part of adapters: an encoder-only model answers without a task id, its heads mixed like its weights.
 
 Every adapter brings rows for its own labels. Default rule `probability`: each head's own softmax, weighted by the
-mixture and added up per label text, so that labels of different tasks compete only as far as their adapters speak (our
-own: neither SLM's paper nor SAPT's says how to mix heads). Rule `logit`: weighted logits added up per label. Rule
+mixture and added up per label text, so that labels of different tasks compete only in proportion to their adapters'
+weights (our own: neither SLM's nor SAPT's paper defines it). Rule `logit`: weighted logits added up per label. Rule
 `label_count`, for comparison: SLM's released code picks the head by the true number of labels: one head for each such
-number, trained by the first task that has so many and frozen then; somebody must say whose task each text is.
-What it does not know: who chose the mixture.
+number, trained by the first task that has so many and frozen then; the task of each text must be given.
+What it does not know: how the mixture was chosen.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class MixedHead(nn.Module):
         """Forget every label and all rows in training."""
         self.labels, self.trainable_labels = [], ()
         self._rows.clear()
-        self._set_live(0)
+        self._set_trainable(0)
 
     def begin_training(self, labels: Sequence[str], shared: AdapterState | None = None) -> None:
         """Zero rows for `labels` in each adapter in training, or those of `shared`, which then stay as they are."""
         self.grow(labels)
         self.trainable_labels = tuple(labels)
-        self._set_live(len(labels) * self._heads)
+        self._set_trainable(len(labels) * self._heads)
         self.frozen = shared is not None
         if shared is not None and shared.head_weight is not None and shared.head_bias is not None:
             self.weight.data.copy_(shared.head_weight)
@@ -83,7 +83,7 @@ class MixedHead(nn.Module):
     def end_training(self) -> None:
         """Drop the rows in training; the labels stay known."""
         self.trainable_labels = ()
-        self._set_live(0)
+        self._set_trainable(0)
 
     def with_rows(self, states: Mapping[str, AdapterState], weight: Tensor, bias: Tensor) -> dict[str, AdapterState]:
         """The adapters in training, each with its own head rows cut from `weight` `[M C, D]` and `bias`."""
@@ -91,47 +91,47 @@ class MixedHead(nn.Module):
             name: replace(
                 state,
                 labels=self.trainable_labels,
-                head_weight=weight[self._live_rows(number)].clone(),
-                head_bias=bias[self._live_rows(number)].clone(),
+                head_weight=weight[self._trainable_rows(number)].clone(),
+                head_bias=bias[self._trainable_rows(number)].clone(),
             )
             for number, (name, state) in enumerate(states.items())
         }
 
-    def _live_rows(self, number: int) -> slice:
+    def _trainable_rows(self, number: int) -> slice:
         """Of an adapter in training, by its position among them."""
         first = min(number, self._heads - 1) * len(self.trainable_labels)
         return slice(first, first + len(self.trainable_labels))
 
-    def _set_live(self, rows: int) -> None:
+    def _set_trainable(self, rows: int) -> None:
         trainable = self.weight.requires_grad
         self.weight = nn.Parameter(self.weight.detach().new_zeros(rows, self.weight.shape[1]), requires_grad=trainable)
         self.bias = nn.Parameter(self.bias.detach().new_zeros(rows), requires_grad=trainable)
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
-        """`[B, C]` scores over all known labels, -inf for labels of which no speaking adapter knows anything."""
-        names, weights_BN = self._speakers(pooled_BD)
-        blocks = self._blocks(names)
-        if not blocks:
+        """`[B, C]` scores over all known labels, -inf for labels that no active adapter has."""
+        names, weights_BN = self._active_columns(pooled_BD)
+        heads = self._head_rows(names)
+        if not heads:
             return pooled_BD.new_full((len(pooled_BD), len(self.labels)), -torch.inf)
         logits = linear(
             pooled_BD,
-            torch.cat([rows.weight.to(pooled_BD.dtype) for _, rows in blocks]),
-            torch.cat([rows.bias.to(pooled_BD.dtype) for _, rows in blocks]),
+            torch.cat([rows.weight.to(pooled_BD.dtype) for _, rows in heads]),
+            torch.cat([rows.bias.to(pooled_BD.dtype) for _, rows in heads]),
         ).float()
         device = pooled_BD.device
-        owner = torch.cat([torch.full_like(rows.labels, number) for number, (_, rows) in enumerate(blocks)])
-        label = torch.cat([rows.labels for _, rows in blocks])
-        row_weights = weights_BN[:, torch.tensor([column for column, _ in blocks], device=device)[owner]].float()
+        owner = torch.cat([torch.full_like(rows.labels, number) for number, (_, rows) in enumerate(heads)])
+        label = torch.cat([rows.labels for _, rows in heads])
+        row_weights = weights_BN[:, torch.tensor([column for column, _ in heads], device=device)[owner]].float()
         if self.rule == "logit":
             none = torch.zeros(len(logits), len(self.labels), device=device)
-            known = none.index_add(1, label, (row_weights != 0).float()) > 0  # by each example's own speakers
+            known = none.index_add(1, label, (row_weights != 0).float()) > 0  # by each example's own active adapters
             return none.index_add(1, label, logits * row_weights).masked_fill(~known, -torch.inf)
-        chances = logits - logsumexp_by(logits, owner, len(blocks))[:, owner]
-        loud = torch.where(row_weights > 0, row_weights.clamp_min(1e-30).log(), -torch.inf)
-        return logsumexp_by(chances + loud, label, len(self.labels))
+        chances = logits - logsumexp_by(logits, owner, len(heads))[:, owner]
+        log_weights = torch.where(row_weights > 0, row_weights.clamp_min(1e-30).log(), -torch.inf)
+        return logsumexp_by(chances + log_weights, label, len(self.labels))
 
-    def _speakers(self, pooled_BD: Tensor) -> tuple[dict[str, int], Tensor]:
-        """Whose heads answer: adapter -> column of the weights `[B, N]`."""
+    def _active_columns(self, pooled_BD: Tensor) -> tuple[dict[str, int], Tensor]:
+        """Adapters whose heads are used: adapter -> column of the weights `[B, N]`."""
         if self.rule == "label_count":
             heads = self._stack.heads
             assert len(heads) == len(pooled_BD), "head rule label_count needs a mixture with each example's head"
@@ -146,19 +146,19 @@ class MixedHead(nn.Module):
         used = {name: column for column, name in enumerate(plan.mixture.names) if name in plan.used}
         return used, plan.weights(len(pooled_BD)).to(pooled_BD.dtype)
 
-    def _blocks(self, names: Mapping[str, int]) -> list[tuple[int, _Rows]]:
-        """(column of the mixture, head rows) of every adapter that speaks and brings labels."""
+    def _head_rows(self, names: Mapping[str, int]) -> list[tuple[int, _Rows]]:
+        """(column of the mixture, head rows) of every active adapter with labels."""
         found = []
         trainable = list(self._stack.trainable)
         for name, column in names.items():
             if name in self._stack.states and self._stack.states[name].labels:
-                found.append((column, self._resident(name)))
+                found.append((column, self._loaded(name)))
             elif name in trainable and self.trainable_labels:
-                rows = self._live_rows(trainable.index(name))
+                rows = self._trainable_rows(trainable.index(name))
                 found.append((column, _Rows(self.weight[rows], self.bias[rows], self._index(self.trainable_labels))))
         return found
 
-    def _resident(self, name: str) -> _Rows:
+    def _loaded(self, name: str) -> _Rows:
         state = self._stack.states[name]
         if name not in self._rows or self._rows[name][0] is not state:
             assert state.head_weight is not None and state.head_bias is not None

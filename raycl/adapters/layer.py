@@ -1,6 +1,6 @@
 """A linear layer that adds, for each example, its own mixture of low-rank updates.
 
-What it does not know: which mixture is open (its stack says), which adapters exist.
+What it does not know: which mixture is active (its stack does), which adapters exist.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
 
 class StackedLora(nn.Module):
-    """`base(x)` plus the open mixture, as `formula` adds it.
+    """`base(x)` plus the active mixture, as `formula` adds it.
 
     Attributes:
         base: the linear it stands for (`nn.Linear`, or Hugging Face's `Conv1D`), untouched.
         lora_A: `[R, D]` rows of the adapters in training; None between tasks.
         lora_B: `[O, R]` their outputs, in PEFT's layout.
-        low_observer: called with `A x` `[..., R]` of the adapters in training, before any activation, and their gates
-            `[B, R]`.
+        low_observer: called with `A x` `[..., R]` of the adapters in training, before activation, and gates `[B, R]`.
     """
 
     def __init__(self, base: nn.Module, stack: AdapterStack, path: str) -> None:
@@ -47,9 +46,9 @@ class StackedLora(nn.Module):
         return tuple(self._stack.trainable.values()) if self.lora_A is not None else ()
 
     @property
-    def live_scale(self) -> float:
+    def trainable_scale(self) -> float:
         """Of every adapter in training."""
-        return self._stack.live_scale
+        return self._stack.trainable_scale
 
     @property
     def weight(self) -> Tensor:
@@ -90,11 +89,11 @@ class StackedLora(nn.Module):
         elif plan.has_loaded:
             a_RD, b_RO = plan.shared_rows(self.path)
             y = add_shared(y, seen, a_RD, b_RO, plan.shared_gate(rows), stack.activation)
-        if plan.live_gate is not None and self.lora_A is not None:
-            y = self._add_live(y, x, plan.gate_of_live(rows))
+        if plan.trainable_gate is not None and self.lora_A is not None:
+            y = self._add_trainable(y, x, plan.trainable_gate_for(rows))
         return y
 
-    def _add_live(self, y: Tensor, x: Tensor, gate_BR: Tensor) -> Tensor:
+    def _add_trainable(self, y: Tensor, x: Tensor, gate_BR: Tensor) -> Tensor:
         """The part in training: exact gradients to A, B, the gate and x."""
         assert self.lora_A is not None and self.lora_B is not None
         h = linear(dropout(x, self._stack.dropout, self.training), self.lora_A)

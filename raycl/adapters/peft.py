@@ -1,4 +1,4 @@
-"""An adapter under PEFT's names on disk, both ways, for `peft.PeftModel.from_pretrained` and those who serve LoRA.
+"""An adapter under PEFT's names on disk, both ways, for `peft.PeftModel.from_pretrained` and LoRA servers.
 
 PEFT only warns about keys it does not know; here they are errors.
 What it does not know: folders and files.
@@ -31,7 +31,7 @@ def to_peft(
 
     Args:
         base: hub id or folder of the backbone, which `AutoPeftModel...` loads. revision: of the hub id.
-        task_type: PEFT's, which says what it is loaded as.
+        task_type: PEFT's task type, which selects the class that loads it.
 
     Raises:
         AdapterError: it has no LoRA, a soft prompt, or a non-linearity.

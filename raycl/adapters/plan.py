@@ -1,6 +1,6 @@
-"""An opened mixture, worked out for the layers: which rows, which gates, in which of the two forms.
+"""An active mixture, prepared for the layers: which rows, which gates, in which of the two forms.
 
-Everything is worked out once when the mixture is opened, not once per layer or decoding step.
+Everything is computed once when the mixture is activated, not once per layer or decoding step.
 What it does not know: where the mixture came from.
 """
 
@@ -19,16 +19,16 @@ from raycl.types import Mixture
 
 @dataclass
 class Plan:
-    """What layers need while a mixture is open.
+    """What layers need while a mixture is active.
 
     Attributes:
-        mixture: as it was opened.
+        mixture: as it was activated.
         copies: sequences per example in generation (beams x samples).
-        used: adapters that speak for some example.
+        used: adapters that are active for some example.
         pool: rows that `index` points into. index: `[R]` rows in use, or a slice of neighbours.
-        gate: `[B, R]` weight times scale per row; None if no resident adapter speaks.
+        gate: `[B, R]` weight times scale per row; None if no loaded adapter is active.
         own: `[B, K]` rows of each example and their gates, where that form is cheaper.
-        live_gate: `[B, R_live]` for adapters in training.
+        trainable_gate: `[B, R_live]` for adapters in training.
     """
 
     mixture: Mixture
@@ -38,13 +38,13 @@ class Plan:
     index: slice | Tensor | None = None
     gate: Tensor | None = None
     own: tuple[Tensor, Tensor] | None = None
-    live_gate: Tensor | None = None
+    trainable_gate: Tensor | None = None
     _picked: RowPool | None = None
     _expanded: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     @property
     def has_loaded(self) -> bool:
-        """Whether any resident adapter speaks."""
+        """Whether any loaded adapter is active."""
         return self.gate is not None
 
     def shared_rows(self, path: str) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ class Plan:
         if isinstance(self.index, slice):
             a_RD, b_RO = self.pool.layer(path)
             return a_RD[self.index], b_RO[self.index]
-        assert self.index is not None, "no resident adapter speaks"
+        assert self.index is not None, "no loaded adapter is active"
         if self._picked is None:
             self._picked = self.pool.picked(self.index)
         return self._picked.layer(path)
@@ -76,10 +76,10 @@ class Plan:
         assert self.own is not None
         return self._for_rows("own gate", self.own[1], rows)
 
-    def gate_of_live(self, rows: int) -> Tensor:
+    def trainable_gate_for(self, rows: int) -> Tensor:
         """`[rows, R_live]`."""
-        assert self.live_gate is not None
-        return self._for_rows("trainable", self.live_gate, rows)
+        assert self.trainable_gate is not None
+        return self._for_rows("trainable", self.trainable_gate, rows)
 
     def weights(self, rows: int) -> Tensor:
         """The mixture's `[rows, N]`."""
@@ -91,7 +91,7 @@ class Plan:
         if rows == examples:
             return tensor
         assert rows == examples * self.copies, (
-            f"a layer saw {rows} rows while the open mixture is for {examples} examples x {self.copies} sequences"
+            f"a layer saw {rows} rows while the active mixture is for {examples} examples x {self.copies} sequences"
         )
         if (what, rows) not in self._expanded:
             self._expanded[what, rows] = tensor.repeat_interleave(self.copies, dim=0)

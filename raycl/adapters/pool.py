@@ -1,6 +1,6 @@
-"""Where resident adapters' rows lie on the device: one block per shape of linear, all layers of that shape together.
+"""The rows of loaded adapters on the device: one tensor per shape of linear, all layers of that shape together.
 
-One block makes loading an adapter, and picking a batch's rows for all layers, a few copies instead of hundreds.
+One tensor makes loading an adapter, and picking a batch's rows for all layers, a few copies instead of hundreds.
 Plain tensors, no parameters or buffers: engines neither cast, shard, average nor save them.
 What it does not know: whose rows they are.
 """

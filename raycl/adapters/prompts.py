@@ -1,8 +1,8 @@
 """Soft prompts as adapters: a few learned positions in front of the text, mixed per example.
 
 `sum`: P(x) = sum_i w_i P_i, the length stays (SAPT-Prompt: SAPT, eq. 3). `concat`: the prompts of all adapters
-that speak for an example, one after another, unweighted (progressive prompts, L2P).
-An example for which nobody speaks has its prompt positions masked.
+that are active for an example, one after another, unweighted (progressive prompts, L2P).
+An example without an active adapter has its prompt positions masked.
 What it does not know: which model reads the positions.
 """
 
@@ -22,7 +22,7 @@ How = Literal["sum", "concat"]
 
 
 class MixedPrompts(nn.Module):
-    """Prompt positions of the open mixture.
+    """Prompt positions of the active mixture.
 
     Attributes:
         trainable: `[M, P, D]` prompts in training, one for each of the stack's adapters in training; None without.
@@ -45,7 +45,7 @@ class MixedPrompts(nn.Module):
         self.trainable = None
 
     def forward(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Prompt positions `[rows, P, D]` and their mask `[rows, P]`; None if nobody in the batch has a prompt."""
+        """Prompt positions `[rows, P, D]` and their mask `[rows, P]`; None if no adapter of the batch has a prompt."""
         plan = self._stack.plan
         if plan is None:
             return None
@@ -78,8 +78,8 @@ class MixedPrompts(nn.Module):
             raise AdapterError(f"prompts of lengths {sorted(lengths)} have no weighted sum: use how=concat")
         stacked_NPD = torch.stack(list(prompts.values()))
         summed_BPD = torch.einsum("bn,npd->bpd", weights_BN.to(stacked_NPD.dtype), stacked_NPD)
-        speaks_B1 = (weights_BN.detach() != 0).any(1, keepdim=True)
-        return summed_BPD, speaks_B1.long().expand(-1, summed_BPD.shape[1])
+        active_B1 = (weights_BN.detach() != 0).any(1, keepdim=True)
+        return summed_BPD, active_B1.long().expand(-1, summed_BPD.shape[1])
 
     def _joined(self, prompts: dict[int, Tensor], weights_BN: Tensor) -> tuple[Tensor, Tensor]:
         rows = []

@@ -1,4 +1,4 @@
-"""Which rows of the resident pool belong to which adapter: allocation, least-recently-used eviction, pins.
+"""Which rows of the pool belong to which loaded adapter: allocation, least-recently-used eviction, pins.
 
 Why it exists: a bank may hold 10,000 adapters, a device keeps the few that are in use. Rows, not fixed-size slots,
 are handed out, so adapters of any rank share one pool.
@@ -37,7 +37,7 @@ class RowTable:
 
     @property
     def free(self) -> int:
-        """Rows that nobody owns."""
+        """Rows without an owner."""
         return len(self._free)
 
     def touch(self, name: str) -> None:
@@ -57,7 +57,7 @@ class RowTable:
         """Give `name` `count` rows, evicting others least recently used first.
 
         Args:
-            keep: adapters that must stay although nobody pinned them (the batch at hand uses them).
+            keep: adapters that must stay although they are not pinned (the current batch uses them).
 
         Raises:
             AdapterError: pinned and kept adapters leave too few rows.
@@ -74,7 +74,7 @@ class RowTable:
         if most < count:
             raise AdapterError(
                 f"adapter '{name}' needs {count} rows, but pinned adapters and those of this batch leave {most} of "
-                f"{self.capacity}: raise the resident rows, or split the batch"
+                f"{self.capacity}: raise max_loaded_rows, or split the batch"
             )
         for other in losers:
             if self.free >= count:

@@ -1,10 +1,10 @@
-"""All adapters of one model: attached to its linears, resident on its device or in training, and the open mixture.
+"""All adapters of one model: attached to its linears, loaded on its device or in training, and the active mixture.
 
-    with stack.mixing(mixture):     # stays open until backward has ended: recomputation reads it again
+    with stack.activate(mixture):   # stays active until backward has ended: recomputation reads it again
         loss = model(...)
         loss.backward()
 
-What it does not know: who chose the mixture, where adapters are stored (a `source` is asked for missing ones).
+What it does not know: how the mixture was chosen, where adapters are stored (a `source` returns missing ones).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raycl.errors import AdapterError
 from raycl.types import Activation, AdapterState, Mixture
 
 Source = Callable[[str], AdapterState]
-"""Name of an adapter -> what it holds; asked when a mixture names one that is not resident."""
+"""Name of an adapter -> what it holds; called when a mixture names one that is not loaded."""
 
 Init = Callable[[Tensor, int], None]
 """Fills A `[r, D]` of a linear with so many outputs."""
@@ -36,13 +36,13 @@ class AdapterStack:
 
     Attributes:
         layers: path of a linear in the model -> the layer that took its place.
-        plan: the open mixture, worked out; None for the bare backbone.
-        heads: of the open mixture (`Mixture.heads`).
-        table: who owns which resident rows.
+        plan: the active mixture, prepared; None for the bare backbone.
+        heads: of the active mixture (`Mixture.heads`).
+        table: which loaded rows belong to which adapter.
         static: preallocated rows for compiled models, else None.
         dropout: on the input of adapters in training.
         activation: of all its adapters: they are computed together.
-        detach_loaded: no gradient flows through resident adapters into the layers below them; values stay.
+        detach_loaded: no gradient flows through loaded adapters into the layers below them; values stay.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class AdapterStack:
 
         Args:
             paths: of linears (`raycl.backbone.roles.linear_names`).
-            rows: resident rows (ranks added up); None: as many as are asked for.
+            rows: loaded rows (ranks added up); None: no limit.
         """
         self.model = model
         self.layers: dict[str, StackedLora] = {}
@@ -70,7 +70,7 @@ class AdapterStack:
         self.detach_loaded = False
         self.states: dict[str, AdapterState] = {}
         self.trainable: dict[str, int] = {}
-        self.live_scale = 1.0
+        self.trainable_scale = 1.0
         self.dropout = 0.0
         self.plan: Plan | None = None
         self.static: StaticRows | None = None
@@ -86,8 +86,8 @@ class AdapterStack:
             setattr(self.model.get_submodule(parent), name, self.layers[path])
 
     def extend(self, paths: Sequence[str]) -> None:
-        """Take on more linears of the model; what is resident stays so, and says nothing there."""
-        assert not self._open and self.static is None, "a mixture is open, or shapes are fixed: extend before"
+        """Wrap more linears of the model; loaded adapters stay loaded and have no effect there."""
+        assert not self._open and self.static is None, "a mixture is active, or shapes are fixed: extend before"
         fresh = [path for path in paths if path not in self.layers]
         if not fresh:
             return
@@ -103,13 +103,13 @@ class AdapterStack:
 
     @property
     def is_open(self) -> bool:
-        """Whether a mixture is open."""
+        """Whether a mixture is active."""
         return self._open
 
-    # ---- resident adapters: frozen, on the device ------------------------------------------------------------
+    # ---- loaded adapters: frozen, on the device --------------------------------------------------------------
 
     def load(self, name: str, state: AdapterState, keep: Sequence[str] = ()) -> None:
-        """Make an adapter resident, evicting others if rows are short.
+        """Load an adapter, evicting others if rows are short.
 
         Raises:
             AdapterError: it does not fit the model or has another activation, its name is taken, or there is no room.
@@ -135,7 +135,7 @@ class AdapterStack:
         self.states[name] = state
 
     def drop(self, name: str) -> None:
-        """Forget a resident adapter and free its rows."""
+        """Unload an adapter and free its rows."""
         del self.states[name]
         self.table.remove(name)
 
@@ -152,27 +152,27 @@ class AdapterStack:
     # ---- adapters in training --------------------------------------------------------------------------------
 
     def begin_training(self, ranks: Mapping[str, int], scale: float, init: Init, dropout: float = 0.0) -> None:
-        """Allocate trainable adapters: A drawn by `init`, B zero, so they say nothing yet.
+        """Allocate trainable adapters: A drawn by `init`, B zero, so the initial update is zero.
 
         Args:
             ranks: adapter -> rank. scale: of every one.
-            init: fills A, a `[r, D]` tensor on the CPU, in place; also told the number of outputs. The same seed so
-                gives the same A on every device.
+            init: fills A, a `[r, D]` tensor on the CPU, in place; its second argument is the number of outputs. The
+                same seed gives the same A on every device.
         """
-        self.trainable, self.live_scale, self.dropout = dict(ranks), scale, dropout
+        self.trainable, self.trainable_scale, self.dropout = dict(ranks), scale, dropout
         for layer in self.layers.values():
             dtype, device = base_dtype(layer.base), layer.weight.device
-            blocks = []
+            drawn = []
             for rank in ranks.values():
                 low = torch.empty(rank, layer.inputs, dtype=dtype, device="cpu")  # each device draws other numbers
                 init(low, layer.outputs)
-                blocks.append(low)
-            layer.lora_A = nn.Parameter(torch.cat(blocks).to(device))
+                drawn.append(low)
+            layer.lora_A = nn.Parameter(torch.cat(drawn).to(device))
             high = torch.zeros(layer.outputs, sum(ranks.values()), dtype=dtype, device=device)
             layer.lora_B = nn.Parameter(high)
 
     def end_training(self) -> None:
-        """Drop the trainable adapters (load their states to keep them resident)."""
+        """Drop the trainable adapters (load their states to keep them)."""
         for layer in self.layers.values():
             layer.lora_A = layer.lora_B = None
         self.trainable = {}
@@ -189,7 +189,7 @@ class AdapterStack:
             rows = slice(first, first + rank)
             pairs = {p: (values[f"{prefix}{p}.lora_A"], values[f"{prefix}{p}.lora_B"]) for p in self.layers}
             linears = {path: (a[rows].clone(), b[:, rows].clone()) for path, (a, b) in pairs.items()}
-            found[name] = AdapterState(linears, self.live_scale, activation=self.activation)
+            found[name] = AdapterState(linears, self.trainable_scale, activation=self.activation)
             first += rank
         return found
 
@@ -197,7 +197,7 @@ class AdapterStack:
 
     @contextmanager
     def activate(self, mixture: Mixture | None, copies: int = 1) -> Iterator[None]:
-        """Open a mixture for everything that runs inside, backward and recomputation included.
+        """Activate a mixture for everything that runs inside, backward and recomputation included.
 
         Args:
             mixture: None for the bare backbone.
@@ -206,7 +206,7 @@ class AdapterStack:
         Raises:
             AdapterError: an adapter that is unknown or does not fit, or weights that are not finite.
         """
-        assert not self._open, "a mixture is open already: close it first, or its backward would read another one"
+        assert not self._open, "a mixture is active already: deactivate it first, or its backward reads this one"
         self._open, self.heads = True, () if mixture is None else mixture.heads
         try:
             self._open_mixture(mixture, copies)
@@ -226,9 +226,9 @@ class AdapterStack:
         used = [name for name, yes in zip(mixture.names, active.tolist(), strict=True) if yes]
         plan = Plan(Mixture(mixture.names, weights), copies, frozenset(used), self.pool)
         column = {name: number for number, name in enumerate(mixture.names)}
-        trainable = [(column.get(name, -1), rank, self.live_scale) for name, rank in self.trainable.items()]
+        trainable = [(column.get(name, -1), rank, self.trainable_scale) for name, rank in self.trainable.items()]
         if any(name in self.trainable for name in used):
-            plan.live_gate = gate_of(torch.cat([weights, weights.new_zeros(len(weights), 1)], dim=1), trainable)
+            plan.trainable_gate = gate_of(torch.cat([weights, weights.new_zeros(len(weights), 1)], dim=1), trainable)
         self._plan_loaded(plan, column, [name for name in used if name not in self.trainable])
         self.plan = plan
 

@@ -2,7 +2,7 @@
 
 A mixture of LoRAs is one LoRA of the ranks added up, exactly: A's rows stand below each other, B's columns beside
 each other. (Averaging A and B, or a truncated SVD, is 50-370 % off.)
-What it does not know: files, PEFT's names, who mixes.
+What it does not know: files, PEFT's names, how mixtures are chosen.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_increment(what: str, state: AdapterState) -> None:
     """
     if state.activation:
         raise AdapterError(
-            f"{what} has activation '{state.activation}' between A and B, expected none: a non-linear block is no "
+            f"{what} has activation '{state.activation}' between A and B, expected none: a non-linear adapter is no "
             "weight increment and cannot be combined, folded or exported as a LoRA; answer with its snapshot instead"
         )
 
@@ -71,7 +71,7 @@ def combine(
         head_rule: of the label heads (`raycl.adapters.head.Rule`); only `logit` makes several heads one linear head.
 
     Raises:
-        AdapterError: parts that do not add up to one adapter: several label heads, soft prompts, non-linear blocks.
+        AdapterError: parts that do not add up to one adapter: several label heads, soft prompts, non-linear adapters.
     """
     used = {name: weight for name, weight in weights.items() if weight != 0}
     with_prompt = [name for name in used if states[name].prompt is not None]
@@ -121,7 +121,7 @@ def fold(model: nn.Module, state: AdapterState) -> None:
     """Add `scale * B A` to the model's plain weights, in float32.
 
     Raises:
-        AdapterError: the adapter does not fit, or holds what no weight can (a prompt, a non-linear block).
+        AdapterError: the adapter does not fit, or holds what no weight can (a prompt, a non-linearity).
     """
     if state.prompt is not None:
         raise AdapterError("a soft prompt cannot be folded into weights: export the adapter itself")

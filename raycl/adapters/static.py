@@ -1,6 +1,6 @@
 """Rows in use at fixed addresses and of a fixed number, for torch.compile and CUDA graphs.
 
-Opening a mixture copies the rows it needs into preallocated blocks and fills one gate: shapes and addresses never
+Activating a mixture copies its rows into preallocated tensors and fills one gate: shapes and addresses never
 change, so another mixture, or an adapter learned a minute ago, costs no recompilation and no new graph. Rows beyond
 those in use have closed gates.
 What it does not know: which rows those are.
@@ -51,5 +51,5 @@ class StaticRows:
         self.gate[:examples, :count].copy_(gate_BR)
 
     def clear(self) -> None:
-        """Nobody speaks: the bare backbone."""
+        """No adapter is active: the bare backbone."""
         self.gate.zero_()

@@ -1,4 +1,4 @@
-"""The face of a backbone: a loss over a batch, answers for a batch, and which linears it has.
+"""The interface of a backbone: a loss over a batch, answers for a batch, and which linears it has.
 
 What it does not know: how the model was loaded, and which of its parameters a method trains.
 """
@@ -38,7 +38,7 @@ class Output:
 
 @dataclass
 class Guesses:
-    """What a model says at every loss position of texts that it learns.
+    """The model's outputs at every loss position of texts that it learns.
 
     Attributes:
         logits: `[M, V]`. labels: `[M]`, the true token. rows: `[M]`, example that each position belongs to.

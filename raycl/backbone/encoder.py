@@ -103,7 +103,7 @@ class EncoderBackbone(Backbone):
         return super().exported_name(name) if self.language is None else self.language.exported(name)
 
     def model_files(self) -> dict[str, bytes]:
-        """As every backbone; the config says what is in the weights."""
+        """As every backbone; the config names the class of the weights."""
         if self.language is not None:
             self.model.config.architectures = [self.language.architecture]
         return super().model_files()

@@ -3,7 +3,7 @@
 Why it exists: Hugging Face keeps encoder and head in one model, each architecture with a head of its own making; here
 adapters, poolings and label heads live on the bare encoder. So the whole model is loaded too, and where its encoder was
 stands something that hands states through: what remains is the head, whatever its parts are called.
-What it does not know: which words are hidden, who trains it.
+What it does not know: which words are masked, how it is trained.
 """
 
 from __future__ import annotations

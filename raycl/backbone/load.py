@@ -1,7 +1,7 @@
 """Loading a backbone by name: the packaged default, a hub id, or a local folder.
 
 Why it exists: every `from_pretrained` of the project is here, with the two rules that protect users: weights
-come from safetensors unless asked otherwise, and remote code never runs unless asked.
+come from safetensors and remote code never runs, unless the settings allow otherwise.
 What it does not know: what the model will be trained on.
 """
 
@@ -98,7 +98,7 @@ def known_kind(config: BackboneConfig) -> Kind | None:
 
     Returns:
         None: not known before it is fetched from the hub, or before code of its own runs, or it cannot be read at all,
-        which `load_codec` says.
+        which `load_codec` reports.
     """
     if config.kind != "auto":
         return config.kind
@@ -158,7 +158,7 @@ def load_backbone(
 
     Args:
         language: texts themselves will be learned: encoder-only models come with the head that guesses hidden words.
-        weights: what the checkpoint's files hold, by name, if somebody has read them already; where dtype and device
+        weights: what the checkpoint's files hold, by name, if they have been read already; where dtype and device
             allow, the model looks at this very memory.
         trains: there will be backward passes, for which torch's fused attention in bfloat16 on a CPU is not made: it
             takes 4 to 9 times the time of plain products, which need more memory.
@@ -213,13 +213,13 @@ def _filled(kind: str, weights: Mapping[str, Tensor], seed: int, options: dict[s
 
 
 def _language_head(model: nn.Module, where: str, options: dict[str, Any]) -> LanguageHead:
-    """The checkpoint's own, or a new one over the tied embeddings; says which."""
+    """The checkpoint's own, or a new one over the tied embeddings; logs which."""
     whole, facts = AutoModelForMaskedLM.from_pretrained(where, output_loading_info=True, **options)
     missing = [name for name in facts["missing_keys"] if not name.startswith(f"{whole.base_model_prefix}.")]
     if missing:
         log.info(
             "the backbone comes without a language head: %s starts at random (its output words are the input "
-            "embeddings), so the first scores say little",
+            "embeddings), so the first scores mean little",
             ", ".join(sorted(missing)),
         )
     return LanguageHead(whole, model, bool(missing))
@@ -272,7 +272,7 @@ def _wrap(
 def _drop_habits(model: Any) -> None:
     """Answers are greedy and generators' samples as configured, whatever the model's folder recommends.
 
-    A penalty for repetitions in it, say, would act in evaluation, and not behind the endpoint.
+    A repetition penalty in it, for example, would act in evaluation and not in serving.
     """
     own = getattr(model, "generation_config", None)
     if own is not None:  # else it cannot generate, which only evaluation of answers needs
@@ -280,7 +280,7 @@ def _drop_habits(model: Any) -> None:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of the weights: bfloat16 only where asked for or where the GPU computes in it."""
+    """The dtype of the weights: bfloat16 only where configured or where the GPU computes in it."""
     if name == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if has_bf16 else torch.float32
@@ -328,7 +328,7 @@ def _explained(name: str) -> Iterator[None]:
             raise BackboneError(
                 f"backbone '{name}' cannot be loaded: it brings code of its own, which runs only where the command "
                 "allows it: add backbone.trust_remote_code=true (jobs/serve.py: trust_remote_code=true, "
-                "jobs/bank.py: --trust-remote-code) if you trust whoever made it"
+                "jobs/bank.py: --trust-remote-code) if you trust its author"
             ) from error
         raise BackboneError(
             f"backbone '{name}' cannot be loaded: {reason}; expected 'minilm', a hub id or a folder with "

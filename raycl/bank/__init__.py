@@ -1,6 +1,6 @@
 """Where learned adapters live: versioned, immutable, hash-checked, shared.
 
-What it does not know: methods, models, who mixes what. It stores `raycl.types.AdapterState` and gives it back.
+What it does not know: methods, models, mixtures. It stores `raycl.types.AdapterState` and gives it back.
 """
 
 from raycl.bank.bank import Bank

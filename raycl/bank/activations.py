@@ -1,8 +1,8 @@
-"""Which snapshot of a bank answers: a log of decisions beside it, each created exclusively and never changed.
+"""Which snapshot of a bank is active: a log of decisions beside it, each created exclusively and never changed.
 
-Why it exists: replicas on any node, and after any restart, must agree, and a rollback must hold until somebody
-decides anew although newer snapshots are there.
-What it does not know: who answers, and how.
+Why it exists: replicas on any node, and after any restart, must agree, and a rollback must hold until the next
+decision although newer snapshots are there.
+What it does not know: serving.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Activation:
     Attributes:
         number: of the decision, ascending.
         seen: newest snapshot when it was taken: only newer ones are news.
-        made: who, when, why: for people.
+        made: author, time and reason, for people.
     """
 
     number: int

@@ -1,7 +1,7 @@
 """The bank: publish, fetch, snapshot, verify, prune, diff.
 
 Versions and snapshots are created exclusively and never rewritten, so of two racing writers exactly one wins and the
-other is told. Tensors lie under their own hash: a writer that dies before its manifest leaves nothing that counts.
+other gets an error. Tensors are stored under their hash: without a manifest they are leftovers.
 What it does not know: models, methods, Ray.
 """
 
@@ -42,7 +42,7 @@ from raycl.storage.unfinished import Buffer
 from raycl.types import AdapterState
 
 RACES = 20
-"""Next free numbers to try before giving up: each loss means that somebody else has published."""
+"""Next free numbers to try before giving up: each failure means that another writer has published."""
 
 
 class Bank:
@@ -72,7 +72,7 @@ class Bank:
 
         Args:
             extras: kind -> tensors that belong to the adapter and are no part of it (pseudo samples).
-            version: None takes the next one, whoever else publishes meanwhile.
+            version: None: the next free one.
 
         Raises:
             BankError: a name that is no plain file name, or the version is taken.
@@ -156,7 +156,7 @@ class Bank:
             layout: of a snapshot's entry (`Snapshot.layouts`).
 
         Raises:
-            BankError: damaged, or not what its manifest says.
+            BankError: damaged, or different from its manifest.
         """
         return unpack_entry(self.read_object(entry.tensors, str(_ref(entry))), entry, layout)
 
@@ -219,7 +219,7 @@ class Bank:
         made: Mapping[str, Any] | None = None,
         again: bool = False,
     ) -> Snapshot:
-        """A new immutable snapshot; if the newest one says the same by the same maker, that one.
+        """A new immutable snapshot; if the newest one has the same content and maker, that one.
 
         Args:
             adapters: manifests, or entries of an older snapshot with their layouts.
@@ -319,7 +319,7 @@ def unpack_entry(data: Buffer, entry: AdapterManifest | SnapshotAdapter, layout:
     """The adapter in bytes whose hash was checked.
 
     Raises:
-        BankError: it is not what its manifest says.
+        BankError: it differs from its manifest.
     """
     shapes = entry.layout if isinstance(entry, AdapterManifest) else layout
     assert shapes is not None, "an entry of a snapshot needs its layout"

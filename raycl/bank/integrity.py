@@ -1,6 +1,6 @@
-"""Is all there that a snapshot can ask for? Each object is read and hashed once, and remembered.
+"""The integrity check of snapshots: each object is read and hashed once, and remembered.
 
-Why it exists: a snapshot is activated before anybody has asked for most of its adapters; a damaged one must be found
+Why it exists: a snapshot is activated before most of its adapters are needed; a damaged one must be found
 then, and not by the requests that need it.
 What it does not know: where the bytes come from (the bank itself, or the cluster's object store).
 """
@@ -16,11 +16,11 @@ NamedObject = tuple[str, ObjectFacts]
 """What it is, for messages, and the object."""
 
 MAX_OBJECTS, MAX_BYTES = 256, 256 * 2**20
-"""Objects and bytes that are read in one go: others who ask the same reader are served in between."""
+"""Objects and bytes of one read: other callers of the same reader are served in between."""
 
 
 class IntegrityCheck:
-    """Which objects of a bank have been found whole."""
+    """Which objects of a bank have been checked."""
 
     def __init__(self, read: Callable[[Sequence[NamedObject]], None]) -> None:
         """Nothing yet.
@@ -42,7 +42,7 @@ class IntegrityCheck:
         return IntegrityCheck(read)
 
     def check(self, snapshot: Snapshot) -> None:
-        """Read what is not known yet of the snapshot's adapters and router; pseudo-samples are not asked for.
+        """Read what is not known yet of the snapshot's adapters and router; pseudo-samples are not needed.
 
         Raises:
             BankError: something is missing or damaged.
@@ -53,7 +53,7 @@ class IntegrityCheck:
             self._known |= {facts.sha256 for _, facts in group}
 
     def mark_checked(self, snapshot: Snapshot) -> None:
-        """Remember a snapshot's objects without reading them: somebody has found them whole before."""
+        """Remember a snapshot's objects without reading them: they have been checked before."""
         self._known |= {facts.sha256 for _, facts in objects_of(snapshot)}
 
 

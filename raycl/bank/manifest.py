@@ -95,14 +95,14 @@ class AdapterManifest(Section):
     layout: Layout = Field(default_factory=dict)
     rank: int = Field(0, ge=0)
     scale: float = 1.0
-    activation: Activation = Field("", description="between A and B; manifests that do not say have none")
+    activation: Activation = Field("", description="between A and B; manifests without it have none")
     dtype: str = "float32"
     prompt: tuple[int, int] | None = None
     labels: tuple[str, ...] = ()
     backbone: ModelInfo
     tasks: tuple[str, ...] = ()
     extras: dict[str, ObjectFacts] = Field(default_factory=dict, description="pseudo samples and the like, by kind")
-    made: dict[str, Any] = Field(default_factory=dict, description="run, stage, time: for people")
+    made: dict[str, Any] = Field(default_factory=dict, description="run, phase, time: for people")
 
     @property
     def ref(self) -> AdapterRef:
@@ -184,7 +184,7 @@ class Snapshot(Section):
         raise BankError(f"snapshot {self.number} has no adapter '{name}': expected one of {names}")
 
     def same_content(self, other: Snapshot) -> bool:
-        """Equal but for number, parent and who made it when."""
+        """Equal but for number, parent, author and time."""
         skip = {"number", "parent", "made"}
         return self.model_dump(exclude=skip) == other.model_dump(exclude=skip)
 
@@ -223,7 +223,7 @@ def parse_manifest(data: bytes, file: str) -> AdapterManifest:
     """Read back what `dump` wrote.
 
     Raises:
-        BankError: not JSON, another format, changed since it was written, or not what its place says.
+        BankError: not JSON, another format, changed since it was written, or in the wrong place.
     """
     record = _validated(AdapterManifest, _record(data, file), file)
     assert isinstance(record, AdapterManifest)

@@ -1,11 +1,11 @@
-"""The shelf: adapters of a bank in Ray's object store, held once per node and mapped by every reader without a copy.
+"""The object-store cache: adapters of a bank in Ray's object store, once per node, mapped by readers without copies.
 
-A named detached actor, the keeper, reads each file of tensors once, checks its hash and puts its bytes into the
+A named detached actor, the cache actor, reads each file of tensors once, checks its hash and puts its bytes into the
 object store; readers get references and look at the shared memory itself. Objects die with their owner: when the
-keeper or a node is lost, the keeper comes back empty and fills again from the bank, and a reader whose references
-died asks once more. What was mapped before stays valid and unchanged. What a full object store does not take is read
+cache actor or a node is lost, the actor restarts empty and fills again from the bank, and a reader whose references
+are lost retries. What was mapped before stays valid and unchanged. What a full object store does not take is read
 from the bank by every reader itself.
-What it does not know: who mixes adapters, and how.
+What it does not know: mixtures.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ FULL = (ObjectStoreFullError, OutOfDiskError)
 """What Ray raises where an object finds no place: neither in shared memory nor, spilled, on the node's disk."""
 
 NAMESPACE = "raycl"
-"""Of the keepers: detached, so that every job of the cluster finds the same one."""
+"""Of the cache actors: detached, so that every job of the cluster finds the same one."""
 
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Before each time the keeper is asked: when it or its node was lost, it comes back after seconds."""
+"""Before each request to the cache actor: when it or its node was lost, it restarts within seconds."""
 
 
 class CacheActor:
@@ -60,7 +60,7 @@ class CacheActor:
         """A reference for each (what it is, object); None where the object store has no place for it.
 
         Args:
-            lost: hashes whose objects the asker found gone.
+            lost: hashes whose objects the reader found gone.
 
         Raises:
             BankError: missing or damaged in the bank.
@@ -141,24 +141,24 @@ class ObjectStoreCache:
 
     Attributes:
         bank: what it holds.
-        name: of the keeper in `NAMESPACE`.
+        name: of the cache actor in `NAMESPACE`.
     """
 
     def __init__(self, bank: Bank, capacity_mb: float | None = None) -> None:
-        """Find the bank's keeper, or start it.
+        """Find the bank's cache actor, or start it.
 
         Args:
-            capacity_mb: of adapters kept when nobody reads them; None: half of this cluster's object store. The
+            capacity_mb: of adapters kept while unused; None: half of this cluster's object store. The
                 first reader decides.
 
         Raises:
             BankError: this process is not connected to a Ray cluster.
         """
         if not ray.is_initialized():
-            raise BankError("the shelf lives in a Ray cluster: call ray.init, or fetch from the bank itself")
+            raise BankError("the object-store cache needs a Ray cluster: call ray.init, or fetch from the bank itself")
         self.bank = bank
         self._said_full = False
-        self.name = "shelf-" + hashlib.sha256(bank.storage.address.encode()).hexdigest()[:16]
+        self.name = "adapter-cache-" + hashlib.sha256(bank.storage.address.encode()).hexdigest()[:16]
         capacity = capacity_mb * 2**20 if capacity_mb else ray.cluster_resources()["object_store_memory"] / 2
         self._actor = (
             ray.remote(CacheActor)
@@ -180,22 +180,22 @@ class ObjectStoreCache:
         The tensors look into the node's shared memory and are read-only; it stays mapped while anything refers to it.
 
         Raises:
-            BankError: missing or damaged in the bank, or the keeper cannot be kept alive.
+            BankError: missing or damaged in the bank, or the cache actor keeps failing.
         """
         entries = [snapshot.adapter(name) for name in names]
         buffers = self._buffers([(str(entry), entry.tensors) for entry in entries])
         return _Mapped(snapshot, {entry.name: pair for entry, *pair in zip(entries, entries, buffers, strict=True)})
 
     def check(self, wanted: Sequence[tuple[str, ObjectFacts]]) -> None:
-        """See that objects are whole; the keeper reads each once.
+        """Check objects; the cache actor reads each once.
 
         Raises:
-            BankError: missing or damaged in the bank, or the keeper cannot be kept alive.
+            BankError: missing or damaged in the bank, or the cache actor keeps failing.
         """
-        self._asked(lambda lost: ray.get(self._actor.check.remote(wanted)), [])
+        self._with_retries(lambda lost: ray.get(self._actor.check.remote(wanted)), [])
 
     def _buffers(self, wanted: list[tuple[str, ObjectFacts]]) -> list[Any]:
-        def ask(lost: list[str]) -> list[Any]:
+        def read(lost: list[str]) -> list[Any]:
             references = ray.get(self._actor.references.remote(wanted, lost))
             try:
                 found = iter(ray.get([reference for reference in references if reference is not None]))
@@ -206,7 +206,7 @@ class ObjectStoreCache:
                 for reference, (what, facts) in zip(references, wanted, strict=True)
             ]
 
-        return self._asked(ask, [facts.sha256 for _, facts in wanted])
+        return self._with_retries(read, [facts.sha256 for _, facts in wanted])
 
     def _unshared(self, what: str, facts: ObjectFacts) -> Buffer:
         if not self._said_full:
@@ -219,17 +219,17 @@ class ObjectStoreCache:
             )
         return self.bank.read_object(facts, what)
 
-    def _asked(self, ask: Callable[[list[str]], T], wanted: list[str]) -> T:
-        """What the keeper says, asked again while it or an object is lost.
+    def _with_retries(self, read: Callable[[list[str]], T], wanted: list[str]) -> T:
+        """The cache actor's answer, with retries while it or an object is lost.
 
         Args:
-            ask: is given those of the `wanted` hashes whose objects were found gone.
+            read: is given those of the `wanted` hashes whose objects were found gone.
         """
         lost: list[str] = []
         for pause in PAUSES_S:
             time.sleep(pause)
             try:
-                return ask(lost)
+                return read(lost)
             except ObjectLostError:
                 lost = wanted
             except ActorUnavailableError:
@@ -240,17 +240,17 @@ class ObjectStoreCache:
                 raise
             except RayActorError as error:
                 uri = self.bank.storage.uri
-                raise BankError(f"the shelf of '{uri}' is closed: open it again ({error})") from error
+                raise BankError(f"the object-store cache of '{uri}' is closed: open it again ({error})") from error
         raise BankError(
-            f"the shelf of '{self.bank.storage.uri}' was lost {len(PAUSES_S)} times in a row: look at the cluster's "
-            "nodes, or fetch from the bank itself"
+            f"the object-store cache of '{self.bank.storage.uri}' was lost {len(PAUSES_S)} times in a row: look at "
+            "the cluster's nodes, or fetch from the bank itself"
         )
 
     def held(self) -> tuple[int, int]:
-        """Number of objects that the keeper holds, and their bytes."""
+        """Number of objects that the cache actor holds, and their bytes."""
         count, size = ray.get(self._actor.held.remote())
         return int(count), int(size)
 
     def close(self) -> None:
-        """End the keeper for every reader; the bank is untouched, and what is mapped stays."""
+        """End the cache actor for every reader; the bank is untouched, and what is mapped stays."""
         ray.kill(self._actor)

@@ -126,7 +126,7 @@ def unpack(
     labels: tuple[str, ...],
     activation: Activation,
 ) -> AdapterState:
-    """The adapter in `buffer`, checked against what its manifest says.
+    """The adapter in `buffer`, checked against its manifest.
 
     Raises:
         BankError: a tensor is missing, unexpected, or has another shape or dtype.

@@ -1,4 +1,4 @@
-"""The bank against the disk it lies on, and the shelf against copying.
+"""The bank against the disk it lies on, and the object-store cache against copying.
 
 The disk's own rate is measured in the same folder with the same number of bytes in one file, flushed to the device
 after writing, and dropped from the page cache before reading.
@@ -41,7 +41,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, help="where to write; default: the folder for temporary files")
     parser.add_argument("--large-mb", type=int, default=64, help="size of the adapters that the rates are made from")
     parser.add_argument("--large", type=int, default=15, help="how many of them")
-    parser.add_argument("--small", type=int, default=1000, help="adapters on the shelf, 0.3 MB each at rank 8")
+    parser.add_argument(
+        "--small", type=int, default=1000, help="adapters in the object-store cache, 0.3 MB each at rank 8"
+    )
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--opened", type=int, default=10_000, help="adapters of the snapshot that is opened")
     parser.add_argument("--rounds", type=int, default=3)
@@ -51,7 +53,11 @@ def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-        figures = [*_rates(Path(folder), options), *_opening(Path(folder), options), *_shelf(Path(folder), options)]
+        figures = [
+            *_rates(Path(folder), options),
+            *_opening(Path(folder), options),
+            *_object_store_cache(Path(folder), options),
+        ]
     notes = [f"the load was {before:.1f} when this began: rates say little"] if before > BUSY else []
     settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
     return Report("bank", settings, figures, machine(before), notes)
@@ -102,8 +108,8 @@ def _opening(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     )
 
 
-def _shelf(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
-    """One reader fills the shelf, a second one on the node maps what is there."""
+def _object_store_cache(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
+    """One reader fills the cache, a second one on the node maps what is there."""
     bank = Bank.at(folder / "object_store_cache")
     states = [_adapter(LINEARS, WIDTH, options.rank, number) for number in range(options.small)]
     made: list[AdapterManifest] = []
@@ -120,7 +126,7 @@ def _shelf(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     try:
         names = [entry.name for entry in snapshot.adapters]
         filled = _seconds(lambda: object_store_cache.fetch(snapshot, names))
-        yield Figure("first reader, shelf empty", filled, "s", detail=f"{len(names):,} adapters, {size / MIB:.0f} MiB")
+        yield Figure("first reader, empty cache", filled, "s", detail=f"{len(names):,} adapters, {size / MIB:.0f} MiB")
         reader = ray.remote(num_cpus=0)(_read)
         found = [ray.get(reader.remote(bank.storage.address, snapshot.number)) for _ in range(options.rounds)]
     finally:

@@ -38,7 +38,7 @@ class MethodConfig(Section):
     """Settings that act on label heads alone, which only encoder-only backbones have."""
 
     def unused_with(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
-        """Settings without effect on the run's backbone, as pairs of dotted path and reason (see `Section.idle`).
+        """Settings without effect on the run's backbone, as in `Section.unused_settings`: dotted path and reason.
 
         Args:
             has_label_head: the backbone is encoder-only. reason: which backbone it is, and what it lacks.

@@ -20,6 +20,7 @@ LEARNERS: dict[str, str] = {
     "lora": "raycl.methods.lora.lora:Lora",
     "inclora": "raycl.methods.lora.inclora:IncLora",
     "olora": "raycl.methods.lora.olora:OLora",
+    "inflora": "raycl.methods.lora.inflora:InfLora",
     "slm": "raycl.methods.slm.slm:Slm",
     "sapt": "raycl.methods.sapt.sapt:Sapt",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -37,6 +37,11 @@ class WrapperConfig(MethodConfig):
     def fits_ahead(self) -> bool:
         """As the learner."""
         return self.learner.fits_ahead
+
+    def unused_with(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
+        """Its own, and the learner's."""
+        yield from super().unused_with(has_label_head, reason)
+        yield from ((f"learner.{path}", why) for path, why in self.learner.unused_with(has_label_head, reason))
 
 
 class Wrapper(Method):

@@ -1,4 +1,4 @@
-"""Which adapters answer a text, and how loudly: routers, found in a snapshot by their kind.
+"""Routers: which adapters are active for a text, and with which weights.
 
 What it does not know: adapters' weights, methods, models that are mixed.
 """

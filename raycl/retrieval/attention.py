@@ -3,7 +3,7 @@
 Query of a text: elementwise maximum over its tokens' raw embeddings, brought down to p dimensions and up again, SiLU,
 LayerNorm. Weights: softmax over the products of query and keys, divided by tau. They depend on nothing but the text's
 own tokens: padding takes no part, and neither do labels or neighbours. Computed in float32 whatever the model is in.
-What it does not know: models, where embeddings come from, what a task's block holds.
+What it does not know: models, where embeddings come from, what a task's adapter holds.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class AttentionConfig(Section):
     )
 
     def settled(self, encoder: bool, scores: bool) -> AttentionConfig:
-        """Without floor where all blocks must be heard.
+        """Without pruning where all adapters must be evaluated.
 
         Args:
             encoder: the backbone is encoder-only.
-            scores: it mixes label heads' scores, where the least of a block lifts its labels from impossible to 0.
+            scores: label heads' scores are mixed, where a pruned adapter's labels would get minus infinity.
         """
         return self.model_copy(update={"pruning_threshold": 0.0}) if encoder and scores else self
 
@@ -114,7 +114,7 @@ class Attention(nn.Module):
         A dimension that hardly varies in them counts as if it varied like the median one of those that do at all (in
         few texts most may be the same in all). The center lies one spread
         below their mean: around the mean itself these texts would be nothing but noise, which the layer norm makes as
-        loud as the direction that tells any later task, and no key could tell theirs.
+        large as the direction that tells any later task, and no key could tell theirs.
         """
         if not self.config.standardize or self.center is not None:
             return
@@ -215,7 +215,7 @@ class AttentionRouter(Router):
     """The attention of a snapshot, over the backbone's token embeddings of whole prompts.
 
     Attributes:
-        hard: only the loudest task speaks, fully (the ablation without shared attention).
+        hard: only the task with the largest weight is active, with weight 1 (the ablation without shared attention).
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"embeddings"})
@@ -231,7 +231,7 @@ class AttentionRouter(Router):
             BankError: always.
         """
         raise BankError(
-            "the snapshot's router is 'attention', which reads prompts with the backbone's own embeddings: ask it "
+            "the snapshot's router is 'attention', which reads prompts with the backbone's own embeddings: use it "
             "beside the model (layout=colocated, or the replicas that hold the model)"
         )
 
@@ -282,8 +282,8 @@ def mixture_of(
     adapter's. All other weights stay as they are.
 
     Args:
-        hard: the loudest alone, with weight 1.
-        always: a name whose weights stay whatever they are: the block in training, which alone knows its labels.
+        hard: the largest weight becomes 1, all others 0.
+        always: a name whose weights are never pruned: the adapter in training, the only one with its labels.
     """
     if hard:
         alpha_BT = hard_weights(alpha_BT)

@@ -36,7 +36,7 @@ FAILURES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 KEPT_TEXTS, SERVED_TEXTS = 200_000, 4_096
 """Texts whose queries stay in memory, the oldest go first: in training, where every epoch brings them again (300 MB at
-384 dimensions), and of texts that are asked, which seldom come twice (10 MB)."""
+384 dimensions), and of served texts, which seldom come twice (10 MB)."""
 
 
 class EncoderConfig(Section):

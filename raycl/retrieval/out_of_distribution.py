@@ -1,10 +1,10 @@
-"""How unfamiliar a text is: the share of texts known to belong to a task that lie nearer to one than it does.
+"""Out-of-distribution score: the share of known texts of the tasks that are nearer to a task than a text is.
 
-Why it exists: a Mahalanobis distance says nothing by itself; its size depends on the encoder, and on the covariance
+Why it exists: a Mahalanobis distance has no meaning by itself; its size depends on the encoder, and on the covariance
 that every new task changes. A share of known texts can be read by a person. So a few texts of each task are kept
 that its statistics were not made from (those lie too near), as queries and not as distances: distances are worked
 out anew when tasks come or go, and a task that is taken out leaves nothing behind.
-What it does not know: where queries come from, what is done about an unfamiliar text.
+What it does not know: where queries come from, what the score is used for.
 """
 
 from __future__ import annotations

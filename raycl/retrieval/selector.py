@@ -1,8 +1,8 @@
-"""A selector learned apart from the blocks, for SAPT's ablations -Alignment and -SA (SAPT, section 6.3).
+"""A selector learned apart from the adapters, for SAPT's ablations -Alignment and -SA (SAPT, section 6.3).
 
 The same network as the attention, trained after a task on the weights that every task's texts had when it was
 learned, with pseudo inputs of all tasks: what shared attention makes unnecessary.
-What it does not know: blocks, models, where pseudo inputs came from.
+What it does not know: adapters, models, where pseudo-samples came from.
 """
 
 from __future__ import annotations

@@ -47,19 +47,19 @@ def test_texts_are_what_the_snapshot_says(
     bank = bank_of(taught(kind, method), tmp_path)
     asked = examples(taught(kind, method), bank)
     assert len({one.answer for one in asked}) >= 3, "answers must differ, or a mix-up would not be seen"
-    with serving(bank, max_batch=5, decoding=decoding) as desk:
+    with serving(bank, max_batch=5, decoding=decoding) as client:
         task = {one.text: one.task if method == "separate" else None for one in asked}
-        with desk.paused():
-            at_once = [desk.ask(one.text, task=task[one.text]) for one in asked]
+        with client.paused():
+            at_once = [client.ask(one.text, task=task[one.text]) for one in asked]
         assert [reply.text for reply in at_once] == [one.answer for one in asked]
         joining: list[Reply] = []
         for group in chunks(asked[::-1], 2):  # each pair comes while the one before is answered
-            joining += [desk.ask(one.text, task=task[one.text]) for one in group]
+            joining += [client.ask(one.text, task=task[one.text]) for one in group]
             joining[-1].wait(is_piece)
         assert [reply.text for reply in joining] == [one.answer for one in asked[::-1]]
         assert all(reply.metadata.cut_tokens == 0 for reply in joining)
-        desk.settle()
-        counts = desk.engine.counts
+        client.settle()
+        counts = client.engine.counts
         assert counts["rows"] > len(asked) < counts["hits"] and not counts["misses"], "small adapters are there before"
 
 
@@ -70,10 +70,10 @@ def test_every_row_keeps_its_own_mixture(taught: Taught, tmp_path: Path, kind: s
     asked = [(text, WEIGHTS[(place + turn) % len(WEIGHTS)]) for turn in range(2) for place, text in enumerate(TEXTS)]
     expected = [alone(model, text, weights, _loudest(weights)) for text, weights in asked]
     assert len(set(expected)) >= 4 and any(len(text.split()) == LIMIT for text in expected)
-    with serving(bank, max_batch=7, decoding=decoding) as desk:
-        first = [desk.ask(text, weights=weights) for text, weights in asked[:3]]
+    with serving(bank, max_batch=7, decoding=decoding) as client:
+        first = [client.ask(text, weights=weights) for text, weights in asked[:3]]
         first[0].wait(lambda event: isinstance(event, Started))
-        rest = [desk.ask(text, weights=weights) for text, weights in asked[3:]]
+        rest = [client.ask(text, weights=weights) for text, weights in asked[3:]]
         assert [reply.text for reply in first + rest] == expected
 
 
@@ -93,10 +93,10 @@ def test_who_has_no_soft_prompt_reads_the_same_text(
     model = opened(bank, bank.open(2))
     prompted = {name: 1.0 for name in model.loaded.keys if name.startswith("colour")}
     expected = [alone(model, text, {}, "") for text in TEXTS]
-    with serving(bank, max_batch=8, **settings) as desk:
-        with desk.paused():
-            short = [desk.ask(text, weights=prompted, sampling=Sampling(2)) for text in TEXTS[:2]]
-            bare = [desk.ask(text, weights={}) for text in TEXTS]
+    with serving(bank, max_batch=8, **settings) as client:
+        with client.paused():
+            short = [client.ask(text, weights=prompted, sampling=Sampling(2)) for text in TEXTS[:2]]
+            bare = [client.ask(text, weights={}) for text in TEXTS]
         assert [reply.text for reply in bare] == expected
         assert [reply.text for reply in short] == [
             alone(model, text, prompted, "colour", limit=2) for text in TEXTS[:2]
@@ -109,13 +109,13 @@ def test_labels_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, metho
     asked = examples(taught("bert", method), bank)
     forgot = {"red"} if method == "olora" else set()
     assert {one.answer for one in asked} == {"red", "blue", "cat", "dog"} - forgot
-    with serving(bank, max_batch=5) as desk:
-        with desk.paused():
+    with serving(bank, max_batch=5) as client:
+        with client.paused():
             replies = [
-                desk.ask(one.text, task=one.task if method == "separate" else None, sampling=None) for one in asked
+                client.ask(one.text, task=one.task if method == "separate" else None, sampling=None) for one in asked
             ]
         assert [reply.label for reply in replies] == [one.answer for one in asked]
-        one = desk.ask(asked[0].text, task=asked[0].task, sampling=None)
+        one = client.ask(asked[0].text, task=asked[0].task, sampling=None)
         assert one.label == asked[0].answer, "alone as among others"
         assert isinstance(one.last, LabelScores) and isinstance(replies[0].last, LabelScores)
         assert one.last.scores == pytest.approx(replies[0].last.scores, abs=1e-5)
@@ -126,9 +126,9 @@ def test_labels_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, metho
 def test_half_the_bits_say_nearly_the_same(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
     bank = bank_of(taught(kind, method), tmp_path)
     asked, sampling = examples(taught(kind, method), bank), None if kind == "bert" else Sampling(LIMIT)
-    with serving(bank, dtype="bfloat16") as desk:
-        assert desk.engine.model.backbone.dtype == torch.bfloat16
-        found = [desk.ask(one.text, task=one.task, sampling=sampling) for one in asked]
+    with serving(bank, dtype="bfloat16") as client:
+        assert client.engine.model.backbone.dtype == torch.bfloat16
+        found = [client.ask(one.text, task=one.task, sampling=sampling) for one in asked]
         said = [reply.label if kind == "bert" else reply.text for reply in found]
     same = sum(answer == one.answer for answer, one in zip(said, asked, strict=True))
     assert same >= len(asked) - 2, f"{same} of {len(asked)}"
@@ -141,10 +141,10 @@ def test_two_snapshots_answer_side_by_side(taught: Taught, tmp_path: Path, decod
     older = {one.text: one.answer for one in examples(done, bank, 1)}
     newer = {one.text: one.answer for one in examples(done, bank, 2)}
     assert any(newer[text] != answer for text, answer in older.items())
-    with serving(bank, max_batch=6, decoding=decoding) as desk:
-        desk.loaded(1)
-        with desk.paused():
-            pairs = [(desk.ask(text, 1, task="colour"), desk.ask(text, 2, task="colour")) for text in older]
+    with serving(bank, max_batch=6, decoding=decoding) as client:
+        client.loaded(1)
+        with client.paused():
+            pairs = [(client.ask(text, 1, task="colour"), client.ask(text, 2, task="colour")) for text in older]
         for (text, answer), (old, new) in zip(older.items(), pairs, strict=True):
             assert (old.text, new.text) == (answer, newer[text])
             assert (old.metadata.snapshot, new.metadata.snapshot) == (1, 2)
@@ -156,22 +156,24 @@ def test_a_request_keeps_its_snapshot(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(done, tmp_path)
     older, newer = examples(done, bank, 1), examples(done, bank, 2)
     text = next(one.text for one, other in zip(older, newer, strict=False) if one.answer != other.answer)
-    with serving(bank, snapshot=1, loaded_snapshots=1) as desk:
-        desk.snapshot_manager.activate(1, "to begin with")
-        held = desk.snapshot_manager.acquire()
-        with desk.paused():
-            before = desk.ask(text, task="colour")
-            activation = threading.Thread(target=desk.snapshot_manager.activate, args=(2, "newer"))
+    with serving(bank, snapshot=1, loaded_snapshots=1) as client:
+        client.snapshot_manager.activate(1, "to begin with")
+        held = client.snapshot_manager.acquire()
+        with client.paused():
+            before = client.ask(text, task="colour")
+            activation = threading.Thread(target=client.snapshot_manager.activate, args=(2, "newer"))
             activation.start()
         activation.join(WAIT_S)
-        after = desk.ask(text, task="colour")
-        assert desk.snapshot_manager.active.snapshot.number == 2 and held.snapshot.number in desk.engine.model.loaded
+        after = client.ask(text, task="colour")
+        assert (
+            client.snapshot_manager.active.snapshot.number == 2 and held.snapshot.number in client.engine.model.loaded
+        )
         assert (before.metadata.snapshot, after.metadata.snapshot) == (1, 2)
         assert before.text == next(one.answer for one in older if one.text == text)
         assert after.text == next(one.answer for one in newer if one.text == text)
-        desk.snapshot_manager.release(held)
-        desk.snapshot_manager.activate(1, "back")
-        assert list(desk.engine.model.loaded) == [1], "loaded_snapshots=1, and nobody uses the other one"
+        client.snapshot_manager.release(held)
+        client.snapshot_manager.activate(1, "back")
+        assert list(client.engine.model.loaded) == [1], "loaded_snapshots=1, and nobody uses the other one"
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
@@ -180,10 +182,10 @@ def test_a_request_keeps_its_snapshot(taught: Taught, tmp_path: Path) -> None:
 def test_numbers_that_overflow_fail_alone(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     model = opened(bank, bank.open(2))
-    with serving(bank) as desk:
-        with desk.paused():
-            bad = desk.ask("fire is", weights={"colour": 1e38}, sampling=Sampling(LIMIT, temperature=1.0))
-            good = desk.ask("fire is", weights={"colour": -2.0})
+    with serving(bank) as client:
+        with client.paused():
+            bad = client.ask("fire is", weights={"colour": 1e38}, sampling=Sampling(LIMIT, temperature=1.0))
+            good = client.ask("fire is", weights={"colour": -2.0})
         assert "not finite under this mixture" in bad.error
         assert good.text == alone(model, "fire is", {"colour": -2.0}, "colour")
 
@@ -204,17 +206,17 @@ def test_a_fault_of_ours_is_told_and_ends_no_other(
     place: str,
 ) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
-    with serving(bank, decoding=decoding) as desk:
-        fit = desk.engine._truncation.fit
+    with serving(bank, decoding=decoding) as client:
+        fit = client.engine._truncation.fit
 
         def fault(wanted: Sequence[PromptRequest]) -> list[TruncatedPrompt]:
             if any(one.text == "secret words" for one in wanted):
                 raise ZeroDivisionError("by zero")
             return fit(wanted)
 
-        monkeypatch.setattr(desk.engine._truncation, "fit", fault)
-        with desk.paused():
-            bad, good = desk.ask("secret words", weights={}), desk.ask("fire is", weights={})
+        monkeypatch.setattr(client.engine._truncation, "fit", fault)
+        with client.paused():
+            bad, good = client.ask("secret words", weights={}), client.ask("fire is", weights={})
         assert bad.error == "the model failed on this request (ZeroDivisionError): see the server's log"
         assert good.finish and "by zero" in caplog.text and "secret words" not in caplog.text
         broken = threading.Event()
@@ -225,66 +227,66 @@ def test_a_fault_of_ours_is_told_and_ends_no_other(
 
         with monkeypatch.context() as patch:
             patch.setattr(place, step)
-            assert "the model failed" in desk.ask("fire is", weights={}).error and broken.is_set()
-        assert desk.ask("fire is", weights={}).finish and desk.engine.pending == 0
+            assert "the model failed" in client.ask("fire is", weights={}).error and broken.is_set()
+        assert client.ask("fire is", weights={}).finish and client.engine.pending == 0
 
 
 @pytest.mark.usefixtures("slow")
 def test_what_nobody_wants_any_more_stops(taught: Taught, tmp_path: Path) -> None:
     endless = {"weights": {}, "templated": False, "sampling": Sampling(4000)}
-    with serving(bank_of(taught("t5", "separate"), tmp_path), max_batch=2) as desk:
-        with desk.paused():
-            replies = [desk.ask("a sleeps", **endless) for _ in range(6)]  # type: ignore[arg-type]
-            assert desk.engine.pending == 6
+    with serving(bank_of(taught("t5", "separate"), tmp_path), max_batch=2) as client:
+        with client.paused():
+            replies = [client.ask("a sleeps", **endless) for _ in range(6)]  # type: ignore[arg-type]
+            assert client.engine.pending == 6
         replies[0].wait(is_piece)
         for reply in replies:
             reply.request.cancelled = True  # type: ignore[attr-defined]
-        desk.settle()
-        assert desk.engine.counts["tokens"] < 4000
+        client.settle()
+        assert client.engine.counts["tokens"] < 4000
         assert not any(isinstance(event, TextDelta) and event.finish for reply in replies for event in reply.events)
         assert not any(isinstance(event, TextDelta) for reply in replies[2:] for event in reply.events), (
             "they never spoke"
         )
-        assert desk.ask("fire is", weights={"colour": 1.0}).finish
+        assert client.ask("fire is", weights={"colour": 1.0}).finish
 
 
 def test_the_load_counts_what_is_not_finished(taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = bank_of(taught("bert", "separate"), tmp_path)
-    with serving(bank, max_batch=4) as desk:
+    with serving(bank, max_batch=4) as client:
         seen: list[int] = []
-        fit = desk.engine._truncation.fit
+        fit = client.engine._truncation.fit
 
         def counting(wanted: Sequence[PromptRequest]) -> list[TruncatedPrompt]:
-            seen.append(desk.engine.pending)
+            seen.append(client.engine.pending)
             return fit(wanted)
 
-        monkeypatch.setattr(desk.engine._truncation, "fit", counting)
-        with desk.paused():
-            replies = [desk.ask(f"fire is {number}", task="colour", sampling=None) for number in range(6)]
-            replies.append(desk.ask("fire", task="colour", sampling=None, route_only=True))
-            assert desk.engine.pending == 7
+        monkeypatch.setattr(client.engine._truncation, "fit", counting)
+        with client.paused():
+            replies = [client.ask(f"fire is {number}", task="colour", sampling=None) for number in range(6)]
+            replies.append(client.ask("fire", task="colour", sampling=None, route_only=True))
+            assert client.engine.pending == 7
         for reply in replies[:6]:
             reply.wait()
-        desk.settle()
+        client.settle()
         assert seen == [7, 3], "those that are being routed count too"
 
 
 def test_an_engine_that_closes_leaves_nobody_waiting(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
-    with serving(bank, max_batch=1) as desk:
-        with desk.paused():
-            replies = [desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG) for _ in range(3)]
-            closing = threading.Thread(target=desk.engine.close)
+    with serving(bank, max_batch=1) as client:
+        with client.paused():
+            replies = [client.ask("fire is", weights={"colour": -2.0}, sampling=LONG) for _ in range(3)]
+            closing = threading.Thread(target=client.engine.close)
             closing.start()
-            late = [desk.ask("fire is", weights={}) for _ in range(2)]
-            waits = desk.engine.call(lambda: None)
+            late = [client.ask("fire is", weights={}) for _ in range(2)]
+            waits = client.engine.call(lambda: None)
         closing.join(WAIT_S)
-        assert not desk.engine.alive
-        for reply in (*replies, *late, desk.ask("fire is", weights={})):
+        assert not client.engine.alive
+        for reply in (*replies, *late, client.ask("fire is", weights={})):
             assert "shutting down" in reply.error
         with pytest.raises(RayclError, match="shutting down"):
-            desk.engine.call(lambda: None).result(WAIT_S)
-        assert waits.done() and desk.engine.pending == 0
+            client.engine.call(lambda: None).result(WAIT_S)
+        assert waits.done() and client.engine.pending == 0
 
 
 # ---- settings of single answers --------------------------------------------------------------------------------------
@@ -293,66 +295,66 @@ def test_an_engine_that_closes_leaves_nobody_waiting(taught: Taught, tmp_path: P
 def test_the_same_seed_says_the_same_beside_anybody(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     drawn = [Sampling(LIMIT, temperature=1.5, seed=seed) for seed in range(4)]
-    with serving(bank) as desk:
-        lonely = [desk.ask("fire is", weights={}, sampling=one).text for one in drawn]
+    with serving(bank) as client:
+        lonely = [client.ask("fire is", weights={}, sampling=one).text for one in drawn]
         assert len(set(lonely)) == len(lonely), "other seeds say other things"
-        with desk.paused():
-            others = [desk.ask(text, weights=weights, sampling=drawn[0]) for text in TEXTS for weights in WEIGHTS]
-            crowd = [desk.ask("fire is", weights={}, sampling=one) for one in drawn]
+        with client.paused():
+            others = [client.ask(text, weights=weights, sampling=drawn[0]) for text in TEXTS for weights in WEIGHTS]
+            crowd = [client.ask("fire is", weights={}, sampling=one) for one in drawn]
         assert [reply.text for reply in crowd] == lonely
         assert all(reply.finish for reply in others)
-        cold = desk.ask("fire is", weights={}, sampling=Sampling(LIMIT, temperature=1.5, top_p=1e-9, seed=1))
-        assert cold.text == desk.ask("fire is", weights={}).text, "top_p near 0 leaves the most likely token"
+        cold = client.ask("fire is", weights={}, sampling=Sampling(LIMIT, temperature=1.5, top_p=1e-9, seed=1))
+        assert cold.text == client.ask("fire is", weights={}).text, "top_p near 0 leaves the most likely token"
 
 
 def test_a_stop_ends_the_text_before_it(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
-    with serving(bank) as desk:
-        whole = desk.ask("fire is", weights={})
+    with serving(bank) as client:
+        whole = client.ask("fire is", weights={})
         words = whole.text.split()
         assert whole.finish == "length" and len(words) == LIMIT
         stop = " ".join(words[3:5])
-        ended = desk.ask("fire is", weights={}, sampling=Sampling(LIMIT, stop=("nothing", stop)))
+        ended = client.ask("fire is", weights={}, sampling=Sampling(LIMIT, stop=("nothing", stop)))
         assert (ended.text, ended.finish) == (whole.text[: whole.text.index(stop)].rstrip(), "stop")
         assert isinstance(ended.last, TextDelta) and ended.last.tokens == 5
 
 
 def test_what_does_not_fit_is_cut_or_said(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)  # 128 positions, inputs of 24 tokens
-    with serving(bank) as desk:
+    with serving(bank) as client:
         text = " ".join(["fire"] * 150)
-        cut = desk.ask(text, weights={"colour": 1.0})
+        cut = client.ask(text, weights={"colour": 1.0})
         assert cut.finish and cut.metadata.prompt_tokens == 24 and cut.metadata.cut_tokens == 150 + 3 - 24
-        raw = desk.ask(text, weights={}, templated=False)
+        raw = client.ask(text, weights={}, templated=False)
         assert raw.error == "the prompt has 151 tokens, this endpoint reads at most 127: send less text"
-        whole = desk.ask(" ".join(["fire"] * 120), weights={}, templated=False, sampling=Sampling(100))
+        whole = client.ask(" ".join(["fire"] * 120), weights={}, templated=False, sampling=Sampling(100))
         assert whole.metadata.prompt_tokens == 121 and whole.metadata.cut_tokens == 0 and whole.metadata.template == ""
         assert whole.finish == "length" and isinstance(whole.last, TextDelta) and whole.last.tokens == 128 - 121
-        assert desk.ask("", weights={}, templated=False).finish, "its start token is enough"
+        assert client.ask("", weights={}, templated=False).finish, "its start token is enough"
 
 
 def test_the_prompt_is_that_of_the_task_that_is_named(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
-    with serving(bank) as desk:
-        assert desk.ask("fire is", weights={"colour": 1.0}).metadata.template == "colour"
-        assert desk.ask("fire is", weights={"colour": 1.0}, task="animal").metadata.template == "animal"
-        assert desk.ask("fire is", weights={}).metadata.template == ""
-        assert desk.ask("fire is", weights={}, task="animal").metadata.template == "animal"
-        assert desk.ask("fire is", weights={"colour": 1.0}, templated=False).metadata.template == ""
+    with serving(bank) as client:
+        assert client.ask("fire is", weights={"colour": 1.0}).metadata.template == "colour"
+        assert client.ask("fire is", weights={"colour": 1.0}, task="animal").metadata.template == "animal"
+        assert client.ask("fire is", weights={}).metadata.template == ""
+        assert client.ask("fire is", weights={}, task="animal").metadata.template == "animal"
+        assert client.ask("fire is", weights={"colour": 1.0}, templated=False).metadata.template == ""
 
 
 def test_a_neighbour_that_names_no_task_changes_nothing(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("bert", "separate"), tmp_path)
     asked = examples(taught("bert", "separate"), bank)
-    with serving(bank) as desk:
+    with serving(bank) as client:
         calls: list[object] = []
-        route = desk.loaded().router.route
-        desk.loaded().router.route = lambda texts, tasks: calls.append(tasks) or route(texts, tasks)  # type: ignore[method-assign, func-returns-value]
-        with desk.paused():
-            told = [desk.ask(one.text, task=one.task, sampling=None) for one in asked[:3]]
-            untold = desk.ask("fire is", sampling=None)
-            wrong = desk.ask("fire is", task="weather", sampling=None)
-            pinned = desk.ask("fire is", weights={"colour": 1.0}, sampling=None)
+        route = client.loaded().router.route
+        client.loaded().router.route = lambda texts, tasks: calls.append(tasks) or route(texts, tasks)  # type: ignore[method-assign, func-returns-value]
+        with client.paused():
+            told = [client.ask(one.text, task=one.task, sampling=None) for one in asked[:3]]
+            untold = client.ask("fire is", sampling=None)
+            wrong = client.ask("fire is", task="weather", sampling=None)
+            pinned = client.ask("fire is", weights={"colour": 1.0}, sampling=None)
         assert "needs the task of each text" in untold.error
         assert "no adapter was trained on weather" in wrong.error
         assert [reply.label for reply in told] == [one.answer for one in asked[:3]]
@@ -362,11 +364,11 @@ def test_a_neighbour_that_names_no_task_changes_nothing(taught: Taught, tmp_path
 
 def test_states_are_shared_by_snapshots_that_hold_the_same(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)  # snapshot 2 keeps colour@1 of snapshot 1
-    with serving(bank) as desk:
-        before = desk.ask("fire is", 1, weights={"colour": 1.0})
-        text, state = before.text, desk.engine.model.stack.states["colour@1"]
-        assert desk.ask("fire is", 2, weights={"colour": 1.0}).text == text
-        assert desk.engine.model.stack.states["colour@1"] is state
+    with serving(bank) as client:
+        before = client.ask("fire is", 1, weights={"colour": 1.0})
+        text, state = before.text, client.engine.model.stack.states["colour@1"]
+        assert client.ask("fire is", 2, weights={"colour": 1.0}).text == text
+        assert client.engine.model.stack.states["colour@1"] is state
 
 
 @pytest.mark.parametrize("kind", ["t5", "bert"])
@@ -381,13 +383,13 @@ def test_what_cannot_be_decoded_in_place_is_refused_by_name(taught: Taught, tmp_
 @pytest.mark.parametrize("decoding", ["dynamic", "static"])
 def test_rows_are_counted_by_who_speaks(taught: Taught, tmp_path: Path, decoding: str) -> None:
     """Slots that nobody has are no rows, and an adapter that had to be brought is a miss."""
-    with serving(bank_of(taught("llama", "separate"), tmp_path), max_batch=7, decoding=decoding) as desk:
-        for key in list(desk.engine.model.stack.states):
-            desk.engine.call(lambda key=key: desk.engine.model.stack.drop(key)).result()
-        before = dict(desk.engine.counts)
-        with desk.paused():
-            for reply in [desk.ask(text, weights={"colour": 1.0}, sampling=Sampling(3)) for text in TEXTS[:2]]:
+    with serving(bank_of(taught("llama", "separate"), tmp_path), max_batch=7, decoding=decoding) as client:
+        for key in list(client.engine.model.stack.states):
+            client.engine.call(lambda key=key: client.engine.model.stack.drop(key)).result()
+        before = dict(client.engine.counts)
+        with client.paused():
+            for reply in [client.ask(text, weights={"colour": 1.0}, sampling=Sampling(3)) for text in TEXTS[:2]]:
                 assert reply is not None
-        desk.settle()
-        found = {name: desk.engine.counts[name] - before[name] for name in before}
+        client.settle()
+        found = {name: client.engine.counts[name] - before[name] for name in before}
     assert 2 <= found["rows"] <= 2 * found["batches"] and found["misses"] >= 1

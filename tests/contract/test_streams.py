@@ -23,7 +23,7 @@ from raycl.storage import Storage
 from raycl.training import recorder, stream_loop
 from raycl.training.distributed import DistributedContext
 
-OWN = ("slm", "sapt", "olora", "separate", "joint")
+OWN = ("slm", "sapt", "olora", "inflora", "separate", "joint")
 """Methods that put more before an engine than `lora` and `finetune` do; IncLoRA is in O-LoRA, replay is its learner."""
 
 ALL_CASES = [

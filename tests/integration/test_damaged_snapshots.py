@@ -104,15 +104,15 @@ def test_the_newest_whole_one_answers_and_a_replica_that_starts_finds_it_too(tau
     louder = bank.publish("louder", _doubled(state), second.backbone, ["animal"])
     third = bank.snapshot([*kept, other, louder], second.backbone, second.router, second.tasks, made=second.made)
     flip(path_of(bank, louder.tensors.file))
-    with serving(bank, **FOLLOW) as desk:
-        assert desk.snapshot_manager.active.snapshot.number == 2 and "louder@1" in desk.snapshot_manager.problem
+    with serving(bank, **FOLLOW) as client:
+        assert client.snapshot_manager.active.snapshot.number == 2 and "louder@1" in client.snapshot_manager.problem
     config = ServeConfig(bank=bank.storage.uri)
     assert decide_first(bank, config) == third.number
-    with serving(bank, **FOLLOW) as desk:
-        assert desk.snapshot_manager.active.snapshot.number == 2, "what nobody asked for by number is not insisted on"
+    with serving(bank, **FOLLOW) as client:
+        assert client.snapshot_manager.active.snapshot.number == 2, "what nobody asked for by number is not insisted on"
     Activations(bank).add(1, "asked for")
-    with serving(bank, **FOLLOW) as desk:
-        assert desk.snapshot_manager.active.snapshot.number == 1 and desk.snapshot_manager.problem == ""
+    with serving(bank, **FOLLOW) as client:
+        assert client.snapshot_manager.active.snapshot.number == 1 and client.snapshot_manager.problem == ""
     with pytest.raises(BankError, match="louder@1 are damaged"):
         activate(config, third.number)
     with pytest.raises(BankError, match="louder@1 are damaged"):

@@ -82,10 +82,10 @@ def test_texts_are_answered_as_the_endpoint_does(taught: Taught, tmp_path: Path,
         found = printed(*folders)
     finally:
         penalty.write_text(before)
-    with serving(bank) as desk:
+    with serving(bank) as client:
         for said in found:
             for text, answer in said.items():
-                assert answer.strip() == desk.ask(text, weights=WEIGHTS, sampling=limit_of(done)).text.strip() != ""
+                assert answer.strip() == client.ask(text, weights=WEIGHTS, sampling=limit_of(done)).text.strip() != ""
             assert len(set(said.values())) > 1 or kind == "t5"
 
 
@@ -101,10 +101,10 @@ def test_labels_are_those_of_the_endpoint(taught: Taught, tmp_path: Path) -> Non
     export(several, tmp_path / "out" / "headless", "colour=0.5,animal=0.5", "--without-head")
     said = dict(zip(names, printed(*(tmp_path / "out" / name for name in names)), strict=True))
     for bank, adapter, found in ((plain, "lora", ("lora", "merged")), (several, "animal", ("animal",))):
-        with serving(bank) as desk:
+        with serving(bank) as client:
             for name in found:
                 for text, answer in said[name].items():
-                    last = desk.ask(text, weights={adapter: 1.0}, sampling=None).last
+                    last = client.ask(text, weights={adapter: 1.0}, sampling=None).last
                     assert isinstance(last, LabelScores)
                     lines = [f"{label} {score:.4f}" for label, score in last.scores.items()]
                     assert answer.splitlines() == lines
@@ -148,7 +148,7 @@ def test_a_card_names_every_task_with_its_template_and_labels(taught: Taught, tm
     assert about["tasks"][0]["prompt"] == ['Say "animal":\n', "\nOutput: "]
     assert about["tasks"][0]["labels"] == ["cat", "dog"]
     assert '`Say "animal":\\n`' in card and re.search(r"\| colour \|.*\| blue, red \|", card)
-    with serving(bank) as desk:
+    with serving(bank) as client:
         for text, answer in printed(tmp_path / "out")[0].items():
-            reply = desk.ask(text, weights={"animal.0": 0.75, "colour.0": 0.5}, sampling=limit_of(done))
+            reply = client.ask(text, weights={"animal.0": 0.75, "colour.0": 0.5}, sampling=limit_of(done))
             assert answer.strip() == reply.text.strip() and reply.metadata.template == "animal"

@@ -24,15 +24,15 @@ def test_adapters_that_are_evicted_come_back(taught: Taught, tmp_path: Path) -> 
     rank = bank.open(2).adapters[0].rank
     asked = [(text, weights) for text in TEXTS[:2] for weights in ({"colour": 1.0}, {"animal": -8.0}, {})]
     expected = [alone(model, text, weights, next(iter(weights), "")) for text, weights in asked]
-    with serving(bank, max_loaded_rows=rank) as desk:
-        with desk.paused():
-            replies = [desk.ask(text, weights=weights) for text, weights in asked]
+    with serving(bank, max_loaded_rows=rank) as client:
+        with client.paused():
+            replies = [client.ask(text, weights=weights) for text, weights in asked]
         assert [reply.text for reply in replies] == expected
-        assert desk.engine.model.stack.table.evicted >= 1
-        both = desk.ask(TEXTS[0], weights={"colour": 1.0, "animal": 1.0})
+        assert client.engine.model.stack.table.evicted >= 1
+        both = client.ask(TEXTS[0], weights={"colour": 1.0, "animal": 1.0})
         assert "colour@1, animal@1 take 16 rows on the device together, this endpoint keeps 8" in both.error
-        assert desk.ask(TEXTS[0], weights={"animal": -8.0}).text == expected[1], "the engine lives on"
-        shown = desk.ask(TEXTS[0], weights={"colour": 1.0, "animal": 1.0}, route_only=True)
+        assert client.ask(TEXTS[0], weights={"animal": -8.0}).text == expected[1], "the engine lives on"
+        shown = client.ask(TEXTS[0], weights={"colour": 1.0, "animal": 1.0}, route_only=True)
         assert shown.wait(lambda event: isinstance(event, Started)).metadata.weights == {"colour": 1.0, "animal": 1.0}
 
 
@@ -40,14 +40,14 @@ def test_what_is_small_is_there_before_anybody_asks(taught: Taught, tmp_path: Pa
     bank = bank_of(taught("llama", "separate"), tmp_path)
     rank = bank.open(2).adapters[0].rank
     for settings, count in (({}, 2), ({"max_loaded_rows": 2 * rank - 1}, 1), ({"max_loaded_rows": rank - 1}, 0)):
-        with serving(bank, **settings) as desk:
-            assert len(desk.engine.model.stack.states) == count
+        with serving(bank, **settings) as client:
+            assert len(client.engine.model.stack.states) == count
     other, lost = bank.open(2).adapters
-    with serving(bank, max_loaded_rows=rank) as desk:
+    with serving(bank, max_loaded_rows=rank) as client:
         Path(bank.storage.path(lost.tensors.file)).unlink()
-        desk.engine.call(lambda: desk.engine.model.stack.need([str(other)])).result(WAIT_S)
-        assert f"adapter {lost} cannot be loaded" in desk.ask("fire is", weights={lost.name: 1.0}).error
-        assert desk.ask("fire is", weights={other.name: 1.0}).finish, (
+        client.engine.call(lambda: client.engine.model.stack.need([str(other)])).result(WAIT_S)
+        assert f"adapter {lost} cannot be loaded" in client.ask("fire is", weights={lost.name: 1.0}).error
+        assert client.ask("fire is", weights={other.name: 1.0}).finish, (
             "one that is lost while its snapshot answers fails who needs it alone"
         )
 
@@ -56,29 +56,29 @@ def test_labels_on_a_small_device(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("bert", "separate"), tmp_path)
     asked = examples(taught("bert", "separate"), bank)
     rank = bank.open(2).adapters[0].rank
-    with serving(bank, max_loaded_rows=rank) as desk:
-        with desk.paused():
-            replies = [desk.ask(one.text, task=one.task, sampling=None) for one in asked]
+    with serving(bank, max_loaded_rows=rank) as client:
+        with client.paused():
+            replies = [client.ask(one.text, task=one.task, sampling=None) for one in asked]
         assert [reply.label for reply in replies] == [one.answer for one in asked]
-    with serving(bank, max_loaded_rows=rank - 1) as desk:
-        assert "take 8 rows" in desk.ask("fire is", task="colour", sampling=None).error
-        assert "no selected adapter has a label head" in desk.ask("fire is", weights={}, sampling=None).error
-        assert desk.engine.alive
+    with serving(bank, max_loaded_rows=rank - 1) as client:
+        assert "take 8 rows" in client.ask("fire is", task="colour", sampling=None).error
+        assert "no selected adapter has a label head" in client.ask("fire is", weights={}, sampling=None).error
+        assert client.engine.alive
 
 
 def test_a_running_text_is_never_robbed_of_its_adapter(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     rank = bank.open(2).adapters[0].rank
-    with serving(bank, max_loaded_rows=rank) as desk:
-        assert desk.ask("fire is", weights={"colour": 1.0}).finish
-        fetched, sources = [], desk.engine.model._sources
+    with serving(bank, max_loaded_rows=rank) as client:
+        assert client.ask("fire is", weights={"colour": 1.0}).finish
+        fetched, sources = [], client.engine.model._sources
         for key, (source, name) in list(sources.items()):
             sources[key] = (lambda asked, source=source: fetched.append(asked) or source(asked), name)  # type: ignore[misc]
-        running = desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG)
+        running = client.ask("fire is", weights={"colour": -2.0}, sampling=LONG)
         running.wait(is_piece)
-        other = desk.ask("it purrs", weights={"animal": 1.0})
+        other = client.ask("it purrs", weights={"animal": 1.0})
         assert running.finish and other.finish and fetched == ["animal"], "it waited until there was room"
-        assert desk.ask("fire is", weights={"colour": 1.0}).finish and fetched == ["animal", "colour"]
+        assert client.ask("fire is", weights={"colour": 1.0}).finish and fetched == ["animal", "colour"]
 
 
 def test_who_waits_for_room_is_not_overtaken_for_ever(
@@ -87,19 +87,19 @@ def test_who_waits_for_room_is_not_overtaken_for_ever(
     monkeypatch.setattr("raycl.generation.continuous_batch.PATIENCE_S", 0.05)
     bank = bank_of(taught("llama", "separate"), tmp_path)
     rank = bank.open(2).adapters[0].rank
-    with serving(bank, max_loaded_rows=rank) as desk:
+    with serving(bank, max_loaded_rows=rank) as client:
         stop, seen = threading.Event(), []
 
         def crowd() -> None:
             while not stop.is_set() and len(seen) < 2000:
-                seen.append(desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG))
+                seen.append(client.ask("fire is", weights={"colour": -2.0}, sampling=LONG))
                 seen[-1].wait(is_piece)
 
         thread = threading.Thread(target=crowd)
         thread.start()
         while not seen:
             thread.join(0.001)
-        assert desk.ask("it purrs", weights={"animal": 1.0}).finish
+        assert client.ask("it purrs", weights={"animal": 1.0}).finish
         stop.set()
         thread.join(WAIT_S)
 
@@ -112,17 +112,17 @@ def test_a_damaged_adapter_fails_only_who_needs_it(
     bank = bank_of(taught("llama", "separate"), tmp_path)
     model = opened(bank, bank.open(2))
     expected = alone(model, "fire is", {"colour": 1.0}, "colour")
-    with serving(bank) as desk:
+    with serving(bank) as client:
         _damage(bank, "animal")
-        with desk.paused():
-            good = [desk.ask("fire is", weights={"colour": 1.0}) for _ in range(3)]
-            bad = desk.ask("it purrs", weights={"animal": 1.0})
-            bare = desk.ask("it purrs", weights={})
-            mixed = desk.ask("it purrs", weights={"animal": 0.5, "colour": 0.5})
+        with client.paused():
+            good = [client.ask("fire is", weights={"colour": 1.0}) for _ in range(3)]
+            bad = client.ask("it purrs", weights={"animal": 1.0})
+            bare = client.ask("it purrs", weights={})
+            mixed = client.ask("it purrs", weights={"animal": 0.5, "colour": 0.5})
         assert "adapter animal@1 cannot be loaded: the tensors of animal@1 are damaged" in bad.error
         assert "are damaged" in mixed.error
         assert [reply.text for reply in good] == [expected] * 3 and bare.finish
-        desk.settle()
+        client.settle()
 
 
 def _damage(bank: Bank, name: str) -> None:

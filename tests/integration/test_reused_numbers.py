@@ -58,19 +58,19 @@ def test_what_is_deleted_and_published_again_is_what_answers(taught: Taught, tmp
 
 def test_a_request_that_has_begun_keeps_what_it_began_with(taught: Taught, tmp_path: Path, slow: None) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
-    with serving(bank, **FOLLOW) as desk:
-        expected = desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG).text
-        loaded = desk.snapshot_manager.acquire()
-        running = desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG)
+    with serving(bank, **FOLLOW) as client:
+        expected = client.ask("fire is", weights={"colour": -2.0}, sampling=LONG).text
+        loaded = client.snapshot_manager.acquire()
+        running = client.ask("fire is", weights={"colour": -2.0}, sampling=LONG)
         running.wait(is_piece)
         swapped(bank)
-        desk.until(
-            lambda: desk.snapshot_manager.active is not loaded and desk.snapshot_manager.active.snapshot.number == 2
+        client.until(
+            lambda: client.snapshot_manager.active is not loaded and client.snapshot_manager.active.snapshot.number == 2
         )
-        late = desk.ask("fire is", weights={"colour": -2.0}, sampling=LONG)
+        late = client.ask("fire is", weights={"colour": -2.0}, sampling=LONG)
         assert running.text == expected != late.text
-        desk.snapshot_manager.release(loaded)
-        desk.until(lambda: desk.snapshot_manager._replaced == [])
+        client.snapshot_manager.release(loaded)
+        client.until(lambda: client.snapshot_manager._replaced == [])
 
 
 def test_a_deleted_snapshot_is_not_answered_from_a_cache(taught: Taught, tmp_path: Path) -> None:
@@ -101,16 +101,16 @@ def test_a_number_of_the_log_that_is_used_again_is_read_again(taught: Taught, tm
 def test_a_record_that_is_only_copied_over_changes_nothing(taught: Taught, tmp_path: Path) -> None:
     done = taught("llama", "lora")
     bank = bank_of(done, tmp_path)
-    with serving(bank, **FOLLOW) as desk:
-        active, polled = desk.snapshot_manager.active, threading.Event()
+    with serving(bank, **FOLLOW) as client:
+        active, polled = client.snapshot_manager.active, threading.Event()
         path = Path(bank.storage.path("snapshots/000002.json"))
         path.write_bytes(path.read_bytes())
-        real = desk.snapshot_manager.bank.snapshots
+        real = client.snapshot_manager.bank.snapshots
 
         def counting() -> list[int]:
             polled.set()
             return real()
 
-        desk.snapshot_manager.bank.snapshots = counting  # type: ignore[method-assign]
+        client.snapshot_manager.bank.snapshots = counting  # type: ignore[method-assign]
         assert polled.wait(WAIT_S)
-        assert desk.snapshot_manager.active is active and examples(done, bank, 2)
+        assert client.snapshot_manager.active is active and examples(done, bank, 2)

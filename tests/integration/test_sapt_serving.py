@@ -25,15 +25,15 @@ def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path
         for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
             evaluated = done.context.method.route(batch)
             weights = dict(zip(evaluated.names, evaluated.weights[0].tolist(), strict=True))
-            mixture = model.model.attended(model.loaded, batch.source_ids, batch.source_mask)
+            mixture = model.model.route_embeddings(model.loaded, batch.source_ids, batch.source_mask)
             names = [model.loaded.names[key] for key in mixture.names]
             assert dict(zip(names, mixture.weights[0].tolist(), strict=True)) == pytest.approx(weights, abs=1e-6)
             expected[table.texts(batch.rows.tolist())[0]] = weights
     assert len({round(weights.get("colour", 0.0), 4) for weights in expected.values()}) >= 3, "a mix-up would be seen"
     sampling = None if kind == "bert" else Sampling(3)
-    with serving(bank, max_batch=len(expected)) as desk:
-        with desk.paused():
-            replies = {text: desk.ask(text, sampling=sampling) for text in expected}
+    with serving(bank, max_batch=len(expected)) as client:
+        with client.paused():
+            replies = {text: client.ask(text, sampling=sampling) for text in expected}
         for text, reply in replies.items():
             found = {name: weight for name, weight in reply.metadata.weights.items() if weight}
             assert found == pytest.approx({name: one for name, one in expected[text].items() if one}, abs=1e-5)
@@ -53,11 +53,11 @@ def test_each_text_is_read_with_the_template_of_its_task(lab: Lab, tmp_path: Pat
     done = Done(config, storage, run(config, storage).context)
     bank = bank_of(done, tmp_path)
     asked = examples(done, bank)
-    with serving(bank, max_batch=5) as desk:
-        with desk.paused():
-            told = [desk.ask(one.text, task=one.task) for one in asked]
-            free = [desk.ask(one.text) for one in asked]
-            bare = desk.ask("red red\nfire is\nOutput: ", templated=False)
+    with serving(bank, max_batch=5) as client:
+        with client.paused():
+            told = [client.ask(one.text, task=one.task) for one in asked]
+            free = [client.ask(one.text) for one in asked]
+            bare = client.ask("red red\nfire is\nOutput: ", templated=False)
         assert [reply.text for reply in told] == [one.answer for one in asked]
         assert all(reply.metadata.template == one.task for reply, one in zip(told, asked, strict=True))
         by_name = {(one.task, one.text): reply for one, reply in zip(asked, told, strict=True)}
@@ -68,5 +68,5 @@ def test_each_text_is_read_with_the_template_of_its_task(lab: Lab, tmp_path: Pat
                 assert reply.text == same.text and reply.metadata.weights == pytest.approx(
                     same.metadata.weights, abs=1e-5
                 )
-        named = desk.ask("fire is", task="colour")
+        named = client.ask("fire is", task="colour")
         assert bare.text == named.text and bare.metadata.weights == pytest.approx(named.metadata.weights, abs=1e-5)

@@ -104,8 +104,8 @@ def test_activation_and_rollback_switch_the_answers(taught: Taught, tmp_path: Pa
         assert said() == (2, answers[2][text])
         assert problem(wire.post("/admin/activate", {"snapshot": 3}))[0] == 404
         assert said() == (2, answers[2][text]), "a refused decision changes nothing"
-    with serving(bank) as desk:
-        assert desk.snapshot_manager.active.snapshot.number == 2, "decisions outlive the endpoint"
+    with serving(bank) as client:
+        assert client.snapshot_manager.active.snapshot.number == 2, "decisions outlive the endpoint"
 
 
 def test_a_rollback_holds_while_following(taught: Taught, tmp_path: Path) -> None:
@@ -162,17 +162,17 @@ def test_a_snapshot_that_cannot_be_used_leaves_the_old_one(taught: Taught, tmp_p
 
 
 def test_the_first_answer_finds_everything_loaded(taught: Taught, tmp_path: Path) -> None:
-    with serving(bank_of(taught("bert", "slm"), tmp_path)) as desk:
-        assert _encoder(desk.snapshot_manager)._model is not None and desk.engine.counts["batches"] >= 1
-        assert desk.engine.model.stack.states
+    with serving(bank_of(taught("bert", "slm"), tmp_path)) as client:
+        assert _encoder(client.snapshot_manager)._model is not None and client.engine.counts["batches"] >= 1
+        assert client.engine.model.stack.states
 
 
 def test_a_warm_up_that_fails_is_no_reason_not_to_start(
     taught: Taught, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(bank_of(taught("llama", "separate"), tmp_path), max_loaded_rows=1) as desk:
+    with serving(bank_of(taught("llama", "separate"), tmp_path), max_loaded_rows=1) as client:
         assert "the warm-up answer failed: colour@1 take 8 rows" in caplog.text
-        assert desk.ask("fire is", weights={}).finish
+        assert client.ask("fire is", weights={}).finish
 
 
 # ---- many at once ----------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ from raycl.serve.settings import AuthConfig
 class Wire(ServiceClient):
     """A service, its server's address, and two clients."""
 
-    def __init__(self, desk: ServiceClient, port: int) -> None:
-        super().__init__(desk.service)
+    def __init__(self, client: ServiceClient, port: int) -> None:
+        super().__init__(client.service)
         self.port, self.url = port, f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=WAIT_S, trust_env=False, verify=False)
         self.openai = self.client("no key")
@@ -53,8 +53,8 @@ class Wire(ServiceClient):
 @contextmanager
 def listening(bank: Bank, auth: AuthConfig | None = None, **settings: Any) -> Iterator[Wire]:
     """The bank's service behind a server, until the end."""
-    with serving(bank, **settings) as desk, on_a_port(make_web(desk.service, Keys(auth or AuthConfig()))) as port:
-        wire = Wire(desk, port)
+    with serving(bank, **settings) as client, on_a_port(make_web(client.service, Keys(auth or AuthConfig()))) as port:
+        wire = Wire(client, port)
         with wire.http:
             yield wire
 

@@ -50,7 +50,7 @@ def mixed(bank: Bank, snapshot: Snapshot, weights: Mapping[str, float], head: bo
 
 
 def facts_of(snapshot: Snapshot, weights: Mapping[str, float], backbone: BackboneConfig | None = None) -> CardFacts:
-    """What the card of a mixture says: a task whose adapters have most weight comes first, as at the endpoint.
+    """Facts for the card of a mixture: a task whose adapters have most weight comes first, as at the endpoint.
 
     Args:
         backbone: where the backbone is now; None: where the snapshot's run found it.
@@ -60,7 +60,7 @@ def facts_of(snapshot: Snapshot, weights: Mapping[str, float], backbone: Backbon
     """
     if snapshot.backbone.kind not in KINDS:
         raise BankError(
-            f"snapshot {snapshot.number} says its backbone is of kind '{snapshot.backbone.kind}', expected one of "
+            f"snapshot {snapshot.number} has a backbone of kind '{snapshot.backbone.kind}', expected one of "
             f"{', '.join(KINDS)}: publish a snapshot with this version first"
         )
     shares: dict[str, float] = {}

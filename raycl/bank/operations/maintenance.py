@@ -36,7 +36,7 @@ class Findings:
 
     Attributes:
         problems: one sentence each; a whole bank has none.
-        leftovers: files that no manifest names, of writers that are at work or died; they harm nobody.
+        leftovers: files that no manifest names, of writers that are running or died; they do no harm.
         strays: files that no bank writes; they are ignored and never removed.
     """
 
@@ -61,15 +61,15 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Named:
-    """A snapshot that somebody outside the bank counts on.
+    """A snapshot that a run refers to.
 
     Attributes:
-        who: `phase 2 of RUN`, for messages.
+        owner: `phase 2 of RUN`, for messages.
         adapters: name -> version, as they were published with it.
     """
 
     snapshot: int
-    who: str
+    owner: str
     adapters: dict[str, int]
 
 
@@ -125,7 +125,7 @@ def _gone(number: int, which: str) -> str:
 
 
 def _decided(bank: Bank, there: set[int], found: Findings) -> None:
-    """What endpoints were told to answer from, or had seen."""
+    """Snapshots that the endpoints' decisions name."""
     for endpoint in endpoints(bank):
         for decision in Activations(bank, endpoint).all():
             if isinstance(decision, BankError):
@@ -138,7 +138,7 @@ def _decided(bank: Bank, there: set[int], found: Findings) -> None:
 def _counted_on(bank: Bank, named: Sequence[Named], there: set[int], found: Findings) -> None:
     for one in named:
         if one.snapshot not in there:
-            found.problems.append(_gone(one.snapshot, f"{one.who} published"))
+            found.problems.append(_gone(one.snapshot, f"{one.owner} published"))
             continue
         try:
             versions = {entry.name: entry.version for entry in bank.open(one.snapshot).adapters}
@@ -146,7 +146,7 @@ def _counted_on(bank: Bank, named: Sequence[Named], there: set[int], found: Find
             continue  # pruned, or a problem already
         if versions != one.adapters:
             found.problems.append(
-                f"snapshot {one.snapshot} is not the one that {one.who} published: its adapters differ"
+                f"snapshot {one.snapshot} is not the one that {one.owner} published: its adapters differ"
             )
 
 
@@ -158,7 +158,7 @@ def prune(bank: Bank, keep_snapshots: int | None = None, grace_s: float = GRACE_
         grace_s: nothing younger is touched.
 
     Raises:
-        BankError: a snapshot cannot be read, so nobody knows what it needs; nothing is removed.
+        BankError: a snapshot cannot be read, so its needs are unknown; nothing is removed.
     """
     if keep_snapshots is not None and keep_snapshots < 1:
         raise BankError(f"keep_snapshots is {keep_snapshots}: at least the newest snapshot must stay")
@@ -212,7 +212,7 @@ def diff(old: Snapshot, new: Snapshot) -> dict[str, Any]:
 
 
 def _manifests(bank: Bank, found: Findings | None) -> Iterator[AdapterManifest]:
-    """Every readable manifest; others become problems, or an error where nobody collects problems."""
+    """Every readable manifest; others become problems, or an error where problems are not collected."""
     for name in bank.names():
         for version in bank.versions(name):
             try:

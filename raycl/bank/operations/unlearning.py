@@ -1,4 +1,4 @@
-"""Forgetting on request: a new snapshot without a task, and what that cost every other one.
+"""Unlearning: a new snapshot without a task, and what that cost every other one.
 
 Old snapshots stay until they are pruned; with the last one that names them, the task's tensors go too.
 What it does not know: how anything was learned.
@@ -30,12 +30,12 @@ log = logging.getLogger("raycl")
 
 
 @dataclass(frozen=True)
-class Forgotten:
-    """What forgetting a task did.
+class UnlearningResult:
+    """The result of unlearning a task.
 
     Attributes:
         removed: adapters that the new snapshot does not name.
-        before, after: score of every other task; empty when not asked for.
+        before, after: score of every other task; empty without `scores`.
     """
 
     task: str
@@ -54,7 +54,7 @@ def forget(
     overrides: Sequence[str] = (),
     backbone: str = "",
     permissions: Permissions = NONE_GIVEN,
-) -> Forgotten:
+) -> UnlearningResult:
     """Make a snapshot without `task`: its adapters, their head rows, keys and pseudo samples are gone from it.
 
     Args:
@@ -82,7 +82,7 @@ def forget(
         made={**snapshot.made, "forgotten": forgotten},
     )
     after = evaluate(bank, bank.open(new.number), task, overrides, backbone, permissions) if scores else {}
-    return Forgotten(task, snapshot.number, new.number, removed, before, after)
+    return UnlearningResult(task, snapshot.number, new.number, removed, before, after)
 
 
 def _adapters_of_task(snapshot: Snapshot, task: str) -> list[str]:

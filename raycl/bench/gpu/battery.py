@@ -59,7 +59,7 @@ class Tolerances:
 
 
 TOLERANCES = {"float32": Tolerances(1e-3, 1e-2, 0.1), "bfloat16": Tolerances(0.05, 0.5, 1.0)}
-"""After steps in bfloat16, tiny models' answers say little."""
+"""After steps in bfloat16, tiny models' answers mean little."""
 
 
 @dataclass(frozen=True)

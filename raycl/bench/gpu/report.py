@@ -22,7 +22,7 @@ Weights are random, and results are checked in the same run.
 
 
 def markdown(tree: Mapping[str, Any] | None) -> str:
-    """The page; it says so where there are no figures yet.
+    """The page; with a note where there are no figures yet.
 
     Args:
         tree: as `--json` writes it (`raycl.bench.figures.Report.tree`).

@@ -87,7 +87,7 @@ class Setup:
         """Give back the memory of what nothing refers to any more."""
         gc.collect()
         if self.is_cuda:
-            with suppress(RuntimeError):  # after some errors every call fails; `is_alive` says so
+            with suppress(RuntimeError):  # after some errors every call fails; see `is_alive`
                 torch.cuda.empty_cache()
 
     def is_alive(self) -> bool:

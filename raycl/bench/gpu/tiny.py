@@ -99,7 +99,7 @@ class Stop(Exception):
 
 
 class StoppingEngine:
-    """An engine whose `step` number `after + 1`, counted over all stages, never happens."""
+    """An engine whose `step` number `after + 1`, counted over all phases, never happens."""
 
     def __init__(self, engine: Engine, left: list[int]) -> None:
         self.engine, self.left = engine, left

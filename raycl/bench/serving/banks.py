@@ -1,6 +1,6 @@
-"""Banks of drawn adapters to serve, and routers over drawn tasks: as many as asked for, which cost what real ones cost.
+"""Banks of drawn adapters to serve, and routers over drawn tasks: any number of them, with the cost of real ones.
 
-What it does not know: who asks them.
+What it does not know: clients.
 """
 
 from __future__ import annotations

@@ -52,27 +52,27 @@ class Seen:
 
 def run_clients(url: str, bodies: Sequence[dict[str, Any]], clients: int, seconds: float) -> Seen:
     """Ask for `seconds`, from another process."""
-    asked = json.dumps({"url": url, "clients": clients, "seconds": seconds, "bodies": list(bodies)})
+    job = json.dumps({"url": url, "clients": clients, "seconds": seconds, "bodies": list(bodies)})
     done = subprocess.run(
-        [sys.executable, "-m", "raycl.bench.serving.clients"], input=asked, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "raycl.bench.serving.clients"], input=job, capture_output=True, text=True, check=True
     )
     return Seen(**json.loads(done.stdout))
 
 
-async def _ask(asked: dict[str, Any]) -> dict[str, Any]:
-    bodies = itertools.cycle(asked["bodies"])
+async def _run_job(job: dict[str, Any]) -> dict[str, Any]:
+    bodies = itertools.cycle(job["bodies"])
     ms: list[float] = []
     failed: list[int] = []
     facts: dict[str, list[float]] = {}
     retried: list[int] = []
     began = time.perf_counter()
-    until = began + asked["seconds"]
+    until = began + job["seconds"]
 
     async def client(session: aiohttp.ClientSession) -> None:
         while time.perf_counter() < until:
             start, wanted = time.perf_counter(), next(bodies)
             for attempt in range(1 + RETRIES):
-                status, body = await _once(session, asked["url"], wanted)
+                status, body = await _once(session, job["url"], wanted)
                 if status == 200 or attempt == RETRIES:
                     break
                 retried.append(status)
@@ -84,10 +84,10 @@ async def _ask(asked: dict[str, Any]) -> dict[str, Any]:
             for name, value in _facts(body).items():
                 facts.setdefault(name, []).append(value)
 
-    connector = aiohttp.TCPConnector(limit=asked["clients"])
+    connector = aiohttp.TCPConnector(limit=job["clients"])
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        await asyncio.gather(*(client(session) for _ in range(asked["clients"])))
+        await asyncio.gather(*(client(session) for _ in range(job["clients"])))
     spent = time.perf_counter() - began
     sums = {name: sum(values) for name, values in facts.items()}
     return {"seconds": spent, "ms": ms, "failed": failed, "retried": len(retried), "facts": sums}
@@ -110,4 +110,4 @@ def _facts(body: dict[str, Any]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asyncio.run(_ask(json.loads(sys.stdin.read())))))
+    sys.stdout.write(json.dumps(asyncio.run(_run_job(json.loads(sys.stdin.read())))))

@@ -52,7 +52,7 @@ PAUSE_S = 0.012
 """Between two texts of one client so much time passes at least."""
 
 UNLIKE = 20_000
-"""Texts: none is asked twice."""
+"""Number of texts: none is sent twice."""
 
 SETTINGS = (
     *("adapters", "clients", "seconds", "rounds", "warm_s", "publishes"),
@@ -68,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=12.0, help="of load for every variant")
     parser.add_argument("--rounds", type=int, default=3, help="in which the variants take turns")
     parser.add_argument("--warm-s", type=float, default=10.0, help="of load before a mixed endpoint is measured")
-    parser.add_argument("--publishes", type=int, default=5, help="snapshots published while clients ask")
+    parser.add_argument("--publishes", type=int, default=5, help="snapshots published under load")
     parser.add_argument("--tokens", type=int, default=32, help="of a generated answer")
     parser.add_argument("--soak-s", type=float, default=0.0, help="load held while a replica is killed every minute")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the replica")
@@ -83,7 +83,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
     before = os.getloadavg()[0]
-    notes = [f"the load was {before:.1f} when this began: times say little"] if before > BUSY else []
+    notes = [f"the load was {before:.1f} when this began: times are unreliable"] if before > BUSY else []
     with tempfile.TemporaryDirectory() as folder:
         try:
             figures = [*_labels(Path(folder), options)]
@@ -119,22 +119,22 @@ def _labels(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
         ("c'", Discarding, small, free),
         *((f"d {count}", Endpoint, bank, free) for count, bank in banks.items()),
     ]
-    model = Alone(options)
+    model = InProcessModel(options)
     rounds = Rounds(model, texts, options)
     for place, (name, kind, bank, bodies) in enumerate(variants):
         url = f"{_started(kind, bank, options, place, cpus=0.1)}/v1/classify"
-        rounds.ask[name] = Asking(url, bodies)
-        first = rounds.ask[name].by(options.clients, options.warm_s if name.startswith("d ") else 2.0)
+        rounds.load_tests[name] = LoadTest(url, bodies)
+        first = rounds.load_tests[name].by(options.clients, options.warm_s if name.startswith("d ") else 2.0)
         if name.startswith("d "):
             yield Figure(f"({name}) answers in the first {options.warm_s:g} s", first.rate, "/s")
     for _ in range(options.rounds):
         rounds.measure()
     yield from rounds.figures()
-    yield from _following(banks[options.adapters[-1]], rounds.ask[variants[-1][0]].url, options)
+    yield from _following(banks[options.adapters[-1]], rounds.load_tests[variants[-1][0]].url, options)
 
 
 @dataclass
-class Asking:
+class LoadTest:
     """Requests to one variant, none twice unless it is very fast: a text seen before has its query remembered."""
 
     url: str
@@ -142,7 +142,7 @@ class Asking:
     sent: int = 0
 
     def by(self, clients: int, seconds: float) -> Seen:
-        """Let so many clients ask for so long."""
+        """Run so many clients for so long."""
         some = [self.bodies[(self.sent + number) % len(self.bodies)] for number in range(int(FASTEST * seconds))]
         seen = run_clients(self.url, some, clients, seconds)
         self.sent += len(seen.ms) + len(seen.failed)
@@ -153,12 +153,12 @@ class Rounds:
     """What was seen of every variant, round by round.
 
     Attributes:
-        ask: variant -> what it is asked.
+        load_tests: variant -> what it is asked.
     """
 
-    def __init__(self, model: Alone, texts: Sequence[str], options: argparse.Namespace) -> None:
+    def __init__(self, model: InProcessModel, texts: Sequence[str], options: argparse.Namespace) -> None:
         self.model, self.texts, self.options = model, texts, options
-        self.ask: dict[str, Asking] = {}
+        self.load_tests: dict[str, LoadTest] = {}
         self.alone: list[tuple[float, float]] = []
         self.seen: dict[str, list[Seen]] = {}
         self.spent_s: dict[str, float] = {}
@@ -168,11 +168,11 @@ class Rounds:
         """One round: each for its share of the seconds, then one client at a time."""
         seconds = self.options.seconds / self.options.rounds
         self.alone.append(self.model.batches(self.texts, seconds / 2))
-        for name, asking in self.ask.items():
+        for name, load_test in self.load_tests.items():
             began_s = _busy_s()
-            self.seen.setdefault(name, []).append(asking.by(self.options.clients, seconds))
+            self.seen.setdefault(name, []).append(load_test.by(self.options.clients, seconds))
             self.spent_s[name] = self.spent_s.get(name, 0.0) + _busy_s() - began_s
-        instant, bare = (self.ask[name].by(1, min(2.0, seconds)).at(50) for name in ("b", "c"))
+        instant, bare = (self.load_tests[name].by(1, min(2.0, seconds)).at(50) for name in ("b", "c"))
         self.added.append((instant, bare, self.model.one_ms(self.texts)))
 
     def figures(self) -> Iterator[Figure]:
@@ -211,12 +211,12 @@ def _ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _busy_s() -> float:
-    """CPU seconds that this machine has worked so far, whoever for."""
+    """CPU seconds that this machine has worked so far, for all processes."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system)
 
 
-class Alone:
+class InProcessModel:
     """The model in this process, without Ray: texts to labels."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -257,7 +257,7 @@ class Alone:
 
 
 def _following(bank: Bank, url: str, options: argparse.Namespace) -> Iterator[Figure]:
-    """From a snapshot's record in the bank to the first answer made with it, while other clients ask."""
+    """From a snapshot's record in the bank to the first answer made with it, under load."""
     waits = []
     for _ in range(options.publishes):
         old = bank.newest()
@@ -325,7 +325,7 @@ def _started(kind: Any, bank: Bank, options: argparse.Namespace, place: int | No
 
     Args:
         place: number of its application, where several are up at once: behind the proxy the first part of its paths
-            says which is meant, and one that listens itself has a port of its own.
+            names it, and one that listens itself has a port of its own.
     """
     tree: dict[str, Any] = {"bank": bank.storage.address, "threads": options.threads, "dtype": options.dtype}
     direct = options.ingress == "direct"

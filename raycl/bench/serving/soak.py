@@ -25,7 +25,7 @@ from raycl.bench.serving.clients import run_clients
 
 EVERY_S = 60.0
 FASTEST = 400.0
-"""Texts that are asked in a second at most: none is asked twice."""
+"""Most texts per second: none is sent twice."""
 
 
 def soak(start: Callable[[Bank], str], folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
@@ -40,12 +40,12 @@ def soak(start: Callable[[Bank], str], folder: Path, options: argparse.Namespace
     whole = {int(bank.snapshots()[-1])}
     damaged: list[int] = []
     active: set[int] = set()
-    said = ""
+    last_problem = ""
     with ThreadPoolExecutor(1) as pool:
         bodies = [{"input": text} for text in texts]
-        asking = pool.submit(run_clients, f"{root}/v1/classify", bodies, options.clients, options.soak_s)
+        load = pool.submit(run_clients, f"{root}/v1/classify", bodies, options.clients, options.soak_s)
         survivor, kills, before, began = _replicas()[0], 0, 0.0, time.monotonic()
-        while not asking.done():
+        while not load.done():
             time.sleep(1.0)
             passed = time.monotonic() - began
             if passed > options.soak_s / 2 and not before:  # caches of texts and shapes have filled by then
@@ -57,18 +57,18 @@ def soak(start: Callable[[Bank], str], folder: Path, options: argparse.Namespace
                 damaged.append(damaged_snapshot(bank, kills))
             state = _state(root)
             active |= {state["active"]} if state else set()
-            said = state["problem"] if state and state["problem"] else said
+            last_problem = state["problem"] if state and state["problem"] else last_problem
         grown = _memory_mb(survivor) - before if before else float("nan")
-        seen = asking.result()
+        seen = load.result()
     detail = f"{len(seen.ms):,} answers, {kills} replicas killed, {seen.retried} requests sent again"
     yield Figure(f"requests lost in {options.soak_s:.0f} s of load", float(len(seen.failed)), "", 0.0, "<=", detail)
-    detail = f"{len(damaged)} published; the last problem: {said or 'none'}"
+    detail = f"{len(damaged)} published; the last problem: {last_problem or 'none'}"
     yield Figure("damaged snapshots that answered", float(len(active - whole)), "", 0.0, "<=", detail)
     yield Figure("growth of the replica that lived, second half", grown, "MiB", 50.0, "<=", f"of {before:,.0f} MiB")
 
 
 def _state(root: str) -> dict[str, Any] | None:
-    """What a replica says of its snapshots; None while the one that was asked is gone."""
+    """A replica's `/v1/snapshots`; None while that replica is gone."""
     try:
         with urllib.request.urlopen(f"{root}/v1/snapshots", timeout=10) as answer:
             found: dict[str, Any] = json.load(answer)

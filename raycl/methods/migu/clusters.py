@@ -87,7 +87,7 @@ def _merged(layer: Any) -> Tensor:
     weight: Tensor = base.weight.detach().float()
     weight = weight if isinstance(base, nn.Linear) else weight.T
     if isinstance(layer, StackedLora) and layer.lora_A is not None and layer.lora_B is not None:
-        weight = weight + layer.live_scale * (layer.lora_B.detach().float() @ layer.lora_A.detach().float())
+        weight = weight + layer.trainable_scale * (layer.lora_B.detach().float() @ layer.lora_A.detach().float())
     return weight
 
 

@@ -34,7 +34,7 @@ def similarity(router: SlotRouter) -> list[list[float]]:
 def newest_rows(router: SlotRouter) -> list[list[float]]:
     """`[m][N]` mean cosine over groups of each slot of the newest task with every slot so far, in order of learning.
 
-    Keys never change once learned, so the rows of all stages below each other are the lower triangle of `[N][N]`.
+    Keys never change once learned, so the rows of all tasks below each other are the lower triangle of `[N][N]`.
     """
     keys = router.keys()
     found = cosines(keys[router.tasks[-1]], torch.cat([keys[task] for task in router.tasks])).mean(1)

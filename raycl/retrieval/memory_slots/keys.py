@@ -92,7 +92,7 @@ def cosines(queries_BgH: Tensor, keys_NgH: Tensor) -> Tensor:
 
 
 def learn_keys(queries_BC: Tensor, config: KeyConfig, top_k: int, seed: int) -> Tensor:
-    """Preparation stage of one task: `[m, g, h]` keys moved towards the task's queries; labels are not used.
+    """Preparation phase of one task: `[m, g, h]` keys moved towards the task's queries; labels are not used.
 
     Raises:
         RetrievalError: K > m, g does not divide c, no texts.
@@ -146,7 +146,7 @@ def _paper_step(keys: Tensor, queries_BgH: Tensor, chosen_BgK: Tensor, config: K
 
 
 def _gradient(keys_MgH: Tensor, queries_BgH: Tensor, chosen_BgK: Tensor) -> Tensor:
-    """Sum over texts of the gradient of chosen cosines; exactly 0 for keys that nobody chose."""
+    """Sum over texts of the gradient of chosen cosines; exactly 0 for keys that were not chosen."""
     unit_q = nn.functional.normalize(queries_BgH, dim=-1)
     norm = keys_MgH.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     unit_k = keys_MgH / norm

@@ -31,7 +31,7 @@ class SlotRouter:
     Attributes:
         tasks: in the order in which they were learned.
         kind: keys: the paper's; discriminant: the task by its statistics, its slots by their keys.
-        dev: queries of each task that neither was made from, to tell which kind chooses better (`hold_out`).
+        dev: queries of each task that neither was made from, to select the kind that chooses better (`hold_out`).
         samples: a few of them, kept with the keys.
     """
 
@@ -52,12 +52,12 @@ class SlotRouter:
     # ---- learning --------------------------------------------------------------------------------------------
 
     def fit(self, task: str, queries_BC: Tensor, config: KeyConfig, seed: int) -> None:
-        """Preparation stage of a task: its keys, and its statistics.
+        """Preparation phase of a task: fit its keys and statistics.
 
         Raises:
             RetrievalError: see `learn_keys`.
         """
-        assert task not in self._keys, f"'{task}' was studied before"
+        assert task not in self._keys, f"'{task}' has keys already"
         self.add(task, learn_keys(queries_BC, config, self.config.top_k, seed), Statistics.of(queries_BC))
 
     def add(self, task: str, keys_MgH: Tensor, statistics: Statistics) -> None:
@@ -69,12 +69,12 @@ class SlotRouter:
         self._slot_names += self.slots(task)
 
     def take(self, task: str, other: SlotRouter) -> None:
-        """A task that `other` has studied."""
+        """A task that `other` was fitted to."""
         self.add(task, other._keys[task], other._statistics[task])
         self.hold_out(task, other.dev[task])
 
     def hold_out(self, task: str, dev_BC: Tensor) -> None:
-        """A task's dev queries, on which it is judged; a sample of them stays with the router."""
+        """A task's dev queries, on which routers are compared; a sample of them stays with the router."""
         self.dev[task] = dev_BC
         if len(dev_BC):
             self.samples[task] = sample_of(dev_BC)
@@ -196,7 +196,7 @@ class SlotRouter:
             if not samples:
                 raise RetrievalError(
                     "this router keeps no dev texts to compare with (its tasks have none, or an earlier version of "
-                    "raycl wrote it): how unfamiliar a text is cannot be told"
+                    "raycl wrote it): there is no out-of-distribution score"
                 )
             self._calibrator = OodCalibrator(self.discriminant, samples)
         return self._calibrator.scores(queries_BC)
@@ -225,7 +225,7 @@ class SlotRouter:
         return plain and len(self._joined) > EXACT_UP_TO
 
     def _searched(self, queries_BC: Tensor) -> Mixture:
-        """From the index, or from the slots of the chosen tasks: only slots that somebody chose have a column."""
+        """From the index, or from the slots of the chosen tasks: only chosen slots have a column."""
         queries_BgH = split_groups(queries_BC, self.groups)
         if self.kind == "keys":
             index = self.index_on(queries_BC.device)

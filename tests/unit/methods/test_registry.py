@@ -24,7 +24,10 @@ def test_every_name_finds_its_class_and_its_config_carries_the_name(name: str) -
     ("overrides", "words"),
     [
         (["method=lroa"], "config key 'method' names 'lroa': did you mean 'lora'? Expected one of finetune, lora, "),
-        (["method=ewc"], "config key 'method' names 'ewc': expected one of finetune, lora, inclora, olora, slm, "),
+        (
+            ["method=ewc"],
+            "config key 'method' names 'ewc': expected one of finetune, lora, inclora, olora, inflora, slm, ",
+        ),
         (["method=lora", "method.rnak=8"], "unknown config key 'method.rnak': did you mean 'method.rank'?"),
         (["method.rnak=8"], "unknown config key 'method.rnak': did you mean 'method.rank'?"),
         (["method=lora", "method.rank=0"], "config key 'method.rank' is 0: input should be greater than or equal to 1"),

@@ -175,7 +175,7 @@ def _draw_a(low_RD: Tensor, outputs: int) -> None:
 def _backbone(kind: str, device: torch.device) -> Backbone:
     model, words = _model(kind, device), word_tokenizer(kind, WORDS)
     with torch.no_grad():
-        model.get_output_embeddings().weight[:SPECIAL] = 0  # else a T5 of drawn weights says nothing but padding
+        model.get_output_embeddings().weight[:SPECIAL] = 0  # else a T5 of drawn weights generates padding only
     return wrap_model(model, words, 64, 16)
 
 

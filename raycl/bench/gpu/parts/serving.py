@@ -130,7 +130,7 @@ def answered(engine: Engine, snapshot: LoadedSnapshot, requests: Sequence[Reques
         WrongResultError: one failed.
     """
     inboxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in requests]
-    asks = [
+    engine_requests = [
         EngineRequest(
             one.text,
             inbox.put,
@@ -143,13 +143,13 @@ def answered(engine: Engine, snapshot: LoadedSnapshot, requests: Sequence[Reques
     ]
     everything_is_queued = threading.Event()
     engine.call(everything_is_queued.wait)  # else the first batch is what the thread happened to find
-    for ask in asks:
-        engine.submit(ask)
+    for engine_request in engine_requests:
+        engine.submit(engine_request)
     everything_is_queued.set()
-    return [_collected(ask, inbox) for ask, inbox in zip(asks, inboxes, strict=True)]
+    return [_collected(engine_request, inbox) for engine_request, inbox in zip(engine_requests, inboxes, strict=True)]
 
 
-def _collected(ask: EngineRequest, inbox: queue.SimpleQueue[Event]) -> Answer:
+def _collected(engine_request: EngineRequest, inbox: queue.SimpleQueue[Event]) -> Answer:
     text, tokens = "", 0
     while True:
         event = inbox.get(timeout=300)
@@ -157,7 +157,7 @@ def _collected(ask: EngineRequest, inbox: queue.SimpleQueue[Event]) -> Answer:
             raise WrongResultError(f"a request failed: {event.error}")
         if isinstance(event, TextDelta):
             text, tokens = text + event.text, event.tokens
-        if is_last(ask, event):
+        if is_last(engine_request, event):
             return Answer(text, tokens)
 
 

@@ -56,7 +56,7 @@ PSEUDO_SAMPLES = 20
 QUERY_WIDTH = 384
 STAGE = Phase(0, "bench", (Task("bench", None, "exact_match"),))
 SAME_LOSS = 2e-4
-"""Of the first losses: drawn weights lose about ln V whatever is added, so only equality says something."""
+"""Of the first losses: drawn weights lose about ln V whatever is added, so only equality is meaningful."""
 CHECKPOINTED = "lora, gradient checkpointing"
 
 

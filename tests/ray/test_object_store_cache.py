@@ -1,4 +1,4 @@
-"""The shelf on a real cluster: one copy per node, and never wrong weights whoever dies."""
+"""The object-store cache on a real cluster: one copy per node, and never wrong weights after failures."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def is_right(state: AdapterState, number: int) -> bool:
     return state.scale == 2.0 and all(torch.equal(mine, other) for mine, other in pairs)
 
 
-def keeper_pid(object_store_cache: ObjectStoreCache) -> int:
-    """Process of the keeper."""
+def cache_actor_pid(object_store_cache: ObjectStoreCache) -> int:
+    """Process of the cache actor."""
     actor = ray.get_actor(object_store_cache.name, namespace=NAMESPACE)
     pid: int = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
     return pid
@@ -95,15 +95,15 @@ def test_readers_share_one_copy(snapshot: tuple[Bank, Snapshot], object_store_ca
     assert object_store_cache.held()[0] == COUNT
 
 
-def test_keeper_killed(snapshot: tuple[Bank, Snapshot], object_store_cache: ObjectStoreCache) -> None:
+def test_the_cache_actor_is_killed(snapshot: tuple[Bank, Snapshot], object_store_cache: ObjectStoreCache) -> None:
     _, opened = snapshot
     held = object_store_cache.fetch(opened, ["a0", "a1"])
-    old = keeper_pid(object_store_cache)
+    old = cache_actor_pid(object_store_cache)
     os.kill(old, signal.SIGKILL)
     again = object_store_cache.fetch(opened, ["a1", "a2"])
     assert is_right(again["a1"], 1) and is_right(again["a2"], 2)
     assert is_right(held["a0"], 0) and is_right(held["a1"], 1), "what was mapped must stay as it was"
-    assert keeper_pid(object_store_cache) != old
+    assert cache_actor_pid(object_store_cache) != old
 
 
 @ray.remote(num_cpus=0)
@@ -118,14 +118,14 @@ class Owner:
 def test_dead_references_are_asked_for_again(
     snapshot: tuple[Bank, Snapshot], object_store_cache: ObjectStoreCache
 ) -> None:
-    """The keeper lives, what it hands out does not: the reader says so and gets new references."""
+    """The cache actor lives, its objects do not: the reader reports them and gets new references."""
     _, opened = snapshot
     facts = opened.adapter("a3").tensors
     actor, owner = ray.get_actor(object_store_cache.name, namespace=NAMESPACE), Owner.remote()  # type: ignore[attr-defined]
     dead = ray.get(owner.put.remote())
 
-    def swap(keeper: Any, references: list[Any]) -> None:
-        keeper.refs[facts.sha256] = (references[0], facts.bytes)
+    def swap(actor: Any, references: list[Any]) -> None:
+        actor.refs[facts.sha256] = (references[0], facts.bytes)
 
     ray.get(actor.__ray_call__.remote(swap, dead))
     ray.kill(owner)
@@ -136,7 +136,7 @@ def test_dead_references_are_asked_for_again(
     assert is_right(object_store_cache.fetch(opened, ["a3"])["a3"], 3)
 
 
-def test_full_shelf_drops_what_was_used_longest_ago(snapshot: tuple[Bank, Snapshot], tmp_path: Path) -> None:
+def test_a_full_cache_evicts_the_least_recently_used(snapshot: tuple[Bank, Snapshot], tmp_path: Path) -> None:
     _, opened = snapshot
     object_store_cache = ObjectStoreCache(snapshot[0], capacity_mb=4.5)
     try:
@@ -162,7 +162,7 @@ def test_damaged_file_is_refused_by_name(snapshot: tuple[Bank, Snapshot], object
     assert is_right(object_store_cache.fetch(opened, ["a5"])["a5"], 5)
 
 
-def test_closed_shelf_says_so(snapshot: tuple[Bank, Snapshot]) -> None:
+def test_a_closed_cache_is_an_error(snapshot: tuple[Bank, Snapshot]) -> None:
     bank, opened = snapshot
     object_store_cache = ObjectStoreCache(bank)
     held = object_store_cache.fetch(opened, ["a0"])
@@ -176,7 +176,7 @@ def test_closed_shelf_says_so(snapshot: tuple[Bank, Snapshot]) -> None:
 def test_what_is_checked_is_read_once_and_remembered(
     snapshot: tuple[Bank, Snapshot], capacity_mb: float | None
 ) -> None:
-    """By the keeper, for all readers; what there is no room for is hashed all the same."""
+    """By the cache actor, for all readers; objects without room are hashed too."""
     bank, opened = snapshot
     wanted = objects_of(opened)
     path = Path(bank.storage.path(opened.adapter("a9").tensors.file))

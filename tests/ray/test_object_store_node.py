@@ -1,4 +1,4 @@
-"""The shelf when a node is lost: it fills again on another one, from the bank."""
+"""The object-store cache when a node is lost: it fills again on another one, from the bank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raycl.bank.object_store import NAMESPACE, ObjectStoreCache
 from raycl.types import AdapterState
 
 TRIES = 30
-"""Ray places the keeper on either node by chance; it is wanted on the one that will be lost."""
+"""Ray places the cache actor on either node by chance; the test needs it on the one that will be lost."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def two_nodes(one_at_a_time: FileLock) -> Iterator[Cluster]:
 
 
 def node_of(object_store_cache: ObjectStoreCache) -> str:
-    """Id of the keeper's node; "" while it is on none."""
+    """Id of the cache actor's node; "" while it is on none."""
     actor = ray.get_actor(object_store_cache.name, namespace=NAMESPACE)
     try:
         node: str = ray.get(actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id()))

@@ -1,0 +1,244 @@
+"""InfLoRA: each task's LoRA acts in directions of its inputs that earlier tasks do not use; only B is trained.
+
+Before a task, with C the uncentred covariance of a linear's inputs over the task's training tokens and M an
+orthonormal basis of the subspace of earlier tasks' inputs:
+
+    A_t = (first r left singular vectors of (I - M M^T) C)^T / sqrt(3), frozen
+
+The forward pass adds up all adapters, as IncLoRA's. After the task DualGPM adds to M the leading left singular vectors
+of (I - M M^T) C, with C of the trained model now, until M holds at least the share `threshold` of the energy of C (the
+sum of its squared singular values). The threshold grows linearly to 1 over the tasks. Where M has more columns than
+half the inputs, a basis of its orthogonal complement is stored instead (Liang and Li 2024, "InfLoRA: Interference-Free
+Low-Rank Adaptation for Continual Learning", section 3 and the authors' code, methods/inflora.py; 0.995 and 15 tasks
+are those of GainLoRA's code, which runs InfLoRA on language models).
+As in their code, and unlike the paper's formulas, singular values are those of C, not of the inputs themselves.
+Deviations: their first task keeps one direction less than reaches the threshold, ours keeps as many as reach it, as in
+all later tasks. Directions without energy are never used: rows of A that lack one are zero. Padding takes no part in C.
+Under schedule `separate` tasks do not know each other's subspaces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from raycl.adapters.layer import StackedLora
+from raycl.backbone import Backbone
+from raycl.backbone.base import Side
+from raycl.methods.base import Learned, MethodConfig, State, in_head, under
+from raycl.methods.context import TaskContext
+from raycl.methods.lora.inclora import IncLora, IncLoraSettings
+from raycl.types import Batch, Phase
+
+NOISE = 1e-6
+"""Singular values below this share of the covariance's norm are rounding errors: inputs are computed in float32."""
+
+
+class InfLoraConfig(IncLoraSettings):
+    """InfLoRA: IncLoRA whose A is frozen, outside the subspace of earlier tasks' inputs."""
+
+    name: Literal["inflora"] = "inflora"
+    threshold: float = Field(
+        0.995, gt=0, le=1, description="share of the energy of the first task's inputs that its subspace holds"
+    )
+    threshold_tasks: int = Field(15, ge=1, description="number of tasks over which the threshold grows to 1")
+
+
+@dataclass(frozen=True)
+class Subspace:
+    """The subspace of earlier tasks' inputs.
+
+    Attributes:
+        basis: `[D, k]` orthonormal columns, float64 on the CPU. complement: they span what the subspace lacks.
+    """
+
+    basis: Tensor
+    complement: bool = False
+
+    @staticmethod
+    def empty(inputs: int) -> Subspace:
+        """Of no task."""
+        return Subspace(torch.zeros(inputs, 0, dtype=torch.float64))
+
+    def without(self, values_DN: Tensor) -> Tensor:
+        """The part of each column that lies outside the subspace."""
+        basis = self.basis.to(values_DN.device)
+        inside = basis @ (basis.T @ values_DN)
+        return inside if self.complement else values_DN - inside
+
+    def directions(self, covariance_DD: Tensor) -> tuple[Tensor, Tensor]:
+        """Left singular vectors `[D, n]` outside the subspace that hold energy, and their singular values `[n]`."""
+        vectors, values, _ = torch.linalg.svd(self.without(covariance_DD))
+        held = int((values > NOISE * torch.linalg.matrix_norm(covariance_DD)).sum())
+        return vectors[:, :held], values[:held]
+
+    def grown(self, covariance_DD: Tensor, threshold: float) -> Subspace:
+        """With the fewest leading directions so that it holds at least `threshold` of the covariance's energy."""
+        total = float(covariance_DD.square().sum())
+        vectors, values = self.directions(covariance_DD)
+        lacking = float(self.without(covariance_DD).square().sum())
+        count = 0
+        while count < len(values) and total - lacking < threshold * total:
+            lacking -= float(values[count]) ** 2
+            count += 1
+        new = vectors[:, :count].cpu()
+        if not self.complement:
+            return Subspace(_orthonormal(torch.cat([self.basis, new], dim=1))).smaller()
+        left = self.basis.shape[1] - count
+        outside, _, _ = torch.linalg.svd(self.basis - new @ (new.T @ self.basis), full_matrices=False)
+        return Subspace(outside[:, :left], complement=True)
+
+    def smaller(self) -> Subspace:
+        """As a basis of its complement, where that has fewer columns."""
+        inputs, count = self.basis.shape
+        if self.complement or 2 * count <= inputs:
+            return self
+        whole, _, _ = torch.linalg.svd(self.basis)
+        return Subspace(whole[:, count:].contiguous(), complement=True)
+
+
+def _orthonormal(basis_DK: Tensor) -> Tensor:
+    """The same span without the rounding errors of many tasks."""
+    found: Tensor = torch.linalg.qr(basis_DK)[0]
+    return found
+
+
+class InfLora(IncLora):
+    """IncLoRA with frozen A."""
+
+    Config: ClassVar[type[MethodConfig]] = InfLoraConfig
+
+    def __init__(self, config: InfLoraConfig, backbone: Backbone, seed: int) -> None:
+        super().__init__(config, backbone, seed)
+        self._low: dict[str, Tensor] = {}
+        self._subspaces: dict[str, Subspace] = {}
+
+    def _is_trained(self, name: str, parameter: Tensor) -> bool:
+        return ".lora_B" in name or in_head(name, parameter)
+
+    def begin_task(self, phase: Phase, context: TaskContext) -> None:
+        """A is chosen by the task's inputs; B starts at zero."""
+        super().begin_task(phase, context)
+        if context.resumed:
+            return
+        rank = self.config.rank
+        low = {
+            path: designed(self._subspace(path).directions(covariance)[0], rank)
+            for path, covariance in self._covariances(context).items()
+        }
+        self._fill(low)
+
+    def _subspace(self, path: str) -> Subspace:
+        return self._subspaces.get(path) or Subspace.empty(self.stack.layers[path].inputs)
+
+    def _fill(self, low: Mapping[str, Tensor]) -> None:
+        """A of every linear, which the engine does not train and the checkpoint's parameters lack."""
+        self._low = dict(low)
+        for path, value in low.items():
+            parameter = self.stack.layers[path].lora_A
+            assert parameter is not None, "no adapter is in training"
+            parameter.data.copy_(value)
+            self._low[path] = parameter.detach().float().cpu().clone()
+
+    def _covariances(self, context: TaskContext) -> dict[str, Tensor]:
+        """Path -> `[D, D]` sum over the phase's training tokens of x x^T, over all workers. Collective."""
+        with observed_inputs(self.backbone, self.stack.layers) as inputs:
+            context.forward_pass(inputs.begin_batch)
+        return {path: context.sum(total) for path, total in inputs.totals.items()}
+
+    def end_task(self, context: TaskContext) -> Learned:
+        """The subspace gains the task's inputs; the adapter is frozen and published."""
+        if not self.task_id_given:
+            threshold = self._threshold(len(self._learned))
+            for path, covariance in self._covariances(context).items():
+                self._subspaces[path] = self._subspace(path).grown(covariance, threshold)
+        low = {f"model.{path}.lora_A": value for path, value in self._low.items()}
+        context.parameters = {**context.parameters, **low}
+        self._low = {}
+        return super().end_task(context)
+
+    def _threshold(self, task: int) -> float:
+        """Of the task with this number, counted from 0."""
+        config = self.config
+        grown: float = config.threshold + (1 - config.threshold) * task / config.threshold_tasks
+        return min(1.0, grown)
+
+    def state_dict(self) -> State:
+        """As IncLoRA, with A of the task in training and the subspaces."""
+        values, tensors = super().state_dict()
+        values["complements"] = [path for path, one in self._subspaces.items() if one.complement]
+        bases = {f"subspace/{path}": one.basis for path, one in self._subspaces.items()}
+        return values, tensors | bases | {f"low/{path}": value for path, value in self._low.items()}
+
+    def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """As IncLoRA, with A of the task in training and the subspaces."""
+        super().load_state_dict(values, tensors)
+        complements = set(values["complements"])
+        bases = under("subspace/", tensors)
+        self._subspaces = {path: Subspace(basis, path in complements) for path, basis in bases.items()}
+        self._fill(under("low/", tensors))
+
+
+def designed(directions_DN: Tensor, rank: int) -> Tensor:
+    """A `[r, D]` from left singular vectors, strongest first; zero rows where there are fewer than r.
+
+    1 / sqrt(3) is the expected norm of a row that is drawn as LoRA draws it. The sign of a vector is arbitrary: its
+    largest entry is positive, so that all workers and machines agree.
+    """
+    vectors_RD = directions_DN[:, :rank].T
+    largest = vectors_RD.gather(1, vectors_RD.abs().argmax(1, keepdim=True))
+    low = vectors_RD.new_zeros(rank, directions_DN.shape[0])
+    low[: len(vectors_RD)] = vectors_RD * largest.sign() / math.sqrt(3)
+    return low
+
+
+class ObservedInputs:
+    """Sums of x x^T over the real tokens that linears read.
+
+    Attributes:
+        totals: path -> `[D, D]` float64, on the model's device.
+    """
+
+    def __init__(self, backbone: Backbone, layers: Mapping[str, StackedLora]) -> None:
+        self.backbone = backbone
+        self.totals = {
+            path: torch.zeros(layer.inputs, layer.inputs, dtype=torch.float64, device=layer.weight.device)
+            for path, layer in layers.items()
+        }
+        self._real: dict[Side, Tensor] = {}
+
+    def begin_batch(self, batch: Batch) -> None:
+        """The batch that is computed next."""
+        self._real = self.backbone.real_tokens(batch)
+
+    def observe(self, path: str, inputs: Tensor) -> None:
+        """Add a linear's inputs `[B, S, D]`; a prefix in front of the text takes no part."""
+        real_BS = self._real[self.backbone.side(path)]
+        tokens_ND = inputs[:, -real_BS.shape[1] :][real_BS].float()
+        self.totals[path] += (tokens_ND.T @ tokens_ND).double()
+
+
+@contextmanager
+def observed_inputs(backbone: Backbone, layers: Mapping[str, StackedLora]) -> Iterator[ObservedInputs]:
+    """Observe the inputs of these linears while the context is open."""
+    found = ObservedInputs(backbone, layers)
+
+    def watched(path: str) -> Any:
+        def hook(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+            found.observe(path, given[0].detach())
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(watched(path)) for path, layer in layers.items()]
+    try:
+        yield found
+    finally:
+        for one in hooks:
+            one.remove()
