@@ -32,7 +32,7 @@ RESTART_S = 120.0
 
 State = Literal["running", "stopping", "finished", "failed", "stopped", "waiting", "crashed"]
 
-_PLACE = re.compile(r"stage(\d+)-step(\d+)-")
+_PLACE = re.compile(r"phase(\d+)-step(\d+)-")
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def _parameters(module: RouterModule) -> Iterator[Tensor]:
 
 def trained_names(backbone: Backbone) -> list[str]:
     """Names of the parameters that are trained; between phases, of those that later phases train on."""
-    return [name for name, parameter in backbone.named_parameters() if parameter.requires_grad and parameter.numel()]
+    return [name for name, parameter in backbone.named_parameters() if parameter.requires_grad]
 
 
 def phase_labels(phase: Phase) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -27,6 +27,11 @@ class WrapperConfig(MethodConfig):
     @classmethod
     def _by_name(cls, value: Any) -> Any:
         return named(value, "lora")
+
+    def idle_beside(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
+        """As the learner, below `learner`."""
+        for path, why in self.learner.idle_beside(has_label_head, reason):
+            yield f"learner.{path}", why
 
     @property
     def needs_task(self) -> bool:

@@ -25,7 +25,7 @@ def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path
         for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
             evaluated = done.context.method.route(batch)
             weights = dict(zip(evaluated.names, evaluated.weights[0].tolist(), strict=True))
-            mixture = model.model.attended(model.loaded, batch.source_ids, batch.source_mask)
+            mixture = model.model.route_embeddings(model.loaded, batch.source_ids, batch.source_mask)
             names = [model.loaded.names[key] for key in mixture.names]
             assert dict(zip(names, mixture.weights[0].tolist(), strict=True)) == pytest.approx(weights, abs=1e-6)
             expected[table.texts(batch.rows.tolist())[0]] = weights

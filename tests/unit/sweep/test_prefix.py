@@ -96,10 +96,10 @@ def test_keys_that_several_trials_have() -> None:
 
 
 def test_facts_of_other_modifier_settings_are_not_lent() -> None:
-    records = [{"phase": 0, "facts": {"modifiers": {"migu": {}}, "router": "keys"}}]
+    records = [{"phase": 0, "summary": {"modifiers": {"migu": {}}, "router": "keys"}}]
     assert lent_records(records, {"migu": {"threshold": 0.1}}, {"migu": {"threshold": 0.1}}) == records
     lent = lent_records(records, {"migu": {"threshold": 0.1}}, {"migu": {"threshold": 0.2}})
-    assert lent == [{"phase": 0, "facts": {"router": "keys"}}]
+    assert lent == [{"phase": 0, "summary": {"router": "keys"}}]
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -53,7 +53,7 @@ def test_where_attempts_overlap_the_later_one_stands(tmp_path: Path) -> None:
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     storage = Storage.at(tmp_path)
-    storage.write("trace/attempt-0001.jsonl", b'{"stage": 0, "step": 1}\n{"sta\n')
+    storage.write("trace/attempt-0001.jsonl", b'{"phase": 0, "step": 1}\n{"sta\n')
     with pytest.raises(StorageError, match=r"attempt-0001.jsonl' line 2 is not JSON"):
         read_trace(storage)
 
