@@ -1,6 +1,6 @@
 """What MkDocs generates and includes: the reference of settings and commands, and excerpts of the source.
 
-A line `::: raycl/retrieval/router.py SumRouter` in a page becomes that class of that file, and `::: cluster/README.md`
+A line `::: raycl/retrieval/routers.py SumRouter` in a page becomes that class of that file, and `::: cluster/README.md`
 becomes the whole file. A file or name that does not exist fails the build.
 """
 

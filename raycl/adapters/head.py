@@ -103,7 +103,7 @@ class MixedHead(nn.Module):
         return slice(first, first + len(self.trainable_labels))
 
     def _set_trainable(self, rows: int) -> None:
-        trainable = self.weight.requires_grad
+        trainable = rows > 0 and self.weight.requires_grad  # nothing to train without rows
         self.weight = nn.Parameter(self.weight.detach().new_zeros(rows, self.weight.shape[1]), requires_grad=trainable)
         self.bias = nn.Parameter(self.bias.detach().new_zeros(rows), requires_grad=trainable)
 

@@ -39,6 +39,11 @@ class CausalBackbone(Backbone):
         _, mask_BS, _ = join(batch, self.codec.pad_id)
         return {"source": (mask_BS > 0) & (batch.weight > 0).unsqueeze(1)}
 
+    def _encode(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        body = self.model.base_model
+        found: Tensor = body(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False).last_hidden_state
+        return found
+
     @torch.no_grad()
     def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
         """Greedy answers of at most `max_new_tokens` tokens, the prompt left out."""

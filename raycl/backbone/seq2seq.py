@@ -33,6 +33,10 @@ class Seq2SeqBackbone(Backbone):
         """Source tokens, and the decoder's positions that have a target."""
         return {**super().real_tokens(batch), "target": (_labels(batch) != IGNORE) & (batch.weight > 0).unsqueeze(1)}
 
+    def _encode(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        found: Tensor = self.model.get_encoder()(input_ids=ids_BL, attention_mask=mask_BL).last_hidden_state
+        return found
+
     @torch.no_grad()
     def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
         """Greedy answers of at most `max_new_tokens` tokens."""

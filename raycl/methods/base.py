@@ -37,6 +37,9 @@ class MethodConfig(Section):
     label_head: ClassVar[tuple[str, ...]] = ()
     """Settings that act on label heads alone, which only encoder-only backbones have."""
 
+    schedules: ClassVar[tuple[str, ...]] = ("sequential", "joint", "separate")
+    """Values of `stream.schedule` under which the method works."""
+
     def unused_with(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
         """Settings without effect on the run's backbone, as in `Section.unused_settings`: dotted path and reason.
 
@@ -213,7 +216,7 @@ def _parameters(module: RouterModule) -> Iterator[Tensor]:
 
 def trained_names(backbone: Backbone) -> list[str]:
     """Names of the parameters that are trained; between phases, of those that later phases train on."""
-    return [name for name, parameter in backbone.named_parameters() if parameter.requires_grad and parameter.numel()]
+    return [name for name, parameter in backbone.named_parameters() if parameter.requires_grad]
 
 
 def phase_labels(phase: Phase) -> list[str]:

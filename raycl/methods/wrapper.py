@@ -28,6 +28,11 @@ class WrapperConfig(MethodConfig):
     def _by_name(cls, value: Any) -> Any:
         return named(value, "lora")
 
+    def unused_with(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
+        """As the learner, below `learner`."""
+        for path, why in self.learner.unused_with(has_label_head, reason):
+            yield f"learner.{path}", why
+
     @property
     def needs_task(self) -> bool:
         """As the learner."""
@@ -37,11 +42,6 @@ class WrapperConfig(MethodConfig):
     def fits_ahead(self) -> bool:
         """As the learner."""
         return self.learner.fits_ahead
-
-    def unused_with(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
-        """Its own, and the learner's."""
-        yield from super().unused_with(has_label_head, reason)
-        yield from ((f"learner.{path}", why) for path, why in self.learner.unused_with(has_label_head, reason))
 
 
 class Wrapper(Method):

@@ -17,6 +17,7 @@ from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import WRAPPERS, method_class, modifier_class
 from raycl.report.results import read_results
 from raycl.run.config import RunConfig
+from raycl.training.schedule import SCHEDULES
 from raycl.training.seeds import micro_batch_size
 from raycl.training.settings import (
     DeepSpeedConfig,
@@ -45,6 +46,7 @@ def check(config: RunConfig) -> Stream:
     )
     skeleton = load_skeleton(config.backbone, codec)
     method = method_class(config.method.name)(config.method, skeleton, config.seed)
+    SCHEDULES[config.stream.schedule]().attach(method, skeleton)
     make_modifiers(config, method)
     stream = open_stream(config.stream, config.seed)
     stream.check(codec)

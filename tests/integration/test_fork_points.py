@@ -87,7 +87,7 @@ def test_what_is_borrowed_equals_what_is_learned(lab: Lab, tmp_path: Path, case:
     cells = [read_state(one).phases for one in (second, alone)]
     assert [record["row"] for record in cells[0]] == [record["row"] for record in cells[1]]
     ends = [read_checkpoint(one, read_state(one).checkpoints[-1]) for one in (second, alone)]
-    for kind in ("parameters", "carried"):
+    for kind in ("parameters", "frozen_state"):
         mine, theirs = getattr(ends[0], kind), getattr(ends[1], kind)
         assert mine.keys() == theirs.keys()
         assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []

@@ -143,7 +143,7 @@ def test_of_many_tasks_the_loudest_are_shown(page: Page, served: Get) -> None:
     expect(mixture(page).locator(".value")).to_have_text(["0.00", "0.00", "0.30", "−0.20", "< 0.01", "0.90"])
     assert list(shown(mixture(page))) == ["task0", "task1", "task3", "task5", "task9", "task17"]
     strange = "unlike what was learned: 99 % of known texts are nearer to a task"
-    assert page.locator("#auto .hint").inner_text() == f"and 14 quieter tasks · {strange}"
+    assert page.locator("#auto .hint").inner_text() == f"and 14 tasks with smaller weights · {strange}"
     page.locator("#auto .mixture summary").click()
     assert shown(page.locator("#auto .mixture details .bars")) == {"one": "1.50", "two": "−0.50"}
 
@@ -193,7 +193,7 @@ def test_an_encoder_answers_with_labels(page: Page, served: Get) -> None:
         bars = shown(page.locator(f"#{card} .answer > .bars"))
         assert bars == {label: f"{chance:.2f}" for label, chance in found["scores"].items()}
     expect_state(page, "", "base")
-    assert page.locator("#base .note").inner_text() == "The bare backbone knows no labels."
+    assert page.locator("#base .note").inner_text() == "The bare backbone has no label head."
 
 
 def test_settings_and_pins_travel(page: Page, served: Get) -> None:
@@ -379,4 +379,4 @@ def test_it_says_when_the_endpoint_is_gone(page: Page, complete: Complete) -> No
         assert not page.locator("#problem").is_visible()
     expect(page.locator("#problem")).to_have_text("The endpoint cannot be reached: is it still running?")
     send(page, COLOUR)
-    expect_state(page, "failed", "auto", "pinned")  # an encoder's bare backbone knows no labels and is not asked
+    expect_state(page, "failed", "auto", "pinned")  # an encoder's bare backbone has no label head and is not asked

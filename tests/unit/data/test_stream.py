@@ -16,6 +16,7 @@ from raycl.config import as_tree, load, validate
 from raycl.data.sources import ingest, source
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
 from raycl.errors import ConfigError, DataError, MissingTasksError
+from raycl.training.schedule import Joint, Schedule
 from raycl.types import Task
 
 
@@ -32,8 +33,8 @@ def test_a_named_benchmark_below_its_usual_folder(write_task: WriteTask) -> None
     stream = open_stream(StreamConfig(name="slm-1", root=str(root)), seed=0)
     assert stream.name == "std-1"
     assert [task.name for task in stream.tasks] == ["dbpedia", "amazon", "yahoo", "agnews"]
-    assert [(phase.index, phase.name, len(phase.tasks)) for phase in stream.phases()][3] == (3, "agnews", 1)
-    assert [(phase.name, phase.tasks) for phase in stream.phases(joint=True)] == [("joint", stream.tasks)]
+    assert [(phase.index, phase.name, len(phase.tasks)) for phase in Schedule().phases(stream)][3] == (3, "agnews", 1)
+    assert [(phase.name, phase.tasks) for phase in Joint().phases(stream)] == [("joint", stream.tasks)]
     assert stream.tasks[3].labels == ("World", "Sports", "Business", "Science or Technology")
 
 

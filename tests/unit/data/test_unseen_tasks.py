@@ -14,6 +14,7 @@ from raycl.data.benchmarks.orders import ALIASES, ORDERS
 from raycl.data.stream import StreamConfig, open_stream
 from raycl.errors import ConfigError, DataError, MissingTasksError
 from raycl.storage import Storage
+from raycl.training.schedule import Joint, Schedule
 
 POEM = "task833_poem_sentiment_classification"
 
@@ -29,9 +30,9 @@ def test_they_are_prepared_as_the_streams_tasks_and_never_become_stages(
     root = write_task(POEM, [("x", "y")] * 3, [(f"verse {n} {'word ' * 90}", "positive") for n in range(9)])
     (root / POEM / "train.json").unlink()
     stream = of(name="x", root=str(root), tasks=("agnews",), unseen=("task833",), test_rows=5, max_source_tokens=64)
-    assert [task.name for task in stream.tasks] == ["agnews"] == [phase.name for phase in stream.phases()]
+    assert [task.name for task in stream.tasks] == ["agnews"] == [phase.name for phase in Schedule().phases(stream)]
     (poem,) = stream.unseen
-    assert poem.name == POEM and [phase.tasks for phase in stream.phases(joint=True)] == [stream.tasks]
+    assert poem.name == POEM and [phase.tasks for phase in Joint().phases(stream)] == [stream.tasks]
     table = stream.table(poem, "test", codec)
     assert (len(table), table.truncated_sources) == (5, 5) and len(stream.rows(poem, "dev")) == 0
     assert "Say which." in stream.prompt(poem, codec).around("")

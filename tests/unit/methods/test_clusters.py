@@ -53,10 +53,10 @@ def test_a_cluster_has_the_sum_of_its_members() -> None:
 def test_co_magnitude_sums_products_of_magnitudes_over_real_tokens() -> None:
     key = ("x", "output")
     layout = Layout({key: LayerUnits("x", slice(0, 3), "source", (2, 1))}, {}, 3)  # type: ignore[dict-item]
-    seen = CoMagnitude(layout, torch.device("cpu"))
+    units = CoMagnitude(layout, torch.device("cpu"))
     y = torch.tensor([[[1.0, -2.0, 3.0], [-1.0, 1.0, 1.0], [9.0, 9.0, 9.0]]])
-    seen.add(key, y, torch.tensor([[1.0, 1.0, 0.0]]))
-    assert [found.tolist() for found in seen.affinities[key]] == [[[2.0, 3.0], [3.0, 5.0]], [[10.0]]]
+    units.add(key, y, torch.tensor([[1.0, 1.0, 0.0]]))
+    assert [found.tolist() for found in units.affinities[key]] == [[[2.0, 3.0], [3.0, 5.0]], [[10.0]]]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -91,9 +91,9 @@ def test_members_share_a_bit(lab: Lab) -> None:
     started.step(started.batch([0, 1, 2]))
     clusters = started.migu._clusters
     assert clusters is not None
-    for seen in started.migu._layout.seen.values():
-        bits, own = started.mask()[seen.place], clusters[seen.place]
+    for units in started.migu._layout.units.values():
+        bits, own = started.mask()[units.place], clusters[units.place]
         of_cluster = torch.stack([bits[own == number].float().mean() for number in range(8)])
         assert set(of_cluster.tolist()) == {0.0, 1.0}
         assert int((of_cluster == 0).sum()) == masked_count(0.5, 8)
-        assert not torch.equal(bits, kept(started.migu._sums[seen.place].unsqueeze(0), 0.5, "floor")[0])
+        assert not torch.equal(bits, kept(started.migu._sums[units.place].unsqueeze(0), 0.5, "floor")[0])

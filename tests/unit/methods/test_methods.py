@@ -44,7 +44,7 @@ def public(kind: type) -> set[str]:
 
 def test_the_contract_has_ten_hooks_and_wrappers_forward_them_all() -> None:
     assert len(public(Method)) == 10
-    assert public(Method) == public(Wrapper)
+    assert public(Method) == public(Wrapper) - {"require_shared_adapters"}
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -58,12 +58,12 @@ def test_a_constant_factor_changes_nothing(rule: Any) -> None:
 
 def by_hand(started: Started, path: str, batch: Batch, real: Tensor) -> Tensor:
     """|output| of the layer, summed over `real` `[B, S]`."""
-    seen: list[Tensor] = []
-    handle = started.parts.backbone.model.get_submodule(path).register_forward_hook(lambda *a: seen.append(a[2]))
+    units: list[Tensor] = []
+    handle = started.parts.backbone.model.get_submodule(path).register_forward_hook(lambda *a: units.append(a[2]))
     with torch.no_grad(), activate_batch(started.parts.method, batch):
         started.parts.backbone(batch)
     handle.remove()
-    return (seen[0].abs() * real.unsqueeze(-1)).sum((0, 1))
+    return (units[0].abs() * real.unsqueeze(-1)).sum((0, 1))
 
 
 PLACES = [
@@ -89,7 +89,7 @@ def test_only_real_tokens_of_real_examples_count(lab: Lab, kind: str, path: str,
         lengths = (batch.source_mask.sum(1) + (batch.target_ids != IGNORE).sum(1)).unsqueeze(1)
         real = torch.arange(int(lengths.max())) < lengths
     expected = by_hand(started, path, batch, real & (batch.weight > 0).unsqueeze(1))
-    place = started.migu._layout.seen[path, "output"].place
+    place = started.migu._layout.units[path, "output"].place
     found = started.magnitudes(batch)[place]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     alone = sum(started.magnitudes(started.batch([row]))[place] for row in (0, 1, 5))
@@ -105,27 +105,27 @@ def test_accumulation_and_joined_batches_see_the_same(lab: Lab) -> None:
 
 def test_sign_does_not_matter_and_tokens_do_not_cancel(lab: Lab) -> None:
     started = Started(lab)
-    seen = started.migu._layout.seen["encoder.layer.0.attention.self.query", "output"]
-    layer = started.parts.backbone.model.get_submodule(seen.path)
+    units = started.migu._layout.units["encoder.layer.0.attention.self.query", "output"]
+    layer = started.parts.backbone.model.get_submodule(units.path)
     batch = started.batch([0, 1])
-    first = started.magnitudes(batch)[seen.place]
+    first = started.magnitudes(batch)[units.place]
     with torch.no_grad():
         layer.weight.neg_()
         layer.bias.neg_()
-    assert torch.equal(started.magnitudes(batch)[seen.place], first)
+    assert torch.equal(started.magnitudes(batch)[units.place], first)
     started.migu.begin_step(1, 1, lambda tensor: tensor)
     started.migu._real, started.migu._counts = {"source": torch.ones(1, 2, dtype=torch.bool)}, True
-    started.migu._observe_output(seen, layer, None, torch.tensor([3.0, -3.0]).view(1, 2, 1).expand(1, 2, 32))
-    assert started.migu._sums[seen.place].tolist() == [6.0] * 32
+    started.migu._observe_output(units, layer, None, torch.tensor([3.0, -3.0]).view(1, 2, 1).expand(1, 2, 32))
+    assert started.migu._sums[units.place].tolist() == [6.0] * 32
 
 
 def test_evaluation_and_recomputation_do_not_count(lab: Lab) -> None:
     started = Started(lab, "t5")
     batch = started.batch([0, 1])
-    seen = started.magnitudes(batch)
+    units = started.magnitudes(batch)
     started.parts.backbone.predict(batch, 3)
     started.parts.backbone(batch)
-    assert torch.equal(started.migu._sums, seen)
+    assert torch.equal(started.migu._sums, units)
     plain, saving = Started(lab), Started(lab, backbone={"gradient_checkpointing": True})
     for one in (plain, saving):
         one.step(one.batch([0, 1, 2]))
@@ -199,7 +199,7 @@ def test_adam_moves_masked_rows_by_momentum_unless_the_update_is_masked(lab: Lab
             mask[own.place][: own.place.stop - own.place.start] = False
             mask[own.place.start] = keeps_first
             mask[own.place.start + 1] = not keeps_first
-            started.migu._still = ~mask
+            started.migu._masked_rows = ~mask
             for parameter in started.engine.trained.values():  # type: ignore[attr-defined]
                 parameter.grad = torch.ones_like(parameter)
             started.engine.step(started.parts.modifiers)

@@ -32,7 +32,7 @@ def test_lora_masks_a_by_its_units_and_b_by_the_whole_output(lab: Lab) -> None:
     sums = started.magnitudes(batch)
     handle.remove()
     x, real = inputs[0], (batch.source_mask > 0).unsqueeze(-1)
-    low, output = (started.migu._layout.seen[path, part].place for part in ("low", "output"))  # type: ignore[index]
+    low, output = (started.migu._layout.units[path, part].place for part in ("low", "output"))  # type: ignore[index]
     torch.testing.assert_close(sums[low], 4 * ((x @ layer.lora_A.T).abs() * real).sum((0, 1)), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(sums[output], (layer.base(x).abs() * real).sum((0, 1)), rtol=1e-4, atol=1e-4)
     rows = started.migu._layout.rows
@@ -45,10 +45,10 @@ def test_every_slot_of_slm_competes_by_itself(lab: Lab) -> None:
     started = Started(lab, "bert", lab.slots(rank=4), threshold=0.5)
     batch = started.batch([0, 1, 2, 3])
     started.step(batch)
-    for (_, part), seen in started.migu._layout.seen.items():
+    for (_, part), units in started.migu._layout.units.items():
         if part == "low":
-            assert seen.groups == (4, 4, 4, 4)
-            assert started.mask()[seen.place].view(4, 4).sum(1).tolist() == [2, 2, 2, 2]
+            assert units.groups == (4, 4, 4, 4)
+            assert started.mask()[units.place].view(4, 4).sum(1).tolist() == [2, 2, 2, 2]
 
 
 def test_gpt2_keeps_its_weights_the_other_way_round(lab: Lab) -> None:
@@ -72,9 +72,9 @@ def test_the_control_draws_as_many_rows_anew_in_every_step(lab: Lab) -> None:
     for seed in (1, 2, 2):
         train_step(started.engine, started.parts.method, [started.batch([0, 1])], WORLD, seed, started.parts.modifiers)
         masks.append(started.mask())
-    for seen in started.migu._layout.seen.values():
-        size = seen.place.stop - seen.place.start
-        assert int((~masks[0][seen.place]).sum()) == masked_count(0.7, size)
+    for units in started.migu._layout.units.values():
+        size = units.place.stop - units.place.start
+        assert int((~masks[0][units.place]).sum()) == masked_count(0.7, size)
     assert not torch.equal(masks[0], masks[1]) and torch.equal(masks[1], masks[2])
 
 

@@ -30,7 +30,7 @@ TASKS = ["topic", "sentiment"]
 class Written:
     """A sweep's folder with trials."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
+    def __init__(self, directory: Path, **changes: Any) -> None:
         tree: dict[str, Any] = {
             "name": "mine",
             "base": {"stream": {"tasks": TASKS}},
@@ -38,8 +38,8 @@ class Written:
             "search": "grid",
         }
         self.sweep = configs.validate(SweepConfig, {**tree, **changes})
-        self.folder = str(folder)
-        self.folder = SweepFolder.of(self.sweep, self.folder)
+        self.directory = str(directory)
+        self.folder = SweepFolder.of(self.sweep, self.directory)
 
     def trial(self, number: int, settings: Settings, rows: list[list[float]]) -> None:
         """A trial that got as far as `rows`."""
@@ -129,7 +129,7 @@ def test_the_front_is_what_no_other_beats() -> None:
 
 
 def test_all_files_are_written(four: Written) -> None:
-    said, files = write_outcome(four.outcome(), four.folder)
+    said, files = write_outcome(four.outcome(), four.directory)
     names = {file.rpartition("/")[2] for file in files}
     assert names == {"summary.txt", "summary.csv", "best.yaml", "parallel.png", "sensitivity.png"}
     assert "67.50 ± 3.54" in said and "failed" in said and "stopped" in said and "best" in said
@@ -144,7 +144,7 @@ def test_all_files_are_written(four: Written) -> None:
 def test_a_sweep_without_a_finished_trial_has_a_table_all_the_same(tmp_path: Path) -> None:
     written = Written(tmp_path)
     written.trial(0, at(1e-5, 0), [])
-    said, files = write_outcome(written.outcome(), written.folder)
+    said, files = write_outcome(written.outcome(), written.directory)
     assert "unfinished" in said and {file.rpartition("/")[2] for file in files} == {"summary.txt", "summary.csv"}
 
 

@@ -16,7 +16,7 @@ const known = { active: 0, kind: "", tasks: [], adapters: [], snapshots: [] };
 
 const pinned = document.createElement("select");
 pinned.id = "pinned-choice";
-pinned.setAttribute("aria-label", "Task or adapter that speaks alone");
+pinned.setAttribute("aria-label", "Task or adapter to use alone");
 
 const cards = {
   auto: new Card("auto", "raycl", document.createTextNode("chosen by what the text says")),
@@ -24,7 +24,7 @@ const cards = {
   pinned: new Card("pinned", "Pinned", pinned),
 };
 $("cards").append(...Object.values(cards).map((card) => card.root));
-cards.base.noMixture("No adapter speaks.");
+cards.base.noMixture("No adapter is active.");
 
 // ---- what the endpoint serves ------------------------------------------------------------------------------------
 
@@ -56,7 +56,7 @@ function describe(moved) {
 }
 
 function announcePinned() {
-  cards.pinned.noMixture(pinned.value ? `${pinned.value} speaks alone.` : "There is no adapter to pin.");
+  cards.pinned.noMixture(pinned.value ? `Only ${pinned.value} is active.` : "There is no adapter to pin.");
 }
 
 /** Options of a select, in one group or two; what was chosen stays chosen if it is still there. */
@@ -121,7 +121,7 @@ $("key-form").addEventListener("submit", async (event) => {
   });
 });
 
-// ---- who would speak: asked while one types ----------------------------------------------------------------------
+// ---- the mixture, requested while typing--- ----------------------------------------------------------------------
 
 /** One question at a time, the latest text next, however slow the endpoint is. */
 const route = {
@@ -204,7 +204,7 @@ async function answer(name, text, signal) {
   if (name === "pinned" && !pinned.value) return;
   card.begin();
   if (name === "base" && known.kind === "encoder") {
-    card.calm("The bare backbone knows no labels."); // it need not be asked: browsers show each refusal as an error
+    card.calm("The bare backbone has no label head."); // not requested: browsers show each rejected request as an error
     return;
   }
   try {

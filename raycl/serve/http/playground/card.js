@@ -1,4 +1,4 @@
-// One card: who speaks, what is said, how long it took. What it does not know: the endpoint, the other cards.
+// One card: the mixture, the answer and the time it took. What it does not know: the endpoint, the other cards.
 // Names, labels and answers are anybody's text: they become text nodes, never markup.
 
 const SHOWN = 6;
@@ -73,7 +73,7 @@ export class Card {
     part(".text").append(this.text);
   }
 
-  /** Bars for every task, those that are silent too; of many, the loudest. */
+  /** Bars for every task, inactive ones too; of many, those with the largest weights. */
   mixture(how, tasks) {
     const shares = new Map([...tasks.map((task) => [task, 0]), ...Object.entries(how.tasks)]);
     const loud = [...shares].sort((one, other) => Math.abs(other[1]) - Math.abs(one[1])).slice(0, SHOWN);
@@ -82,7 +82,7 @@ export class Card {
     const rest = shares.size - loud.length;
     const adapters = Object.entries(how.adapters);
     drawMore(this.adapters, adapters, `${adapters.length} ${adapters.length === 1 ? "adapter" : "adapters"}`);
-    const words = rest > 0 ? [`and ${rest} quieter tasks`] : [];
+    const words = rest > 0 ? [`and ${rest} tasks with smaller weights`] : [];
     if (how.ood_score >= STRANGE) words.push(`unlike what was learned: ${Math.round(100 * how.ood_score)} % of known texts are nearer to a task`);
     this.say(words.join(" · "));
   }
