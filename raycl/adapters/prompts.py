@@ -26,11 +26,13 @@ class MixedPrompts(nn.Module):
 
     Attributes:
         trainable: `[M, P, D]` prompts in training, one for each of the stack's adapters in training; None without.
+        concatenated: adapters whose prompts are concatenated whatever `how` says of the others.
     """
 
     def __init__(self, stack: AdapterStack, width: int, how: How = "sum") -> None:
         super().__init__()
         self.width, self.how = width, how
+        self.concatenated: set[str] = set()
         self.register_parameter("trainable", None)
         self.trainable: nn.Parameter | None
         self._stack = stack
@@ -52,8 +54,17 @@ class MixedPrompts(nn.Module):
         prompts = self._prompts(plan.mixture.names, device)
         if not prompts:
             return None
-        weights = plan.weights(rows)[:, list(prompts)]
-        return self._summed(prompts, weights) if self.how == "sum" else self._joined(prompts, weights)
+        names, weights = plan.mixture.names, plan.weights(rows)
+        apart = {column for column in prompts if self.how == "concat" or names[column] in self.concatenated}
+        if not apart:
+            return self._summed(prompts, weights[:, list(prompts)])
+        parts: list[tuple[Tensor, Tensor]] = []
+        if len(apart) < len(prompts):
+            summed = {column: prompt for column, prompt in prompts.items() if column not in apart}
+            parts.append(self._summed(summed, weights[:, list(summed)]))
+        for column in sorted(apart):
+            parts.append(self._summed({column: prompts[column]}, (weights[:, [column]] != 0).to(weights)))
+        return _left_padded(torch.cat([part for part, _ in parts], 1), torch.cat([mask for _, mask in parts], 1))
 
     def _prompts(self, names: tuple[str, ...], device: torch.device) -> dict[int, Tensor]:
         """Column of the mixture -> prompt `[P, D]`."""
@@ -81,13 +92,14 @@ class MixedPrompts(nn.Module):
         active_B1 = (weights_BN.detach() != 0).any(1, keepdim=True)
         return summed_BPD, active_B1.long().expand(-1, summed_BPD.shape[1])
 
-    def _joined(self, prompts: dict[int, Tensor], weights_BN: Tensor) -> tuple[Tensor, Tensor]:
-        rows = []
-        for active in (weights_BN.detach() != 0).tolist():
-            mine = [prompt for prompt, yes in zip(prompts.values(), active, strict=True) if yes]
-            rows.append(torch.cat(mine) if mine else next(iter(prompts.values()))[:0])
-        longest = max(map(len, rows))
-        # padded on the left: what a text sees must stand right before it, where positions are relative
-        padded = torch.stack([torch.cat([row.new_zeros(longest - len(row), self.width), row]) for row in rows])
-        gaps = torch.tensor([longest - len(row) for row in rows], device=padded.device)
-        return padded, (torch.arange(longest, device=padded.device) >= gaps[:, None]).long()
+
+def _left_padded(prompts_BPD: Tensor, mask_BP: Tensor) -> tuple[Tensor, Tensor]:
+    """Masked positions moved to the left of each example, and dropped where no example needs them.
+
+    What a text sees must stand right before it, where positions are relative.
+    """
+    longest = int(mask_BP.sum(1).max())
+    order_BP = mask_BP.argsort(dim=1, stable=True)[:, mask_BP.shape[1] - longest :]
+    moved_BPD = prompts_BPD.gather(1, order_BP.unsqueeze(-1).expand(-1, -1, prompts_BPD.shape[2]))
+    mask_BP = mask_BP.gather(1, order_BP)
+    return moved_BPD * mask_BP.unsqueeze(-1).to(moved_BPD.dtype), mask_BP

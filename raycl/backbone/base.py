@@ -202,6 +202,26 @@ class Backbone(nn.Module, ABC):
         found: Tensor = self.model.get_input_embeddings()(ids_BL)
         return found
 
+    @torch.no_grad()
+    def hidden_states(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        """Last hidden states `[B, L, D]` of a text in float32: no prefix, no dropout, no gradient.
+
+        They are the pretrained model's own where no mixture is active and no weight of it is trained.
+        """
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with self.precision():
+                found: Tensor = self._encode(ids_BL, mask_BL)
+        finally:
+            self.model.train(was_training)
+        return found.float()
+
+    def _encode(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        """Last hidden states of the layers that read a text."""
+        found: Tensor = self.model.base_model(input_ids=ids_BL, attention_mask=mask_BL).last_hidden_state
+        return found
+
     def prefixed(self, ids_BL: Tensor, mask_BL: Tensor) -> tuple[dict[str, Tensor], int]:
         """Arguments of the model for a text with its prefix, and the prefix's length P (0: plain ids)."""
         found = None if self.prefix is None else self.prefix(len(ids_BL), ids_BL.device)

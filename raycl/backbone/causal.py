@@ -39,6 +39,11 @@ class CausalBackbone(Backbone):
         _, mask_BS, _ = join(batch, self.codec.pad_id)
         return {"source": (mask_BS > 0) & (batch.weight > 0).unsqueeze(1)}
 
+    def _encode(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        body = self.model.base_model
+        found: Tensor = body(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False).last_hidden_state
+        return found
+
     def generation_inputs(self, batch: Batch) -> GenerationInputs:
         """The prompt, padded on the left; answers follow it, unless the prompt is given as embeddings."""
         inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)

@@ -32,6 +32,10 @@ class Seq2SeqBackbone(Backbone):
         """Source tokens, and the decoder's positions that have a target."""
         return {**super().real_tokens(batch), "target": (_labels(batch) != IGNORE) & (batch.weight > 0).unsqueeze(1)}
 
+    def _encode(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        found: Tensor = self.model.get_encoder()(input_ids=ids_BL, attention_mask=mask_BL).last_hidden_state
+        return found
+
     def generation_inputs(self, batch: Batch) -> GenerationInputs:
         """The source for the encoder; an answer follows the decoder's start token."""
         inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)

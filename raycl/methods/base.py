@@ -37,6 +37,9 @@ class MethodConfig(Section):
     label_head: ClassVar[tuple[str, ...]] = ()
     """Settings that act on label heads alone, which only encoder-only backbones have."""
 
+    schedules: ClassVar[tuple[str, ...]] = ("sequential", "joint", "separate")
+    """Values of `stream.schedule` under which the method works."""
+
     def idle_beside(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
         """Settings without effect on the run's backbone, as pairs of dotted path and reason (see `Section.idle`).
 

@@ -17,8 +17,9 @@ from raycl.types import Mixture, RouterState
 Owners = Mapping[str, tuple[str, ...]]
 """Adapter -> tasks that it was trained on."""
 
-Need = Literal["text", "embeddings", "task_id"]
-"""text: the text itself; embeddings: the backbone's token embeddings of the whole prompt; task_id: the text's task."""
+Need = Literal["text", "embeddings", "hidden_states", "task_id"]
+"""text: the text itself; embeddings: the backbone's token embeddings of the whole prompt; hidden_states: the backbone's
+last hidden states of the whole prompt, without adapters; task_id: the text's task."""
 
 
 class Router(ABC):
@@ -56,7 +57,7 @@ class Router(ABC):
         """
 
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor) -> Mixture:
-        """Weights `[B, N]` from token embeddings, for routers whose `needs` contains `embeddings`."""
+        """Weights `[B, N]` from the backbone's vectors, for routers that need `embeddings` or `hidden_states`."""
         raise AssertionError(f"{type(self).__name__} needs {', '.join(sorted(self.needs)) or 'nothing'}: call route")
 
     def ood_score(self, texts: Sequence[str]) -> list[float] | None:

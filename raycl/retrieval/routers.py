@@ -16,6 +16,7 @@ from raycl.errors import BankError, RetrievalError
 from raycl.retrieval.attention import AttentionRouter
 from raycl.retrieval.encoder import SERVED_TEXTS, EncoderConfig, SentenceEncoder
 from raycl.retrieval.memory_slots.slots import SlotRouter
+from raycl.retrieval.prompt_pool import PromptPoolRouter
 from raycl.retrieval.router import Need, Owners, Router
 from raycl.types import Mixture, RouterState
 
@@ -145,6 +146,7 @@ ROUTERS: dict[str, type[Router]] = {
     "keys": TextRouter,
     "discriminant": TextRouter,
     "attention": AttentionRouter,
+    "prompt_pool": PromptPoolRouter,
 }
 """Kind in a snapshot -> its class."""
 

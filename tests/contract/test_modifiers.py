@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from axes import sampled
-from tiny import ENGINES, RUNS, TASKS, Complete, Lab, Stop, exported, matrix, run, trace
+from tiny import ENGINES, TASKS, WITH_WEIGHTS, Complete, Lab, Stop, exported, matrix, run, trace
 
 from raycl import config as configs
 from raycl.errors import ConfigError, RunError
@@ -21,7 +21,7 @@ from raycl.storage import Storage
 
 MIGU = {"name": "migu", "threshold": 0.7, "skip_first_task": False}
 ALL_CASES = [
-    *(("bert", method, "torch") for method in RUNS),
+    *(("bert", method, "torch") for method in WITH_WEIGHTS),
     *((kind, method, "torch") for kind in ("t5", "llama") for method in ("lora", "finetune")),
     *(("bert", method, engine) for engine in ENGINES if engine != "torch" for method in ("lora", "finetune")),
 ]

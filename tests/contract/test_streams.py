@@ -32,6 +32,8 @@ ALL_CASES = [
     *(("bert", method, engine) for engine in ("zero2", "zero3") for method in OWN),
     ("t5", "sapt-prompt", "zero2"),
     ("bert", "agem", "zero2"),
+    *((kind, "l2p", "zero2") for kind in KINDS),
+    ("bert", "l2p", "zero3"),
     *((kind, method, engine) for kind in KINDS[1:] for method in ("lora", "finetune") for engine in ("zero2", "zero3")),
 ]
 CASES = sampled(ALL_CASES, keep=[("bert", "lora", "torch"), ("t5", "sapt-prompt", "zero2")])

@@ -57,6 +57,9 @@ TASKS = {
 RUNS = (*METHODS, "separate", "joint")
 """Every method under the schedule `sequential`, and LoRA under the other two (see `Lab.tree`)."""
 
+WITH_WEIGHTS = tuple(name for name in RUNS if name != "l2p")
+"""Runs that train weights of the model or of linears, which can be masked and exported; L2P trains soft prompts."""
+
 ENGINES: dict[str, Any] = {
     "torch": "torch",
     **{f"zero{phase}": {"name": "deepspeed", "zero_stage": phase} for phase in range(4)},

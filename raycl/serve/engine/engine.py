@@ -293,7 +293,7 @@ class Engine:
         self, loaded: LoadedSnapshot, requests: Sequence[EngineRequest], tasks: Sequence[str]
     ) -> Mixture:
         """Prompts as the model will read them, for a router beside it."""
-        ahead = max((entry.prompt[0] for entry in loaded.snapshot.adapters if entry.prompt), default=0)
+        ahead = loaded.prompt_positions()
         prompts = []
         for request, task in zip(requests, tasks, strict=True):
             prompt = loaded.prompts.get(task, Prompt()) if request.templated else Prompt()
@@ -315,9 +315,7 @@ class Engine:
         weights = {loaded.names[key]: weight for key, weight in pairs}
         task = template_of(loaded, request, mixture) if request.templated else ""
         prompt = loaded.prompts.get(task, Prompt())
-        ahead = max(
-            (entry.prompt[0] for entry in loaded.snapshot.adapters if entry.prompt and entry.name in weights), default=0
-        )
+        ahead = loaded.prompt_positions(weights.keys())
         prompt_request = PromptRequest(request.text, prompt, request.templated or request.sampling is None, ahead)
         return RoutedPrompt(weights, task if prompt != Prompt() else "", prompt_request)
 

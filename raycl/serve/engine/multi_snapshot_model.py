@@ -8,7 +8,7 @@ What it does not know: requests, where snapshots come from, when one is no longe
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -85,14 +85,32 @@ class LoadedSnapshot:
         return self.snapshot.router.settings.get("head_rule", "probability")
 
     @property
+    def concatenates_prompts(self) -> bool:
+        """Whether the soft prompts of a text's adapters stand one after another instead of being added up."""
+        return self.snapshot.router.settings.get("prompt_mixing") == "concat"
+
+    def prompt_positions(self, names: Collection[str] | None = None) -> int:
+        """Positions that soft prompts take in front of a text.
+
+        Args:
+            names: adapters that are active for it; None: not known yet, so as many as its router ever activates.
+        """
+        entries = [entry for entry in self.snapshot.adapters if entry.prompt and (names is None or entry.name in names)]
+        lengths = sorted((entry.prompt[0] for entry in entries if entry.prompt), reverse=True)
+        if not self.concatenates_prompts:
+            return max(lengths, default=0)
+        return sum(lengths[: self.snapshot.router.settings.get("top_k") if names is None else None])
+
+    @property
     def reads_prompts(self) -> bool:
-        """Whether its router reads the backbone's embeddings (`MultiSnapshotModel.route_embeddings`), not texts."""
-        return "embeddings" in self.router.needs
+        """Whether its router reads what the backbone makes of a text (`MultiSnapshotModel.route_embeddings`)."""
+        return bool({"embeddings", "hidden_states"} & self.router.needs)
 
     @property
     def needs_task(self) -> bool:
-        """Whether a text's prompt depends on its task id: the router chooses nothing, and prompts differ."""
-        return not self.router.chooses and len(set(self.prompts.values())) > 1
+        """Whether a text alone does not determine its template: templates differ, and no adapter stands for a task."""
+        is_shared = not self.router.chooses or len(set(self.owners.values())) == 1
+        return is_shared and len(set(self.prompts.values())) > 1
 
     def mixture(self, texts: Sequence[str], tasks: Sequence[str] | None = None) -> Mixture:
         """The mixture of each text, by names on the device; adapters without weight are left out.
@@ -193,6 +211,8 @@ class MultiSnapshotModel:
         if self.backbone.prefix is None and any(entry.prompt for entry in snapshot.adapters):
             width = int(self.backbone.model.get_input_embeddings().weight.shape[1])
             self.backbone.prefix = MixedPrompts(self.stack, width)
+        if isinstance(self.backbone.prefix, MixedPrompts) and loaded.concatenates_prompts:
+            self.backbone.prefix.concatenated |= set(loaded.keys.values())
         for name, key in loaded.keys.items():
             self._sources.setdefault(key, (loaded.source, name))
         self._ranks |= {loaded.keys[entry.name]: entry.rank for entry in snapshot.adapters}
@@ -233,7 +253,9 @@ class MultiSnapshotModel:
 
     def route_embeddings(self, loaded: LoadedSnapshot, ids_BL: Tensor, mask_BL: Tensor) -> Mixture:
         """The mixture of each prompt, for routers that need embeddings; see `LoadedSnapshot.mixture`."""
-        return loaded.named(loaded.router.route_embeddings(self.backbone.embedded(ids_BL), mask_BL))
+        is_deep = "hidden_states" in loaded.router.needs
+        found = self.backbone.hidden_states(ids_BL, mask_BL) if is_deep else self.backbone.embedded(ids_BL)
+        return loaded.named(loaded.router.route_embeddings(found, mask_BL))
 
     def ahead(self, loaded: LoadedSnapshot) -> list[str]:
         """The first adapters of a snapshot, up to `AHEAD_BYTES`: they are prefetched."""

@@ -174,3 +174,32 @@ def test_the_length_of_a_sum_stays_and_prompts_that_cannot_be_mixed_are_refused(
     for name, said in (("long", r"lengths \[3, 5\] have no weighted sum"), ("wide", "width 31, the model's is 32")):
         with pytest.raises(AdapterError, match=said), stack.activate(Mixture(("a", name), torch.ones(1, 2))):
             prefix(1, torch.device("cpu"))
+
+
+def test_concatenated_prompts_stand_behind_the_sum_of_the_others(lab: Lab) -> None:
+    """What an example does not have is padded on the left, and costs nothing where no example has it."""
+    backbone, stack = prompted(lab, "bert", "sum")
+    for seed, (name, length) in enumerate((("c", 2), ("d", 1))):
+        prompt = torch.randn(length, 32, generator=torch.Generator().manual_seed(10 + seed))
+        stack.load(name, AdapterState(prompt=prompt))
+    prefix = backbone.prefix
+    assert isinstance(prefix, MixedPrompts)
+    prefix.concatenated |= {"c", "d"}
+    own = {name: stack.states[name].prompt for name in "abcd"}
+    weights = torch.tensor([[0.5, 0.5, 0.7, 1.0], [0.0, 0.0, 0.0, 1.0], [2.0, 0.0, 0.0, 0.0], [0.0] * 4])
+    with stack.activate(Mixture(tuple("abcd"), weights)):
+        found = prefix(4, torch.device("cpu"))
+    assert found is not None
+    expected = [
+        torch.cat([0.5 * own["a"] + 0.5 * own["b"], own["c"], own["d"]]),  # type: ignore[operator, list-item]
+        own["d"],
+        2.0 * own["a"],  # type: ignore[operator]
+        torch.zeros(0, 32),
+    ]
+    assert found[1].tolist() == [[0] * (6 - len(row)) + [1] * len(row) for row in expected]  # type: ignore[arg-type]
+    for prompts, mask, row in zip(*found, expected, strict=True):
+        torch.testing.assert_close(prompts[mask.bool()], row)
+        assert not prompts[~mask.bool()].any()
+    with stack.activate(Mixture(("c", "d"), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))):
+        short = prefix(2, torch.device("cpu"))
+    assert short is not None and short[0].shape == (2, 2, 32)

@@ -75,3 +75,21 @@ def test_a_batch_of_fill_ups_costs_nothing_and_gives_no_gradient(parts: tuple[Ba
     assert loss_count(batch) == 0 and output.loss_sum.item() == 0.0
     assert all(not p.grad.any() for p in backbone.parameters() if p.grad is not None)
     assert batch.label_ids.tolist() == [IGNORE, IGNORE]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_are_the_bare_models_own(lab: Lab, kind: str) -> None:
+    """A row alone equals the row in a batch, without dropout and prefix, in the middle of training, which goes on."""
+    config = lab.config(kind, "finetune", backbone={"dropout": 0.5})
+    backbone = build(config, DistributedContext.alone(torch.device("cpu")))[0].backbone.train()
+    sources = [torch.tensor(ids) for ids in backbone.codec.encode_source(["the sea is cold very", "it purrs"])]
+    ids = torch.nn.utils.rnn.pad_sequence(sources, batch_first=True, padding_value=backbone.codec.pad_id)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in sources], batch_first=True)
+    bare = backbone.hidden_states(ids, mask)
+    backbone.prefix = lambda rows, device: (torch.ones(rows, 1, bare.shape[2]), torch.ones(rows, 1).long())
+    together = backbone.hidden_states(ids, mask)
+    assert torch.equal(together, bare) and together.shape[:2] == ids.shape and not together.requires_grad
+    for row, source in enumerate(sources):
+        one = backbone.hidden_states(source[None], torch.ones_like(source)[None])[0]
+        torch.testing.assert_close(together[row, : len(source)], one, atol=1e-5, rtol=1e-4)
+    assert all(module.training for module in backbone.modules())

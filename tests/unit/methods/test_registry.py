@@ -26,7 +26,7 @@ def test_every_name_finds_its_class_and_its_config_carries_the_name(name: str) -
         (["method=lroa"], "config key 'method' names 'lroa': did you mean 'lora'? Expected one of finetune, lora, "),
         (
             ["method=ewc"],
-            "config key 'method' names 'ewc': expected one of finetune, lora, inclora, olora, inflora, slm, ",
+            "config key 'method' names 'ewc': expected one of finetune, lora, inclora, olora, inflora, l2p, slm, ",
         ),
         (["method=lora", "method.rnak=8"], "unknown config key 'method.rnak': did you mean 'method.rank'?"),
         (["method.rnak=8"], "unknown config key 'method.rnak': did you mean 'method.rank'?"),

@@ -1,0 +1,119 @@
+"""L2P: a frozen model with a pool of prompts, of which each text gets the ones whose keys are nearest.
+
+    loss - pull * mean over the selected prompts of cos(key, query)
+
+The query is the mean of the frozen model's last hidden states over the text's tokens; the `top_k` prompts with the
+largest cosines stand before the text, one after another in the order of the pool. Prompts, keys and the label head of
+encoder-only backbones are trained on the tasks in turn, and shared by all of them (Wang et al. 2022, "Learning to
+Prompt for Continual Learning", eq. 5; pool, lengths and weight as in TRACE's code).
+Where TRACE's code differs: its keys are means of the initial prompts and never updated, its query is the mean input
+embedding with padding, its pull is a sum over the selected prompts. Selection is by example, never by batch. Each
+example's pull counts by its loss positions, so that N workers equal one.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from raycl.adapters import AdapterStack
+from raycl.adapters.prompts import MixedPrompts
+from raycl.backbone import Backbone, Output
+from raycl.methods.base import Learned, Method, MethodConfig, in_head, phase_labels
+from raycl.methods.context import TaskContext
+from raycl.retrieval.prompt_pool import PromptPool, mean_pooled, router_state
+from raycl.types import IGNORE, AdapterState, Batch, Mixture, Phase
+
+HEAD = "head"
+"""Name of the adapter that holds the label head."""
+
+
+class L2pConfig(MethodConfig):
+    """L2P: a pool of prompts, of which each text selects some."""
+
+    name: Literal["l2p"] = "l2p"
+    pool_size: int = Field(10, ge=1, description="number of prompts in the pool")
+    prompt_length: int = Field(5, ge=1, description="positions of one prompt")
+    top_k: int = Field(3, ge=1, description="prompts that each text gets")
+    pull: float = Field(0.5, ge=0, description="weight of the cosine between a text's query and its selected keys")
+
+    schedules: ClassVar[tuple[str, ...]] = ("sequential", "joint")
+
+    @model_validator(mode="after")
+    def _pool_is_large_enough(self) -> Self:
+        if self.top_k > self.pool_size:
+            raise ValueError(
+                f"top_k is {self.top_k} and pool_size {self.pool_size}: a text cannot get more prompts than there are"
+            )
+        return self
+
+
+class L2p(Method):
+    """One pool of prompts for all tasks."""
+
+    Config = L2pConfig
+
+    def __init__(self, config: L2pConfig, backbone: Backbone, seed: int) -> None:
+        super().__init__(config, backbone, seed)
+        names = [f"prompt{number:03d}" for number in range(config.pool_size)]
+        words = backbone.model.get_input_embeddings().weight.detach()
+        self.stack: AdapterStack = AdapterStack(backbone.model, [])
+        self.stack.begin_training(dict.fromkeys(names, 0), 1.0, _nothing)
+        prompts = MixedPrompts(self.stack, int(words.shape[1]), "concat")
+        draw = torch.Generator().manual_seed(seed)
+        rows = torch.randint(len(words), (config.pool_size, config.prompt_length), generator=draw)
+        prompts.begin_training(words[rows.to(words.device)].float())
+        backbone.prefix = prompts
+        width = int(backbone.model.config.hidden_size)
+        self.pool = self.router_module = PromptPool(names, width, config.top_k, seed, backbone.device)
+        backbone.add_module("prompt_pool", self.pool)
+        self._read: tuple[Tensor, Tensor] | None = None
+
+    def begin_task(self, phase: Phase, context: TaskContext) -> None:
+        """Prompts, keys and label head are trained, the backbone is frozen."""
+        self.backbone.learn_labels(phase_labels(phase))
+        for name, parameter in self.backbone.named_parameters():
+            trained = name == "prefix.trainable" or name.startswith("prompt_pool.") or in_head(name, parameter)
+            parameter.requires_grad_(trained)
+
+    def route(self, batch: Batch) -> Mixture:
+        """The prompts whose keys are nearest to each example's query."""
+        return Mixture(self.pool.names, self.pool.selected(self._query(batch)))
+
+    def _query(self, batch: Batch) -> Tensor:
+        """`[B, D]`; computed once for the routing and the penalty of a batch."""
+        if self._read is None or self._read[0] is not batch.source_ids:
+            assert self.stack.plan is None, "queries are the frozen model's own: a mixture is active"
+            states_BLD = self.backbone.hidden_states(batch.source_ids, batch.source_mask)
+            self._read = (batch.source_ids, mean_pooled(states_BLD, batch.source_mask))
+        return self._read[1]
+
+    def penalty(self, batch: Batch, output: Output) -> Tensor | None:
+        """Pulls the selected keys towards the queries that selected them."""
+        if not self.config.pull:
+            return None
+        query_BD = self._query(batch)
+        mean_B = (self.pool(query_BD) * self.pool.selected(query_BD)).sum(1) / self.config.top_k
+        labels = batch.target_ids if batch.target_ids.shape[1] else batch.label_ids.unsqueeze(1)
+        count_B = (labels != IGNORE).sum(1).to(mean_B.dtype)
+        pulled: Tensor = (mean_B * count_B).sum() / count_B.sum().clamp(min=1)
+        return -float(self.config.pull) * pulled
+
+    def end_task(self, context: TaskContext) -> Learned:
+        """Every prompt of the pool as an adapter, and the label head as one that is active for every text."""
+        tensors, head = context.parameters, self.backbone.head
+        found: dict[str, AdapterState] = {}
+        if head is not None and head.labels:
+            weight, bias = tensors["head.weight"].clone(), tensors["head.bias"].clone()
+            found[HEAD] = AdapterState(labels=tuple(head.labels), head_weight=weight, head_bias=bias)
+        always = list(found)
+        prompts = zip(self.pool.names, tensors["prefix.trainable"], strict=True)
+        found |= {name: AdapterState(prompt=prompt.clone()) for name, prompt in prompts}
+        return Learned(found, router=router_state(self.pool, {"keys": tensors["prompt_pool.keys"]}, always))
+
+
+def _nothing(low: Tensor, outputs: int) -> None:
+    """No linear is adapted."""
