@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,23 @@ class Guesses:
     logits: Tensor
     labels: Tensor
     rows: Tensor
+
+
+@dataclass(frozen=True)
+class GenerationInputs:
+    """Arguments of `generate` for a batch, and where answers begin in what it returns.
+
+    Attributes:
+        arguments: of `generate`.
+        prompt_columns: tokens in front of an answer in each returned row.
+        cut: of these, those that are not decoded.
+        forced: the model's own first token of every answer (BART), if it has one.
+    """
+
+    arguments: dict[str, Any]
+    prompt_columns: int
+    cut: int
+    forced: int | None = None
 
 
 def loss_count(batch: Batch) -> int:
@@ -90,7 +107,7 @@ class Backbone(nn.Module, ABC):
         head: label head of encoder-only backbones, else None.
         prefix: what stands in front of every text, or None.
         dtype: what the model computes in, whatever an engine keeps trained parameters in.
-        allowed_labels: the only answers that `predict` gives; (): all.
+        allowed_labels: the only answers that evaluation accepts; (): all.
         competing_labels: in training, the only labels that compete for an example which has one of them; (): all do.
             Read by backbones that answer with labels.
     """
@@ -139,35 +156,13 @@ class Backbone(nn.Module, ABC):
     def forward(self, batch: Batch) -> Output:
         """Teacher-forced pass over `batch`; only examples with weight 1 carry loss."""
 
-    @abstractmethod
-    def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
-        """One answer text per example, greedy, without any task id.
-
-        Args:
-            max_new_tokens: limit of a generated answer; unused by encoder-only backbones.
-        """
-
     def score_labels(self, batch: Batch) -> tuple[Tensor, list[str]]:
         """Scores `[B, C]` in float32 and the label of each column, where `capabilities.answers` is `label`."""
         raise AssertionError(f"{type(self).__name__} answers with texts: it has no label scores")
 
-    def constraint(self, prompt: int, forced: int | None = None) -> dict[str, Callable[[int, Tensor], list[int]]]:
-        """What keeps `generate` to `allowed_labels`, token by token; nothing if there are none.
-
-        Args:
-            prompt: tokens in front of an answer in what `generate` gives back.
-            forced: the model's own first token of every answer (BART), if it has one.
-        """
-        if not self.allowed_labels:
-            return {}
-        after: dict[tuple[int, ...], list[int]] = {}
-        for answer in self.codec.encode_target(self.allowed_labels):
-            ids = answer if forced is None else [forced, *answer]
-            for place, token in enumerate(ids):
-                known = after.setdefault(tuple(ids[:place]), [])
-                known += [token] if token not in known else []
-        end = [self.codec.eos_id]
-        return {"prefix_allowed_tokens_fn": lambda _, ids_S: after.get(tuple(ids_S[prompt:].tolist()), end)}
+    def generation_inputs(self, batch: Batch) -> GenerationInputs:
+        """What the model's `generate` reads of a batch, where `capabilities.answers` is `text`; under `precision`."""
+        raise AssertionError(f"{type(self).__name__} answers with labels: it generates no text")
 
     def guesses(self, batch: Batch) -> Guesses:
         """For batches of texts that are learned themselves."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from raycl.backbone.base import Backbone, Guesses, Output, Side, summed_cross_entropy
+from raycl.backbone.base import Backbone, GenerationInputs, Guesses, Output, Side, summed_cross_entropy
 from raycl.types import IGNORE, Batch
 
 
@@ -44,23 +44,13 @@ class CausalBackbone(Backbone):
         found: Tensor = body(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False).last_hidden_state
         return found
 
-    @torch.no_grad()
-    def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
-        """Greedy answers of at most `max_new_tokens` tokens, the prompt left out."""
-        with self.precision():
-            inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)
-            padded = pad_left(*inputs.values())
-            prompt = 0 if "inputs_embeds" in inputs else batch.source_ids.shape[1]  # embeddings are not given back
-            ids_BS = self.model.generate(
-                **dict(zip(inputs, padded, strict=True)),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                num_beams=1,
-                pad_token_id=self.codec.pad_id,
-                eos_token_id=self.codec.eos_id,
-                **self.constraint(prompt),
-            )
-        return self.codec.decode(ids_BS[:, prompt:])
+    def generation_inputs(self, batch: Batch) -> GenerationInputs:
+        """The prompt, padded on the left; answers follow it, unless the prompt is given as embeddings."""
+        inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)
+        padded = pad_left(*inputs.values())
+        prompt = 0 if "inputs_embeds" in inputs else batch.source_ids.shape[1]
+        special = {"pad_token_id": self.codec.pad_id, "eos_token_id": self.codec.eos_id}
+        return GenerationInputs({**dict(zip(inputs, padded, strict=True)), **special}, prompt, prompt)
 
 
 def join(batch: Batch, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:

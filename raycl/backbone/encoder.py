@@ -113,16 +113,3 @@ class EncoderBackbone(Backbone):
         with self.precision():
             logits_BC = self.head(self.pooled(batch)).float()
         return logits_BC, self.head.labels
-
-    @torch.no_grad()
-    def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
-        """The label text with the largest score among all labels seen so far (see `allowed_labels`).
-
-        "" where nothing is known of any.
-        """
-        logits_BC, labels = self.score_labels(batch)
-        if self.allowed_labels:
-            logits_BC = logits_BC.masked_fill(~self._rows_of(self.allowed_labels, logits_BC.device), -torch.inf)
-        best_B, row_B = logits_BC.max(-1)
-        known = torch.isfinite(best_B).tolist()
-        return [labels[row] if yes else "" for row, yes in zip(row_B.tolist(), known, strict=True)]

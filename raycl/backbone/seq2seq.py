@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-import torch
 from torch import Tensor
 
-from raycl.backbone.base import Backbone, Output, Side, summed_cross_entropy
+from raycl.backbone.base import Backbone, GenerationInputs, Output, Side, summed_cross_entropy
 from raycl.types import IGNORE, Batch
 
 READS_SOURCE = re.compile(r"(EncDecAttention\.[kv]|(encoder_attn|cross_attn|crossattention)\.[kv]_proj)$")
@@ -37,19 +36,10 @@ class Seq2SeqBackbone(Backbone):
         found: Tensor = self.model.get_encoder()(input_ids=ids_BL, attention_mask=mask_BL).last_hidden_state
         return found
 
-    @torch.no_grad()
-    def predict(self, batch: Batch, max_new_tokens: int) -> list[str]:
-        """Greedy answers of at most `max_new_tokens` tokens."""
-        with self.precision():
-            inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)
-            ids_BT = self.model.generate(
-                **inputs,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                num_beams=1,
-                **self.constraint(1, self.model.generation_config.forced_bos_token_id),  # 1: the decoder's start
-            )
-        return self.codec.decode(ids_BT)
+    def generation_inputs(self, batch: Batch) -> GenerationInputs:
+        """The source for the encoder; an answer follows the decoder's start token."""
+        inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)
+        return GenerationInputs(dict(inputs), 1, 0, self.model.generation_config.forced_bos_token_id)
 
 
 def _labels(batch: Batch) -> Tensor:

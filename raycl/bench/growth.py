@@ -22,6 +22,7 @@ from raycl import config as configs
 from raycl.adapters import AdapterStack
 from raycl.bench.figures import Figure, Report, machine
 from raycl.data.loader import Collate
+from raycl.generation.answers import predict
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.context import TaskContext
 from raycl.methods.sapt.pseudo_samples import PseudoSamples
@@ -159,7 +160,7 @@ class Grown:
         """To a batch whose queries are known, choosing among all tasks."""
         batch = self.batch(number)
         with activate_batch(self.method, batch):
-            self.context.backbone.predict(batch, 1)
+            predict(self.context.backbone, batch, 1)
 
 
 def steps_s(all_grown: Sequence[Grown]) -> list[float]:

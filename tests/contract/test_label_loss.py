@@ -14,6 +14,7 @@ from tiny import TASKS, VARIANTS, Lab, run, trace
 from raycl.backbone.encoder import EncoderBackbone
 from raycl.data.loader import batch_of
 from raycl.errors import ConfigError
+from raycl.generation.answers import predict
 from raycl.methods.base import activate_batch
 from raycl.run.assembly import build
 from raycl.run.checks import check
@@ -47,11 +48,11 @@ def test_answers_among_the_choices_alone(lab: Lab) -> None:
     with torch.no_grad():
         backbone.head.bias.copy_(torch.tensor([2.0, 0.0, 1.0]))
     batch = batch_of(backbone.codec.encode_source(["red blue cat", "a dog"]), backbone.codec.pad_id)
-    assert backbone.predict(batch, 1) == ["old", "old"]
+    assert predict(backbone, batch, 1) == ["old", "old"]
     backbone.allowed_labels = ("left", "right")
-    assert backbone.predict(batch, 1) == ["right", "right"]
+    assert predict(backbone, batch, 1) == ["right", "right"]
     backbone.allowed_labels = ("unseen",)
-    assert backbone.predict(batch, 1) == ["", ""]
+    assert predict(backbone, batch, 1) == ["", ""]
 
 
 @pytest.mark.parametrize("method", ["lora", VARIANTS["sapt-prompt"]])
@@ -65,19 +66,19 @@ def test_generated_answers_are_one_of_the_choices(
     backbone, codec = context.backbone.eval(), context.backbone.codec
     batch = batch_of(codec.encode_source(["red blue cat", "a dog", "a"]), codec.pad_id)
     with activate_batch(context.method, batch):
-        free = backbone.predict(batch, 6)
+        free = predict(backbone, batch, 6)
         backbone.allowed_labels = ("red cat", "red dog", "blue")
-        told = backbone.predict(batch, 6)
+        told = predict(backbone, batch, 6)
         backbone.allowed_labels = tuple(reversed(backbone.allowed_labels))
-        assert backbone.predict(batch, 6) == told
+        assert predict(backbone, batch, 6) == told
         backbone.allowed_labels = ("blue",)
-        assert backbone.predict(batch, 6) == ["blue"] * 3
+        assert predict(backbone, batch, 6) == ["blue"] * 3
         if kind == "t5":
             monkeypatch.setattr(backbone.model.generation_config, "forced_bos_token_id", 0)
-            assert backbone.predict(batch, 6) == ["blue"] * 3
+            assert predict(backbone, batch, 6) == ["blue"] * 3
             monkeypatch.undo()
         backbone.allowed_labels = ()
-        assert backbone.predict(batch, 6) == free
+        assert predict(backbone, batch, 6) == free
     assert set(told) <= {"red cat", "red dog", "blue"} and not set(free) & set(told)
 
 

@@ -22,6 +22,7 @@ from raycl.bank.operations.unlearning import evaluate, forget
 from raycl.bank.routers import get_router
 from raycl.data.loader import eval_batches
 from raycl.errors import ConfigError, RayclError
+from raycl.generation.answers import predict
 from raycl.methods.base import activate_batch
 from raycl.methods.sapt import sapt
 from raycl.methods.sapt.pseudo_samples import sources_of
@@ -166,7 +167,7 @@ def test_generation_attends_once_per_prompt(lab: Lab, monkeypatch: pytest.Monkey
     method.attention.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
     method.backbone.eval()
     with activate_batch(method, batch):
-        method.backbone.predict(batch, 8)
+        predict(method.backbone, batch, 8)
     assert seen == [4]
 
 

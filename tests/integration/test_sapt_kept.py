@@ -11,6 +11,7 @@ from test_sapt import WORLD, loss, started
 from tiny import KINDS, Lab
 from torch import Tensor
 
+from raycl.generation.answers import predict
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.sapt.pseudo_samples import sources_of
 from raycl.methods.sapt.sapt import Sapt
@@ -77,10 +78,10 @@ def test_a_told_task_is_answered_however_little_its_block_weighs(lab: Lab, loudn
     with torch.no_grad():
         assert method.route(batch).names == ("animal",)
         with activate_batch(method, batch):
-            assert set(backbone.predict(batch, 1)) <= {"cat", "dog"}
+            assert set(predict(backbone, batch, 1)) <= {"cat", "dog"}
         backbone.allowed_labels = ("red", "blue")
         with activate_batch(method, batch):
-            assert set(backbone.predict(batch, 1)) <= {"red", "blue"}
+            assert set(predict(backbone, batch, 1)) <= {"red", "blue"}
 
 
 @pytest.mark.parametrize("value", ["lora", "prompt"])

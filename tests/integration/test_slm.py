@@ -21,6 +21,7 @@ from raycl.bank.routers import get_router
 from raycl.bench.gpu.tiny import tiny_model
 from raycl.data.loader import eval_batches
 from raycl.errors import BackboneError, ConfigError, RayclError
+from raycl.generation.answers import predict
 from raycl.methods.base import activate_batch
 from raycl.methods.slm.slm import Slm
 from raycl.report.routing import Routing
@@ -336,7 +337,7 @@ def test_generation_asks_the_encoder_once(lab: Lab, monkeypatch: pytest.MonkeyPa
         torch.nn.init.normal_(layer.lora_B, std=0.1)
     method.backbone.eval()
     with activate_batch(method, batch):
-        method.backbone.predict(batch, 8)
+        predict(method.backbone, batch, 8)
     assert asked == [len(set(batch.texts))]
     llama = tiny_model("llama", len(tokenizer("llama"))).eval()
     stack = AdapterStack(llama, linear_names(llama, ["attention.out"]))

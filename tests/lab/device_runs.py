@@ -25,6 +25,7 @@ from raycl.bank import Bank
 from raycl.data.loader import batch_of, eval_batches
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
+from raycl.generation.answers import predict
 from raycl.generation.requests import Sampling
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import MultiSnapshotModel
@@ -133,7 +134,7 @@ def mixed(bank: Bank, device: torch.device) -> list[list[str]]:
     one_each = torch.eye(len(names))[torch.arange(len(TEXTS)) % len(names)] * 3
     for weights in (everyone, one_each, torch.zeros_like(everyone)):
         with model.model.activate(model.loaded.named(Mixture(names, weights))):
-            found.append(model.backbone.predict(batch, 6))
+            found.append(predict(model.backbone, batch, 6))
     return found
 
 

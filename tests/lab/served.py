@@ -19,6 +19,7 @@ from raycl.bank import Bank
 from raycl.data.loader import batch_of, eval_batches
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
+from raycl.generation.answers import predict
 from raycl.generation.requests import Event, Failed, LabelScores, Sampling, Started, TextDelta
 from raycl.serve.deployment.factory import close_service, open_service
 from raycl.serve.engine.engine import Engine
@@ -205,7 +206,7 @@ def alone(model: SnapshotModel, text: str, weights: Mapping[str, float], task: s
     codec = model.backbone.codec
     ids, _ = fit_sources([text], prompt, codec, codec.max_source_tokens)
     with model.model.activate(model.loaded.named(Mixture.same(weights, 1))):
-        return model.backbone.predict(batch_of(ids, codec.pad_id), limit)[0]
+        return predict(model.backbone, batch_of(ids, codec.pad_id), limit)[0]
 
 
 def chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:

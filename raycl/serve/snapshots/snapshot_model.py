@@ -16,6 +16,7 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.routers import get_router
 from raycl.config.trust import NONE_GIVEN, RISKS, Permissions
 from raycl.errors import BankError
+from raycl.generation.answers import predict
 from raycl.retrieval.router import Router
 from raycl.retrieval.routers import make_router
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
@@ -56,7 +57,7 @@ class SnapshotModel:
         rule = self.loaded.head_rule
         heads = heads_of(self.loaded, tasks) if rule == "label_count" else ()
         with self.model.activate(self._mixture(batch, texts, tasks), rule, heads):
-            return self.backbone.predict(batch, limit)
+            return predict(self.backbone, batch, limit)
 
     def _mixture(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
         if self.loaded.reads_prompts:

@@ -21,6 +21,7 @@ from raycl.data.loader import eval_batches
 from raycl.data.tokens import TokenTable
 from raycl.eval.evaluator import evaluate
 from raycl.eval.language import score_texts
+from raycl.generation.answers import predict
 from raycl.methods.base import activate
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
@@ -199,7 +200,7 @@ def _allow_labels(context: TrainingContext, task: Task) -> Iterator[None]:
 
 def _answers(context: TrainingContext, batch: Batch, limit: int, observations: Observations) -> list[str]:
     with _routed(context, batch, observations):
-        return context.backbone.predict(batch, limit)
+        return predict(context.backbone, batch, limit)
 
 
 def _routed(context: TrainingContext, batch: Batch, observations: Observations) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from raycl.adapters.head import MixedHead
 from raycl.adapters.prompts import MixedPrompts
 from raycl.backbone import Backbone, load_backbone, load_codec
 from raycl.errors import AdapterError
+from raycl.generation.answers import predict
 from raycl.types import IGNORE, AdapterState, Batch, Mixture
 
 WIDTH = 6
@@ -153,11 +154,11 @@ def test_generation_reads_the_prompt_once_for_every_sequence(lab: Lab, kind: str
     backbone, stack = prompted(lab, kind, "sum")
     weights = torch.tensor([[2.0, 0.5], [0.0, 3.0], [0.0, 0.0]])
     with stack.activate(Mixture(("a", "b"), weights)):
-        together = backbone.predict(batch_of(TEXTS, backbone), 4)
+        together = predict(backbone, batch_of(TEXTS, backbone), 4)
     alone = []
     for row in range(3):
         with stack.activate(Mixture(("a", "b"), weights[row : row + 1])):
-            alone += backbone.predict(batch_of(TEXTS[row : row + 1], backbone), 4)
+            alone += predict(backbone, batch_of(TEXTS[row : row + 1], backbone), 4)
     assert together == alone
 
 

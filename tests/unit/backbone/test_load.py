@@ -15,6 +15,7 @@ from raycl.backbone.load import pick_dtype
 from raycl.bench.gpu.tiny import tiny_model
 from raycl.data.loader import batch_of
 from raycl.errors import BackboneError
+from raycl.generation.answers import predict
 
 CPU = torch.device("cpu")
 
@@ -123,7 +124,7 @@ def test_what_a_folder_recommends_for_generation_changes_no_answer(lab: Lab, tmp
         sampled = backbone.model.generate(
             input_ids=batch.source_ids, attention_mask=batch.source_mask, do_sample=True, top_k=20, max_new_tokens=6
         )
-        answers = backbone.predict(batch, 6)
+        answers = predict(backbone, batch, 6)
         found.append((answers, sampled.tolist()))
         assert backbone.model.generation_config.eos_token_id == special["eos_token_id"] in (1, 2)
     assert found[0] == found[1]

@@ -9,6 +9,7 @@ from tiny import KINDS, TASKS, Lab
 from raycl.backbone import Backbone
 from raycl.backbone.base import loss_count
 from raycl.data.loader import Collate
+from raycl.generation.answers import predict
 from raycl.run.assembly import build
 from raycl.training.distributed import DistributedContext
 from raycl.types import IGNORE, TENSORS, Batch
@@ -55,14 +56,14 @@ def test_padded_positions_hold_anything(parts: tuple[Backbone, Collate]) -> None
     other.source_ids[other.source_mask == 0] = 5
     with torch.no_grad():
         torch.testing.assert_close(backbone(other).loss_sum, backbone(batch).loss_sum, atol=1e-6, rtol=1e-6)
-        assert backbone.predict(other, 3) == backbone.predict(batch, 3)
+        assert predict(backbone, other, 3) == predict(backbone, batch, 3)
 
 
 def test_answers_do_not_depend_on_neighbours(parts: tuple[Backbone, Collate]) -> None:
     backbone, collate = parts
     chosen = torch.arange(collate.count).numpy()[::4]
-    together = backbone.predict(collate(chosen, len(chosen)), 4)
-    assert together == [backbone.predict(collate(chosen[place : place + 1], 1), 4)[0] for place in range(len(chosen))]
+    together = predict(backbone, collate(chosen, len(chosen)), 4)
+    assert together == [predict(backbone, collate(chosen[place : place + 1], 1), 4)[0] for place in range(len(chosen))]
 
 
 def test_a_batch_of_fill_ups_costs_nothing_and_gives_no_gradient(parts: tuple[Backbone, Collate]) -> None:

@@ -11,6 +11,7 @@ from migu_started import WORLD, Started, sgd
 from tiny import Lab
 from torch import Tensor
 
+from raycl.generation.answers import predict
 from raycl.methods.base import activate_batch
 from raycl.methods.migu.row_selection import kept, masked_count
 from raycl.training.phase.step import train_step
@@ -123,7 +124,7 @@ def test_evaluation_and_recomputation_do_not_count(lab: Lab) -> None:
     started = Started(lab, "t5")
     batch = started.batch([0, 1])
     units = started.magnitudes(batch)
-    started.parts.backbone.predict(batch, 3)
+    predict(started.parts.backbone, batch, 3)
     started.parts.backbone(batch)
     assert torch.equal(started.migu._sums, units)
     plain, saving = Started(lab), Started(lab, backbone={"gradient_checkpointing": True})

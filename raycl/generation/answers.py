@@ -1,0 +1,65 @@
+"""Greedy answers to a whole batch, as evaluation takes them: a label, or a text by Hugging Face's `generate`.
+
+Serving decodes the same answers token by token (`continuous_batch`), which tests compare.
+What it does not know: which adapters are active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from raycl.backbone import Backbone
+from raycl.backbone.base import GenerationInputs
+from raycl.types import Batch
+
+
+@torch.no_grad()
+def predict(backbone: Backbone, batch: Batch, max_new_tokens: int) -> list[str]:
+    """One answer per example, without any task id; the mixture must be active.
+
+    Args:
+        max_new_tokens: limit of a generated answer; unused by backbones that answer with labels.
+
+    Returns:
+        the label with the largest score among those allowed (`Backbone.allowed_labels`; "" where no label is known),
+        or a greedy answer, kept to the allowed labels if there are any.
+    """
+    if backbone.capabilities.answers == "label":
+        return _label(backbone, batch)
+    with backbone.precision():
+        inputs = backbone.generation_inputs(batch)
+        ids = backbone.model.generate(
+            **inputs.arguments,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            **_constraint(backbone, inputs),
+        )
+    return backbone.codec.decode(ids[:, inputs.cut :])
+
+
+def _constraint(backbone: Backbone, inputs: GenerationInputs) -> dict[str, Callable[[int, Tensor], list[int]]]:
+    """Arguments that keep `generate` to the allowed labels, token by token; nothing if there are none."""
+    if not backbone.allowed_labels:
+        return {}
+    after: dict[tuple[int, ...], list[int]] = {}
+    for answer in backbone.codec.encode_target(backbone.allowed_labels):
+        ids = answer if inputs.forced is None else [inputs.forced, *answer]
+        for place, token in enumerate(ids):
+            known = after.setdefault(tuple(ids[:place]), [])
+            known += [token] if token not in known else []
+    end, first = [backbone.codec.eos_id], inputs.prompt_columns
+    return {"prefix_allowed_tokens_fn": lambda _, ids_S: after.get(tuple(ids_S[first:].tolist()), end)}
+
+
+def _label(backbone: Backbone, batch: Batch) -> list[str]:
+    logits_BC, labels = backbone.score_labels(batch)
+    if backbone.allowed_labels:
+        allowed = torch.tensor([label in backbone.allowed_labels for label in labels], device=logits_BC.device)
+        logits_BC = logits_BC.masked_fill(~allowed, -torch.inf)
+    best_B, row_B = logits_BC.max(-1)
+    known = torch.isfinite(best_B).tolist()
+    return [labels[row] if yes else "" for row, yes in zip(row_B.tolist(), known, strict=True)]
