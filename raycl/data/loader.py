@@ -42,7 +42,7 @@ def check_batch(batch_size: int, micro_batch_size: int, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """The order of `count` rows over a whole stage; a new permutation each epoch.
+    """The order of `count` rows over a whole phase; a new permutation each epoch.
 
     Attributes:
         max_steps: stop after this many steps even inside an epoch; None: after all epochs.

@@ -79,7 +79,7 @@ class Prepared:
 
     @property
     def done(self) -> int:
-        """Stages that are trained and evaluated."""
+        """Phases that are trained and evaluated."""
         return len(read_state(self.storage).phases)
 
 
@@ -335,7 +335,7 @@ def job_of(prepared: Prepared, options: RunOptions, driver: str, threads: int = 
 
 
 def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOptions) -> None:
-    """One Ray Train run: the whole stream, or one stage of it (with fresh workers, if not `in_process`)."""
+    """One Ray Train run: the whole stream, or one phase of it (with fresh workers, if not `in_process`)."""
     config, storage = prepared.config, prepared.storage
     driver = uuid.uuid4().hex[:12]
     threads = max(1, int(scaling.num_cpus_per_worker))
@@ -373,7 +373,7 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
     if stopped and prepared.done < len(prepared.phases):
         raise StoppedError(f"stopped by SIGTERM, {_resume_point(prepared)}; go on with {resume_line(storage, config)}")
     if prepared.done == done:
-        raise RunError(f"the workers ended without finishing a stage: see '{storage.uri}/{LOGS}'")
+        raise RunError(f"the workers ended without finishing a phase: see '{storage.uri}/{LOGS}'")
 
 
 def _resume_point(prepared: Prepared) -> str:

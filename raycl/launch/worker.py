@@ -163,7 +163,7 @@ def in_process_worker() -> Iterator[None]:
 
 
 def _report(job: dict[str, Any], storage: Storage, world: DistributedContext, record: dict[str, Any]) -> bool:
-    """Tell Ray Train about a finished stage (all workers, equally often), if it listens; whether to go on."""
+    """Tell Ray Train about a finished phase (all workers, equally often), if it listens; whether to go on."""
     done = record["phase"] + 1
     if world.is_first and done in job["fork_points"]:
         save_fork_point(storage, done, Storage.at(job["fork_points"][done]))

@@ -30,7 +30,7 @@ class ModifierConfig(Section):
     name: str
 
     def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
-        """The settings that can change what stage `index` learns; see `MethodConfig.cache_key`."""
+        """The settings that can change what phase `index` learns; see `MethodConfig.cache_key`."""
         return as_tree(self)
 
 
@@ -63,7 +63,7 @@ class GradientModifier:
         """After the method's `begin_task` and before the first batch: watch what is live.
 
         Args:
-            only: the run has no other stage. resumed: the task goes on; `load_state` came before.
+            only: the run has no other phase. resumed: the task goes on; `load_state` came before.
         """
 
     def observe_rows(self, run_examples: Callable[[], None], reduce: Reduce) -> None:
@@ -96,7 +96,7 @@ class GradientModifier:
         """After the last step: watch nothing any more."""
 
     def summary(self) -> dict[str, Any]:
-        """JSON-able: what people should know about the stage that has just ended; goes into the results."""
+        """JSON-able: what people should know about the phase that has just ended; goes into the results."""
         return {}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -17,7 +17,7 @@ from raycl.report.results import title_of
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Attention of one run after its last stage.
+    """Attention of one run after its last phase.
 
     Attributes:
         keys: blocks in the order of learning.
@@ -58,7 +58,7 @@ class AttentionWeights:
 
 
 def has_attention(result: Tree) -> bool:
-    """Whether the run's last stage tells of attention."""
+    """Whether the run's last phase tells of attention."""
     return "attention" in (result.get("phase_summaries") or [{}])[-1]
 
 

@@ -27,7 +27,7 @@ class OutputRows:
     """Kept rows of one run.
 
     Attributes:
-        tasks: names of its stages, those that were evaluated.
+        tasks: names of its phases, those that were evaluated.
         masked: whether the task was trained under the mask, or only measured (a skipped first task).
         norm_kept: share of the watched gradient's norm that the mask left, in percent, where it was measured.
         layers: path -> for each task, a bit per row; layers that not every task has watched are left out.
@@ -43,7 +43,7 @@ class OutputRows:
         """Of a run.
 
         Raises:
-            RunError: it had no such modifier, or no stage has ended yet.
+            RunError: it had no such modifier, or no phase has ended yet.
         """
         if not has_output_rows(result):
             raise RunError(f"'{title_of(result)}' tells of no kept rows: only runs with modifiers=[migu] do")
@@ -70,7 +70,7 @@ class OutputRows:
 
 
 def has_output_rows(result: Tree) -> bool:
-    """Whether every stage so far tells which rows it kept."""
+    """Whether every phase so far tells which rows it kept."""
     phases = result.get("phase_summaries") or []
     return bool(phases) and all("layers" in phase.get("modifiers", {}).get("migu", {}) for phase in phases)
 

@@ -56,7 +56,7 @@ class Plan:
     """What is known before the first trial.
 
     Attributes:
-        trials: by number; of a search that plans nothing, those of earlier sessions. tasks: stages of each.
+        trials: by number; of a search that plans nothing, those of earlier sessions. tasks: phases of each.
         backbones: that trials may have.
     """
 
@@ -118,7 +118,7 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> Plan:
     lengths = {len(run_config.phases(config, open_stream(config.stream, config.seed))) for config, _ in found}
     if len(lengths) > 1 and sweep.scheduler.name != "none":
         raise ConfigError(
-            f"trials have between {min(lengths)} and {max(lengths)} stages, so scheduler '{sweep.scheduler.name}' "
+            f"trials have between {min(lengths)} and {max(lengths)} phases, so scheduler '{sweep.scheduler.name}' "
             "cannot compare them: leave stream.tasks of one length, or use scheduler=none"
         )
     for config in _kinds([config for config, _ in found]):
@@ -226,9 +226,9 @@ def _fit(
             verbose=0,
         ),
     )
-    asked = {"CPU": sweep.resources.workers * sweep.resources.cpus_per_worker}
+    requested = {"CPU": sweep.resources.workers * sweep.resources.cpus_per_worker}
     lower = "resources.workers or resources.cpus_per_worker"
-    with _quiet(), clusters.log_while_pending(partial(clusters.is_pending, all_of_it=True), asked, lower):
+    with _quiet(), clusters.log_while_pending(partial(clusters.is_pending, all_of_it=True), requested, lower):
         grid = tuner.fit()
     return {
         int(result.config["number"]): str(result.error).strip().splitlines()[-1]

@@ -158,9 +158,9 @@ class Control:
             faulthandler.dump_traceback(file)
             file.seek(0)
             stack = file.read().decode(errors="replace")
-        who = f"worker {self.world.rank + 1} of {self.world.size} (process {os.getpid()} on {socket.gethostname()})"
+        worker = f"worker {self.world.rank + 1} of {self.world.size} (process {os.getpid()} on {socket.gethostname()})"
         message = (
-            f"{who} made no progress for {idle:.0f} s while {self.activity}, launch.hang_s is {self.hang_s:g}: "
+            f"{worker} made no progress for {idle:.0f} s while {self.activity}, launch.hang_s is {self.hang_s:g}: "
             "it was ended, so that the workers start again from the last checkpoint"
         )
         record = {"type": "Hang", "message": message, "stack": stack, "time": time.time()}

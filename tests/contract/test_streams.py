@@ -207,7 +207,7 @@ class Curves:
 
 @pytest.mark.parametrize("method", ["lora", "joint"])
 def test_trackers_see_the_metrics_and_the_matrix(lab: Lab, tmp_path: Path, method: str) -> None:
-    """After each stage, over the tasks learned so far; at the end those of results.json."""
+    """After each phase, over the tasks learned so far; at the end those of results.json."""
     world, curves, storage = DistributedContext.alone(torch.device("cpu")), Curves(), Storage.at(tmp_path)
     context, open_engine = build(lab.config("bert", method), world)
     stream_loop.StreamLoop(context, open_engine, storage, world, curves).run()

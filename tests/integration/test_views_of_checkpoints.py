@@ -34,7 +34,7 @@ VIEWS: dict[str, tuple[list[Harm], list[Harm], tuple[int, int] | None]] = {
         None,
     ),
 }
-"""Case -> harm to each worker's view, and the stage and step from which both go on; None: both stop."""
+"""Case -> harm to each worker's view, and the phase and step from which both go on; None: both stop."""
 
 LOST_BANK = "the first finds no bank"
 """What only worker 0 looks after; its error is both workers'."""
@@ -107,9 +107,9 @@ def test_the_first_worker_says_whose_view_is_damaged(seen: Path) -> None:
     [
         (
             "none is whole for both",
-            r"RunError: no checkpoint of '.*' is whole, though 1 stages are finished \(worker 1",
+            r"RunError: no checkpoint of '.*' is whole, though 1 phases are finished \(worker 1",
         ),
-        (LOST_BANK, r"BankError: .*snapshot 1 of stage 0 is gone .*the next stage is built on it"),
+        (LOST_BANK, r"BankError: .*snapshot 1 of phase 0 is gone .*the next phase is built on it"),
     ],
 )
 def test_both_stop_with_the_same_sentence(seen: Path, case: str, error: str) -> None:

@@ -118,7 +118,7 @@ def test_a_rollback_holds_while_following(taught: Taught, tmp_path: Path) -> Non
 
 
 def test_what_training_publishes_is_followed(lab: Lab, tmp_path: Path) -> None:
-    """Served while it learns: the next stage of the same run publishes into the bank that answers."""
+    """Served while it learns: the next phase of the same run publishes into the bank that answers."""
     config, storage = lab.config("bert", lab.slots(), train={"epochs": 2}), Storage.at(tmp_path)
 
     def learn() -> None:

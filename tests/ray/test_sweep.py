@@ -56,7 +56,7 @@ def start(file: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def reached(place: SweepFolder) -> dict[int, int]:
-    """Finished stages by trial."""
+    """Finished phases by trial."""
     return {number: len(read_state(place.run(number)).phases) for number in place.settings()}
 
 

@@ -47,7 +47,7 @@ def prepared(folder: Path, *overrides: str) -> launch.Prepared:
 
 
 def losses(storage: Storage) -> list[tuple[int, int, float]]:
-    """(stage, step, loss) of every step."""
+    """(phase, step, loss) of every step."""
     return [(row["phase"], row["step"], row["loss"]) for row in read_trace(storage)]
 
 
@@ -68,7 +68,7 @@ def wait_for(storage: Storage, ready: Callable[[RunState], bool], seconds: float
 
 
 def inside(phase: int) -> Callable[[RunState], bool]:
-    """Whether the newest checkpoint is one inside this stage."""
+    """Whether the newest checkpoint is one inside this phase."""
     prefix = f"phase{phase:03}-"
     return lambda state: len(state.phases) == phase and any(name.startswith(prefix) for name in state.checkpoints[-1:])
 

@@ -95,7 +95,7 @@ class MiguConfig(ModifierConfig):
             yield "cluster_samples", f"cluster_by={self.cluster_by}"
 
     def masks(self, index: int, only: bool) -> bool:
-        """Whether a stage is masked at all; `only`: the run has no other."""
+        """Whether a phase is masked at all; `only`: the run has no other."""
         skip = self.skip_first_task if self.skip_first_task is not None else not only
         return not (skip and index == 0)
 
@@ -337,7 +337,7 @@ class Migu(GradientModifier):
     # ---- what is remembered ----------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """Rows kept most often and the share of gradient norm kept, of the stage that has just ended."""
+        """Rows kept most often and the share of gradient norm kept, of the phase that has just ended."""
         return {"masked": self._active, **self.record.summary}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -142,10 +142,10 @@ def _check_positions(config: GeneratorConfig, backbone: Backbone) -> None:
 
 
 class Generator:
-    """Writes inputs like those of a stage, and leaves the backbone as it was."""
+    """Writes inputs like those of a phase, and leaves the backbone as it was."""
 
     def __init__(self, config: GeneratorConfig, backbone: Backbone, stack: AdapterStack, seed: int) -> None:
-        """Take the run's backbone between two stages, or load the named one.
+        """Take the run's backbone between two phases, or load the named one.
 
         Args:
             stack: over `backbone`, with nothing in training; over no linear at all, it is not used.
@@ -163,7 +163,7 @@ class Generator:
             self.stack = AdapterStack(model, linear_names(model, config.targets))
 
     def write(self, context: TaskContext, fraction: float) -> PseudoSamples:
-        """As many inputs of each task of the stage as `fraction` of its training rows, with its template.
+        """As many inputs of each task of the phase as `fraction` of its training rows, with its template.
 
         Fewer where the generator fails, stored ones where it writes none at all; both are logged.
         """

@@ -29,7 +29,7 @@ class PseudoReplay:
 
         Args:
             labels: row of the label head of every label of each memory, in its order.
-            rows: training rows of the present stage.
+            rows: training rows of the present phase.
         """
         self.samples, self.labels, self.rows, self.seed = samples, labels, rows, seed
         self._indices = [(entry, number) for entry, held in enumerate(samples) for number in range(len(held))]

@@ -28,12 +28,12 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True)
 class PseudoSamples:
-    """Samples of one stage.
+    """Samples of one phase.
 
     Attributes:
         sources: prompt ids of each, with the model's special tokens.
         targets: answer ids of each, or empty lists; empty where answers are not kept.
-        labels: row of the stage's labels of each, -1 for none; empty where answers are not kept.
+        labels: row of the phase's labels of each, -1 for none; empty where answers are not kept.
         fallback_samples: how many of them are training inputs because a generator wrote nothing.
     """
 
@@ -93,7 +93,7 @@ def volume(fraction: float, rows: int) -> int:
 
 
 def take_real(context: TaskContext, fraction: float, seed: int, answers: bool = False) -> PseudoSamples:
-    """A few training rows of each of the stage's tasks, drawn by `seed`."""
+    """A few training rows of each of the phase's tasks, drawn by `seed`."""
     draw = torch.Generator().manual_seed(seed)
     all_labels = [label for task in context.phase.tasks for label in task.labels or ()]
     place = {label: number for number, label in enumerate(dict.fromkeys(all_labels))}
@@ -122,7 +122,7 @@ def _label(table: TokenTable, code: int, place: Mapping[str, int]) -> int:
 
 
 def read_file(context: TaskContext, folder: str, fraction: float) -> PseudoSamples:
-    """Those of each of the stage's tasks: the first ones, as many as count.
+    """Those of each of the phase's tasks: the first ones, as many as count.
 
     From `<task>.jsonl`, lines of `{"text": ...}`; or from `<task>/train.json`, as SAPT's authors publish theirs:
     `{"Instances": [{"input": ...}, ...]}`, of which instruction and outputs are left alone.
@@ -187,7 +187,7 @@ def _utf8(path: Path, expected: str) -> str:
 
 
 def sources_of(context: TaskContext, split: Split) -> list[list[int]]:
-    """Prompt ids of all rows of a split of the stage's tasks."""
+    """Prompt ids of all rows of a split of the phase's tasks."""
     return [ids.tolist() for table in context.tables(split) for ids in table.columns(range(len(table))).source_ids]
 
 

@@ -1,4 +1,4 @@
-"""Evaluation after a stage: a row of the accuracy matrix, and at the end the tasks that were never trained.
+"""Evaluation after a phase: a row of the accuracy matrix, and at the end the tasks that were never trained.
 
 Every task's examples are spread over the workers.
 
@@ -107,7 +107,7 @@ def evaluate_unseen(
 
 
 def _tasks(context: TrainingContext, phase: Phase) -> list[Task]:
-    """The stage's own tasks (one model per task), every task seen, or all."""
+    """The phase's own tasks (one model per task), every task seen, or all."""
     if context.schedule.one_model_per_task:
         return list(phase.tasks)
     if context.evaluation.tasks == "all":

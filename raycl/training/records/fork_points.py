@@ -1,6 +1,6 @@
-"""Places to branch from: what a run had after its first stages, kept so that another run can go on from there.
+"""Places to branch from: what a run had after its first phases, kept so that another run can go on from there.
 
-Why it exists: two runs whose settings agree on all that acts up to some stage learn the same up to there, bit for bit;
+Why it exists: two runs whose settings agree on all that acts up to some phase learn the same up to there, bit for bit;
 the second one then starts with the first one's checkpoint and journal records, as if it had been resumed there.
 What it does not know: which runs agree (`raycl.sweep.trials.prefix`).
 """
@@ -28,31 +28,31 @@ PREDICTIONS = "predictions"
 
 
 def save_fork_point(storage: Storage, done: int, to: Storage) -> None:
-    """Keep a place to go on from after `done` stages; the file that says so comes last. Kept once, by the first."""
+    """Keep a place to go on from after `done` phases; the file that says so comes last. Kept once, by the first."""
     state = read_state(storage)
     if to.exists(FORK_POINT) or len(state.phases) != done or not state.checkpoints:
         return
     name = state.checkpoints[-1]
     copy = f"{name}-{storage.uri.rsplit('/', 1)[-1]}"  # two lenders at once do not write the same files
     _copy(storage.sub(f"{checkpoints.FOLDER}/{name}"), to.sub(copy))
-    place = {"format": FORMAT, "run": storage.address, "checkpoint": copy, "phases": state.phases}
+    fork_point = {"format": FORMAT, "run": storage.address, "checkpoint": copy, "phases": state.phases}
     try:
-        to.create(FORK_POINT, seal(place))
+        to.create(FORK_POINT, seal(fork_point))
     except AlreadyExistsError:
         log.info("    somebody else lent '%s' first", to.uri)
 
 
-def read_fork_point(place: Storage) -> Tree | None:
+def read_fork_point(fork_point: Storage) -> Tree | None:
     """What `save_fork_point` kept; None: nothing is there.
 
     Raises:
         StorageError: it is damaged.
     """
-    return read_record(place, FORK_POINT, FORMAT) if place.exists(FORK_POINT) else None
+    return read_record(fork_point, FORK_POINT, FORMAT) if fork_point.exists(FORK_POINT) else None
 
 
-def start_from(place: Storage, storage: Storage, phases: list[dict[str, Any]], run: RunInfo | None = None) -> None:
-    """Begin the run in `storage`, which has not begun yet, behind the stages of `place`.
+def start_from(fork_point: Storage, storage: Storage, phases: list[dict[str, Any]], run: RunInfo | None = None) -> None:
+    """Begin the run in `storage`, which has not begun yet, behind the phases of `fork_point`.
 
     Args:
         phases: their journal records, without what the lender's own settings had a part in.
@@ -61,11 +61,11 @@ def start_from(place: Storage, storage: Storage, phases: list[dict[str, Any]], r
     Raises:
         CheckpointError: what was lent is damaged; the run has not begun then.
     """
-    tree = read_fork_point(place)
+    tree = read_fork_point(fork_point)
     assert tree is not None, "nobody borrows from where nothing was lent"
     name = str(tree["checkpoint"])
     folder = f"{checkpoints.FOLDER}/{name}"
-    _copy(place.sub(name), storage.sub(folder))
+    _copy(fork_point.sub(name), storage.sub(folder))
     try:
         checkpoints.read_checkpoint(storage, name)
     except CheckpointError:

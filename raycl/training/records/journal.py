@@ -43,7 +43,7 @@ class RunState:
 
     Attributes:
         checkpoints: names of usable checkpoints, oldest first; the last one is where to go on.
-        phases: one record per stage that is trained **and** evaluated, in order.
+        phases: one record per phase that is trained **and** evaluated, in order.
         attempts: number, start time, time of the last record, host and process of rank 0, and further facts of every
             attempt so far.
         config: resolved tree of the run, as its first claim recorded it, or the one that added tasks.
@@ -113,7 +113,7 @@ class Journal:
         return names[:-keep]
 
     def phase_done(self, record: dict[str, Any]) -> None:
-        """Record a stage that is trained and evaluated."""
+        """Record a phase that is trained and evaluated."""
         self._append({"phases": [*self.state.phases, record]})
 
     def go_back(self, checkpoints: list[str], phases: list[dict[str, Any]]) -> None:
@@ -141,8 +141,8 @@ class Journal:
         self.ensure_current()
         mine = [{**attempt, "ended": time.time()} for attempt in self.state.attempts[-1:]]
         change = {**change, "attempts": [*self.state.attempts[:-1], *mine]}
-        place = (self.attempt, self._records)
-        self.storage.create(_record(*place), _sealed(*place, change))
+        key = (self.attempt, self._records)
+        self.storage.create(_record(*key), _sealed(*key, change))
         self._records += 1
         self.state = RunState(**{**asdict(self.state), **change})
 

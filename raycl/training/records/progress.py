@@ -71,14 +71,14 @@ class Progress:
         self._later = 0
 
     def begin(self, index: int, name: str, rows: int, steps: int, start: int, later: int) -> None:
-        """A stage starts, or goes on after `start` steps; `later` steps follow in the stages after it."""
+        """A phase starts, or goes on after `start` steps; `later` steps follow in the phases after it."""
         self._later = later
         again = f", going on after step {start}" if start else ""
         log.info("[%d/%d] %s: %d rows, %d steps%s", index + 1, self.phases, name, rows, steps, again)
         self._logged, self._tokens, self._seconds, self._steps = time.monotonic(), 0, 0.0, 0
 
     def step(self, index: int, name: str, step: int, steps: int, result: StepResult, seconds: float) -> bool:
-        """Count a step; says a line, and returns True, when it is time or the stage is over."""
+        """Count a step; says a line, and returns True, when it is time or the phase is over."""
         self._tokens += result.tokens
         self._seconds += seconds
         self._steps += 1

@@ -1,7 +1,7 @@
-"""Where a run goes on: the newest checkpoint that all workers can read, and the stage records that it covers.
+"""Where a run goes on: the newest checkpoint that all workers can read, and the phase records that it covers.
 
 Why it exists: a checkpoint can be damaged after it was written. The one before it gives the same run, bit for bit, if
-everything that was recorded after it is forgotten: a later stage must not start from a model that is older than it.
+everything that was recorded after it is forgotten: a later phase must not start from a model that is older than it.
 Workers may see different files (a node's cache, a copy of its own): they look at each checkpoint together, so that all
 go on from the same one or stop with the same error.
 What it does not know: how a model takes its values back.
@@ -26,9 +26,9 @@ class ResumePoint:
 
     Attributes:
         checkpoint: None: the start of the stream.
-        checkpoints, stages: what the journal says from now on.
+        checkpoints, phases: what the journal says from now on.
         problems: why newer checkpoints are of no use; none where the newest one is used.
-        lost: stage records that are ignored from now on.
+        lost: phase records that are ignored from now on.
     """
 
     checkpoint: Checkpoint | None
@@ -41,7 +41,7 @@ class ResumePoint:
     def explanation(self) -> str:
         """The problems and what is done about them, for people."""
         where = f"checkpoint '{self.checkpoints[-1]}'" if self.checkpoints else "the start of the stream"
-        again = f", and learns the last {self.lost} finished stages again" if self.lost else ""
+        again = f", and learns the last {self.lost} finished phases again" if self.lost else ""
         return f"{'; '.join(self.problems)}: the run goes on from {where}{again}; its results will be the same"
 
 
@@ -49,25 +49,25 @@ def newest_resume_point(storage: Storage, state: RunState, world: DistributedCon
     """Where to go on. Collective: the newest checkpoint that every worker can read.
 
     Raises:
-        RunError: stages are finished but no checkpoint is whole, or one is of another version.
+        RunError: phases are finished but no checkpoint is whole, or one is of another version.
         StorageError: the storage is out of reach.
     """
     names, phases = state.checkpoints, state.phases
-    found, problems, place = None, [], len(names) - 1
-    while found is None and place >= 0:
-        found, reasons = _read_by_all(storage, names[place], len(phases), world)
+    found, problems, newest = None, [], len(names) - 1
+    while found is None and newest >= 0:
+        found, reasons = _read_by_all(storage, names[newest], len(phases), world)
         problems += reasons
-        place -= found is None
+        newest -= found is None
     if found is None and phases:
         raise RunError(
-            f"no checkpoint of '{storage.uri}' is whole, though {len(phases)} stages are finished "
+            f"no checkpoint of '{storage.uri}' is whole, though {len(phases)} phases are finished "
             f"({'; '.join(problems) or 'none is recorded'}): restore one from a copy, or start a new run"
         )
     kept = phases[: found.covers] if found is not None else []
     lost = len(phases) - len(kept)
     if lost and not problems:
-        problems.append(f"checkpoint '{names[place]}' is older than the last stage record")
-    return ResumePoint(found, names[: place + 1], kept, problems, lost)
+        problems.append(f"checkpoint '{names[newest]}' is older than the last phase record")
+    return ResumePoint(found, names[: newest + 1], kept, problems, lost)
 
 
 def _read_by_all(
@@ -82,7 +82,7 @@ def _read_by_all(
     try:
         found = read_checkpoint(storage, name)
         if found.phase > phases:
-            raise CheckpointError(f"checkpoint '{name}' is of stage {found.phase}, but {phases} stages are recorded")
+            raise CheckpointError(f"checkpoint '{name}' is of phase {found.phase}, but {phases} phases are recorded")
     except (RunError, StorageError) as raised:
         error = raised
     damage = isinstance(error, CheckpointError)

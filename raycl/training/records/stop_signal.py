@@ -1,4 +1,4 @@
-"""The word of a host (a sweep) on whether a run goes on after a stage: one small file of the run for each stage.
+"""The word of a host (a sweep) on whether a run goes on after a phase: one small file of the run for each phase.
 
 Why it exists: workers must not begin a task that is about to be stopped, and killing them in the middle of one leaves
 their place on the cluster occupied for most of a minute. So they ask between two tasks, and end by themselves.
@@ -23,7 +23,7 @@ POLL_S, PATIENCE_S = 0.05, 120.0
 
 
 def write_decision(storage: Storage, done: int, continues: bool) -> None:
-    """Say whether the run goes on after `done` finished stages."""
+    """Say whether the run goes on after `done` finished phases."""
     storage.write(_file(done), seal({"format": FORMAT, "done": done, "continues": continues}))
 
 
@@ -37,12 +37,12 @@ def read_decision(storage: Storage, done: int) -> bool | None:
         return None
     record = read_record(storage, _file(done), FORMAT)
     if record["done"] != done:
-        raise DamagedError(f"'{storage.uri}/{_file(done)}' is about stage {record['done']}: it was moved; remove it")
+        raise DamagedError(f"'{storage.uri}/{_file(done)}' is about phase {record['done']}: it was moved; remove it")
     return bool(record["continues"])
 
 
 def is_stopped(storage: Storage, done: int) -> bool:
-    """Whether the run was told to stop after so many stages."""
+    """Whether the run was told to stop after so many phases."""
     return done > 0 and read_decision(storage, done) is False
 
 
@@ -51,7 +51,7 @@ def wait_for_decision(storage: Storage, done: int) -> bool:
     end = time.monotonic() + PATIENCE_S
     while (decision := read_decision(storage, done)) is None:
         if time.monotonic() > end:
-            log.warning("no word on going on after %d stages for %.0f s: going on", done, PATIENCE_S)
+            log.warning("no word on going on after %d phases for %.0f s: going on", done, PATIENCE_S)
             return True
         time.sleep(POLL_S if storage.is_local else 1.0)
     return decision
