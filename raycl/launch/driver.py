@@ -54,7 +54,7 @@ from raycl.types import Phase
 
 @dataclass(frozen=True)
 class Prepared:
-    """A validated run with its folder, ready to start or to go on.
+    """A validated run with its folder, ready to start or to continue.
 
     Attributes:
         replaces: fingerprint of the config that the folder's claims had when this one was compared with it.
@@ -96,7 +96,7 @@ def prepare(config: RunConfig) -> Prepared:
             if config.output.exists == "resume":
                 return reopen(storage.address, config)
             raise RunError(
-                f"'{storage.uri}' holds a run already: go on with {resume_line(storage, config)}, or choose another "
+                f"'{storage.uri}' holds a run already: continue with {resume_line(storage, config)}, or choose another "
                 "output.name"
             )
     stream = checks.check(config)
@@ -170,7 +170,7 @@ def _run_in(folder: str) -> tuple[Storage, RunConfig, RunState]:
 def _refuse(folder: str, changed: dict[str, tuple[Any, Any]]) -> None:
     if changed:
         listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
-        raise ResumeError(f"'{folder}' cannot go on with a changed config: {listed}; start a new run instead")
+        raise ResumeError(f"'{folder}' cannot continue with a changed config: {listed}; start a new run instead")
 
 
 def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) -> RunConfig:
@@ -180,7 +180,7 @@ def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) ->
 
 
 def resume_line(storage: Storage, config: RunConfig) -> str:
-    """What to type behind the job's name to go on with a run."""
+    """What to type behind the job's name to continue with a run."""
     return resume_arguments(storage, configs.as_tree(config))
 
 
@@ -236,7 +236,9 @@ def train(prepared: Prepared, options: RunOptions | None = None) -> dict[str, An
     try:
         return _train(replace(prepared, storage=storage), options or RunOptions())
     except UnreachableError as error:
-        raise StoppedError(f"{error}; when it is back, go on with {resume_line(storage, prepared.config)}") from error
+        raise StoppedError(
+            f"{error}; when it is back, continue with {resume_line(storage, prepared.config)}"
+        ) from error
 
 
 def _train(prepared: Prepared, options: RunOptions) -> dict[str, Any]:
@@ -246,7 +248,7 @@ def _train(prepared: Prepared, options: RunOptions) -> dict[str, Any]:
             scaling = scaling_of(prepared.config, options.share)
             while (done := prepared.done) < phases and not is_stopped(prepared.storage, done):
                 _fit(prepared, scaling, done, options)
-    elif prepared.config.bank.publish:  # workers that go on look after this themselves
+    elif prepared.config.bank.publish:  # workers that continue look after this themselves
         bank = open_bank(prepared.config.bank, prepared.storage)
         publish_again(bank, prepared.storage, read_state(prepared.storage), continues=False)
     return finish(prepared)
@@ -360,7 +362,7 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
         for failure in getattr(error, "worker_failures", {}).values():
             if isinstance(failure, UnreachableError):
                 raise failure from error
-        message = f"the workers failed: {_cause(error)}; go on with {resume_line(storage, config)}"
+        message = f"the workers failed: {_cause(error)}; continue with {resume_line(storage, config)}"
         leave_error(storage, driver, RunError(message))
         raise RunError(message) from error
     except UnreachableError:
@@ -371,13 +373,15 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
         raise RunError(f"{storage.read_json(error_file(driver))['message']} (run {storage.uri})")
     stopped = sigterm.requested or (options.stop is not None and is_stop_requested(storage, driver))
     if stopped and prepared.done < len(prepared.phases):
-        raise StoppedError(f"stopped by SIGTERM, {_resume_point(prepared)}; go on with {resume_line(storage, config)}")
+        raise StoppedError(
+            f"stopped by SIGTERM, {_resume_point(prepared)}; continue with {resume_line(storage, config)}"
+        )
     if prepared.done == done:
         raise RunError(f"the workers ended without finishing a phase: see '{storage.uri}/{LOGS}'")
 
 
 def _resume_point(prepared: Prepared) -> str:
-    """From where a run that was stopped goes on, for people."""
+    """From where a run that was stopped continues, for people."""
     newest = read_state(prepared.storage).checkpoints[-1:]
     at = f"checkpoint '{newest[0]}' is the last one" if newest else "before its first checkpoint"
     return f"{prepared.done} of {len(prepared.phases)} tasks are done, {at}"

@@ -10,7 +10,7 @@
     bank/                   adapters and snapshots of all trials
     best.yaml, summary.*    what it found
 
-Why it exists: a sweep goes on from what is here, never from Ray's own records, which are pickles of one version.
+Why it exists: a sweep continues from what is here, never from Ray's own records, which are pickles of one version.
 What it does not know: how trials are chosen, run or compared.
 """
 

@@ -1,4 +1,4 @@
-"""What every method promises on every engine and kind of backbone: streams run, stop, go on, and freeze what is frozen.
+"""Every method on every engine and kind of backbone: streams run, stop and continue; frozen parameters do not change.
 
 All methods meet all kinds on plain torch; the two that differ in what they train meet every ZeRO stage on the encoder
 and those that partition on the text backbones; methods with something of their own meet those on the encoder, and

@@ -1,4 +1,4 @@
-"""A run whose newest checkpoint is damaged goes on from the one before, and ends as the run that nobody touched."""
+"""A run whose newest checkpoint is damaged continues from the one before, and ends as the run that nobody touched."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_every_kind_of_damage_is_said_once(
     damage(checkpoint(storage) / file, how)
     with caplog.at_level(logging.WARNING, logger="raycl"):
         run(done.config, storage)
-    (said,) = [record.message for record in caplog.records if "goes on from" in record.message]
-    assert f"goes on from checkpoint '{older}'" in said and file in said and "\n" not in said
+    (said,) = [record.message for record in caplog.records if "continues from" in record.message]
+    assert f"continues from checkpoint '{older}'" in said and file in said and "\n" not in said
     assert matrix(storage) == matrix(done.storage) and trace(storage) == trace(done.storage)
 
 

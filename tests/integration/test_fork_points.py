@@ -1,4 +1,4 @@
-"""A run that goes on from where another one was equals, bit for bit, the run that learned everything itself.
+"""A run that continues from where another one was equals, bit for bit, the run that learned everything itself.
 
 The pairs are those whose prefix keys agree: that is the promise behind the keys.
 """

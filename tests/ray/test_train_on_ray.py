@@ -156,7 +156,7 @@ def test_a_changed_config_is_refused_by_name(whole: tuple[Storage, dict[str, Any
 def test_an_existing_run_is_not_overwritten(whole: tuple[Storage, dict[str, Any]]) -> None:
     name = whole[0].uri.rsplit("/", 1)[-1]
     folder = Path(whole[0].uri).parent
-    with pytest.raises(RunError, match="holds a run already: go on with --resume"):
+    with pytest.raises(RunError, match="holds a run already: continue with --resume"):
         prepared(folder, f"output.name={name}")
     assert prepared(folder).name == f"{name}-2"
 

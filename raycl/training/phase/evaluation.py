@@ -95,7 +95,7 @@ def evaluate_unseen(
 ) -> dict[str, Score]:
     """Task name -> score of tasks that were never trained, zero-shot; otherwise as `evaluate_row`.
 
-    What routes is never told such a task: a batch does not carry its name.
+    The task id of such a task is not given to the router: a batch does not carry its name.
     """
     context.backbone.eval()
     if context.stream.unseen and world.is_first:
@@ -190,7 +190,7 @@ def _without_task(batch: Batch) -> Batch:
 
 @contextmanager
 def _allow_labels(context: TrainingContext, task: Task) -> Iterator[None]:
-    """Labels are chosen among the task's own, where the evaluation tells the task."""
+    """Restrict answers to the task's own labels, if `eval.labels` is `task`."""
     context.backbone.allowed_labels = tuple(task.labels or ()) if context.evaluation.labels == "task" else ()
     try:
         yield

@@ -28,7 +28,7 @@ FORMAT = 3
 
 @dataclass
 class Checkpoint:
-    """A place to go on from.
+    """A place to continue from.
 
     Attributes:
         phase: index of the phase.

@@ -42,7 +42,7 @@ class RunState:
     """How far a run got.
 
     Attributes:
-        checkpoints: names of usable checkpoints, oldest first; the last one is where to go on.
+        checkpoints: names of usable checkpoints, oldest first; the last one is where to continue.
         phases: one record per phase that is trained **and** evaluated, in order.
         attempts: number, start time, time of the last record, host and process of rank 0, and further facts of every
             attempt so far.
@@ -117,7 +117,7 @@ class Journal:
         self._append({"phases": [*self.state.phases, record]})
 
     def go_back(self, checkpoints: list[str], phases: list[dict[str, Any]]) -> None:
-        """Record that the run goes on from an older checkpoint, and that what was recorded after it is ignored."""
+        """Record that the run continues from an older checkpoint, and that what was recorded after it is ignored."""
         self._append({"checkpoints": checkpoints, "phases": phases})
 
     def begin_with(self, checkpoints: list[str], phases: list[dict[str, Any]]) -> None:
@@ -207,7 +207,7 @@ def _numbers(storage: Storage, attempt: int) -> list[int]:
     missing = next(number for number, there in enumerate(found) if number != there)
     raise RunError(
         f"'{storage.uri}/{_record(attempt, missing)}' is missing, though later records are there: restore it from a "
-        "copy, or remove the later ones as well, and the run goes on from what is left"
+        "copy, or remove the later ones as well, and the run continues from what is left"
     )
 
 
@@ -217,7 +217,7 @@ def _change(storage: Storage, attempt: int, number: int) -> dict[str, Any]:
         record = read_record(storage, file, FORMAT)
     except DamagedError as error:
         rest = "it and the records after it" if number else f"the folder {_folder(attempt)}"
-        raise RunError(f"{error}, or remove {rest}, and the run goes on from what is left") from error
+        raise RunError(f"{error}, or remove {rest}, and the run continues from what is left") from error
     except FormatError as error:
         raise RunError(str(error)) from error
     if (record["attempt"], record["number"]) != (attempt, number):

@@ -80,7 +80,7 @@ def publish(
 
 
 def complete_bank(context: TrainingContext, storage: Storage, state: RunState, world: DistributedContext) -> None:
-    """Before a run goes on: rank 0 publishes again what the bank has lost. Collective: its errors are raised by all.
+    """Before a run continues: rank 0 publishes again what the bank has lost. Collective: its errors are raised by all.
 
     Raises:
         BankError, RunError, StorageError: see `publish_again`.
