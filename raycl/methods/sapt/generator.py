@@ -114,7 +114,7 @@ def check_generator(config: GeneratorConfig, backbone: Backbone) -> None:
     if config.backbone is None:
         if backbone.capabilities.answers == "label":
             raise ConfigError(
-                "method.arm.source=generated needs a backbone that generates texts, and this run's is encoder-only: name "
+                "method.arm.source=generated needs a backbone that generates texts, and this one is encoder-only: name "
                 "a small one in method.generator.backbone.name, or choose method.arm.source=real"
             )
         _check_positions(config, backbone)
