@@ -1,7 +1,7 @@
-"""Ray Train: one worker group runs the whole stream, and is started again where it died.
+"""Ray Train: one worker group runs the whole stream, and restarts from the last checkpoint.
 
-Why it exists: the driver validates everything it can, writes the config, asks the cluster for workers, and reads
-the outcome from the run's own journal, which it trusts more than Ray's record of reported checkpoints.
+Why it exists: the driver validates everything it can, writes the config, requests workers from the cluster, and reads
+the outcome from the run's own journal, which is more reliable than Ray's record of reported checkpoints.
 What it does not know: how training works (`raycl.training`), what the parts are (`raycl.run.assembly`).
 """
 
@@ -180,7 +180,7 @@ def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) ->
 
 
 def resume_line(storage: Storage, config: RunConfig) -> str:
-    """What to type behind the job's name to continue with a run."""
+    """Arguments of the job that resume a run."""
     return resume_arguments(storage, configs.as_tree(config))
 
 
@@ -236,9 +236,8 @@ def train(prepared: Prepared, options: RunOptions | None = None) -> dict[str, An
     try:
         return _train(replace(prepared, storage=storage), options or RunOptions())
     except UnreachableError as error:
-        raise StoppedError(
-            f"{error}; when it is back, continue with {resume_line(storage, prepared.config)}"
-        ) from error
+        resume = resume_line(storage, prepared.config)
+        raise StoppedError(f"{error}; when it is back, continue with {resume}") from error
 
 
 def _train(prepared: Prepared, options: RunOptions) -> dict[str, Any]:
@@ -373,15 +372,14 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
         raise RunError(f"{storage.read_json(error_file(driver))['message']} (run {storage.uri})")
     stopped = sigterm.requested or (options.stop is not None and is_stop_requested(storage, driver))
     if stopped and prepared.done < len(prepared.phases):
-        raise StoppedError(
-            f"stopped by SIGTERM, {_resume_point(prepared)}; continue with {resume_line(storage, config)}"
-        )
+        resume = resume_line(storage, config)
+        raise StoppedError(f"stopped by SIGTERM, {_resume_point(prepared)}; continue with {resume}")
     if prepared.done == done:
         raise RunError(f"the workers ended without finishing a phase: see '{storage.uri}/{LOGS}'")
 
 
 def _resume_point(prepared: Prepared) -> str:
-    """From where a run that was stopped continues, for people."""
+    """The progress of a stopped run, for its message."""
     newest = read_state(prepared.storage).checkpoints[-1:]
     at = f"checkpoint '{newest[0]}' is the last one" if newest else "before its first checkpoint"
     return f"{prepared.done} of {len(prepared.phases)} tasks are done, {at}"
@@ -389,10 +387,9 @@ def _resume_point(prepared: Prepared) -> str:
 
 @contextmanager
 def _log_progress(storage: Storage, scaling: ScalingConfig, label: str) -> Iterator[None]:
-    """The workers' progress lines, and before them, where there is no room yet, what they wait for."""
-    requested = {
-        name: amount * int(scaling.num_workers) for name, amount in (scaling.resources_per_worker or {}).items()
-    }
+    """Log the workers' progress lines, and before them the resources that they wait for."""
+    each, workers = scaling.resources_per_worker or {}, int(scaling.num_workers)
+    requested = {name: amount * workers for name, amount in each.items()}
     lower = "launch.workers, launch.cpus_per_worker or launch.gpus_per_worker"
     with clusters.log_while_pending(clusters.is_pending, requested, lower), follow(storage, label):
         yield
