@@ -15,7 +15,7 @@
     ├── BankError          an adapter or snapshot that is absent, damaged or not allowed
     ├── LaunchError        the cluster cannot ever give what the run asks for
     ├── WrongResultError   a benchmark's contender computed something else than its reference
-    └── RunError           a run that cannot start, go on or be trusted
+    └── RunError           a run that cannot start, continue or be trusted
         ├── CheckpointError     a checkpoint that is damaged or incomplete; an older one may be whole
         ├── ResumeError         the run directory and the config do not belong together
         ├── StoppedError        a run that was stopped from outside and can be resumed as it is
@@ -30,7 +30,7 @@ class RayclError(Exception):
     """Base of all errors meant for users; jobs print its text and exit with its status.
 
     Attributes:
-        exit_status: 1, or 75 (EX_TEMPFAIL) where the same command, typed again, may go on.
+        exit_status: 1, or 75 (EX_TEMPFAIL) where the same command, typed again, may continue.
     """
 
     exit_status = 1
@@ -95,7 +95,7 @@ class WrongResultError(RayclError):
 
 
 class RunError(RayclError):
-    """A run cannot start or go on."""
+    """A run cannot start or continue."""
 
 
 class CheckpointError(RunError):

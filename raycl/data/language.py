@@ -1,7 +1,7 @@
 """Texts as something to learn from without answers: hidden words to guess, or each next word.
 
 Why it exists: which words are hidden must differ from epoch to epoch and yet follow from (seed, epoch, row) alone, so
-that a run can stop and go on anywhere and N workers equal one.
+that a run can stop and continue anywhere and N workers equal one.
 What it does not know: models, batches, which rows come when.
 """
 
@@ -91,7 +91,7 @@ def check_objective(objective: Objective, codec: TextCodec) -> None:
 
 
 def whole_texts(texts: Sequence[str], codec: TextCodec, limit: int) -> tuple[list[list[int]], int]:
-    """Ids of texts to go on from, a first token ahead and end-of-sequence behind, and how many were cut to `limit`.
+    """Ids of texts to continue from, a first token ahead and end-of-sequence behind, and how many were cut to `limit`.
 
     The first is what the tokenizer puts in front of a text; where that is nothing, end-of-sequence (as GPT-2 was
     trained). A text that is cut has no end.

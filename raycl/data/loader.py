@@ -1,6 +1,6 @@
 """Batches: which rows make an optimizer step, and which part of them a worker sees.
 
-Why it exists: the rows of step k are a pure function of (seed, k), so a run can stop and go on at any step, and
+Why it exists: the rows of step k are a pure function of (seed, k), so a run can stop and continue at any step, and
 they do not depend on how many workers share them, so N workers equal one. Every worker gets equally many
 micro-batches, filled up with examples of weight 0, because collective operations need equal counts.
 What it does not know: files, models, Ray.
@@ -42,7 +42,7 @@ def check_batch(batch_size: int, micro_batch_size: int, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """The order of `count` rows over a whole stage; a new permutation each epoch.
+    """The order of `count` rows over a whole phase; a new permutation each epoch.
 
     Attributes:
         max_steps: stop after this many steps even inside an epoch; None: after all epochs.

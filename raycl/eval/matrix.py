@@ -4,7 +4,7 @@ Why it exists: two columns both called "BWT" are rarely the same number. The who
 and each number is a function of its values with the formula beside it; published deviations are in `variants`.
 What it does not know: how a score came about, which method was trained, where results are stored.
 
-Notation: M tasks; `a[i][j]` is the score on task j after stage i, 0 to 100, None where it was not measured. Formulas
+Notation: M tasks; `a[i][j]` is the score on task j after phase i, 0 to 100, None where it was not measured. Formulas
 count from 1 as the papers do, code from 0. A sequence of tasks has a square matrix; `joint` training has either one
 row or only its last row filled. Every function gives None where a number is undefined: with one task, with
 missing cells, with missing references.
@@ -20,12 +20,12 @@ from raycl.errors import RunError
 from raycl.types import Score
 
 Values = Sequence[Sequence[float | None]]
-"""Rows of stages, columns of tasks."""
+"""Rows of phases, columns of tasks."""
 
 
 @dataclass
 class AccuracyMatrix:
-    """Scores of every task after every stage.
+    """Scores of every task after every phase.
 
     Attributes:
         tasks: column names, in stream order.
@@ -45,7 +45,7 @@ class AccuracyMatrix:
         assert shape == [len(self.tasks)] * len(self.phases), f"rows of {shape} cells, expected {len(self.tasks)} each"
 
     def set(self, i: int, j: int, score: Score) -> None:
-        """Record the score on task `j` after stage `i`, both counted from 0."""
+        """Record the score on task `j` after phase `i`, both counted from 0."""
         assert 0 <= i < len(self.phases) and 0 <= j < len(self.tasks), f"no cell ({i}, {j})"
         self.cells[i][j] = score
 
@@ -54,7 +54,7 @@ class AccuracyMatrix:
         return [[score.value if score else None for score in row] for row in self.cells]
 
     def upto(self, phases: int) -> AccuracyMatrix:
-        """The matrix of a sequence as it was after its first `phases` stages: those rows and their tasks."""
+        """The matrix of a sequence as it was after its first `phases` phases: those rows and their tasks."""
         assert len(self.phases) == len(self.tasks), "only a sequence of tasks has earlier matrices"
         cells = [row[:phases] for row in self.cells[:phases]]
         return AccuracyMatrix(self.tasks[:phases], self.phases[:phases], cells)
@@ -76,7 +76,7 @@ class AccuracyMatrix:
             return AccuracyMatrix(tuple(tree["tasks"]), tuple(tree["phases"]), cells)
         except (KeyError, TypeError, AssertionError) as error:
             raise RunError(
-                f"this is no accuracy matrix ({error!r}): expected tasks, stages and a row per stage"
+                f"this is no accuracy matrix ({error!r}): expected tasks, phases and a row per phase"
             ) from error
 
 
@@ -129,7 +129,7 @@ def average_accuracy(matrix: AccuracyMatrix) -> float | None:
 def f_ra(values: Values) -> float | None:
     """Forgetting rate, `mean_{j<M} (max_{j<=i<M} a[i][j] - a[M][j])` (SAPT section 5.1.2); higher is worse.
 
-    Scores of a task before its own stage are left out, as in SAPT's `score.py`, which holds zeros there.
+    Scores of a task before its own phase are left out, as in SAPT's `score.py`, which holds zeros there.
     """
     return mean(drops(values))
 
@@ -172,7 +172,7 @@ def is_sequence(values: Values) -> bool:
 
 
 def diagonal(values: Values) -> list[float | None]:
-    """`a[j][j]`: each task right after its own stage. Needs a sequence."""
+    """`a[j][j]`: each task right after its own phase. Needs a sequence."""
     return [row[j] for j, row in enumerate(values)]
 
 
@@ -191,7 +191,7 @@ def drops(values: Values) -> list[float | None]:
 
 
 def _best(values: Values, start: int, j: int) -> float | None:
-    """The best measured score of task `j` in rows `start` to last but one; None unless it was measured at stage j."""
+    """The best measured score of task `j` in rows `start` to last but one; None unless it was measured at phase j."""
     if values[j][j] is None:
         return None
     return max(score for row in values[start:-1] if (score := row[j]) is not None)

@@ -102,8 +102,8 @@ def _bwt_clamped(values: Values) -> float | None:
     return None if losses is None else losses * (len(values) - 1) / len(values)
 
 
-def _bwt_all_stages(values: Values) -> float | None:
-    """`2 / (M (M-1)) * sum_{i>=3} sum_{j<=i-2} (a[i][j] - a[j][j])`; the task just before stage i is skipped."""
+def _bwt_all_phases(values: Values) -> float | None:
+    """`2 / (M (M-1)) * sum_{i>=3} sum_{j<=i-2} (a[i][j] - a[j][j])`; the task just before phase i is skipped."""
     if not is_sequence(values) or len(values) < 3:
         return None
     tasks = len(values)
@@ -120,28 +120,28 @@ def _forgetting_skipping(values: Values) -> float | None:
 
 VARIANTS: dict[str, Variant] = {
     "ap_sapt": Variant(_alone(ap), "SAPT section 5.1.2 and score.py 'Cl': mean of the last row"),
-    "f_ra_sapt": Variant(_alone(f_ra), "SAPT section 5.1.2 and score.py 'Fgt': best before the last stage minus final"),
+    "f_ra_sapt": Variant(_alone(f_ra), "SAPT section 5.1.2 and score.py 'Fgt': best before the last phase minus final"),
     "fwt_sapt": Variant(fwt, "SAPT section 5.1.2: diagonal minus single-task scores", "singles"),
     "fwt_sapt_code": Variant(_alone(_fwt_constant), f"SAPT score.py 'Fwt': mean diagonal minus {SAPT_CONSTANT}"),
     "bwt_sapt": Variant(_alone(bwt), "SAPT section 5.1.2: final minus diagonal, divided by M-1"),
     "bwt_sapt_code": Variant(_alone(bwt_m), "SAPT score.py 'Bwt' and its printed tables: divided by M"),
     "fwt_gainlora": Variant(_alone(_mean_diagonal), "GainLoRA score.py 'Fwt': mean diagonal, nothing subtracted"),
-    "forgetting_gainlora": Variant(_alone(f_ra), "GainLoRA score.py 'Fgt': best before the last stage minus final"),
+    "forgetting_gainlora": Variant(_alone(f_ra), "GainLoRA score.py 'Fgt': best before the last phase minus final"),
     "bwt_gainlora": Variant(_alone(bwt_m), "GainLoRA score.py 'Bwt': divided by M"),
     "bwt_mammoth": Variant(_alone(bwt), "Mammoth utils/metrics.py backward_transfer: divided by M-1"),
     "fwt_mammoth": Variant(
-        _fwt_untrained, "Mammoth utils/metrics.py forward_transfer: score one stage early minus untrained", "untrained"
+        _fwt_untrained, "Mammoth utils/metrics.py forward_transfer: score one phase early minus untrained", "untrained"
     ),
     "forgetting_mammoth": Variant(
         _alone(_forgetting_never_negative), "Mammoth utils/metrics.py forgetting: maximum includes the last row"
     ),
     "bwt_libcontinual": Variant(
-        _alone(_bwt_all_stages), "LibContinual compute_bwt: over all stages, the task just learned before is skipped"
+        _alone(_bwt_all_phases), "LibContinual compute_bwt: over all phases, the task just learned before is skipped"
     ),
     "forgetting_libcontinual": Variant(
         _alone(_forgetting_skipping), "LibContinual compute_frgt: diagonal minus final, last task but one skipped"
     ),
     "bwt_treelora": Variant(_alone(_bwt_clamped), "TreeLoRA collect_results.py: gains count as 0, divided by M"),
-    "f_t_slm": Variant(_alone(_final_f_t), "SLM section 4.4, eq. 8: F_M, best score of any earlier stage minus final"),
+    "f_t_slm": Variant(_alone(_final_f_t), "SLM section 4.4, eq. 8: F_M, best score of any earlier phase minus final"),
 }
 """Name `<number>_<source>` -> variant; `_code` marks released code that differs from its paper."""

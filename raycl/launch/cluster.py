@@ -122,7 +122,7 @@ def log_while_pending(waits: Callable[[], bool], requested: Mapping[str, float],
     """
     over = threading.Event()
 
-    def watch() -> None:
+    def run() -> None:
         while not over.wait(WAIT_S):
             try:
                 if waits():
@@ -130,7 +130,7 @@ def log_while_pending(waits: Callable[[], bool], requested: Mapping[str, float],
             except (RayError, ConnectionError, RuntimeError) as error:  # the cluster cannot be asked just now
                 log.debug("not known who waits: %s", error)
 
-    thread = threading.Thread(target=watch, name="waiting", daemon=True)
+    thread = threading.Thread(target=run, name="waiting", daemon=True)
     thread.start()
     try:
         yield

@@ -31,25 +31,25 @@ def follow(storage: Storage, label: str = "") -> Iterator[None]:
             new, seen[name] = data[seen.get(name, 0) :], len(data)
             yield from new.decode(errors="replace").splitlines()
 
-    def say_new() -> None:
+    def log_new() -> None:
         with suppress(StorageError):  # away for a moment: the next look finds all that was written meanwhile
             for line in fresh(storage.patient(0)):
                 log.info("%s%s", label, line)
 
-    def watch() -> None:
+    def run() -> None:
         while not over.wait(FOLLOW_S):
-            say_new()
+            log_new()
 
     for _ in fresh(storage):
         pass  # what was written before is not said again
-    thread = threading.Thread(target=watch, name="follow", daemon=True)
+    thread = threading.Thread(target=run, name="follow", daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
-        say_new()
+        log_new()
 
 
 def log_to_stderr() -> None:

@@ -1,7 +1,7 @@
-"""Ray Train: one worker group runs the whole stream, and is started again where it died.
+"""Ray Train: one worker group runs the whole stream, and restarts from the last checkpoint.
 
-Why it exists: the driver validates everything it can, writes the config, asks the cluster for workers, and reads
-the outcome from the run's own journal, which it trusts more than Ray's record of reported checkpoints.
+Why it exists: the driver validates everything it can, writes the config, requests workers from the cluster, and reads
+the outcome from the run's own journal, which is more reliable than Ray's record of reported checkpoints.
 What it does not know: how training works (`raycl.training`), what the parts are (`raycl.run.assembly`).
 """
 
@@ -54,7 +54,7 @@ from raycl.types import Phase
 
 @dataclass(frozen=True)
 class Prepared:
-    """A validated run with its folder, ready to start or to go on.
+    """A validated run with its folder, ready to start or to continue.
 
     Attributes:
         replaces: fingerprint of the config that the folder's claims had when this one was compared with it.
@@ -79,7 +79,7 @@ class Prepared:
 
     @property
     def done(self) -> int:
-        """Stages that are trained and evaluated."""
+        """Phases that are trained and evaluated."""
         return len(read_state(self.storage).phases)
 
 
@@ -96,7 +96,7 @@ def prepare(config: RunConfig) -> Prepared:
             if config.output.exists == "resume":
                 return reopen(storage.address, config)
             raise RunError(
-                f"'{storage.uri}' holds a run already: go on with {resume_line(storage, config)}, or choose another "
+                f"'{storage.uri}' holds a run already: continue with {resume_line(storage, config)}, or choose another "
                 "output.name"
             )
     stream = checks.check(config)
@@ -170,7 +170,7 @@ def _run_in(folder: str) -> tuple[Storage, RunConfig, RunState]:
 def _refuse(folder: str, changed: dict[str, tuple[Any, Any]]) -> None:
     if changed:
         listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
-        raise ResumeError(f"'{folder}' cannot go on with a changed config: {listed}; start a new run instead")
+        raise ResumeError(f"'{folder}' cannot continue with a changed config: {listed}; start a new run instead")
 
 
 def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) -> RunConfig:
@@ -180,7 +180,7 @@ def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) ->
 
 
 def resume_line(storage: Storage, config: RunConfig) -> str:
-    """What to type behind the job's name to go on with a run."""
+    """Arguments of the job that resume a run."""
     return resume_arguments(storage, configs.as_tree(config))
 
 
@@ -236,7 +236,8 @@ def train(prepared: Prepared, options: RunOptions | None = None) -> dict[str, An
     try:
         return _train(replace(prepared, storage=storage), options or RunOptions())
     except UnreachableError as error:
-        raise StoppedError(f"{error}; when it is back, go on with {resume_line(storage, prepared.config)}") from error
+        resume = resume_line(storage, prepared.config)
+        raise StoppedError(f"{error}; when it is back, continue with {resume}") from error
 
 
 def _train(prepared: Prepared, options: RunOptions) -> dict[str, Any]:
@@ -246,7 +247,7 @@ def _train(prepared: Prepared, options: RunOptions) -> dict[str, Any]:
             scaling = scaling_of(prepared.config, options.share)
             while (done := prepared.done) < phases and not is_stopped(prepared.storage, done):
                 _fit(prepared, scaling, done, options)
-    elif prepared.config.bank.publish:  # workers that go on look after this themselves
+    elif prepared.config.bank.publish:  # workers that continue look after this themselves
         bank = open_bank(prepared.config.bank, prepared.storage)
         publish_again(bank, prepared.storage, read_state(prepared.storage), continues=False)
     return finish(prepared)
@@ -335,7 +336,7 @@ def job_of(prepared: Prepared, options: RunOptions, driver: str, threads: int = 
 
 
 def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOptions) -> None:
-    """One Ray Train run: the whole stream, or one stage of it (with fresh workers, if not `in_process`)."""
+    """One Ray Train run: the whole stream, or one phase of it (with fresh workers, if not `in_process`)."""
     config, storage = prepared.config, prepared.storage
     driver = uuid.uuid4().hex[:12]
     threads = max(1, int(scaling.num_cpus_per_worker))
@@ -360,7 +361,7 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
         for failure in getattr(error, "worker_failures", {}).values():
             if isinstance(failure, UnreachableError):
                 raise failure from error
-        message = f"the workers failed: {_cause(error)}; go on with {resume_line(storage, config)}"
+        message = f"the workers failed: {_cause(error)}; continue with {resume_line(storage, config)}"
         leave_error(storage, driver, RunError(message))
         raise RunError(message) from error
     except UnreachableError:
@@ -371,13 +372,14 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
         raise RunError(f"{storage.read_json(error_file(driver))['message']} (run {storage.uri})")
     stopped = sigterm.requested or (options.stop is not None and is_stop_requested(storage, driver))
     if stopped and prepared.done < len(prepared.phases):
-        raise StoppedError(f"stopped by SIGTERM, {_resume_point(prepared)}; go on with {resume_line(storage, config)}")
+        resume = resume_line(storage, config)
+        raise StoppedError(f"stopped by SIGTERM, {_resume_point(prepared)}; continue with {resume}")
     if prepared.done == done:
-        raise RunError(f"the workers ended without finishing a stage: see '{storage.uri}/{LOGS}'")
+        raise RunError(f"the workers ended without finishing a phase: see '{storage.uri}/{LOGS}'")
 
 
 def _resume_point(prepared: Prepared) -> str:
-    """From where a run that was stopped goes on, for people."""
+    """The progress of a stopped run, for its message."""
     newest = read_state(prepared.storage).checkpoints[-1:]
     at = f"checkpoint '{newest[0]}' is the last one" if newest else "before its first checkpoint"
     return f"{prepared.done} of {len(prepared.phases)} tasks are done, {at}"
@@ -385,10 +387,9 @@ def _resume_point(prepared: Prepared) -> str:
 
 @contextmanager
 def _log_progress(storage: Storage, scaling: ScalingConfig, label: str) -> Iterator[None]:
-    """The workers' progress lines, and before them, where there is no room yet, what they wait for."""
-    requested = {
-        name: amount * int(scaling.num_workers) for name, amount in (scaling.resources_per_worker or {}).items()
-    }
+    """Log the workers' progress lines, and before them the resources that they wait for."""
+    each, workers = scaling.resources_per_worker or {}, int(scaling.num_workers)
+    requested = {name: amount * workers for name, amount in each.items()}
     lower = "launch.workers, launch.cpus_per_worker or launch.gpus_per_worker"
     with clusters.log_while_pending(clusters.is_pending, requested, lower), follow(storage, label):
         yield

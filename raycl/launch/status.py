@@ -145,7 +145,7 @@ def _read(storage: Storage) -> _Files:
 
 
 def _json(storage: Storage, name: str) -> dict[str, Any]:
-    """A file that may be absent, or no JSON: it is not needed to go on."""
+    """A file that may be absent, or no JSON: it is not needed to continue."""
     try:
         found = storage.read_json(name) if storage.exists(name) else {}
     except StorageError:
@@ -231,10 +231,10 @@ def _last_step(files: _Files) -> str:
 
 
 def _resume_point(files: _Files) -> str:
-    """From where it goes on."""
+    """From where it continues."""
     newest = files.state.checkpoints[-1:]
     found = _CHECKPOINT.match(newest[0]) if newest else None
-    return f"it goes on after step {int(found[2])} of task {int(found[1]) + 1} ({newest[0]})" if found else ""
+    return f"it continues after step {int(found[2])} of task {int(found[1]) + 1} ({newest[0]})" if found else ""
 
 
 def _workers(attempt: dict[str, Any]) -> str:

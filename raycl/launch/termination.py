@@ -1,7 +1,7 @@
 """SIGTERM in a command: schedulers send it before they take a machine away, `ray job stop` before it kills.
 
 A run in progress, or every running trial of a sweep, is asked to write a checkpoint and end; the command then exits
-with status 75 (EX_TEMPFAIL): start it again, and it goes on.
+with status 75 (EX_TEMPFAIL): start it again, and it continues.
 What it does not know: how workers stop (`raycl.training.control`).
 """
 

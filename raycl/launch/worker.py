@@ -100,7 +100,7 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
 def _learn(
     job: dict[str, Any], storage: Storage, world: DistributedContext, config: RunConfig, control: Control
 ) -> None:
-    """Build the parts of the run and go on with it."""
+    """Build the parts of the run and continue it."""
     files = ray.get(job["weights"]) if job["weights"] is not None else ()
     context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
@@ -120,7 +120,7 @@ def _learn(
                 log.info("the backbone's %.0f MiB came from the object store", sum(map(len, files)) / 2**20)
         loop.run(job["stop_after"])
         failed = False
-    finally:  # the process may go on: with another trial
+    finally:  # the process may continue: with another trial
         if tracker is not None:
             tracker.close(failed)
 
@@ -163,7 +163,7 @@ def in_process_worker() -> Iterator[None]:
 
 
 def _report(job: dict[str, Any], storage: Storage, world: DistributedContext, record: dict[str, Any]) -> bool:
-    """Tell Ray Train about a finished stage (all workers, equally often), if it listens; whether to go on."""
+    """Tell Ray Train about a finished phase (all workers, equally often), if it listens; whether to continue."""
     done = record["phase"] + 1
     if world.is_first and done in job["fork_points"]:
         save_fork_point(storage, done, Storage.at(job["fork_points"][done]))

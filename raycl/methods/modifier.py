@@ -1,8 +1,8 @@
 """The hooks of a gradient modifier, and any number of them as one.
 
-A modifier watches layers during the forward passes of a step and then changes whole gradients, after they were summed
-over workers and before they are clipped: there the optimizer reads them under every engine. It composes with every
-method because neither knows the other.
+A modifier observes layers during the forward passes of a step and then changes whole gradients, after they were summed
+over workers and before they are clipped: the optimizer reads them there under every engine. It works with every method
+because neither depends on the other.
 What it does not know: engines, workers (it is given a sum over them), files.
 """
 
@@ -30,7 +30,7 @@ class ModifierConfig(Section):
     name: str
 
     def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
-        """The settings that can change what stage `index` learns; see `MethodConfig.cache_key`."""
+        """The settings that can change what phase `index` learns; see `MethodConfig.cache_key`."""
         return as_tree(self)
 
 
@@ -41,9 +41,9 @@ class GradientModifier:
         Config: its settings class.
 
     Attributes:
-        examples: how many training examples of a task it wants to see before the task's first step.
-        parameter_names: parameters whose gradients it may change in the present task, by the backbone's names.
-        names: those that it wants to see at the end of the present step.
+        examples: number of training examples of a task that it observes before the task's first step.
+        parameter_names: parameters whose gradients it may change in the current task, by the backbone's names.
+        names: those whose gradients it is called with at the end of the current step.
     """
 
     Config: ClassVar[type[ModifierConfig]] = ModifierConfig
@@ -55,15 +55,15 @@ class GradientModifier:
         """Fit it to the method's backbone, on which the method has attached what it needs.
 
         Raises:
-            RayclError: the backbone has not what the settings name.
+            RayclError: the backbone lacks what the settings name.
         """
         self.config, self.method = config, method
 
     def begin_task(self, phase: Phase, only: bool, resumed: bool) -> None:
-        """After the method's `begin_task` and before the first batch: watch what is live.
+        """After the method's `begin_task` and before the first batch: observe what is trainable.
 
         Args:
-            only: the run has no other stage. resumed: the task goes on; `load_state` came before.
+            only: the run has no other phase. resumed: the task continues; `load_state` came before.
         """
 
     def observe_rows(self, run_examples: Callable[[], None], reduce: Reduce) -> None:
@@ -77,7 +77,7 @@ class GradientModifier:
         """Before the first of so many forward passes of an optimizer step, on every worker."""
 
     def observe_forward(self, forward: Callable[[Batch], T], batch: Batch) -> T:
-        """`forward(batch)`, watched; collective."""
+        """`forward(batch)`, observed. Collective."""
         return forward(batch)
 
     def __call__(self, name: str, gradient: Tensor) -> Tensor:
@@ -93,10 +93,10 @@ class GradientModifier:
         return None
 
     def end_task(self) -> None:
-        """After the last step: watch nothing any more."""
+        """After the last step: stop observing."""
 
     def summary(self) -> dict[str, Any]:
-        """JSON-able: what people should know about the stage that has just ended; goes into the results."""
+        """JSON-able summary of the phase that has just ended, for the results."""
         return {}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -124,7 +124,7 @@ class Modifiers:
 
     @property
     def names(self) -> list[str]:
-        """Parameters whose gradients any of them wants at the end of this step, each once."""
+        """Parameters whose gradients any of them changes at the end of this step, each once."""
         return list(dict.fromkeys(name for member in self.members.values() for name in member.names))
 
     def begin_task(self, phase: Phase, only: bool, resumed: bool) -> None:
@@ -133,7 +133,7 @@ class Modifiers:
             member.begin_task(phase, only, resumed)
 
     def observe_rows(self, run_examples: Callable[[int], None], reduce: Reduce) -> None:
-        """Each that wants it has `run_examples(examples)` run so many examples through the model; collective."""
+        """Call each modifier that has `examples` set with a function that runs them through the model. Collective."""
         for member in self.members.values():
             if member.examples:
                 member.observe_rows(partial(run_examples, member.examples), reduce)
@@ -144,7 +144,7 @@ class Modifiers:
             member.begin_step(seed, micro_batches, reduce)
 
     def observe_forward(self, forward: Callable[[Batch], T], batch: Batch) -> T:
-        """`forward(batch)`, watched by all of them."""
+        """`forward(batch)`, observed by all of them."""
         for member in self.members.values():
             forward = _observed_by(member, forward)
         return forward(batch)
@@ -161,7 +161,7 @@ class Modifiers:
         return _any([member.masked(name) for member in self.members.values()])
 
     def held(self, name: str) -> Tensor | None:
-        """Where any of them wants that nothing moves."""
+        """Where any of them holds parameters fixed."""
         return _any([member.held(name) for member in self.members.values()])
 
     def end_task(self) -> None:
@@ -170,7 +170,7 @@ class Modifiers:
             member.end_task()
 
     def summary(self) -> dict[str, Any]:
-        """`{"modifiers": {name: its summary}}`; empty without modifiers, so that such runs' results look as ever."""
+        """`{"modifiers": {name: its summary}}`; empty without modifiers."""
         return {"modifiers": {name: member.summary() for name, member in self.members.items()}} if self.members else {}
 
     def state(self) -> dict[str, Any]:

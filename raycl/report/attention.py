@@ -1,9 +1,9 @@
-"""How loudly each block speaks for each task's texts, read from a run's result file (method `sapt`).
+"""Mean attention weights of each task's texts over all task adapters, read from a run's results (method `sapt`).
 
-Two maps, as in SAPT's figure: rows are tasks, columns blocks in the order of learning. `train`: mean weights on the
-task's dev texts when it was learned; `test`: on its test texts at the end. Where the two are alike, a task's texts
-are still answered by the blocks that they were learned with.
-What it does not know: how weights come about, how anything is drawn.
+Two maps, as in SAPT's figure: rows are tasks, columns adapters in the order of learning. `train`: mean weights on the
+task's dev texts when it was learned; `test`: on its test texts at the end. If the two agree, a task's texts still use
+the adapters that they were learned with.
+What it does not know: how weights are computed and drawn.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from raycl.report.results import title_of
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Attention of one run after its last stage.
+    """Attention weights of one run after its last phase.
 
     Attributes:
-        keys: blocks in the order of learning.
-        train: task -> weights over the blocks that there were when it was learned, 0 for later ones.
-        test: task -> weights over all blocks; of tasks that were evaluated.
-        pseudo: task -> how many pseudo inputs stand for it.
-        fallback_samples: task -> how many of them are stored training inputs because a generator wrote none.
+        keys: adapters in the order of learning.
+        train: task -> weights over the adapters that existed when it was learned, 0 for later ones.
+        test: task -> weights over all adapters; of tasks that were evaluated.
+        pseudo: task -> number of its pseudo-samples.
+        fallback_samples: task -> how many of them are stored training inputs because the generator produced none.
     """
 
     keys: list[str]
@@ -38,10 +38,10 @@ class AttentionWeights:
         """Of a run.
 
         Raises:
-            RunError: it tells of no attention.
+            RunError: it has no attention weights.
         """
         if not has_attention(result):
-            raise RunError(f"'{title_of(result)}' tells of no attention: only runs with method=sapt do")
+            raise RunError(f"'{title_of(result)}' has no attention weights: only runs with method=sapt do")
         summary = result["phase_summaries"][-1]["attention"]
         keys = [str(key) for key in summary["keys"]]
         train = {task: _padded(weights, len(keys)) for task, weights in summary["train"].items()}
@@ -49,7 +49,7 @@ class AttentionWeights:
         return AttentionWeights(keys, train, test, summary["pseudo"], summary.get("fallback_samples", {}))
 
     def moved(self) -> dict[str, float]:
-        """Task -> how much of its texts' weight speaks through other blocks now, in percent (total variation)."""
+        """Task -> share of its texts' weight that is on other adapters now, in percent (total variation)."""
         return {
             task: 50 * sum(abs(now - then) for now, then in zip(self.test[task], weights, strict=True))
             for task, weights in self.train.items()
@@ -58,7 +58,7 @@ class AttentionWeights:
 
 
 def has_attention(result: Tree) -> bool:
-    """Whether the run's last stage tells of attention."""
+    """Whether the summary of the run's last phase has attention weights."""
     return "attention" in (result.get("phase_summaries") or [{}])[-1]
 
 

@@ -73,8 +73,8 @@ def compare(results: Sequence[Tree]) -> list[Line]:
 
 def points_of(lines: Sequence[Line]) -> dict[str, str]:
     """Numbers in points that these lines show -> column title."""
-    asked = any(line.numbers[UNSEEN] for line in lines)
-    return METRICS | {UNSEEN: UNSEEN} if asked else METRICS
+    shown = any(line.numbers[UNSEEN] for line in lines)
+    return METRICS | {UNSEEN: UNSEEN} if shown else METRICS
 
 
 def grouped(results: Sequence[Tree]) -> list[tuple[str, list[Tree]]]:

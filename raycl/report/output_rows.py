@@ -27,10 +27,10 @@ class OutputRows:
     """Kept rows of one run.
 
     Attributes:
-        tasks: names of its stages, those that were evaluated.
+        tasks: names of its phases, those that were evaluated.
         masked: whether the task was trained under the mask, or only measured (a skipped first task).
-        norm_kept: share of the watched gradient's norm that the mask left, in percent, where it was measured.
-        layers: path -> for each task, a bit per row; layers that not every task has watched are left out.
+        norm_kept: share of the observed gradient's norm that the mask kept, in percent, if it was measured.
+        layers: path -> for each task, a bit per row; layers that not every task observed are left out.
     """
 
     tasks: list[str]
@@ -43,10 +43,10 @@ class OutputRows:
         """Of a run.
 
         Raises:
-            RunError: it had no such modifier, or no stage has ended yet.
+            RunError: it had no such modifier, or no phase has ended yet.
         """
         if not has_output_rows(result):
-            raise RunError(f"'{title_of(result)}' tells of no kept rows: only runs with modifiers=[migu] do")
+            raise RunError(f"'{title_of(result)}' has no kept rows: only runs with modifiers=[migu] do")
         summaries = [phase["modifiers"]["migu"] for phase in result["phase_summaries"]]
         paths = [path for path in summaries[0]["layers"] if all(path in summary["layers"] for summary in summaries)]
         return OutputRows(
@@ -70,7 +70,7 @@ class OutputRows:
 
 
 def has_output_rows(result: Tree) -> bool:
-    """Whether every stage so far tells which rows it kept."""
+    """Whether the summary of every phase so far has its kept rows."""
     phases = result.get("phase_summaries") or []
     return bool(phases) and all("layers" in phase.get("modifiers", {}).get("migu", {}) for phase in phases)
 

@@ -1,4 +1,4 @@
-"""Pictures of runs: the accuracy matrix as a heat map, scores of each task over the stages.
+"""Pictures of runs: the accuracy matrix as a heat map, scores of each task over the phases.
 
 Why it exists: forgetting is seen at a glance in a picture and hardly in a column of numbers.
 What it does not know: how numbers were computed, where results lie.
@@ -63,7 +63,7 @@ def heatmaps(results: Sequence[Tree], path: str | Path) -> Path:
 
 
 def forgetting_curves(result: Tree, path: str | Path) -> Path:
-    """The score of each task from its own stage to the end, as a PNG at `path`."""
+    """The score of each task from its own phase to the end, as a PNG at `path`."""
     phases = [str(phase) for phase in result["phases"]]
     figure = new_figure(max(6.0, 0.55 * len(phases) + 4.0), 4.2)
     axes = figure.subplots()
@@ -83,7 +83,7 @@ def forgetting_curves(result: Tree, path: str | Path) -> Path:
 
 
 def _curves(result: Tree) -> list[tuple[str, list[float | None]]]:
-    """Task and its score per stage; scores from before its own stage are left out."""
+    """Task and its score per phase; scores from before its own phase are left out."""
     rows, tasks = values_of(result), tasks_of(result)
     square = len(rows) == len(tasks)
     return [

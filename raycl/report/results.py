@@ -86,7 +86,7 @@ def _problem(tree: Any) -> str:
         return "its stream has no tasks"
     shape = (len(tree["phases"]), len(tree["stream"]["tasks"]))
     if len(tree["matrix"]) != shape[0] or any(len(row) != shape[1] for row in tree["matrix"]):
-        return f"its matrix does not have one row per stage and one column per task ({shape[0]} x {shape[1]})"
+        return f"its matrix does not have one row per phase and one column per task ({shape[0]} x {shape[1]})"
     return ""
 
 
@@ -96,7 +96,7 @@ def tasks_of(result: Tree) -> list[str]:
 
 
 def values_of(result: Tree) -> list[list[float | None]]:
-    """Scores 0-100, rows of stages, columns of tasks, None where nothing was measured."""
+    """Scores 0-100, rows of phases, columns of tasks, None where nothing was measured."""
     return [[cell["value"] if cell else None for cell in row] for row in result["matrix"]]
 
 

@@ -1,4 +1,4 @@
-"""What a run's router was like after its last stage, read from its result file.
+"""What a run's router was like after its last phase, read from its result file.
 
 Why it exists: tables and pictures of routing share one reading of `phase_summary`.
 What it does not know: how routers work, how anything is shown.
@@ -32,7 +32,7 @@ class Routing:
     """Facts of one run's router.
 
     Attributes:
-        used: the kind that chose in the evaluation of the last stage; `task` where it was told each text's task.
+        used: the kind that chose in the evaluation of the last phase; `task` where it was told each text's task.
         tasks: in the order in which they were learned.
         found: kind -> task -> percent of its dev texts that find it; tasks without dev texts are missing.
         novelty: task -> how well its dev texts stood out before it was learned (AUROC in percent), if known.
@@ -59,7 +59,7 @@ class Routing:
         if not has_routing(result):
             raise RunError(
                 f"'{title_of(result)}' has no facts of a router in its stage_facts: only runs of methods that route by "
-                "text (slm) have them, after their first stage"
+                "text (slm) have them, after their first phase"
             )
         phases: Sequence[Tree] = result["phase_summaries"]
         last, names = phases[-1], [str(name) for name in result["phases"]]
@@ -78,7 +78,7 @@ class Routing:
 
 
 def has_routing(result: Tree) -> bool:
-    """Whether the run's last stage tells of a router."""
+    """Whether the run's last phase tells of a router."""
     return "router" in (result.get("phase_summaries") or [{}])[-1]
 
 
@@ -88,7 +88,7 @@ def mean_of(shares: Mapping[str, float]) -> float | None:
 
 
 def _by_slot(phases: Sequence[Tree], names: Sequence[str]) -> tuple[list[str], list[list[float]]] | None:
-    """Every stage wrote the rows of its own slots; None if one did not."""
+    """Every phase wrote the rows of its own slots; None if one did not."""
     if not all(summary.get("slot_similarity") for summary in phases):
         return None
     rows = [row for summary in phases for row in summary["slot_similarity"]]

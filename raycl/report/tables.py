@@ -239,7 +239,7 @@ def _notes(result: Tree) -> list[Text]:
     notes = [f"note: {note}" for note in result["stream"].get("notes") or ()]
     if result.get("finished") is False:
         done = sum(any(row) for row in result["matrix"])
-        notes.append(f"note: unfinished, {done} of {len(result['phases'])} stages evaluated")
+        notes.append(f"note: unfinished, {done} of {len(result['phases'])} phases evaluated")
     return [Text(note) for note in notes]
 
 

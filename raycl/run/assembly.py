@@ -33,7 +33,7 @@ def build(
     files: Sequence[Buffer] = (),
     replaces: str = "",
 ) -> tuple[TrainingContext, OpenEngine]:
-    """One worker's parts of the run, and what opens an engine for a stage.
+    """One worker's parts of the run, and what opens an engine for a phase.
 
     Args:
         files: the backbone's safetensors files, if they are in memory already; never written to.
@@ -72,7 +72,7 @@ def _own(backbone: Backbone) -> None:
 
 
 def open_engine(context: TrainingContext, world: DistributedContext, accumulation: int, steps: int) -> Engine:
-    """The configured engine around the backbone for one stage."""
+    """The configured engine around the backbone for one phase."""
     if isinstance(context.engine, DeepSpeedConfig):
         from raycl.training.engines.deepspeed import DeepSpeedEngine  # heavy, and needed by those who ask for it only
 

@@ -203,7 +203,7 @@ class Storage:
     def staging(self, folder: str, *parts: Buffer) -> Iterator[Callable[[str], None]]:
         """Write a file whose name is found out meanwhile; yields what gives it its name, and without it no file stays.
 
-        On local disk the writing goes on beside the caller (a hash of the parts costs no time of its own).
+        On local disk the writing continues beside the caller (a hash of the parts costs no time of its own).
 
         Args:
             folder: some folder below which the file will be.

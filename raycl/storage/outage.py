@@ -52,7 +52,7 @@ def tried(action: Callable[[], T], what: str, patience_s: float, local: bool) ->
     Raises:
         UnreachableError: the store is away for longer. StorageError: everything else that failed.
     """
-    began, pause, said = time.monotonic(), PAUSE_S, ""
+    began, pause, first_reason = time.monotonic(), PAUSE_S, ""
     spent = 0.0
     while True:
         try:
@@ -67,8 +67,8 @@ def tried(action: Callable[[], T], what: str, patience_s: float, local: bool) ->
         spent = max(spent, time.monotonic() - began)
         if spent + pause > patience_s:
             raise UnreachableError(f"cannot {what}: the store did not answer for {spent:.0f} s ({reason})")
-        if not said:
-            said = reason
+        if not first_reason:
+            first_reason = reason
             log.warning("cannot %s: %s; trying again for %.0f s", what, reason, patience_s)
         time.sleep(pause)
         spent += pause

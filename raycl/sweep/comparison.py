@@ -132,7 +132,7 @@ def _side_by_side(comparison: ComparisonConfig, planned: Mapping[str, RunConfig]
     except (KeyboardInterrupt, SystemExit) as stop:
         # Threads inside Ray cannot be interrupted, and taking Ray away from them aborts the process. Workers and a
         # cluster of our own end with it, and the journals keep what is done.
-        log.error("stopped: repeat the command to go on")
+        log.error("stopped: repeat the command to continue")
         os._exit(stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130)
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""A whole sweep: checked, run through Ray Tune, gone on with, and summed up.
+"""A whole sweep: checked, run through Ray Tune, continued, and summed up.
 
 What it does not know: how a trial learns, how a table or picture is drawn.
 """
@@ -48,7 +48,7 @@ SMALL = 1.0
 QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_WARN_THRESHOLD_S": "60"}
 
 MAY_CHANGE = ("retries", "concurrency", "resources")
-"""Settings of a sweep that may differ when it goes on; with other resources, float sums may differ too."""
+"""Settings of a sweep that may differ when it continues; with other resources, float sums may differ too."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Plan:
     """What is known before the first trial.
 
     Attributes:
-        trials: by number; of a search that plans nothing, those of earlier sessions. tasks: stages of each.
+        trials: by number; of a search that plans nothing, those of earlier sessions. tasks: phases of each.
         backbones: that trials may have.
     """
 
@@ -93,7 +93,7 @@ def _claim(sweep: SweepConfig, folder: SweepFolder, resume: bool) -> None:
         pass
     if not resume:
         raise RunError(
-            f"'{folder.storage.uri}' holds a sweep already: go on with --resume, or choose another name or --dir"
+            f"'{folder.storage.uri}' holds a sweep already: continue with --resume, or choose another name or --dir"
         )
     old = configs.from_yaml(folder.storage.read_text(SWEEP), f"{folder.storage.uri}/{SWEEP}")
     changed = configs.differences(old, plain(configs.as_tree(sweep)), without=MAY_CHANGE)
@@ -101,7 +101,9 @@ def _claim(sweep: SweepConfig, folder: SweepFolder, resume: bool) -> None:
         changed.pop("samples", None)  # more of the same is welcome
     if changed:
         listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
-        raise ResumeError(f"'{folder.storage.uri}' cannot go on with a changed sweep: {listed}; give it another name")
+        raise ResumeError(
+            f"'{folder.storage.uri}' cannot continue with a changed sweep: {listed}; give it another name"
+        )
     folder.storage.write(SWEEP, configs.to_yaml(sweep).encode())
 
 
@@ -118,7 +120,7 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> Plan:
     lengths = {len(run_config.phases(config, open_stream(config.stream, config.seed))) for config, _ in found}
     if len(lengths) > 1 and sweep.scheduler.name != "none":
         raise ConfigError(
-            f"trials have between {min(lengths)} and {max(lengths)} stages, so scheduler '{sweep.scheduler.name}' "
+            f"trials have between {min(lengths)} and {max(lengths)} phases, so scheduler '{sweep.scheduler.name}' "
             "cannot compare them: leave stream.tasks of one length, or use scheduler=none"
         )
     for config in _kinds([config for config, _ in found]):
@@ -193,7 +195,7 @@ def _refuse_unfinished(folder: SweepFolder, plan: Plan) -> None:
     if len(over) < total:
         raise StoppedError(
             f"stopped by SIGTERM, {len(over)} of {total} trials are over, '{folder.storage.uri}' has the "
-            "checkpoints of the others; go on with the same command and --resume"
+            "checkpoints of the others; continue with the same command and --resume"
         )
 
 
@@ -226,9 +228,9 @@ def _fit(
             verbose=0,
         ),
     )
-    asked = {"CPU": sweep.resources.workers * sweep.resources.cpus_per_worker}
+    requested = {"CPU": sweep.resources.workers * sweep.resources.cpus_per_worker}
     lower = "resources.workers or resources.cpus_per_worker"
-    with _quiet(), clusters.log_while_pending(partial(clusters.is_pending, all_of_it=True), asked, lower):
+    with _quiet(), clusters.log_while_pending(partial(clusters.is_pending, all_of_it=True), requested, lower):
         grid = tuner.fit()
     return {
         int(result.config["number"]): str(result.error).strip().splitlines()[-1]

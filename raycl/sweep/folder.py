@@ -6,11 +6,11 @@
     trials/NAME-0003/       its run, like any other
     failed/0003.json        why its last try failed
     stop/DRIVER.json        request of that driver that all trials write a checkpoint and end
-    prefixes/KEY/           the first stages that several trials have in common
+    prefixes/KEY/           the first phases that several trials have in common
     bank/                   adapters and snapshots of all trials
     best.yaml, summary.*    what it found
 
-Why it exists: a sweep goes on from what is here, never from Ray's own records, which are pickles of one version.
+Why it exists: a sweep continues from what is here, never from Ray's own records, which are pickles of one version.
 What it does not know: how trials are chosen, run or compared.
 """
 
@@ -56,7 +56,7 @@ class SweepFolder:
         return self.storage.sub(f"trials/{self.run_name(number)}")
 
     def prefix(self, key: str) -> Storage:
-        """Where the stages with this key are kept for others."""
+        """Where the phases with this key are kept for others."""
         return self.storage.sub(f"prefixes/{key}")
 
     def config(self, sweep: SweepConfig, number: int, settings: Settings) -> RunConfig:
@@ -105,7 +105,7 @@ class SweepFolder:
         return str(self.storage.read_json(file)["error"]) if self.storage.exists(file) else None
 
     def state(self, number: int, phases: int) -> tuple[State, RunState]:
-        """What became of a trial of so many stages, and how far it got."""
+        """What became of a trial of so many phases, and how far it got."""
         run = self.run(number)
         reached = read_state(run)
         done = len(reached.phases)

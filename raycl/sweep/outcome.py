@@ -135,7 +135,7 @@ def read_row(sweep: SweepConfig, folder: SweepFolder, number: int, settings: Set
         return Row(number, settings, state, len(records), error=error)
     names, phases, singles = results["stream"]["tasks"], results["phases"], results["singles"]
     curve = [measured(sweep.metrics, names, phases, records[:done], singles) for done in range(1, len(records) + 1)]
-    started = [attempt for attempt in reached.attempts if "borrowed" not in attempt]
+    started = [attempt for attempt in reached.attempts if "forked_from" not in attempt]
     forked_tasks = _forked_tasks(records, started)
     return Row(
         number,

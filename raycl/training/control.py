@@ -1,8 +1,8 @@
-"""What goes on beside the training of one worker: it looks for requests to stop, and says that it is alive.
+"""The control thread of one worker: polls for stop requests and writes the run's heartbeat.
 
-A thread writes the run's `heartbeat.json` (rank 0), and ends a worker that makes no progress for too long: a hung
-collective or file system raises no error, and only new processes get out of it.
-What it does not know: what is trained; who starts a worker again.
+The thread writes `heartbeat.json` (rank 0) and ends a worker that makes no progress for too long: a hung collective or
+file system raises no error, and only a new process recovers from it.
+What it does not know: what is trained; how a worker is started again.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ BEAT_S = 5.0
 """Seconds between two heartbeats."""
 
 POLL_S = 0.5
-"""Seconds between two looks for a request to stop: `ray job stop` leaves 3 until it kills."""
+"""Seconds between two polls for a stop request: `ray job stop` kills after 3."""
 
 REPORT_S = 10.0
-"""Seconds that a hung worker gets to write its report: the storage may be what it hangs on."""
+"""Seconds in which a hung worker can write its report; the storage itself may hang."""
 
 
 def hang_file(driver: str, rank: int) -> str:
-    """Where on a run's storage a worker that hung leaves its report."""
+    """Path of a hung worker's report in the run's folder."""
     return f"errors/{driver}-hang-{rank}.json"
 
 
 class Control:
-    """One worker's; as a context manager it runs the thread.
+    """Stop requests, heartbeat and hang detection of one worker; as a context manager it runs the thread.
 
     Attributes:
-        activity: what the worker does now, for people.
+        activity: what the worker does now, for messages.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Control:
         poll_s: float = POLL_S,
         host: HostStop | None = None,
     ) -> None:
-        """Nothing is written yet.
+        """Set up; nothing is written yet.
 
         Args:
-            driver: whose requests to stop are obeyed; empty: nobody's.
+            driver: the driver that can stop the run; empty: none can.
             hang_s: seconds without progress after which the process ends; None: never.
-            host: whose requests are obeyed as well; None: the run has no host.
+            host: a sweep that can stop the run as well; None: there is none.
         """
         self.storage = storage.patient(0)  # what it reads and writes can wait for the next time
         self.world, self.driver = world, driver
@@ -74,19 +74,19 @@ class Control:
         self._thread = threading.Thread(target=self._run_checks, name="control", daemon=True)
 
     def progress(self, activity: str, **summary: Any) -> None:
-        """Something was done: `activity` goes on.
+        """Record progress in `activity`.
 
         Args:
-            summary: for the heartbeat, beside those given before.
+            summary: values for the heartbeat, added to earlier ones.
         """
         self.activity, self._progress = activity, time.monotonic()
         self._summary = {**self._summary, **summary}
 
     def stop_requested(self, now: bool = False) -> bool:
-        """Whether the run is to stop. Collective; between two looks at the storage it costs nothing.
+        """Whether a stop was requested. Collective; the storage is polled at most every `poll_s` seconds.
 
         Args:
-            now: look in any case.
+            now: poll in any case.
         """
         self._calls += 1
         if not self.driver or self._stop or (self._calls <= self._skip and not now):
@@ -99,7 +99,7 @@ class Control:
         return self._stop
 
     def _look(self) -> bool:
-        """Whether there is a request; the host's is copied to the run's folder, where its status is read from."""
+        """Whether there is a request; the host's is copied to the run's folder, so that the run's status shows it."""
         try:
             if self.host is not None and self.host.is_requested:
                 request_stop(self.storage, self.driver, "SIGTERM")
@@ -143,11 +143,11 @@ class Control:
         }
         try:
             self.storage.write_json(HEARTBEAT, summary)
-        except StorageError as error:  # the next one may succeed, and training itself says what it lacks
+        except StorageError as error:  # the next one may succeed, and training raises storage errors itself
             log.debug("no heartbeat: %s", error)
 
     def _end(self, idle: float) -> None:
-        """Write a report, if the storage takes it, and end this process at once, whatever its other threads hold."""
+        """Write a report if the storage works, and end this process at once, whatever locks its threads hold."""
         report = threading.Thread(target=self._report, args=(idle,), daemon=True)
         report.start()
         report.join(REPORT_S)
@@ -158,9 +158,9 @@ class Control:
             faulthandler.dump_traceback(file)
             file.seek(0)
             stack = file.read().decode(errors="replace")
-        who = f"worker {self.world.rank + 1} of {self.world.size} (process {os.getpid()} on {socket.gethostname()})"
+        worker = f"worker {self.world.rank + 1} of {self.world.size} (process {os.getpid()} on {socket.gethostname()})"
         message = (
-            f"{who} made no progress for {idle:.0f} s while {self.activity}, launch.hang_s is {self.hang_s:g}: "
+            f"{worker} made no progress for {idle:.0f} s while {self.activity}, launch.hang_s is {self.hang_s:g}: "
             "it was ended, so that the workers start again from the last checkpoint"
         )
         record = {"type": "Hang", "message": message, "stack": stack, "time": time.time()}

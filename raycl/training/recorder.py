@@ -74,7 +74,7 @@ class Recorder:
             self.journal.go_back(checkpoint_names, phases)
 
     def begin(self, phase: Phase, rows: int, steps: int, start: int, later: int) -> None:
-        """Training of a phase begins, or goes on after `start` steps; `later` steps of other phases follow."""
+        """Training of a phase begins, or continues after `start` steps; `later` steps of other phases follow."""
         if self.journal is not None:
             self.progress.begin(phase.index, phase.name, rows, steps, start, later)
 
@@ -120,7 +120,7 @@ class Recorder:
             self.storage.delete(f"{checkpoints.FOLDER}/{old}")
 
     def phase(self, phase: Phase, record: dict[str, Any]) -> bool:
-        """A phase is trained and evaluated; returns whether to go on."""
+        """A phase is trained and evaluated; returns whether to continue."""
         self.state = replace(self.state, phases=[*self.state.phases, record])  # the journal has a state of its own
         if self.journal is not None:
             self.journal.phase_done(record)

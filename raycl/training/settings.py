@@ -77,7 +77,7 @@ class TrainConfig(Section):
             yield "warmup_ratio", f"warmup_steps={self.warmup_steps}"
 
     def epochs_of(self, task: str) -> int:
-        """Epochs of a stage by its name."""
+        """Epochs of a phase by its name."""
         return self.epochs_by_task.get(task, self.epochs)
 
     def warmup(self, steps: int) -> int:

@@ -25,7 +25,7 @@ class RunInfo:
     Attributes:
         tree: the resolved config. fingerprint: of its parts that can change a result.
         singles: task -> score of the task trained alone by the same method, for FWT.
-        replaces: fingerprint of the config that the run had so far, where it goes on with more tasks.
+        replaces: fingerprint of the config that the run had so far, where it continues with more tasks.
     """
 
     seed: int

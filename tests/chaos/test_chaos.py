@@ -109,7 +109,7 @@ def nodes(store: Store) -> Iterator[Nodes]:
 
 
 def inside(phase: int) -> Any:
-    """Whether the newest checkpoint is one inside this stage, or inside a later one."""
+    """Whether the newest checkpoint is one inside this phase, or inside a later one."""
 
     def ready(state: RunState) -> bool:
         done, name = len(state.phases), state.checkpoints[-1] if state.checkpoints else ""

@@ -61,7 +61,7 @@ def test_exports_give_the_trained_models_outputs_elsewhere(
 
 
 def weights_of(done: Done, newest: Snapshot) -> dict[str, float]:
-    """What to export: the adapter of the last stage, or its slots together."""
+    """What to export: the adapter of the last phase, or its slots together."""
     phase = done.context.phases[-1]
     if not done.context.own_adapters:
         return {newest.adapters[0].name: 1.0}
@@ -80,7 +80,7 @@ def activate(done: Done, examples: int) -> AbstractContextManager[None]:
 
 
 def elsewhere(done: Done, kind: str, phase: Phase, folder: Path) -> Iterator[Any]:
-    """What the last stage left, as other libraries load it: adapters by PEFT and merged, or the whole model."""
+    """What the last phase left, as other libraries load it: adapters by PEFT and merged, or the whole model."""
     bank = Bank(done.storage.sub("bank"))
     newest = bank.newest()
     if newest is None:
@@ -131,7 +131,7 @@ def test_the_label_head_belongs_to_what_was_learned(complete: Complete, method: 
     assert len(head.labels) == (2 if method == "separate" else 4), "a model of its own knows its own labels only"
 
 
-def test_every_stage_leaves_a_snapshot(complete: Complete) -> None:
+def test_every_phase_leaves_a_snapshot(complete: Complete) -> None:
     lora, separate = complete("bert", "lora", "torch"), complete("bert", "separate", "torch")
     found = {}
     for name, done in (("lora", lora), ("separate", separate)):
@@ -147,7 +147,7 @@ def test_every_stage_leaves_a_snapshot(complete: Complete) -> None:
     }
 
 
-def test_which_stages_of_a_whole_model_are_exported(complete: Complete, lab: Any, tmp_path: Path) -> None:
+def test_which_phases_of_a_whole_model_are_exported(complete: Complete, lab: Any, tmp_path: Path) -> None:
     done = complete("bert", "finetune", "torch")
     assert done.storage.list("learned") == ["000-colour", "001-animal"]
     for export, folders in (("last", ["001-animal"]), ("none", [])):
@@ -164,6 +164,6 @@ def test_checkpoints_are_safetensors_and_a_manifest_and_only_the_newest_stay(com
     for name in names:
         files = done.storage.list(f"checkpoints/{name}")
         kept = ["frozen_state.safetensors", "manifest.json", "optimizer.safetensors", "parameters.safetensors"]
-        assert files == kept + ["snapshot.json"] * ("step0000004" in name), "the end of a stage keeps what it published"
+        assert files == kept + ["snapshot.json"] * ("step0000004" in name), "the end of a phase keeps what it published"
         learned = load_file(f"{done.storage.root}/checkpoints/{name}/parameters.safetensors")
         assert set(learned) == set(trained_names(done.context.backbone)), "frozen weights are not stored again"

@@ -1,4 +1,4 @@
-"""Gradient modifiers compose with every method on every engine: streams run, stop, go on, and every engine agrees."""
+"""Gradient modifiers compose with every method on every engine: streams run, stop, continue, and engines agree."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_threshold_of_zero_is_plain_training(
 def test_the_optimizer_saw_the_mask_in_every_engine_and_precision(
     lab: Lab, tmp_path: Path, engine: str, dtype: str
 ) -> None:
-    """The run checks it itself, here with moments of earlier steps too: it is left and goes on."""
+    """The run checks it itself, here with moments of earlier steps too: it is left and continues."""
     config = masked(lab, "bert", "finetune", engine, backbone={"dtype": dtype}, train={"micro_batch_size": 2})
     with pytest.raises(Stop):
         run(config, Storage.at(tmp_path), after=3)

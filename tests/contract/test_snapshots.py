@@ -62,7 +62,7 @@ def test_a_snapshot_of_two_activations_is_refused(complete: Complete, tmp_path: 
 
 
 def answers_of(done: Done, task: str) -> list[str]:
-    """What the run itself answered after its last stage that evaluated the task."""
+    """What the run itself answered after its last phase that evaluated the task."""
     for folder in reversed(done.storage.list("predictions")):
         if f"{task}.jsonl" in done.storage.list(f"predictions/{folder}"):
             lines = done.storage.read(f"predictions/{folder}/{task}.jsonl").decode().splitlines()

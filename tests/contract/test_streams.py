@@ -1,4 +1,4 @@
-"""What every method promises on every engine and kind of backbone: streams run, stop, go on, and freeze what is frozen.
+"""Every method on every engine and kind of backbone: streams run, stop and continue; frozen parameters do not change.
 
 All methods meet all kinds on plain torch; the two that differ in what they train meet every ZeRO stage on the encoder
 and those that partition on the text backbones; methods with something of their own meet those on the encoder, and
@@ -207,7 +207,7 @@ class Curves:
 
 @pytest.mark.parametrize("method", ["lora", "joint"])
 def test_trackers_see_the_metrics_and_the_matrix(lab: Lab, tmp_path: Path, method: str) -> None:
-    """After each stage, over the tasks learned so far; at the end those of results.json."""
+    """After each phase, over the tasks learned so far; at the end those of results.json."""
     world, curves, storage = DistributedContext.alone(torch.device("cpu")), Curves(), Storage.at(tmp_path)
     context, open_engine = build(lab.config("bert", method), world)
     stream_loop.StreamLoop(context, open_engine, storage, world, curves).run()

@@ -123,13 +123,13 @@ def unseen(storage: Storage) -> dict[str, tuple[float, int]]:
 
 
 def attended(storage: Storage) -> list[dict[str, list[float]]]:
-    """Mean weights of each task's test texts after every stage: of all texts, whoever looked at them."""
+    """Mean weights of each task's test texts after every phase: of all texts, whoever looked at them."""
     summary = [phase.get("attention") for phase in storage.read_json("results.json")["phase_summaries"]]
     return [told["test"] for told in summary if told]
 
 
 def rows_kept(storage: Storage) -> list[Any]:
-    """What modifiers tell of every stage: the same rows, chosen by both workers together."""
+    """What modifiers tell of every phase: the same rows, chosen by both workers together."""
     summary = [phase.get("modifiers", {}).get("migu") for phase in storage.read_json("results.json")["phase_summaries"]]
     return [(told["steps"], told["layers"]) for told in summary if told]
 

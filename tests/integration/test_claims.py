@@ -1,4 +1,4 @@
-"""A folder is one run's: of two configs that start in it at once one goes on, the other is refused in a sentence."""
+"""A folder is one run's: of two configs that start in it at once one continues, the other is refused in a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose newest checkpoint is damaged goes on from the one before, and ends as the run that nobody touched."""
+"""A run whose newest checkpoint is damaged continues from the one before, and ends as the run that nobody touched."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stop(*args: Any, **named: Any) -> None:
 
 
 def stopped_after(config: Any, storage: Storage, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that ends after a checkpoint inside its last stage, before that stage is evaluated, or when it is over."""
+    """A run that ends after a checkpoint inside its last phase, before that phase is evaluated, or when it is over."""
     if where == "inside":
         with pytest.raises(Stop):
             run(config, storage, after=7)
@@ -92,13 +92,13 @@ def test_every_kind_of_damage_is_said_once(
     damage(checkpoint(storage) / file, how)
     with caplog.at_level(logging.WARNING, logger="raycl"):
         run(done.config, storage)
-    (said,) = [record.message for record in caplog.records if "goes on from" in record.message]
-    assert f"goes on from checkpoint '{older}'" in said and file in said and "\n" not in said
+    (said,) = [record.message for record in caplog.records if "continues from" in record.message]
+    assert f"continues from checkpoint '{older}'" in said and file in said and "\n" not in said
     assert matrix(storage) == matrix(done.storage) and trace(storage) == trace(done.storage)
 
 
 def test_stages_after_an_older_checkpoint_are_learned_again(lab: Lab, tmp_path: Path, caplog: Any) -> None:
-    """With a checkpoint at each stage's end alone, the one before the newest is that of the stage before."""
+    """With a checkpoint at each phase's end alone, the one before the newest is that of the phase before."""
     tasks = [*lab.tasks, {**lab.tasks[0], "name": "third"}]
     config = lab.config("bert", stream={"tasks": tasks}, checkpoint={"every_steps": None, "keep": 3})
     whole, storage = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "damaged")
@@ -109,7 +109,7 @@ def test_stages_after_an_older_checkpoint_are_learned_again(lab: Lab, tmp_path: 
         damage(checkpoint(storage, place) / "manifest.json", "flip")
     with caplog.at_level(logging.WARNING, logger="raycl"):
         run(config, storage)
-    assert "learns the last 2 finished stages again" in caplog.text
+    assert "learns the last 2 finished phases again" in caplog.text
     assert (trace(storage), matrix(storage), exported(storage)) == (trace(whole), matrix(whole), exported(whole))
     banks = [Bank(one.sub("bank")) for one in (storage, whole)]
     assert banks[0].versions("lora") == banks[1].versions("lora") == [1, 2, 3]
@@ -118,7 +118,7 @@ def test_stages_after_an_older_checkpoint_are_learned_again(lab: Lab, tmp_path: 
     assert phases[0] == phases[1] == [1, 2, 3]
 
 
-def test_without_any_whole_checkpoint_the_first_stage_starts_anew_and_later_ones_do_not(
+def test_without_any_whole_checkpoint_the_first_phase_starts_anew_and_later_ones_do_not(
     complete: Complete, tmp_path: Path
 ) -> None:
     done = complete("bert", "lora", "torch")
@@ -132,7 +132,7 @@ def test_without_any_whole_checkpoint_the_first_stage_starts_anew_and_later_ones
         run(done.config, later, after=7)
     for place in (-1, -2):
         damage(checkpoint(later, place) / "manifest.json", "cut")
-    with pytest.raises(RunError, match=r"no checkpoint of '.*later' is whole, though 1 stages are finished") as raised:
+    with pytest.raises(RunError, match=r"no checkpoint of '.*later' is whole, though 1 phases are finished") as raised:
         run(done.config, later)
     assert "\n" not in str(raised.value)
 

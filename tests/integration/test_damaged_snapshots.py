@@ -1,4 +1,4 @@
-"""A snapshot that is not whole never answers: the old one goes on, and the endpoint says why."""
+"""A snapshot that is not whole never answers: the old one continues, and the endpoint says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that goes on from where another one was equals, bit for bit, the run that learned everything itself.
+"""A run that continues from where another one was equals, bit for bit, the run that learned everything itself.
 
 The pairs are those whose prefix keys agree: that is the promise behind the keys.
 """
@@ -107,13 +107,13 @@ def test_a_place_is_kept_once_and_only_when_it_is_the_right_one(lab: Lab, tmp_pa
     first, place, early = (Storage.at(tmp_path / name) for name in ("first", "place", "early"))
     run(config, first, on_phase=lambda record: save_fork_point(first, 2, place))
     save_fork_point(first, 1, early)
-    assert read_fork_point(early) is None, "the checkpoint of the first stage is gone by now"
+    assert read_fork_point(early) is None, "the checkpoint of the first phase is gone by now"
     before = place.files()
     save_fork_point(first, 2, place)
     assert place.files().keys() == before.keys() and read_fork_point(Storage.at(tmp_path / "nowhere")) is None
 
 
-def test_a_stage_may_be_the_last_one(lab: Lab, tmp_path: Path) -> None:
+def test_a_phase_may_be_the_last_one(lab: Lab, tmp_path: Path) -> None:
     """What a scheduler's word comes to."""
     storage = Storage.at(tmp_path)
     config = lab.config("bert", stream={"tasks": three(lab)})

@@ -26,7 +26,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def three(lab: Lab, tmp_path: Path) -> tuple[Any, Storage, Bank]:
-    """A finished run of three stages, and its bank."""
+    """A finished run of three phases, and its bank."""
     tasks = [*lab.tasks, {**lab.tasks[0], "name": "third"}]
     config, storage = lab.config("bert", "separate", stream={"tasks": tasks}), Storage.at(tmp_path / "run")
     run(config, storage)
@@ -52,7 +52,7 @@ def test_verify_names_a_snapshot_of_a_run_that_is_gone(
         assert job(one, capsys, "verify", "--run", storage.uri)[0] == 0
         one.storage.delete(f"snapshots/{number:06d}.json")
         status, said = job(one, capsys, "verify", "--run", storage.uri)
-        assert status == 1 and f"snapshot {number} is gone, which stage {number - 1}" in said
+        assert status == 1 and f"snapshot {number} is gone, which phase {number - 1}" in said
     assert job(bank, capsys, "verify")[0] == 1, "the bank in a run's folder is compared with that run"
     assert (job(other, capsys, "verify")[0] == 0) is (number == 3), "parents name all but the newest"
     status, said = job(other, capsys, "verify", "--run", str(tmp_path / "nowhere"))
@@ -140,7 +140,7 @@ def test_resume_says_what_it_cannot_publish_again(
     with caplog.at_level(logging.WARNING, logger="raycl"):
         driver.train(driver.reopen(storage.uri))
     (said,) = [one.message for one in caplog.records if "snapshot 1" in one.message]
-    assert "no checkpoint of stage 0 is kept" in said
+    assert "no checkpoint of phase 0 is kept" in said
     first = bank.open(3).adapter("colour").tensors.file
     bank.storage.delete("snapshots/000003.json")
     bank.storage.delete(first)
@@ -258,7 +258,7 @@ def test_a_run_that_needs_lost_tensors_says_so_before_it_trains(complete: Comple
     bank = Bank(storage.sub("bank"))
     file = bank.open(1).adapter("colour").tensors.file
     bank.storage.delete(file)
-    with pytest.raises(BankError, match=r"tensors of colour@1 are gone .*the next stage is built on them") as raised:
+    with pytest.raises(BankError, match=r"tensors of colour@1 are gone .*the next phase is built on them") as raised:
         run(config, storage, after=0)
     assert file in str(raised.value) and "\n" not in str(raised.value)
 

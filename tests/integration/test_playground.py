@@ -258,7 +258,7 @@ def test_stop_ends_the_answers_here_and_there(
         expect(page.locator("#stop")).to_be_disabled()
     deadline = time.monotonic() + 10
     while endpoint.service.engine.pending:
-        assert time.monotonic() < deadline, "the server goes on although nobody listens"
+        assert time.monotonic() < deadline, "the server continues although nobody listens"
         time.sleep(0.05)
     if by != "asking again":
         assert said(page, "base") == text

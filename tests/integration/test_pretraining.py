@@ -1,4 +1,4 @@
-"""Continual pre-training end to end: texts are learned, runs stop and go on, and end tasks begin where they ended."""
+"""Continual pre-training end to end: texts are learned, runs resume, and end tasks start from their model."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_generation_attends_once_per_prompt(lab: Lab, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_learned_never_changes(complete: Complete, kind: str) -> None:
-    """Blocks and keys bit for bit; the projection goes on."""
+    """Blocks and keys bit for bit; the projection continues."""
     bank = Bank(complete(kind, "sapt", "torch").storage.sub("bank"))
     first, second = bank.open(1), bank.open(2)
     assert [entry.name for entry in second.adapters] == ["animal", "colour"]

@@ -105,7 +105,9 @@ def test_a_generator_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind:
 
 
 def test_who_cannot_write_is_said_before_anything_starts(lab: Lab, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs a backbone that writes, and this run's is encoder-only: name a small"):
+    with pytest.raises(
+        ConfigError, match="needs a backbone that generates texts, and this one is encoder-only: name a small"
+    ):
         check(lab.config("bert", sapt(arm={"source": "generated"})))
     generator = {"backbone": {"name": str(lab.model_folder("bert"))}}
     with pytest.raises(ConfigError, match="is encoder-only and cannot write texts: expected an encoder-decoder"):

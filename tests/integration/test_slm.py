@@ -227,7 +227,7 @@ def test_a_head_that_the_task_picks_answers_no_unseen_tasks(lab: Lab) -> None:
 
 
 def test_dev_texts_that_are_kept_tell_new_texts_from_known_ones(lab: Lab, tmp_path: Path) -> None:
-    """In the snapshot, in the facts of the stage, and the same after a crash in the middle of the second task."""
+    """In the snapshot, in the facts of the phase, and the same after a crash in the middle of the second task."""
     config = lab.config("bert", {"name": "slm"}, stream={"dev_fraction": 0.25})
     whole, stopped = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "stopped")
     run(config, whole)

@@ -97,7 +97,7 @@ def test_while_it_runs_and_when_it_was_killed(
     crashed = status_of(str(killed))
     assert crashed.state == "crashed" and "may be starting again" in crashed.message
     assert crashed.details["step"].startswith("the last one recorded is 3 of 4 of task 2, 'animal', loss ")
-    assert crashed.details["from"].startswith("it goes on after step 2 of task 2 (phase001-step0000002")
+    assert crashed.details["from"].startswith("it continues after step 2 of task 2 (phase001-step0000002")
     assert crashed.command == f"python jobs/train_stream.py --resume {killed}"
     assert "may be starting" not in later(killed, 3600, monkeypatch).message
     assert "1:00:0" in later(killed, 3600, monkeypatch).message
@@ -127,7 +127,7 @@ def test_when_it_is_asked_to_stop_and_when_it_has_stopped(complete: Complete, tm
     stopped = status_of(storage.uri)
     assert seen[0].state == "stopping" and seen[0].message.startswith("asked to stop by SIGTERM")
     assert stopped.state == "stopped" and "by SIGTERM at 20" in stopped.message and "exit status 75" in stopped.message
-    assert stopped.details["from"].startswith("it goes on after step 3 of task 2")
+    assert stopped.details["from"].startswith("it continues after step 3 of task 2")
     assert stopped.command == f"python jobs/train_stream.py --resume {storage.uri}"
     work(launch.reopen(storage.uri))
     assert status_of(storage.uri).state == "finished"

@@ -37,7 +37,7 @@ class At:
 
 
 def stopped(config: object, storage: Storage, step: int) -> None:
-    """A run whose driver asks it to stop after `step` optimizer steps of both stages together."""
+    """A run whose driver asks it to stop after `step` optimizer steps of both phases together."""
     context, open_engine = build(config, ALONE)  # type: ignore[arg-type]
     sink = At(step, lambda: request_stop(storage, "driver", "SIGTERM"))
     control = Control(storage, ALONE, "driver", poll_s=0.0)

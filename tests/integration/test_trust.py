@@ -116,7 +116,7 @@ def test_a_run_goes_on_where_its_command_allows_it(custom: Custom, trained: Stor
     with pytest.raises(ConfigError, match="trust_remote_code"):
         driver.extend(trained.uri, ["{name: later, path: x}"])
     assert not custom.ran
-    with pytest.raises(RunError, match=rf"go on with --resume {trained.uri} {TYPED}, or"):
+    with pytest.raises(RunError, match=rf"continue with --resume {trained.uri} {TYPED}, or"):
         driver.prepare(run_config.load_config(str(custom.file), [TYPED]))
     assert driver.reopen(trained.uri, overrides=(TYPED,)).done == 2
     again = driver.prepare(run_config.load_config(str(custom.file), [TYPED, "output.exists=resume"]))

@@ -1,4 +1,4 @@
-"""Two workers that do not see the same checkpoints go on from the newest one that both can read, or both stop.
+"""Two workers that do not see the same checkpoints continue from the newest one that both can read, or both stop.
 
 Each worker reads a run directory of its own here, as with a file cache on every node; one pair of processes runs all
 cases.
@@ -34,7 +34,7 @@ VIEWS: dict[str, tuple[list[Harm], list[Harm], tuple[int, int] | None]] = {
         None,
     ),
 }
-"""Case -> harm to each worker's view, and the stage and step from which both go on; None: both stop."""
+"""Case -> harm to each worker's view, and the phase and step from which both continue; None: both stop."""
 
 LOST_BANK = "the first finds no bank"
 """What only worker 0 looks after; its error is both workers'."""
@@ -96,7 +96,7 @@ def test_both_go_on_from_the_newest_that_both_can_read(seen: Path, whole: Storag
 def test_the_first_worker_says_whose_view_is_damaged(seen: Path) -> None:
     said = (seen / "worker0.log").read_text()
     for case in GOES_ON:
-        problems = [line for line in said.splitlines() if f"/{case}/" in line and "goes on from" in line]
+        problems = [line for line in said.splitlines() if f"/{case}/" in line and "continues from" in line]
         newest = [rank for rank in range(2) if any(place == -1 for place, *_ in VIEWS[case][rank])]
         assert len(problems) == bool(newest)
         assert all(f"worker {rank + 1} of 2: " in problems[0] for rank in newest)
@@ -107,9 +107,9 @@ def test_the_first_worker_says_whose_view_is_damaged(seen: Path) -> None:
     [
         (
             "none is whole for both",
-            r"RunError: no checkpoint of '.*' is whole, though 1 stages are finished \(worker 1",
+            r"RunError: no checkpoint of '.*' is whole, though 1 phases are finished \(worker 1",
         ),
-        (LOST_BANK, r"BankError: .*snapshot 1 of stage 0 is gone .*the next stage is built on it"),
+        (LOST_BANK, r"BankError: .*snapshot 1 of phase 0 is gone .*the next phase is built on it"),
     ],
 )
 def test_both_stop_with_the_same_sentence(seen: Path, case: str, error: str) -> None:

@@ -118,7 +118,7 @@ def test_a_rollback_holds_while_following(taught: Taught, tmp_path: Path) -> Non
 
 
 def test_what_training_publishes_is_followed(lab: Lab, tmp_path: Path) -> None:
-    """Served while it learns: the next stage of the same run publishes into the bank that answers."""
+    """Served while it learns: the next phase of the same run publishes into the bank that answers."""
     config, storage = lab.config("bert", lab.slots(), train={"epochs": 2}), Storage.at(tmp_path)
 
     def learn() -> None:
@@ -249,7 +249,7 @@ def test_requests_may_not_load_snapshots_without_end(
         busy = wire.client("none")
         found = busy._client.post(f"{wire.url}/v1/route", json=body)
         assert problem(found) == (429, "1 snapshots are being loaded: retry in a second")
-        assert busy._client.post(f"{wire.url}/v1/route", json={**body, "model": "auto"}).is_success, "others go on"
+        assert busy._client.post(f"{wire.url}/v1/route", json={**body, "model": "auto"}).is_success, "others continue"
         go.set()
         waiting.join(WAIT_S)
         assert first[0].json()["data"][0]["raycl"]["snapshot"] == 1

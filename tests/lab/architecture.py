@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from retired import EVERYWHERE, IN_FOLDER
+
 LAYERS = (
     ("errors", "types"),
     ("config", "storage", "pretrained"),
@@ -313,6 +315,26 @@ def names(module: Module) -> Iterator[Finding]:
     for part in _dotted(module.path).split("."):
         if module.ours and part in KNOTS:
             yield 1, f"'{part}' says nothing: name the module after the noun it is about"
+
+
+def _identifiers(module: Module) -> Iterator[tuple[int, str]]:
+    """Line and name of modules, classes, functions, arguments and attributes, where they are defined or used."""
+    yield from ((1, part) for part in _dotted(module.path).split("."))
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            yield node.lineno, _name(node)
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg | ast.keyword):
+            yield node.lineno, node.arg or ""
+
+
+@rule
+def retired(module: Module) -> Iterator[Finding]:
+    gone = EVERYWHERE.union(*(words for folder, words in IN_FOLDER.items() if module.path.startswith(folder)))
+    for line, name in _identifiers(module):
+        if module.path.startswith("raycl/") and name.lstrip("_") in gone:
+            yield line, f"'{name}' was replaced by the field's term: use that of the code around it (retired.py)"
 
 
 @rule

@@ -76,7 +76,7 @@ def served(complete: Complete) -> Iterator[Callable[[str], Served]]:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that needs 10 ms a token at least: what a test interrupts is still going on then."""
+    """A model that needs 10 ms a token at least: what a test interrupts is still continuing then."""
     step = dynamic_cache.step
 
     def slowly(*given: Any) -> Any:

@@ -202,7 +202,7 @@ def main(folder: Path, names: list[str]) -> None:
                 device.type: trained(lab, CASES[name], folder / f"{name}-{device.type}", device)
                 for device in (CPU, DEVICE)
             }
-        except FAILURES:  # other cases go on
+        except FAILURES:  # other cases continue
             found[name] = {"error": traceback.format_exc()}
     (folder / "found.json").write_text(json.dumps(found))
 

@@ -219,7 +219,7 @@ def opened(bank: Bank, snapshot: Snapshot, device: torch.device | None = None) -
 
 
 def trace(storage: Storage) -> list[tuple[Any, ...]]:
-    """What must repeat bit for bit: stage, step, loss, gradient norm, rate and tokens of every step."""
+    """What must repeat bit for bit: phase, step, loss, gradient norm, rate and tokens of every step."""
     keys = ("phase", "step", "loss", "grad_norm", "learning_rate", "tokens")
     return [tuple(record[key] for key in keys) for record in read_trace(storage)]
 

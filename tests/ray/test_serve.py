@@ -163,7 +163,7 @@ def test_router_and_model_apart_answer_the_same_and_survive_a_killed_replica(lab
         found = client.post("/v1/chat/completions", json=bodies[0])
         good += found.status_code == 200
         assert found.status_code in (200, 500, 503), found.text
-    assert good >= 15, "the other replica goes on"
+    assert good >= 15, "the other replica continues"
     until(lambda: serve.status().applications[NAME].deployments["endpoint"].status == "HEALTHY")
 
 
@@ -178,7 +178,7 @@ def test_replicas_that_listen_themselves_share_a_port_and_free_it(lab: Lab, tmp_
     until(lambda: serve.status().applications[NAME].deployments["endpoint"].status == "UNHEALTHY")
     for _ in range(16):  # each on a connection of its own
         found = httpx.post(f"{client.base_url}/v1/classify", json={"input": TEXTS[0]})
-        assert found.json()["data"][0]["label"] == label, "the other replica goes on"
+        assert found.json()["data"][0]["label"] == label, "the other replica continues"
     serve.delete(NAME)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{client.base_url}/healthz")

@@ -134,7 +134,7 @@ def test_a_store_that_stays_away_stops_the_run_which_can_be_resumed(
     _, said = driver.communicate(timeout=280)
     store.start()
     assert driver.returncode == os.EX_TEMPFAIL, said
-    assert f"when it is back, go on with --resume '{storage.address}'" in said.splitlines()[-1], said
+    assert f"when it is back, continue with --resume '{storage.address}'" in said.splitlines()[-1], said
     assert "did not answer for" in said and "Traceback" not in said
     again = own_driver("--resume", storage.address)
     _, said = again.communicate(timeout=280)

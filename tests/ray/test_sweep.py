@@ -56,7 +56,7 @@ def start(file: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def reached(place: SweepFolder) -> dict[int, int]:
-    """Finished stages by trial."""
+    """Finished phases by trial."""
     return {number: len(read_state(place.run(number)).phases) for number in place.settings()}
 
 
@@ -184,7 +184,7 @@ def test_the_best_config_alone_gives_the_same_numbers(swept: Swept, tmp_path: Pa
 
 def test_a_sweep_is_not_overwritten_nor_changed(swept: Swept) -> None:
     folder, file = str(Path(swept.place.storage.uri).parent), f"{swept.place.storage.uri}.yaml"
-    with pytest.raises(RunError, match="holds a sweep already: go on with --resume"):
+    with pytest.raises(RunError, match="holds a sweep already: continue with --resume"):
         run_sweep(load_sweep(file), folder)
     with pytest.raises(ResumeError, match=r"base\.seed was None, now 7"):
         run_sweep(load_sweep(file, ["base.seed=7"]), folder, resume=True)
@@ -193,7 +193,7 @@ def test_a_sweep_is_not_overwritten_nor_changed(swept: Swept) -> None:
 def test_sigterm_writes_checkpoints_of_all_running_trials(
     ray_cluster: dict[str, str], lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of three trials are learning; each goes on from its very last step, as if nothing had happened."""
+    """Two of three trials are learning; each continues from its very last step, as if nothing had happened."""
     train = {"epochs": 100, "log_every_s": 0.1}
     tree = {
         "name": "mine",
@@ -215,7 +215,9 @@ def test_sigterm_writes_checkpoints_of_all_running_trials(
         first.kill()
     assert first.returncode == os.EX_TEMPFAIL, said
     last = said.splitlines()[-1]
-    assert re.search("stopped by SIGTERM, 0 of 3 trials are over, .*; go on with the same command and --resume$", last)
+    assert re.search(
+        "stopped by SIGTERM, 0 of 3 trials are over, .*; continue with the same command and --resume$", last
+    )
     assert "Traceback" not in said and not place.storage.list("failed"), said
     for trial in running:
         phase, step = trace(trial)[-1][:2]

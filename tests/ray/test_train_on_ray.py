@@ -47,7 +47,7 @@ def prepared(folder: Path, *overrides: str) -> launch.Prepared:
 
 
 def losses(storage: Storage) -> list[tuple[int, int, float]]:
-    """(stage, step, loss) of every step."""
+    """(phase, step, loss) of every step."""
     return [(row["phase"], row["step"], row["loss"]) for row in read_trace(storage)]
 
 
@@ -68,7 +68,7 @@ def wait_for(storage: Storage, ready: Callable[[RunState], bool], seconds: float
 
 
 def inside(phase: int) -> Callable[[RunState], bool]:
-    """Whether the newest checkpoint is one inside this stage."""
+    """Whether the newest checkpoint is one inside this phase."""
     prefix = f"phase{phase:03}-"
     return lambda state: len(state.phases) == phase and any(name.startswith(prefix) for name in state.checkpoints[-1:])
 
@@ -156,7 +156,7 @@ def test_a_changed_config_is_refused_by_name(whole: tuple[Storage, dict[str, Any
 def test_an_existing_run_is_not_overwritten(whole: tuple[Storage, dict[str, Any]]) -> None:
     name = whole[0].uri.rsplit("/", 1)[-1]
     folder = Path(whole[0].uri).parent
-    with pytest.raises(RunError, match="holds a run already: go on with --resume"):
+    with pytest.raises(RunError, match="holds a run already: continue with --resume"):
         prepared(folder, f"output.name={name}")
     assert prepared(folder).name == f"{name}-2"
 

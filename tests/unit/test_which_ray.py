@@ -47,7 +47,7 @@ def test_a_run_has_its_own_unless_one_is_named(
 
 
 def test_a_ray_of_ones_own_is_pinned_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes inherit where it is; this one does not go on looking there."""
+    """Its processes inherit where it is; this one does not continue looking there."""
     seen: dict[str, str] = {}
 
     def init(**settings: Any) -> None:

@@ -124,7 +124,7 @@ def _named(bank: Bank, run: str | None) -> list[Named]:
         raise BankError(f"'{run}' holds no run: give the run directory that a training run printed")
     published = [record for record in read_state(storage).phases if record["bank"]]
     return [
-        Named(record["bank"]["snapshot"], f"stage {record['phase']} of '{storage.uri}'", record["bank"]["adapters"])
+        Named(record["bank"]["snapshot"], f"phase {record['phase']} of '{storage.uri}'", record["bank"]["adapters"])
         for record in published
     ]
 

@@ -132,7 +132,7 @@ def run_raycl(config: RunConfig) -> Trial:
 
 
 def _answers(storage: Storage, results: dict[str, Any]) -> list[str]:
-    """Kept answers after every stage, of the tasks in stream order."""
+    """Kept answers after every phase, of the tasks in stream order."""
     tasks = results["stream"]["tasks"]
     found = []
     for index, phase in enumerate(results["phases"]):

@@ -77,9 +77,9 @@ def locate(root: Storage, tasks: Sequence[str], needed: Sequence[str], allow_mis
             raise MissingTasksError(
                 f"{len(missing)} of {len(tasks)} tasks are missing under '{root.uri}': {listing}; expected "
                 "<task>/{train,test}.json there, in CL_Benchmark, SuperNI, Long_Sequence or an O-LoRA group folder; "
-                "check 'root' or set 'allow_missing: true' to go on without them"
+                "check 'root' or set 'allow_missing: true' to continue without them"
             )
-        log.warning("going on without %s missing under '%s': %s", counted(len(missing), "task"), root.uri, listing)
+        log.warning("continuing without %s missing under '%s': %s", counted(len(missing), "task"), root.uri, listing)
     return {name: place for name, place in found.items() if isinstance(place, TaskFolder)}
 
 

@@ -3,8 +3,8 @@
 "Unlocking Continual Learning Abilities in Language Models", Findings of EMNLP 2024.
 After the forward passes of an optimizer step, every layer knows the summed magnitude of each of its outputs over all
 real tokens on all workers. The share T of rows with the smallest ones gets no gradient in this step. Nothing is kept
-between steps, and nobody says which task it is. LoRA's A is masked by the magnitudes of `A x`, gated as they enter
-the output, each slot by itself; its B by those of the full output of the layer. A fused projection is one layer.
+between steps, and no task id is needed. LoRA's A is masked by the magnitudes of `A x`, gated as they enter the output,
+each adapter separately; its B by those of the full output of the layer. A fused projection is one layer.
 Where the authors' code differs (quantile, all linears, no mask on the first task), there is a setting; but not for its
 counting of padding, with which a mask would depend on how texts were put into batches. Forward passes outside a
 training step (evaluation, generation) do not count, nor does recomputation.
@@ -95,12 +95,12 @@ class MiguConfig(ModifierConfig):
             yield "cluster_samples", f"cluster_by={self.cluster_by}"
 
     def masks(self, index: int, only: bool) -> bool:
-        """Whether a stage is masked at all; `only`: the run has no other."""
+        """Whether a phase is masked at all; `only`: the run has no other."""
         skip = self.skip_first_task if self.skip_first_task is not None else not only
         return not (skip and index == 0)
 
     def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
-        """Where nothing is masked, how much would be does not matter."""
+        """Without the settings of the mask while nothing is masked."""
         settings = super().cache_key(index, tasks)
         if self.masks(index, only=len(tasks) == 1):
             return settings | {"skip_first_task": False}
@@ -140,7 +140,7 @@ class Migu(GradientModifier):
     # ---- a task ----------------------------------------------------------------------------------------------
 
     def begin_task(self, phase: Phase, only: bool, resumed: bool) -> None:
-        """Watch every chosen layer that trains a weight.
+        """Observe every chosen layer that trains a weight.
 
         Raises:
             RunError: there is none.
@@ -210,7 +210,7 @@ class Migu(GradientModifier):
         return isinstance(layer, nn.Linear) and own is not None and own.place == units.place
 
     def end_task(self) -> None:
-        """Take our hooks away; what was seen stays as facts."""
+        """Remove the hooks; the summary stays."""
         for stop in self._hook_removers:
             stop()
         self._hook_removers.clear()
@@ -277,7 +277,7 @@ class Migu(GradientModifier):
         if before < 0 or y.shape[0] != real_BS.shape[0]:
             raise RunError(
                 f"modifiers.migu: layer '{units.path}' gives {tuple(y.shape)} for a batch of {tuple(real_BS.shape)} "
-                "tokens, so it cannot be told which of them are padding: leave it out of modifiers.migu.layers"
+                "tokens, so padding cannot be identified: leave it out of modifiers.migu.layers"
             )
         key = (units.side, before)
         if key not in self._weights:
@@ -334,10 +334,10 @@ class Migu(GradientModifier):
         """Masked rows, under `mask_update`."""
         return self.masked(name) if self.config.mask_update else None
 
-    # ---- what is remembered ----------------------------------------------------------------------------------
+    # ---- summary and state -----------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """Rows kept most often and the share of gradient norm kept, of the stage that has just ended."""
+        """Rows kept most often and the share of gradient norm kept, of the phase that has just ended."""
         return {"masked": self._active, **self.record.summary}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

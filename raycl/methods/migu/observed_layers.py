@@ -1,4 +1,4 @@
-"""Which layers are watched, where their units lie in the flat vector of magnitudes, and whose rows those units mask.
+"""The observed layers, the position of their units in the flat vector of magnitudes, and the rows that they mask.
 
 What it does not know: what is done with magnitudes.
 """

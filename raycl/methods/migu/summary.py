@@ -1,6 +1,6 @@
-"""What is remembered of the masks of a stage, for people: rows kept most often, share of gradient norm kept.
+"""Summary of the masks of a phase: rows kept most often, share of gradient norm kept.
 
-It is counted on the device, goes into checkpoints, and becomes small JSON at the end of the stage. No step reads it.
+It is counted on the device, goes into checkpoints, and becomes small JSON at the end of the phase. No step reads it.
 What it does not know: how rows are chosen.
 """
 
@@ -19,12 +19,12 @@ from raycl.methods.migu.observed_layers import Layout
 
 
 class RowCounts:
-    """One stage's counts.
+    """One phase's counts.
 
     Attributes:
         steps: counted so far.
-        summary: of the last stage that ended: `steps` with a mask; `gradient_norm_kept`, norm of masked over unmasked
-            gradient of the watched parameters, over the measured steps; `layers`, path -> `{rows, kept}`, with `kept`
+        summary: of the last phase that ended: `steps` with a mask; `gradient_norm_kept`, norm of masked over unmasked
+            gradient of the observed parameters, over the measured steps; `layers`, path -> `{rows, kept}`, with `kept`
             a bit per row in base64 (`unpacked_rows` reads it), set for the rows kept most often.
     """
 
@@ -36,7 +36,7 @@ class RowCounts:
         """Squared norm of what was kept, and of everything."""
 
     def begin(self, layout: Layout, device: torch.device, resumed: bool) -> None:
-        """Start at nothing, or go on."""
+        """Start at nothing, or continue."""
         if not resumed or len(self._counts) != layout.size:
             self.steps, self._squared_norms = 0, torch.zeros_like(self._squared_norms)
             self._counts = torch.zeros(layout.size, dtype=torch.int32)
@@ -54,7 +54,7 @@ class RowCounts:
         self._squared_norms[1] += squares.sum()
 
     def end(self, layout: Layout) -> None:
-        """The stage's facts; counts are dropped."""
+        """Compute the phase's summary; counts are dropped."""
         within, whole = self._squared_norms.tolist()
         counts = self._counts.cpu()
         outputs = {units.path: counts[units.place] for (_, part), units in layout.units.items() if part == "output"}
@@ -67,7 +67,7 @@ class RowCounts:
         self._counts = torch.zeros(0, dtype=torch.int32)
 
     def tensors(self) -> dict[str, Tensor]:
-        """For checkpoints; empty between stages."""
+        """For checkpoints; empty between phases."""
         if not len(self._counts):
             return {}
         return {

@@ -1,4 +1,4 @@
-"""SAPT's generator: a LoRA or a soft prompt that learns to write a task's inputs, and is forgotten when it has.
+"""SAPT's generator: a LoRA or a soft prompt that learns to generate a task's inputs, and is discarded afterwards.
 
 SAPT, section 4.3. On the frozen backbone it reads one special token, [Gen], behind the soft prompt if there is one,
 and writes a text to its end token. [Gen]'s embedding is trained with it; it is a vector of the generator's own, and
@@ -103,19 +103,19 @@ class GeneratorConfig(Section):
 
 
 def check_generator(config: GeneratorConfig, backbone: Backbone) -> None:
-    """Whether somebody can write.
+    """Check that a backbone can generate.
 
     Args:
         backbone: the run's own, with or without weights.
 
     Raises:
-        ConfigError: nobody can, or texts do not fit. BackboneError: the named backbone is not there.
+        ConfigError: none can, or texts do not fit. BackboneError: the named backbone cannot be loaded.
     """
     if config.backbone is None:
         if backbone.capabilities.answers == "label":
             raise ConfigError(
-                "method.arm.source=generated needs a backbone that writes, and this run's is encoder-only: name a "
-                "small one in method.generator.backbone.name, or choose method.arm.source=real"
+                "method.arm.source=generated needs a backbone that generates texts, and this one is encoder-only: name "
+                "a small one in method.generator.backbone.name, or choose method.arm.source=real"
             )
         _check_positions(config, backbone)
         return
@@ -142,10 +142,10 @@ def _check_positions(config: GeneratorConfig, backbone: Backbone) -> None:
 
 
 class Generator:
-    """Writes inputs like those of a stage, and leaves the backbone as it was."""
+    """Generates inputs like those of a phase; the backbone is unchanged afterwards."""
 
     def __init__(self, config: GeneratorConfig, backbone: Backbone, stack: AdapterStack, seed: int) -> None:
-        """Take the run's backbone between two stages, or load the named one.
+        """Use the run's backbone between two phases, or load the named one.
 
         Args:
             stack: over `backbone`, with nothing in training; over no linear at all, it is not used.
@@ -163,7 +163,7 @@ class Generator:
             self.stack = AdapterStack(model, linear_names(model, config.targets))
 
     def write(self, context: TaskContext, fraction: float) -> PseudoSamples:
-        """As many inputs of each task of the stage as `fraction` of its training rows, with its template.
+        """As many inputs of each task of the phase as `fraction` of its training rows, with its template.
 
         Fewer where the generator fails, stored ones where it writes none at all; both are logged.
         """
@@ -185,7 +185,7 @@ class Generator:
         return PseudoSamples(prompts, [], [], stored)
 
     def _warn_missing(self, task: str, found: int, count: int) -> None:
-        """Warn where texts are missing."""
+        """Warn if texts are missing."""
         if found == count:
             return
         kept = "only these are kept" if found else "stored training inputs stand for the task instead"
@@ -216,7 +216,7 @@ class Generator:
             backbone.train(was_training)
 
     def _start(self) -> nn.Parameter:
-        """`[P, D]`: the prompt, random words as yet, and [Gen], their mean."""
+        """`[P, D]`: the prompt, initialized with random words, and [Gen], with the mean of all."""
         words = self.backbone.model.get_input_embeddings().weight.detach()
         chosen = torch.randint(len(words), (self.config.positions - 1,)).to(words.device)
         return nn.Parameter(torch.cat([words[chosen].float(), words.float().mean(0, keepdim=True)]))
@@ -233,7 +233,7 @@ class Generator:
         return own
 
     def _activated(self, rows: int) -> AbstractContextManager[None]:
-        """The generator's LoRA alone; with a prompt the bare backbone."""
+        """Activate the generator's LoRA alone; with a prompt, the bare backbone."""
         return nullcontext() if self.stack is None else self.stack.activate(Mixture.same({NAME: 1.0}, rows))
 
     def _optimizer(self, parameters: list[nn.Parameter]) -> Any:

@@ -1,7 +1,7 @@
-"""Pseudo samples as ordinary training data: each rides along with a training row (SAPT's ablation +Replay).
+"""Pseudo-samples as ordinary training data: each is added to the batch of a training row (SAPT's ablation +Replay).
 
-In every epoch each sample of every earlier task is trained on exactly once, beside a row that the epoch's own draw
-gives it. So who rides along depends on rows and epoch alone: accumulation and workers change nothing.
+In every epoch each sample of every earlier task is trained on exactly once, in the batch of a row drawn for the epoch.
+The assignment depends on rows and epoch alone: accumulation and workers change nothing.
 What it does not know: where samples came from, what else is added to the loss.
 """
 
@@ -18,25 +18,25 @@ from raycl.methods.sapt.pseudo_samples import PseudoSamples
 from raycl.types import IGNORE, Batch
 
 SampleIndex = tuple[int, int]
-"""Memory, and sample in it."""
+"""Index of the replay buffer entry, and of the sample in it."""
 
 
 class PseudoReplay:
-    """Samples of all earlier tasks, dealt out over the rows of the present one."""
+    """Samples of all earlier tasks, assigned to the rows of the current one."""
 
     def __init__(self, samples: Sequence[PseudoSamples], labels: Sequence[Sequence[int]], rows: int, seed: int) -> None:
-        """Take what there is.
+        """Set up the assignment.
 
         Args:
-            labels: row of the label head of every label of each memory, in its order.
-            rows: training rows of the present stage.
+            labels: row of the label head of every label of each entry, in its order.
+            rows: training rows of the current phase.
         """
         self.samples, self.labels, self.rows, self.seed = samples, labels, rows, seed
         self._indices = [(entry, number) for entry, held in enumerate(samples) for number in range(len(held))]
         self._assigned = lru_cache(maxsize=1)(self._assign)
 
     def _assign(self, epoch: int) -> dict[int, list[SampleIndex]]:
-        """Row -> samples that ride along with it in this epoch."""
+        """Row -> samples that are added to its batch in this epoch."""
         order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
         found: dict[int, list[SampleIndex]] = {}
         for number, index in enumerate(self._indices):
@@ -44,7 +44,7 @@ class PseudoReplay:
         return found
 
     def joined(self, batch: Batch, epoch: int, pad_id: int) -> Batch:
-        """The batch with the samples that ride along with its rows behind it."""
+        """The batch, followed by the samples that are assigned to its rows."""
         assigned = self._assigned(epoch)
         mine = [index for row in batch.rows.tolist() for index in assigned.get(row, ())]
         if not mine:

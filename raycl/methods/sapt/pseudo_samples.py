@@ -1,7 +1,7 @@
-"""Pseudo samples: prompts that stand for a task after it was learned (SAPT, section 4.3).
+"""Pseudo-samples: inputs that represent a task after it was learned (SAPT, section 4.3).
 
 They are kept as token ids, beside the task's adapter. Inputs only, as SAPT's reflection needs no answers; answers are
-kept where they are trained on again (the ablation +Replay).
+kept if they are trained on again (the ablation +Replay).
 What it does not know: what is done with them.
 """
 
@@ -28,13 +28,13 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True)
 class PseudoSamples:
-    """Samples of one stage.
+    """Samples of one phase.
 
     Attributes:
         sources: prompt ids of each, with the model's special tokens.
         targets: answer ids of each, or empty lists; empty where answers are not kept.
-        labels: row of the stage's labels of each, -1 for none; empty where answers are not kept.
-        fallback_samples: how many of them are training inputs because a generator wrote nothing.
+        labels: row of the phase's labels of each, -1 for none; empty where answers are not kept.
+        fallback_samples: how many of them are training inputs because the generator produced none.
     """
 
     sources: list[list[int]]
@@ -81,19 +81,19 @@ def same_everywhere(samples: PseudoSamples, device: torch.device) -> PseudoSampl
 
 
 def counts_of(kept: Mapping[str, PseudoSamples]) -> dict[str, dict[str, int]]:
-    """For people: how many samples stand for each task; where a generator failed, also how many stand in for its."""
+    """Number of samples of each task, for the summary; also of fallback samples, if a generator failed."""
     found = {"pseudo": {task: len(samples) for task, samples in kept.items()}}
     fallback_samples = {task: samples.fallback_samples for task, samples in kept.items() if samples.fallback_samples}
     return found | ({"fallback_samples": fallback_samples} if fallback_samples else {})
 
 
 def volume(fraction: float, rows: int) -> int:
-    """How many samples stand for so many rows: `max(1, floor(fraction rows))`, as in the files of SAPT's release."""
+    """Number of samples for so many rows: `max(1, floor(fraction rows))`, as in the files of SAPT's release."""
     return min(rows, max(1, int(Decimal(str(fraction)) * rows)))
 
 
 def take_real(context: TaskContext, fraction: float, seed: int, answers: bool = False) -> PseudoSamples:
-    """A few training rows of each of the stage's tasks, drawn by `seed`."""
+    """A few training rows of each of the phase's tasks, drawn by `seed`."""
     draw = torch.Generator().manual_seed(seed)
     all_labels = [label for task in context.phase.tasks for label in task.labels or ()]
     place = {label: number for number, label in enumerate(dict.fromkeys(all_labels))}
@@ -122,7 +122,7 @@ def _label(table: TokenTable, code: int, place: Mapping[str, int]) -> int:
 
 
 def read_file(context: TaskContext, folder: str, fraction: float) -> PseudoSamples:
-    """Those of each of the stage's tasks: the first ones, as many as count.
+    """Those of each of the phase's tasks: the first ones, as many as count.
 
     From `<task>.jsonl`, lines of `{"text": ...}`; or from `<task>/train.json`, as SAPT's authors publish theirs:
     `{"Instances": [{"input": ...}, ...]}`, of which instruction and outputs are left alone.
@@ -187,7 +187,7 @@ def _utf8(path: Path, expected: str) -> str:
 
 
 def sources_of(context: TaskContext, split: Split) -> list[list[int]]:
-    """Prompt ids of all rows of a split of the stage's tasks."""
+    """Prompt ids of all rows of a split of the phase's tasks."""
     return [ids.tolist() for table in context.tables(split) for ids in table.columns(range(len(table))).source_ids]
 
 

@@ -1,11 +1,11 @@
-"""ARM, SAPT's attentive reflection: old tasks' inputs shall be attended to as they were (SAPT, section 4.3).
+"""ARM, SAPT's attentive reflection: keeps the attention weights of earlier tasks' inputs (SAPT, section 4.3).
 
-After a task its mean weights are kept. While a later one is trained, pseudo inputs of every earlier one go through
-the present projection and keys, and KL(kept || now) is added to the task loss. Which inputs a step draws depends on
+After a task its mean weights are kept. While a later one is trained, pseudo-samples of every earlier one go through
+the current projection and keys, and KL(kept || now) is added to the task loss. Which inputs a step draws depends on
 the step alone: every micro-batch of every worker adds the same term, which the step counts exactly once, so that
 accumulation and workers change nothing and nothing random is kept in a checkpoint. Only the projection runs: inputs
 are pooled once a task, since embeddings are frozen.
-What it does not know: the model, where pseudo inputs came from.
+What it does not know: the model, where pseudo-samples came from.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Reflection(ReplayBuffer[ReplayEntry]):
         return found
 
     def take(self, tasks: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
-        """Back from what `tensors` gave of these tasks; nothing is kept of tasks that are always told."""
+        """Back from what `tensors` gave of these tasks; nothing is kept of tasks whose task id is given."""
         self.entries = {
             task: ReplayEntry(PseudoSamples.of(under(f"pseudo/{task}/", tensors)), tensors[f"abar/{task}"])
             for task in tasks

@@ -1,7 +1,7 @@
 """SAPT: one block per task, all of them heard by every text, as loudly as its attention says (section 4 of its paper).
 
 "SAPT: A Shared Attention Framework for Parameter-Efficient Continual Learning of Large Language Models", ACL 2024.
-A task learns its block (LoRA on query and value projections, or a soft prompt), its key, and goes on with the shared
+A task learns its block (LoRA on query and value projections, or a soft prompt), its key, and continues with the shared
 projection; backbone, earlier blocks and earlier keys are frozen. The attention reads nothing but the source's raw
 embeddings, in training, evaluation, generation and serving alike, and once per prompt. Reflection (ARM) keeps old
 tasks' inputs attended to as they were. Encoder-only backbones, of which the paper has none, get label rows with every

@@ -34,7 +34,7 @@ def read_metric(text: str) -> Expression:
 
 
 def read_matrix(tasks: Sequence[str], phases: Sequence[str], records: Sequence[Mapping[str, Any]]) -> AccuracyMatrix:
-    """The matrix of the stages that journal records tell of; rows for these alone, columns for tasks seen so far."""
+    """The matrix of the phases that journal records tell of; rows for these alone, columns for tasks seen so far."""
     done = len(records)
     sequence = len(tasks) == len(phases)
     seen = tuple(tasks[:done]) if sequence else tuple(tasks)
@@ -53,7 +53,7 @@ def measured(
     records: Sequence[Mapping[str, Any]],
     singles: Mapping[str, float] | None = None,
 ) -> list[float | None]:
-    """Each metric after the stages of `records` (at least one); None where a number that it names is undefined."""
+    """Each metric after the phases of `records` (at least one); None where a number that it names is undefined."""
     matrix = read_matrix(tasks, phases, records)
     numbers: dict[str, Any] = dict(summary(matrix, singles))
     if len(records) == 1:

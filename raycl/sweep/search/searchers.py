@@ -1,6 +1,6 @@
-"""Who proposes trials: a list made beforehand, or Optuna's TPE, for one metric or several; both go on where they were.
+"""Searchers: they propose trials from a planned list, or by Optuna's TPE for one metric or several, and can be resumed.
 
-Why it exists: Tune asks a `Searcher`; ours write every proposal into the sweep's folder before the trial starts, and
+Why it exists: Tune calls a `Searcher`; ours write every proposal into the sweep's folder before the trial starts, and
 are rebuilt from there, so nothing of Tune's own (pickled) state is ever read back.
 What it does not know: how trials run, who stops them.
 """

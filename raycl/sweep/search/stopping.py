@@ -2,7 +2,7 @@
 
 Why it exists: Tune would kill a stopped trial in the middle of its next task, and what its workers held stays taken
 for most of a minute. Here the rule's decision goes to the run (`raycl.training.records.stop_signal`), whose
-workers wait for it, and Tune is told to go on: the trial ends as if its stream were over.
+workers wait for it, and Tune is told to continue: the trial ends as if its stream were over.
 What it does not know: what is measured, and how a trial runs.
 """
 
@@ -48,11 +48,11 @@ def rule_of(sweep: SweepConfig, tasks: int) -> Any:
 
 
 class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
-    """Starts trials in order; after each task the rule says whether a trial goes on."""
+    """Starts trials in order; after each task the rule says whether a trial continues."""
 
     def __init__(self, folder: SweepFolder, rule: Any, tasks: int, total: int) -> None:
         """Args:
-        rule: Tune's scheduler; None: all go on. total: trials, for people.
+        rule: Tune's scheduler; None: all continue. total: trials, for people.
         """
         super().__init__()
         self.folder, self.rule, self.tasks, self.total = folder, rule, tasks, total
@@ -75,7 +75,7 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
             self.rule.on_trial_add(tune_controller, trial)
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        """Give the run its word; Tune goes on in any case."""
+        """Give the run its word; Tune continues in any case."""
         if FAILED in result or TASKS not in result or result.get("done"):
             return str(TrialScheduler.CONTINUE)
         continues = True

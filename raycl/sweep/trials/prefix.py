@@ -1,14 +1,14 @@
-"""When are two trials the same run up to some task? A key of all that acts until then.
+"""Prefix keys: two trials with the same key are the same run up to some task.
 
-Why it exists: trials whose settings agree on the first tasks learn them once. Being wrong here would make a trial's
-numbers another run's, so the key holds the whole resolved config and the rules below only take out what provably has
-no part in the first stages; what a method or modifier does not use yet, its own settings class says (`cache_key`).
-What it does not know: where the shared stages are kept.
+Why it exists: trials whose settings agree on the first tasks train them once. A wrong key would give a trial the
+numbers of another run, so it holds the whole resolved config, and the rules below only remove what provably has no
+effect on the first phases; settings classes remove what a method or modifier does not use yet (`cache_key`).
+What it does not know: where the shared phases are kept.
 
 Taken out: tasks to come (their names stay, as a set: answers are also compared with the labels of all other tasks),
-epochs of tasks to come, `stream.unseen` (evaluated after the last stage), `eval.singles` (it is read when results are
+epochs of tasks to come, `stream.unseen` (evaluated after the last phase), `eval.singles` (it is read when results are
 written), sections about where a run writes and is followed. Kept besides the config: raycl's version, the number of
-stages, workers and their CPUs (sums of floats depend on both).
+phases, workers and their CPUs (sums of floats depend on both).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from raycl.training.settings import EXEMPT
 
 
 def prefix_keys(config: RunConfig, tasks: Sequence[str]) -> list[str]:
-    """Keys of the run after 1, 2, ... stages, without the last: nobody goes on from there.
+    """Keys of the run after 1, 2, ... phases, without the last, after which no run continues.
 
     Args:
         tasks: of the stream in order.
@@ -43,7 +43,7 @@ def prefix_keys(config: RunConfig, tasks: Sequence[str]) -> list[str]:
 
 
 def _whole(config: RunConfig, tasks: Sequence[str]) -> Tree:
-    """What acts from the first stage on."""
+    """What acts from the first phase on."""
     tree = configs.as_tree(config)
     kept = {key: value for key, value in tree.items() if key not in (*EXEMPT, "method", "modifiers")}
     given = kept["stream"].pop("tasks")
@@ -58,7 +58,7 @@ def _whole(config: RunConfig, tasks: Sequence[str]) -> Tree:
 
 
 def _phase(config: RunConfig, index: int, tasks: Sequence[str]) -> Tree:
-    """What acts in one stage beside that."""
+    """What acts in one phase beside that."""
     return {
         "task": tasks[index],
         "epochs": config.train.epochs_of(tasks[index]),
@@ -73,7 +73,7 @@ def shared_keys(keys: Sequence[Sequence[str]]) -> set[str]:
 
 
 def fork_records(records: list[Tree], source_modifiers: Tree, target_modifiers: Tree) -> list[Tree]:
-    """Ledger records as the borrower may have them: without facts that depend on modifier settings it has not.
+    """Journal records for a run that starts at a fork point: without summaries of other modifier settings.
 
     A modifier that does not act yet may still report what it would have done (MIGU's rows on an unmasked task).
     """

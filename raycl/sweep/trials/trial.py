@@ -66,7 +66,7 @@ class Work:
 
 
 def run_trial(work: Work, number: int, config: RunConfig) -> None:
-    """Run, or go on with, trial `number`; what fails is tried again, then written down and reported.
+    """Run, or continue with, trial `number`; what fails is tried again, then written down and reported.
 
     Args:
         config: of its run, all paths absolute: this process works in a folder of Tune's.

@@ -32,7 +32,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Engine(Protocol):
-    """One task's optimizer around a backbone. Built when a stage begins, closed when it ends."""
+    """One task's optimizer around a backbone. Built when a phase begins, closed when it ends."""
 
     def forward(self, batch: Batch) -> Output:
         """Teacher-forced pass."""
@@ -71,7 +71,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything that belongs to this stage and leave whole parameters in the backbone."""
+        """Free everything that belongs to this phase and leave whole parameters in the backbone."""
         ...
 
 

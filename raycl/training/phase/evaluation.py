@@ -1,4 +1,4 @@
-"""Evaluation after a stage: a row of the accuracy matrix, and at the end the tasks that were never trained.
+"""Evaluation after a phase: a row of the accuracy matrix, and at the end the tasks that were never trained.
 
 Every task's examples are spread over the workers.
 
@@ -95,7 +95,7 @@ def evaluate_unseen(
 ) -> dict[str, Score]:
     """Task name -> score of tasks that were never trained, zero-shot; otherwise as `evaluate_row`.
 
-    What routes is never told such a task: a batch does not carry its name.
+    The task id of such a task is not given to the router: a batch does not carry its name.
     """
     context.backbone.eval()
     if context.stream.unseen and world.is_first:
@@ -107,7 +107,7 @@ def evaluate_unseen(
 
 
 def _tasks(context: TrainingContext, phase: Phase) -> list[Task]:
-    """The stage's own tasks (one model per task), every task seen, or all."""
+    """The phase's own tasks (one model per task), every task seen, or all."""
     if context.schedule.one_model_per_task:
         return list(phase.tasks)
     if context.evaluation.tasks == "all":
@@ -190,7 +190,7 @@ def _without_task(batch: Batch) -> Batch:
 
 @contextmanager
 def _allow_labels(context: TrainingContext, task: Task) -> Iterator[None]:
-    """Labels are chosen among the task's own, where the evaluation tells the task."""
+    """Restrict answers to the task's own labels, if `eval.labels` is `task`."""
     context.backbone.allowed_labels = tuple(task.labels or ()) if context.evaluation.labels == "task" else ()
     try:
         yield

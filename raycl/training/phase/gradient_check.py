@@ -1,9 +1,9 @@
-"""Proof that the optimizer saw the gradients as modifiers left them, on the real model, engine and data.
+"""Check that the optimizer used the gradients that modifiers returned, on the real model, engine and data.
 
 Why it exists: some engines copy gradients before they can be edited (DeepSpeed 0.14.2 at ZeRO 0 in bfloat16, which the
 authors of MIGU pinned; 0.19.8 at ZeRO 1 in bfloat16 with float32 accumulation), and then a mask does nothing, silently.
-Adam's first moment tells: where the gradient was zero it has only decayed, whatever the learning rate, weight decay,
-clipping or precision. It is read around the first steps of every task, until one has a gradient to tell by, and nothing
+Adam's first moment shows it: where the gradient was zero it has only decayed, whatever the learning rate, weight decay,
+clipping or precision. It is read around the first steps of every task, until one has a gradient, and nothing
 is changed: a trial step beforehand would have to put weights, moments, schedule and partitions back under five engines,
 and would prove less, since it is not the step that counts.
 What it does not know: which engine, which modifier.
@@ -30,7 +30,7 @@ class GradientMaskCheck:
     """First moments of a few parameters around a step. Collective: every worker looks at the same ones.
 
     Attributes:
-        steps_left: steps that may still be looked at; 0 when it is proven, or there is nothing to prove.
+        steps_left: steps that may still be checked; 0 if the check has passed, or there is nothing to check.
     """
 
     def __init__(self, engine: Engine, modifiers: Modifiers, decay: float) -> None:

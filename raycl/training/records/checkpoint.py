@@ -28,16 +28,16 @@ FORMAT = 3
 
 @dataclass
 class Checkpoint:
-    """A place to go on from.
+    """A place to continue from.
 
     Attributes:
-        phase: index of the stage.
-        step: optimizer steps done in it; `steps` means that the stage's training is over.
+        phase: index of the phase.
+        step: optimizer steps done in it; `steps` means that the phase's training is over.
         method: the method's `state_dict`.
         parameters: whole learned parameters by name.
-        optimizer: `<parameter>/<moment>` -> tensor; empty when the stage is over.
-        spent: seconds and tokens of the stage so far, added up over attempts.
-        published: what went to the bank at the end of the stage (`raycl.training.records.publish`).
+        optimizer: `<parameter>/<moment>` -> tensor; empty when the phase is over.
+        spent: seconds and tokens of the phase so far, added up over attempts.
+        published: what went to the bank at the end of the phase (`raycl.training.records.publish`).
         frozen_state: tensors of the method and of modifiers that are no parameters.
         modifiers: state of gradient modifiers by name.
         snapshot: a copy of the snapshot's record, where one was published: the bank may lose its own.
@@ -57,12 +57,12 @@ class Checkpoint:
 
     @property
     def is_phase_end(self) -> bool:
-        """Whether the stage's training is over."""
+        """Whether the phase's training is over."""
         return self.step == self.steps
 
     @property
     def covers(self) -> int:
-        """Stages whose training is over with it."""
+        """Phases whose training is over with it."""
         return self.phase + self.is_phase_end
 
     def name(self, attempt: int) -> str:
@@ -122,7 +122,7 @@ def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
 
 
 def read_snapshot(storage: Storage, name: str) -> bytes:
-    """The snapshot's record that `checkpoints/<name>` has a copy of; empty if its stage is not over.
+    """The snapshot's record that `checkpoints/<name>` has a copy of; empty if its phase is not over.
 
     Raises:
         CheckpointError, RunError, StorageError: see `read_checkpoint`.

@@ -1,7 +1,7 @@
-"""Places to branch from: what a run had after its first stages, kept so that another run can go on from there.
+"""Fork points: checkpoint and journal records of a run after its first phases, from which another run can continue.
 
-Why it exists: two runs whose settings agree on all that acts up to some stage learn the same up to there, bit for bit;
-the second one then starts with the first one's checkpoint and journal records, as if it had been resumed there.
+Why it exists: two runs with the same effective settings up to some phase are the same run up to there, bit for bit;
+the second one starts with the checkpoint and journal records of the first, as if it had been resumed there.
 What it does not know: which runs agree (`raycl.sweep.trials.prefix`).
 """
 
@@ -28,44 +28,44 @@ PREDICTIONS = "predictions"
 
 
 def save_fork_point(storage: Storage, done: int, to: Storage) -> None:
-    """Keep a place to go on from after `done` stages; the file that says so comes last. Kept once, by the first."""
+    """Save a fork point after `done` phases, its manifest last. If there is one already, nothing is written."""
     state = read_state(storage)
     if to.exists(FORK_POINT) or len(state.phases) != done or not state.checkpoints:
         return
     name = state.checkpoints[-1]
-    copy = f"{name}-{storage.uri.rsplit('/', 1)[-1]}"  # two lenders at once do not write the same files
+    copy = f"{name}-{storage.uri.rsplit('/', 1)[-1]}"  # runs that save at the same time write different files
     _copy(storage.sub(f"{checkpoints.FOLDER}/{name}"), to.sub(copy))
-    place = {"format": FORMAT, "run": storage.address, "checkpoint": copy, "phases": state.phases}
+    fork_point = {"format": FORMAT, "run": storage.address, "checkpoint": copy, "phases": state.phases}
     try:
-        to.create(FORK_POINT, seal(place))
+        to.create(FORK_POINT, seal(fork_point))
     except AlreadyExistsError:
-        log.info("    somebody else lent '%s' first", to.uri)
+        log.info("    fork point '%s' was saved by another run", to.uri)
 
 
-def read_fork_point(place: Storage) -> Tree | None:
-    """What `save_fork_point` kept; None: nothing is there.
+def read_fork_point(fork_point: Storage) -> Tree | None:
+    """The manifest that `save_fork_point` wrote; None: there is no fork point.
 
     Raises:
         StorageError: it is damaged.
     """
-    return read_record(place, FORK_POINT, FORMAT) if place.exists(FORK_POINT) else None
+    return read_record(fork_point, FORK_POINT, FORMAT) if fork_point.exists(FORK_POINT) else None
 
 
-def start_from(place: Storage, storage: Storage, phases: list[dict[str, Any]], run: RunInfo | None = None) -> None:
-    """Begin the run in `storage`, which has not begun yet, behind the stages of `place`.
+def start_from(fork_point: Storage, storage: Storage, phases: list[dict[str, Any]], run: RunInfo | None = None) -> None:
+    """Start the run in `storage`, which has not started yet, after the phases of `fork_point`.
 
     Args:
-        phases: their journal records, without what the lender's own settings had a part in.
-        run: that begins.
+        phases: their journal records, without values that depend on the source run's own settings.
+        run: the run that starts.
 
     Raises:
-        CheckpointError: what was lent is damaged; the run has not begun then.
+        CheckpointError: the fork point is damaged; the run has not started then.
     """
-    tree = read_fork_point(place)
-    assert tree is not None, "nobody borrows from where nothing was lent"
+    tree = read_fork_point(fork_point)
+    assert tree is not None, "there is no fork point here"
     name = str(tree["checkpoint"])
     folder = f"{checkpoints.FOLDER}/{name}"
-    _copy(place.sub(name), storage.sub(folder))
+    _copy(fork_point.sub(name), storage.sub(folder))
     try:
         checkpoints.read_checkpoint(storage, name)
     except CheckpointError:

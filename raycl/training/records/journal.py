@@ -42,8 +42,8 @@ class RunState:
     """How far a run got.
 
     Attributes:
-        checkpoints: names of usable checkpoints, oldest first; the last one is where to go on.
-        phases: one record per stage that is trained **and** evaluated, in order.
+        checkpoints: names of usable checkpoints, oldest first; the last one is where to continue.
+        phases: one record per phase that is trained **and** evaluated, in order.
         attempts: number, start time, time of the last record, host and process of rank 0, and further facts of every
             attempt so far.
         config: resolved tree of the run, as its first claim recorded it, or the one that added tasks.
@@ -113,11 +113,11 @@ class Journal:
         return names[:-keep]
 
     def phase_done(self, record: dict[str, Any]) -> None:
-        """Record a stage that is trained and evaluated."""
+        """Record a phase that is trained and evaluated."""
         self._append({"phases": [*self.state.phases, record]})
 
     def go_back(self, checkpoints: list[str], phases: list[dict[str, Any]]) -> None:
-        """Record that the run goes on from an older checkpoint, and that what was recorded after it is ignored."""
+        """Record that the run continues from an older checkpoint, and that what was recorded after it is ignored."""
         self._append({"checkpoints": checkpoints, "phases": phases})
 
     def begin_with(self, checkpoints: list[str], phases: list[dict[str, Any]]) -> None:
@@ -141,8 +141,8 @@ class Journal:
         self.ensure_current()
         mine = [{**attempt, "ended": time.time()} for attempt in self.state.attempts[-1:]]
         change = {**change, "attempts": [*self.state.attempts[:-1], *mine]}
-        place = (self.attempt, self._records)
-        self.storage.create(_record(*place), _sealed(*place, change))
+        key = (self.attempt, self._records)
+        self.storage.create(_record(*key), _sealed(*key, change))
         self._records += 1
         self.state = RunState(**{**asdict(self.state), **change})
 
@@ -207,7 +207,7 @@ def _numbers(storage: Storage, attempt: int) -> list[int]:
     missing = next(number for number, there in enumerate(found) if number != there)
     raise RunError(
         f"'{storage.uri}/{_record(attempt, missing)}' is missing, though later records are there: restore it from a "
-        "copy, or remove the later ones as well, and the run goes on from what is left"
+        "copy, or remove the later ones as well, and the run continues from what is left"
     )
 
 
@@ -217,7 +217,7 @@ def _change(storage: Storage, attempt: int, number: int) -> dict[str, Any]:
         record = read_record(storage, file, FORMAT)
     except DamagedError as error:
         rest = "it and the records after it" if number else f"the folder {_folder(attempt)}"
-        raise RunError(f"{error}, or remove {rest}, and the run goes on from what is left") from error
+        raise RunError(f"{error}, or remove {rest}, and the run continues from what is left") from error
     except FormatError as error:
         raise RunError(str(error)) from error
     if (record["attempt"], record["number"]) != (attempt, number):

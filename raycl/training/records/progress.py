@@ -1,4 +1,4 @@
-"""What a run says while it works: lines for a person, one record per step for a machine.
+"""Progress of a run: log lines, and a trace with one record per step.
 
 What it does not know: wandb and TensorBoard (`raycl.tracking`), and what the numbers mean.
 """
@@ -31,7 +31,7 @@ class Trace:
         self._lines: list[str] = []
 
     def add(self, phase: int, task: str, step: int, result: StepResult, seconds: float) -> None:
-        """Remember one step."""
+        """Add one step."""
         record = {"phase": phase, "task": task, "step": step, **asdict(result), "seconds": round(seconds, 4)}
         self._lines.append(json.dumps(record))
 
@@ -41,7 +41,7 @@ class Trace:
 
 
 def read_trace(storage: Storage) -> list[dict[str, Any]]:
-    """The steps of a run in order; where attempts overlap, the later one's record stands."""
+    """The steps of a run in order; where attempts overlap, the record of the later one counts."""
     merged: dict[tuple[int, int], dict[str, Any]] = {}
     for name in storage.list(FOLDER):
         if _TRACE.fullmatch(name):
@@ -71,14 +71,14 @@ class Progress:
         self._later = 0
 
     def begin(self, index: int, name: str, rows: int, steps: int, start: int, later: int) -> None:
-        """A stage starts, or goes on after `start` steps; `later` steps follow in the stages after it."""
+        """A phase starts, or is resumed after `start` steps; `later` steps follow in later phases."""
         self._later = later
-        again = f", going on after step {start}" if start else ""
+        again = f", continuing after step {start}" if start else ""
         log.info("[%d/%d] %s: %d rows, %d steps%s", index + 1, self.phases, name, rows, steps, again)
         self._logged, self._tokens, self._seconds, self._steps = time.monotonic(), 0, 0.0, 0
 
     def step(self, index: int, name: str, step: int, steps: int, result: StepResult, seconds: float) -> bool:
-        """Count a step; says a line, and returns True, when it is time or the stage is over."""
+        """Count a step; logs a line and returns True if `every_s` seconds have passed or the phase is over."""
         self._tokens += result.tokens
         self._seconds += seconds
         self._steps += 1

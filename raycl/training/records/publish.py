@@ -40,10 +40,10 @@ def open_bank(config: BankConfig, storage: Storage) -> Bank:
 def publish(
     context: TrainingContext, phase: Phase, learned: Learned, storage: Storage, before: dict[str, Any] | None
 ) -> tuple[dict[str, Any], bytes]:
-    """Publish a stage's adapters and a snapshot; only rank 0 calls it.
+    """Publish a phase's adapters and a snapshot; only rank 0 calls it.
 
     Args:
-        before: the facts that this returned at the stage before, None at the first.
+        before: the facts that this returned at the phase before, None at the first.
 
     Returns:
         facts for the journal (bank address, snapshot number and `name -> version`), and the snapshot's record.
@@ -80,7 +80,7 @@ def publish(
 
 
 def complete_bank(context: TrainingContext, storage: Storage, state: RunState, world: DistributedContext) -> None:
-    """Before a run goes on: rank 0 publishes again what the bank has lost. Collective: its errors are raised by all.
+    """Before a run continues: rank 0 publishes again what the bank has lost. Collective: its errors are raised by all.
 
     Raises:
         BankError, RunError, StorageError: see `publish_again`.
@@ -99,11 +99,11 @@ def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool
     """Put back what the bank has lost of the run's snapshots, from the checkpoints that are left; the rest is said.
 
     Args:
-        continues: the run has stages to come: the next snapshot is made from the last one, even if that was pruned.
+        continues: the run has phases to come: the next snapshot is made from the last one, even if that was pruned.
         keeps_adapters: the next snapshot names the adapters of the last one too.
 
     Raises:
-        BankError: what the next stage needs is lost for good. StorageError: bank or run are out of reach.
+        BankError: what the next phase needs is lost for good. StorageError: bank or run are out of reach.
     """
     numbers, removed = set(bank.snapshots()), removed_from(bank.storage).snapshots
     published = {record["bank"]["snapshot"]: record["phase"] for record in state.phases if record["bank"]}
@@ -118,15 +118,15 @@ def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool
         if found is not None:
             continue
         phase = published[number]
-        what = f"snapshot {number} of stage {phase} is gone from the bank '{bank.storage.uri}' or damaged"
+        what = f"snapshot {number} of phase {phase} is gone from the bank '{bank.storage.uri}' or damaged"
         try:
             if number not in copies:
-                raise BankError(f"no checkpoint of stage {phase} is kept to publish it again from")
+                raise BankError(f"no checkpoint of phase {phase} is kept to publish it again from")
             bank.put_back(copies[number][1])
         except BankError as error:
             if number == last:
                 raise BankError(
-                    f"{what}, and the next stage is built on it: {error}; restore it from a copy"
+                    f"{what}, and the next phase is built on it: {error}; restore it from a copy"
                 ) from error
             log.warning("%s: %s", what, error)
         else:
@@ -151,7 +151,7 @@ def _objects_again(
     wanted = [one for one in left if one.summary.sha256 in needed]
     if found := wanted or left:
         files = _listed([f"'{one.summary.file}'" for one in found])
-        built_on = ", and the next stage is built on them" if wanted else ""
+        built_on = ", and the next phase is built on them" if wanted else ""
         what = _gone([one.what for one in found], bank)
         message = f"{what}{built_on}: no checkpoint of the run holds them; restore {files} from a copy"
         if wanted:
@@ -169,7 +169,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _copies(storage: Storage, checkpoints: Sequence[str]) -> dict[int, tuple[int, bytes]]:
-    """Number of a snapshot -> its stage and the copy of its record in a checkpoint."""
+    """Number of a snapshot -> its phase and the copy of its record in a checkpoint."""
     found: dict[int, tuple[int, bytes]] = {}
     for name in checkpoints:
         with suppress(CheckpointError):

@@ -58,7 +58,7 @@ def build_results(
 
 
 def wall_seconds(state: RunState) -> float | None:
-    """Time of the attempts so far, each from its claim to its last record; None before the first stage is done."""
+    """Time of the attempts so far, each from its claim to its last record; None before the first phase is done."""
     if not state.phases:
         return None
     starts = [attempt["started"] for attempt in state.attempts]
@@ -80,7 +80,7 @@ def matrix_of(tasks: Sequence[Task], phases: Sequence[Phase], state: RunState) -
 
 
 def curves(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | None) -> dict[str, float]:
-    """`metrics/ap` and the other headline numbers that are defined, over what the first `done` stages taught."""
+    """`metrics/ap` and the other headline numbers that are defined, over what the first `done` phases taught."""
     sofar = matrix.upto(done) if len(matrix.phases) == len(matrix.tasks) else matrix
     return {f"metrics/{name}": value for name, value in summary(sofar, singles).items() if isinstance(value, float)}
 
@@ -88,7 +88,7 @@ def curves(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | Non
 def _unseen(state: RunState) -> dict[str, Any] | None:
     """Cells of the tasks that were never trained, and their mean; None where the stream has none.
 
-    A run that was taught more tasks has older ones in the records of former last stages.
+    A run that was taught more tasks has older ones in the records of former last phases.
     """
     cells = state.phases[-1].get("unseen")
     if not cells:

@@ -1,10 +1,10 @@
-"""Where a run goes on: the newest checkpoint that all workers can read, and the stage records that it covers.
+"""The point a run resumes from: the newest checkpoint that all workers can read, and the phase records it covers.
 
 Why it exists: a checkpoint can be damaged after it was written. The one before it gives the same run, bit for bit, if
-everything that was recorded after it is forgotten: a later stage must not start from a model that is older than it.
-Workers may see different files (a node's cache, a copy of its own): they look at each checkpoint together, so that all
-go on from the same one or stop with the same error.
-What it does not know: how a model takes its values back.
+everything recorded after it is ignored: a later phase must not start from a model that is older than it.
+Workers may see different files (a node's cache, a local copy): they read each checkpoint together, so that all
+continue from the same one or stop with the same error.
+What it does not know: how a model's values are restored.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from raycl.training.records.journal import RunState
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A place to go on from.
+    """Where a run resumes.
 
     Attributes:
         checkpoint: None: the start of the stream.
-        checkpoints, stages: what the journal says from now on.
-        problems: why newer checkpoints are of no use; none where the newest one is used.
-        lost: stage records that are ignored from now on.
+        checkpoints, phases: records of the journal that count from now on.
+        problems: why newer checkpoints cannot be used; empty if the newest one is.
+        lost: number of phase records that are ignored from now on.
     """
 
     checkpoint: Checkpoint | None
@@ -39,50 +39,50 @@ class ResumePoint:
 
     @property
     def explanation(self) -> str:
-        """The problems and what is done about them, for people."""
+        """The problems and what is done about them, as a message."""
         where = f"checkpoint '{self.checkpoints[-1]}'" if self.checkpoints else "the start of the stream"
-        again = f", and learns the last {self.lost} finished stages again" if self.lost else ""
-        return f"{'; '.join(self.problems)}: the run goes on from {where}{again}; its results will be the same"
+        again = f", and learns the last {self.lost} finished phases again" if self.lost else ""
+        return f"{'; '.join(self.problems)}: the run continues from {where}{again}; its results will be the same"
 
 
 def newest_resume_point(storage: Storage, state: RunState, world: DistributedContext) -> ResumePoint:
-    """Where to go on. Collective: the newest checkpoint that every worker can read.
+    """The newest checkpoint that every worker can read. Collective.
 
     Raises:
-        RunError: stages are finished but no checkpoint is whole, or one is of another version.
+        RunError: phases are finished but no checkpoint is whole, or one is of another version.
         StorageError: the storage is out of reach.
     """
     names, phases = state.checkpoints, state.phases
-    found, problems, place = None, [], len(names) - 1
-    while found is None and place >= 0:
-        found, reasons = _read_by_all(storage, names[place], len(phases), world)
+    found, problems, newest = None, [], len(names) - 1
+    while found is None and newest >= 0:
+        found, reasons = _read_by_all(storage, names[newest], len(phases), world)
         problems += reasons
-        place -= found is None
+        newest -= found is None
     if found is None and phases:
         raise RunError(
-            f"no checkpoint of '{storage.uri}' is whole, though {len(phases)} stages are finished "
+            f"no checkpoint of '{storage.uri}' is whole, though {len(phases)} phases are finished "
             f"({'; '.join(problems) or 'none is recorded'}): restore one from a copy, or start a new run"
         )
     kept = phases[: found.covers] if found is not None else []
     lost = len(phases) - len(kept)
     if lost and not problems:
-        problems.append(f"checkpoint '{names[place]}' is older than the last stage record")
-    return ResumePoint(found, names[: place + 1], kept, problems, lost)
+        problems.append(f"checkpoint '{names[newest]}' is older than the last phase record")
+    return ResumePoint(found, names[: newest + 1], kept, problems, lost)
 
 
 def _read_by_all(
     storage: Storage, name: str, phases: int, world: DistributedContext
 ) -> tuple[Checkpoint | None, list[str]]:
-    """What a checkpoint holds, or None and why some worker cannot use it: the same answer on every worker.
+    """A checkpoint, or None and why some worker cannot use it: the same result on every worker.
 
     Raises:
-        RunError, StorageError: any worker's, where an older checkpoint would be no remedy.
+        RunError, StorageError: of any worker, if an older checkpoint would not help.
     """
     found, error = None, None
     try:
         found = read_checkpoint(storage, name)
         if found.phase > phases:
-            raise CheckpointError(f"checkpoint '{name}' is of stage {found.phase}, but {phases} stages are recorded")
+            raise CheckpointError(f"checkpoint '{name}' is of phase {found.phase}, but {phases} phases are recorded")
     except (RunError, StorageError) as raised:
         error = raised
     damage = isinstance(error, CheckpointError)
@@ -94,7 +94,7 @@ def _read_by_all(
 
 
 def _problems(reasons: Sequence[str]) -> list[str]:
-    """What workers say of one checkpoint, by rank; what not all of them say comes with the worker's number."""
+    """Problems of one checkpoint; if they differ between workers, each with the worker's number."""
     if len(set(reasons)) == 1:
         return [reasons[0]]
     return [f"worker {rank + 1} of {len(reasons)}: {one}" for rank, one in enumerate(reasons) if one]

@@ -1,8 +1,8 @@
-"""The word of a host (a sweep) on whether a run goes on after a stage: one small file of the run for each stage.
+"""Stop signals: a sweep's decision whether a run continues after a phase, one small file of the run per phase.
 
-Why it exists: workers must not begin a task that is about to be stopped, and killing them in the middle of one leaves
-their place on the cluster occupied for most of a minute. So they ask between two tasks, and end by themselves.
-What it does not know: why a run is stopped, and who decides.
+Why it exists: workers must not begin a task that is about to be stopped, and killing them in the middle of one keeps
+their resources occupied for most of a minute. So they read the decision between two tasks, and exit by themselves.
+What it does not know: why a run is stopped, and how that is decided.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ log = logging.getLogger("raycl")
 FOLDER = "decisions"
 FORMAT = 3
 POLL_S, PATIENCE_S = 0.05, 120.0
-"""How often workers look (object stores: every second), and when they go on without a word."""
+"""Seconds between two polls (object stores: 1), and after which a run continues without a decision."""
 
 
 def write_decision(storage: Storage, done: int, continues: bool) -> None:
-    """Say whether the run goes on after `done` finished stages."""
+    """Write the decision whether the run continues after `done` finished phases."""
     storage.write(_file(done), seal({"format": FORMAT, "done": done, "continues": continues}))
 
 
 def read_decision(storage: Storage, done: int) -> bool | None:
-    """What was said; None: nothing yet.
+    """The decision; None: there is none yet.
 
     Raises:
         StorageError: the file is damaged.
@@ -37,21 +37,21 @@ def read_decision(storage: Storage, done: int) -> bool | None:
         return None
     record = read_record(storage, _file(done), FORMAT)
     if record["done"] != done:
-        raise DamagedError(f"'{storage.uri}/{_file(done)}' is about stage {record['done']}: it was moved; remove it")
+        raise DamagedError(f"'{storage.uri}/{_file(done)}' is about phase {record['done']}: it was moved; remove it")
     return bool(record["continues"])
 
 
 def is_stopped(storage: Storage, done: int) -> bool:
-    """Whether the run was told to stop after so many stages."""
+    """Whether the decision after so many phases was to stop."""
     return done > 0 and read_decision(storage, done) is False
 
 
 def wait_for_decision(storage: Storage, done: int) -> bool:
-    """Whether to go on; a host that says nothing for long (it died, or lost the question) does not hold the run up."""
+    """Whether to continue. After `PATIENCE_S` without a decision (the sweep may have died) the run continues."""
     end = time.monotonic() + PATIENCE_S
     while (decision := read_decision(storage, done)) is None:
         if time.monotonic() > end:
-            log.warning("no word on going on after %d stages for %.0f s: going on", done, PATIENCE_S)
+            log.warning("no decision after %d phases arrived within %.0f s: the run continues", done, PATIENCE_S)
             return True
         time.sleep(POLL_S if storage.is_local else 1.0)
     return decision

@@ -79,7 +79,7 @@ def test_a_batch_of_fill_ups_costs_nothing_and_gives_no_gradient(parts: tuple[Ba
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hidden_states_are_the_bare_models_own(lab: Lab, kind: str) -> None:
-    """A row alone equals the row in a batch, without dropout and prefix, in the middle of training, which goes on."""
+    """A row alone equals the row in a batch, without dropout and prefix, in the middle of training, which continues."""
     config = lab.config(kind, "finetune", backbone={"dropout": 0.5})
     backbone = build(config, DistributedContext.alone(torch.device("cpu")))[0].backbone.train()
     sources = [torch.tensor(ids) for ids in backbone.codec.encode_source(["the sea is cold very", "it purrs"])]

@@ -164,7 +164,7 @@ def test_hidden_words_do_not_depend_on_workers_and_change_each_epoch(tmp_path: P
 
     alone = seen(1, range(6))
     assert len(alone) == 18 and alone == seen(2, range(6))
-    assert {key: pair for key, pair in alone.items() if key[0] >= 4} == seen(1, range(4, 6)), "wherever a run goes on"
+    assert {key: pair for key, pair in alone.items() if key[0] >= 4} == seen(1, range(4, 6)), "wherever a run continues"
     by_row = {row: [alone[key][1] for key in sorted(alone) if key[1] == row] for row in range(9)}
     assert sum(first != second for first, second in by_row.values()) >= 5
 

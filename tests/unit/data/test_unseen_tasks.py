@@ -23,7 +23,7 @@ def of(**settings: Any) -> Any:
     return open_stream(StreamConfig(**settings), seed=0)
 
 
-def test_they_are_prepared_as_the_streams_tasks_and_never_become_stages(
+def test_they_are_prepared_as_the_streams_tasks_and_never_become_phases(
     write_task: WriteTask, codec: MiniLMCodec
 ) -> None:
     write_task("agnews", news(40), news(12, 40), below="Long_Sequence")

@@ -120,7 +120,7 @@ def test_sequential_methods_keep_the_rows_of_former_tasks(lab: Lab) -> None:
         assert head.weight[:2].all() and not head.weight[2:].any()
 
 
-def test_a_stage_leaves_an_adapter_or_a_whole_model(lab: Lab) -> None:
+def test_a_phase_leaves_an_adapter_or_a_whole_model(lab: Lab) -> None:
     query = "model.layers.0.self_attn.q_proj"
     for name in ("lora", "separate", "finetune"):
         context = made(lab, name, "llama")

@@ -24,7 +24,7 @@ WORLD = DistributedContext.alone(torch.device("cpu"))
 
 
 def texts_of_each_step(lab: Lab, folder: Path, phase: int, method: Any, epochs: int = 1) -> list[list[bytes]]:
-    """What every optimizer step of a stage reads, as sorted token rows."""
+    """What every optimizer step of a phase reads, as sorted token rows."""
     parts, _ = build(lab.config("t5", method, train={"epochs": epochs}), WORLD)
     loader, order = PhaseData(parts, parts.phases[phase], WORLD).loader(begin_phase(parts, phase))
     steps = []
@@ -67,7 +67,7 @@ def test_old_samples_come_with_every_later_task_in_every_epoch(lab: Lab, tmp_pat
 
 
 def test_everything_stored_is_joint_training(lab: Lab, tmp_path: Path) -> None:
-    """Replay at 100 % has the joint data in its last stage (SAPT, appendix E.2)."""
+    """Replay at 100 % has the joint data in its last phase (SAPT, appendix E.2)."""
     replayed = texts_of_each_step(lab, tmp_path / "replay", 1, {"name": "replay", "share": 1.0})
     joint = texts_of_each_step(lab, tmp_path / "joint", 0, "joint")
     assert len(replayed) == len(joint) == 7

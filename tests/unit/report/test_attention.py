@@ -66,7 +66,7 @@ def test_maps_that_nobody_could_read_are_refused(tmp_path: Path, make_result: Ma
     many["phase_summaries"][-1]["attention"]["keys"] = [str(number) for number in range(41)]
     with pytest.raises(RunError, match="attention to 41 tasks cannot be read"):
         attention_maps([many], tmp_path / "a.png")
-    with pytest.raises(RunError, match="tells of no attention"):
+    with pytest.raises(RunError, match="has no attention weights"):
         attention_maps([make_result("lora")], tmp_path / "a.png")
 
 

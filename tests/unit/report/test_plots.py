@@ -57,7 +57,7 @@ def test_pictures_nobody_could_read_are_refused(tmp_path: Path, make_result: Mak
         heatmaps([make_result()] * runs, tmp_path / "no.png")
 
 
-def test_forgetting_curves_start_at_the_tasks_own_stage(tmp_path: Path, make_result: Make, drawn: list[Figure]) -> None:
+def test_forgetting_curves_start_at_the_tasks_own_phase(tmp_path: Path, make_result: Make, drawn: list[Figure]) -> None:
     result = make_result()
     result["matrix"][0][1] = {"value": 33.0, "count": 1, "extra": {}}  # a zero-shot score is no forgetting
     assert forgetting_curves(result, tmp_path / "curves.png").is_file()

@@ -50,7 +50,7 @@ def test_no_result_is_an_error(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"matrix": None}, "the keys matrix are missing"),
-        ({"phases": ["agnews"]}, "one row per stage"),
+        ({"phases": ["agnews"]}, "one row per phase"),
         ({"stream": {}}, "its stream has no tasks"),
     ],
 )

@@ -48,7 +48,7 @@ def test_joint_and_unfinished_matrices_are_shown(make_result: Make) -> None:
     assert "AP –" in matrix_table(result)
     unfinished = make_result() | {"finished": False}
     unfinished["matrix"][2] = [None, None, None]
-    assert matrix_table(unfinished).endswith("note: unfinished, 2 of 3 stages evaluated")
+    assert matrix_table(unfinished).endswith("note: unfinished, 2 of 3 phases evaluated")
 
 
 def test_seeds_become_mean_and_spread(make_result: Make) -> None:

@@ -157,7 +157,7 @@ def test_novelty_is_the_area_under_the_roc_curve_before_the_task_was_learned() -
     assert studied("one").novelty() == {} == studied("one", "two", dev=0).novelty()
 
 
-def test_rows_of_all_stages_make_the_matrix_of_slots() -> None:
+def test_rows_of_all_phases_make_the_matrix_of_slots() -> None:
     rows = [row for count in (1, 2, 3) for row in newest_rows(studied(*TASKS[:count]))]
     assert [len(row) for row in rows] == [3] * 3 + [6] * 3 + [9] * 3
     matrix = torch.tensor([[rows[max(i, j)][min(i, j)] for j in range(9)] for i in range(9)])

@@ -20,7 +20,7 @@ def keys(tasks: list[str] = TASKS, **sections: Any) -> list[str]:
 
 
 def agree(one: list[str], other: list[str]) -> int:
-    """Stages that two runs have in common; keys never agree again behind the first difference."""
+    """Phases that two runs have in common; keys never agree again behind the first difference."""
     same = [a == b for a, b in zip(one, other, strict=True)]
     assert same == sorted(same, reverse=True)
     return sum(same)

@@ -1,4 +1,4 @@
-"""Who proposes and who stops, without a cluster: a sweep that goes on proposes and decides as if it had not stopped."""
+"""Searchers and stopping rules, without a cluster: a resumed sweep proposes and decides as if it had not stopped."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_tpe_ends_after_its_samples(tmp_path: Path) -> None:
 
 
 def test_tpe_goes_on_with_what_it_was_told(tmp_path: Path) -> None:
-    """Unfinished trials come first; finished ones count; numbers go on."""
+    """Unfinished trials come first; finished ones count; numbers continue."""
     folder = SweepFolder.of(sweep(), str(tmp_path))
     before = go(Guided(sweep(), folder, {}), 4)
     again = Guided(sweep(), folder, {3: before[3]})

@@ -36,7 +36,7 @@ def test_a_round_trip_changes_nothing(tmp_path: Path) -> None:
     assert not found.is_phase_end
 
 
-def test_the_end_of_a_stage_has_no_optimizer(tmp_path: Path) -> None:
+def test_the_end_of_a_phase_has_no_optimizer(tmp_path: Path) -> None:
     storage, checkpoint = Storage.at(tmp_path), made(step=9)
     checkpoint.optimizer = {}
     write_checkpoint(storage, "end", checkpoint)

@@ -73,7 +73,7 @@ def test_a_line_is_said_when_it_is_time_and_at_the_end(
         now[0] += 2
         said.append(progress.step(1, "animal", step, 10, result(0.25), 2.0))
     assert said == [False, False, True, False, False, True, False, True]
-    assert caplog.messages[0] == "[2/3] animal: 40 rows, 10 steps, going on after step 2"
+    assert caplog.messages[0] == "[2/3] animal: 40 rows, 10 steps, continuing after step 2"
     assert (
         caplog.messages[1]
         == "[2/3] animal  step 5/10  loss 0.2500  50 tokens/s  training left: 0:10 in this task, 1:10 in all"

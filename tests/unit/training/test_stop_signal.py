@@ -13,7 +13,7 @@ from raycl.training.records import stop_signal
 from raycl.training.records.stop_signal import is_stopped, read_decision, wait_for_decision, write_decision
 
 
-def test_a_word_holds_for_its_stage_alone(tmp_path: Path) -> None:
+def test_a_word_holds_for_its_phase_alone(tmp_path: Path) -> None:
     storage = Storage.at(tmp_path)
     assert read_decision(storage, 1) is None and not is_stopped(storage, 1)
     write_decision(storage, 1, continues=True)
