@@ -118,7 +118,7 @@ def test_a_worker_that_hangs_is_ended_and_the_run_goes_on(
     assert driver.returncode == 0, said
     assert len(read_state(storage).attempts) == 2
     assert re.search(r"worker 2 of 2 \(process \d+ on .*\) made no progress for \d+ s while training", said), said
-    assert "made no progress" in status_of(storage.uri).facts["hang 1"]
+    assert "made no progress" in status_of(storage.uri).details["hang 1"]
     assert (tiny.trace(storage), tiny.matrix(storage)) == (tiny.trace(whole), tiny.matrix(whole))
 
 
