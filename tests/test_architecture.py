@@ -103,6 +103,12 @@ BROKEN = [
     ("sizes", "raycl/data/x.py", "x = 1\n" * 401, "at most 400"),
     ("sizes", "jobs/sweep.py", "x = 1\n" * 80, "at most 80"),
     ("sizes", "tests/test_x.py", "def f():\n" + "    x = 1\n" * 80, "function f has 81 lines"),
+    (
+        "hooks",
+        "raycl/methods/base.py",
+        "class Method:\n" + "".join(f"    def h{number}(self): ...\n" for number in range(11)),
+        "Method has 11 public hooks, at most 10",
+    ),
     ("prints", "raycl/data/x.py", "print('x')", "print outside jobs/"),
     ("excepts", "raycl/data/x.py", "try:\n    f()\nexcept:\n    g()", "catches everything"),
     ("excepts", "raycl/data/x.py", "try:\n    f()\nexcept (OSError, Exception):\n    g()", "catches everything"),

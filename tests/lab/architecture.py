@@ -79,6 +79,9 @@ ROUTER_CLASSES = {"SingleRouter", "SumRouter", "TaskRouter", "TextRouter", "Atte
 ROUTERS_KNOWN_AT = ("raycl/retrieval/", "raycl/methods/", "raycl/run/", "raycl/bench/")
 """Only the package itself, methods, the assembly and benchmarks name a concrete router; others read `needs`."""
 
+METHOD_AT, HOOKS = "raycl/methods/base.py", 10
+"""Where the contract of a method is, and how many public hooks it may have."""
+
 FILE_LINES, FUNCTION_LINES, JOB_LINES = 400, 80, 80
 ROOT_MODULES, FOLDER_MODULES, README_LINES = 5, 12, 150
 KNOTS = {"utils", "util", "common", "misc", "helpers", "helper"}
@@ -225,6 +228,16 @@ def backbone_kinds(module: Module) -> Iterator[Finding]:
         parts = branch.elts if isinstance(branch, ast.Tuple | ast.List | ast.Set) else [branch]
         if branch is not None and "encoder" in _strings([part for part in parts if part is not None]):
             yield branch.lineno, "branches on the kind of backbone 'encoder': read `backbone.capabilities`"
+
+
+@rule
+def hooks(module: Module) -> Iterator[Finding]:
+    for node in module.tree.body if module.path == METHOD_AT else ():
+        if isinstance(node, ast.ClassDef) and node.name == "Method":
+            found = [one for one in node.body if isinstance(one, ast.FunctionDef) and not one.name.startswith("_")]
+            if len(found) > HOOKS:
+                names = ", ".join(one.name for one in found)
+                yield node.lineno, f"Method has {len(found)} public hooks, at most {HOOKS}: {names}"
 
 
 @rule

@@ -158,7 +158,7 @@ def test_the_first_task_is_learned_once(swept: Swept, lab: Lab, tmp_path: Path, 
     assert [swept.row(trial)["forked_tasks"] for trial in (0, 1, 2)] == [0, 1, 1]
     trial = swept.place.run(number)
     assert_as_if_alone(trial, tmp_path)
-    assert "modifiers" not in read_state(trial).phases[0]["facts"], "rows of another threshold are not its own"
+    assert "modifiers" not in read_state(trial).phases[0]["summary"], "rows of another threshold are not its own"
 
 
 def test_trials_share_a_process_unless_they_are_isolated(swept: Swept) -> None:
