@@ -110,7 +110,7 @@ def test_who_cannot_write_is_said_before_anything_starts(lab: Lab, tmp_path: Pat
     ):
         check(lab.config("bert", sapt(arm={"source": "generated"})))
     generator = {"backbone": {"name": str(lab.model_folder("bert"))}}
-    with pytest.raises(ConfigError, match="is encoder-only and cannot write texts: expected an encoder-decoder"):
+    with pytest.raises(ConfigError, match="is encoder-only and cannot generate texts: expected an encoder-decoder"):
         check(lab.config("bert", sapt(arm={"source": "generated"}, generator=generator)))
     check(lab.config("bert", generated(lab, "bert")))
     endless = shutil.copytree(lab.model_folder("llama"), tmp_path / "endless")
@@ -232,7 +232,13 @@ def test_replayed_rows_are_each_trained_on_once_an_epoch(lab: Lab, tmp_path: Pat
     def watched(self: Sapt, batch: Any) -> Any:
         found = join(self, batch)
         new = found.source_ids[len(batch) :], found.source_mask[len(batch) :], found.label_ids[len(batch) :]
-        seen.extend((self._epoch, (ids[mask > 0].tolist(), int(label))) for ids, mask, label in zip(*new, strict=True))
+        seen.extend(
+            (
+                self.context.step.index // -(-self._replay.rows // self.context.batch_size),
+                (ids[mask > 0].tolist(), int(label)),
+            )
+            for ids, mask, label in zip(*new, strict=True)
+        )
         assert bool(found.weight[len(batch) :].all()) and found.target_ids.shape[0] == len(found)
         return found
 

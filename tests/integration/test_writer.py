@@ -125,7 +125,7 @@ def test_the_backbone_is_left_as_it_was(
     assert state() == before
     assert all(torch.equal(tensor, bits[name]) for name, tensor in backbone.state_dict().items())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Generator, "_sampled", lambda *given: 1 / 0)
+        patch.setattr(Generator, "_sample", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             Generator(GeneratorConfig(**generator), backbone, method.stack, 0).write(rows, 0.3)
     assert state() == before

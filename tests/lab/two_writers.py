@@ -32,7 +32,7 @@ def main(rank: int, rendezvous: str, folder: Path) -> None:
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
     texts = ["fire is warm", "the sky runs"][rank : rank + 1]
-    pytest.MonkeyPatch().setattr(Generator, "_sampled", lambda self, start, count: texts * count)
+    pytest.MonkeyPatch().setattr(Generator, "_sample", lambda self, start, count: texts * count)
     config = configs.validate(RunConfig, json.loads((folder / "config.json").read_text()))
     done = run(config, Storage.at(folder / "run"), world=DistributedContext(rank, 2, rank, torch.device("cpu")))
     method = done.context.method
