@@ -133,5 +133,5 @@ def test_a_submitted_run_that_is_stopped_says_so_in_its_status(head: str, tmp_pa
     subprocess.run(stop, capture_output=True, text=True, timeout=280, check=True)
     until(lambda: status_of(folder).state not in ("running", "stopping"))
     stopped = status_of(folder)
-    assert stopped.state == "stopped" and "by SIGTERM" in stopped.says and "exit status 75" in stopped.says
+    assert stopped.state == "stopped" and "by SIGTERM" in stopped.message and "exit status 75" in stopped.message
     assert stopped.command == f"python jobs/train_stream.py --resume {folder}"
