@@ -52,7 +52,7 @@ def test_what_is_set_already_is_not_named(lab: Lab, tmp_path: Path, monkeypatch:
 
 
 def test_in_evaluation(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EncoderBackbone, "predict", too_much_for_the_cpu)
+    monkeypatch.setattr(EncoderBackbone, "score_labels", too_much_for_the_cpu)
     said = refused(lab, tmp_path)
     assert "out of memory while evaluating" in said and "eval.batch_size (now 4)" in said
     assert "train.micro_batch_size" not in said and "\n" not in said

@@ -59,13 +59,16 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 
 
 def test_a_line_is_said_when_it_is_time_and_at_the_end(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("raycl.training.records.progress.time.monotonic", lambda: now[0])
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("raycl")
-    monkeypatch.setattr(logger, "propagate", True)
-    caplog.set_level(logging.INFO, logger="raycl")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.INFO)
     progress = Progress(5.0, phases=3)
     progress.begin(1, "animal", 40, 10, 2, 30)
     said = []
@@ -73,10 +76,9 @@ def test_a_line_is_said_when_it_is_time_and_at_the_end(
         now[0] += 2
         said.append(progress.step(1, "animal", step, 10, result(0.25), 2.0))
     assert said == [False, False, True, False, False, True, False, True]
-    assert caplog.messages[0] == "[2/3] animal: 40 rows, 10 steps, continuing after step 2"
+    assert lines[0] == "[2/3] animal: 40 rows, 10 steps, continuing after step 2"
     assert (
-        caplog.messages[1]
-        == "[2/3] animal  step 5/10  loss 0.2500  50 tokens/s  training left: 0:10 in this task, 1:10 in all"
+        lines[1] == "[2/3] animal  step 5/10  loss 0.2500  50 tokens/s  training left: 0:10 in this task, 1:10 in all"
     )
 
 
