@@ -93,7 +93,7 @@ def _figures(options: argparse.Namespace) -> Iterator[Figure]:
             yield Figure(f"{tasks} tasks: time per step over {few} tasks'", step / other, "x", step_limit)
         for other in answers:
             yield Figure(f"{tasks} tasks: time per answer over {few} tasks'", answer / other, "x", answer_limit)
-        yield Figure(f"{tasks} tasks: blocks heard in a batch", grown.recorded(), "")
+        yield Figure(f"{tasks} tasks: adapters active in a batch", grown.recorded(), "")
         yield Figure(f"{tasks} tasks: slots, on the device", grown.stack.pool.bytes / 2**20, "MiB")
         yield Figure(f"{tasks} tasks: resident memory", memory, "MiB")
 

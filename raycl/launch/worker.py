@@ -86,7 +86,7 @@ def _run_worker(job: dict[str, Any], storage: Storage) -> None:
         torch.cuda.set_device(device)
     world = _world(job, device)
     config = configs.validate(RunConfig, job["config"])
-    hang_s = None if job["in_process"] else config.launch.hang_s  # the process of somebody else is not ours to end
+    hang_s = None if job["in_process"] else config.launch.hang_s  # the host's process must not be ended
     with Control(storage, world, job["driver"], hang_s, host=job["stop"]) as control:
         try:
             _learn(job, storage, world, config, control)

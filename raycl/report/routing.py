@@ -32,7 +32,7 @@ class Routing:
     """Facts of one run's router.
 
     Attributes:
-        used: the kind that chose in the evaluation of the last phase; `task` where it was told each text's task.
+        used: the kind that chose in the evaluation of the last phase; `task` where the task id was given.
         tasks: in the order in which they were learned.
         found: kind -> task -> percent of its dev texts that find it; tasks without dev texts are missing.
         novelty: task -> how well its dev texts stood out before it was learned (AUROC in percent), if known.

@@ -86,7 +86,7 @@ class RunConfig(Section):
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """What belongs to methods or backbones of another kind.
 
-        A hub backbone that is not cached has no known kind yet; once it is fetched, nobody knows what a person wrote.
+        A hub backbone that is not cached has no known kind yet, so these settings are not checked.
         """
         names = {self.method.name, getattr(getattr(self.method, "learner", None), "name", "")}
         if "sapt" not in names:
@@ -102,7 +102,7 @@ class RunConfig(Section):
             yield from ((path, reason) for path in (GENERATION if has_label_head else LABEL_HEAD))
 
     @model_validator(mode="after")
-    def _unseen_are_not_told(self) -> Self:
+    def _unseen_tasks_need_no_task_id(self) -> Self:
         if self.stream.unseen and (self.method.needs_task or self.stream.schedule == "separate"):
             separate = self.stream.schedule == "separate"
             needs = "stream.schedule=separate" if separate else f"method '{self.method.name}'"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from at_step import At
 from tiny import Complete, Done, Lab, work
 
 from raycl.errors import ResumeError, RunError
@@ -29,20 +30,6 @@ from raycl.training.stream_loop import StreamLoop
 
 ALONE = DistributedContext.alone(torch.device("cpu"))
 REPO = Path(__file__).resolve().parents[2]
-
-
-class At:
-    """A tracker that calls `act` once `step` optimizer steps of the run are done."""
-
-    def __init__(self, step: int, act: Callable[[], None]) -> None:
-        self.step, self.act = step, act
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        if step == self.step and "loss" in metrics:
-            self.act()
-
-    def table(self, step: int, name: str, columns: object, rows: object) -> None:
-        """Nothing happens at a table."""
 
 
 def learn(config: RunConfig, storage: Storage, step: int, act: Callable[[], None]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from at_step import At
 from tiny import Complete, exported, matrix, run, trace
 
 from raycl.bank import Bank
@@ -20,20 +20,6 @@ from raycl.training.records.stop_request import HostStop, request_stop, stop_of
 from raycl.training.stream_loop import StreamLoop
 
 ALONE = DistributedContext.alone(torch.device("cpu"))
-
-
-class At:
-    """A tracker that calls `act` once `step` optimizer steps of the run are done."""
-
-    def __init__(self, step: int, act: Callable[[], None]) -> None:
-        self.step, self.act = step, act
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        if step == self.step and "loss" in metrics:
-            self.act()
-
-    def table(self, step: int, name: str, columns: object, rows: object) -> None:
-        """Nothing happens at a table."""
 
 
 def stopped(config: object, storage: Storage, step: int) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from raycl.methods.base import Learned, trained_names
 from raycl.methods.context import Step, TaskContext
 from raycl.training.distributed import DistributedContext
+from raycl.training.phase import trainer
 from raycl.training.phase.data import PhaseData
-from raycl.training.phase.preparation import encode_texts
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase
 
@@ -19,24 +19,7 @@ from raycl.types import Phase
 def begin_phase(context: TrainingContext, index: int = 0, resumed: bool = False) -> TaskContext:
     """The method begins a phase; modifiers do not."""
     world = DistributedContext.alone(torch.device("cpu"))
-    phase = context.phases[index]
-    new, queries = encode_texts(context, phase, world)
-    earlier = tuple(task for done in context.phases[:index] for task in done.tasks)
-    found = TaskContext(
-        phase,
-        context.train.batch_size,
-        context.stream,
-        context.backbone.codec,
-        resumed,
-        queries=queries,
-        phases=new,
-        earlier_tasks=earlier,
-        worker=PhaseData(context, phase, world),
-    )
-    if not resumed:
-        context.schedule.begin(context.method)
-    context.method.begin_task(phase, found)
-    return found
+    return trainer.begin_phase(PhaseData(context, context.phases[index], world), resumed)
 
 
 def end_phase(context: TrainingContext, found: TaskContext) -> Learned | None:

@@ -1,11 +1,11 @@
-"""SAPT: one block per task, all of them heard by every text, as loudly as its attention says (section 4 of its paper).
+"""SAPT: attention over all task adapters, which trains and selects them together (section 4 of its paper).
 
 "SAPT: A Shared Attention Framework for Parameter-Efficient Continual Learning of Large Language Models", ACL 2024.
-A task learns its block (LoRA on query and value projections, or a soft prompt), its key, and continues with the shared
-projection; backbone, earlier blocks and earlier keys are frozen. The attention reads nothing but the source's raw
+A task trains its adapter (LoRA on query and value projections, or a soft prompt), its key, and the shared projection;
+backbone, earlier adapters and earlier keys are frozen. The attention reads nothing but the source's raw
 embeddings, in training, evaluation, generation and serving alike, and once per prompt. Reflection (ARM) keeps old
 tasks' inputs attended to as they were. Encoder-only backbones, of which the paper has none, get label rows with every
-block, mixed by the same weights, so that no task id is needed.
+adapter, mixed by the same weights, so that no task id is needed.
 Where the authors' code differs from the paper, the settings say so (its attention's and reflection's too). Prompts are
 learned by the run's AdamW like all else, theirs by Adafactor (appendix C).
 What it does not know: engines, files other than pseudo inputs'.

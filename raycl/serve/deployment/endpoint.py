@@ -142,7 +142,7 @@ def promote(config: ServeConfig, number: int) -> tuple[GateResult, str]:
         worst = max(result.drops, key=lambda task: result.drops[task])
         outcome = (
             f"rejected: {worst} falls by {result.drops[worst]:.1f} points, allowed are {result.max_drop:g}; "
-            f"snapshot {result.active} goes on"
+            f"snapshot {result.active} stays active"
         )
     return result, f"{gate_table(result)}\n{outcome}"
 

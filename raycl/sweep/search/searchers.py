@@ -89,7 +89,7 @@ class Planned(RecordingSearcher):
 
 @dataclass(frozen=True)
 class Result:
-    """What Optuna is told of a trial.
+    """What Optuna gets of a trial.
 
     Attributes:
         curve: tasks learned -> value of each metric. scores: at the end; empty: the trial failed.

@@ -2,7 +2,7 @@
 
 Why it exists: Tune would kill a stopped trial in the middle of its next task, and what its workers held stays taken
 for most of a minute. Here the rule's decision goes to the run (`raycl.training.records.stop_signal`), whose
-workers wait for it, and Tune is told to continue: the trial ends as if its stream were over.
+workers wait for it, and Tune gets the decision to continue: the trial ends as if its stream were over.
 What it does not know: what is measured, and how a trial runs.
 """
 

@@ -85,21 +85,7 @@ class TaskTrainer:
     def _begin(self, phase: Phase, data: PhaseData, resumed: bool) -> TaskContext:
         """The method and the modifiers begin the phase."""
         context = self.context
-        new, queries = encode_texts(context, phase, self.world)
-        task_context = TaskContext(
-            phase,
-            context.train.batch_size,
-            context.stream,
-            context.backbone.codec,
-            resumed,
-            queries=queries,
-            phases=new,
-            earlier_tasks=tuple(task for done in context.phases[: phase.index] for task in done.tasks),
-            worker=data,
-        )
-        if not resumed:
-            context.schedule.begin(context.method)
-        context.method.begin_task(phase, task_context)
+        task_context = begin_phase(data, resumed)
         context.backbone.competing_labels = tuple(phase_labels(phase)) if context.train.label_loss == "task" else ()
         context.modifiers.begin_task(phase, only=len(context.phases) == 1, resumed=resumed)
         return task_context
@@ -166,6 +152,27 @@ class TaskTrainer:
         if learned is not None:
             self.recorder.publish(phase, context.schedule.published(phase, context.method, learned), done)
         self.recorder.save(done)
+
+
+def begin_phase(data: PhaseData, resumed: bool) -> TaskContext:
+    """The method begins a phase, with all that it may ask about it. Collective."""
+    context, phase = data.context, data.phase
+    new, queries = encode_texts(context, phase, data.world)
+    task_context = TaskContext(
+        phase,
+        context.train.batch_size,
+        context.stream,
+        context.backbone.codec,
+        resumed,
+        queries=queries,
+        phases=new,
+        earlier_tasks=tuple(task for done in context.phases[: phase.index] for task in done.tasks),
+        worker=data,
+    )
+    if not resumed:
+        context.schedule.begin(context.method)
+    context.method.begin_task(phase, task_context)
+    return task_context
 
 
 def is_due(step: int, steps: int, every: int | None) -> bool:

@@ -13,6 +13,6 @@ def test_sapts_steps_and_answers_have_a_limit_and_sharp_attention_hears_few_bloc
     figures = {figure.name: figure for figure in report.figures}
     limits = [figures[f"5 tasks: time per {what} over 1 tasks'"].target for what in ("step", "answer")]
     assert limits == list(LIMITS["sapt"])
-    assert figures["1 tasks: blocks heard in a batch"].value == 1
-    assert 1 <= figures["5 tasks: blocks heard in a batch"].value < 5
+    assert figures["1 tasks: adapters active in a batch"].value == 1
+    assert 1 <= figures["5 tasks: adapters active in a batch"].value < 5
     assert figures["5 tasks: slots, on the device"].value > figures["1 tasks: slots, on the device"].value
