@@ -19,7 +19,7 @@
 # --signal: 180 s before the time limit Slurm sends SIGTERM to this script (B), which forwards it to the driver. The
 # driver's workers write a checkpoint within launch.grace_s (110 s), the driver exits with 75, and this script requeues
 # the job. `scancel --batch --signal=TERM JOB` does the same at any time; `scancel JOB` ends the job for good.
-# output.exists=resume: a requeued job resumes its run, which is named slurm-JOB unless output.name says otherwise.
+# output.exists=resume: a requeued job resumes its run, which is named slurm-JOB unless output.name is set.
 set -euo pipefail
 
 readonly RESUME=75 # EX_TEMPFAIL: the driver stopped after a checkpoint and can be resumed

@@ -57,7 +57,7 @@ def main() -> int:
             print(commented_yaml(run_config.load_config(options.config, options.overrides)), end="")
             return 0
         if options.add and not options.resume:
-            raise ConfigError("--add says what a run is to learn next: name the run with --resume RUN_DIR")
+            raise ConfigError("--add names the next tasks of a run: name the run with --resume RUN_DIR")
         if options.add:
             prepared = driver.extend(options.resume, options.add, tuple(options.overrides))
         elif options.resume:

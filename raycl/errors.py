@@ -5,15 +5,15 @@
     ├── DataError          a file, a row or a label that cannot be used (names file and row)
     │   └── MissingTasksError   tasks of a named benchmark that are not on disk, all listed at once
     ├── BackboneError      a model or tokenizer that cannot be loaded or does not fit the task
-    ├── AdapterError       an adapter that does not fit the model, or a mixture that cannot be spoken
+    ├── AdapterError       an adapter that does not fit the model, or a mixture that cannot be activated
     ├── RetrievalError     an encoder, keys or a query that cannot choose adapters
     ├── StorageError       a path or URI that cannot be read or written
-    │   ├── AlreadyExistsError  exclusive creation lost: somebody else wrote it first
+    │   ├── AlreadyExistsError  exclusive creation failed: the file exists already
     │   ├── UnreachableError    a store that does not answer now, and may later
     │   ├── DamagedError        a record that was cut or changed after it was written
     │   └── FormatError         a record of a format that this version does not read
     ├── BankError          an adapter or snapshot that is absent, damaged or not allowed
-    ├── LaunchError        the cluster cannot ever give what the run asks for
+    ├── LaunchError        the cluster cannot provide the resources of the run
     ├── WrongResultError   a benchmark's contender computed something else than its reference
     └── RunError           a run that cannot start, continue or be trusted
         ├── CheckpointError     a checkpoint that is damaged or incomplete; an older one may be whole
@@ -21,7 +21,7 @@
         ├── StoppedError        a run that was stopped from outside and can be resumed as it is
         └── StaleAttemptError   a newer attempt owns the run; this one must stop
 
-Each message says, in one sentence: what was wrong, the value, what was expected, what to do.
+Each message states in one sentence: what was wrong, the value, what was expected, what to do.
 Broken promises among ourselves are `assert` with a message, not these classes.
 """
 
@@ -107,7 +107,7 @@ class ResumeError(RunError):
 
 
 class StoppedError(RunError):
-    """A run was stopped from outside (SIGTERM, a store that is away); the message says how to resume it."""
+    """A run was stopped from outside (SIGTERM, a store that is away); the message gives the command that resumes it."""
 
     exit_status = 75
 

@@ -159,7 +159,7 @@ class WandbTracker:
         self._run.log({"step": step, name: self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
 
     def _warn_offline(self) -> None:
-        """Once, when there is something to log: what is said before may reach nobody."""
+        """Warn once, when there is something to log: handlers may be missing before that."""
         if not self._warned:
             self._warned = True
             log.warning("wandb has no key here, so this run is logged offline; with 'wandb login' the next one is not")

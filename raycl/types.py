@@ -125,7 +125,7 @@ class Batch:
 
 
 class TextCodec(Protocol):
-    """Text to token ids and back, as the backbone wants it. Data code knows the tokenizer only as this."""
+    """Text to token ids and back, as the backbone expects them; data code uses the tokenizer only through this."""
 
     pad_id: int
     max_source_tokens: int

@@ -36,7 +36,7 @@ class _Rows:
 
 
 class MixedHead(nn.Module):
-    """Scores over all labels that any loaded adapter knows.
+    """Scores over the labels of all loaded adapters.
 
     Attributes:
         labels: order of first appearance.

@@ -26,7 +26,7 @@ class MixedPrompts(nn.Module):
 
     Attributes:
         trainable: `[M, P, D]` prompts in training, one for each of the stack's adapters in training; None without.
-        concatenated: adapters whose prompts are concatenated whatever `how` says of the others.
+        concatenated: adapters whose prompts are concatenated even where `how` sums the others.
     """
 
     def __init__(self, stack: AdapterStack, width: int, how: How = "sum") -> None:

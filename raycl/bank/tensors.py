@@ -153,7 +153,7 @@ def unpack(
         activation,
     )
     if state.rank != rank:
-        raise BankError(f"{what} has rank {state.rank}, its manifest says {rank}")
+        raise BankError(f"{what} has rank {state.rank}, its manifest has {rank}")
     if found:
         raise BankError(f"{what} holds tensors that its manifest does not name: {', '.join(sorted(found)[:5])}")
     return state
@@ -170,13 +170,13 @@ def _shaped(found: dict[str, Tensor], name: str, shape: tuple[int | None, ...], 
     fits = tensor.dim() == len(shape) and all(w is None or w == s for w, s in zip(shape, tensor.shape, strict=True))
     if not fits:
         wanted = [size if size is not None else "any" for size in shape]
-        raise BankError(f"{what}, '{name}' has shape {list(tensor.shape)}, its manifest says {wanted}")
+        raise BankError(f"{what}, '{name}' has shape {list(tensor.shape)}, its manifest has {wanted}")
     return tensor
 
 
 def _check_dtype(what: str, path: str, tensor: Tensor, dtype: str) -> None:
     if str(tensor.dtype) != f"torch.{dtype}":
-        raise BankError(f"{what}, '{path}' is {str(tensor.dtype).removeprefix('torch.')}, its manifest says {dtype}")
+        raise BankError(f"{what}, '{path}' is {str(tensor.dtype).removeprefix('torch.')}, its manifest has {dtype}")
 
 
 def dtype_of(state: AdapterState) -> str:

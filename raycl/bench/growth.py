@@ -1,8 +1,8 @@
 """What a growing bank costs SLM and SAPT: time per step, time per answer and memory after 5, 20 and 100 tasks.
 
 Many small tasks stand for many tasks: each has its own keys (of its own part of the texts), slots and label rows; the
-slots of earlier tasks are drawn, since what they hold does not change what they cost. SAPT hears every task's block
-that its attention does not leave out: how many those are depends on how sharp it is, so its keys can be scaled.
+slots of earlier tasks are drawn, since what they hold does not change what they cost. SAPT applies every task's
+adapter above the pruning threshold of its attention: their number depends on how sharp it is, so keys can be scaled.
 What it does not know: how a stream is trained.
 """
 
@@ -37,7 +37,7 @@ from raycl.types import AdapterState, Batch, Phase
 
 LIMITS = {"slm": (1.1, 1.5), "sapt": (2.0, 2.0)}
 """Time per step and per answer over those of the fewest tasks. SLM evaluates its top K however many tasks there are;
-SAPT every block that is heard, which with drawn keys is all: twenty times the tasks for at most twice the time."""
+SAPT every active adapter, which with drawn keys is all: twenty times the tasks for at most twice the time."""
 BUSY = 0.5
 SETTINGS = ("tasks", "batch_size", "rounds", "threads", "method", "router", "sharpness")
 WARM = 2

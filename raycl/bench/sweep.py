@@ -47,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method",
         default="slm",
-        help="what is swept; where a method forgets, the AP after one task says little of the AP at the end",
+        help="what is swept; where a method forgets, the AP after one task predicts little of the AP at the end",
     )
     parser.add_argument("--repeats", type=int, default=3, help="runs alone, and trials, that overhead is measured on")
     parser.add_argument("--concurrency", type=int, default=2, help="trials at a time, grid and ASHA")
@@ -128,7 +128,7 @@ def _learned(outcome: Outcome) -> int:
 
 
 def _settings(outcome: Outcome, number: int | None) -> str:
-    return "nobody" if number is None else ", ".join(f"{value:g}" for value in outcome.row(number).settings.values())
+    return "none" if number is None else ", ".join(f"{value:g}" for value in outcome.row(number).settings.values())
 
 
 def _score(outcome: Outcome, number: int | None) -> float:

@@ -204,7 +204,7 @@ def validate(model: type[ConfigT], tree: Tree) -> ConfigT:
 
 
 def _without_echoes(model: type[BaseModel], tree: Tree, details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Without what pydantic only says because something inside is wrong, or of members of a union nobody meant."""
+    """Drop errors that only repeat an inner error, and those of union members that were not selected."""
     places = [tuple(_place(model, tree, detail["loc"])[0]) for detail in details]
     ours = {place for place, detail in zip(places, details, strict=True) if detail["type"] == "value_error"}
 
@@ -253,7 +253,8 @@ Sections = list[type[BaseModel]]
 def _place(model: type[BaseModel], tree: Any, loc: Sequence[int | str]) -> tuple[list[str], Sections, Sections]:
     """Where a pydantic location is, in the user's words.
 
-    pydantic puts the chosen member of a union into the location (`method.lora.rank`, `steps.int`); nobody wrote that.
+    pydantic puts the chosen member of a union into the location (`method.lora.rank`, `steps.int`), which the
+    user's file does not contain.
 
     Returns:
         dotted parts, the sections that the last part belongs to, and those that were not chosen in their place.

@@ -1,7 +1,7 @@
 """What may run code of others: decided by the command that trains or serves, never by a file.
 
 Why it exists: a model's folder can bring Python code, and pickled weights can run some. A config, a sweep, a run or a
-snapshot of somebody else may ask for either; whoever types the command allows it there, and workers inherit that.
+snapshot of another author may request either; the user permits it on the command line, and workers inherit that.
 What it does not know: how a model is loaded.
 """
 
@@ -34,7 +34,7 @@ class Permissions:
 
 
 NONE_GIVEN = Permissions()
-"""What a command allows that says nothing of it."""
+"""Permissions of a command line without any."""
 
 
 def requested(tree: Tree) -> list[str]:
@@ -65,7 +65,7 @@ def require(paths: Iterable[str], overrides: Sequence[str], source: str, prefix:
         if f"{prefix}{path}" not in allowed:
             raise ConfigError(
                 f"{source} sets {path}, which {RISKS[path.rpartition('.')[2]]}: a file cannot allow that; add "
-                f"{prefix}{path}=true to the command if you trust whoever made the model"
+                f"{prefix}{path}=true to the command if you trust the author of the model"
             )
 
 

@@ -35,7 +35,7 @@ class TaskPlan:
     Attributes:
         files: split -> file; empty for a task of the builtin stream.
         metric: name of its score; None: exact_match with labels, else rouge_l.
-        definition: instruction; None: what the file says.
+        definition: instruction; None: that of the file.
         group, dataset: what `prompt_names` writes.
         prompt: what `prompt: auto` means for a text backbone.
     """
@@ -108,7 +108,7 @@ def _texts_alone(plan: TaskPlan) -> TaskPlan:
 
 
 def _free_name(config: StreamConfig, plans: Sequence[TaskPlan]) -> str:
-    """The configured name; "custom" where nobody named a stream of files."""
+    """The configured name; "custom" for a stream of files without a name."""
     return "custom" if config.name == "builtin" and any(plan.files for plan in plans) else config.name
 
 

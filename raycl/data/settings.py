@@ -115,7 +115,7 @@ class StreamConfig(Section):
     )
     per_class: int | None = Field(None, ge=1, description="few-shot: train rows for each label, for example 16")
     unlabelled: Literal["drop", "keep"] = Field(
-        "drop", description="rows whose label says that there is none (mnli: '-')"
+        "drop", description="rows whose label stands for 'no label' (mnli: '-')"
     )
     prompt: PromptName = Field(
         "auto", description="template around the text; auto: the benchmark's, plain for encoders"
@@ -137,7 +137,7 @@ class StreamConfig(Section):
     @field_validator("unseen", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        """A lone name is a list of one, and an empty list says nothing."""
+        """A single name is a list of one, and an empty list is None."""
         return [value] if isinstance(value, str) else value or None
 
     @model_validator(mode="after")

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 BUILTIN_TRAIN_ROWS = 320
 BUILTIN_TEST_ROWS = 150
-"""Rows of a builtin task unless the config says otherwise."""
+"""Rows of a builtin task unless the config sets them."""
 
 
 @dataclass(frozen=True)

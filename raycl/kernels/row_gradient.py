@@ -3,7 +3,7 @@
 Why it exists: a gradient row that will be masked need not be computed. At T = 0.7 that is 70 % of a weight's gradient,
 about a fifth of a fine-tuning step. Which rows are chosen is read when backward runs, so it may be decided as late as
 at the end of the forward pass; recomputation reads it again. The gradient keeps its full shape, zero elsewhere, so
-every engine reduces and reads it as ever; it equals the masked dense one to rounding.
+every engine reduces and reads it as usual; it equals the masked dense one to rounding.
 What it does not know: who chooses, and why.
 """
 
@@ -77,7 +77,7 @@ def row_linear(layer: nn.Linear, choice: RowChoice, x: Tensor) -> Tensor:
 
 
 def choose_rows(layer: nn.Linear, choice: RowChoice) -> Callable[[], None]:
-    """From now on the layer's weight gets its gradient as `choice` says; returns what takes that back."""
+    """Give the layer's weight the gradient of the rows of `choice` from now on; returns a function that undoes it."""
     before = vars(layer).get("forward")
     layer.forward = partial(row_linear, layer, choice)  # type: ignore[method-assign]
     return partial(delattr, layer, "forward") if before is None else partial(setattr, layer, "forward", before)

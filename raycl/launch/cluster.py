@@ -1,8 +1,8 @@
-"""Which Ray a command works on: the one that is named, or one of its own on this machine, reached by loopback alone.
+"""Which Ray a command uses: the one that is named, or one of its own on this machine, reached by loopback alone.
 
-Why it exists: a Ray that merely runs on this machine is somebody else's (an endpoint's, another run's), and whoever
-joined it would wait for its CPUs and end with it. So several are normal here, and each one's processes must know which
-is theirs: Ray looks for others where it is not told (`RAY_ADDRESS`).
+Why it exists: a Ray that merely runs on this machine belongs to another command (an endpoint, another run); a command
+that joined it would wait for its CPUs and end with it. So several on one machine are normal, and each one's processes
+need its address: without `RAY_ADDRESS`, Ray searches for others.
 What it does not know: what runs on it.
 """
 
@@ -32,7 +32,7 @@ PORTS = range(20_000, 32_000)
 """Of the head of a Ray of our own: below those that the system hands out, above those of Ray's workers."""
 
 WAIT_S = 10.0
-"""How often a command that waits for resources says so."""
+"""Seconds between the log lines of a command that waits for resources."""
 
 
 def named(address: str | None = None) -> str | None:
@@ -100,7 +100,7 @@ def _alone() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """One of `PORTS` where nobody listens on loopback.
+    """One of `PORTS` that is free on loopback.
 
     Raises:
         LaunchError: every one that was tried is taken.
@@ -115,7 +115,7 @@ def free_port() -> int:
 
 @contextmanager
 def log_while_pending(waits: Callable[[], bool], requested: Mapping[str, float], lower: str) -> Iterator[None]:
-    """Say every `WAIT_S` seconds that resources are waited for, as long as `waits` says so.
+    """Log every `WAIT_S` seconds that resources are waited for, as long as `waits` returns True.
 
     Args:
         requested: resource -> amount in all. lower: the settings that ask for it.

@@ -1,4 +1,4 @@
-"""What a command says on its terminal while workers work elsewhere: their progress lines, read from the run's log.
+"""Output of a command while workers run elsewhere: their progress lines, read from the run's log.
 
 What it does not know: who writes them.
 """

@@ -110,7 +110,7 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def _new_folder(config: RunConfig, text: bytes) -> tuple[Storage, str]:
-    """A folder that is nobody else's, with its config; of two that start at once each gets its own."""
+    """Create a new folder with the config; two runs that start at once get one each."""
     root = run_config.directory(config)
     for name in run_config.free_names(config):
         try:
@@ -228,7 +228,7 @@ def train(prepared: Prepared, options: RunOptions | None = None) -> dict[str, An
     """Run the stream on Ray to its end, or to where its host stops it, and return the results.
 
     Raises:
-        LaunchError: the cluster cannot ever give the workers.
+        LaunchError: the cluster cannot provide the workers.
         RunError: the workers failed more often than `launch.max_failures`.
         StoppedError: SIGTERM or its host stopped it, or its store did not answer for longer than `output.retry_s`.
     """

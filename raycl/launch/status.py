@@ -1,6 +1,6 @@
-"""How a run is, from its files alone: what it does, how far it is, on which nodes, what failed, what to type.
+"""Status of a run, from its files alone: activity, progress, nodes, failures, and the command to continue.
 
-Why it exists: `ray job submit` hides a command's exit status, schedulers kill, and whoever asks may sit elsewhere.
+Why it exists: `ray job submit` hides a command's exit status, schedulers kill, and the status may be read elsewhere.
 What it does not know: Ray, and whether a process is alive; a run is alive as long as its heartbeat is young.
 """
 

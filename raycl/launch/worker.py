@@ -49,7 +49,7 @@ def error_file(driver: str) -> str:
 
 
 def leave_error(storage: Storage, driver: str, error: RayclError) -> None:
-    """Leave an error of ours for its driver, and for whoever asks for the run's status."""
+    """Write an error of ours for its driver, and for the status of the run."""
     record = {"type": type(error).__name__, "message": str(error), "time": time.time()}
     storage.write_json(error_file(driver), record)
 
@@ -126,7 +126,7 @@ def _learn(
 
 
 def _log_hang(storage: Storage, file: str) -> None:
-    """What a worker of the attempt before left when it hung; each attempt says it once more, the file stays."""
+    """Log the message of a worker that hung in the previous attempt; each attempt logs it again, the file stays."""
     if storage.exists(file):
         log.warning("%s", storage.read_json(file)["message"])
 
@@ -140,7 +140,7 @@ def _copy_config(storage: Storage) -> None:
 
 
 def _world(job: dict[str, Any], device: torch.device) -> DistributedContext:
-    """Who else works; inside a Tune trial, where Train's context is refused, nobody."""
+    """Rank and number of the workers; inside a Tune trial, where Train has no context, there is only this one."""
     if job["in_process"]:
         return DistributedContext(0, 1, 0, device)
     context = ray.train.get_context()
@@ -149,7 +149,7 @@ def _world(job: dict[str, Any], device: torch.device) -> DistributedContext:
 
 @contextmanager
 def in_process_worker() -> Iterator[None]:
-    """A worker inside a process of somebody else's: what it changes there is as before, what it held is free."""
+    """A worker inside a process that is not its own: on exit its changes are reverted and its memory is freed."""
     handlers, level, propagate, threads = log.handlers, log.level, log.propagate, torch.get_num_threads()
     forget_peak()
     try:
@@ -163,7 +163,7 @@ def in_process_worker() -> Iterator[None]:
 
 
 def _report(job: dict[str, Any], storage: Storage, world: DistributedContext, record: dict[str, Any]) -> bool:
-    """Tell Ray Train about a finished phase (all workers, equally often), if it listens; whether to continue."""
+    """Report a finished phase to Ray Train (all workers, equally often) if it runs them; whether to continue."""
     done = record["phase"] + 1
     if world.is_first and done in job["fork_points"]:
         save_fork_point(storage, done, Storage.at(job["fork_points"][done]))

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(attribute: str) -> Any:
-        """`LearnerChoice`, `MethodChoice`, `ModifierChoice`: config classes, told apart by their `name`."""
+        """`LearnerChoice`, `MethodChoice`, `ModifierChoice`: config classes, distinguished by their `name`."""
         if attribute == "LearnerChoice":
             return _union([method_class(name).Config for name in LEARNERS])
         if attribute == "MethodChoice":

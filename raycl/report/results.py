@@ -137,7 +137,7 @@ def backbone_of(result: Tree) -> str:
 
 
 def title_of(result: Tree) -> str:
-    """One line that says which run this is."""
+    """One line that identifies the run."""
     seed = result["config"].get("seed")
     run = f"{method_of(result)} on {stream_of(result)}, {backbone_of(result)}"
     return run if seed is None else f"{run}, seed {seed}"

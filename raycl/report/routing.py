@@ -29,7 +29,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Routing:
-    """Facts of one run's router.
+    """Summary of one run's router.
 
     Attributes:
         used: the kind that chose in the evaluation of the last phase; `task` where the task id was given.
@@ -58,7 +58,7 @@ class Routing:
         """
         if not has_routing(result):
             raise RunError(
-                f"'{title_of(result)}' has no facts of a router in its stage_facts: only runs of methods that route by "
+                f"'{title_of(result)}' has no router in its phase_summaries: only runs of methods that route by "
                 "text (slm) have them, after their first phase"
             )
         phases: Sequence[Tree] = result["phase_summaries"]
@@ -78,7 +78,7 @@ class Routing:
 
 
 def has_routing(result: Tree) -> bool:
-    """Whether the run's last phase tells of a router."""
+    """Whether the summary of the run's last phase has a router."""
     return "router" in (result.get("phase_summaries") or [{}])[-1]
 
 

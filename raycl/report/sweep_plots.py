@@ -199,7 +199,7 @@ def is_numeric(values: Sequence[Any]) -> bool:
 
 
 def is_wide(values: Sequence[float]) -> bool:
-    """Whether a logarithmic axis tells more."""
+    """Whether the values are spread widely enough for a logarithmic axis."""
     return min(values) > 0 and max(values) > LOG_FROM * min(values)
 
 

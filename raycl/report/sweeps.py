@@ -1,6 +1,6 @@
 """Tables of a sweep: its trials, means over seeds or orders, and the same as CSV.
 
-Why it exists: whoever swept wants the best settings first and what each one cost, without opening runs.
+Why it exists: the best settings come first, with the cost of each, so that no run needs to be opened.
 What it does not know: how trials were chosen or run. It reads the tree of a sweep's `summary.json`.
 """
 
@@ -96,7 +96,7 @@ def _spread(mean: float | None, spread: float | None) -> str:
 
 
 def _last(path: str) -> str:
-    """The end of a dotted path, which tells enough in a table."""
+    """The last two parts of a dotted path, for a table."""
     return ".".join(path.split(".")[-2:])
 
 

@@ -114,7 +114,7 @@ class Attention(nn.Module):
         A dimension that hardly varies in them counts as if it varied like the median one of those that do at all (in
         few texts most may be the same in all). The center lies one spread
         below their mean: around the mean itself these texts would be nothing but noise, which the layer norm makes as
-        large as the direction that tells any later task, and no key could tell theirs.
+        large as the direction of any later task, and no key could separate their task.
         """
         if not self.config.standardize or self.center is not None:
             return
@@ -304,7 +304,7 @@ def hard_weights(alpha_BT: Tensor) -> Tensor:
 
 
 def divergence(target_BT: Tensor, log_alpha_BT: Tensor) -> Tensor:
-    """KL(target || alpha) of each row, `[B]`; an entry of weight 0 adds 0, whatever alpha says (SAPT, eq. 5)."""
+    """KL(target || alpha) of each row, `[B]`; an entry of weight 0 adds 0 for every alpha (SAPT, eq. 5)."""
     known = target_BT > 0
     terms_BT = torch.xlogy(target_BT, target_BT) - target_BT * log_alpha_BT
     return torch.where(known, terms_BT, 0.0).sum(-1)

@@ -1,6 +1,6 @@
 """The frozen sentence encoder: texts to queries, each text encoded once.
 
-Which layer is read decides how well tasks are told apart: SLM takes the mean of the last one, which in sentence
+Which layer is read decides how well tasks are separated: SLM takes the mean of the last one, which in sentence
 encoders has learned to drop how a text is written. Two thirds of the way up both are there: on MiniLM and four tasks
 the paper's keys find 96.7 % of texts' tasks there and 88.6 % in the last layer, the discriminant 99.2 and 96.3 %, for
 the same pass of the encoder.
@@ -137,7 +137,7 @@ class SentenceEncoder:
         if fresh:
             self.remember(fresh, self._computed(fresh))
         found = torch.stack([self._known[text] for text in texts]) if texts else torch.zeros(0, self.width)
-        while len(self._known) > self._keeps:  # a server meets new texts for ever
+        while len(self._known) > self._keeps:  # a server encodes new texts without end
             self._known.pop(next(iter(self._known)))
         return found
 

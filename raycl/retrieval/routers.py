@@ -158,7 +158,7 @@ def router_class(kind: str) -> type[Router]:
         BankError: an unknown kind.
     """
     if kind not in ROUTERS:
-        raise BankError(f"unknown router kind '{kind}': this version knows {', '.join(ROUTERS)}; upgrade raycl")
+        raise BankError(f"unknown router kind '{kind}': this version supports {', '.join(ROUTERS)}; upgrade raycl")
     return ROUTERS[kind]
 
 

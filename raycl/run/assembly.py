@@ -1,4 +1,4 @@
-"""The parts of a run, put together on a worker: the one place that knows every concrete class.
+"""The objects of a run, built on a worker: the one module that imports every concrete class.
 
 What it does not know: Ray (`raycl.launch.driver` starts workers that call `build`).
 """

@@ -1,4 +1,4 @@
-"""Why a request gets no answer: each error knows the status, type and code that its answer has on the wire.
+"""Why a request gets no answer: each error has the status, type and code of its response.
 
     RayclError                  503  anything else that raycl cannot do now: the bank is out of reach, the server stops
     ├── InvalidRequestError              400  the request itself is at fault

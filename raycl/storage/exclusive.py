@@ -16,7 +16,7 @@ S3_ATTEMPTS = 4
 
 
 def create_s3(bucket: str, key: str, data: bytes, endpoint: str | None, full: str, writer: str) -> bool:
-    """Put an object unless there is one; False if somebody was first.
+    """Put an object unless there is one; False if there is one already.
 
     Args:
         endpoint: of an S3-compatible server; None for AWS. full: URI for messages.

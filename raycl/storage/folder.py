@@ -33,7 +33,7 @@ _READ_ATTEMPTS = 10
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What a listing says of one file.
+    """One file of a listing.
 
     Attributes:
         size: in bytes. age: seconds since it was last written. written: when that was, in seconds since 1970.
@@ -155,7 +155,7 @@ class Storage:
         for _ in range(_READ_ATTEMPTS):
             if (data := self._tried("read", name, read)) is not None:
                 return data
-        raise StorageError(f"cannot read '{self._full(name)}': somebody replaces it all the time, try again later")
+        raise StorageError(f"cannot read '{self._full(name)}': it is replaced during every read, try again later")
 
     def read_text(self, name: str) -> str:
         """The whole file as text.
@@ -170,7 +170,7 @@ class Storage:
 
     @contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
-        """A seekable binary stream of a file that nobody replaces meanwhile (see `read`).
+        """A seekable binary stream of a file that is not replaced meanwhile (see `read`).
 
         Raises:
             StorageError: it cannot be opened.
@@ -240,7 +240,7 @@ class Storage:
         """Write a file that must not exist yet; of several racing writers exactly one wins.
 
         Raises:
-            AlreadyExistsError: somebody was first.
+            AlreadyExistsError: the file exists already.
             StorageError: it cannot be written, or this file system offers no exclusive creation.
         """
         if self.is_local:

@@ -4,7 +4,7 @@
 
 Why it exists: manifests, snapshots, activations, checkpoints and the journal decide what is loaded; each is read by
 one rule. The bytes must be exactly those that `seal` gives: a file that means the same but was edited is refused too.
-What it does not know: what a record says, and who may do without it.
+What it does not know: what a record holds, and which callers can do without it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBERED = re.compile(r"(\d{6,})\.json")
 
 
 def seal(record: dict[str, Any]) -> bytes:
-    """A record with its hash; `record["format"]` says by which rules it is read."""
+    """A record with its hash; `record["format"]` is the number of the rules by which it is read."""
     return _sealed(json.loads(json.dumps(record)))  # keys that are numbers become text before they are sorted
 
 

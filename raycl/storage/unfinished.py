@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 Buffer = Any
-"""Bytes, or anything else that speaks the buffer protocol."""
+"""Bytes, or any other object with the buffer protocol."""
 
 UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.tmp$")
-"""Names of files that are being written, or whose writer died; no folder ever lists them."""
+"""Names of files that are being written, or whose writer died; no listing includes them."""
 
 
 @contextmanager

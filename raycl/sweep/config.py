@@ -154,7 +154,7 @@ class SweepConfig(Section):
         """The settings of every trial of a planned search, in order.
 
         With a scheduler a grid is shuffled: where the best stand last, each is better than all before it, and a rule
-        that compares with earlier trials stops nobody.
+        that compares with earlier trials stops none.
 
         Raises:
             ConfigError: an expression cannot be computed.

@@ -256,7 +256,7 @@ def _restarts(sweep: SweepConfig) -> int:
 
 
 def _launch(sweep: SweepConfig) -> LaunchConfig:
-    """What the sweep's base says about workers."""
+    """The launch settings of the sweep's base."""
     return configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}).launch
 
 

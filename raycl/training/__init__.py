@@ -1,1 +1,4 @@
-"""Training a stream: engines, the step, checkpoints, the journal, the loop. Knows nothing of Ray."""
+"""Training a stream: engines, the step, checkpoints, the journal, the loop.
+
+What it does not know: Ray.
+"""

@@ -33,7 +33,7 @@ LAYERS = (
 APART = {
     "serve": ("methods",),
 }
-"""Pairs that the order alone would allow: serving knows snapshots, never the method that made them."""
+"""Pairs that the order alone would allow: serving imports snapshots, never the method that created them."""
 
 DOORS = {
     "ray": (

@@ -23,7 +23,7 @@ def begin_phase(context: TrainingContext, index: int = 0, resumed: bool = False)
 
 
 def end_phase(context: TrainingContext, found: TaskContext) -> Learned | None:
-    """The method ends it with its present parameters; the schedule says what is published."""
+    """The method ends it with its present parameters; the schedule decides what is published."""
     own = dict(context.backbone.named_parameters())
     found.parameters = {name: own[name].detach().clone() for name in trained_names(context.backbone)}
     learned = context.method.end_task(found)

@@ -51,7 +51,7 @@ class Reply:
             self._changed.notify_all()
 
     def wait(self, over: Any = None) -> Reply:
-        """Until it is over, or until an event that `over` says yes to."""
+        """Until it is over, or until an event for which `over` is true."""
         ready = over or _is_last
         with self._changed:
             assert self._changed.wait_for(lambda: any(map(ready, self.events)), WAIT_S), "no answer"
@@ -169,7 +169,7 @@ def bank_of(done: Done, folder: Path) -> Bank:
 
 @contextmanager
 def serving(bank: Bank, **settings: Any) -> Iterator[ServiceClient]:
-    """The service of a bank, which follows nothing unless told to."""
+    """The service of a bank, which follows nothing unless it is set to."""
     tree = {"bank": bank.storage.uri, "device": "cpu", "follow": {"enabled": False}, **settings}
     service = open_service(ServeConfig(**tree))
     try:
@@ -201,7 +201,7 @@ def examples(done: Done, bank: Bank, number: int | None = None) -> list[Asked]:
 
 
 def alone(model: SnapshotModel, text: str, weights: Mapping[str, float], task: str, limit: int = LIMIT) -> str:
-    """What the backbone itself says to one text under one mixture."""
+    """The backbone's own answer to one text under one mixture."""
     prompt = model.loaded.prompts.get(task, Prompt())
     codec = model.backbone.codec
     ids, _ = fit_sources([text], prompt, codec, codec.max_source_tokens)

@@ -83,7 +83,7 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
 
 
 def save_model(kind: str, folder: Path) -> Path:
-    """A Hugging Face folder of a tiny model that knows the words of the tasks."""
+    """A Hugging Face folder of a tiny model whose vocabulary holds the words of the tasks."""
     return models.save_model(kind, folder, WORDS)
 
 
@@ -106,7 +106,7 @@ def save_unseen(root: Path) -> dict[str, Any]:
 
 
 def _row(classes: tuple[tuple[str, str], ...], number: int) -> dict[str, str]:
-    """Texts of different lengths: the label's words, turned by `number`, and one that says nothing."""
+    """Texts of different lengths: the label's words, turned by `number`, and the word "a"."""
     label, words = classes[number % len(classes)]
     pool = [*words.split(), "a"]
     turned = [pool[(number // 2 + place) % len(pool)] for place in range(2 + number % 4)]
@@ -171,7 +171,7 @@ class Lab:
 
 
 def _quick(method: Any) -> Any:
-    """The same with 40 steps for the keys of SLM instead of 4,000, unless it says how many."""
+    """The same with 40 steps for the keys of SLM instead of 4,000, unless it sets the number."""
     settings = {"name": method} if isinstance(method, str) else dict(method)
     if settings["name"] == "slm":
         settings["keys"] = {"steps": 40, **settings.get("keys", {})}
@@ -211,7 +211,7 @@ def work(prepared: driver.Prepared) -> None:
 
 
 def opened(bank: Bank, snapshot: Snapshot, device: torch.device | None = None) -> SnapshotModel:
-    """The snapshot over a freshly loaded backbone, on the CPU unless told where."""
+    """The snapshot over a freshly loaded backbone, on the CPU unless a device is given."""
     config = backbone_of(snapshot)
     codec = load_codec(config, 24, 4)
     backbone = load_backbone(config, codec, device or torch.device("cpu"), 0)
@@ -243,7 +243,7 @@ def exported(storage: Storage) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Done:
-    """A run that nobody interrupted."""
+    """A run without an interruption."""
 
     config: RunConfig
     storage: Storage

@@ -174,7 +174,7 @@ def test_an_object_replaced_between_its_length_and_its_bytes_is_read_again(
     spied = Storage(store.uri, Replaced(), store.root, store.endpoint)
     assert spied.read("file") == b"x"
     versions = iter([b"%d" % turn for turn in range(100)])
-    with pytest.raises(StorageError, match="somebody replaces it all the time"):
+    with pytest.raises(StorageError, match="it is replaced during every read"):
         spied.read("file")
 
 

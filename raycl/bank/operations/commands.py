@@ -236,7 +236,7 @@ def answer(options: Namespace) -> Answer:
 
 
 def is_bank(storage: Storage) -> bool:
-    """Whether a bank has ever written there."""
+    """Whether the folder holds a bank."""
     return any(storage.exists(folder) for folder in ("snapshots", "adapters", "objects", "pruned"))
 
 

@@ -65,7 +65,7 @@ def tiny_model(kind: str, vocabulary: int, seed: int = 0, positions: int = 64) -
     """A randomly initialised model of two layers, the same for the same seed.
 
     Args:
-        positions: that it can tell apart; the LLaMA has twice as many.
+        positions: number of position embeddings; the LLaMA has twice as many.
     """
     torch.manual_seed(seed)
     if kind == "bert":

@@ -1,4 +1,4 @@
-"""A process that reads a token table whole and tells what its memory holds then.
+"""A process that reads a whole token table and reports its memory afterwards.
 
 Why it exists: apart from `sharing`, so that the readers start without loading what makes tables.
 What it does not know: how many readers there are, what the sizes are compared with.
@@ -30,7 +30,7 @@ class ReplayEntry:
 
 
 def read_all(table: TokenTable, barrier: Any, out: Connection) -> None:
-    """A reader: every row once; nobody leaves before all have looked at their memory."""
+    """A reader: every row once; no reader ends before all have measured their memory."""
     _touch(table, range(min(CHUNK, len(table))))
     before = memory(SMAPS.read_text())
     for start in range(0, len(table), CHUNK):

@@ -66,7 +66,7 @@ def _measure(table: TokenTable) -> tuple[int, int]:
         mine, theirs = context.Pipe(duplex=False)
         process = context.Process(target=read_all, args=(table, barrier, theirs), daemon=True)
         process.start()
-        theirs.close()  # so that `recv` below fails, and does not wait for ever, if the reader dies
+        theirs.close()  # so that `recv` below fails, and does not wait without end, if the reader dies
         ends.append((process, mine))
     found = [mine.recv() for _, mine in ends]
     for process, _ in ends:

@@ -29,7 +29,7 @@ def write_down(config: RunConfig, threads: int) -> Sheet:
     Raises:
         ConfigError: a text or answer would be cut.
     """
-    assert isinstance(config.method, LoraConfig), "the plain loop knows LoRA only"
+    assert isinstance(config.method, LoraConfig), "the plain loop supports LoRA only"
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)
     train = config.train

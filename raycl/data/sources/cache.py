@@ -20,7 +20,7 @@ import pyarrow as pa
 from filelock import FileLock
 
 Info = dict[str, Any]
-"""JSON-able facts about an entry."""
+"""JSON-able description of an entry."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def key_of(*parts: Any) -> str:
 
 
 def entry(folder: Path, key: str, schema: pa.Schema, build: Callable[[pa.RecordBatchFileWriter], Info]) -> Entry:
-    """The entry `key` of `folder`; `build` writes its batches and returns its facts if nobody has yet.
+    """The entry `key` of `folder`; `build` writes its batches and returns its info unless the entry exists.
 
     If `build` raises, nothing is left behind and the next caller tries again.
     """

@@ -68,15 +68,15 @@ def detect(file: SourceFile) -> Format:
     """The format of `file` by its suffix, and for `.json` by how it begins.
 
     Raises:
-        DataError: neither tells.
+        DataError: neither is of a known format.
     """
     suffix = PurePosixPath(file.name).suffix.lower()
     if suffix in _SUFFIXES:
         return _SUFFIXES[suffix]
     if suffix != ".json":
         file.refuse(
-            f"the suffix '{suffix}' tells no format: expected .json, .jsonl, .csv, .tsv, .parquet or .txt, or set "
-            "'format'"
+            f"the suffix '{suffix}' is of no known format: expected .json, .jsonl, .csv, .tsv, .parquet or .txt, or "
+            "set 'format'"
         )
     with file.open() as stream:
         head = stream.read(_PEEK).lstrip()
@@ -139,7 +139,7 @@ def _json_items(file: SourceFile, prefix: str) -> Iterator[Any]:
 
 
 def _refuse_json(file: SourceFile, row: int, error: Exception) -> NoReturn:
-    """Say where the JSON breaks; the parser does not tell the position, so the broken file is parsed once more."""
+    """Report where the JSON breaks; the parser gives no position, so the broken file is parsed once more."""
     if "UTF8" in str(error):
         file.refuse("invalid UTF-8: expected UTF-8 text, convert the file to UTF-8", row)
     place, reason = "", str(error).splitlines()[0]
@@ -170,7 +170,7 @@ def _jsonl(file: SourceFile, columns: Columns) -> Iterator[Row]:
 
 
 def _csv(file: SourceFile, columns: Columns) -> Iterator[Row]:
-    """Python's reader, not Arrow's: it goes row by row and knows which row is broken."""
+    """Python's reader, not Arrow's: it goes row by row, so an error names the broken row."""
     lines = (f"{line}\n" for _, line in file.lines())
     reader = csv.reader(lines, delimiter="\t" if file.name.lower().endswith(".tsv") else ",", strict=True)
     header: Sequence[str] | None = columns.header

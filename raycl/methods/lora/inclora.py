@@ -6,7 +6,7 @@ N workers equal one. The authors' models write their answers as text; an encoder
 which the papers say nothing. It is treated like the weights: each task trains an increment, and logits are the sum of
 all increments.
 With rows for every label seen so far (`head=shared`, the default) that is exactly the one growing head that keeps
-training, as method `lora` has it, and yet nothing that an earlier snapshot holds ever changes. `head=own` trains rows
+training, as method `lora` has it, and yet nothing that an earlier snapshot holds changes. `head=own` trains rows
 of the task's own labels only.
 """
 

@@ -5,10 +5,10 @@
 
 Wang et al. 2023, "Orthogonal Subspace Learning for Language Model Continual Learning" (Findings of EMNLP), as in their
 code (src/uie_trainer_lora.py): the paper squares the entries of the product, the code adds up their absolute values;
-what lambda_2 weighs only the code says, the paper has no more than values of it (appendix). `lambda_1` 0.5 and
+what lambda_2 weighs is in the code only, the paper lists values of it (appendix). `lambda_1` 0.5 and
 `lambda_2` 0 are theirs for the short orders. On long-C lambda_2 is 0.1 for copa, qqp, sst2, yahoo and boolq and 0.3 for
 rte and wic, and lambda_1 is 5 from dbpedia on (`lambda_1_by_task`, `lambda_2_by_task`).
-Earlier adapters are compared in the precision that they speak in.
+Earlier adapters are compared in the precision in which they are applied.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class OLora(IncLora):
         return torch.stack(terms).sum() if terms else None
 
     def _overlap(self) -> Tensor:
-        """All linears of one shape at once; rows of the pool that nobody owns are zero and add nothing."""
+        """All linears of one shape at once; rows of the pool without an adapter are zero and add nothing."""
         total = torch.zeros((), device=self.backbone.device)
         for shape, paths in self.stack.pool.members.items():
             new_LrD = torch.stack([self.stack.layers[path].trainable()[0] for path in paths])

@@ -1,7 +1,7 @@
 """MIGU: only the rows of a weight whose outputs are large are updated (sections 3.2 and 3.3 of its paper).
 
 "Unlocking Continual Learning Abilities in Language Models", Findings of EMNLP 2024.
-After the forward passes of an optimizer step, every layer knows the summed magnitude of each of its outputs over all
+After the forward passes of an optimizer step, every layer has the summed magnitude of each of its outputs over all
 real tokens on all workers. The share T of rows with the smallest ones gets no gradient in this step. Nothing is kept
 between steps, and no task id is needed. LoRA's A is masked by the magnitudes of `A x`, gated as they enter the output,
 each adapter separately; its B by those of the full output of the layer. A fused projection is one layer.

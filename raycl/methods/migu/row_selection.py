@@ -49,7 +49,7 @@ class Groups:
     clusters: Tensor | None = None
 
     def choose(self, n_F: Tensor, share: float, rule: Rule, into_F: Tensor) -> None:
-        """Fill the places of these groups in `into_F` with what `kept` says of them."""
+        """Fill the places of these groups in `into_F` with the result of `kept` for them."""
         n_KS = n_F[self.places]
         if self.clusters is None:
             chosen_KS = kept(n_KS, share, rule)

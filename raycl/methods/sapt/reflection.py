@@ -29,7 +29,7 @@ from raycl.types import Capabilities
 
 
 class ReflectionConfig(Section):
-    """ARM's settings (SAPT, section 4.3 and appendix C); where its released code differs, a setting says so."""
+    """ARM's settings (SAPT, section 4.3 and appendix C); where its released code differs, there is a setting."""
 
     weight: float | None = Field(
         None, ge=0, description="lambda; null: 2 on decoders, 0.5 elsewhere (the paper: 0.1 on T5's long sequences)"

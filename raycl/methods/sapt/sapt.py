@@ -48,10 +48,11 @@ from raycl.retrieval.selector import learn_selector
 from raycl.types import Batch, Mixture, Phase, RouterState, Task
 
 READ_AT_ONCE, LOOKED_AT = 64, 1000
-"""Prompts embedded together where only their maxima are wanted; so many of a task, drawn, tell what all share."""
+"""Prompts embedded together where only their maxima are wanted; `LOOKED_AT`
+of a task, drawn at random, stand for all."""
 
 LEAST_WEIGHT = 1e-30
-"""Weight of an adapter whose labels must count: the label head tells it from zero."""
+"""Weight of an adapter whose labels must count: the smallest that the label head distinguishes from zero."""
 
 
 class Sapt(PerTaskAdapter):
@@ -224,7 +225,7 @@ class Sapt(PerTaskAdapter):
 
     @torch.no_grad()
     def _mean_weights(self, context: TaskContext) -> Tensor:
-        """`[i]`: over the dev split, or what `abar_split` says; over the training rows where there are none."""
+        """`[i]`: over the split `abar_split` (dev by default); over the training rows where there are none."""
         if self._is_alone:
             return torch.eye(len(self._learned))[-1]
         sources = sources_of(context, self.config.arm.abar_split) or sources_of(context, "train")

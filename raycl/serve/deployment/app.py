@@ -47,7 +47,7 @@ class Ingress:
         """Listen, if it is not the proxy that does.
 
         Raises:
-            ConfigError: this process knows no keys, and others on the network would reach it.
+            ConfigError: no keys are set in this process, and it would be reachable from the network.
         """
         self.web = make_web(service, check_access(config))
         self.listener = Listener(self.web, config) if config.ingress == "direct" else None

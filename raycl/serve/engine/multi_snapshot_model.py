@@ -93,7 +93,7 @@ class LoadedSnapshot:
         """Positions that soft prompts take in front of a text.
 
         Args:
-            names: adapters that are active for it; None: not known yet, so as many as its router ever activates.
+            names: adapters that are active for it; None: not known yet, so as many as its router activates at most.
         """
         entries = [entry for entry in self.snapshot.adapters if entry.prompt and (names is None or entry.name in names)]
         lengths = sorted((entry.prompt[0] for entry in entries if entry.prompt), reverse=True)

@@ -27,7 +27,7 @@ class AdapterSelection:
 
     Attributes:
         weights: adapter -> weight, as the request pinned them; {} is the bare backbone; None: the router decides.
-        task: where the request knows it.
+        task: its name, where the request gives it.
         hard: only the adapters of the task with the largest weight are active, scaled to a sum of 1.
     """
 

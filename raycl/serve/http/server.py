@@ -38,7 +38,7 @@ HEAD_S = 20.0
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's, which would keep a connection for ever that does not finish the head of its request."""
+    """uvicorn's protocol with a deadline: a connection that does not finish the head of its request is closed."""
 
     _deadline: asyncio.TimerHandle | None = None
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def wanted_snapshots(bank: Bank, activations: Activations, config: ServeConfig) -> list[int]:
     """Numbers of the snapshots that may answer, the best first: the others are for when it is not whole.
 
-    Whoever follows takes what is newer than the last decision, and else what was decided.
+    With `follow` and no gate, snapshots newer than the last decision come first; else the decided one does.
 
     Raises:
         BankError: the bank is empty, or the last decision is damaged.

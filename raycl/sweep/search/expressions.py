@@ -1,7 +1,7 @@
 """Expressions in sweep files: `ap - f_ra`, `10 * train.learning_rate`, read as a tree and computed by us alone.
 
-Why it exists: a setting may follow from another one and a metric may blend several, yet a file that somebody sends is
-never run: what the language below has no word for is an error before anything starts.
+Why it exists: a setting may follow from another one and a metric may blend several, yet a file from
+elsewhere is never executed: whatever the language below does not define is an error before anything starts.
 What it does not know: what the names stand for.
 
 The language: numbers, strings, `True`, `False`, `None`, lists, dotted names, `+ - * / // % **`, comparisons, `in`,
@@ -95,7 +95,7 @@ def parse(text: str, functions: tuple[str, ...] = ()) -> Expression:
         functions: names of the caller's functions beside `FUNCTIONS`.
 
     Raises:
-        ConfigError: it is not Python syntax, or says what the language has no word for.
+        ConfigError: it is not Python syntax, or uses what the language does not define.
     """
     if len(text) > LONGEST:
         raise ConfigError(f"expression '{text[:40]}...' has {len(text)} characters: expected at most {LONGEST}")

@@ -34,7 +34,7 @@ def read_metric(text: str) -> Expression:
 
 
 def read_matrix(tasks: Sequence[str], phases: Sequence[str], records: Sequence[Mapping[str, Any]]) -> AccuracyMatrix:
-    """The matrix of the phases that journal records tell of; rows for these alone, columns for tasks seen so far."""
+    """The matrix of the phases in the journal records; rows for these alone, columns for tasks seen so far."""
     done = len(records)
     sequence = len(tasks) == len(phases)
     seen = tuple(tasks[:done]) if sequence else tuple(tasks)

@@ -1,7 +1,7 @@
 """Searchers: they propose trials from a planned list, or by Optuna's TPE for one metric or several, and can be resumed.
 
 Why it exists: Tune calls a `Searcher`; ours write every proposal into the sweep's folder before the trial starts, and
-are rebuilt from there, so nothing of Tune's own (pickled) state is ever read back.
+are rebuilt from there, so Tune's own (pickled) state is never read back.
 What it does not know: how trials run, who stops them.
 """
 
@@ -101,7 +101,7 @@ class Result:
 
 
 class Guided(RecordingSearcher):
-    """Optuna's TPE, told of every trial's scores.
+    """Optuna's TPE, which receives every trial's scores.
 
     A trial that the scheduler stopped counts as pruned: TPE ranks it by the scores that it had on the way.
     Settings that act on nothing beside a proposal's others are left out of the trial; a proposal that equals an earlier
@@ -184,13 +184,13 @@ class Guided(RecordingSearcher):
         return self.study.ask(self._distributions())
 
     def _repeat(self, key: str, trial: Any) -> None:
-        """Tell a proposal that is not run what became of the trial that it equals, as soon as that is over."""
+        """Give a proposal that is not run the result of the trial that it equals, as soon as that has ended."""
         self.waiting.setdefault(key, []).append(trial)
         if key in self.results:
             self._share(key, self.results[key])
 
     def _share(self, key: str, result: Result) -> None:
-        """Keep the first result of a trial, and tell it the proposals that wait for it."""
+        """Keep the first result of a trial, and give it to the proposals that wait for it."""
         first = self.results.setdefault(key, result)
         for trial in self.waiting.pop(key, []):
             self._replay(trial, first)

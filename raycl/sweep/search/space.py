@@ -2,7 +2,7 @@
 
 Why it exists: grids, random draws and Optuna read the same description, and trial number i of a planned sweep is a
 function of the file and i alone, so a sweep that continues plans what it had planned.
-What it does not know: what a setting means (`raycl.run.config.RunConfig` says what is valid).
+What it does not know: what a setting means (`raycl.run.config.RunConfig` validates it).
 """
 
 from __future__ import annotations

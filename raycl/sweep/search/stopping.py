@@ -28,7 +28,7 @@ NEVER = float("inf")
 
 @dataclass(frozen=True, eq=False)
 class Earlier:
-    """A stand-in for Tune's trial, which rules tell apart by identity and `trial_id`."""
+    """Replaces Tune's trial of an earlier session; rules distinguish trials by identity and `trial_id`."""
 
     trial_id: str
 
@@ -48,7 +48,7 @@ def rule_of(sweep: SweepConfig, tasks: int) -> Any:
 
 
 class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
-    """Starts trials in order; after each task the rule says whether a trial continues."""
+    """Starts trials in order; after each task the rule decides whether a trial continues."""
 
     def __init__(self, folder: SweepFolder, rule: Any, tasks: int, total: int) -> None:
         """Args:
@@ -58,7 +58,7 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
         self.folder, self.rule, self.tasks, self.total = folder, rule, tasks, total
 
     def replay(self, number: int, scores: Sequence[float | None]) -> None:
-        """A trial of an earlier session, so that the rule knows what later ones are compared with."""
+        """Add a trial of an earlier session to the rule, which compares later ones with it."""
         if self.rule is None:
             return
         trial = Earlier(f"earlier-{number}")

@@ -71,7 +71,7 @@ def run_trial(work: Work, number: int, config: RunConfig) -> None:
     Args:
         config: of its run, all paths absolute: this process works in a folder of Tune's.
     """
-    log.handlers = [logging.NullHandler()]  # what a run says is in its own log
+    log.handlers = [logging.NullHandler()]  # a run has a log file of its own
     log.propagate = False
     sweep = configs.validate(SweepConfig, work.sweep)
     folder = SweepFolder.of(sweep, work.directory)

@@ -3,7 +3,7 @@
 Everything is stored as whole tensors by parameter name, so a checkpoint of N workers at one ZeRO stage continues
 on any other number and stage. The data position and all randomness follow from the seed and the step, so they
 need no file.
-What it does not know: which tensors a method learns, and which checkpoint counts (the journal says).
+What it does not know: which tensors a method learns, and which checkpoint counts (the journal records it).
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ worker of the former attempt may still be writing. So the run trusts only this j
 
     journal/attempt-0001/000000.json     claim: created exclusively, carries the state that this attempt starts from
     journal/attempt-0001/000001.json     one record per event, created exclusively, never rewritten
-    journal/attempt-0002/000000.json     a later claim; whatever attempt 1 writes from now on is read by nobody
+    journal/attempt-0002/000000.json     a later claim; whatever attempt 1 writes from now on is ignored
 
 A claim *copies* the state it inherits, so a late writer cannot change what a newer attempt believes: the fence
 needs no clock and no lock. What a record names (a checkpoint folder) was written before the record.
-The first claim also says whose run this is: it carries the config, and a later claim must come from the same one.
+The first claim also identifies the run: it carries the config, and a later claim must come from the same one.
 What it does not know: what a checkpoint holds.
 """
 
@@ -148,7 +148,7 @@ class Journal:
 
 
 def check_owner(storage: Storage, state: RunState, run: RunInfo) -> None:
-    """Check that the folder was claimed by this run, or by nobody yet.
+    """Check that the folder was claimed by this run, or is not claimed yet.
 
     Raises:
         ResumeError: by a run with other settings; names them.

@@ -1,7 +1,7 @@
 """Objects of a bank that are gone or damaged, built again from the checkpoints of the run that published them.
 
-A checkpoint holds the same tensors under other names, and an object's hash says whether a candidate is the object. So
-nothing is written but what was there before, byte for byte.
+A checkpoint holds the same tensors under other names, and an object's hash confirms that a candidate is the object. So
+only the original bytes are written.
 What it does not know: methods, models, which snapshots count.
 """
 

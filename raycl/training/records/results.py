@@ -80,7 +80,7 @@ def matrix_of(tasks: Sequence[Task], phases: Sequence[Phase], state: RunState) -
 
 
 def curves(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | None) -> dict[str, float]:
-    """`metrics/ap` and the other headline numbers that are defined, over what the first `done` phases taught."""
+    """`metrics/ap` and the other headline numbers that are defined, over the tasks of the first `done` phases."""
     sofar = matrix.upto(done) if len(matrix.phases) == len(matrix.tasks) else matrix
     return {f"metrics/{name}": value for name, value in summary(sofar, singles).items() if isinstance(value, float)}
 
@@ -88,7 +88,7 @@ def curves(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | Non
 def _unseen(state: RunState) -> dict[str, Any] | None:
     """Cells of the tasks that were never trained, and their mean; None where the stream has none.
 
-    A run that was taught more tasks has older ones in the records of former last phases.
+    A run that was extended with tasks has older results in the records of former last phases.
     """
     cells = state.phases[-1].get("unseen")
     if not cells:

@@ -195,10 +195,10 @@ def test_every_kind_of_damage_is_refused_by_name(local: Bank) -> None:
         return manifest.model_copy(update=changes)
 
     for changed, said in (
-        (claims(rank=3), "has rank 2, its manifest says 3"),
+        (claims(rank=3), "has rank 2, its manifest has 3"),
         (claims(layout={"q": (6, 5)}), "holds tensors that its manifest does not name: v.lora_A"),
         (claims(layout={"q": (7, 5), "v": (6, 5)}), r"'q': A \[2, 6\] and B \[5, 2\] are no LoRA of a linear from 7"),
-        (claims(dtype="bfloat16"), "'q' is float32, its manifest says bfloat16"),
+        (claims(dtype="bfloat16"), "'q' is float32, its manifest has bfloat16"),
         (claims(labels=("yes", "no", "so")), "'head.weight' has shape"),
         (claims(prompt=None), "does not name: prompt"),
     ):

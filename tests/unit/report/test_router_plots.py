@@ -173,7 +173,7 @@ def test_pictures_nobody_could_read_or_draw_are_refused(tmp_path: Path, make_rou
     path = tmp_path / "no.png"
     with pytest.raises(RunError, match=f"a picture of {MOST_RUNS + 1} routers cannot be read: .* and {MOST_RUNS} runs"):
         router_maps([make_routed(TASKS)] * (MOST_RUNS + 1), path)
-    with pytest.raises(RunError, match="'lora on long-a, mini-t5, seed 0' has no facts of a router"):
+    with pytest.raises(RunError, match="'lora on long-a, mini-t5, seed 0' has no router in its phase_summaries"):
         router_maps([make_routed(TASKS), make_result("lora")], path)
     with pytest.raises(RunError, match=f"over {MOST_TASKS + 1} tasks cannot be read"):
         router_maps([make_routed([f"t{number}" for number in range(MOST_TASKS + 1)], slots=1)], path)

@@ -128,7 +128,7 @@ def test_routing_of_a_run_that_was_told_the_tasks_marks_no_router(make_routed: M
 
 def test_runs_without_a_router_have_no_routing_table(make_result: Make) -> None:
     for summary in ({}, {"phase_summaries": []}, {"phase_summaries": [{}, {}]}):
-        with pytest.raises(RunError, match="'sapt on long-a, mini-t5, seed 0' has no facts of a router"):
+        with pytest.raises(RunError, match="'sapt on long-a, mini-t5, seed 0' has no router in its phase_summaries"):
             routing_table(make_result() | summary)
 
 

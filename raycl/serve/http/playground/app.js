@@ -19,7 +19,7 @@ pinned.id = "pinned-choice";
 pinned.setAttribute("aria-label", "Task or adapter to use alone");
 
 const cards = {
-  auto: new Card("auto", "raycl", document.createTextNode("chosen by what the text says")),
+  auto: new Card("auto", "raycl", document.createTextNode("adapters chosen by the text")),
   base: new Card("base", "Bare backbone", document.createTextNode("as it was before any task")),
   pinned: new Card("pinned", "Pinned", pinned),
 };
@@ -73,7 +73,7 @@ function fill(select, first, second = []) {
   if ([...select.options].some((option) => option.value === before)) select.value = before;
 }
 
-/** Nobody is asked while nobody looks, or while a key is awaited. */
+/** No request is sent while the page is hidden, or while it waits for a key. */
 async function poll() {
   try {
     if (!document.hidden && $("key-form").hidden) await attempt(refresh);
