@@ -42,7 +42,7 @@ def score_snapshot(model: Answering, stream: Stream, tasks: Sequence[Task], sett
 def _score(model: Answering, stream: Stream, task: Task, settings: EvalConfig) -> Score:
     if task.objective != "answer":
         raise BankError(
-            f"task '{task.name}' trained on the texts themselves (stream.objective={task.objective}): it has no answers "
+            f"task '{task.name}' trains on the texts themselves (stream.objective={task.objective}): it has no answers "
             "to evaluate a snapshot on: expected tasks with answers; see the run's own matrix"
         )
     codec, device = model.backbone.codec, model.backbone.device
