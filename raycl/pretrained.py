@@ -24,8 +24,8 @@ PUBLISHED = {"minilm": "sentence-transformers/all-MiniLM-L6-v2"}
 WEIGHTS = (".safetensors", ".bin")
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-FACTS = (CONFIG, "tokenizer.json")
-"""Files that make a model what it is; others (cards, training state) may differ."""
+IDENTITY_FILES = (CONFIG, "tokenizer.json")
+"""Files that identify a model, beside its weights; others (cards, training state) may differ."""
 
 
 def resolve_path(name: str) -> str:
@@ -106,4 +106,4 @@ def fingerprint_of(name: str, revision: str | None = None) -> str:
 
 
 def _counts(file: Path) -> bool:
-    return file.suffix in WEIGHTS or file.name in FACTS
+    return file.suffix in WEIGHTS or file.name in IDENTITY_FILES

@@ -14,7 +14,7 @@ from typing import Any
 
 from raycl.types import Capabilities
 
-FACTS = "raycl.json"
+METADATA = "raycl.json"
 TEXT = "stocks fell again"
 """The card's example."""
 
@@ -44,8 +44,8 @@ class CardTask:
 
 
 @dataclass(frozen=True)
-class CardFacts:
-    """Facts about an adapter for its card.
+class CardMetadata:
+    """What the card of an adapter contains.
 
     Attributes:
         kind: of the backbone, by name. capabilities: what it can do.
@@ -80,42 +80,42 @@ class CardFacts:
         return found
 
 
-def model_card(facts: CardFacts, labels: Sequence[str], merged: bool) -> str:
+def model_card(metadata: CardMetadata, labels: Sequence[str], merged: bool) -> str:
     """Markdown, with one Python block that works in the card's own folder.
 
     Args:
         labels: of the label head beside it; () where there is none. merged: the folder is a whole model.
     """
-    lines = [f"{name}: {value}" for name, value in _metadata(facts, merged).items()]
+    lines = [f"{name}: {value}" for name, value in _front_matter(metadata, merged).items()]
     parts = [
-        "\n".join(["---", *lines, "tags: [lora, continual-learning]", "---", "# " + _title(facts, merged)]),
-        _what(facts, labels),
-        f"## Use\n\n{_before(facts)}\n\n```python\n{_code(facts, bool(labels), merged)}```",
-        _tasks(facts),
+        "\n".join(["---", *lines, "tags: [lora, continual-learning]", "---", "# " + _title(metadata, merged)]),
+        _what(metadata, labels),
+        f"## Use\n\n{_before(metadata)}\n\n```python\n{_code(metadata, bool(labels), merged)}```",
+        _tasks(metadata),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _metadata(facts: CardFacts, merged: bool) -> dict[str, str]:
+def _front_matter(metadata: CardMetadata, merged: bool) -> dict[str, str]:
     found = {
         "library_name": "transformers" if merged else "peft",
-        "pipeline_tag": PIPELINES[facts.capabilities.answers],
+        "pipeline_tag": PIPELINES[metadata.capabilities.answers],
     }
-    return {"base_model": facts.base, **found} if facts.on_hub else found
+    return {"base_model": metadata.base, **found} if metadata.on_hub else found
 
 
-def _title(facts: CardFacts, merged: bool) -> str:
-    return f"{' + '.join(facts.adapters) or 'adapter'} {'folded into' if merged else 'for'} {facts.base}"
+def _title(metadata: CardMetadata, merged: bool) -> str:
+    return f"{' + '.join(metadata.adapters) or 'adapter'} {'folded into' if merged else 'for'} {metadata.base}"
 
 
-def _what(facts: CardFacts, labels: Sequence[str]) -> str:
-    mixture = ", ".join(f"{name} x {weight:g}" for name, weight in facts.adapters.items())
+def _what(metadata: CardMetadata, labels: Sequence[str]) -> str:
+    mixture = ", ".join(f"{name} x {weight:g}" for name, weight in metadata.adapters.items())
     lines = [f"Adapters and weights: {mixture}." if mixture else "One adapter."]
-    if facts.snapshot is not None:
-        lines.append(f"From snapshot {facts.snapshot} of a raycl bank.")
-    base = f"Base model: `{facts.base}`" + (f" at revision `{facts.revision}`" if facts.revision else "")
-    lines.append(f"{base}, SHA-256 over its files `{facts.sha256}`." if facts.sha256 else f"{base}.")
-    if not facts.on_hub:
+    if metadata.snapshot is not None:
+        lines.append(f"From snapshot {metadata.snapshot} of a raycl bank.")
+    base = f"Base model: `{metadata.base}`" + (f" at revision `{metadata.revision}`" if metadata.revision else "")
+    lines.append(f"{base}, SHA-256 over its files `{metadata.sha256}`." if metadata.sha256 else f"{base}.")
+    if not metadata.on_hub:
         lines.append(
             "That is a folder of the machine it was trained on: elsewhere write where the base model lies into "
             "`base_model_name_or_path` of `adapter_config.json`."
@@ -125,26 +125,32 @@ def _what(facts: CardFacts, labels: Sequence[str]) -> str:
     return " ".join(lines)
 
 
-def _before(facts: CardFacts) -> str:
+def _before(metadata: CardMetadata) -> str:
     lines = ["Run in this folder; `folder` may also be its name on the hub, downloaded first."]
-    if facts.source_tokens:
+    if metadata.source_tokens:
         lines.append(
-            f"Prompts had at most {facts.source_tokens} tokens in training: shorten the end of a longer text, not the "
-            "template."
+            f"Prompts had at most {metadata.source_tokens} tokens in training: shorten the end of a longer text, not "
+            "the template."
         )
-    if facts.tasks:
+    if metadata.tasks:
         lines.append("Name another task for its template.")
     return " ".join(lines)
 
 
-def _code(facts: CardFacts, head: bool, merged: bool) -> str:
+def _code(metadata: CardMetadata, head: bool, merged: bool) -> str:
     return "\n".join(
-        [*_imports(facts, head, merged), "", *_loading(facts, merged), *_input_code(facts), *_end(facts, head, merged)]
+        [
+            *_imports(metadata, head, merged),
+            "",
+            *_loading(metadata, merged),
+            *_input_code(metadata),
+            *_end(metadata, head, merged),
+        ]
     )
 
 
-def _imports(facts: CardFacts, head: bool, merged: bool) -> list[str]:
-    known = facts.capabilities
+def _imports(metadata: CardMetadata, head: bool, merged: bool) -> list[str]:
+    known = metadata.capabilities
     has_texts = known.answers == "text"
     kind = f"Auto{'' if merged else 'Peft'}{CLASSES[known.task_type]}" if has_texts or not merged else "AutoModel"
     theirs = ["AutoTokenizer"] + ([kind] if merged else []) + (["GenerationConfig"] if has_texts else [])
@@ -158,12 +164,12 @@ def _imports(facts: CardFacts, head: bool, merged: bool) -> list[str]:
         f"from transformers import {', '.join(sorted(theirs))}",
         "",
         'folder = "."',
-        f'about = json.loads(Path(folder, "{FACTS}").read_text())',
+        f'about = json.loads(Path(folder, "{METADATA}").read_text())',
         f"model = {kind}.from_pretrained(folder, dtype=torch.float32).eval()",
     ]
 
 
-def _loading(facts: CardFacts, merged: bool) -> list[str]:
+def _loading(metadata: CardMetadata, merged: bool) -> list[str]:
     if merged:
         return ["tokenizer = AutoTokenizer.from_pretrained(folder)"]
     config = 'model.peft_config["default"]'
@@ -173,29 +179,29 @@ def _loading(facts: CardFacts, merged: bool) -> list[str]:
     ]
 
 
-def _input_code(facts: CardFacts) -> list[str]:
-    if not facts.tasks:
+def _input_code(metadata: CardMetadata) -> list[str]:
+    if not metadata.tasks:
         return ["", f"text = {json.dumps(TEXT)}", 'inputs = tokenizer(text, return_tensors="pt")']
     return [
         "",
         f"text = {json.dumps(TEXT)}",
-        f'task = next(task for task in about["tasks"] if task["name"] == {json.dumps(facts.tasks[0].name)})',
+        f'task = next(task for task in about["tasks"] if task["name"] == {json.dumps(metadata.tasks[0].name)})',
         'inputs = tokenizer(task["prompt"][0] + text + task["prompt"][1], return_tensors="pt")',
     ]
 
 
-def _end(facts: CardFacts, head: bool, merged: bool) -> list[str]:
-    if facts.capabilities.answers == "label":
-        return _labelled(facts, head)
-    start = "inputs['input_ids'].shape[1]" if facts.capabilities.one_sequence else "0"
-    own = ["decoder_start_token_id", "forced_bos_token_id"] if facts.capabilities.separate_encoder else []
+def _end(metadata: CardMetadata, head: bool, merged: bool) -> list[str]:
+    if metadata.capabilities.answers == "label":
+        return _labelled(metadata, head)
+    start = "inputs['input_ids'].shape[1]" if metadata.capabilities.one_sequence else "0"
+    own = ["decoder_start_token_id", "forced_bos_token_id"] if metadata.capabilities.separate_encoder else []
     return [
         "",
         "own = model.generation_config  # its penalties and the like were never used in training",
         f"model.generation_config = {'' if merged else 'model.get_base_model().generation_config = '}GenerationConfig(",
         *[f"    {name}=own.{name}," for name in own],
         "    do_sample=False,",
-        f"    max_new_tokens={facts.target_tokens or 64},",
+        f"    max_new_tokens={metadata.target_tokens or 64},",
         "    eos_token_id=tokenizer.eos_token_id,",
         "    pad_token_id=tokenizer.eos_token_id,",
         ")",
@@ -206,10 +212,10 @@ def _end(facts: CardFacts, head: bool, merged: bool) -> list[str]:
     ]
 
 
-def _labelled(facts: CardFacts, head: bool) -> list[str]:
+def _labelled(metadata: CardMetadata, head: bool) -> list[str]:
     pooled = (
         ["pooled = states[:, 0]"]
-        if facts.pooling == "cls"
+        if metadata.pooling == "cls"
         else ['mask = inputs["attention_mask"].unsqueeze(-1)', "pooled = (states * mask).sum(1) / mask.sum(1)"]
     )
     scores = [
@@ -229,13 +235,13 @@ def _labelled(facts: CardFacts, head: bool) -> list[str]:
     ]
 
 
-def _tasks(facts: CardFacts) -> str:
-    if not facts.tasks:
+def _tasks(metadata: CardMetadata) -> str:
+    if not metadata.tasks:
         return ""
     rows = [
         f"| {task.name} | {_cell(task.prompt[0])} | {_cell(task.prompt[1])} | {', '.join(task.labels or ())} | "
         f"{task.metric} |"
-        for task in facts.tasks
+        for task in metadata.tasks
     ]
     head = "| task | before the text | behind it | labels | metric |\n|---|---|---|---|---|"
     return "\n".join(["## Tasks and their templates", "", head, *rows])

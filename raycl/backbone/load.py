@@ -214,8 +214,8 @@ def _filled(kind: str, weights: Mapping[str, Tensor], seed: int, options: dict[s
 
 def _language_head(model: nn.Module, where: str, options: dict[str, Any]) -> LanguageHead:
     """The checkpoint's own, or a new one over the tied embeddings; logs which."""
-    whole, facts = AutoModelForMaskedLM.from_pretrained(where, output_loading_info=True, **options)
-    missing = [name for name in facts["missing_keys"] if not name.startswith(f"{whole.base_model_prefix}.")]
+    whole, loading_info = AutoModelForMaskedLM.from_pretrained(where, output_loading_info=True, **options)
+    missing = [name for name in loading_info["missing_keys"] if not name.startswith(f"{whole.base_model_prefix}.")]
     if missing:
         log.info(
             "the backbone comes without a language head: %s starts at random (its output words are the input "

@@ -16,7 +16,7 @@ from raycl.bank.manifest import NAME, Snapshot, check_name
 from raycl.errors import AlreadyExistsError, BankError, DamagedError, FormatError
 from raycl.storage.records import Stamp, number_of, numbered, numbers, read_record, seal, stamps
 
-FORMAT = 2
+FORMAT = 3
 RACES = 20
 
 
@@ -27,13 +27,13 @@ class Activation:
     Attributes:
         number: of the decision, ascending.
         seen: newest snapshot when it was taken: only newer ones are news.
-        made: author, time and reason, for people.
+        provenance: reason and time, for people.
     """
 
     number: int
     snapshot: int
     seen: int
-    made: dict[str, object]
+    provenance: dict[str, object]
 
 
 class Activations:
@@ -78,7 +78,7 @@ class Activations:
             raise BankError(f"{error}, or activate a snapshot again") from error
         except FormatError as error:
             raise BankError(str(error)) from error
-        found = Activation(*(tree[name] for name in ("number", "snapshot", "seen", "made")))
+        found = Activation(*(tree[name] for name in ("number", "snapshot", "seen", "provenance")))
         if found.number != number:
             raise BankError(f"'{file}' calls itself decision {found.number}: it was moved; activate a snapshot again")
         return found
@@ -97,10 +97,10 @@ class Activations:
         if isinstance(snapshot, int):
             self.bank.open(snapshot)
         for _ in range(RACES):
-            made: dict[str, object] = {"why": why, "time": time.time()}
+            provenance: dict[str, object] = {"why": why, "time": time.time()}
             # the last record is not read: a damaged one is followed, and so repaired, by this one
             newest = max(self.bank.snapshots()) if seen is None else seen
-            fresh = Activation(self._newest() + 1, number, newest, made)
+            fresh = Activation(self._newest() + 1, number, newest, provenance)
             try:
                 self.bank.storage.create(self._file(fresh.number), seal({"format": FORMAT, **asdict(fresh)}))
             except AlreadyExistsError:

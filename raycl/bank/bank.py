@@ -21,7 +21,7 @@ from raycl.bank.manifest import (
     AdapterRef,
     Layout,
     ModelInfo,
-    ObjectFacts,
+    ObjectInfo,
     RouterInfo,
     Snapshot,
     SnapshotAdapter,
@@ -64,11 +64,11 @@ class Bank:
         state: AdapterState,
         backbone: ModelInfo,
         tasks: Sequence[str] = (),
-        made: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, Any] | None = None,
         version: int | None = None,
         extras: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> AdapterManifest:
-        """Store an adapter as a new version. The same tensors and maker published again are the version they were.
+        """Store an adapter as a new version; the same tensors and provenance published again are the same version.
 
         Args:
             extras: kind -> tensors that belong to the adapter and are no part of it (pseudo samples).
@@ -82,8 +82,8 @@ class Bank:
         beside = {kind: self.put(tensors) for kind, tensors in (extras or {}).items()}
         with self.storage.staging("objects", *parts) as write_as:  # goes on while the hash is worked out
             layout: Layout = {path: (int(a.shape[1]), int(b.shape[0])) for path, (a, b) in state.linears.items()}
-            tensors = _facts(parts)
-            facts = {
+            tensors = _object_info(parts)
+            fields = {
                 "tensors": tensors,
                 "layout": layout,
                 "rank": state.rank,
@@ -94,7 +94,7 @@ class Bank:
                 "labels": state.labels,
                 "backbone": backbone,
                 "tasks": tuple(tasks),
-                "made": dict(made or {}),
+                "provenance": dict(provenance or {}),
                 "extras": beside,
             }
             known = self.storage.exists(tensors.file)
@@ -102,15 +102,15 @@ class Bank:
                 write_as(tensors.file)
         taken = self.versions(name)
         if version is not None:
-            return self._publish(AdapterManifest(name=name, version=version, **facts))
+            return self._publish(AdapterManifest(name=name, version=version, **fields))
         for number in reversed(taken if known else taken[-1:]):  # tensors that are new are no older version's
             with suppress(BankError):  # a damaged manifest is no reason not to publish
                 found = self.manifest(AdapterRef(name=name, version=number))
-                if found == AdapterManifest(name=name, version=number, **facts):
+                if found == AdapterManifest(name=name, version=number, **fields):
                     return found
         for number in range(taken[-1] + 1 if taken else 1, (taken[-1] if taken else 0) + 1 + RACES):
             try:
-                return self._publish(AdapterManifest(name=name, version=number, **facts))
+                return self._publish(AdapterManifest(name=name, version=number, **fields))
             except BankError as error:
                 if not isinstance(error.__cause__, AlreadyExistsError):
                     raise
@@ -160,51 +160,51 @@ class Bank:
         """
         return unpack_entry(self.read_object(entry.tensors, str(_ref(entry))), entry, layout)
 
-    def read_object(self, facts: ObjectFacts, what: str) -> Buffer:
+    def read_object(self, info: ObjectInfo, what: str) -> Buffer:
         """The bytes of an object, whose hash is checked.
 
         Raises:
             BankError: missing or damaged.
         """
         try:
-            data = _mapped(self.storage.path(facts.file)) if self.storage.is_local else self.storage.read(facts.file)
+            data = _mapped(self.storage.path(info.file)) if self.storage.is_local else self.storage.read(info.file)
         except (OSError, StorageError) as error:
             raise BankError(f"the tensors of {what} are missing: {error}; publish it again") from error
         found = hashlib.sha256(data).hexdigest()
-        if found != facts.sha256:
+        if found != info.sha256:
             raise BankError(
-                f"the tensors of {what} are damaged: SHA-256 is {found[:12]}, expected {facts.sha256[:12]}: remove "
-                f"'{facts.file}' and publish it again"
+                f"the tensors of {what} are damaged: SHA-256 is {found[:12]}, expected {info.sha256[:12]}: remove "
+                f"'{info.file}' and publish it again"
             )
         return data
 
-    def put(self, tensors: Mapping[str, Tensor]) -> ObjectFacts:
+    def put(self, tensors: Mapping[str, Tensor]) -> ObjectInfo:
         """Store tensors that belong to no adapter (a router's), under their hash."""
         parts = pack(tensors)
         with self.storage.staging("objects", *parts) as write_as:
-            facts = _facts(parts)
-            if not self.storage.exists(facts.file):
-                write_as(facts.file)
-        return facts
+            info = _object_info(parts)
+            if not self.storage.exists(info.file):
+                write_as(info.file)
+        return info
 
-    def put_back_object(self, facts: ObjectFacts, tensors: Mapping[str, Tensor]) -> bool:
+    def put_back_object(self, info: ObjectInfo, tensors: Mapping[str, Tensor]) -> bool:
         """Write an object that is lost or damaged once more, if these tensors are what it was; returns whether so."""
         kinds, size = {tensor.dtype for tensor in tensors.values()}, sum(tensor.nbytes for tensor in tensors.values())
-        if size > facts.bytes or not kinds <= set(DTYPES.values()):
+        if size > info.bytes or not kinds <= set(DTYPES.values()):
             return False
         parts = pack(tensors)
-        if _facts(parts) != facts:
+        if _object_info(parts) != info:
             return False
-        self.storage.write(facts.file, *parts)
+        self.storage.write(info.file, *parts)
         return True
 
-    def get(self, facts: ObjectFacts, what: str) -> dict[str, Tensor]:
+    def get(self, info: ObjectInfo, what: str) -> dict[str, Tensor]:
         """Read them back, hash checked.
 
         Raises:
             BankError: missing or damaged.
         """
-        return views(self.read_object(facts, what), what)
+        return views(self.read_object(info, what), what)
 
     # ---- snapshots -------------------------------------------------------------------------------------------
 
@@ -216,14 +216,14 @@ class Bank:
         tasks: Sequence[TaskInfo] = (),
         encoder: ModelInfo | None = None,
         parent: int | None = None,
-        made: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, Any] | None = None,
         again: bool = False,
     ) -> Snapshot:
-        """A new immutable snapshot; if the newest one has the same content and maker, that one.
+        """A new immutable snapshot; if the newest one has the same content and provenance, that one.
 
         Args:
             adapters: manifests, or entries of an older snapshot with their layouts.
-            again: it may have been made before, so that all older ones are looked at and not the newest alone.
+            again: it may exist already, so that all older ones are compared and not the newest alone.
 
         Raises:
             BankError: an adapter of another backbone, two of one name, or missing tensors.
@@ -247,29 +247,29 @@ class Bank:
         for file in named:
             if not self.storage.exists(file):
                 raise BankError(f"'{file}' is missing from the bank: publish its adapter or router again")
-        facts = {
+        fields = {
             "backbone": backbone,
             "encoder": encoder,
             "router": router,
             "tasks": tuple(tasks),
             "layouts": layouts,
             "adapters": tuple(sorted(entries, key=lambda entry: entry.name)),
-            "made": dict(made or {}),
+            "provenance": dict(provenance or {}),
         }
         taken = self.snapshots()
         for number in reversed(taken if again else taken[-1:]):
             with suppress(BankError):  # a damaged record is no reason not to publish
                 old = self.open(number)
-                if old.made == facts["made"] and old.same_content(Snapshot(number=1, **facts)):
+                if old.provenance == fields["provenance"] and old.same_content(Snapshot(number=1, **fields)):
                     return old
         first = taken[-1] + 1 if taken else 1
         for number in range(first, first + RACES):
-            made_now = Snapshot(number=number, parent=parent, **facts)
+            created = Snapshot(number=number, parent=parent, **fields)
             try:
-                self.storage.create(made_now.file, dump(made_now))
+                self.storage.create(created.file, dump(created))
             except AlreadyExistsError:
                 continue
-            return made_now
+            return created
         raise BankError(f"{RACES} snapshot numbers in a row were taken by other writers: try again later")
 
     def put_back(self, record: bytes) -> Snapshot:
@@ -324,15 +324,15 @@ def unpack_entry(data: Buffer, entry: AdapterManifest | SnapshotAdapter, layout:
     shapes = entry.layout if isinstance(entry, AdapterManifest) else layout
     assert shapes is not None, "an entry of a snapshot needs its layout"
     what = f"{entry.name}@{entry.version}"
-    facts = (entry.rank, entry.scale, entry.dtype, entry.prompt, entry.labels, entry.activation)
-    return unpack(data, what, shapes, *facts)
+    settings = (entry.rank, entry.scale, entry.dtype, entry.prompt, entry.labels, entry.activation)
+    return unpack(data, what, shapes, *settings)
 
 
-def _facts(parts: Sequence[Buffer]) -> ObjectFacts:
+def _object_info(parts: Sequence[Buffer]) -> ObjectInfo:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
-    return ObjectFacts(sha256=digest.hexdigest(), bytes=sum(len(part) for part in parts))
+    return ObjectInfo(sha256=digest.hexdigest(), bytes=sum(len(part) for part in parts))
 
 
 def _entry(manifest: AdapterManifest, layout: str) -> SnapshotAdapter:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from raycl.bank.bank import Bank
-from raycl.bank.manifest import ObjectFacts, Snapshot
+from raycl.bank.manifest import ObjectInfo, Snapshot
 
-NamedObject = tuple[str, ObjectFacts]
+NamedObject = tuple[str, ObjectInfo]
 """What it is, for messages, and the object."""
 
 MAX_OBJECTS, MAX_BYTES = 256, 256 * 2**20
@@ -36,8 +36,8 @@ class IntegrityCheck:
         """Objects are read from the bank itself."""
 
         def read(wanted: Sequence[NamedObject]) -> None:
-            for what, facts in wanted:
-                bank.read_object(facts, what)
+            for what, info in wanted:
+                bank.read_object(info, what)
 
         return IntegrityCheck(read)
 
@@ -47,14 +47,14 @@ class IntegrityCheck:
         Raises:
             BankError: something is missing or damaged.
         """
-        fresh = {facts.sha256: (what, facts) for what, facts in objects_of(snapshot) if facts.sha256 not in self._known}
+        fresh = {info.sha256: (what, info) for what, info in objects_of(snapshot) if info.sha256 not in self._known}
         for group in _groups(list(fresh.values())):
             self._read(group)
-            self._known |= {facts.sha256 for _, facts in group}
+            self._known |= {info.sha256 for _, info in group}
 
     def mark_checked(self, snapshot: Snapshot) -> None:
         """Remember a snapshot's objects without reading them: they have been checked before."""
-        self._known |= {facts.sha256 for _, facts in objects_of(snapshot)}
+        self._known |= {info.sha256 for _, info in objects_of(snapshot)}
 
 
 def objects_of(snapshot: Snapshot) -> list[NamedObject]:

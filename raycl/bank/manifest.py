@@ -19,7 +19,7 @@ from raycl.errors import BankError, ConfigError, DamagedError, FormatError
 from raycl.storage.records import number_of, numbered, seal, unseal
 from raycl.types import Activation
 
-FORMAT = 2
+FORMAT = 3
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 HASH = re.compile(r"[0-9a-f]{64}")
 OBJECT = re.compile(r"objects/([0-9a-f]{2})/\1[0-9a-f]{62}\.safetensors")
@@ -65,7 +65,7 @@ class AdapterRef(Section):
         return f"{self.name}@{self.version}"
 
 
-class ObjectFacts(Section):
+class ObjectInfo(Section):
     """A file of tensors, named by its content."""
 
     sha256: Sha256
@@ -78,7 +78,7 @@ class ObjectFacts(Section):
 
 
 class ModelInfo(Section):
-    """A pretrained model by what it is, not only by what it is called."""
+    """A pretrained model: its name, and the hash of its files."""
 
     name: str
     sha256: Sha256
@@ -91,7 +91,7 @@ class AdapterManifest(Section):
     format: int = FORMAT
     name: Name
     version: int = Field(ge=1)
-    tensors: ObjectFacts
+    tensors: ObjectInfo
     layout: Layout = Field(default_factory=dict)
     rank: int = Field(0, ge=0)
     scale: float = 1.0
@@ -101,8 +101,8 @@ class AdapterManifest(Section):
     labels: tuple[str, ...] = ()
     backbone: ModelInfo
     tasks: tuple[str, ...] = ()
-    extras: dict[str, ObjectFacts] = Field(default_factory=dict, description="pseudo samples and the like, by kind")
-    made: dict[str, Any] = Field(default_factory=dict, description="run, phase, time: for people")
+    extras: dict[str, ObjectInfo] = Field(default_factory=dict, description="pseudo samples and the like, by kind")
+    provenance: dict[str, Any] = Field(default_factory=dict, description="run, phase and config that created it")
 
     @property
     def ref(self) -> AdapterRef:
@@ -120,7 +120,7 @@ class SnapshotAdapter(Section):
 
     name: Name
     version: int = Field(ge=1)
-    tensors: ObjectFacts
+    tensors: ObjectInfo
     layout: str = Field(description="key of the snapshot's layouts")
     rank: int
     scale: float
@@ -129,7 +129,7 @@ class SnapshotAdapter(Section):
     prompt: tuple[int, int] | None = None
     labels: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
-    extras: dict[str, ObjectFacts] = Field(default_factory=dict)
+    extras: dict[str, ObjectInfo] = Field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.name}@{self.version}"
@@ -149,7 +149,7 @@ class RouterInfo(Section):
 
     kind: str
     settings: dict[str, Any] = Field(default_factory=dict)
-    tensors: ObjectFacts | None = None
+    tensors: ObjectInfo | None = None
 
 
 class Snapshot(Section):
@@ -164,7 +164,7 @@ class Snapshot(Section):
     tasks: tuple[TaskInfo, ...] = ()
     layouts: dict[str, Layout] = Field(default_factory=dict)
     adapters: tuple[SnapshotAdapter, ...] = ()
-    made: dict[str, Any] = Field(default_factory=dict)
+    provenance: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def file(self) -> str:
@@ -184,8 +184,8 @@ class Snapshot(Section):
         raise BankError(f"snapshot {self.number} has no adapter '{name}': expected one of {names}")
 
     def same_content(self, other: Snapshot) -> bool:
-        """Equal but for number, parent, author and time."""
-        skip = {"number", "parent", "made"}
+        """Whether both are equal apart from number, parent and provenance."""
+        skip = {"number", "parent", "provenance"}
         return self.model_dump(exclude=skip) == other.model_dump(exclude=skip)
 
 

@@ -29,7 +29,7 @@ from ray.exceptions import (
 )
 
 from raycl.bank.bank import Bank, unpack_entry
-from raycl.bank.manifest import ObjectFacts, Snapshot
+from raycl.bank.manifest import ObjectInfo, Snapshot
 from raycl.errors import BankError, RayclError
 from raycl.storage.unfinished import Buffer
 from raycl.types import AdapterState
@@ -56,7 +56,7 @@ class CacheActor:
         self.refs: OrderedDict[str, tuple[Any, int]] = OrderedDict()
         self.checked: set[str] = set()
 
-    def references(self, wanted: Sequence[tuple[str, ObjectFacts]], lost: Sequence[str] = ()) -> list[Any]:
+    def references(self, wanted: Sequence[tuple[str, ObjectInfo]], lost: Sequence[str] = ()) -> list[Any]:
         """A reference for each (what it is, object); None where the object store has no place for it.
 
         Args:
@@ -67,35 +67,35 @@ class CacheActor:
         """
         for sha256 in lost:
             self.refs.pop(sha256, None)
-        found = [self._reference(what, facts) for what, facts in wanted]
+        found = [self._reference(what, info) for what, info in wanted]
         while len(self.refs) > 1 and self.held()[1] > self.capacity:
             self.refs.popitem(last=False)
         return found
 
-    def check(self, wanted: Sequence[tuple[str, ObjectFacts]]) -> None:
+    def check(self, wanted: Sequence[tuple[str, ObjectInfo]]) -> None:
         """Read objects that have not been read yet; they stay in the object store as long as there is room.
 
         Raises:
             BankError: missing or damaged in the bank.
         """
         size = self.held()[1]
-        for what, facts in wanted:
-            if facts.sha256 in self.checked:
+        for what, info in wanted:
+            if info.sha256 in self.checked:
                 continue
-            if size + facts.bytes <= self.capacity:
-                self._reference(what, facts)
-                size += facts.bytes
+            if size + info.bytes <= self.capacity:
+                self._reference(what, info)
+                size += info.bytes
             else:
-                self._read(what, facts)
+                self._read(what, info)
 
-    def _reference(self, what: str, facts: ObjectFacts) -> Any:
-        if facts.sha256 not in self.refs:
-            reference = self._put(np.frombuffer(self._read(what, facts), dtype=np.uint8))
+    def _reference(self, what: str, info: ObjectInfo) -> Any:
+        if info.sha256 not in self.refs:
+            reference = self._put(np.frombuffer(self._read(what, info), dtype=np.uint8))
             if reference is None:
                 return None
-            self.refs[facts.sha256] = (reference, facts.bytes)
-        self.refs.move_to_end(facts.sha256)
-        return self.refs[facts.sha256][0]
+            self.refs[info.sha256] = (reference, info.bytes)
+        self.refs.move_to_end(info.sha256)
+        return self.refs[info.sha256][0]
 
     def _put(self, data: Any) -> Any:
         """A reference; where there is no place, the less recently used half goes first, and then there may be None."""
@@ -109,9 +109,9 @@ class CacheActor:
         except FULL:
             return None
 
-    def _read(self, what: str, facts: ObjectFacts) -> Buffer:
-        data = self.bank.read_object(facts, what)
-        self.checked.add(facts.sha256)
+    def _read(self, what: str, info: ObjectInfo) -> Buffer:
+        data = self.bank.read_object(info, what)
+        self.checked.add(info.sha256)
         return data
 
     def held(self) -> tuple[int, int]:
@@ -186,7 +186,7 @@ class ObjectStoreCache:
         buffers = self._buffers([(str(entry), entry.tensors) for entry in entries])
         return _Mapped(snapshot, {entry.name: pair for entry, *pair in zip(entries, entries, buffers, strict=True)})
 
-    def check(self, wanted: Sequence[tuple[str, ObjectFacts]]) -> None:
+    def check(self, wanted: Sequence[tuple[str, ObjectInfo]]) -> None:
         """Check objects; the cache actor reads each once.
 
         Raises:
@@ -194,7 +194,7 @@ class ObjectStoreCache:
         """
         self._with_retries(lambda lost: ray.get(self._actor.check.remote(wanted)), [])
 
-    def _buffers(self, wanted: list[tuple[str, ObjectFacts]]) -> list[Any]:
+    def _buffers(self, wanted: list[tuple[str, ObjectInfo]]) -> list[Any]:
         def read(lost: list[str]) -> list[Any]:
             references = ray.get(self._actor.references.remote(wanted, lost))
             try:
@@ -202,13 +202,13 @@ class ObjectStoreCache:
             except FULL:  # on this node
                 references, found = [None] * len(wanted), iter(())
             return [
-                self._unshared(what, facts) if reference is None else next(found)
-                for reference, (what, facts) in zip(references, wanted, strict=True)
+                self._unshared(what, info) if reference is None else next(found)
+                for reference, (what, info) in zip(references, wanted, strict=True)
             ]
 
-        return self._with_retries(read, [facts.sha256 for _, facts in wanted])
+        return self._with_retries(read, [info.sha256 for _, info in wanted])
 
-    def _unshared(self, what: str, facts: ObjectFacts) -> Buffer:
+    def _unshared(self, what: str, info: ObjectInfo) -> Buffer:
         if not self._said_full:
             self._said_full = True
             log.warning(
@@ -217,7 +217,7 @@ class ObjectStoreCache:
                 what,
                 self.bank.storage.uri,
             )
-        return self.bank.read_object(facts, what)
+        return self.bank.read_object(info, what)
 
     def _with_retries(self, read: Callable[[list[str]], T], wanted: list[str]) -> T:
         """The cache actor's answer, with retries while it or an object is lost.

@@ -35,11 +35,11 @@ class Removed:
 
 def record_removal(storage: Storage, snapshots: Sequence[int], adapters: Sequence[str]) -> None:
     """Write down what is removed next."""
-    facts = {"snapshots": list(snapshots), "adapters": list(adapters), "time": time.time()}
+    fields = {"snapshots": list(snapshots), "adapters": list(adapters), "time": time.time()}
     while True:
         number = max(numbers(storage, FOLDER), default=0) + 1
         try:
-            storage.create(f"{FOLDER}/{numbered(number)}", seal({"format": FORMAT, "number": number, **facts}))
+            storage.create(f"{FOLDER}/{numbered(number)}", seal({"format": FORMAT, "number": number, **fields}))
             return
         except AlreadyExistsError:
             continue

@@ -13,12 +13,12 @@ ENCODER = "encoder"
 
 
 def put_router(bank: Bank, state: RouterState) -> tuple[RouterInfo, ModelInfo | None]:
-    """Store its tensors; the facts that a snapshot names, and its encoder."""
+    """Store its tensors; its entry in a snapshot, and that of its encoder."""
     tensors = bank.put(state.tensors) if state.tensors else None
     if state.encoder is None:
         return RouterInfo(kind=state.kind, settings=state.settings, tensors=tensors), None
-    facts = RouterInfo(kind=state.kind, settings={**state.settings, ENCODER: state.encoder}, tensors=tensors)
-    return facts, ModelInfo(name=str(state.encoder["name"]), sha256=state.encoder_sha256, kind="sentence encoder")
+    router = RouterInfo(kind=state.kind, settings={**state.settings, ENCODER: state.encoder}, tensors=tensors)
+    return router, ModelInfo(name=str(state.encoder["name"]), sha256=state.encoder_sha256, kind="sentence encoder")
 
 
 def get_router(bank: Bank, snapshot: Snapshot) -> RouterState:
@@ -27,8 +27,8 @@ def get_router(bank: Bank, snapshot: Snapshot) -> RouterState:
     Raises:
         BankError: its tensors are missing or damaged.
     """
-    facts = snapshot.router
-    settings = {key: value for key, value in facts.settings.items() if key != ENCODER}
-    tensors = bank.get(facts.tensors, f"the router of snapshot {snapshot.number}") if facts.tensors else {}
+    router = snapshot.router
+    settings = {key: value for key, value in router.settings.items() if key != ENCODER}
+    tensors = bank.get(router.tensors, f"the router of snapshot {snapshot.number}") if router.tensors else {}
     encoder = snapshot.encoder.sha256 if snapshot.encoder else ""
-    return RouterState(facts.kind, settings, tensors, facts.settings.get(ENCODER), encoder)
+    return RouterState(router.kind, settings, tensors, router.settings.get(ENCODER), encoder)

@@ -88,8 +88,8 @@ class SentenceEncoder:
     @property
     def width(self) -> int:
         """Dimensions of a query."""
-        facts = json.loads((folder_of(self.config.name, self.config.revision) / "config.json").read_text())
-        return int(facts.get("hidden_size") or self._loaded().get_embedding_dimension())
+        settings = json.loads((folder_of(self.config.name, self.config.revision) / "config.json").read_text())
+        return int(settings.get("hidden_size") or self._loaded().get_embedding_dimension())
 
     def _loaded(self) -> Any:
         if self._model is None:

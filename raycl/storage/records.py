@@ -51,7 +51,9 @@ def unseal(data: bytes, file: str, version: int) -> dict[str, Any]:
     if _sealed(record) != data:
         raise DamagedError(f"'{file}' was changed after it was written (its hash differs): restore a copy")
     if found != version:
-        raise FormatError(f"'{file}' has format {found}, this version reads {version}: upgrade raycl")
+        older = isinstance(found, int) and found < version
+        remedy = "write it again, or use the version that wrote it" if older else "upgrade raycl"
+        raise FormatError(f"'{file}' has format {found}, this version reads {version}: {remedy}")
     return record  # type: ignore[no-any-return]
 
 

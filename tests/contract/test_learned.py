@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from raycl.backbone.head import LabelHead
 from raycl.bank import Bank, Snapshot
-from raycl.bank.operations.exchange import export_merged, export_peft, facts_of, mixed
+from raycl.bank.operations.exchange import card_metadata, export_merged, export_peft, mixed
 from raycl.bank.operations.maintenance import verify
 from raycl.data.loader import eval_batches
 from raycl.methods.base import activate_trainable, trained_names
@@ -87,7 +87,7 @@ def elsewhere(done: Done, kind: str, phase: Phase, folder: Path) -> Iterator[Any
         places = [Path(done.storage.root) / "learned" / f"{phase.index:03d}-{phase.name}"]
     else:
         state = mixed(bank, newest, weights_of(done, newest), head=False)
-        summary = facts_of(newest, weights_of(done, newest))
+        summary = card_metadata(newest, weights_of(done, newest))
         export_peft(state, summary, str(folder / "peft"))
         base = AUTO[kind].from_pretrained(done.config.backbone.name)
         yield PeftModel.from_pretrained(base, str(folder / "peft"))

@@ -56,7 +56,7 @@ def test_a_snapshot_of_two_activations_is_refused(complete: Complete, tmp_path: 
     bank, snapshot = copied(complete("bert", "separate", "torch"), tmp_path)
     entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
     entries[0] = (entries[0][0].model_copy(update={"activation": "relu"}), entries[0][1])
-    mixed = bank.snapshot(entries, snapshot.backbone, snapshot.router, snapshot.tasks, made=snapshot.made)
+    mixed = bank.snapshot(entries, snapshot.backbone, snapshot.router, snapshot.tasks, provenance=snapshot.provenance)
     with pytest.raises(BankError, match=r"activations 'none' \(colour@1\), 'relu' \(animal@1\), but a model"):
         opened(bank, mixed)
 
@@ -80,7 +80,7 @@ def test_forgetting_a_task_costs_the_others_nothing(complete: Complete, tmp_path
     assert result.before["animal"].value == matrix(done.storage)[-1][1], "before must be what the run measured"
     new = bank.open(result.new)
     assert [entry.name for entry in new.adapters] == ["animal"] and [task.name for task in new.tasks] == ["animal"]
-    assert new.parent == snapshot.number and new.made["forgotten"] == ["colour"]
+    assert new.parent == snapshot.number and new.provenance["forgotten"] == ["colour"]
     assert bank.open(snapshot.number) == snapshot, "old snapshots stay"
     with pytest.raises(BankError, match="no adapter was trained on colour: expected animal"):
         opened(bank, new).router.route(["red"], ["colour"])

@@ -102,7 +102,9 @@ def test_the_newest_whole_one_answers_and_a_replica_that_starts_finds_it_too(tau
     other = bank.publish("extra", state, second.backbone, ["animal"], extras={"pseudo": dict(state.tensors())})
     kept = [(entry, second.layouts[entry.layout]) for entry in second.adapters]
     louder = bank.publish("louder", _doubled(state), second.backbone, ["animal"])
-    third = bank.snapshot([*kept, other, louder], second.backbone, second.router, second.tasks, made=second.made)
+    third = bank.snapshot(
+        [*kept, other, louder], second.backbone, second.router, second.tasks, provenance=second.provenance
+    )
     flip(path_of(bank, louder.tensors.file))
     with serving(bank, **FOLLOW) as client:
         assert client.snapshot_manager.active.snapshot.number == 2 and "louder@1" in client.snapshot_manager.problem

@@ -122,8 +122,8 @@ def test_a_packaged_base_is_named_as_others_know_it(tmp_path: Path, taught: Taug
     snapshot = bank.open(max(bank.snapshots()))
     entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
     summary = ModelInfo(name="minilm", sha256=identity(BackboneConfig(name="minilm")), kind="encoder")
-    made = {"config": {"backbone": {"name": "minilm", "pooling": "cls"}}}
-    bank.snapshot(entries, summary, snapshot.router, list(snapshot.tasks), made=made)
+    provenance = {"config": {"backbone": {"name": "minilm", "pooling": "cls"}}}
+    bank.snapshot(entries, summary, snapshot.router, list(snapshot.tasks), provenance=provenance)
     export(bank, tmp_path / "out", "lora")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "sentence-transformers/all-MiniLM-L6-v2"
@@ -140,7 +140,8 @@ def test_a_card_names_every_task_with_its_template_and_labels(taught: Taught, tm
         summary.model_copy(update={"prompt": (f'Say "{summary.name}":\n', "\nOutput: ")}) for summary in snapshot.tasks
     ]
     entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
-    bank.snapshot(entries, snapshot.backbone, snapshot.router, unlike, snapshot.encoder, made=dict(snapshot.made))
+    provenance = dict(snapshot.provenance)
+    bank.snapshot(entries, snapshot.backbone, snapshot.router, unlike, snapshot.encoder, provenance=provenance)
     export(bank, tmp_path / "out", "animal.0=0.75,colour.0=0.5")
     card = (tmp_path / "out" / "README.md").read_text()
     about = json.loads((tmp_path / "out" / "raycl.json").read_text())

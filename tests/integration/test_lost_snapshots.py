@@ -278,9 +278,9 @@ def test_a_run_in_its_middle_gets_back_what_it_goes_on_from(complete: Complete, 
     bank = Bank(storage.sub("bank"))
     if way == "pruned":
         first = bank.open(1)
-        bank.snapshot([], first.backbone, first.router, made={"by": "somebody else"})
+        bank.snapshot([], first.backbone, first.router, provenance={"by": "somebody else"})
         kept = [(entry, first.layouts[entry.layout]) for entry in first.adapters]
-        bank.snapshot(kept, first.backbone, first.router, made={"by": "somebody else"})
+        bank.snapshot(kept, first.backbone, first.router, provenance={"by": "somebody else"})
         prune(bank, keep_snapshots=1, grace_s=0.0)
         assert bank.snapshots() == [3]
     else:

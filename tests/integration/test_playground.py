@@ -99,7 +99,7 @@ def test_it_loads_without_errors_and_asks_nobody_else(page: Page, served: Get) -
     endpoint, errors, asked = served("llama"), recorded(page), []
     page.on("request", lambda request: asked.append(request.url))
     opened(page, endpoint)
-    expect(page.locator("#facts")).to_have_text("· 2 tasks · decoder")
+    expect(page.locator("#summary")).to_have_text("· 2 tasks · decoder")
     assert shown(mixture(page)) == {"colour": "0.00", "animal": "0.00"}
     alone = page.locator("#pinned-choice option").all_text_contents()
     assert alone[:2] == ["colour", "animal"] and "colour.0@1" in alone[2:]
@@ -316,7 +316,8 @@ def test_names_and_labels_stay_text(page: Page, complete: Complete, tmp_path: Pa
     (entry,) = last.adapters
     hostile = entry.model_copy(update={"tasks": (task, *entry.tasks[1:]), "labels": (label, *entry.labels[1:])})
     summary = (last.tasks[0].model_copy(update={"name": task}), *last.tasks[1:])
-    bank.snapshot([(hostile, last.layouts[entry.layout])], last.backbone, last.router, summary, made=last.made)
+    entries = [(hostile, last.layouts[entry.layout])]
+    bank.snapshot(entries, last.backbone, last.router, summary, provenance=last.provenance)
     with serving(bank.storage.uri) as endpoint:
         errors = recorded(opened(page, endpoint))
         send(page, HOSTILE)

@@ -26,9 +26,10 @@ def swapped(bank: Bank) -> dict[str, str]:
     for name in states:
         bank.storage.delete(f"adapters/{name}/000001.json")
     other = dict(zip(states, reversed(states), strict=True))
-    made = [bank.publish(name, states[other[name]], second.backbone, [name]) for name in states]
-    assert [manifest.version for manifest in made] == [1, 1]
-    again = bank.snapshot(made, second.backbone, second.router, second.tasks, second.encoder, made=second.made)
+    manifests = [bank.publish(name, states[other[name]], second.backbone, [name]) for name in states]
+    assert [manifest.version for manifest in manifests] == [1, 1]
+    provenance = second.provenance
+    again = bank.snapshot(manifests, second.backbone, second.router, second.tasks, second.encoder, provenance=provenance)
     assert again.number == 2 and [str(entry) for entry in again.adapters] == [str(entry) for entry in second.adapters]
     return other
 

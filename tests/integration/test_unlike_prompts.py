@@ -25,8 +25,8 @@ def unlike(bank: Bank, times: int = 1) -> Bank:
     entries = [(entry, last.layouts[entry.layout]) for entry in last.adapters]
     tasks = [summary.model_copy(update={"prompt": UNLIKE[summary.name]}) for summary in last.tasks]
     for number in range(times):
-        made = {**last.made, "number": number}
-        bank.snapshot(entries, last.backbone, last.router, tasks, last.encoder, made=made)
+        provenance = {**last.provenance, "number": number}
+        bank.snapshot(entries, last.backbone, last.router, tasks, last.encoder, provenance=provenance)
     return bank
 
 

@@ -201,7 +201,7 @@ def test_following_with_a_gate_refuses_what_forgets(lab: Lab, tmp_path: Path) ->
         worse.append(
             bank.publish(entry.name, replace(state, head_weight=-state.head_weight), good.backbone, entry.tasks)
         )
-    bank.snapshot(worse, good.backbone, good.router, list(good.tasks), good.encoder, made=good.made)
+    bank.snapshot(worse, good.backbone, good.router, list(good.tasks), good.encoder, provenance=good.provenance)
     until(lambda: bool(client.get("/v1/snapshots").json()["decision"].get("why", "").startswith("snapshot 2")), 120)
     assert active(client) == 1
 
@@ -244,7 +244,7 @@ def test_a_gate_that_cannot_run_says_so_and_judges_when_it_can(lab: Lab, tmp_pat
     until(lambda: problem() == "" and set(gauge("gate_problem")) == {0.0} and set(gauge("gate_waiting_s")) == {0.0})
     good = bank.open(2)
     entries = [(entry, good.layouts[entry.layout]) for entry in good.adapters]
-    bank.snapshot(entries, good.backbone, good.router, list(good.tasks), good.encoder, made={})
+    bank.snapshot(entries, good.backbone, good.router, list(good.tasks), good.encoder, provenance={})
     until(lambda: "snapshot 3 cannot be evaluated, snapshot 2 stays active: snapshot 3 has no record" in problem())
     assert client.post("/admin/activate", json={"snapshot": 3}).status_code == 200
     until(lambda: problem() == "" and active(client) == 3)

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from raycl.backbone import BackboneConfig
 from raycl.bank import AdapterRef, Bank, Snapshot
-from raycl.bank.operations.exchange import export_merged, export_peft, facts_of, import_peft, mixed
+from raycl.bank.operations.exchange import card_metadata, export_merged, export_peft, import_peft, mixed
 from raycl.bank.operations.maintenance import Named, diff, prune, verify
 from raycl.bank.operations.unlearning import forget
 from raycl.config.trust import Permissions
@@ -135,10 +135,10 @@ def _export(bank: Bank, options: Namespace) -> Answer:
     state = mixed(bank, snapshot, weights, head=not options.without_head)
     if options.merged:
         backbone = backbone_of(snapshot, options.backbone, _permissions(options))
-        storage = export_merged(state, facts_of(snapshot, weights, backbone), backbone, options.to)
+        storage = export_merged(state, card_metadata(snapshot, weights, backbone), backbone, options.to)
     else:
         found = backbone_of(snapshot, options.backbone, _permissions(options)) if options.backbone else None
-        storage = export_peft(state, facts_of(snapshot, weights, found), options.to)
+        storage = export_peft(state, card_metadata(snapshot, weights, found), options.to)
     return Answer(f"wrote {storage.uri}", {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number})
 
 

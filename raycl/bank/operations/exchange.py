@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from raycl.adapters.card import FACTS, CardFacts, CardTask, model_card
+from raycl.adapters.card import METADATA, CardMetadata, CardTask, model_card
 from raycl.adapters.peft import from_peft, to_peft
 from raycl.adapters.state import check_fits, combine, fold
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
@@ -49,8 +49,10 @@ def mixed(bank: Bank, snapshot: Snapshot, weights: Mapping[str, float], head: bo
     return combine(weights, states, snapshot.router.settings.get("head_rule", "probability"))
 
 
-def facts_of(snapshot: Snapshot, weights: Mapping[str, float], backbone: BackboneConfig | None = None) -> CardFacts:
-    """Facts for the card of a mixture: a task whose adapters have most weight comes first, as at the endpoint.
+def card_metadata(
+    snapshot: Snapshot, weights: Mapping[str, float], backbone: BackboneConfig | None = None
+) -> CardMetadata:
+    """The metadata of a mixture's card: a task whose adapters have most weight comes first, as at the endpoint.
 
     Args:
         backbone: where the backbone is now; None: where the snapshot's run found it.
@@ -68,12 +70,12 @@ def facts_of(snapshot: Snapshot, weights: Mapping[str, float], backbone: Backbon
         for task in snapshot.adapter(name).tasks if weight else ():
             shares[task] = shares.get(task, 0.0) + weight
     known = {task.name: CardTask(task.name, task.prompt, task.labels, task.metric) for task in snapshot.tasks}
-    run = snapshot.made.get("config", {})
+    run = snapshot.provenance.get("config", {})
     limits, settings = run.get("stream", {}), run.get("backbone", {"name": snapshot.backbone.name})
     if backbone is not None:
         settings = backbone.model_dump()
     pooling = settings.get("pooling", "auto")
-    return CardFacts(
+    return CardMetadata(
         kind=snapshot.backbone.kind,
         capabilities=KINDS[snapshot.backbone.kind],
         base=published_name(settings["name"]),
@@ -88,29 +90,29 @@ def facts_of(snapshot: Snapshot, weights: Mapping[str, float], backbone: Backbon
     )
 
 
-def export_peft(state: AdapterState, facts: CardFacts, folder: str) -> Storage:
+def export_peft(state: AdapterState, metadata: CardMetadata, folder: str) -> Storage:
     """Write what PEFT's `AutoPeftModel...from_pretrained` loads, a label head beside it, and the card of both.
 
     Raises:
         AdapterError: it is no plain LoRA. StorageError: the folder cannot be written.
     """
-    tensors, config = to_peft(state, facts.base, facts.capabilities.task_type, facts.revision)
+    tensors, config = to_peft(state, metadata.base, metadata.capabilities.task_type, metadata.revision)
     storage = _empty(folder)
-    _describe(storage, state, facts, merged=False)
+    _describe(storage, state, metadata, merged=False)
     storage.write(TENSORS, save(tensors))
     storage.write_json(CONFIG, config)
     return storage
 
 
-def _describe(storage: Storage, state: AdapterState, facts: CardFacts, merged: bool) -> None:
+def _describe(storage: Storage, state: AdapterState, metadata: CardMetadata, merged: bool) -> None:
     if state.head_weight is not None and state.head_bias is not None:
         storage.write(HEAD, save({"weight": state.head_weight.contiguous(), "bias": state.head_bias.contiguous()}))
         storage.write_json(LABELS, list(state.labels))
-    storage.write_json(FACTS, facts.tree())
-    storage.write(CARD, model_card(facts, state.labels, merged).encode())
+    storage.write_json(METADATA, metadata.tree())
+    storage.write(CARD, model_card(metadata, state.labels, merged).encode())
 
 
-def export_merged(state: AdapterState, facts: CardFacts, backbone: BackboneConfig, folder: str) -> Storage:
+def export_merged(state: AdapterState, metadata: CardMetadata, backbone: BackboneConfig, folder: str) -> Storage:
     """Write a plain Hugging Face model folder with the adapter folded into the weights, and its card.
 
     Raises:
@@ -122,7 +124,7 @@ def export_merged(state: AdapterState, facts: CardFacts, backbone: BackboneConfi
     fold(model.model, state)
     for file, data in model.model_files().items():
         storage.write(file, data)
-    _describe(storage, state, facts, merged=True)
+    _describe(storage, state, metadata, merged=True)
     tied = set(getattr(model.model, "all_tied_weights_keys", None) or {})
     weights = {name: value.contiguous() for name, value in model.model.state_dict().items() if name not in tied}
     storage.write("model.safetensors", save(weights, metadata={"format": "pt"}))
@@ -149,8 +151,8 @@ def import_peft(bank: Bank, folder: str, name: str, backbone: BackboneConfig, ta
     check_fits(name, state, shapes)
     if labels:
         state = AdapterState(state.linears, state.scale, None, tuple(labels), head["weight"], head["bias"])
-    facts = ModelInfo(name=backbone.name, sha256=identity(backbone), kind=codec.kind)
-    return bank.publish(name, state, facts, tasks, {"imported": str(where.absolute())})
+    model = ModelInfo(name=backbone.name, sha256=identity(backbone), kind=codec.kind)
+    return bank.publish(name, state, model, tasks, {"imported": str(where.absolute())})
 
 
 def _empty(folder: str) -> Storage:

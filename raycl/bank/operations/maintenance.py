@@ -15,7 +15,7 @@ from raycl.bank.manifest import (
     NAME,
     AdapterManifest,
     AdapterRef,
-    ObjectFacts,
+    ObjectInfo,
     Snapshot,
     adapter_of,
     is_object,
@@ -81,8 +81,8 @@ def verify(bank: Bank, named: Sequence[Named] = ()) -> Findings:
     objects: dict[str, list[str]] = {}
     for manifest in _manifests(bank, found):
         found.adapters += 1
-        for facts in _objects(manifest):
-            objects.setdefault(facts.file, []).append(str(manifest.ref))
+        for info in _objects(manifest):
+            objects.setdefault(info.file, []).append(str(manifest.ref))
         try:
             bank.fetch(manifest)
         except BankError as error:
@@ -113,9 +113,9 @@ def verify(bank: Bank, named: Sequence[Named] = ()) -> Findings:
             found.objects += 1
             found.bytes += files[file].size
     found.leftovers = sorted(
-        file for file, facts in files.items() if facts.unfinished or (is_object(file) and file not in objects)
+        file for file, info in files.items() if info.unfinished or (is_object(file) and file not in objects)
     )
-    found.strays = sorted(file for file, facts in files.items() if not (facts.unfinished or _is_written(file)))
+    found.strays = sorted(file for file, info in files.items() if not (info.unfinished or _is_written(file)))
     found.problems = list(dict.fromkeys(found.problems))
     return found
 
@@ -173,12 +173,12 @@ def prune(bank: Bank, keep_snapshots: int | None = None, grace_s: float = GRACE_
     doomed = [snapshot_file(number) for number in old]
     for manifest in _manifests(bank, None):
         if (manifest.name, manifest.version) in named or files[manifest.file].age < grace_s:
-            needed |= {facts.file for facts in _objects(manifest)}
+            needed |= {info.file for info in _objects(manifest)}
         else:
             pruned.adapters.append(str(manifest.ref))
             doomed.append(manifest.file)
-    for file, facts in files.items():
-        if (facts.unfinished or (is_object(file) and file not in needed)) and facts.age >= grace_s:
+    for file, info in files.items():
+        if (info.unfinished or (is_object(file) and file not in needed)) and info.age >= grace_s:
             doomed.append(file)
     pruned.files = doomed
     pruned.bytes = sum(files[file].size for file in doomed)
@@ -231,12 +231,12 @@ def _snapshots(bank: Bank, found: Findings) -> Iterator[Snapshot]:
             found.problems.append(str(error))
 
 
-def _objects(manifest: AdapterManifest) -> list[ObjectFacts]:
+def _objects(manifest: AdapterManifest) -> list[ObjectInfo]:
     return [manifest.tensors, *manifest.extras.values()]
 
 
 def _files_of(snapshot: Snapshot) -> set[str]:
-    files = {facts.file for entry in snapshot.adapters for facts in (entry.tensors, *entry.extras.values())}
+    files = {info.file for entry in snapshot.adapters for info in (entry.tensors, *entry.extras.values())}
     return files | ({snapshot.router.tensors.file} if snapshot.router.tensors else set())
 
 

@@ -70,16 +70,16 @@ def forget(
     removed = _adapters_of_task(snapshot, task)
     before = evaluate(bank, snapshot, task, overrides, backbone, permissions) if scores else {}
     kept = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters if entry.name not in removed]
-    forgotten = [*snapshot.made.get("forgotten", []), task]
+    forgotten = [*snapshot.provenance.get("forgotten", []), task]
     router, _ = put_router(bank, without(get_router(bank, snapshot), task))
     new = bank.snapshot(
         kept,
         snapshot.backbone,
         router,
-        [facts for facts in snapshot.tasks if facts.name != task],
+        [info for info in snapshot.tasks if info.name != task],
         snapshot.encoder,
         parent=snapshot.number,
-        made={**snapshot.made, "forgotten": forgotten},
+        provenance={**snapshot.provenance, "forgotten": forgotten},
     )
     after = evaluate(bank, bank.open(new.number), task, overrides, backbone, permissions) if scores else {}
     return UnlearningResult(task, snapshot.number, new.number, removed, before, after)
@@ -91,7 +91,7 @@ def _adapters_of_task(snapshot: Snapshot, task: str) -> list[str]:
     Raises:
         BankError: see `forget`.
     """
-    tasks = [facts.name for facts in snapshot.tasks]
+    tasks = [info.name for info in snapshot.tasks]
     if task not in tasks:
         raise BankError(
             f"snapshot {snapshot.number} has no task '{task}': expected one of {', '.join(tasks) or 'none'}"
@@ -121,15 +121,15 @@ def evaluate(
     Raises:
         BankError: the snapshot was not made by a run. RayclError: backbone or data cannot be read.
     """
-    tree: dict[str, Any] = {key: dict(snapshot.made.get("config", {}).get(key, {})) for key in ("stream", "eval")}
-    seed = snapshot.made.get("config", {}).get("seed")
+    tree: dict[str, Any] = {key: dict(snapshot.provenance.get("config", {}).get(key, {})) for key in ("stream", "eval")}
+    seed = snapshot.provenance.get("config", {}).get("seed")
     if seed is None:
         raise BankError(f"snapshot {snapshot.number} does not say which data it was trained on: it cannot be evaluated")
     tree["stream"]["unseen"] = None
     for override in overrides:
         configs.apply_override(tree, override)
     stream = open_stream(configs.validate(StreamConfig, tree["stream"]), int(seed))
-    wanted = {facts.name for facts in snapshot.tasks} - {without}
+    wanted = {info.name for info in snapshot.tasks} - {without}
     log.info("snapshot %d:", snapshot.number)
     config = backbone_of(snapshot, backbone or None, permissions)
     model = SnapshotModel(_backbone(config, stream), snapshot, adapters_of(bank, snapshot), router_of(bank, snapshot))

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from raycl.backbone.roles import linear_names, linear_shapes
 from raycl.bank import Snapshot
-from raycl.bank.manifest import ModelInfo, ObjectFacts, RouterInfo, SnapshotAdapter
+from raycl.bank.manifest import ModelInfo, ObjectInfo, RouterInfo, SnapshotAdapter
 from raycl.retrieval.routers import SumRouter
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.types import AdapterState, Mixture
 
-NO_OBJECT = ObjectFacts(sha256="0" * 64, bytes=0)
+NO_OBJECT = ObjectInfo(sha256="0" * 64, bytes=0)
 SCALE = 0.05
 """Standard deviation of drawn A and B."""
 
@@ -39,7 +39,7 @@ def drawn_adapters(model: nn.Module, targets: Sequence[str], count: int, rank: i
 
 def loaded(adapters: dict[str, AdapterState], number: int = 1) -> LoadedSnapshot:
     """A snapshot of these adapters that a `raycl.serve.engine.multi_snapshot_model.MultiSnapshotModel` can load."""
-    facts = ModelInfo(name="drawn", sha256="0" * 64, kind="drawn")
+    model = ModelInfo(name="drawn", sha256="0" * 64, kind="drawn")
     linears = next(iter(adapters.values())).linears
     layout = {path: (int(a.shape[1]), int(b.shape[0])) for path, (a, b) in linears.items()}
     entries = [
@@ -57,7 +57,7 @@ def loaded(adapters: dict[str, AdapterState], number: int = 1) -> LoadedSnapshot
     ]
     snapshot = Snapshot(
         number=number,
-        backbone=facts,
+        backbone=model,
         router=RouterInfo(kind="sum"),
         layouts={"drawn": layout},
         adapters=tuple(entries),

@@ -82,13 +82,13 @@ def damaged_snapshot(bank: Bank, number: int) -> int:
     layout = newest.layouts[entry.layout]
     draw = torch.Generator().manual_seed(number)
     state = drawn(layout, entry.rank, draw, bool(entry.labels))
-    made = bank.publish(f"damaged{number}", state, newest.backbone, [f"damaged{number}"])
-    data = bytearray(bank.storage.read(made.tensors.file))
+    manifest = bank.publish(f"damaged{number}", state, newest.backbone, [f"damaged{number}"])
+    data = bytearray(bank.storage.read(manifest.tensors.file))
     data[-1] ^= 1
-    bank.storage.write(made.tensors.file, bytes(data))
+    bank.storage.write(manifest.tensors.file, bytes(data))
     entries = [(entry, newest.layouts[entry.layout]) for entry in newest.adapters]
-    facts = (newest.backbone, newest.router, newest.tasks, newest.encoder)
-    return bank.snapshot([*entries, made], *facts, made=newest.made).number
+    rest = (newest.backbone, newest.router, newest.tasks, newest.encoder)
+    return bank.snapshot([*entries, manifest], *rest, provenance=newest.provenance).number
 
 
 def drawn_bank(folder: Path, name: str, count: int, texts: Sequence[str]) -> Bank:
@@ -103,16 +103,16 @@ def drawn_bank(folder: Path, name: str, count: int, texts: Sequence[str]) -> Ban
     encoder = SentenceEncoder(EncoderConfig())
     queries = encoder.embed(texts)
     router = SlotRouter("keys", 6, RetrievalConfig(top_k=1))
-    facts = ModelInfo(name=config.name, sha256=identity(config), kind=codec.kind)
-    made = [bank.publish(PLAIN, drawn({}, 0, draw, codec.needs_labels), facts, [PLAIN])]
+    model = ModelInfo(name=config.name, sha256=identity(config), kind=codec.kind)
+    manifests = [bank.publish(PLAIN, drawn({}, 0, draw, codec.needs_labels), model, [PLAIN])]
     for number in range(count):
         task = f"task{number}"
         near = queries[number % len(queries)] + 0.02 * torch.randn(queries.shape[1], generator=draw)
         router.add(task, near.view(1, 6, -1), Statistics(2, near, torch.zeros(0, 0)))
-        made.append(bank.publish(f"{task}.0", drawn(shapes, 8, draw, codec.needs_labels), facts, [task]))
+        manifests.append(bank.publish(f"{task}.0", drawn(shapes, 8, draw, codec.needs_labels), model, [task]))
     state = RouterState("keys", router.settings(), router.tensors(), encoder.config.model_dump(mode="json"))
-    kept, encoder_facts = put_router(bank, replace(state, encoder_sha256=encoder.fingerprint))
-    tasks = [TaskInfo(name=manifest.tasks[0], labels=LABELS if codec.needs_labels else None) for manifest in made]
+    kept, encoder_info = put_router(bank, replace(state, encoder_sha256=encoder.fingerprint))
+    tasks = [TaskInfo(name=manifest.tasks[0], labels=LABELS if codec.needs_labels else None) for manifest in manifests]
     limits = {"stream": {"max_source_tokens": 64, "max_target_tokens": 32}, "backbone": {"name": config.name}}
-    bank.snapshot(made, facts, kept, tasks, encoder_facts, made={"config": limits})
+    bank.snapshot(manifests, model, kept, tasks, encoder_info, provenance={"config": limits})
     return bank

@@ -31,14 +31,14 @@ class Seen:
     Attributes:
         ms: latency of every answer, in order of arrival. failed: statuses (or 0: no answer) of requests that were
             given up. retried: requests that were sent again, as OpenAI's client does after a server's error.
-        facts: `usage` and `raycl` of the answers, summed or averaged.
+        metrics: `usage` and `raycl` of the answers, summed or averaged.
     """
 
     seconds: float
     ms: list[float]
     failed: list[int]
     retried: int
-    facts: dict[str, float]
+    metrics: dict[str, float]
 
     @property
     def rate(self) -> float:
@@ -63,7 +63,7 @@ async def _run_job(job: dict[str, Any]) -> dict[str, Any]:
     bodies = itertools.cycle(job["bodies"])
     ms: list[float] = []
     failed: list[int] = []
-    facts: dict[str, list[float]] = {}
+    metrics: dict[str, list[float]] = {}
     retried: list[int] = []
     began = time.perf_counter()
     until = began + job["seconds"]
@@ -81,16 +81,16 @@ async def _run_job(job: dict[str, Any]) -> dict[str, Any]:
                 failed.append(status)
                 continue
             ms.append((time.perf_counter() - start) * 1e3)
-            for name, value in _facts(body).items():
-                facts.setdefault(name, []).append(value)
+            for name, value in _metrics(body).items():
+                metrics.setdefault(name, []).append(value)
 
     connector = aiohttp.TCPConnector(limit=job["clients"])
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         await asyncio.gather(*(client(session) for _ in range(job["clients"])))
     spent = time.perf_counter() - began
-    sums = {name: sum(values) for name, values in facts.items()}
-    return {"seconds": spent, "ms": ms, "failed": failed, "retried": len(retried), "facts": sums}
+    sums = {name: sum(values) for name, values in metrics.items()}
+    return {"seconds": spent, "ms": ms, "failed": failed, "retried": len(retried), "metrics": sums}
 
 
 async def _once(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -102,10 +102,10 @@ async def _once(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
         return 0, {}
 
 
-def _facts(body: dict[str, Any]) -> dict[str, float]:
-    made = body.get("raycl") or (body.get("data") or [{}])[0].get("raycl") or {}
-    found = {name: float(made.get(name, 0)) for name in ("batch", "retrieval_ms", "queue_ms", "snapshot")}
-    found["adapters"] = float(len(made.get("adapters", {})))
+def _metrics(body: dict[str, Any]) -> dict[str, float]:
+    details = body.get("raycl") or (body.get("data") or [{}])[0].get("raycl") or {}
+    found = {name: float(details.get(name, 0)) for name in ("batch", "retrieval_ms", "queue_ms", "snapshot")}
+    found["adapters"] = float(len(details.get("adapters", {})))
     return found | {"tokens": float(body.get("usage", {}).get("completion_tokens", 0))}
 
 

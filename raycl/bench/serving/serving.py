@@ -195,11 +195,11 @@ class Rounds:
         yield Figure("(c) over what these cores can do", _ratio(rates["c"], allowed), "x", detail=detail)
         for name in [name for name in self.seen if name.startswith("d ")]:
             ms = sum(sum(one.ms) for one in self.seen[name])
-            facts = {key: sum(one.facts[key] for one in self.seen[name]) for key in ("retrieval_ms", "batch")}
+            metrics = {key: sum(one.metrics[key] for one in self.seen[name]) for key in ("retrieval_ms", "batch")}
             yield Figure(f"({name}) over (c')", _ratio(rates[name], rates["c'"]), "x", 0.9, ">=")
-            yield Figure(f"({name}) retrieval's share of the latency", 100 * facts["retrieval_ms"] / ms, "%")
+            yield Figure(f"({name}) retrieval's share of the latency", 100 * metrics["retrieval_ms"] / ms, "%")
             count = sum(len(one.ms) for one in self.seen[name])
-            yield Figure(f"({name}) mean batch", facts["batch"] / count, "texts")
+            yield Figure(f"({name}) mean batch", metrics["batch"] / count, "texts")
         added = median(mixed - instant - model for instant, mixed, model in self.added)
         instant, mixed, model = (median(part) for part in zip(*self.added, strict=True))
         detail = f"one client: {mixed:.1f} ms, (b) {instant:.1f} ms, the model {model:.1f} ms"
@@ -264,7 +264,13 @@ def _following(bank: Bank, url: str, options: argparse.Namespace) -> Iterator[Fi
         assert old is not None
         kept = [(entry, old.layouts[entry.layout]) for entry in old.adapters]
         fresh = bank.snapshot(
-            kept, old.backbone, old.router, list(old.tasks), old.encoder, parent=old.number, made={"time": time.time()}
+            kept,
+            old.backbone,
+            old.router,
+            list(old.tasks),
+            old.encoder,
+            parent=old.number,
+            provenance={"time": time.time()},
         )
         began = time.perf_counter()
         while True:
@@ -358,7 +364,7 @@ def _texts(folder: Path, model: Path, options: argparse.Namespace) -> Iterator[F
     for number in range(4):  # in turn, since machines change their speed
         for name, bodies in sorted({"bare": bare, "mixed": mixed}.items(), reverse=bool(number % 2)):
             seen = run_clients(url, bodies, options.clients, options.seconds / 2)
-            rates[name].append(seen.facts["tokens"] / seen.seconds)
+            rates[name].append(seen.metrics["tokens"] / seen.seconds)
     per_s = {name: median(found) for name, found in rates.items()}
     detail = f"mini-llama, {options.clients} clients, {options.tokens} tokens an answer at most"
     yield Figure("texts, bare backbone", per_s["bare"], "tokens/s", detail=detail)

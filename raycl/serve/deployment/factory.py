@@ -55,7 +55,7 @@ def open_service(config: ServeConfig, object_store_cache: bool = False, routes: 
     settings = backbone_of(snapshot, config.backbone, config.permissions)
     if config.dtype != "auto":
         settings = settings.model_copy(update={"dtype": config.dtype})
-    limits = snapshot.made.get("config", {}).get("stream", {})
+    limits = snapshot.provenance.get("config", {}).get("stream", {})
     source, target = (
         int(limits.get(name) or default)
         for name, default in (("max_source_tokens", SOURCE_TOKENS), ("max_target_tokens", TARGET_TOKENS))
@@ -98,7 +98,7 @@ def open_front(config: ServeConfig, stream: Stream, object_store_cache: bool = F
     """
     bank = Bank.at(config.bank)
     snapshot = readable_snapshot(bank, wanted_snapshots(bank, Activations(bank), config))
-    limits = snapshot.made.get("config", {}).get("stream", {})
+    limits = snapshot.provenance.get("config", {}).get("stream", {})
     target = int(limits.get("max_target_tokens") or TARGET_TOKENS)
     torch.set_num_threads(config.threads)
     engine = RemoteEngine(stream, snapshot.backbone.kind, config.max_batch, target)

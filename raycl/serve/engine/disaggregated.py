@@ -129,10 +129,10 @@ class RemoteEngine:
                 request.text, loaded.snapshot.number, selection, request.sampling, request.templated, request.route_only
             )
             waited = (began - request.began) * 1e3
-            facts = {"queue_ms": waited, "retrieval_ms": spent, "ood_score": ood_scores.get(request.text)}
-            asyncio.run_coroutine_threadsafe(self._listen(request, remote_request, facts), self._loop)
+            retrieval = {"queue_ms": waited, "retrieval_ms": spent, "ood_score": ood_scores.get(request.text)}
+            asyncio.run_coroutine_threadsafe(self._listen(request, remote_request, retrieval), self._loop)
 
-    async def _listen(self, request: EngineRequest, remote_request: RemoteRequest, facts: dict[str, Any]) -> None:
+    async def _listen(self, request: EngineRequest, remote_request: RemoteRequest, retrieval: dict[str, Any]) -> None:
         try:
             async with aclosing(self._stream(remote_request)) as events:
                 async for event in events:
@@ -140,8 +140,8 @@ class RemoteEngine:
                         break
                     if isinstance(event, Started):
                         metadata = event.metadata
-                        later = {name: facts[name] + getattr(metadata, name) for name in ("queue_ms", "retrieval_ms")}
-                        event = Started(replace(metadata, **{**facts, **later}))
+                        sums = {key: retrieval[key] + getattr(metadata, key) for key in ("queue_ms", "retrieval_ms")}
+                        event = Started(replace(metadata, **{**retrieval, **sums}))
                     request.send(event)
         except (*FAILURES, RayError) as error:  # a replica that dies fails its own answers only
             known = (

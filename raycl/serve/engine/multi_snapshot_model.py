@@ -76,7 +76,7 @@ class LoadedSnapshot:
             {key: name for name, key in keys.items()},
             {keys[entry.name]: entry.tasks for entry in snapshot.adapters},
             heads,
-            {facts.name: Prompt(*facts.prompt) for facts in snapshot.tasks},
+            {task.name: Prompt(*task.prompt) for task in snapshot.tasks},
         )
 
     @property

@@ -310,7 +310,7 @@ class ModelsAnswer(BaseModel):
     data: list[ModelInfo]
 
 
-class AdapterFacts(BaseModel):
+class AdapterInfo(BaseModel):
     """An adapter of the active snapshot."""
 
     name: str
@@ -326,7 +326,7 @@ class AdaptersAnswer(BaseModel):
 
     object: Literal["list"]
     snapshot: int
-    data: list[AdapterFacts]
+    data: list[AdapterInfo]
 
 
 class SnapshotsAnswer(BaseModel):

@@ -128,8 +128,8 @@ async def _complete(service: Service, options: GenerationOptions) -> Response:
         assert answer.metadata is not None, "an answer begins with how it is made"
         text = options.echo(number) + answer.text
         content = {"message": {"role": "assistant", "content": text}} if options.chat else {"text": text}
-        facts = details_of(loaded, answer.metadata).model_dump()
-        choices.append({"index": number, **content, "finish_reason": answer.finish, "logprobs": None, "raycl": facts})
+        details = details_of(loaded, answer.metadata).model_dump()
+        choices.append({"index": number, **content, "finish_reason": answer.finish, "logprobs": None, "raycl": details})
     kind = "chat.completion" if options.chat else "text_completion"
     body = {**options.head(), "object": kind, "choices": choices, "usage": options.usage(answers)}
     return JSONResponse({**body, "raycl": choices[0]["raycl"]})
@@ -148,8 +148,8 @@ async def _pieces(service: Service, options: GenerationOptions) -> AsyncGenerato
             async for event in service.events(queue, finished_text, deadline):
                 take(answer, event, began)
                 if isinstance(event, Started):
-                    facts = details_of(loaded, event.metadata).model_dump()
-                    yield _chunk(options, head, number, options.echo(number), None, first=True) | {"raycl": facts}
+                    details = details_of(loaded, event.metadata).model_dump()
+                    yield _chunk(options, head, number, options.echo(number), None, first=True) | {"raycl": details}
                 elif isinstance(event, TextDelta):
                     yield _chunk(options, head, number, event.text, event.finish)
             service.observe(answer)

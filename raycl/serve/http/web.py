@@ -46,7 +46,7 @@ def make_web(service: Service, keys: Keys) -> Any:
     _add_errors(app)
     add_texts(app, service)
     _add_labels(app, service)
-    _add_facts(app, service)
+    _add_models(app, service)
     _add_health(app, service)
     add_playground(app)
     return AccessMiddleware(app, keys, service.config.limits)
@@ -121,25 +121,25 @@ def _add_labels(app: FastAPI, service: Service) -> None:
         """The label of each text, with the probability of every label that was in question."""
         if service.capabilities.answers != "label":
             raise InvalidRequestError("this endpoint's backbone answers with texts: use POST /v1/chat/completions")
-        answers, facts = await _each(service, request, labelled, route_only=False)
+        answers, details = await _each(service, request, labelled, route_only=False)
         data = [
             {"index": number, "label": next(iter(answer.scores)), "scores": answer.scores, "raycl": metadata}
-            for number, (answer, metadata) in enumerate(zip(answers, facts, strict=True))
+            for number, (answer, metadata) in enumerate(zip(answers, details, strict=True))
         ]
         return JSONResponse({"object": "list", "model": request.model, "data": data, "usage": usage(answers)})
 
     @app.post("/v1/route", response_model=None, responses={200: {"model": RouteAnswer}})
     async def route(request: ClassifyRequest) -> Response:
         """The mixture of each text, without an answer."""
-        _, facts = await _each(service, request, routed, route_only=True)
-        data = [{"index": number, "raycl": metadata} for number, metadata in enumerate(facts)]
+        _, details = await _each(service, request, routed, route_only=True)
+        data = [{"index": number, "raycl": metadata} for number, metadata in enumerate(details)]
         return JSONResponse({"object": "list", "model": request.model, "data": data})
 
 
 async def _each(
     service: Service, request: ClassifyRequest, until: Any, route_only: bool
 ) -> tuple[list[Answer], list[dict[str, Any]]]:
-    """Answers to the texts, and how each was made."""
+    """Answers to the texts, and the details of each."""
     deadline, texts = service.deadline, request.texts
     service.check(texts)
     async with (
@@ -152,10 +152,10 @@ async def _each(
     ]
 
 
-# ---- facts -------------------------------------------------------------------------------------------------------
+# ---- models, adapters and snapshots -----------------------------------------------------------------------------
 
 
-def _add_facts(app: FastAPI, service: Service) -> None:
+def _add_models(app: FastAPI, service: Service) -> None:
     snapshot_manager = service.snapshot_manager
 
     def names() -> list[dict[str, Any]]:
@@ -203,7 +203,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
             {
                 "object": "list",
                 "active": active.number,
-                "tasks": [facts.name for facts in active.tasks],
+                "tasks": [task.name for task in active.tasks],
                 "kind": service.kind,
                 "data": snapshot_manager.bank.snapshots(),
                 "decision": snapshot_manager.decision,

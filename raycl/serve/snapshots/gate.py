@@ -70,8 +70,8 @@ def judge(config: ServeConfig, candidate: int) -> GateResult:
             raise BankError(f"snapshot {candidate} answers already: name another one")
         newer = service.snapshot_manager.open_checked(candidate)
         stream = _stream(newer.snapshot, config)
-        known = {facts.name for facts in active.snapshot.tasks}
-        learned = known | {facts.name for facts in newer.snapshot.tasks}
+        known = {task.name for task in active.snapshot.tasks}
+        learned = known | {task.name for task in newer.snapshot.tasks}
         tasks = [task for task in stream.tasks if task.name in learned]
         _check_rows(stream, tasks, learned, config)
         settings = EvalConfig(split=config.gate.split, batch_size=config.max_batch)
@@ -86,13 +86,13 @@ def judge(config: ServeConfig, candidate: int) -> GateResult:
 
 
 def _stream(snapshot: Snapshot, config: ServeConfig) -> Stream:
-    made = snapshot.made.get("config")
-    if made is None:
+    recorded = snapshot.provenance.get("config")
+    if recorded is None:
         raise BankError(f"snapshot {snapshot.number} has no record of its training data: it cannot be evaluated")
-    tree = {"stream": {**made["stream"], "unseen": None}}
+    tree = {"stream": {**recorded["stream"], "unseen": None}}
     for override in config.gate.stream:
         configs.apply_override(tree, f"stream.{override}")
-    return open_stream(configs.validate(StreamConfig, tree["stream"]), int(made["seed"]))
+    return open_stream(configs.validate(StreamConfig, tree["stream"]), int(recorded["seed"]))
 
 
 def _check_rows(stream: Stream, tasks: Sequence[Task], learned: set[str], config: ServeConfig) -> None:

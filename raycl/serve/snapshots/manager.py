@@ -235,7 +235,7 @@ class SnapshotManager:
     def decision(self) -> dict[str, object]:
         """The last one: number, snapshot, and why."""
         last = self.activations.latest()
-        return {} if last is None else {"number": last.number, "snapshot": last.snapshot, **last.made}
+        return {} if last is None else {"number": last.number, "snapshot": last.snapshot, **last.provenance}
 
     # ---- following -------------------------------------------------------------------------------------------
 

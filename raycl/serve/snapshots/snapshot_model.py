@@ -90,7 +90,7 @@ def backbone_of(snapshot: Snapshot, given: str | None = None, permissions: Permi
         BankError: it needs more than that, or the model found there is another one.
     """
     unrecorded = {"name": snapshot.backbone.name, **asdict(permissions)}
-    settings: dict[str, Any] = dict(snapshot.made.get("config", {}).get("backbone", unrecorded))
+    settings: dict[str, Any] = dict(snapshot.provenance.get("config", {}).get("backbone", unrecorded))
     for name in permissions.refused(name for name in RISKS if settings.get(name)):
         raise BankError(
             f"snapshot {snapshot.number} was made with backbone.{name}=true, which {RISKS[name]}: a bank cannot allow "

@@ -122,7 +122,7 @@ class Guided(RecordingSearcher):
         self.results: dict[str, Result] = {}
         self.waiting: dict[str, list[Any]] = {}
         repeated = folder.repeated()
-        self.made = max([*self.keys, *repeated, -1]) + 1
+        self.proposed = max([*self.keys, *repeated, -1]) + 1
         for settings in repeated.values():
             self._repeat(key_of(sweep.collapsed(settings)), self._ask_for(settings))
 
@@ -143,9 +143,9 @@ class Guided(RecordingSearcher):
             settings = self.again.pop(number)
             self.open_trials[number], self.keys[number] = self._ask_for(settings), key_of(settings)
             return number, settings
-        while self.made < self.sweep.samples:
+        while self.proposed < self.sweep.samples:
             trial = self.study.ask(self._distributions())
-            number, self.made = self.made, self.made + 1
+            number, self.proposed = self.proposed, self.proposed + 1
             proposed = self._as_settings(trial.params)
             settings = self.sweep.collapsed(proposed)
             key = key_of(settings)

@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO 0-3 behind the engine protocol: the only file that imports it.
 
-Library facts this file leans on (DeepSpeed 0.19.8, observed): clipping is 1.0 when the key is missing, so it is
+Library behaviour this file depends on (DeepSpeed 0.19.8, observed): clipping is 1.0 when the key is missing, so it is
 always set; a shared-memory helper is compiled at the first `initialize` unless marked incompatible, and then no
 compiler is needed; its own "AdamW" compiles for minutes, so torch's is passed in; gradients are averaged over
 workers, hence the factor `world size` on the loss; `destroy()` leaves module hooks and, at ZeRO-3, partitioned

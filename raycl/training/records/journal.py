@@ -44,8 +44,8 @@ class RunState:
     Attributes:
         checkpoints: names of usable checkpoints, oldest first; the last one is where to continue.
         phases: one record per phase that is trained **and** evaluated, in order.
-        attempts: number, start time, time of the last record, host and process of rank 0, and further facts of every
-            attempt so far.
+        attempts: number, start time, time of the last record, host and process of rank 0, and the rest of the claim,
+            for every attempt so far.
         config: resolved tree of the run, as its first claim recorded it, or the one that added tasks.
         fingerprint: of that config; empty for runs of versions that did not record it.
     """

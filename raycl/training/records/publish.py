@@ -43,20 +43,21 @@ def publish(
     """Publish a phase's adapters and a snapshot; only rank 0 calls it.
 
     Args:
-        before: the facts that this returned at the phase before, None at the first.
+        before: the record that this returned for the previous phase, None for the first.
 
     Returns:
-        facts for the journal (bank address, snapshot number and `name -> version`), and the snapshot's record.
+        record for the journal (bank address, snapshot number and `name -> version`), and the snapshot's record.
     """
     bank = open_bank(context.bank, storage)
     codec = context.backbone.codec
     backbone = ModelInfo(name=context.info.tree["backbone"]["name"], sha256=context.identity, kind=codec.kind)
-    made = {"run": storage.uri, "fingerprint": context.info.fingerprint, "phase": phase.index, "phase_name": phase.name}
+    provenance = {"run": storage.uri, "fingerprint": context.info.fingerprint}
+    provenance |= {"phase": phase.index, "phase_name": phase.name}
     seen = [task for done in context.phases[: phase.index + 1] for task in done.tasks]
     mine = [task.name for task in (phase.tasks if context.own_adapters else seen)]
     known = {name: bank.versions(name) for name in learned.adapters}
     fresh = [
-        bank.publish(name, state, backbone, mine, made, extras=learned.extras.get(name))
+        bank.publish(name, state, backbone, mine, provenance, extras=learned.extras.get(name))
         for name, state in learned.adapters.items()
     ]
     names = {manifest.name for manifest in fresh}
@@ -72,7 +73,7 @@ def publish(
         [_task_info(context, task) for task in seen],
         encoder,
         parent=parent.number if parent else None,
-        made={**made, "config": context.info.tree},
+        provenance={**provenance, "config": context.info.tree},
         again=all(manifest.version in known[manifest.name] for manifest in fresh),
     )
     versions = {entry.name: entry.version for entry in snapshot.adapters}
@@ -176,7 +177,7 @@ def _copies(storage: Storage, checkpoints: Sequence[str]) -> dict[int, tuple[int
             record = read_snapshot(storage, name)
             if record:
                 snapshot = parse_snapshot(record, None)
-                found[snapshot.number] = (int(snapshot.made["phase"]), record)
+                found[snapshot.number] = (int(snapshot.provenance["phase"]), record)
     return found
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from raycl.bank import Bank, Snapshot
-from raycl.bank.manifest import Layout, ObjectFacts, SnapshotAdapter
+from raycl.bank.manifest import Layout, ObjectInfo, SnapshotAdapter
 from raycl.errors import BankError, CheckpointError
 from raycl.methods.base import under
 from raycl.storage import Storage
@@ -35,7 +35,7 @@ class BankObject:
     """
 
     what: str
-    summary: ObjectFacts
+    summary: ObjectInfo
     adapter: bool
     candidates: Candidates
 

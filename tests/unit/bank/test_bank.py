@@ -101,7 +101,7 @@ def replace_hash(model: ModelInfo) -> ModelInfo:
 
 def test_of_racing_writers_every_one_gets_a_version_of_its_own(bank: Bank) -> None:
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda seed: bank.publish("hot", adapter(seed), MODEL, made={"w": seed}), range(8)))
+        found = list(pool.map(lambda seed: bank.publish("hot", adapter(seed), MODEL, provenance={"w": seed}), range(8)))
     assert sorted(manifest.version for manifest in found) == list(range(1, 9))
     for seed, manifest in enumerate(found):
         assert same(bank.fetch(manifest), adapter(seed))
@@ -116,7 +116,7 @@ def test_of_racing_writers_every_one_gets_a_version_of_its_own(bank: Bank) -> No
         said = list(pool.map(fixed, range(8)))
     assert said.count("1") == 1 and sum("another writer" in text for text in said) == 7
     with ThreadPoolExecutor(8) as pool:
-        numbers = list(pool.map(lambda w: bank.snapshot([], MODEL, ROUTER, made={"w": w}).number, range(8)))
+        numbers = list(pool.map(lambda w: bank.snapshot([], MODEL, ROUTER, provenance={"w": w}).number, range(8)))
     assert sorted(numbers) == list(range(1, 9))
     assert verify(bank).problems == []
 

@@ -109,7 +109,7 @@ def test_any_one_bit_that_flips_is_noticed(written: Storage, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", RECORDS)
 @pytest.mark.parametrize(
-    "damage", ["{}", "[]", "", "cut", "3", "null", "not utf-8", "[" * 100_000, "neighbour", "newer"]
+    "damage", ["{}", "[]", "", "cut", "3", "null", "not utf-8", "[" * 100_000, "neighbour", "newer", "older"]
 )
 def test_what_is_no_record_of_ours_is_one_sentence(written: Storage, kind: str, damage: str) -> None:
     record = RECORDS[kind]
@@ -121,7 +121,8 @@ def test_what_is_no_record_of_ours_is_one_sentence(written: Storage, kind: str, 
         "cut": whole[: len(whole) // 2],
         "not utf-8": b"\xff" + whole,
         "neighbour": Path(written.path(record.other)).read_bytes() if record.other else b"",
-        "newer": _newer(whole),
+        "newer": _of_format(99, whole),
+        "older": _of_format(0, whole),
     }.get(damage, damage.encode())
     path.write_bytes(text)
     try:
@@ -132,13 +133,14 @@ def test_what_is_no_record_of_ours_is_one_sentence(written: Storage, kind: str, 
     said = str(raised.value)
     assert "\n" not in said and path.name.removesuffix("manifest.json") in said, said
     assert damage != "newer" or re.search(r"has format 99, this version reads \d+: upgrade raycl", said), said
+    assert damage != "older" or re.search(r"has format 0, this version reads \d+: write it again, or use ", said), said
 
 
-def _newer(whole: bytes) -> bytes:
-    """The same of a format to come, its hash as it should be."""
+def _of_format(number: int, whole: bytes) -> bytes:
+    """The same record of another format, its hash as it should be."""
     from raycl.storage.records import seal
 
-    return seal({**json.loads(whole)["record"], "format": 99})
+    return seal({**json.loads(whole)["record"], "format": number})
 
 
 def test_a_damaged_activation_is_repaired_by_the_next_one(written: Storage) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from raycl.adapters import AdapterStack
-from raycl.adapters.card import CardFacts
+from raycl.adapters.card import CardMetadata
 from raycl.adapters.state import combine, fold
 from raycl.backbone import BackboneConfig, identity
 from raycl.backbone.kinds import capabilities_of
@@ -51,8 +51,8 @@ def peft_folder(llama: Path, folder: Path, seed: int = 0, **settings: Any) -> Te
     return logits(model.eval())
 
 
-def described(llama: Path) -> CardFacts:
-    return CardFacts("decoder", capabilities_of("decoder"), str(llama))
+def described(llama: Path) -> CardMetadata:
+    return CardMetadata("decoder", capabilities_of("decoder"), str(llama))
 
 
 def logits(model: Any) -> Tensor:

@@ -29,13 +29,13 @@ cards.base.noMixture("No adapter is active.");
 // ---- what the endpoint serves ------------------------------------------------------------------------------------
 
 async function refresh() {
-  const facts = await json("v1/snapshots");
-  const problem = facts.problem ? `The newest decision could not be followed: ${facts.problem}` : "";
+  const served = await json("v1/snapshots");
+  const problem = served.problem ? `The newest decision could not be followed: ${served.problem}` : "";
   show($("problem"), problem);
-  if (facts.active === known.active && facts.data.length === known.snapshots.length) return;
+  if (served.active === known.active && served.data.length === known.snapshots.length) return;
   const adapters = (await json("v1/adapters")).data;
-  const moved = known.active && facts.active !== known.active;
-  Object.assign(known, { active: facts.active, kind: facts.kind, tasks: facts.tasks, adapters, snapshots: facts.data });
+  const moved = known.active && served.active !== known.active;
+  Object.assign(known, { active: served.active, kind: served.kind, tasks: served.tasks, adapters, snapshots: served.data });
   describe(moved);
   route.now();
 }
@@ -43,7 +43,7 @@ async function refresh() {
 function describe(moved) {
   const count = known.tasks.length;
   $("snapshot").textContent = `snapshot ${known.active}`;
-  $("facts").textContent = `· ${count} ${count === 1 ? "task" : "tasks"} · ${known.kind}`;
+  $("summary").textContent = `· ${count} ${count === 1 ? "task" : "tasks"} · ${known.kind}`;
   $("state").classList.toggle("moved", Boolean(moved));
   document.body.dataset.kind = known.kind;
   const numbers = [...known.snapshots].reverse().map((number) => [String(number), String(number)]);
