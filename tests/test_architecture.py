@@ -33,7 +33,7 @@ def _beside(path: str, paths: list[str]) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_house_keeps_its_rules(modules: list[Module], name: str) -> None:
+def test_the_code_keeps_the_rules(modules: list[Module], name: str) -> None:
     found = [f"{module.path}:{line}: {words}" for module in modules for line, words in RULES[name](module)]
     assert not found, "\n" + "\n".join(found)
 
@@ -159,7 +159,7 @@ SOUND = [
 
 
 @pytest.mark.parametrize(("name", "path", "code", "words"), BROKEN)
-def test_every_rule_finds_what_breaks_it(name: str, path: str, code: str | None, words: str) -> None:
+def test_every_rule_finds_its_violation(name: str, path: str, code: str | None, words: str) -> None:
     found = [text for _, text in RULES[name](Module.of(path, "" if code is None else DOC + code + "\n"))]
     assert any(words in text for text in found), f"expected '{words}' in {found}"
 
@@ -180,10 +180,10 @@ def test_full_folders_are_found(path: str, count: int, findings: int) -> None:
 
 
 @pytest.mark.parametrize(("path", "code"), SOUND)
-def test_sound_code_breaks_no_rule(path: str, code: str) -> None:
+def test_valid_code_has_no_findings(path: str, code: str) -> None:
     module = Module.of(path, DOC + code + "\n")
     assert [(name, text) for name, check in RULES.items() for _, text in check(module)] == []
 
 
-def test_every_rule_is_tried() -> None:
+def test_every_rule_has_a_test_case() -> None:
     assert {name for name, *_ in BROKEN} | {"folders"} == set(RULES)

@@ -54,7 +54,7 @@ def _check_method(config: RunConfig) -> None:
         raise ResumeError("stream.schedule=joint trains all tasks in one phase: start a new run instead")
     kind(config.method, load_skeleton(config.backbone, codec), config.seed)
     if config.method.fits_ahead:
-        raise ResumeError("this run studied its whole stream before the first task: start a new run instead")
+        raise ResumeError("this run read its whole stream before the first task: start a new run instead")
 
 
 def other_changes(old: RunConfig, new: RunConfig, count: int, without: Sequence[str]) -> dict[str, tuple[Any, Any]]:

@@ -30,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results
 
 
-def test_what_cuda_refuses_is_refused(found: dict[str, Any]) -> None:
+def test_operations_without_cuda_support_are_refused(found: dict[str, Any]) -> None:
     """Otherwise the tests below could not fail."""
     refused = found["refused"]
     assert refused and all(refused.values()), refused

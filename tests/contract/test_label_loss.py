@@ -41,7 +41,7 @@ def test_a_task_competes_alone_and_a_replayed_row_with_all(lab: Lab) -> None:
     torch.testing.assert_close(backbone.eval()(batch).loss_sum, whole.loss_sum)
 
 
-def test_answers_among_the_choices_alone(lab: Lab) -> None:
+def test_predictions_are_limited_to_the_allowed_labels(lab: Lab) -> None:
     backbone = build(lab.config("bert", "finetune"), ALONE)[0].backbone.eval()
     assert isinstance(backbone, EncoderBackbone)
     backbone.learn_labels(["old", "left", "right"])
@@ -57,7 +57,7 @@ def test_answers_among_the_choices_alone(lab: Lab) -> None:
 
 @pytest.mark.parametrize("method", ["lora", VARIANTS["sapt-prompt"]])
 @pytest.mark.parametrize("kind", ["t5", "llama"])
-def test_generated_answers_are_one_of_the_choices(
+def test_generated_answers_are_allowed_labels(
     lab: Lab, kind: str, method: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The likelier one at the first token where they part; with learned positions in front of the text, too."""
@@ -83,7 +83,7 @@ def test_generated_answers_are_one_of_the_choices(
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
-def test_a_run_whose_tasks_are_told_answers_with_their_labels_and_learns_the_same(
+def test_task_incremental_evaluation_uses_the_tasks_labels_and_changes_no_weights(
     lab: Lab, tmp_path: Path, kind: str
 ) -> None:
     def strange(labels: str) -> int:
@@ -101,7 +101,7 @@ def test_a_run_whose_tasks_are_told_answers_with_their_labels_and_learns_the_sam
 
 
 @pytest.mark.parametrize(("label_loss", "stays"), [("seen", False), ("task", True)])
-def test_earlier_labels_are_left_alone(lab: Lab, tmp_path: Path, label_loss: str, stays: bool) -> None:
+def test_weights_of_earlier_labels_do_not_change(lab: Lab, tmp_path: Path, label_loss: str, stays: bool) -> None:
     context, open_engine = build(lab.config("bert", "lora", train={"label_loss": label_loss}), ALONE)
     backbone, heads = context.backbone, []
     assert isinstance(backbone, EncoderBackbone)
@@ -114,13 +114,13 @@ def test_earlier_labels_are_left_alone(lab: Lab, tmp_path: Path, label_loss: str
     assert not torch.equal(heads[1][2:], torch.zeros_like(heads[1][2:]))
 
 
-def test_it_changes_nothing_in_the_first_task(lab: Lab, tmp_path: Path) -> None:
+def test_label_loss_changes_nothing_in_the_first_task(lab: Lab, tmp_path: Path) -> None:
     for name in ("seen", "task"):
         run(lab.config("bert", "lora", train={"label_loss": name}), Storage.at(tmp_path / name))
     seen, task = (trace(Storage.at(tmp_path / name)) for name in ("seen", "task"))
     assert seen[:4] == task[:4] and seen[4:] != task[4:]
 
 
-def test_a_backbone_that_writes_has_no_labels(lab: Lab) -> None:
+def test_generative_backbones_refuse_label_loss(lab: Lab) -> None:
     with pytest.raises(ConfigError, match=r"train\.label_loss is 'task', but backbone .* has no label head"):
         check(lab.config("t5", "lora", train={"label_loss": "task"}))

@@ -50,7 +50,7 @@ def complete_masked(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "method", "engine"), CASES)
-def test_it_runs_with_every_method_and_stops_and_goes_on_bit_for_bit(
+def test_modifiers_resume_bit_for_bit_with_every_method(
     lab: Lab, complete_masked: Any, complete: Complete, tmp_path: Path, kind: str, method: str, engine: str
 ) -> None:
     whole = complete_masked(kind, method, engine)

@@ -41,7 +41,7 @@ LONG = Sampling(100)
         ("llama", "slm", "static"),
     ],
 )
-def test_texts_are_what_the_snapshot_says(
+def test_served_texts_equal_the_snapshots_own(
     taught: Taught, tmp_path: Path, kind: str, method: str, decoding: str
 ) -> None:
     bank = bank_of(taught(kind, method), tmp_path)
@@ -85,7 +85,7 @@ def _loudest(weights: Mapping[str, float]) -> str:
     ("kind", "settings"),
     [("t5", {}), ("llama", {"decoding": "static"}), ("llama", {"decoding": "static", "max_loaded_rows": 8})],
 )
-def test_who_has_no_soft_prompt_reads_the_same_text(
+def test_rows_without_soft_prompts_are_unaffected_by_rows_with_them(
     taught: Taught, tmp_path: Path, kind: str, settings: dict[str, Any]
 ) -> None:
     """In a batch with soft prompts the others' first positions are masked, also when those have left."""
@@ -104,7 +104,7 @@ def test_who_has_no_soft_prompt_reads_the_same_text(
 
 
 @pytest.mark.parametrize("method", ["separate", "slm", "olora", "sapt"])
-def test_labels_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, method: str) -> None:
+def test_served_labels_equal_the_snapshots_own(taught: Taught, tmp_path: Path, method: str) -> None:
     bank = bank_of(taught("bert", method), tmp_path)
     asked = examples(taught("bert", method), bank)
     forgot = {"red"} if method == "olora" else set()
@@ -123,7 +123,7 @@ def test_labels_are_what_the_snapshot_says(taught: Taught, tmp_path: Path, metho
 
 
 @pytest.mark.parametrize(("kind", "method"), [("bert", "slm"), ("bert", "sapt"), ("llama", "slm"), ("t5", "separate")])
-def test_half_the_bits_say_nearly_the_same(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
+def test_bfloat16_answers_are_close_to_float32(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
     bank = bank_of(taught(kind, method), tmp_path)
     asked, sampling = examples(taught(kind, method), bank), None if kind == "bert" else Sampling(LIMIT)
     with serving(bank, dtype="bfloat16") as client:
@@ -179,7 +179,7 @@ def test_a_request_keeps_its_snapshot(taught: Taught, tmp_path: Path) -> None:
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def test_numbers_that_overflow_fail_alone(taught: Taught, tmp_path: Path) -> None:
+def test_a_row_that_overflows_fails_alone(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     model = opened(bank, bank.open(2))
     with serving(bank) as client:
@@ -197,7 +197,7 @@ def test_numbers_that_overflow_fail_alone(taught: Taught, tmp_path: Path) -> Non
         ("static", "raycl.generation.static_cache.StaticKVCache.step"),
     ],
 )
-def test_a_fault_of_ours_is_told_and_ends_no_other(
+def test_an_internal_error_fails_one_request_only(
     taught: Taught,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -232,7 +232,7 @@ def test_a_fault_of_ours_is_told_and_ends_no_other(
 
 
 @pytest.mark.usefixtures("slow")
-def test_what_nobody_wants_any_more_stops(taught: Taught, tmp_path: Path) -> None:
+def test_cancelled_requests_stop(taught: Taught, tmp_path: Path) -> None:
     endless = {"weights": {}, "templated": False, "sampling": Sampling(4000)}
     with serving(bank_of(taught("t5", "separate"), tmp_path), max_batch=2) as client:
         with client.paused():
@@ -271,7 +271,7 @@ def test_the_load_counts_what_is_not_finished(taught: Taught, tmp_path: Path, mo
         assert seen == [7, 3], "those that are being routed count too"
 
 
-def test_an_engine_that_closes_leaves_nobody_waiting(taught: Taught, tmp_path: Path) -> None:
+def test_closing_the_engine_ends_all_requests(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     with serving(bank, max_batch=1) as client:
         with client.paused():
@@ -292,7 +292,7 @@ def test_an_engine_that_closes_leaves_nobody_waiting(taught: Taught, tmp_path: P
 # ---- settings of single answers --------------------------------------------------------------------------------------
 
 
-def test_the_same_seed_says_the_same_beside_anybody(taught: Taught, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_text_in_any_batch(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     drawn = [Sampling(LIMIT, temperature=1.5, seed=seed) for seed in range(4)]
     with serving(bank) as client:
@@ -319,7 +319,7 @@ def test_a_stop_ends_the_text_before_it(taught: Taught, tmp_path: Path) -> None:
         assert isinstance(ended.last, TextDelta) and ended.last.tokens == 5
 
 
-def test_what_does_not_fit_is_cut_or_said(taught: Taught, tmp_path: Path) -> None:
+def test_inputs_that_do_not_fit_are_truncated_or_refused(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)  # 128 positions, inputs of 24 tokens
     with serving(bank) as client:
         text = " ".join(["fire"] * 150)
@@ -343,7 +343,7 @@ def test_the_prompt_is_that_of_the_task_that_is_named(taught: Taught, tmp_path: 
         assert client.ask("fire is", weights={"colour": 1.0}, templated=False).metadata.template == ""
 
 
-def test_a_neighbour_that_names_no_task_changes_nothing(taught: Taught, tmp_path: Path) -> None:
+def test_a_request_without_a_task_changes_no_other(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("bert", "separate"), tmp_path)
     asked = examples(taught("bert", "separate"), bank)
     with serving(bank) as client:
@@ -381,7 +381,7 @@ def test_what_cannot_be_decoded_in_place_is_refused_by_name(taught: Taught, tmp_
 
 
 @pytest.mark.parametrize("decoding", ["dynamic", "static"])
-def test_rows_are_counted_by_who_speaks(taught: Taught, tmp_path: Path, decoding: str) -> None:
+def test_rows_are_grouped_by_active_adapters(taught: Taught, tmp_path: Path, decoding: str) -> None:
     """Slots that nobody has are no rows, and an adapter that had to be brought is a miss."""
     with serving(bank_of(taught("llama", "separate"), tmp_path), max_batch=7, decoding=decoding) as client:
         for key in list(client.engine.model.stack.states):

@@ -88,7 +88,7 @@ def test_forgetting_a_task_costs_the_others_nothing(complete: Complete, tmp_path
         forget(bank, new, "animal")
 
 
-def test_what_cannot_be_forgotten_is_said_before_anything_changes(complete: Complete, tmp_path: Any) -> None:
+def test_impossible_unlearning_is_refused_before_any_change(complete: Complete, tmp_path: Any) -> None:
     bank, snapshot = copied(complete("bert", "lora", "torch"), tmp_path)
     with pytest.raises(BankError, match=r"adapter lora@2 learned 'colour' together with animal"):
         forget(bank, snapshot, "colour")
@@ -106,7 +106,7 @@ def test_a_snapshot_without_its_run_cannot_be_evaluated(complete: Complete, tmp_
     assert forget(bank, bare, "colour", scores=False).removed == ["colour"]
 
 
-def test_forgetting_as_people_type_it(complete: Complete, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_forgetting_by_the_command(complete: Complete, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     bank, snapshot = copied(complete("llama", "separate", "torch"), tmp_path)
     main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
     assert main(["--bank", bank.storage.uri, "forget", "colour", "--rows", "4"]) == 0

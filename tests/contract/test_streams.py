@@ -86,7 +86,7 @@ def test_all_engines_give_the_losses_of_plain_torch(complete: Complete, kind: st
         assert mine == pytest.approx(other, abs=1e-4, rel=1e-3)
 
 
-def test_stopped_in_the_last_task_it_goes_on_bit_for_bit(done: Done, tmp_path: Path) -> None:
+def test_a_run_stopped_in_the_last_task_resumes_bit_for_bit(done: Done, tmp_path: Path) -> None:
     storage, steps = Storage.at(tmp_path), len(trace(done.storage))
     with pytest.raises(Stop):
         run(done.config, storage, after=steps - 1)
@@ -162,7 +162,7 @@ def test_stopped_at_the_end_of_a_task(complete: Complete, tmp_path: Path, method
     same_run(storage, done.storage)
 
 
-def test_what_a_method_does_not_learn_keeps_every_bit(done: Done, case: tuple[str, str, str]) -> None:
+def test_frozen_weights_keep_every_bit(done: Done, case: tuple[str, str, str]) -> None:
     fresh = build(done.config, DistributedContext.alone(torch.device("cpu")))[0].backbone
     learned = set(trained_names(done.context.backbone))
     first, last = dict(fresh.named_parameters()), dict(done.context.backbone.named_parameters())

@@ -135,7 +135,7 @@ def rows_kept(storage: Storage) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", LEFT, ids=name)
-def test_what_two_workers_left_one_worker_ends_on_another_engine(
+def test_one_worker_resumes_a_run_of_two_on_another_engine(
     lab: Lab, together: Path, alone: Alone, case: tuple[str, str, str]
 ) -> None:
     kind, method, engine = case

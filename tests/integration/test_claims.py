@@ -50,14 +50,14 @@ def test_the_second_of_two_that_start_in_one_folder_is_refused(lab: Lab, tmp_pat
         assert fingerprint(kept) == fingerprint(both[first].config) == storage.read_json("results.json")["fingerprint"]
 
 
-def test_the_sentence_names_what_differs(lab: Lab, tmp_path: Path) -> None:
+def test_the_error_names_the_settings_that_differ(lab: Lab, tmp_path: Path) -> None:
     first, second = (driver.prepare(one) for one in two(lab, tmp_path))
     work(first)
     with pytest.raises(ResumeError, match=REFUSED + r"choose another output\.name$"):
         work(second)
 
 
-def test_a_config_is_that_of_the_claim_whatever_became_of_its_copy(lab: Lab, tmp_path: Path) -> None:
+def test_the_config_is_read_from_the_claim(lab: Lab, tmp_path: Path) -> None:
     """A driver that was slow may write its config after the other's claim; a hand may change it."""
     mine, other = two(lab, tmp_path)
     work(driver.prepare(mine))
@@ -99,7 +99,7 @@ def test_unnamed_runs_that_start_at_once_get_folders_of_their_own(lab: Lab, tmp_
     assert len(set(names)) == 4
 
 
-def test_a_config_that_is_no_utf8_is_said(lab: Lab, tmp_path: Path) -> None:
+def test_a_config_that_is_not_utf8_is_an_error(lab: Lab, tmp_path: Path) -> None:
     prepared = driver.prepare(two(lab, tmp_path)[0])
     prepared.storage.write("config.yaml", b"seed: \xff\n")
     with pytest.raises(StorageError, match=r"race/config\.yaml' is not valid UTF-8"):

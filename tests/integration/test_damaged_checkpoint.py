@@ -61,7 +61,7 @@ def stopped_after(config: Any, storage: Storage, where: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("method", ["lora", "separate", "slm", "finetune"])
 @pytest.mark.parametrize("where", ["inside", "before evaluation", "finished"])
-def test_the_one_before_is_used_and_nothing_is_lost(
+def test_a_damaged_checkpoint_falls_back_to_the_previous_one(
     complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, where: str
 ) -> None:
     done, storage = complete("bert", method, "torch"), Storage.at(tmp_path)
@@ -82,7 +82,7 @@ def test_the_one_before_is_used_and_nothing_is_lost(
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("how", ["cut", "flip", "gone", "{}", "[]"])
-def test_every_kind_of_damage_is_said_once(
+def test_every_kind_of_damage_is_logged_once(
     complete: Complete, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, how: str
 ) -> None:
     done, storage = complete("bert", "lora", "torch"), Storage.at(tmp_path)
@@ -97,7 +97,7 @@ def test_every_kind_of_damage_is_said_once(
     assert matrix(storage) == matrix(done.storage) and trace(storage) == trace(done.storage)
 
 
-def test_stages_after_an_older_checkpoint_are_learned_again(lab: Lab, tmp_path: Path, caplog: Any) -> None:
+def test_phases_after_an_older_checkpoint_are_trained_again(lab: Lab, tmp_path: Path, caplog: Any) -> None:
     """With a checkpoint at each phase's end alone, the one before the newest is that of the phase before."""
     tasks = [*lab.tasks, {**lab.tasks[0], "name": "third"}]
     config = lab.config("bert", stream={"tasks": tasks}, checkpoint={"every_steps": None, "keep": 3})
@@ -118,7 +118,7 @@ def test_stages_after_an_older_checkpoint_are_learned_again(lab: Lab, tmp_path: 
     assert phases[0] == phases[1] == [1, 2, 3]
 
 
-def test_without_any_whole_checkpoint_the_first_phase_starts_anew_and_later_ones_do_not(
+def test_without_checkpoints_only_the_first_phase_restarts(
     complete: Complete, tmp_path: Path
 ) -> None:
     done = complete("bert", "lora", "torch")
@@ -137,7 +137,7 @@ def test_without_any_whole_checkpoint_the_first_phase_starts_anew_and_later_ones
     assert "\n" not in str(raised.value)
 
 
-def test_a_damaged_place_is_not_borrowed(lab: Lab, tmp_path: Path) -> None:
+def test_a_damaged_fork_point_is_not_used(lab: Lab, tmp_path: Path) -> None:
     config = lab.config("bert")
     lender, place, storage = (Storage.at(tmp_path / name) for name in ("lender", "place", "borrower"))
     run(config, lender, on_phase=lambda record: save_fork_point(lender, 1, place))

@@ -53,7 +53,7 @@ def new_adapter(bank: Bank) -> tuple[Snapshot, Path]:
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "gone"])
-def test_a_published_snapshot_with_a_damaged_adapter_never_answers(taught: Taught, tmp_path: Path, harm: str) -> None:
+def test_a_snapshot_with_a_damaged_adapter_is_never_activated(taught: Taught, tmp_path: Path, harm: str) -> None:
     done = taught("llama", "separate")
     bank = bank_of(done, tmp_path)
     _, path = new_adapter(bank)
@@ -81,7 +81,7 @@ def test_a_published_snapshot_with_a_damaged_adapter_never_answers(taught: Taugh
         assert wire.get("/v1/snapshots")["problem"] == ""
 
 
-def test_a_damaged_router_keeps_its_snapshot_away_too(taught: Taught, tmp_path: Path) -> None:
+def test_a_snapshot_with_a_damaged_router_is_never_activated(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("bert", "slm"), tmp_path)
     router = bank.open(2).router.tensors
     assert router is not None
@@ -93,7 +93,7 @@ def test_a_damaged_router_keeps_its_snapshot_away_too(taught: Taught, tmp_path: 
         assert wire.get("/readyz")["snapshot"] == 1
 
 
-def test_the_newest_whole_one_answers_and_a_replica_that_starts_finds_it_too(taught: Taught, tmp_path: Path) -> None:
+def test_replicas_load_the_newest_undamaged_snapshot(taught: Taught, tmp_path: Path) -> None:
     """Snapshot 3 is damaged, 2 is not: both who follows and who starts now answer from 2."""
     bank = bank_of(taught("llama", "separate"), tmp_path)
     second = bank.open(2)
@@ -129,7 +129,7 @@ def _doubled(state: Any) -> Any:
     return replace(state, linears={path: (2 * a, b) for path, (a, b) in state.linears.items()})
 
 
-def test_what_is_decided_and_damaged_is_refused_at_the_start(taught: Taught, tmp_path: Path) -> None:
+def test_a_damaged_active_snapshot_is_refused_at_startup(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     flip(new_adapter(bank)[1])
     Activations(bank).add(2, "asked for")
@@ -137,7 +137,7 @@ def test_what_is_decided_and_damaged_is_refused_at_the_start(taught: Taught, tmp
         pass
 
 
-def test_only_what_is_new_is_read_and_pseudo_samples_are_not(
+def test_only_new_tensors_are_verified_and_pseudo_samples_are_not_read(
     taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bank = bank_of(taught("bert", "sapt"), tmp_path)

@@ -116,7 +116,7 @@ def test_labels_are_those_of_the_endpoint(taught: Taught, tmp_path: Path) -> Non
     assert config["task_type"] == "FEATURE_EXTRACTION"
 
 
-def test_a_packaged_base_is_named_as_others_know_it(tmp_path: Path, taught: Taught) -> None:
+def test_a_packaged_base_is_named_by_its_hub_id(tmp_path: Path, taught: Taught) -> None:
     """Nobody else can load 'minilm': it is a model of the hub."""
     bank = bank_of(taught("bert", "lora"), tmp_path)
     snapshot = bank.open(max(bank.snapshots()))

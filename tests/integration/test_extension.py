@@ -32,7 +32,7 @@ def halves(lab: Lab, method: Any) -> tuple[RunConfig, RunConfig, str]:
 
 
 @pytest.mark.parametrize("method", ["lora", "slm", "sapt", "finetune"])
-def test_a_task_that_comes_later_is_learned_as_if_it_had_been_known(lab: Lab, method: str, tmp_path: Path) -> None:
+def test_an_added_task_is_learned_as_if_configured_from_the_start(lab: Lab, method: str, tmp_path: Path) -> None:
     whole, first, later = halves(lab, lab.slots() if method == "slm" else method)
     run(whole, Storage.at(tmp_path / "whole"))
     folder = Storage.at(tmp_path / "first")
@@ -50,7 +50,7 @@ def test_a_task_that_comes_later_is_learned_as_if_it_had_been_known(lab: Lab, me
     assert all(torch.equal(ends[0].parameters[name], value) for name, value in ends[1].parameters.items())
 
 
-def test_what_cannot_be_taught_is_said_and_changes_nothing(lab: Lab, tmp_path: Path) -> None:
+def test_impossible_extensions_are_refused_and_change_nothing(lab: Lab, tmp_path: Path) -> None:
     _, first, later = halves(lab, "lora")
     folder = Storage.at(tmp_path / "run")
     folder.write(CONFIG, configs.to_yaml(first).encode())
@@ -81,10 +81,10 @@ def test_a_setting_of_one_task_names_a_task_of_the_stream(lab: Lab, key: str) ->
         check(lab.config("bert", "lora", **{section: {name: {"sky": 2, "colour": 3}}}))
 
 
-def test_who_has_seen_everything_takes_no_more(lab: Lab) -> None:
+def test_runs_that_used_all_tasks_cannot_be_extended(lab: Lab) -> None:
     with pytest.raises(ResumeError, match=r"stream\.schedule=joint trains all tasks in one phase"):
         with_tasks(lab.config("bert", "joint"), ["other"])
-    with pytest.raises(ResumeError, match="studied its whole stream"):
+    with pytest.raises(ResumeError, match="read its whole stream"):
         with_tasks(lab.config("bert", lab.slots(train_scope="all")), ["other"])
 
 

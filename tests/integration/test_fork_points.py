@@ -65,7 +65,7 @@ def pair(lab: Lab, case: str, engine: str) -> tuple[RunConfig, RunConfig]:
     ],
     ids=["migu", "migu-zero2", "olora", "sapt", "slm-later-epochs", "inclora-orders", "finetune-epochs"],
 )
-def test_what_is_borrowed_equals_what_is_learned(lab: Lab, tmp_path: Path, case: str, engine: Any, agreed: int) -> None:
+def test_a_run_from_a_fork_point_equals_a_full_run(lab: Lab, tmp_path: Path, case: str, engine: Any, agreed: int) -> None:
     lender, borrower = pair(lab, case, engine)
     names = [[task.name for task in config.stream.tasks or ()] for config in (lender, borrower)]  # type: ignore[union-attr]
     keys = [prefix_keys(config, one) for config, one in zip((lender, borrower), names, strict=True)]
@@ -102,7 +102,7 @@ def test_what_is_borrowed_equals_what_is_learned(lab: Lab, tmp_path: Path, case:
         assert hashes[0] == hashes[1] and verify(Bank.at(str(tmp_path / "bank"))).problems == []
 
 
-def test_a_place_is_kept_once_and_only_when_it_is_the_right_one(lab: Lab, tmp_path: Path) -> None:
+def test_a_fork_point_is_stored_once_and_only_if_it_matches(lab: Lab, tmp_path: Path) -> None:
     config = lab.config("bert", stream={"tasks": three(lab)})
     first, place, early = (Storage.at(tmp_path / name) for name in ("first", "place", "early"))
     run(config, first, on_phase=lambda record: save_fork_point(first, 2, place))

@@ -99,7 +99,7 @@ def test_what_prune_removed_is_no_problem(
     assert job(bank, capsys, "verify", "--run", storage.uri)[0] == 1
 
 
-def test_a_prune_that_is_killed_half_way_has_said_what_it_removes(
+def test_an_interrupted_prune_has_recorded_its_removals(
     three: tuple[Any, Storage, Bank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bank = three[2]
@@ -132,7 +132,7 @@ def test_resume_publishes_the_last_snapshot_again(
     assert driver.reopen(storage.uri).done == 3
 
 
-def test_resume_says_what_it_cannot_publish_again(
+def test_resume_logs_what_it_cannot_publish_again(
     three: tuple[Any, Storage, Bank], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, storage, bank = three
@@ -236,7 +236,7 @@ def test_tensors_that_no_checkpoint_holds_are_named_once(
 
 
 @pytest.mark.parametrize("method", ["lora", "olora", "slm", "sapt"])
-def test_a_run_in_its_middle_gets_its_tensors_back(complete: Complete, tmp_path: Path, method: str) -> None:
+def test_an_unfinished_run_republishes_its_tensors(complete: Complete, tmp_path: Path, method: str) -> None:
     done, storage = complete("bert", method, "torch"), Storage.at(tmp_path)
     run(done.config, storage, on_phase=lambda record: False)
     bank = Bank(storage.sub("bank"))
@@ -247,7 +247,7 @@ def test_a_run_in_its_middle_gets_its_tensors_back(complete: Complete, tmp_path:
     assert verify(bank).problems == []
 
 
-def test_a_run_that_needs_lost_tensors_says_so_before_it_trains(complete: Complete, tmp_path: Path) -> None:
+def test_a_run_that_needs_lost_tensors_fails_before_training(complete: Complete, tmp_path: Path) -> None:
     """One model per task: inside the second task no checkpoint holds the first one's adapter any more."""
     done, storage = complete("bert", "separate", "torch"), Storage.at(tmp_path)
     config = done.config.model_copy(
@@ -263,7 +263,7 @@ def test_a_run_that_needs_lost_tensors_says_so_before_it_trains(complete: Comple
     assert file in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_what_is_pruned_stays_away(three: tuple[Any, Storage, Bank], caplog: pytest.LogCaptureFixture) -> None:
+def test_pruned_snapshots_are_not_published_again(three: tuple[Any, Storage, Bank], caplog: pytest.LogCaptureFixture) -> None:
     _, storage, bank = three
     prune(bank, keep_snapshots=1, grace_s=0.0)
     with caplog.at_level(logging.WARNING, logger="raycl"):
@@ -272,7 +272,7 @@ def test_what_is_pruned_stays_away(three: tuple[Any, Storage, Bank], caplog: pyt
 
 
 @pytest.mark.parametrize("way", ["deleted", "pruned"])
-def test_a_run_in_its_middle_gets_back_what_it_goes_on_from(complete: Complete, tmp_path: Path, way: str) -> None:
+def test_an_unfinished_run_republishes_its_last_snapshot(complete: Complete, tmp_path: Path, way: str) -> None:
     done, storage = complete("bert", "separate", "torch"), Storage.at(tmp_path)
     run(done.config, storage, on_phase=lambda record: False)
     bank = Bank(storage.sub("bank"))
@@ -290,7 +290,7 @@ def test_a_run_in_its_middle_gets_back_what_it_goes_on_from(complete: Complete, 
     assert 1 in bank.snapshots() and verify(bank).problems == []
 
 
-def test_a_run_in_its_middle_that_cannot_go_on_says_so_before_it_trains(complete: Complete, tmp_path: Path) -> None:
+def test_an_unfinished_run_without_its_snapshot_fails_before_training(complete: Complete, tmp_path: Path) -> None:
     done, storage = complete("bert", "separate", "torch"), Storage.at(tmp_path)
     run(done.config, storage, on_phase=lambda record: False)
     shutil.rmtree(storage.sub("bank").root)
@@ -299,7 +299,7 @@ def test_a_run_in_its_middle_that_cannot_go_on_says_so_before_it_trains(complete
     assert "\n" not in str(raised.value)
 
 
-def test_the_record_of_a_checkpoint_is_the_banks(complete: Complete) -> None:
+def test_a_checkpoint_holds_the_banks_snapshot_record(complete: Complete) -> None:
     done = complete("bert", "separate", "torch")
     name = done.storage.list("checkpoints")[-1]
     assert done.storage.read(f"checkpoints/{name}/snapshot.json") == done.storage.read("bank/snapshots/000002.json")

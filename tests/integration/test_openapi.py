@@ -71,6 +71,6 @@ def test_no_request_breaks_the_endpoint(
     assert wire.engine.alive and wire.engine.pending == 0
 
 
-def test_every_operation_is_asked(wires: dict[str, Wire]) -> None:
+def test_every_operation_is_called(wires: dict[str, Wire]) -> None:
     paths = wires["llama"].get("/openapi.json")["paths"]
     assert {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods} == set(OPERATIONS)

@@ -36,7 +36,7 @@ def refused(lab: Lab, folder: Path, **sections: Any) -> str:
 
 
 @pytest.mark.parametrize("refuse", [too_much_for_the_cpu, too_much_for_a_gpu, too_much_for_python])
-def test_in_training(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Callable[..., Any]) -> None:
+def test_training_out_of_memory_names_settings(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Callable[..., Any]) -> None:
     monkeypatch.setattr(EncoderBackbone, "forward", refuse)
     said = refused(lab, tmp_path)
     assert "out of memory while training" in said and "\n" not in said
@@ -44,21 +44,21 @@ def test_in_training(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert ("backbone.gradient_checkpointing=true" in said) and "eval.batch_size" not in said
 
 
-def test_what_is_set_already_is_not_named(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_in_use_are_not_named(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EncoderBackbone, "forward", too_much_for_the_cpu)
     said = refused(lab, tmp_path, train={"micro_batch_size": 1}, backbone={"gradient_checkpointing": True})
     assert "train.micro_batch_size" not in said and "gradient_checkpointing" not in said
     assert "stream.max_source_tokens (now 24)" in said
 
 
-def test_in_evaluation(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_out_of_memory_names_settings(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EncoderBackbone, "score_labels", too_much_for_the_cpu)
     said = refused(lab, tmp_path)
     assert "out of memory while evaluating" in said and "eval.batch_size (now 4)" in said
     assert "train.micro_batch_size" not in said and "\n" not in said
 
 
-def test_other_errors_are_what_they_were(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_unchanged(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*given: Any, **named: Any) -> Any:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 

@@ -95,7 +95,7 @@ def test_files_come_with_type_policy_and_tag(served: Get) -> None:
             urllib.request.urlopen(again)
 
 
-def test_it_loads_without_errors_and_asks_nobody_else(page: Page, served: Get) -> None:
+def test_the_page_loads_without_errors_and_sends_no_other_requests(page: Page, served: Get) -> None:
     endpoint, errors, asked = served("llama"), recorded(page), []
     page.on("request", lambda request: asked.append(request.url))
     opened(page, endpoint)
@@ -111,7 +111,7 @@ def test_it_loads_without_errors_and_asks_nobody_else(page: Page, served: Get) -
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
-def test_typing_moves_the_bars_before_anything_is_sent(page: Page, served: Get, kind: str) -> None:
+def test_typing_updates_the_mixture_before_a_request_is_sent(page: Page, served: Get, kind: str) -> None:
     opened(page, served(kind))
     for text in (COLOUR, ANIMAL):
         page.fill("#text", "")
@@ -131,7 +131,7 @@ def test_typing_moves_the_bars_before_anything_is_sent(page: Page, served: Get, 
     expect(mixture(page).locator(".value")).to_have_text(["0.00", "0.00"])
 
 
-def test_of_many_tasks_the_loudest_are_shown(page: Page, served: Get) -> None:
+def test_of_many_tasks_those_with_the_largest_weights_are_shown(page: Page, served: Get) -> None:
     loud = {"task17": 0.9, "task3": 0.3, "task5": -0.2, "task9": 0.001}
     tasks = {f"task{number}": 0.0 for number in range(20)} | loud
     summary = {"active": 1, "tasks": list(tasks), "kind": "decoder", "data": [1], "problem": ""}
@@ -222,7 +222,7 @@ def test_settings_and_pins_travel(page: Page, served: Get) -> None:
     expect(page.locator("#pinned .note")).to_have_text(re.compile(r"^model 'animal' is not there: expected auto, base"))
 
 
-def test_an_error_is_the_servers_sentence(page: Page, served: Get) -> None:
+def test_errors_show_the_servers_message(page: Page, served: Get) -> None:
     opened(page, served("llama"))
     send(page, COLOUR, max_tokens=9999)
     expect_state(page, "failed", *CARDS)
@@ -237,7 +237,7 @@ def test_an_error_is_the_servers_sentence(page: Page, served: Get) -> None:
 
 
 @pytest.mark.parametrize("by", ["button", "escape", "asking again"])
-def test_stop_ends_the_answers_here_and_there(
+def test_stop_ends_the_answers_in_page_and_server(
     page: Page, served: Get, slowly: Callable[[Served], None], by: str
 ) -> None:
     endpoint = served("llama")
@@ -267,7 +267,7 @@ def test_stop_ends_the_answers_here_and_there(
 # ---- keys, snapshots -----------------------------------------------------------------------------------------------
 
 
-def test_a_key_is_asked_for_and_kept_in_the_tab(page: Page, complete: Complete, tmp_path: Path) -> None:
+def test_a_key_is_requested_and_kept_in_the_tab(page: Page, complete: Complete, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("sésame\nadmin:other\n")
     uri = complete("bert", "slm", "torch").storage.sub("bank").uri
     with serving(uri, auth={"keys_file": str(tmp_path / "keys")}) as endpoint:
@@ -291,7 +291,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(page: Page, complete: Complete, 
         assert page.evaluate("() => JSON.stringify(localStorage)").find("same") < 0, "keys must not outlive the tab"
 
 
-def test_a_new_snapshot_shows_by_itself(page: Page, complete: Complete, tmp_path: Path) -> None:
+def test_a_new_snapshot_is_shown_without_a_reload(page: Page, complete: Complete, tmp_path: Path) -> None:
     bank = complete("bert", "slm", "torch").copy(tmp_path).sub("bank")
     with serving(bank.uri) as endpoint:
         opened(page, endpoint)
@@ -358,7 +358,7 @@ def test_answers_and_errors_stay_text_however_the_stream_is_cut(page: Page, serv
     assert page.locator("main img, main script").count() == 0 and page.title() == "raycl playground"
 
 
-def test_the_texts_sent_last_are_remembered_here(page: Page, served: Get) -> None:
+def test_recent_texts_are_kept_in_the_browser(page: Page, served: Get) -> None:
     opened(page, served("bert"))
     for text in [*(f"{ANIMAL} {'very ' * number}" for number in range(6)), ANIMAL]:
         send(page, text)
@@ -374,7 +374,7 @@ def test_the_texts_sent_last_are_remembered_here(page: Page, served: Get) -> Non
     assert page.evaluate("() => localStorage.length") == 0
 
 
-def test_it_says_when_the_endpoint_is_gone(page: Page, complete: Complete) -> None:
+def test_an_unreachable_endpoint_is_reported(page: Page, complete: Complete) -> None:
     with serving(complete("bert", "slm", "torch").storage.sub("bank").uri) as endpoint:
         opened(page, endpoint)
         assert not page.locator("#problem").is_visible()

@@ -31,7 +31,7 @@ def done(request: pytest.FixtureRequest, lab: Lab, tmp_path_factory: pytest.Temp
     return Done(config, storage, run(config, storage).context)
 
 
-def test_every_cell_says_tokens_guessed_and_perplexity(done: Done) -> None:
+def test_every_cell_has_token_accuracy_and_perplexity(done: Done) -> None:
     results = done.storage.read_json("results.json")
     assert [[cell is not None for cell in row] for row in results["matrix"]] == [[True, False], [True, True]]
     for cell in (cell for row in results["matrix"] for cell in row if cell):
@@ -43,7 +43,7 @@ def test_every_cell_says_tokens_guessed_and_perplexity(done: Done) -> None:
     assert done.storage.list("predictions") == []
 
 
-def test_stopped_inside_an_epoch_it_goes_on_bit_for_bit(done: Done, tmp_path: Path) -> None:
+def test_a_run_stopped_inside_an_epoch_resumes_bit_for_bit(done: Done, tmp_path: Path) -> None:
     """Which words are hidden is no state: it follows from seed, epoch and row."""
     storage, steps = Storage.at(tmp_path), len(trace(done.storage))
     for after in (steps // 4 + 1, steps // 2):

@@ -36,7 +36,7 @@ def test_adapters_that_are_evicted_come_back(taught: Taught, tmp_path: Path) -> 
         assert shown.wait(lambda event: isinstance(event, Started)).metadata.weights == {"colour": 1.0, "animal": 1.0}
 
 
-def test_what_is_small_is_there_before_anybody_asks(taught: Taught, tmp_path: Path) -> None:
+def test_small_adapters_are_loaded_before_the_first_request(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     rank = bank.open(2).adapters[0].rank
     for settings, count in (({}, 2), ({"max_loaded_rows": 2 * rank - 1}, 1), ({"max_loaded_rows": rank - 1}, 0)):
@@ -66,7 +66,7 @@ def test_labels_on_a_small_device(taught: Taught, tmp_path: Path) -> None:
         assert client.engine.alive
 
 
-def test_a_running_text_is_never_robbed_of_its_adapter(taught: Taught, tmp_path: Path) -> None:
+def test_adapters_in_use_are_not_evicted(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     rank = bank.open(2).adapters[0].rank
     with serving(bank, max_loaded_rows=rank) as client:
@@ -81,7 +81,7 @@ def test_a_running_text_is_never_robbed_of_its_adapter(taught: Taught, tmp_path:
         assert client.ask("fire is", weights={"colour": 1.0}).finish and fetched == ["animal", "colour"]
 
 
-def test_who_waits_for_room_is_not_overtaken_for_ever(
+def test_requests_that_wait_for_memory_are_served_in_order(
     taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raycl.generation.continuous_batch.PATIENCE_S", 0.05)
@@ -104,7 +104,7 @@ def test_who_waits_for_room_is_not_overtaken_for_ever(
         thread.join(WAIT_S)
 
 
-def test_a_damaged_adapter_fails_only_who_needs_it(
+def test_a_damaged_adapter_fails_only_the_requests_that_use_it(
     taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Damaged after its snapshot was activated, and not on the device yet."""

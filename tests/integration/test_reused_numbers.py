@@ -28,14 +28,15 @@ def swapped(bank: Bank) -> dict[str, str]:
     other = dict(zip(states, reversed(states), strict=True))
     manifests = [bank.publish(name, states[other[name]], second.backbone, [name]) for name in states]
     assert [manifest.version for manifest in manifests] == [1, 1]
-    provenance = second.provenance
-    again = bank.snapshot(manifests, second.backbone, second.router, second.tasks, second.encoder, provenance=provenance)
+    again = bank.snapshot(
+        manifests, second.backbone, second.router, second.tasks, second.encoder, provenance=second.provenance
+    )
     assert again.number == 2 and [str(entry) for entry in again.adapters] == [str(entry) for entry in second.adapters]
     return other
 
 
 @pytest.mark.parametrize("active", [1, 2])
-def test_what_is_deleted_and_published_again_is_what_answers(taught: Taught, tmp_path: Path, active: int) -> None:
+def test_a_republished_snapshot_replaces_the_deleted_one(taught: Taught, tmp_path: Path, active: int) -> None:
     """Snapshot, names and versions are the same, tensors are not; 2 is pinned, or answers itself."""
     bank = bank_of(taught("llama", "separate"), tmp_path)
     texts = ["fire is", "the sea", "it purrs a"]
@@ -57,7 +58,7 @@ def test_what_is_deleted_and_published_again_is_what_answers(taught: Taught, tmp
         wire.until(lambda: len(wire.engine.model._all) <= 2)
 
 
-def test_a_request_that_has_begun_keeps_what_it_began_with(taught: Taught, tmp_path: Path, slow: None) -> None:
+def test_a_running_request_keeps_its_snapshot(taught: Taught, tmp_path: Path, slow: None) -> None:
     bank = bank_of(taught("llama", "separate"), tmp_path)
     with serving(bank, **FOLLOW) as client:
         expected = client.ask("fire is", weights={"colour": -2.0}, sampling=LONG).text
@@ -87,7 +88,7 @@ def _ok(wire: Any, ask: Any) -> bool:
     return bool(wire.post("/v1/route", ask).status_code == 200)
 
 
-def test_a_number_of_the_log_that_is_used_again_is_read_again(taught: Taught, tmp_path: Path) -> None:
+def test_a_reused_decision_number_is_read_again(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "lora"), tmp_path)
     log = Activations(bank)
     log.add(1, "first")

@@ -77,7 +77,7 @@ def test_the_first_task_is_plain_lora(lab: Lab, complete: Complete, kind: str) -
     assert mine[0][2] == plain[0][2] and mine[4][2] != pytest.approx(plain[4][2], rel=1e-3)
 
 
-def test_the_first_task_leaves_attention_alone(lab: Lab) -> None:
+def test_the_first_task_does_not_train_attention(lab: Lab) -> None:
     """Key and projection get zero gradient."""
     method, batch = started(lab, "llama", learned=0)
     loss(method, batch).backward()  # type: ignore[no-untyped-call]
@@ -90,7 +90,7 @@ def test_the_first_task_leaves_attention_alone(lab: Lab) -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
 @pytest.mark.parametrize(("settings", "stands"), [({}, True), ({"standardize": False}, False)], ids=["on", "off"])
-def test_who_standardizes(lab: Lab, kind: str, settings: dict[str, Any], stands: bool) -> None:
+def test_statistics_come_from_the_first_task(lab: Lab, kind: str, settings: dict[str, Any], stands: bool) -> None:
     """By the first task's texts, once."""
     method, _ = started(lab, kind, learned=0, attention=settings)
     first = method.attention.center
@@ -99,7 +99,7 @@ def test_who_standardizes(lab: Lab, kind: str, settings: dict[str, Any], stands:
     assert (later.attention.center is first) if first is None else torch.equal(later.attention.center, first)
 
 
-def test_of_many_texts_some_from_all_over_the_file_tell_what_all_share(
+def test_shared_statistics_are_estimated_from_a_random_subset(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file may be sorted by label: its first rows are not like the rest."""
@@ -172,7 +172,7 @@ def test_generation_attends_once_per_prompt(lab: Lab, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_learned_never_changes(complete: Complete, kind: str) -> None:
+def test_earlier_adapters_never_change(complete: Complete, kind: str) -> None:
     """Blocks and keys bit for bit; the projection continues."""
     bank = Bank(complete(kind, "sapt", "torch").storage.sub("bank"))
     first, second = bank.open(1), bank.open(2)
@@ -218,7 +218,7 @@ def test_accumulation_changes_nothing_in_any_task(lab: Lab, tmp_path: Path, kind
     assert found["scaled"][-1][3] != pytest.approx(found["joined"][-1][3], rel=1e-2)
 
 
-def test_no_gradient_through_old_blocks_when_told(lab: Lab) -> None:
+def test_old_adapters_get_no_gradient_when_detached(lab: Lab) -> None:
     """Lower layers see another gradient, the value is the same; the layer above is not concerned."""
     values, gradients = [], []
     for stop in (False, True):
@@ -268,7 +268,7 @@ def test_prompts_keep_their_length_and_the_first_is_prompt_tuning(lab: Lab, kind
     ],
     ids=["prompt", "between", "logit"],
 )
-def test_a_snapshot_says_what_was_evaluated(lab: Lab, tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+def test_a_snapshot_answers_as_the_evaluated_model(lab: Lab, tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     """Serving opens it by the router's name; the method is not asked."""
     storage = Storage.at(tmp_path)
     done = run(lab.config(kind, {"name": "sapt", **settings}), storage)
@@ -308,7 +308,7 @@ def test_pseudo_samples_lie_beside_the_adapter_and_go_with_it(complete: Complete
 
 
 @pytest.mark.parametrize("value", ["lora", "prompt"])
-def test_told_the_task_each_block_speaks_alone(lab: Lab, tmp_path: Path, value: str) -> None:
+def test_with_the_task_id_only_its_adapter_is_active(lab: Lab, tmp_path: Path, value: str) -> None:
     """`separate`, the reference of forward transfer: the same block without attention, so nothing is forgotten."""
     storage = Storage.at(tmp_path)
     run(lab.config("t5", ("separate", {"name": "sapt", "value": value})), storage)
@@ -319,7 +319,7 @@ def test_told_the_task_each_block_speaks_alone(lab: Lab, tmp_path: Path, value: 
 
 
 @pytest.mark.parametrize("after", [1, 5, 7])
-def test_prompts_go_on_where_they_stopped(lab: Lab, tmp_path: Path, after: int) -> None:
+def test_prompts_resume_where_they_stopped(lab: Lab, tmp_path: Path, after: int) -> None:
     config = lab.config("t5", {"name": "sapt", "value": "prompt", "arm": {"fraction": 0.5, "batch": 3}})
     whole, context = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "parts")
     run(config, whole)
@@ -354,7 +354,7 @@ def test_texts_alone_are_refused(complete: Complete) -> None:
         opened(bank, newest).loaded.mixture(["fire is"])
 
 
-def test_bad_settings_are_said_before_anything_starts(lab: Lab) -> None:
+def test_bad_settings_are_refused_before_training(lab: Lab) -> None:
     with pytest.raises(RayclError, match="target 'nowhere' matches no linear layer"):
         check(lab.config("bert", {"name": "sapt", "targets": ["nowhere"]}))
 

@@ -30,7 +30,7 @@ def attend(method: Sapt, batch: Batch, loudness: float) -> None:
 
 
 @pytest.mark.parametrize("split", ["dev", "test", "train"])
-def test_the_mean_weights_are_of_the_split_that_is_named(lab: Lab, split: str) -> None:
+def test_mean_weights_are_over_the_configured_split(lab: Lab, split: str) -> None:
     """Those of dev (the released dev file is the test file), of test as the paper says; else of training."""
     stream = {"dev_fraction": 0.0 if split == "train" else 0.25, "train_rows": 14}
     arm = {"abar_split": "test" if split == "test" else "dev"}
@@ -51,7 +51,7 @@ def test_the_mean_weights_are_of_the_split_that_is_named(lab: Lab, split: str) -
     assert all(not torch.allclose(kept, mean, atol=1e-6) for name, mean in means.items() if name != split)
 
 
-def test_replayed_answers_are_possible_however_little_their_block_weighs(lab: Lab) -> None:
+def test_replayed_labels_are_allowed_at_any_adapter_weight(lab: Lab) -> None:
     """Below the floor only its own block knows an old label: without it the loss would be infinite."""
     method, batch = started(lab, "bert", ablation="replay", arm={"fraction": 0.5})
     attend(method, batch, 30)
@@ -66,7 +66,7 @@ def test_replayed_answers_are_possible_however_little_their_block_weighs(lab: La
 
 
 @pytest.mark.parametrize("loudness", [30, 200], ids=["faint", "underflow"])
-def test_a_told_task_is_answered_however_little_its_block_weighs(lab: Lab, loudness: float) -> None:
+def test_a_given_task_is_answered_at_any_adapter_weight(lab: Lab, loudness: float) -> None:
     """With `eval.labels=task` an old task's labels are asked for, which its own block alone knows."""
     method, batch = started(lab, "bert")
     attend(method, batch, loudness)
@@ -86,7 +86,7 @@ def test_a_told_task_is_answered_however_little_its_block_weighs(lab: Lab, loudn
 
 @pytest.mark.parametrize("value", ["lora", "prompt"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_default_floor_changes_states_by_less_than_a_thousandth(lab: Lab, kind: str, value: str) -> None:
+def test_the_default_pruning_threshold_changes_states_by_less_than_a_thousandth(lab: Lab, kind: str, value: str) -> None:
     """Of what the model gives out, with two old blocks that weigh just too little."""
     method, batch = started(lab, kind, learned=2, value=value)
     attention = method.config.attention
@@ -111,7 +111,7 @@ def test_the_default_floor_changes_states_by_less_than_a_thousandth(lab: Lab, ki
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_what_the_floor_leaves_out_hardly_changes_the_output(lab: Lab, kind: str) -> None:
+def test_pruned_adapters_hardly_change_the_output(lab: Lab, kind: str) -> None:
     """Relatively by less than the floor, with a block that weighs just too little."""
     method, batch = started(lab, kind)
     attend(method, batch, 7)
@@ -129,7 +129,7 @@ def test_what_the_floor_leaves_out_hardly_changes_the_output(lab: Lab, kind: str
 
 @pytest.mark.parametrize("value", ["lora", "prompt"])
 @pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_a_step_leaves_old_blocks_and_keys_as_they_are(lab: Lab, kind: str, value: str) -> None:
+def test_a_step_changes_no_old_adapters_or_keys(lab: Lab, kind: str, value: str) -> None:
     """However large it is: what the old block alone says stays, bit for bit; what the new one says does not."""
     method, batch = started(lab, kind, value=value)
     key = method.attention.keys["colour"].clone()
@@ -148,7 +148,7 @@ def test_a_step_leaves_old_blocks_and_keys_as_they_are(lab: Lab, kind: str, valu
 
 @pytest.mark.parametrize("settings", [{}, {"value": "prompt"}, {"head_rule": "logit"}], ids=["lora", "prompt", "logit"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_order_of_keys_and_blocks_gives_the_same_output(lab: Lab, kind: str, settings: dict[str, Any]) -> None:
+def test_the_order_of_keys_and_adapters_does_not_matter(lab: Lab, kind: str, settings: dict[str, Any]) -> None:
     method, batch = started(lab, kind, learned=3, **settings)
     with torch.no_grad():
         first = loss(method, batch)

@@ -65,7 +65,7 @@ def generated(lab: Lab, kind: str, **settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "settings"), [("bert", {}), ("t5", {}), ("llama", {}), ("t5", {"value": "prompt", "prompt_length": 2})]
 )
-def test_a_generator_writes_inputs_and_the_run_goes_on_where_it_stopped(
+def test_a_run_with_a_generator_resumes_where_it_stopped(
     lab: Lab, tmp_path: Path, kind: str, settings: dict[str, Any]
 ) -> None:
     config = lab.config(kind, generated(lab, kind, **settings))
@@ -104,7 +104,7 @@ def test_a_generator_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind:
     assert losses[0] - losses[-1] > falls
 
 
-def test_who_cannot_write_is_said_before_anything_starts(lab: Lab, tmp_path: Path) -> None:
+def test_a_backbone_without_generation_is_refused_before_training(lab: Lab, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="needs a backbone that generates texts, and this one is encoder-only: name a small"
     ):
@@ -123,7 +123,7 @@ def test_who_cannot_write_is_said_before_anything_starts(lab: Lab, tmp_path: Pat
         check(lab.config("bert", sapt(arm={"source": "generated"}, generator={"backbone": {"name": str(endless)}})))
 
 
-def test_no_generator_is_trained_for_texts_that_nothing_reads(
+def test_no_generator_is_trained_without_use_of_its_samples(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is anybody who could write needed where blocks are learned alone."""
@@ -163,7 +163,7 @@ def test_a_folder_of_files_is_found_from_wherever_workers_run(monkeypatch: pytes
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 @pytest.mark.parametrize("ablation", ABLATIONS)
-def test_every_ablation_is_whole_and_goes_on_where_it_stopped(
+def test_every_ablation_completes_and_resumes(
     lab: Lab, tmp_path: Path, kind: str, ablation: str
 ) -> None:
     settings = sapt(ablation=ablation, arm={"fraction": 0.5}, selector={"steps": 20})
@@ -182,7 +182,7 @@ def test_every_ablation_is_whole_and_goes_on_where_it_stopped(
 
 
 @pytest.mark.parametrize("ablation", ["none", *ABLATIONS])
-def test_each_ablation_leaves_out_what_it_is_named_for(lab: Lab, ablation: str) -> None:
+def test_each_ablation_disables_its_component(lab: Lab, ablation: str) -> None:
     """In the third of three tasks, and after it."""
     settings = {"arm": {"fraction": 0.5, "weight": 1.0}, "selector": {"steps": 20}}
     method, batch = started(lab, "t5", learned=2, ablation=ablation, **settings)
@@ -204,7 +204,7 @@ def test_each_ablation_leaves_out_what_it_is_named_for(lab: Lab, ablation: str) 
         assert torch.equal(told, hard_weights(chosen) if ablation == "shared_attention" else chosen)
 
 
-def test_without_shared_attention_a_block_is_what_it_is_alone(lab: Lab, tmp_path: Path) -> None:
+def test_without_shared_attention_adapters_equal_single_task_ones(lab: Lab, tmp_path: Path) -> None:
     """-SA learns every block as the reference does; only who speaks at test differs."""
     alone, reference = Storage.at(tmp_path / "alone"), Storage.at(tmp_path / "reference")
     run(lab.config("t5", sapt(ablation="shared_attention", selector={"steps": 5})), alone)

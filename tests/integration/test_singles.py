@@ -29,7 +29,7 @@ from raycl.sweep.trials.single_tasks import FOLDER, separate_key, separate_tree,
     ],
     ids=["lora", "migu", "replay", "sapt"],
 )
-def test_tasks_alone_are_taken_from_where_they_were_computed(
+def test_single_task_scores_are_reused(
     lab: Lab, tmp_path: Path, method: Any, modifiers: list[Any]
 ) -> None:
     trial = lab.config("bert", method, modifiers=modifiers)
@@ -57,7 +57,7 @@ def test_tasks_alone_are_taken_from_where_they_were_computed(
     ],
     ids=["arm", "replay", "alignment", "shared_attention", "attention"],
 )
-def test_settings_without_a_part_in_tasks_alone_are_not_compared(
+def test_settings_that_do_not_affect_single_tasks_are_not_compared(
     lab: Lab, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """Rightly so: the very same scores and losses come of them."""
@@ -74,7 +74,7 @@ def test_settings_without_a_part_in_tasks_alone_are_not_compared(
     assert scores[0] is not None and scores[0] == scores[1]
 
 
-def test_settings_that_have_a_part_are(lab: Lab, tmp_path: Path) -> None:
+def test_settings_that_affect_single_tasks_are_compared(lab: Lab, tmp_path: Path) -> None:
     run(configs.validate(RunConfig, separate_tree(lab.config("bert", "sapt"))), Storage.at(tmp_path))
     trial = lab.config("bert", {"name": "sapt", "rank": 3}, eval={"singles": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"is another setting; it differs in method\.rank: "):

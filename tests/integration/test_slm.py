@@ -56,7 +56,7 @@ def states(method: Slm, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("value", ["jare", "adapter"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_fresh_slots_say_nothing(lab: Lab, kind: str, value: str) -> None:
+def test_new_slots_add_nothing(lab: Lab, kind: str, value: str) -> None:
     """B = 0, so the output is the pretrained model's, bit for bit."""
     method, batch = started(lab, kind, value=value)
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_one_slot_is_a_plain_lora(lab: Lab, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_learned_never_changes(complete: Complete, kind: str) -> None:
+def test_earlier_slots_never_change(complete: Complete, kind: str) -> None:
     """Slots and keys of task 1 after task 2, the last optimizer step included, bit for bit."""
     bank = Bank(complete(kind, "slm", "torch").storage.sub("bank"))
     first, second = bank.open(1), bank.open(2)
@@ -97,7 +97,7 @@ def test_what_was_learned_never_changes(complete: Complete, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_do_not_meet(lab: Lab, kind: str) -> None:
+def test_rows_of_a_batch_are_independent(lab: Lab, kind: str) -> None:
     """A batch of texts of both tasks equals each of them alone."""
     method, batch = started(lab, kind)
     routed = method.route(batch).weights
@@ -106,7 +106,7 @@ def test_rows_do_not_meet(lab: Lab, kind: str) -> None:
         torch.testing.assert_close(alone[0], routed[row])
 
 
-def test_told_tasks_keep_to_their_own_slots(lab: Lab, tmp_path: Path) -> None:
+def test_with_the_task_id_only_the_tasks_slots_are_used(lab: Lab, tmp_path: Path) -> None:
     """SLM-TI, and `separate` with SLM as the learner: the same thing by two names."""
     told, separate = Storage.at(tmp_path / "told"), Storage.at(tmp_path / "separate")
     run(lab.config("bert", {"name": "slm", "retrieval": {"task_id": True}}), told)
@@ -151,7 +151,7 @@ def test_every_setting_learns_and_its_snapshot_is_whole(lab: Lab, tmp_path: Path
 
 @pytest.mark.parametrize("settings", [{"train_scope": "all"}, {"head_rule": "label_count"}], ids=["all", "label_count"])
 @pytest.mark.parametrize("after", [1, 3, 6], ids=["at once", "first task", "second task"])
-def test_the_released_ways_go_on_where_they_stopped(
+def test_runs_with_the_released_settings_resume(
     lab: Lab, tmp_path: Path, settings: dict[str, Any], after: int
 ) -> None:
     config = lab.config("bert", {"name": "slm", **settings})
@@ -163,7 +163,7 @@ def test_the_released_ways_go_on_where_they_stopped(
     assert trace(context) == trace(whole) and exported(context) == exported(whole) and matrix(context) == matrix(whole)
 
 
-def test_slots_of_tasks_to_come_take_weight_and_say_nothing(lab: Lab, tmp_path: Path) -> None:
+def test_slots_of_future_tasks_take_weight_and_add_nothing(lab: Lab, tmp_path: Path) -> None:
     """With `all` (as released) the first task's texts lose weight to the second's slots, with `seen` they do not."""
     shares = {}
     for scope in ("all", "seen"):
@@ -226,7 +226,7 @@ def test_a_head_that_the_task_picks_answers_no_unseen_tasks(lab: Lab) -> None:
         lab.config("bert", {"name": "slm", "head_rule": "label_count"}, stream={"unseen": [lab.unseen]})
 
 
-def test_dev_texts_that_are_kept_tell_new_texts_from_known_ones(lab: Lab, tmp_path: Path) -> None:
+def test_stored_dev_texts_detect_out_of_distribution_texts(lab: Lab, tmp_path: Path) -> None:
     """In the snapshot, in the facts of the phase, and the same after a crash in the middle of the second task."""
     config = lab.config("bert", {"name": "slm"}, stream={"dev_fraction": 0.25})
     whole, stopped = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "stopped")
@@ -255,7 +255,7 @@ def test_dev_texts_that_are_kept_tell_new_texts_from_known_ones(lab: Lab, tmp_pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_task_is_taken_out_with_its_keys(complete: Complete, tmp_path: Path, kind: str) -> None:
+def test_forgetting_a_task_removes_its_keys(complete: Complete, tmp_path: Path, kind: str) -> None:
     done = complete(kind, "slm", "torch")
     bank = Bank(done.copy(tmp_path).sub("bank"))
     snapshot = bank.newest()
@@ -317,14 +317,14 @@ def test_memory_of_the_papers_slots() -> None:
         ({"encoder": {"name": "/nowhere/encoder"}}, "'/nowhere/encoder' does not exist"),
     ],
 )
-def test_bad_settings_are_said_before_anything_starts(lab: Lab, settings: dict[str, Any], said: str) -> None:
+def test_bad_settings_are_refused_before_training(lab: Lab, settings: dict[str, Any], said: str) -> None:
     from raycl.run.checks import check
 
     with pytest.raises(RayclError, match=said):
         check(lab.config("bert", {"name": "slm", **settings}))
 
 
-def test_generation_asks_the_encoder_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_calls_the_encoder_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once per request, and a cached decode equals recomputation."""
     method, batch = started(lab, "llama")
     asked: list[int] = []
@@ -355,21 +355,21 @@ def test_generation_asks_the_encoder_once(lab: Lab, monkeypatch: pytest.MonkeyPa
     assert torch.equal(cached, plain)
 
 
-def test_an_encoder_that_is_not_there_is_said() -> None:
+def test_a_missing_encoder_is_an_error() -> None:
     from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 
     with pytest.raises(BackboneError, match="does not exist"):
         SentenceEncoder(EncoderConfig(name="./nowhere"))
 
 
-def test_an_encoder_with_few_positions_reads_that_many(lab: Lab) -> None:
+def test_an_encoder_truncates_to_its_positions(lab: Lab) -> None:
     from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 
     encoder = SentenceEncoder(EncoderConfig(name=str(lab.model_folder("bert")), max_tokens=256))
     assert torch.isfinite(encoder.embed(["fire " * 200])).all() and encoder.truncated == 1
 
 
-def test_a_damaged_router_is_found_by_name(complete: Complete, tmp_path: Path) -> None:
+def test_a_damaged_router_is_named(complete: Complete, tmp_path: Path) -> None:
     bank = Bank(complete("bert", "slm", "torch").copy(tmp_path).sub("bank"))
     assert verify(bank).problems == []
     snapshot = bank.newest()

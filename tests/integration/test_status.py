@@ -59,7 +59,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controls, "BEAT_S", 0.02)
 
 
-def test_while_it_runs_and_when_it_was_killed(
+def test_status_of_a_running_and_a_killed_run(
     complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, storage = started(complete("bert", "lora", "torch"), tmp_path)
@@ -102,7 +102,7 @@ def later(folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Stat
         return status_of(str(folder))
 
 
-def test_when_it_is_asked_to_stop_and_when_it_has_stopped(complete: Complete, tmp_path: Path) -> None:
+def test_status_while_stopping_and_when_stopped(complete: Complete, tmp_path: Path) -> None:
     config, storage = started(complete("bert", "lora", "torch"), tmp_path)
     seen: list[Status] = []
 
@@ -120,7 +120,7 @@ def test_when_it_is_asked_to_stop_and_when_it_has_stopped(complete: Complete, tm
     assert status_of(storage.uri).state == "finished"
 
 
-def test_what_failed_is_said(lab: Lab, tmp_path: Path) -> None:
+def test_status_names_the_failure(lab: Lab, tmp_path: Path) -> None:
     output = {"dir": str(tmp_path), "name": "mine"}
     config = lab.config("bert", output=output, train={"learning_rate": 1e30, "max_grad_norm": 0})
     prepared = launch.prepare(config)

@@ -32,7 +32,7 @@ def stopped(config: object, storage: Storage, step: int) -> None:
 
 @pytest.mark.parametrize(("kind", "method"), [("bert", "slm"), ("t5", "lora"), ("llama", "sapt"), ("bert", "finetune")])
 @pytest.mark.parametrize(("step", "place"), [(3, "phase000-step0000003"), (7, "phase001-step0000003")])
-def test_it_stops_inside_a_task_and_goes_on_bit_for_bit(
+def test_a_run_stopped_inside_a_task_resumes_bit_for_bit(
     complete: Complete, tmp_path: Path, kind: str, method: str, step: int, place: str
 ) -> None:
     done, storage = complete(kind, method, "torch"), Storage.at(tmp_path)
@@ -48,7 +48,7 @@ def test_it_stops_inside_a_task_and_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize("modifiers", [["migu"]])
-def test_modifiers_stop_and_go_on_as_well(complete: Complete, tmp_path: Path, modifiers: list[str]) -> None:
+def test_modifiers_resume_bit_for_bit(complete: Complete, tmp_path: Path, modifiers: list[str]) -> None:
     done = complete("bert", "lora", "torch")
     tree = done.config.model_copy(update={"modifiers": done.config.__class__(modifiers=modifiers).modifiers})
     whole, storage = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "stopped")
@@ -64,7 +64,7 @@ def test_a_checkpoint_that_was_due_is_written_once(complete: Complete, tmp_path:
     assert [name[:20] for name in read_state(storage).checkpoints] == ["phase000-step0000002"]
 
 
-def test_at_the_end_of_a_task_training_is_kept_and_evaluation_waits(complete: Complete, tmp_path: Path) -> None:
+def test_stopping_at_the_end_of_a_task_defers_evaluation(complete: Complete, tmp_path: Path) -> None:
     done, storage = complete("bert", "lora", "torch"), Storage.at(tmp_path)
     stopped(done.config, storage, 8)
     state = read_state(storage)
@@ -73,7 +73,7 @@ def test_at_the_end_of_a_task_training_is_kept_and_evaluation_waits(complete: Co
     assert (trace(storage), matrix(storage)) == (trace(done.storage), matrix(done.storage))
 
 
-def test_a_request_is_for_the_workers_of_one_driver(complete: Complete, tmp_path: Path) -> None:
+def test_a_stop_request_is_for_one_attempt(complete: Complete, tmp_path: Path) -> None:
     """Whoever resumes the run is another driver: the old request does not stop it again."""
     done, storage = complete("bert", "lora", "torch"), Storage.at(tmp_path)
     request_stop(storage, "driver", "SIGTERM")
@@ -84,7 +84,7 @@ def test_a_request_is_for_the_workers_of_one_driver(complete: Complete, tmp_path
     assert matrix(storage) == matrix(done.storage)
 
 
-def test_a_request_of_the_host_stops_the_run_too(complete: Complete, tmp_path: Path) -> None:
+def test_a_stop_request_of_the_tuner_stops_the_run(complete: Complete, tmp_path: Path) -> None:
     """A sweep requests it once for all of its trials; the run's own folder says so afterwards."""
     done, storage, sweep = complete("bert", "lora", "torch"), Storage.at(tmp_path / "run"), Storage.at(tmp_path)
     context, open_engine = build(done.config, ALONE)

@@ -55,7 +55,7 @@ def _whole(storage: Storage, name: str) -> bytes:
         return stream.read()
 
 
-def test_what_is_wrong_for_good_is_not_tried_again(store: Store) -> None:
+def test_permanent_errors_are_not_retried(store: Store) -> None:
     storage = store.folder("wrong", 60)
     began = time.monotonic()
     with pytest.raises(StorageError, match="cannot read") as raised:
@@ -69,7 +69,7 @@ def test_what_is_wrong_for_good_is_not_tried_again(store: Store) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_patience_ends_with_one_sentence(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_end_with_one_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(outage, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
     hurried, patient = (store.folder("gone", seconds) for seconds in (0, 40))
@@ -97,7 +97,7 @@ def test_patience_ends_with_one_sentence(store: Store, monkeypatch: pytest.Monke
         store.start()
 
 
-def test_a_run_goes_on_when_the_store_is_back(complete: Complete, store: Store, tmp_path: Path) -> None:
+def test_a_run_continues_after_an_outage(complete: Complete, store: Store, tmp_path: Path) -> None:
     """It is away at the first checkpoint, and again while the second task is published."""
     done = complete("bert", "slm", "torch")
     storage = store.folder("run", 60)
@@ -125,7 +125,7 @@ def test_a_run_goes_on_when_the_store_is_back(complete: Complete, store: Store, 
     assert verify(Bank(storage.sub("bank"))).problems == []
 
 
-def test_a_worker_gives_up_in_a_way_that_can_be_resumed(complete: Complete, store: Store) -> None:
+def test_a_run_that_gives_up_can_be_resumed(complete: Complete, store: Store) -> None:
     done = complete("bert", "lora", "torch")
     settings = {"dir": store.uri(""), "name": "given-up", "retry_s": 8.0}
     config = done.config.model_copy(update={"output": done.config.output.model_copy(update=settings)})

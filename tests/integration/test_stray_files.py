@@ -46,7 +46,7 @@ def litter(storage: Storage, folders: tuple[str, ...]) -> list[str]:
     return written
 
 
-def test_a_bank_full_of_strays_works_as_ever(
+def test_a_bank_with_stray_files_works(
     taught: Taught, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bank = bank_of(taught("bert", "separate"), tmp_path)
@@ -74,7 +74,7 @@ def test_a_bank_full_of_strays_works_as_ever(
     assert files | set(written) <= set(bank.storage.files()), "prune removes what the bank wrote, and nothing else"
 
 
-def test_an_endpoint_over_strays_answers(taught: Taught, tmp_path: Path) -> None:
+def test_an_endpoint_with_stray_files_answers(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("bert", "separate"), tmp_path)
     litter(bank.storage, FOLDERS)
     with listening(bank, follow={"enabled": True, "poll_s": 0.01}) as wire:
@@ -84,7 +84,7 @@ def test_an_endpoint_over_strays_answers(taught: Taught, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("method", ["lora", "separate"])
-def test_a_run_among_strays_ends_as_ever(complete: Complete, tmp_path: Path, method: str) -> None:
+def test_a_run_with_stray_files_completes(complete: Complete, tmp_path: Path, method: str) -> None:
     done, storage = complete("bert", method, "torch"), Storage.at(tmp_path)
     run(done.config, storage, on_phase=lambda record: False)
     for folder in ("", "journal", "journal/attempt-0001", "checkpoints", "trace", "predictions", "log", "decisions"):

@@ -92,7 +92,7 @@ def trained(custom: Custom) -> Storage:
     return prepared.storage
 
 
-def test_a_config_file_cannot_allow_it(custom: Custom) -> None:
+def test_a_config_file_cannot_permit_remote_code(custom: Custom) -> None:
     with pytest.raises(ConfigError, match=rf"config\.yaml' sets backbone\.trust_remote_code.*add {TYPED} to the comm"):
         run_config.load_config(str(custom.file), ["method.rank=4"])
     with pytest.raises(ConfigError, match="trust_remote_code"):
@@ -101,7 +101,7 @@ def test_a_config_file_cannot_allow_it(custom: Custom) -> None:
 
 
 @pytest.mark.parametrize("path", ["backbone.allow_pickle", "method.generator.backbone.trust_remote_code"])
-def test_nor_any_of_the_others(lab: Lab, tmp_path: Path, path: str) -> None:
+def test_a_config_file_cannot_permit_any_risk(lab: Lab, tmp_path: Path, path: str) -> None:
     tree = lab.tree("bert", {"name": "sapt", "arm": {"source": "generated"}})
     configs.assign(tree, path, True, "test")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
@@ -110,7 +110,7 @@ def test_nor_any_of_the_others(lab: Lab, tmp_path: Path, path: str) -> None:
     run_config.load_config(str(tmp_path / "config.yaml"), [f"{path}=true"])
 
 
-def test_a_run_goes_on_where_its_command_allows_it(custom: Custom, trained: Storage) -> None:
+def test_a_run_starts_with_permission_on_the_command_line(custom: Custom, trained: Storage) -> None:
     with pytest.raises(ConfigError, match=rf"sets backbone\.trust_remote_code.*add {TYPED} to the command"):
         driver.reopen(trained.uri)
     with pytest.raises(ConfigError, match="trust_remote_code"):
@@ -141,7 +141,7 @@ def test_a_bank_is_served_with_its_authors_code_where_the_endpoint_allows_it(cus
     assert forget(bank, newest, "colour", permissions=Permissions(trust_remote_code=True), scores=False).new == 3
 
 
-def test_an_endpoints_config_file_cannot_allow_it(tmp_path: Path) -> None:
+def test_an_endpoints_config_file_cannot_permit_remote_code(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("bank: bank\ntrust_remote_code: true\nallow_pickle: true\n")
     with pytest.raises(ConfigError, match=r"serve\.yaml' sets allow_pickle"):
@@ -150,7 +150,7 @@ def test_an_endpoints_config_file_cannot_allow_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--trust-remote-code",)])
-def test_the_banks_own_command(
+def test_the_bank_command_needs_permission(
     custom: Custom, trained: Storage, tmp_path: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = runpy.run_path(str(REPO / "jobs/bank.py"))["main"]
@@ -168,7 +168,7 @@ def test_the_banks_own_command(
     assert custom.ran == bool(flags)
 
 
-def test_a_sweep_file_cannot_allow_it(custom: Custom, tmp_path: Path) -> None:
+def test_a_sweep_file_cannot_permit_remote_code(custom: Custom, tmp_path: Path) -> None:
     base = yaml.safe_load(custom.file.read_text())
     base.pop("output")
     plain = {**base, "backbone": {**base["backbone"], "trust_remote_code": False}}
@@ -184,7 +184,7 @@ def test_a_sweep_file_cannot_allow_it(custom: Custom, tmp_path: Path) -> None:
     assert not custom.ran
 
 
-def test_a_comparison_file_cannot_allow_it(custom: Custom, tmp_path: Path) -> None:
+def test_a_comparison_file_cannot_permit_remote_code(custom: Custom, tmp_path: Path) -> None:
     tree = yaml.safe_load(custom.file.read_text())
     tree.pop("output")
     plain = {**tree, "backbone": {**tree["backbone"], "trust_remote_code": False}}

@@ -40,7 +40,7 @@ CASES = [*((kind, method) for kind in KINDS for method in ("lora", "sapt", "slm"
 
 
 @pytest.mark.parametrize(("kind", "method"), CASES)
-def test_they_are_evaluated_at_the_end_and_touch_nothing_else(lab: Lab, tmp_path: Path, kind: str, method: str) -> None:
+def test_unseen_tasks_are_evaluated_at_the_end_and_change_nothing_else(lab: Lab, tmp_path: Path, kind: str, method: str) -> None:
     """Trained weights, matrix, metrics and what is published are those of the run without them."""
     chosen = lab.slots() if method == "slm" else method
     plain, found = Storage.at(tmp_path / "plain"), Storage.at(tmp_path / "found")
@@ -62,7 +62,7 @@ def test_they_are_evaluated_at_the_end_and_touch_nothing_else(lab: Lab, tmp_path
         assert {line["answer"] for line in answers} <= {label for task in TASKS.values() for label, _ in task}
 
 
-def test_the_method_is_not_told(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_method_gets_no_task_id_of_unseen_tasks(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SAPT's batches carry their tasks' names, except for those."""
     from raycl.methods.sapt.sapt import Sapt
 
@@ -78,14 +78,14 @@ def test_the_method_is_not_told(lab: Lab, tmp_path: Path, monkeypatch: pytest.Mo
     assert set(recorded) == {*TASKS, ""}
 
 
-def test_answers_are_the_tasks_own_labels_where_the_task_is_told(lab: Lab, tmp_path: Path) -> None:
+def test_predictions_are_limited_to_the_unseen_tasks_labels(lab: Lab, tmp_path: Path) -> None:
     for kind in ("t5", "bert"):
         run(asked(lab, kind, eval={"labels": "task"}), Storage.at(tmp_path / kind))
         lines = Storage.at(tmp_path / kind).read("predictions/unseen/mixed.jsonl").decode().splitlines()
         assert {json.loads(line)["answer"] for line in lines} <= {"red", "cat"}
 
 
-def test_texts_that_are_learned_themselves(lab: Lab, tmp_path: Path) -> None:
+def test_unseen_tasks_of_a_pretraining_run(lab: Lab, tmp_path: Path) -> None:
     config = lab.config("llama", stream={"unseen": [lab.unseen], "objective": "clm"})
     check(config)
     run(config, Storage.at(tmp_path))
@@ -93,7 +93,7 @@ def test_texts_that_are_learned_themselves(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "method"), [("t5", "sapt"), ("bert", "lora")])
-def test_killed_before_them_it_evaluates_and_finished_it_keeps(
+def test_a_run_killed_before_unseen_tasks_evaluates_them_on_resume(
     lab: Lab, tmp_path: Path, kind: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, whole, killed = asked(lab, kind, method), Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "killed")
@@ -117,7 +117,7 @@ def test_killed_before_them_it_evaluates_and_finished_it_keeps(
     assert driver.finish(driver.reopen(killed.address))["unseen"] == results(whole)["unseen"]
 
 
-def test_a_run_that_is_taught_more_asks_again(lab: Lab, tmp_path: Path) -> None:
+def test_extending_a_run_evaluates_unseen_tasks_again(lab: Lab, tmp_path: Path) -> None:
     whole, first = asked(lab, "t5"), asked(lab, "t5")
     tree = configs.as_tree(first)
     tree["stream"]["tasks"] = tree["stream"]["tasks"][:1]
@@ -132,7 +132,7 @@ def test_a_run_that_is_taught_more_asks_again(lab: Lab, tmp_path: Path) -> None:
     assert results(folder)["unseen"] == results(Storage.at(tmp_path / "whole"))["unseen"]
 
 
-def test_they_stand_in_the_tables(lab: Lab, tmp_path: Path) -> None:
+def test_unseen_tasks_are_in_the_tables(lab: Lab, tmp_path: Path) -> None:
     trees = []
     for name, config in {"with": asked(lab, "t5"), "without": lab.config("t5", "inclora")}.items():
         run(config, Storage.at(tmp_path / name))
@@ -145,7 +145,7 @@ def test_they_stand_in_the_tables(lab: Lab, tmp_path: Path) -> None:
     assert ",unseen,unseen_std," in to_csv(trees) and "unseen" not in to_csv(trees[1:]).splitlines()[0]
 
 
-def test_a_snapshot_is_scored_without_them(lab: Lab, tmp_path: Path) -> None:
+def test_snapshots_are_scored_without_unseen_tasks(lab: Lab, tmp_path: Path) -> None:
     """Their files may be gone where a snapshot is judged later."""
     spec = {"name": "mixed", "path": shutil.copytree(str(lab.unseen["path"]), str(tmp_path / "gone"))}
     storage = Storage.at(tmp_path / "run")
@@ -165,7 +165,7 @@ def test_a_snapshot_is_scored_without_them(lab: Lab, tmp_path: Path) -> None:
         ("joint", {"name": "slm", "retrieval": {"task_id": True}}),
     ],
 )
-def test_a_method_that_must_be_told_is_refused_as_the_config_is_read(lab: Lab, method: Any) -> None:
+def test_methods_that_need_the_task_id_refuse_unseen_tasks(lab: Lab, method: Any) -> None:
     with pytest.raises(
         ConfigError,
         match=r"^stream.unseen is set and (method 'slm'|stream.schedule=separate) needs each text's task id, ",
@@ -193,12 +193,12 @@ def test_an_encoder_answers_with_learned_labels_alone(lab: Lab, tmp_path: Path) 
     assert [task.name for task in check(asked(lab, "bert")).unseen] == ["mixed"]
 
 
-def test_dev_rows_are_asked_for_before_work_starts(lab: Lab) -> None:
+def test_missing_dev_rows_are_an_error_before_training(lab: Lab) -> None:
     with pytest.raises(ConfigError, match=r"unseen task 'mixed' has no dev rows and eval.split is dev: leave it out"):
         check(asked(lab, "t5", eval={"split": "dev"}))
 
 
-def test_what_is_trained_alone_or_shared_does_not_depend_on_them(lab: Lab, tmp_path: Path) -> None:
+def test_single_task_and_shared_results_do_not_depend_on_unseen_tasks(lab: Lab, tmp_path: Path) -> None:
     one, other = asked(lab, "bert"), lab.config("bert")
     assert prefix_keys(one, list(TASKS)) == prefix_keys(other, list(TASKS))
     assert separate_key(separate_tree(one)) == separate_key(separate_tree(other))

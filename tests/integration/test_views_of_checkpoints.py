@@ -83,7 +83,7 @@ GOES_ON = [case for case, (*_, start) in VIEWS.items() if start is not None]
 
 
 @pytest.mark.parametrize("case", GOES_ON)
-def test_both_go_on_from_the_newest_that_both_can_read(seen: Path, whole: Storage, case: str) -> None:
+def test_workers_resume_from_the_newest_common_checkpoint(seen: Path, whole: Storage, case: str) -> None:
     assert errors(seen, case) == []
     storage = Storage.at(seen / case / "0")
     first = json.loads(storage.read_text("trace/attempt-0002.jsonl").splitlines()[0])
@@ -93,7 +93,7 @@ def test_both_go_on_from_the_newest_that_both_can_read(seen: Path, whole: Storag
     assert matrix(storage) == matrix(whole)
 
 
-def test_the_first_worker_says_whose_view_is_damaged(seen: Path) -> None:
+def test_rank_0_names_the_worker_with_a_damaged_checkpoint(seen: Path) -> None:
     said = (seen / "worker0.log").read_text()
     for case in GOES_ON:
         problems = [line for line in said.splitlines() if f"/{case}/" in line and "continues from" in line]
@@ -112,7 +112,7 @@ def test_the_first_worker_says_whose_view_is_damaged(seen: Path) -> None:
         (LOST_BANK, r"BankError: .*snapshot 1 of phase 0 is gone .*the next phase is built on it"),
     ],
 )
-def test_both_stop_with_the_same_sentence(seen: Path, case: str, error: str) -> None:
+def test_workers_without_a_common_checkpoint_fail_with_one_error(seen: Path, case: str, error: str) -> None:
     found = errors(seen, case)
     assert len(found) == 2 and "\n" not in found[0]
     assert re.match(error, found[0])

@@ -57,7 +57,7 @@ def pinned(**pins: Any) -> dict[str, Any]:
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
 
-def test_chat_answers_what_was_measured(wire: Wire, asked: list[Asked], model: SnapshotModel) -> None:
+def test_chat_answers_equal_the_evaluated_ones(wire: Wire, asked: list[Asked], model: SnapshotModel) -> None:
     for one in asked:
         found = wire.chat(one.text, max_tokens=12)
         (choice,) = found.choices
@@ -105,7 +105,7 @@ def test_a_completion_is_sent_as_it_is(wire: Wire, asked: list[Asked]) -> None:
     assert bare.choices[0].message.content == one.answer
 
 
-def test_a_stream_says_the_same(wire: Wire) -> None:
+def test_a_stream_gives_the_same_answer(wire: Wire) -> None:
     whole = wire.chat(LONG, model="base", max_tokens=20)
     text = whole.choices[0].message.content
     assert len(text.split()) > 8
@@ -150,7 +150,7 @@ def test_several_answers_and_seeds(wire: Wire) -> None:
     assert cold.choices[0].message.content == wire.chat(LONG, model="base", max_tokens=8).choices[0].message.content
 
 
-def test_stops(wire: Wire) -> None:
+def test_stop_sequences(wire: Wire) -> None:
     text = wire.chat(LONG, model="base", max_tokens=12).choices[0].message.content
     words = text.split()
     for stop in (words[3], [words[5], words[3]], f"{words[2]} {words[3]}"):
@@ -162,7 +162,7 @@ def test_stops(wire: Wire) -> None:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text[:first].rstrip()
 
 
-def test_what_is_null_is_as_if_it_were_not_said(wire: Wire) -> None:
+def test_null_equals_an_absent_field(wire: Wire) -> None:
     settings = ("temperature", "top_p", "n", "seed", "stop", "stream", "stream_options", "max_tokens", "raycl")
     body = {"messages": [{"role": "user", "content": "fire is"}]}
     neutral = {"logit_bias": {}, "presence_penalty": 0.0, "logprobs": False, "response_format": {"type": "text"}}
@@ -174,7 +174,7 @@ def test_what_is_null_is_as_if_it_were_not_said(wire: Wire) -> None:
 # ---- who speaks ------------------------------------------------------------------------------------------------------
 
 
-def test_models_are_listed_and_pin(wire: Wire, model: SnapshotModel) -> None:
+def test_listed_models_can_be_requested(wire: Wire, model: SnapshotModel) -> None:
     names = [one.id for one in wire.openai.models.list()]
     assert names[:4] == ["auto", "base", "snapshot:1", "snapshot:2"] and set(names[4:]) == set(model.loaded.keys)
     assert wire.openai.models.retrieve("base").owned_by == "raycl"
@@ -217,7 +217,7 @@ def test_a_route_without_an_answer(wire: Wire, labels: Wire) -> None:
     assert wire.engine.pending == labels.engine.pending == 0
 
 
-def test_labels(labels: Wire, taught: Taught) -> None:
+def test_classification(labels: Wire, taught: Taught) -> None:
     asked = examples(taught("bert", "slm"), labels.snapshot_manager.bank)
     found = labels.post("/v1/classify", {"input": [one.text for one in asked]}).json()
     assert [one["label"] for one in found["data"]] == [one.answer for one in asked]
@@ -235,7 +235,7 @@ def test_labels(labels: Wire, taught: Taught) -> None:
         labels.chat("fire is")
 
 
-def test_what_the_bank_holds(wire: Wire, model: SnapshotModel) -> None:
+def test_adapters_and_snapshots_are_listed(wire: Wire, model: SnapshotModel) -> None:
     found = wire.get("/v1/adapters")
     assert found["snapshot"] == 2 and [one["name"] for one in found["data"]] == list(model.loaded.keys)
     assert found["data"][0]["rank"] == 8 and found["data"][0]["version"] == 1 and found["data"][0]["bytes"] > 0

@@ -33,7 +33,7 @@ ENDLESS = {"model": "base", "prompt": "a sleeps", "max_tokens": 4000}
 
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("how", ["stream", "whole", "many", "socket"])
-def test_a_client_that_leaves_stops_its_answer(taught: Taught, tmp_path: Path, how: str) -> None:
+def test_a_disconnect_stops_generation(taught: Taught, tmp_path: Path, how: str) -> None:
     with listening(bank_of(taught("t5", "separate"), tmp_path), max_batch=3, limits={"max_tokens": 4000}) as wire:
         before = wire.engine.counts["tokens"]
         if how == "stream":
@@ -59,7 +59,7 @@ def _ask_and_leave(wire: Wire, body: bytes, load: int) -> None:
         wire.until(lambda: wire.engine.pending == load and wire.engine.counts["tokens"] > 0)
 
 
-def test_a_client_that_leaves_before_it_has_asked(taught: Taught, tmp_path: Path) -> None:
+def test_a_disconnect_before_the_request(taught: Taught, tmp_path: Path) -> None:
     with listening(bank_of(taught("t5", "separate"), tmp_path)) as wire:
         for part in (b"POST /v1/route HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{", b"POST /v1/ro", b""):
             with socket.create_connection(("127.0.0.1", wire.port), timeout=WAIT_S) as door:
@@ -117,7 +117,7 @@ def test_a_rollback_holds_while_following(taught: Taught, tmp_path: Path) -> Non
             time.sleep(0.01)
 
 
-def test_what_training_publishes_is_followed(lab: Lab, tmp_path: Path) -> None:
+def test_published_snapshots_are_followed(lab: Lab, tmp_path: Path) -> None:
     """Served while it learns: the next phase of the same run publishes into the bank that answers."""
     config, storage = lab.config("bert", lab.slots(), train={"epochs": 2}), Storage.at(tmp_path)
 
@@ -148,7 +148,7 @@ def _encoder(snapshot_manager: SnapshotManager) -> Any:
     return snapshot_manager.active.router.encoder
 
 
-def test_a_snapshot_that_cannot_be_used_leaves_the_old_one(taught: Taught, tmp_path: Path) -> None:
+def test_an_unusable_snapshot_leaves_the_old_one_active(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("llama", "lora"), tmp_path)
     folder = Path(bank.storage.path("snapshots"))
     with listening(bank, follow={"enabled": True, "poll_s": 0.01}) as wire:
@@ -161,13 +161,13 @@ def test_a_snapshot_that_cannot_be_used_leaves_the_old_one(taught: Taught, tmp_p
         wire.until(lambda: not wire.get("/v1/snapshots")["problem"])
 
 
-def test_the_first_answer_finds_everything_loaded(taught: Taught, tmp_path: Path) -> None:
+def test_warm_up_precedes_the_first_answer(taught: Taught, tmp_path: Path) -> None:
     with serving(bank_of(taught("bert", "slm"), tmp_path)) as client:
         assert _encoder(client.snapshot_manager)._model is not None and client.engine.counts["batches"] >= 1
         assert client.engine.model.stack.states
 
 
-def test_a_warm_up_that_fails_is_no_reason_not_to_start(
+def test_a_failed_warm_up_does_not_prevent_startup(
     taught: Taught, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(bank_of(taught("llama", "separate"), tmp_path), max_loaded_rows=1) as client:
@@ -178,7 +178,7 @@ def test_a_warm_up_that_fails_is_no_reason_not_to_start(
 # ---- many at once ----------------------------------------------------------------------------------------------------
 
 
-def test_snapshots_come_and_go_while_many_ask(taught: Taught, tmp_path: Path) -> None:
+def test_snapshots_switch_under_load(taught: Taught, tmp_path: Path) -> None:
     """Pins and decisions from several threads with room for one snapshot: every answer is its own snapshot's."""
     done = taught("llama", "lora")
     bank = bank_of(done, tmp_path)

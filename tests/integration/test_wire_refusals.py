@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_wrong_is_said_in_one_sentence(wire: Wire, name: str) -> None:
+def test_invalid_requests_get_one_sentence(wire: Wire, name: str) -> None:
     path, body, status, message = REFUSED[name]
     found = wire.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
     assert problem(found)[0] == status, found.text
@@ -133,7 +133,7 @@ def test_what_is_wrong_is_said_in_one_sentence(wire: Wire, name: str) -> None:
         assert found.json()["error"]["param"] == message.partition(": ")[0]
 
 
-def test_a_refusal_is_one_while_streaming_too(wire: Wire) -> None:
+def test_invalid_requests_are_refused_while_streaming(wire: Wire) -> None:
     for name in ("a long prompt", "an unknown model", "no task", "many answers in all"):
         path, body, status, message = REFUSED[name]
         found = wire.post(path, {**body, "stream": True})
@@ -163,12 +163,12 @@ def test_a_refusal_is_one_while_streaming_too(wire: Wire) -> None:
         (b'"text"', "the body: Input should be a valid dictionary"),
     ],
 )
-def test_bodies_that_are_none(wire: Wire, raw: bytes, message: str) -> None:
+def test_invalid_bodies(wire: Wire, raw: bytes, message: str) -> None:
     found = wire.http.post(CHAT, content=raw, headers={"content-type": "application/json"})
     assert problem(found)[0] == 400 and message in problem(found)[1]
 
 
-def test_a_body_that_does_not_say_what_it_is(wire: Wire) -> None:
+def test_bodies_without_a_content_type(wire: Wire) -> None:
     raw = json.dumps(chat()).encode()
     for kind in ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}):
         found = wire.http.post(CHAT, content=raw, headers=kind)
@@ -196,7 +196,7 @@ def test_paths_and_methods(wire: Wire) -> None:
     assert problem(wire.http.delete("/v1/models"))[0] == 405
 
 
-def test_odd_texts_are_texts(wire: Wire) -> None:
+def test_unusual_texts_are_accepted(wire: Wire) -> None:
     for text in ("\x00fire\x00is", "😀 fire \u200b", "\u202efire", "\ufffd", "fire" * 500, "🇩🇪" * 300, "a\u0301" * 200):
         found = wire.chat(text, extra_body={"raycl": {"task": "colour"}})
         assert found.raycl["template"] == "colour" and found.usage.prompt_tokens <= 24
@@ -208,14 +208,14 @@ def test_odd_texts_are_texts(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("host", ["rebound.example", "rebound.example:8000", "10.0.0.1", "[", ""])
-def test_without_keys_a_page_from_elsewhere_may_not_ask(wire: Wire, host: str) -> None:
+def test_cross_origin_requests_are_refused_without_keys(wire: Wire, host: str) -> None:
     refused = problem(wire.http.get("/v1/models", headers={"host": host}))
     assert refused[0] == 403 and "without API keys only requests to 127.0.0.1" in refused[1]
     for name in ("localhost", f"localhost:{wire.port}", f"127.0.0.1:{wire.port}", "[::1]:80"):
         assert wire.http.get("/v1/models", headers={"host": name}).status_code == 200
 
 
-def test_size(wire: Wire) -> None:
+def test_limits_of_size(wire: Wire) -> None:
     long = wire.post(TEXT, {"prompt": "fire " * 40_000, "model": "base"})
     assert problem(long) == (400, "a text has 200000 characters: this endpoint reads at most 3000")
     large = wire.post(TEXT, {"prompt": "fire " * 200_000})
@@ -234,7 +234,7 @@ def test_size(wire: Wire) -> None:
 # ---- too much, too late ----------------------------------------------------------------------------------------------
 
 
-def test_a_full_queue_says_when_to_come_again(taught: Taught, tmp_path: Path) -> None:
+def test_a_full_queue_returns_retry_after(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("t5", "separate"), tmp_path)
     with listening(bank, limits={"queue": 3}) as wire:
         with wire.paused():
@@ -255,7 +255,7 @@ def test_a_full_queue_says_when_to_come_again(taught: Taught, tmp_path: Path) ->
         assert wire.engine.pending == 0
 
 
-def test_time(taught: Taught, tmp_path: Path) -> None:
+def test_limits_of_time(taught: Taught, tmp_path: Path) -> None:
     bank = bank_of(taught("t5", "separate"), tmp_path)
     with listening(bank, limits={"timeout_s": 0.3}) as wire:
         with wire.paused():
@@ -295,7 +295,7 @@ def test_a_stream_that_fails_later_ends_with_the_error(
         assert wire.engine.pending == 0
 
 
-def test_a_fault_in_the_endpoint_itself_is_told_in_shape(
+def test_internal_errors_have_the_error_schema(
     taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with listening(bank_of(taught("t5", "separate"), tmp_path)) as wire:
@@ -308,7 +308,7 @@ def test_a_fault_in_the_endpoint_itself_is_told_in_shape(
 # ---- who may ask -----------------------------------------------------------------------------------------------------
 
 
-def test_keys(taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_keys(taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bank, file = bank_of(taught("t5", "separate"), tmp_path), tmp_path / "keys"
     file.write_text("# people\nplain-1\n  plain-2  \n\nadmin:root-1\n")
     monkeypatch.setenv("RAYCL_API_KEYS", "from-env, admin:root-2")
@@ -340,7 +340,7 @@ def test_keys(taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert wire.post(path, {"snapshot": 2}, headers={"Authorization": "Bearer plain-1"}).status_code == 401
 
 
-def test_without_an_admin_key_nobody_administers_over_the_wire(taught: Taught, tmp_path: Path) -> None:
+def test_without_an_admin_key_administration_is_refused(taught: Taught, tmp_path: Path) -> None:
     """Not even from this machine: behind a proxy everybody is."""
     bank, file = bank_of(taught("t5", "separate"), tmp_path), tmp_path / "keys"
     file.write_text("plain-1\n")
@@ -351,7 +351,7 @@ def test_without_an_admin_key_nobody_administers_over_the_wire(taught: Taught, t
         assert wire.get("/readyz")["snapshot"] == 2
 
 
-def test_keys_that_cannot_be_used_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_keys_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAYCL_API_KEYS", raising=False)
     file = tmp_path / "keys"
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -373,7 +373,7 @@ def test_keys_that_cannot_be_used_are_said(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_logs_hold_prompts_only_when_asked(
+def test_logs_hold_prompts_only_if_configured(
     taught: Taught, tmp_path: Path, caplog: pytest.LogCaptureFixture, told: bool
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="raycl")

@@ -49,7 +49,7 @@ def pseudo(storage: Storage, task: str) -> PseudoSamples:
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
-def test_a_prompt_writes_inputs_and_the_run_goes_on_where_it_stopped(lab: Lab, tmp_path: Path, kind: str) -> None:
+def test_a_run_with_a_prompt_generator_resumes_where_it_stopped(lab: Lab, tmp_path: Path, kind: str) -> None:
     named = {"backbone": {"name": str(lab.model_folder("llama")), "dtype": "float32"}} if kind == "bert" else {}
     config = lab.config(kind, generated({**PROMPT, **named}))
     whole, again = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "again")
@@ -105,7 +105,7 @@ def test_a_prompt_that_is_encoded_once_gives_the_same_loss_and_gradient(lab: Lab
 @pytest.mark.parametrize("settings", SAPTS)
 @pytest.mark.parametrize("generator", [LORA, PROMPT])
 @pytest.mark.parametrize("kind", ["t5", "llama"])
-def test_the_backbone_is_left_as_it_was(
+def test_generation_does_not_change_the_backbone(
     lab: Lab, kind: str, generator: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     """Modules, values to the last bit, what is trained, training or not; the same with generators that break."""
@@ -131,7 +131,7 @@ def test_the_backbone_is_left_as_it_was(
     assert state() == before
 
 
-def test_texts_that_are_too_few_are_kept(
+def test_too_few_generated_samples_are_kept(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     said = iter(["fire is warm", "the sea"] + [""] * 1000)
@@ -147,7 +147,7 @@ def test_texts_that_are_too_few_are_kept(
 
 
 @pytest.mark.parametrize("how", ["writes nothing", "diverges"])
-def test_where_a_generator_fails_stored_inputs_stand_in_and_the_run_goes_on(
+def test_a_failed_generator_falls_back_to_stored_inputs(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     def diverge(self: Generator, texts: Any, start: Any, *rest: Any) -> None:
@@ -193,7 +193,7 @@ def test_where_a_generator_fails_stored_inputs_stand_in_and_the_run_goes_on(
         ({"value": "prompt", "prompt_length": 0}, r"config key 'method.generator.prompt_length' is 0"),
     ],
 )
-def test_settings_that_do_not_fit_are_said(settings: dict[str, Any], said: str) -> None:
+def test_bad_settings_are_errors(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(None, ["method=sapt", *(f"method.generator.{name}={value}" for name, value in settings.items())])
 
@@ -218,7 +218,7 @@ def test_positions_are_counted_before_anything_starts(lab: Lab) -> None:
     check(lab.config("t5", generated({"value": "prompt"})))
 
 
-def test_two_workers_keep_what_the_first_one_wrote(lab: Lab, tmp_path: Path) -> None:
+def test_two_workers_keep_the_samples_of_the_first(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(lab.tree("t5", generated({**LORA, "steps": 1}))))
     two_processes("two_writers.py", tmp_path, str(tmp_path / "rendezvous"), str(tmp_path), seconds=200)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))

@@ -53,7 +53,7 @@ def adapter(seed: int) -> AdapterState:
     return AdapterState({"q": (torch.randn(RANK, WIDTH, generator=draw), torch.zeros(WIDTH, RANK))}, 2.0)
 
 
-def test_what_does_not_fit_is_read_from_the_bank(
+def test_objects_that_do_not_fit_are_read_from_the_bank(
     full_disk: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bank = Bank.at(tmp_path / "bank")
@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_read_from_the_bank(
     ray.get_actor(object_store_cache.name, namespace=NAMESPACE)
 
 
-def test_backbones_of_a_sweep_are_then_read_by_every_worker(
+def test_without_space_every_worker_reads_the_backbone(
     full_disk: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Room for them was promised by the node, and is taken by somebody else."""

@@ -111,7 +111,7 @@ def active(client: httpx.Client) -> int:
 
 
 @pytest.mark.timeout(240)
-def test_a_task_is_learned_while_clients_keep_asking(lab: Lab, tmp_path: Path) -> None:
+def test_a_task_is_learned_under_load(lab: Lab, tmp_path: Path) -> None:
     """No request fails, the new task is answered, and what one snapshot answers never changes."""
     learner = Learner(lab, "bert", tmp_path)
     bank = learner.learn_one()
@@ -221,7 +221,7 @@ class Blocker:
 
 
 @pytest.mark.timeout(300)
-def test_a_gate_that_cannot_run_says_so_and_judges_when_it_can(lab: Lab, tmp_path: Path) -> None:
+def test_a_gate_without_resources_is_reported_and_retried(lab: Lab, tmp_path: Path) -> None:
     """While its CPUs are taken, and with a snapshot that cannot be judged: `problem` and the metrics say it."""
     learner = Learner(lab, "bert", tmp_path)
     bank = learner.learn_one()

@@ -144,7 +144,7 @@ def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_
     assert len(json.loads((tmp_path / "sweeps/ranks/summary.json").read_text())["rows"]) == 2
 
 
-def test_who_waits_for_resources_says_so(
+def test_waiting_for_resources_is_logged(
     ray_cluster: dict[str, str], start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another command holds both CPUs of the cluster."""

@@ -112,14 +112,14 @@ def test_a_submitted_run_ends_with_results(head: str, tmp_path: Path) -> None:
     assert (results["workers"], results["attempts"]) == (2, 1)
 
 
-def test_a_submitted_run_that_fails_says_why_and_exits_with_an_error(head: str, tmp_path: Path) -> None:
+def test_a_submitted_run_that_fails_reports_the_error(head: str, tmp_path: Path) -> None:
     failed = submit(head, "stream.tasks=[topic,weather]", f"output.dir={tmp_path}")
     assert failed.returncode != 0
     assert "weather" in failed.stdout + failed.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_a_submitted_run_that_is_stopped_says_so_in_its_status(head: str, tmp_path: Path) -> None:
+def test_a_stopped_submitted_run_has_that_status(head: str, tmp_path: Path) -> None:
     """`ray job stop` gives a command three seconds, and no exit status comes back."""
     job = [RAY, "job", "submit", "--address", head, "--working-dir", ".", "--no-wait", "--submission-id", "mine"]
     long = ["train.epochs=200", "train.log_every_s=0.1", f"output.dir={tmp_path}", "output.name=mine"]

@@ -120,7 +120,7 @@ def swept(ray_cluster: dict[str, str], lab: Lab, tmp_path_factory: pytest.TempPa
     return Swept(place, summary, killed, output, second.returncode)
 
 
-def test_a_killed_sweep_goes_on_where_it_was(swept: Swept) -> None:
+def test_a_killed_sweep_resumes(swept: Swept) -> None:
     assert swept.killed == {0: 2, 1: 2, 2: 1}
     assert swept.status == 1, swept.output
     assert {row["number"]: (row["state"], row["tasks"]) for row in swept.summary["rows"]} == {
@@ -134,7 +134,7 @@ def test_a_killed_sweep_goes_on_where_it_was(swept: Swept) -> None:
     assert read_state(swept.place.run(0)).attempts[-1]["attempt"] == 1
 
 
-def test_what_is_behind_is_stopped_after_a_task_and_stays_so(swept: Swept) -> None:
+def test_asha_stops_trials_between_tasks_for_good(swept: Swept) -> None:
     assert swept.summary["best"] in (0, 1, 2) and "stopped" in swept.output
     folder, file = str(Path(swept.place.storage.uri).parent), f"{swept.place.storage.uri}.yaml"
     attempts = read_state(swept.place.run(3)).attempts
@@ -147,7 +147,7 @@ def test_what_is_behind_is_stopped_after_a_task_and_stays_so(swept: Swept) -> No
     assert read_state(swept.place.run(3)).attempts == attempts, "a stopped trial was started again"
 
 
-def test_a_failed_trial_is_tried_again_and_then_said(swept: Swept) -> None:
+def test_a_failed_trial_is_retried_and_then_reported(swept: Swept) -> None:
     assert "failed: trial 5: there is no results.json in '/nowhere'" in swept.output
     assert "(tried 2 times)" in swept.row(4)["error"]
 
@@ -232,7 +232,7 @@ def test_sigterm_writes_checkpoints_of_all_running_trials(
         assert_as_if_alone(trial, tmp_path / f"alone-{number}")
 
 
-def test_tpe_runs_what_an_idle_setting_makes_alike_once(
+def test_tpe_runs_trials_that_differ_in_unused_settings_once(
     ray_cluster: dict[str, str], lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tune is asked for five trials and gets fewer; asked again, the sweep has nothing left to do."""

@@ -80,7 +80,7 @@ def whole(ray_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
     return reference.storage, launch.train(reference)
 
 
-def test_the_run_is_whole(whole: tuple[Storage, dict[str, Any]]) -> None:
+def test_the_run_directory_is_complete(whole: tuple[Storage, dict[str, Any]]) -> None:
     storage, results = whole
     assert [(phase, step) for phase, step, _ in losses(storage)] == [(s, n + 1) for s in (0, 1) for n in range(STEPS)]
     assert results["finished"] and results["attempts"] == 1 and results["workers"] == 2
@@ -112,7 +112,7 @@ def own_driver(ray_cluster: dict[str, str], tmp_path: Path) -> Iterator[Callable
         process.communicate()
 
 
-def test_what_is_killed_goes_on_exactly_and_a_finished_run_stays_as_it_is(
+def test_a_killed_run_resumes_exactly_and_a_finished_run_is_unchanged(
     whole: tuple[Storage, dict[str, Any]], own_driver: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     """A worker in the first task, then the driver in the second."""
@@ -166,7 +166,7 @@ def test_more_workers_than_the_cluster_can_give(ray_cluster: dict[str, str], tmp
         launch.train(prepared(tmp_path, "launch.workers=4"))
 
 
-def test_an_error_of_ours_is_said_once_and_ends_the_run(ray_cluster: dict[str, str], tmp_path: Path) -> None:
+def test_a_raycl_error_is_logged_once_and_ends_the_run(ray_cluster: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"the loss is .*lower train\.learning_rate"):
         launch.train(
             prepared(tmp_path, "train.learning_rate=1e30", "train.max_grad_norm=0", "launch.workers=1", "engine=torch")

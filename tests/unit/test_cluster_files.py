@@ -183,7 +183,7 @@ def test_serve_files_fit_rays_schema_and_our_settings() -> None:
         assert args.host == found["http_options"]["host"] or args.host == "127.0.0.1"
 
 
-def test_the_board_asks_for_what_replicas_report() -> None:
+def test_the_dashboard_queries_existing_metrics() -> None:
     """Every series of the Grafana board is one that `raycl.serve.metrics` makes."""
     source = (REPO / "raycl" / "serve" / "metrics.py").read_text()
     board = json.loads((CLUSTER / "grafana-endpoint.json").read_text())

@@ -23,7 +23,7 @@ FOLDERS = {"raycl", "jobs", "sweeps", "tests", "cluster", "docs"}
 FOLDERS |= {path.parent.name for path in REPO.glob("raycl/*/__init__.py")} - {"bank"}  # runs have a folder bank/ too
 
 
-def test_it_builds_strictly(tmp_path: Path) -> None:
+def test_the_documentation_builds_strictly(tmp_path: Path) -> None:
     config = load_config(str(REPO / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
     config.plugins.on_startup(command="build", dirty=False)
     build(config)
@@ -58,7 +58,7 @@ def hooks() -> ModuleType:
         ("raycl/retrieval/router.py", "Nobody", "no top-level 'Nobody'"),
     ],
 )
-def test_an_excerpt_of_what_is_not_there_fails(hooks: ModuleType, path: str, name: str | None, message: str) -> None:
+def test_a_missing_excerpt_fails(hooks: ModuleType, path: str, name: str | None, message: str) -> None:
     with pytest.raises(hooks.PluginError, match=message):
         hooks.excerpt(path, name)
 

@@ -32,7 +32,7 @@ def test_one_except_catches_all_and_the_text_is_the_message(kind: type[Exception
         raise kind("rank is 0")
 
 
-def test_one_thing_is_not_counted_as_several() -> None:
+def test_one_item_is_singular() -> None:
     assert errors.counted(1, "problem") == "1 problem"
     assert [errors.counted(number, "file of tensors") for number in (0, 2, 1000)] == [
         *("0 files of tensors", "2 files of tensors", "1,000 files of tensors")
@@ -40,6 +40,6 @@ def test_one_thing_is_not_counted_as_several() -> None:
     assert errors.counted(0.5, "CPU") == "0.5 CPUs" and errors.counted(1.0, "CPU") == "1 CPU"
 
 
-def test_every_class_says_when_it_is_raised() -> None:
+def test_every_class_documents_when_it_is_raised() -> None:
     silent = [name for name, kind in CLASSES.items() if not kind.__doc__]
     assert not silent, f"no docstring: {silent}"

@@ -87,7 +87,7 @@ def test_groups_that_may_grow_have_an_autoscaler(name: str, found: dict[str, Any
         assert all(pod["restartPolicy"] == "Never" for _, pod in pods(found)), "its pods are never used a second time"
 
 
-def test_the_service_can_grow_to_all_that_it_may_ask_for() -> None:
+def test_the_service_can_scale_to_its_maximum() -> None:
     """Every replica and the gate have a GPU of their own, and a node has one."""
     found = FILES["kuberay-rayservice.yaml"][0]
     args = yaml.safe_load(found["spec"]["serveConfigV2"])["applications"][0]["args"]
@@ -151,7 +151,7 @@ def test_gpu_pods_find_gpu_nodes(name: str, found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "found"), RAY, ids=[name for name, _ in RAY])
-def test_every_pod_knows_the_hub_token(name: str, found: dict[str, Any]) -> None:
+def test_every_pod_has_the_hub_token(name: str, found: dict[str, Any]) -> None:
     """Gated backbones; where there is no such secret the pods start all the same."""
     for group, pod in pods(found):
         tokens = [one["valueFrom"]["secretKeyRef"] for one in pod["containers"][0]["env"] if one["name"] == "HF_TOKEN"]

@@ -197,7 +197,7 @@ READ = [*PAGES, *(path for path in HEADED if path.suffix in (".yaml", ".sh"))]
 PRINTED = [(path.relative_to(REPO).as_posix(), line) for path in READ for line in commands(path)]
 
 
-def test_they_are_found() -> None:
+def test_printed_commands_are_found() -> None:
     found = {path for path, _ in PRINTED}
     assert {"README.md", "cluster/README.md", "jobs/configs/pretrain.yaml", "jobs/configs/end-tasks.yaml"} <= found
     assert {"jobs/configs/instruction.yaml", "jobs/configs/compare/sapt-long8.yaml", "cluster/slurm.sh"} <= found
@@ -234,7 +234,7 @@ def test_a_config_file_is_named_first_or_by_its_flag(config: str, monkeypatch: p
         (["--resume", "runs/x", "--config", "a.yaml"], "the run's own config"),
     ],
 )
-def test_a_file_too_many_is_said(
+def test_an_extra_file_is_an_error(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

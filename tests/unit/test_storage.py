@@ -230,7 +230,7 @@ def test_a_file_in_the_way_of_a_folder_is_a_storage_error(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["a b", "50%", "what?", "a#b", "ä"])
-def test_local_paths_are_paths_whatever_they_hold(tmp_path: Path, name: str) -> None:
+def test_local_paths_may_hold_any_characters(tmp_path: Path, name: str) -> None:
     store = Storage.at(tmp_path / name)
     store.write("file", b"1")
     assert (tmp_path / name / "file").read_bytes() == b"1"
@@ -272,7 +272,7 @@ def test_a_missing_bucket_and_a_dead_server_are_storage_errors(
         dead.create("file", b"1")
 
 
-def test_a_put_whose_answer_was_lost_is_still_ours(
+def test_a_retried_put_recognises_its_own_object(
     s3_uri: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """boto3 sends a put again when the connection breaks; S3 then refuses it because of our own first one."""
@@ -307,7 +307,7 @@ def test_other_file_systems_refuse_to_commit(tmp_path: Path) -> None:
         store.create("file", b"1")
 
 
-def test_without_boto3_the_message_says_what_to_install(
+def test_without_boto3_the_message_names_the_package(
     s3_uri: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
@@ -333,7 +333,7 @@ def test_staged_files_get_their_name_later_or_none(store: Storage) -> None:
     assert list(store.files()) == ["objects/ab/name"]
 
 
-def test_staging_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_on_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

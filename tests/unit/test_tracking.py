@@ -44,7 +44,7 @@ def test_unknown_backends_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("backend", "package"), [("wandb", "wandb"), ("tensorboard", "tensorboard")])
-def test_a_missing_library_says_what_to_install(
+def test_a_missing_library_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, package: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -73,7 +73,7 @@ def test_a_key_in_netrc_counts_for_its_server_only(tmp_path: Path) -> None:
     assert tracking._wandb_mode(settings(url="https://wandb.example.org")) == "online"
 
 
-def test_auto_takes_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_installed_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = TrackingConfig(backend="auto")
     monkeypatch.setattr(tracking, "_installed", lambda package: False)
     assert isinstance(open_tracker(section, "run", {}, tmp_path), NoTracker)

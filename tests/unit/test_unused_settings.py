@@ -44,7 +44,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("override", CASES)
-def test_an_idle_setting_is_said_with_what_makes_it_so(override: str, tmp_path: Path) -> None:
+def test_an_unused_setting_is_refused_with_the_reason(override: str, tmp_path: Path) -> None:
     reason, before = CASES[override]
     decides = [reason] if "null" not in reason and not reason.startswith(("method=", "method.name")) else []
     setting = re.escape(override)
@@ -71,7 +71,7 @@ def test_an_idle_setting_is_said_with_what_makes_it_so(override: str, tmp_path: 
         ["method=sapt", "method.arm.files=null"],
     ],
 )
-def test_what_acts_is_taken(overrides: list[str]) -> None:
+def test_used_settings_are_accepted(overrides: list[str]) -> None:
     load_config(None, overrides)
 
 
@@ -106,7 +106,7 @@ def model(folder: Path, kind: str) -> str:
         ("encoder", "eval.max_new_tokens=8", SILENT, []),
     ],
 )
-def test_a_setting_that_the_kind_of_the_backbone_leaves_idle(
+def test_a_setting_that_the_backbones_kind_does_not_use(
     kind: str, override: str, why: str, before: list[str], tmp_path: Path
 ) -> None:
     """And the same setting is taken where the backbone is of a kind that reads it."""
@@ -252,7 +252,7 @@ def test_a_sweep_ignores_nothing(base: dict[str, Any], space: dict[str, Any], me
         load_sweep(file(tmp_path, {"name": "mine", "base": {**BASE, **base}, "space": ranks | space}))
 
 
-def test_a_dimension_that_a_choice_leaves_idle_is_one_trial(tmp_path: Path) -> None:
+def test_an_unused_dimension_is_one_trial(tmp_path: Path) -> None:
     space = {"method.ablation": {"grid": ["none", "arm"]}, "method.arm.weight": {"grid": [0.1, 0.5, 2.0]}}
     base = {**BASE, "method": {"name": "sapt", "arm": {"every": 2}}}
     sweep = load_sweep(file(tmp_path, {"name": "mine", "base": base, "space": space, "search": "grid"}))
@@ -267,7 +267,7 @@ def test_a_dimension_that_a_choice_leaves_idle_is_one_trial(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-def test_trials_that_are_alike_by_themselves_stay(samples: int, tmp_path: Path) -> None:
+def test_repeated_samples_of_a_grid_stay(samples: int, tmp_path: Path) -> None:
     tree = {"name": "mine", "base": BASE, "space": {"seed": {"grid": [1, 2]}}, "samples": samples}
     assert len(load_sweep(file(tmp_path, tree)).trials()) == 2 * samples
 
@@ -276,12 +276,12 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("path", sorted(REPO.glob("sweeps/*.yaml")), ids=lambda path: path.name)
-def test_the_sweeps_that_come_with_raycl_hold_nothing_idle(path: Path) -> None:
+def test_the_sweeps_that_come_with_raycl_hold_no_unused_settings(path: Path) -> None:
     assert load_sweep(str(path)).space
 
 
 @pytest.mark.parametrize("path", sorted(REPO.glob("jobs/configs/compare/*.yaml")), ids=lambda path: path.name)
-def test_nor_do_the_comparisons(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparisons_that_come_with_raycl_hold_no_unused_settings(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, kind in (("mini-llama", "decoder"), ("mini-t5", "encoder-decoder")):
         (tmp_path / name).mkdir()
         model(tmp_path / name, kind)
@@ -291,5 +291,5 @@ def test_nor_do_the_comparisons(path: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("path", sorted(REPO.glob("jobs/configs/*.yaml")), ids=lambda path: path.name)
-def test_nor_do_the_runs(path: Path) -> None:
+def test_the_runs_that_come_with_raycl_hold_no_unused_settings(path: Path) -> None:
     load_config(str(path), [])

@@ -30,7 +30,7 @@ class Reached(Exception):
         ("auto", None, "auto"),
     ],
 )
-def test_a_run_has_its_own_unless_one_is_named(
+def test_a_run_starts_a_ray_unless_one_is_named(
     monkeypatch: pytest.MonkeyPatch, setting: str | None, variable: str | None, reached: str
 ) -> None:
     def init(address: str | None, **settings: Any) -> None:
@@ -46,7 +46,7 @@ def test_a_run_has_its_own_unless_one_is_named(
     assert os.environ.get("RAY_ADDRESS") == variable
 
 
-def test_a_ray_of_ones_own_is_pinned_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_of_an_own_ray_is_set_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes inherit where it is; this one does not continue looking there."""
     seen: dict[str, str] = {}
 
@@ -70,7 +70,7 @@ def test_a_port_that_is_taken_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("error", [ConnectionError, ValueError])
-def test_a_cluster_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+def test_a_missing_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     def init(**settings: Any) -> None:
         raise error
 

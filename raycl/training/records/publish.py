@@ -51,7 +51,7 @@ def publish(
     bank = open_bank(context.bank, storage)
     codec = context.backbone.codec
     backbone = ModelInfo(name=context.info.tree["backbone"]["name"], sha256=context.identity, kind=codec.kind)
-    provenance = {"run": storage.uri, "fingerprint": context.info.fingerprint}
+    provenance: dict[str, Any] = {"run": storage.uri, "fingerprint": context.info.fingerprint}
     provenance |= {"phase": phase.index, "phase_name": phase.name}
     seen = [task for done in context.phases[: phase.index + 1] for task in done.tasks]
     mine = [task.name for task in (phase.tasks if context.own_adapters else seen)]

@@ -53,7 +53,7 @@ def test_heads_are_mixed_as_probabilities() -> None:
         assert bool((head(pooled) == -torch.inf).all())
 
 
-def test_logits_are_added_up_per_label_when_asked_for() -> None:
+def test_logits_are_summed_per_label_if_configured() -> None:
     stack, states = stack_with_heads()
     head, pooled = MixedHead(stack, WIDTH, "logit"), torch.randn(1, WIDTH)
     with stack.activate(Mixture(("one", "two"), torch.tensor([[0.7, 0.3]]))):
@@ -62,7 +62,7 @@ def test_logits_are_added_up_per_label_when_asked_for() -> None:
     torch.testing.assert_close(scores[0], torch.stack([0.7 * one[0], 0.7 * one[1] + 0.3 * two[0], 0.3 * two[1]]))
 
 
-def test_a_text_knows_the_labels_of_its_own_speakers_whatever_the_rule() -> None:
+def test_labels_are_those_of_the_active_adapters_under_every_rule() -> None:
     stack, _ = stack_with_heads()
     pooled = torch.randn(2, WIDTH)
     for rule in ("probability", "logit"):
@@ -128,7 +128,7 @@ TEXTS = ["the sea is cold", "it purrs", "a dog barks much very"]
 
 @pytest.mark.parametrize("how", ["sum", "concat"])
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
-def test_prompts_speak_per_example(lab: Lab, kind: str, how: str) -> None:
+def test_prompts_are_mixed_per_example(lab: Lab, kind: str, how: str) -> None:
     """A row in a batch equals the row alone; a row for which nobody speaks is the bare backbone's."""
     backbone, stack = prompted(lab, kind, how)
     weights = torch.tensor([[0.6, 0.4], [0.0, 0.0], [0.0, 1.0]])

@@ -76,7 +76,7 @@ def mixture(weights: Tensor = WEIGHTS) -> Mixture:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_example_speaks_as_if_merged_alone(kind: str) -> None:
+def test_each_example_equals_its_merged_model(kind: str) -> None:
     backbone, stack, states = stacked(kind)
     with torch.no_grad(), stack.activate(mixture()):
         found = logits(backbone)
@@ -89,7 +89,7 @@ def test_each_example_speaks_as_if_merged_alone(kind: str) -> None:
 
 @each_activation
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_speaking_is_the_bare_backbone_bit_for_bit(kind: str, activation: Activation) -> None:
+def test_without_active_adapters_the_backbone_is_unchanged(kind: str, activation: Activation) -> None:
     backbone, stack, _ = stacked(kind, activation)
     with torch.no_grad():
         bare = logits(made(kind))
@@ -120,7 +120,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(kind: str, activation: Activation
 
 
 @each_activation
-def test_both_forms_give_the_same(activation: Activation) -> None:
+def test_both_kernels_give_the_same_result(activation: Activation) -> None:
     """Many adapters of which each example uses one: its own rows; the dense gate must agree."""
     backbone = made("bert")
     stack = AdapterStack(backbone, linear_names(backbone, ["attention"]), activation=activation)
@@ -317,7 +317,7 @@ def test_adapters_that_do_not_fit_are_refused_by_name() -> None:
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("form", ["shared", "own", "trainable", "static"])
 @each_activation
-def test_every_form_is_the_plain_sum(activation: Activation, form: str, recorded: bool) -> None:
+def test_every_kernel_equals_the_plain_sum(activation: Activation, form: str, recorded: bool) -> None:
     """`W h + sum_i w_i s B_i f(A_i h)` (SLM, eqs. 3 and 4; adapters have an f), whether or not autograd records it."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 5)).double()
@@ -347,7 +347,7 @@ def test_every_form_is_the_plain_sum(activation: Activation, form: str, recorded
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_sums_are_of_block_outputs_never_of_blocks() -> None:
+def test_sums_are_of_adapter_outputs_not_of_weights() -> None:
     """SLM, eqs. 3 and 4: W h + sum w B (A h) = (W + sum w B A) h, and not (sum w B)(sum w A) h."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 5)).double()

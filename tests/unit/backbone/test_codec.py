@@ -52,13 +52,13 @@ def test_clip_gives_the_longest_prefix_that_fits(kind: str, text: str, tokens: i
     assert found.split() == text.split()[: max(tokens, 0)]
 
 
-def test_what_fills_batches_up_is_padding_else_unknown() -> None:
+def test_the_pad_id_is_padding_else_unknown() -> None:
     assert codec("bert").pad_id == 0
     made = codec("llama")
     assert made.pad_id == made.tokenizer.unk_token_id
 
 
-def test_the_fingerprint_follows_whatever_changes_ids() -> None:
+def test_the_fingerprint_changes_with_token_ids() -> None:
     assert codec("t5").fingerprint == codec("t5").fingerprint
     assert len({codec(kind).fingerprint for kind in KINDS}) == 3
     other = tokenizer("t5")

@@ -72,7 +72,7 @@ def save(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert"])
-def test_hidden_words_are_guessed_as_by_the_whole_model(tmp_path: Path, kind: str) -> None:
+def test_masked_tokens_are_predicted_as_by_the_full_model(tmp_path: Path, kind: str) -> None:
     backbone, whole = loaded(save(tmp_path, kind)), AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
     batch = hidden_batch(backbone.codec.mask_id)
     found = backbone.guesses(batch)
@@ -98,7 +98,7 @@ def test_right_tokens_and_their_loss_belong_to_their_texts(tmp_path: Path) -> No
     assert float(read[:, 2].sum()) == pytest.approx(backbone(batch).loss_sum.item(), rel=1e-5)
 
 
-def test_a_batch_in_which_nothing_is_hidden_teaches_nothing(tmp_path: Path) -> None:
+def test_a_batch_without_masked_tokens_has_no_gradient(tmp_path: Path) -> None:
     backbone = loaded(save(tmp_path, "bert"))
     batch = hidden_batch(backbone.codec.mask_id)
     for target in (torch.full_like(batch.target_ids, IGNORE), torch.full((2, 1), IGNORE), torch.zeros(2, 0).long()):
@@ -137,7 +137,7 @@ def trained(folder: Path, target: Path) -> EncoderBackbone:
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert"])
-def test_what_is_left_loads_with_and_without_the_head(tmp_path: Path, kind: str) -> None:
+def test_the_saved_model_loads_with_and_without_the_head(tmp_path: Path, kind: str) -> None:
     backbone = trained(save(tmp_path / "first", kind), tmp_path)
     folder = tmp_path / "learned" / "it"
     assert sorted(path.name for path in folder.glob("*.safetensors")) == ["model.safetensors"], "no empty label head"
@@ -153,7 +153,7 @@ def test_what_is_left_loads_with_and_without_the_head(tmp_path: Path, kind: str)
     torch.testing.assert_close(bare.eval()(ids).last_hidden_state, backbone.model(ids).last_hidden_state)
 
 
-def test_a_head_that_is_not_there_is_made_and_said(lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_head_is_initialised_and_logged(lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     headless = lab.root / "models" / "headless"
     tokenizer("masked").save_pretrained(headless)
     torch.manual_seed(0)

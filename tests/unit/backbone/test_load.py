@@ -45,7 +45,7 @@ def test_a_folder_that_lacks_a_file(folder: Path, file: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_pickled_weights_only_when_asked_for(folder: Path) -> None:
+def test_pickled_weights_need_permission(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     trained = tiny_model("bert", 24, seed=3)
     torch.save(trained.state_dict(), folder / "pytorch_model.bin")
@@ -55,7 +55,7 @@ def test_pickled_weights_only_when_asked_for(folder: Path) -> None:
     assert torch.equal(backbone.model.embeddings.word_embeddings.weight, trained.embeddings.word_embeddings.weight)  # type: ignore[attr-defined]
 
 
-def test_code_beside_the_weights_does_not_run(folder: Path) -> None:
+def test_code_in_a_model_folder_is_not_executed(folder: Path) -> None:
     witness = folder / "ran"
     (folder / "evil.py").write_text(
         f"open({str(witness)!r}, 'w')\nfrom transformers import BertConfig, BertModel\n"
@@ -106,7 +106,7 @@ def test_loading_twice_gives_the_same_bits_and_no_dropout(lab: Lab, kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])
-def test_what_a_folder_recommends_for_generation_changes_no_answer(lab: Lab, tmp_path: Path, kind: str) -> None:
+def test_a_folders_generation_config_is_ignored(lab: Lab, tmp_path: Path, kind: str) -> None:
     """Neither a greedy one nor a sample; its special tokens are kept."""
     habits = {"min_new_tokens": 6, "repetition_penalty": 9.0, "no_repeat_ngram_size": 1}
     habits |= {"do_sample": True, "temperature": 0.01, "top_p": 1e-6, "forced_eos_token_id": 5}
@@ -130,7 +130,7 @@ def test_what_a_folder_recommends_for_generation_changes_no_answer(lab: Lab, tmp
     assert found[0] == found[1]
 
 
-def test_dropout_reaches_the_model_and_dtype_is_what_was_asked_for(lab: Lab) -> None:
+def test_dropout_and_dtype_follow_the_settings(lab: Lab) -> None:
     name = str(lab.model_folder("bert"))
     backbone = load(BackboneConfig(name=name, dropout=0.25, dtype="bfloat16"))
     assert {module.p for module in backbone.modules() if isinstance(module, torch.nn.Dropout)} == {0.25}  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ def alone(backbone: Backbone, source: list[int], steps: int) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
-def test_joining_and_leaving_change_nothing(kind: str, tmp_path: Path) -> None:
+def test_sequences_joining_and_leaving_a_batch_change_no_other(kind: str, tmp_path: Path) -> None:
     backbone = loaded(kind, tmp_path)
     sources = backbone.codec.encode_source(list(TEXTS))
     expected = [alone(backbone, source, 10) for source in sources]
@@ -58,7 +58,7 @@ def test_joining_and_leaving_change_nothing(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_slots_change_nothing(kind: str, attention: str, tmp_path: Path) -> None:
+def test_the_static_cache_changes_no_answer(kind: str, attention: str, tmp_path: Path) -> None:
     """Joined, left, taken by others and lengthened (8, 16, 32 columns); addresses stay but for that."""
     backbone = loaded(kind, tmp_path)
     backbone.model.set_attn_implementation(attention)
@@ -84,7 +84,7 @@ def test_slots_change_nothing(kind: str, attention: str, tmp_path: Path) -> None
             torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)
 
 
-def test_a_slot_forgets_who_had_it(tmp_path: Path) -> None:
+def test_a_reused_slot_keeps_no_state(tmp_path: Path) -> None:
     """Even numbers that are not finite: they are nowhere, and 0 times them is not 0."""
     backbone = loaded("llama", tmp_path)
     sources = backbone.codec.encode_source([TEXTS[1], TEXTS[2]])
@@ -98,7 +98,7 @@ def test_a_slot_forgets_who_had_it(tmp_path: Path) -> None:
         slots = slots.step(slots.logits.argmax(-1))
 
 
-def test_what_cannot_be_captured_is_decoded_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_models_without_graph_capture_are_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As here, where there is no GPU to capture on."""
     backbone = loaded("llama", tmp_path)
     source = backbone.codec.encode_source([TEXTS[1]])
@@ -110,7 +110,7 @@ def test_what_cannot_be_captured_is_decoded_all_the_same(tmp_path: Path, caplog:
     assert caplog.text.count("decoding continues without CUDA graphs") == 1 and not slots.captures
 
 
-def test_a_step_that_fails_before_its_capture_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_before_capture_is_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
     """What its stream still does would else run beside the uncaptured step that follows, on the same caches."""
     waits: list[tuple[str, str]] = []
 
@@ -158,7 +158,7 @@ SMALL = {"vocab_size": 80, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "mistral", "opt", "qwen2", "qwen3"])
-def test_other_kinds_of_models_fit_slots(model_type: str, tmp_path: Path) -> None:
+def test_other_decoders_use_the_static_cache(model_type: str, tmp_path: Path) -> None:
     extra = {"opt": {"word_embed_proj_dim": 32, "ffn_dim": 64}, "mistral": {"sliding_window": None}}
     sizes = {**SMALL, "max_position_embeddings": 64, **extra.get(model_type, {})}
     if model_type in ("mistral", "qwen2", "qwen3"):
@@ -181,12 +181,12 @@ def test_other_kinds_of_models_fit_slots(model_type: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["t5", "bert"])
-def test_slots_are_for_decoders(kind: str, tmp_path: Path) -> None:
+def test_the_static_cache_is_for_decoders_only(kind: str, tmp_path: Path) -> None:
     assert not supports_static_cache(loaded(kind, tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_the_librarys_own_generation_says_the_same(kind: str, tmp_path: Path) -> None:
+def test_the_answers_equal_transformers_generate(kind: str, tmp_path: Path) -> None:
     backbone = loaded(kind, tmp_path)
     source = backbone.codec.encode_source([TEXTS[1]])
     ids = torch.tensor(source)
@@ -203,7 +203,7 @@ def test_the_librarys_own_generation_says_the_same(kind: str, tmp_path: Path) ->
     assert tokens[:7] == whole[:7]
 
 
-def test_caches_that_cannot_be_joined_are_said(tmp_path: Path) -> None:
+def test_caches_that_cannot_be_batched_are_an_error(tmp_path: Path) -> None:
     from transformers import DynamicCache, LlamaConfig
 
     from raycl.generation.dynamic_cache import _layers
@@ -214,7 +214,7 @@ def test_caches_that_cannot_be_joined_are_said(tmp_path: Path) -> None:
         _layers(cache)
 
 
-def test_a_masked_prefix_is_no_reason_to_cut_the_source() -> None:
+def test_a_masked_prefix_does_not_truncate_the_source() -> None:
     def state(rows: int, mask: list[list[int]]) -> DynamicKVCache:
         layers = [(torch.arange(6.0).expand(rows, 1, 1, 6).transpose(2, 3),) * 2]
         sources = torch.tensor(mask)

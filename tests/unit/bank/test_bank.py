@@ -263,7 +263,7 @@ def test_manifests_are_small_json_and_nothing_is_called_latest(local: Bank) -> N
     assert json.loads(local.storage.read("adapters/one/000001.json"))["record"]["scale"] == 4.0
 
 
-def test_the_activation_is_part_of_a_version_and_records_that_do_not_say_have_none(local: Bank) -> None:
+def test_the_activation_is_stored_and_empty_by_default(local: Bank) -> None:
     bent, plain = replace(adapter(), activation="relu"), adapter()
     first, second = (local.publish("one", state, MODEL) for state in (bent, plain))
     assert (first.version, second.version, first.tensors) == (1, 2, second.tensors)

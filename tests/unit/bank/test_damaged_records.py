@@ -86,7 +86,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Storage:
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_any_one_bit_that_flips_is_noticed(written: Storage, kind: str) -> None:
+def test_every_flipped_bit_is_detected(written: Storage, kind: str) -> None:
     record = RECORDS[kind]
     path = Path(written.path(record.file))
     whole = path.read_bytes()
@@ -111,7 +111,7 @@ def test_any_one_bit_that_flips_is_noticed(written: Storage, kind: str) -> None:
 @pytest.mark.parametrize(
     "damage", ["{}", "[]", "", "cut", "3", "null", "not utf-8", "[" * 100_000, "neighbour", "newer", "older"]
 )
-def test_what_is_no_record_of_ours_is_one_sentence(written: Storage, kind: str, damage: str) -> None:
+def test_invalid_records_give_one_sentence(written: Storage, kind: str, damage: str) -> None:
     record = RECORDS[kind]
     path = Path(written.path(record.file))
     whole = path.read_bytes()

@@ -140,7 +140,7 @@ def test_a_mixture_is_exactly_one_lora_and_exactly_one_merged_model(llama: Path,
         export_peft(state, described(llama), str(tmp_path / "peft"))
 
 
-def test_a_non_linear_block_is_no_increment_and_goes_nowhere(
+def test_a_non_linear_adapter_cannot_be_exported(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bank, states = bank_of_two(llama, tmp_path)
@@ -166,7 +166,7 @@ def test_a_non_linear_block_is_no_increment_and_goes_nowhere(
             assert not folder.exists()
 
 
-def test_the_job_as_people_type_it(llama: Path, tmp_path: Path) -> None:
+def test_export_by_the_command(llama: Path, tmp_path: Path) -> None:
     bank, _ = bank_of_two(llama, tmp_path)
 
     def job(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -202,7 +202,7 @@ def test_the_job_as_people_type_it(llama: Path, tmp_path: Path) -> None:
     ],
     ids=lambda command: command[-1],
 )
-def test_a_bank_that_is_not_there_is_one_sentence(
+def test_a_missing_bank_gives_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]

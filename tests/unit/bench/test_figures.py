@@ -22,7 +22,7 @@ from raycl.bench.figures import Figure, Report, machine, number, table
         (Figure("a", 7.0), None),
     ],
 )
-def test_a_figure_knows_whether_it_keeps_its_target(figure: Figure, ok: bool | None) -> None:
+def test_a_figure_is_compared_with_its_target(figure: Figure, ok: bool | None) -> None:
     assert figure.ok is ok
 
 
@@ -35,7 +35,7 @@ def test_only_missed_targets_count_as_missed() -> None:
     assert found.missed == ["slow"]
 
 
-def test_the_table_shows_value_target_and_verdict_of_each_figure() -> None:
+def test_the_table_shows_value_target_and_result_of_each_figure() -> None:
     lines = table(report(Figure("time", 1.2345, "x", 1.1, detail="2 ms against 1 ms"), Figure("speed", 12345.6, "/s")))
     shown = {line.split()[0]: line.split() for line in lines.splitlines() if line.strip()}
     assert shown["time"] == ["time", "1.234", "x", "<=", "1.1", "x", "MISSED", "2", "ms", "against", "1", "ms"]
@@ -43,7 +43,7 @@ def test_the_table_shows_value_target_and_verdict_of_each_figure() -> None:
     assert "rows 8" in lines and "load" in lines and "note: mini-t5 left out" in lines
 
 
-def test_the_tree_is_json_with_verdicts() -> None:
+def test_the_tree_is_json_with_results() -> None:
     tree = json.loads(json.dumps(report(Figure("time", 2.0, "x", 1.1)).tree()))
     assert tree["missed"] == ["time"]
     assert tree["figures"][0]["ok"] is False and tree["figures"][0]["target"] == 1.1

@@ -97,7 +97,7 @@ def test_every_part_runs_tiny_without_the_heavy_packages(tmp_path: Path) -> None
     assert all(f"## {part.name}" in page for part in PARTS) and "Targets missed: none" in page
 
 
-def test_a_gpu_is_asked_for_and_large_models_are_not_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_required_and_large_models_do_not_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"torch finds no GPU here.*--tiny --device cpu"):
         suite.measure(options("--device", "cuda"))
@@ -161,7 +161,7 @@ def test_a_token_that_is_not_the_best_one_is_a_failure(monkeypatch: pytest.Monke
     assert failure.ok is False and "behind the best one of a plain pass" in failure.detail
 
 
-def test_a_stream_that_learns_otherwise_misses_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_trains_differently_misses_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     battery, run = Battery(tmp_path), Battery.run
     seen: list[int | None] = []
 
@@ -213,7 +213,7 @@ def test_any_other_error_counts_as_a_missed_target_and_the_next_case_runs() -> N
     assert found[1].name == "part, bad: failures" and found[1].detail == "RuntimeError: an illegal memory access"
 
 
-def test_what_is_not_reached_and_what_lacks_a_package_is_said() -> None:
+def test_skipped_cases_and_missing_packages_are_reported() -> None:
     needs = Case("theirs", figures_of(1.0), needs=("no_such_package",))
     found, setup = run_cases(needs, Case("second", figures_of(2.0)), Case("third", figures_of(3.0)), seconds=-1.0)
     assert find_spec("no_such_package") is None and found == []

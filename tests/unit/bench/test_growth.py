@@ -7,7 +7,7 @@ from argparse import Namespace
 from raycl.bench.growth import LIMITS, measure
 
 
-def test_sapts_steps_and_answers_have_a_limit_and_sharp_attention_hears_few_blocks() -> None:
+def test_sapts_times_have_a_limit_and_sharp_attention_activates_few_adapters() -> None:
     sizes = {"tasks": [1, 5], "batch_size": 4, "rounds": 1, "threads": 1, "router": "discriminant"}
     report = measure(Namespace(**sizes, method="sapt", sharpness=30.0))
     figures = {figure.name: figure for figure in report.figures}

@@ -29,7 +29,7 @@ Private_Dirty:        12 kB
 """
 
 
-def test_mapped_token_files_and_private_memory_are_told_apart() -> None:
+def test_mapped_and_private_memory_are_distinguished() -> None:
     assert memory(TEXT) == ReplayEntry(mapped_pss=500, private=216)
 
 

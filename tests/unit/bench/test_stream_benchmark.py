@@ -84,7 +84,7 @@ def test_repeated_trials_count_by_the_median_of_each_step() -> None:
     assert Typical([trial(1.0, 9.0), trial(2.0, 1.0), trial(3.0, 2.0)]).step_s == [2.0, 2.0]
 
 
-def test_a_sound_run_keeps_every_target() -> None:
+def test_a_good_run_meets_every_target() -> None:
     assert False not in verdicts(comparison(torch=trial(1.05, 1.05, start_s=5.0))).values()
 
 
@@ -97,17 +97,17 @@ def test_a_sound_run_keeps_every_target() -> None:
         (trial(1.0, 1.0, answer="maybe"), {"answers that differ"}),
     ],
 )
-def test_each_shortfall_is_seen(bad: Trial, missed: set[str]) -> None:
+def test_every_missed_target_is_reported(bad: Trial, missed: set[str]) -> None:
     assert {name for name, ok in verdicts(comparison(torch=bad)).items() if ok is False} == missed
 
 
-def test_with_several_workers_rounding_is_told_but_not_judged() -> None:
+def test_with_several_workers_rounding_is_reported_without_a_target() -> None:
     made = comparison(torch=trial(1.0, 1.0))
     made.add("torch", 2, trial(9.0, 9.0, loss=1.001))
     assert all(figure.ok is None for figure in stream.figures_of(made) if "2 workers" in figure.name)
 
 
-def test_absent_backbones_are_said(tmp_path: Path) -> None:
+def test_missing_backbones_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "mini-t5").mkdir()
     found, notes = stream.backbones(["minilm", "mini-t5", "mini-llama"], tmp_path)
     assert found == {"minilm": "minilm", "mini-t5": str(tmp_path / "mini-t5")}

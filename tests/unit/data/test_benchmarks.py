@@ -53,7 +53,7 @@ def test_an_unknown_stream_gets_the_nearest_name() -> None:
         require("???")
 
 
-def test_last_tasks_settle_sapts_numbering() -> None:
+def test_last_tasks_confirm_sapts_numbering() -> None:
     assert ORDERS["long-A"][-1] == "yahoo" and ORDERS["long-C"][-1] == "wic" and ORDERS["long-B"][-1] == "yahoo"
 
 

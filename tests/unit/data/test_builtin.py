@@ -133,7 +133,7 @@ def test_zero_rows_is_an_empty_stream() -> None:
     assert list(rows("topic", "train", 0, 0)) == []
 
 
-def test_running_dry_says_how_many_texts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_rows_give_an_error_with_the_number_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = {"text": ("{word} and {word2}",), "word": tuple("abcdef")}
     monkeypatch.setattr(builtin, "_grammar", lambda task, split: tiny)
     drawn: list[tuple[str, str]] = []

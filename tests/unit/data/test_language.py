@@ -125,7 +125,7 @@ def test_labels_are_neither_needed_nor_read(tmp_path: Path) -> None:
     assert len(builtin.tasks) == 5 and all(task.labels is None for task in builtin.tasks)
 
 
-def test_what_cannot_be_learned_this_way_is_said(tmp_path: Path) -> None:
+def test_unsupported_objectives_are_errors(tmp_path: Path) -> None:
     stream = texts_stream(tmp_path / "mine")
     with pytest.raises(
         ConfigError, match="objective is mlm, but the backbone is of kind decoder: expected mlm for enc"

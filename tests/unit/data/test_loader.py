@@ -86,7 +86,7 @@ def test_a_batch_holds_what_the_table_holds(tables: tuple[TokenTable, TokenTable
         assert all(tensor.dtype == torch.int64 for tensor in batch.tensors() if tensor is not batch.weight)
 
 
-def test_fill_ups_carry_nothing(tables: tuple[TokenTable, TokenTable]) -> None:
+def test_fill_up_rows_have_no_loss(tables: tuple[TokenTable, TokenTable]) -> None:
     order = GlobalOrder(45, 32, 1, seed=0)  # the last step has 13 rows
     last = [Loader(tables, None, order, rank, 2, 4, 32, pad_id=7).micro_batches(1) for rank in (0, 1)]
     assert [len(real_rows(share)) for share in last] == [7, 6]

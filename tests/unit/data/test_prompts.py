@@ -10,7 +10,7 @@ def test_superni() -> None:
     assert superni("").around("x") == "Now complete the following example -\nInput: x\nOutput: "
 
 
-def test_long_says_nothing_before_the_text_without_a_definition() -> None:
+def test_long_has_no_prefix_without_a_definition() -> None:
     assert long("Do.").around("x") == "Do.\nx\nOutput: "
     assert long("").around("x") == "x\nOutput: "
 

@@ -71,7 +71,7 @@ def test_limits_and_few_shot(write_task: WriteTask) -> None:
     assert len(open_agnews(root, dev_rows=None, dev_fraction=0.5).rows(task, "dev")) == 200
 
 
-def test_the_seed_moves_the_choice_and_nothing_else_does(write_task: WriteTask, tmp_path: Path) -> None:
+def test_row_selection_depends_on_the_seed_alone(write_task: WriteTask, tmp_path: Path) -> None:
     root = write_task("agnews", news(200), news(10))
     task = open_agnews(root).tasks[0]
     here = open_agnews(root, seed=1, train_rows=20)

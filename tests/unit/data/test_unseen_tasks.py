@@ -23,7 +23,7 @@ def of(**settings: Any) -> Any:
     return open_stream(StreamConfig(**settings), seed=0)
 
 
-def test_they_are_prepared_as_the_streams_tasks_and_never_become_phases(
+def test_unseen_tasks_are_prepared_and_are_no_phases(
     write_task: WriteTask, codec: MiniLMCodec
 ) -> None:
     write_task("agnews", news(40), news(12, 40), below="Long_Sequence")
@@ -48,7 +48,7 @@ def test_an_order_stands_for_its_tasks_and_a_lone_name_for_itself() -> None:
     assert not {canonical(name) for name in (*ORDERS, *ALIASES)} & set(TASKS), "no order is called like a task"
 
 
-def test_an_order_whose_tasks_are_partly_there(write_task: WriteTask) -> None:
+def test_an_order_with_missing_tasks(write_task: WriteTask) -> None:
     write_task("agnews", news(40), news(12, 40))
     root = str(write_task(POEM, [("x", "y")] * 3, [("z", "y")] * 3))
     settings: dict[str, Any] = {"name": "x", "root": root, "tasks": ("agnews",), "unseen": ("superni-unseen",)}
@@ -58,7 +58,7 @@ def test_an_order_whose_tasks_are_partly_there(write_task: WriteTask) -> None:
     assert [task.name for task in stream.unseen] == [POEM] and "task360" in stream.notes[0]
 
 
-def test_few_shot_asks_nothing_of_them(write_task: WriteTask) -> None:
+def test_few_shot_does_not_apply_to_unseen_tasks(write_task: WriteTask) -> None:
     write_task("agnews", news(200), news(12, 200))
     root = write_task("free", [("a", f"answer {n}") for n in range(90)], [("b", "answer")] * 3)
     assert of(name="x", root=str(root), tasks=("agnews",), unseen=("free",), per_class=2).unseen[0].labels is None
@@ -78,13 +78,13 @@ def test_few_shot_asks_nothing_of_them(write_task: WriteTask) -> None:
         ({"tasks": ("topic",), "unseen": ("superni-1",)}, "task 'task1572_samsum_summary' of stream 'builtin' comes"),
     ],
 )
-def test_what_cannot_be_unseen(settings: dict[str, Any], words: str) -> None:
+def test_invalid_unseen_tasks_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         of(**settings)
     assert str(caught.value).startswith(words)
 
 
-def test_what_is_not_on_disk(write_task: WriteTask) -> None:
+def test_missing_unseen_tasks(write_task: WriteTask) -> None:
     root = write_task("agnews", news(40), news(12, 40))
     with pytest.raises(MissingTasksError, match=r"1 of 1 tasks are missing under .*nowhere \(no folder\)"):
         of(name="x", root=str(root), tasks=("agnews",), unseen=("nowhere",))
@@ -94,7 +94,7 @@ def test_what_is_not_on_disk(write_task: WriteTask) -> None:
     assert task_folder(Storage.at(str(root))).files == {}
 
 
-def test_an_encoder_is_not_asked_for_free_text(write_task: WriteTask) -> None:
+def test_encoders_refuse_unseen_tasks_with_free_text(write_task: WriteTask) -> None:
     write_task("agnews", news(40), news(12, 40))
     root = write_task("free", [("a", f"answer {n}") for n in range(90)], [("b", "answer")] * 3)
     stream = of(name="x", root=str(root), tasks=("agnews",), unseen=("free",))

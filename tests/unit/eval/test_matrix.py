@@ -61,7 +61,7 @@ def test_without_later_gains_both_are_equal(rows: list[list[float]]) -> None:
 
 
 @given(triangles())
-def test_without_forgetting_the_signs_say_so(rows: list[list[float]]) -> None:
+def test_without_forgetting_the_signs_are_positive(rows: list[list[float]]) -> None:
     rising = [[max(rows[k][j] for k in range(j, i + 1)) for j in range(i + 1)] for i in range(len(rows))]
     values = matrix_of(rising).values()
     assert (f_ra(values) or 0.0) <= 0 <= (bwt(values) or 0.0)

@@ -73,7 +73,7 @@ def projector(subspace: Subspace) -> Array:
 
 
 @pytest.mark.parametrize("threshold", [0.6, 0.9, 0.995])
-def test_the_subspace_grows_as_the_definition_says(threshold: float) -> None:
+def test_the_subspace_grows_by_the_definition(threshold: float) -> None:
     expected, found = np.zeros((12, 12)), Subspace.empty(12)
     ranks = []
     for covariance in covariances(6):
@@ -87,7 +87,7 @@ def test_the_subspace_grows_as_the_definition_says(threshold: float) -> None:
     assert found.complement is (ranks[-1] > 6)
 
 
-def test_everything_that_was_read_is_inside_at_threshold_one() -> None:
+def test_at_threshold_one_all_inputs_are_in_the_subspace() -> None:
     found = Subspace.empty(12)
     for covariance in covariances(2):
         found = found.grown(torch.from_numpy(covariance), 1.0)
@@ -209,7 +209,7 @@ def finished(lab: Lab, folder: Path, method: Any) -> Storage:
     return storage
 
 
-def test_tasks_trained_alone_know_no_subspace(lab: Lab, tmp_path: Path) -> None:
+def test_single_task_runs_have_no_subspace(lab: Lab, tmp_path: Path) -> None:
     other = finished(lab, tmp_path / "other", ("separate", {"name": "inflora", "threshold": 0.5}))
     found = finished(lab, tmp_path / "found", ("separate", "inflora"))
     assert trace(found) == trace(other) and matrix(found) == matrix(other) and exported(found) == exported(other)

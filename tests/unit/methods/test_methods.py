@@ -29,7 +29,7 @@ def begin(context: TrainingContext, phase: int, resumed: bool = False) -> Method
     return context.method
 
 
-def test_stage_labels_are_in_order_and_once() -> None:
+def test_phase_labels_are_ordered_and_unique() -> None:
     tasks = (
         Task("a", ("yes", "no"), "exact_match"),
         Task("b", None, "rouge_l"),

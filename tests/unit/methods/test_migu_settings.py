@@ -108,7 +108,7 @@ def test_row_sparse_is_the_masked_dense_step_to_rounding(
         torch.testing.assert_close(value, left[1][name], rtol=tolerance, atol=tolerance)
 
 
-def test_layers_forward_as_ever_when_the_task_is_over(lab: Lab) -> None:
+def test_layers_are_restored_after_the_task(lab: Lab) -> None:
     started = Started(lab)
     layers = [module for module in started.parts.backbone.modules() if "forward" in vars(module)]
     assert len(layers) == 12
@@ -117,7 +117,7 @@ def test_layers_forward_as_ever_when_the_task_is_over(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("scope", ["step", "micro_batch"])
-def test_whose_magnitudes_decide(lab: Lab, scope: str) -> None:
+def test_mask_scope_sets_which_batches_are_summed(lab: Lab, scope: str) -> None:
     started = Started(lab, mask_scope=scope)
     first, second = started.batch([0, 1]), started.batch([2, 3])
     alone = started.magnitudes(first)
@@ -152,7 +152,7 @@ def test_the_first_task_is_skipped_where_there_are_others(
     assert 0 < summary["gradient_norm_kept"] < 1
 
 
-def test_settings_that_fit_no_layer_are_one_clear_sentence(lab: Lab) -> None:
+def test_settings_that_match_no_layer_give_one_sentence(lab: Lab) -> None:
     with pytest.raises(ConfigError, match=r"modifiers.migu.layers: target 'atention' matches no linear layer"):
         check(lab.config("bert", modifiers=[{"name": "migu", "layers": ["atention"]}]))
     with pytest.raises(ConfigError, match=r"modifiers.migu.include_lm_head is true, but this backbone has no"):
@@ -167,6 +167,6 @@ def test_no_modifier_changes_nothing() -> None:
     assert nothing("x", gradient) is gradient and nothing.masked("x") is None and nothing.held("x") is None
 
 
-def test_parts_carry_the_modifiers(lab: Lab) -> None:
+def test_the_training_context_has_the_modifiers(lab: Lab) -> None:
     parts: TrainingContext = Started(lab).parts
     assert list(parts.modifiers.members) == ["migu"]

@@ -138,7 +138,7 @@ def test_the_penalty_counts_once_a_step(lab: Lab, tmp_path: Path, engine: str, m
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fresh_adapter_says_nothing_and_a_mixture_of_zeros_is_the_backbone(lab: Lab, kind: str) -> None:
+def test_a_new_adapter_adds_nothing_and_a_zero_mixture_is_the_backbone(lab: Lab, kind: str) -> None:
     method, parts, batch = second_task(lab, kind)
     bare, _ = build(lab.config(kind, "inclora"), WORLD)
 
@@ -156,7 +156,7 @@ def test_a_fresh_adapter_says_nothing_and_a_mixture_of_zeros_is_the_backbone(lab
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_learned_never_changes(lab: Lab, tmp_path: Path, kind: str) -> None:
+def test_earlier_adapters_never_change(lab: Lab, tmp_path: Path, kind: str) -> None:
     bank = Bank(finished(lab, tmp_path, "olora", kind).sub("bank"))
     first, second = bank.open(1), bank.open(2)
     assert [str(entry) for entry in first.adapters] == ["colour@1"]
@@ -173,7 +173,7 @@ def test_the_first_task_is_plain_lora(lab: Lab, tmp_path: Path) -> None:
         assert mine == pytest.approx(other, abs=1e-5)
 
 
-def test_apart_each_adapter_is_a_plain_lora_trained_afresh(lab: Lab, tmp_path: Path) -> None:
+def test_separate_adapters_equal_fresh_plain_loras(lab: Lab, tmp_path: Path) -> None:
     plain, found = (finished(lab, tmp_path / name, ("separate", name)) for name in ("lora", "olora"))
     for mine, other in zip(trace(found), trace(plain), strict=True):
         assert mine == pytest.approx(other, abs=1e-5)
@@ -210,7 +210,7 @@ def test_the_parts_of_the_head_are_one_head_that_keeps_training(lab: Lab) -> Non
     torch.testing.assert_close(head.bias.grad, whole.bias.grad)
 
 
-def test_whose_rows_are_trained(lab: Lab, tmp_path: Path) -> None:
+def test_head_rows_in_training(lab: Lab, tmp_path: Path) -> None:
     shared = slots(finished(lab, tmp_path / "shared", "inclora"))
     own = slots(finished(lab, tmp_path / "own", {"name": "inclora", "head": "own"}))
     assert [state.labels for state in shared.values()] == [("blue", "red"), ("blue", "red", "cat", "dog")]
@@ -244,7 +244,7 @@ def test_a_merged_model_answers_as_the_snapshot(lab: Lab, tmp_path: Path, kind: 
         torch.testing.assert_close(found, served.backbone(batch).logits, atol=1e-5, rtol=1e-4)
 
 
-def test_heads_add_up_only_where_they_are_meant_to(lab: Lab) -> None:
+def test_heads_are_summed_only_under_the_logit_rule(lab: Lab) -> None:
     states = {
         name: AdapterState(
             {}, 1.0, None, labels, torch.full((len(labels), 2), value), torch.full((len(labels),), value)

@@ -117,7 +117,7 @@ def test_the_released_scale_grows_with_accumulation() -> None:
     assert value(scaled, attention, step) == pytest.approx(4 * value(plain, attention, step))
 
 
-def test_memories_come_back_as_they_were() -> None:
+def test_the_replay_buffer_is_restored_unchanged() -> None:
     first, _attention = remembered(2)
     first.entries["t1"] = ReplayEntry(PseudoSamples([[1, 2], [3]], [[4], []], [0, -1]), first.entries["t1"].abar)
     second = Reflection(first.config, 0.5)
@@ -190,7 +190,7 @@ def test_inputs_from_the_files_of_sapts_authors(lab: Lab, tmp_path: Path) -> Non
     assert read_file(rows, str(tmp_path), 0.15).sources == codec.encode_source(["cold"]), "lines come first"
 
 
-def test_stand_ins_are_kept_in_mind() -> None:
+def test_fallback_samples_are_recorded() -> None:
     samples = PseudoSamples([[1, 2], [3]], [], [], 2)
     assert PseudoSamples.of(samples.tensors()) == samples
     assert PseudoSamples.of(PseudoSamples([[1]], [[2]], [0]).tensors()) == PseudoSamples([[1]], [[2]], [0])
@@ -215,7 +215,7 @@ def test_stand_ins_are_kept_in_mind() -> None:
         (["method.value=adapter"], "config key 'method.value' is 'adapter'"),
     ],
 )
-def test_bad_settings_are_said_in_the_users_words(overrides: list[str], said: str) -> None:
+def test_errors_of_settings_use_the_users_names(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["method=sapt", *overrides])
     assert said in str(caught.value)

@@ -78,7 +78,7 @@ def test_every_name_finds_its_class_and_its_config_carries_the_name(name: str) -
         (["stream.tasks=[{name: a}]"], "stream.tasks.0: task 'a' has no data: give 'path', or both "),
     ],
 )
-def test_wrong_choices_are_answered_in_the_users_words(overrides: list[str], words: str) -> None:
+def test_errors_of_choices_use_the_users_names(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, overrides)
     assert str(caught.value).startswith(words)

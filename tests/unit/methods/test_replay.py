@@ -66,7 +66,7 @@ def test_old_samples_come_with_every_later_task_in_every_epoch(lab: Lab, tmp_pat
     assert sorted(epochs[0]) == sorted(epochs[1]) and mixed[:4] != mixed[4:], "one data set, shuffled each time"
 
 
-def test_everything_stored_is_joint_training(lab: Lab, tmp_path: Path) -> None:
+def test_full_replay_equals_multi_task_training(lab: Lab, tmp_path: Path) -> None:
     """Replay at 100 % has the joint data in its last phase (SAPT, appendix E.2)."""
     replayed = texts_of_each_step(lab, tmp_path / "replay", 1, {"name": "replay", "share": 1.0})
     joint = texts_of_each_step(lab, tmp_path / "joint", 0, "joint")
@@ -86,7 +86,7 @@ def test_the_first_task_is_the_learners_own_and_the_second_forgets_less(lab: Lab
     assert len(found["replay"][0]) == 16 + 4 * 6, "14 rows, then 14 and 7"
 
 
-def test_adapters_say_whose_samples_they_saw(lab: Lab, tmp_path: Path) -> None:
+def test_adapters_record_the_tasks_of_replayed_samples(lab: Lab, tmp_path: Path) -> None:
     storage = Storage.at(tmp_path)
     run(lab.config("bert", {"name": "replay", "learner": "inclora"}), storage)
     newest = Bank(storage.sub("bank")).newest()
@@ -97,7 +97,7 @@ def test_adapters_say_whose_samples_they_saw(lab: Lab, tmp_path: Path) -> None:
     }
 
 
-def test_a_learner_whose_texts_speak_for_their_own_task_alone_is_refused(lab: Lab) -> None:
+def test_a_learner_with_adapters_for_its_own_texts_is_refused(lab: Lab) -> None:
     with pytest.raises(
         ConfigError, match=r"method\.learner is slm, which trains each task's adapters on its own texts"
     ):

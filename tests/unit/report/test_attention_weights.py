@@ -26,7 +26,7 @@ def attended(result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "phase_summaries": [{}, {}, {"attention": told}]}
 
 
-def test_maps_are_over_all_blocks(make_result: Make) -> None:
+def test_maps_cover_all_adapters(make_result: Make) -> None:
     found = AttentionWeights.of(attended(make_result("sapt")))
     assert found.keys == list(TRAIN)
     assert found.train["agnews"] == [1.0, 0.0, 0.0] and found.test == TEST
@@ -39,7 +39,7 @@ def test_both_maps_stand_below_each_other(make_result: Make) -> None:
     assert "87.5" in shown and "12.5" in shown and "60 pseudo-samples" in shown
 
 
-def test_inputs_that_stand_in_for_a_generators_are_told(make_result: Make) -> None:
+def test_fallback_samples_are_noted(make_result: Make) -> None:
     result = attended(make_result("sapt"))
     result["phase_summaries"][-1]["attention"]["fallback_samples"] = {"yahoo": 20}
     assert "60 pseudo-samples in all, 20 of them stored training inputs" in " ".join(attention_table(result).split())
@@ -59,7 +59,7 @@ def test_maps_are_drawn_side_by_side(tmp_path: Path, make_result: Make, monkeypa
     assert [label.get_text() for label in now.get_xticklabels()] == list(TRAIN)
 
 
-def test_maps_that_nobody_could_read_are_refused(tmp_path: Path, make_result: Make) -> None:
+def test_maps_too_large_to_read_are_refused(tmp_path: Path, make_result: Make) -> None:
     many = attended(make_result("sapt"))
     with pytest.raises(RunError, match="attention in 7 runs cannot be read"):
         attention_maps([many] * 7, tmp_path / "a.png")
@@ -70,7 +70,7 @@ def test_maps_that_nobody_could_read_are_refused(tmp_path: Path, make_result: Ma
         attention_maps([make_result("lora")], tmp_path / "a.png")
 
 
-def test_a_run_without_attention_is_told_so(make_result: Make) -> None:
+def test_a_run_without_attention_is_an_error(make_result: Make) -> None:
     result = make_result("lora")
     assert not has_attention(result)
     with pytest.raises(RunError, match="only runs with method=sapt do"):

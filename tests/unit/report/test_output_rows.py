@@ -45,13 +45,13 @@ def test_overlap_is_the_share_of_rows_that_the_other_kept_too(make_result: Make)
         assert row == pytest.approx(wanted)
 
 
-def test_a_layer_that_a_task_did_not_watch_is_left_out(make_result: Make) -> None:
+def test_a_layer_without_magnitudes_of_a_task_is_left_out(make_result: Make) -> None:
     result = with_rows(make_result("lora"))
     del result["phase_summaries"][2]["modifiers"]["migu"]["layers"]["a"]
     assert list(OutputRows.of(result).layers) == ["b"]
 
 
-def test_the_table_says_what_is_chance_and_what_was_not_masked(make_result: Make) -> None:
+def test_the_table_has_chance_level_and_unmasked_layers(make_result: Make) -> None:
     lines = output_rows_table(with_rows(make_result("lora"))).splitlines()
     assert "mean over 2 layers" in lines[0]
     assert lines[-1].startswith("30.0 is chance")

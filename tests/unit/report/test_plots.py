@@ -52,7 +52,7 @@ def test_heatmaps_share_one_picture(tmp_path: Path, make_result: Make, drawn: li
 
 
 @pytest.mark.parametrize("runs", [0, MOST_PANELS + 1])
-def test_pictures_nobody_could_read_are_refused(tmp_path: Path, make_result: Make, runs: int) -> None:
+def test_plots_too_large_to_read_are_refused(tmp_path: Path, make_result: Make, runs: int) -> None:
     with pytest.raises(RunError, match=f"a picture of {runs} runs"):
         heatmaps([make_result()] * runs, tmp_path / "no.png")
 

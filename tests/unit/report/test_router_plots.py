@@ -98,7 +98,7 @@ def test_the_plane_has_every_key_with_its_task(tmp_path: Path, make_routed: Make
     assert len(looks) == 27, "no two tasks look alike"
 
 
-def test_a_plane_that_was_left_out_is_said_so(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
+def test_a_missing_projection_is_noted(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
     result = make_routed(TASKS)
     result["phase_summaries"][-1]["key_plane"] = []
     router_maps([result], tmp_path / "router.png")
@@ -169,7 +169,7 @@ def test_runs_stand_below_each_other_on_one_scale(tmp_path: Path, make_routed: M
     ]
 
 
-def test_pictures_nobody_could_read_or_draw_are_refused(tmp_path: Path, make_routed: Make, make_result: Make) -> None:
+def test_impossible_plots_are_refused(tmp_path: Path, make_routed: Make, make_result: Make) -> None:
     path = tmp_path / "no.png"
     with pytest.raises(RunError, match=f"a picture of {MOST_RUNS + 1} routers cannot be read: .* and {MOST_RUNS} runs"):
         router_maps([make_routed(TASKS)] * (MOST_RUNS + 1), path)

@@ -59,7 +59,7 @@ def test_seeds_become_mean_and_spread(make_result: Make) -> None:
     assert " ".join(cells(row)) == "sapt long-a mini-t5 3 81.0 ± 1.0 12.5 ± 0.0 – -12.5 ± 0.0 75.0 s 1,234"
 
 
-def test_runs_with_other_settings_are_told_apart_not_averaged(make_result: Make) -> None:
+def test_runs_with_other_settings_are_separate_lines(make_result: Make) -> None:
     wide = make_result("lora", seed=1)
     wide["config"]["method"]["rank"] = 16
     wide["config"] |= {"tracking": {"backend": "wandb"}, "eval": {"singles": "runs/single-1"}}
@@ -121,7 +121,7 @@ def test_routing_by_task_marks_the_router_in_use(make_routed: Make) -> None:
     assert lines[-1].startswith("*: chose the adapters; novelty:")
 
 
-def test_routing_of_a_run_that_was_told_the_tasks_marks_no_router(make_routed: Make) -> None:
+def test_task_incremental_routing_marks_no_router(make_routed: Make) -> None:
     lines = routing_table(make_routed(["agnews"], router="task")).splitlines()
     assert cells(lines[2]) == ["keys", "discriminant", "eq.", "13"] and lines[-1] == "routed by task"
 

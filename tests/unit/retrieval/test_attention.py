@@ -80,7 +80,7 @@ def test_the_direction_of_the_divergence() -> None:
     assert float(never) == 0.0, "0 log 0 is 0 even where alpha has vanished"
 
 
-def test_weights_sum_to_one_and_a_silent_key_changes_none() -> None:
+def test_weights_sum_to_one_and_an_unused_key_changes_none() -> None:
     scores = [0.4, -0.2, 1.0]
     old, more = with_scores(scores)(texts(4)).exp(), with_scores([*scores, -1e4])(texts(4)).exp()
     torch.testing.assert_close(old.sum(1), torch.ones(4))
@@ -113,7 +113,7 @@ def test_pads_and_neighbours_do_not_count(proj_act: str) -> None:
     assert not max_pooled(joined, mask * 0).any(), "a text without tokens is no text, and finite"
 
 
-def test_silu_stands_where_it_is_told() -> None:
+def test_silu_is_applied_where_configured() -> None:
     """After both projections as in SAPT's code, or between them as in ATTEMPT, by the formula."""
     for proj_act in ("after_up", "between"):
         one = attention(2, proj_act=proj_act)
@@ -139,7 +139,7 @@ def test_old_keys_have_no_gradient_and_the_new_one_does() -> None:
     assert {name for name, _ in three.named_parameters()} == {"down", "up", "norm_weight", "norm_bias", "key"}
 
 
-def test_what_is_below_the_floor_is_left_out_for_each_text() -> None:
+def test_weights_below_the_pruning_threshold_are_dropped_per_text() -> None:
     alpha = torch.tensor([[0.5, 0.4999, 0.0001], [0.9, 0.0002, 0.0998], [0.9999, 0.0, 0.0001]])
     sparse = mixture_of(("a", "b", "c"), alpha, pruning_threshold=1e-3)
     assert torch.equal(sparse.weights, torch.tensor([[0.5, 0.4999, 0.0], [0.9, 0.0, 0.0998], [0.9999, 0.0, 0.0]]))
@@ -153,7 +153,7 @@ def test_what_is_below_the_floor_is_left_out_for_each_text() -> None:
 
 
 @pytest.mark.parametrize("tasks", [2, 20, 100])
-def test_what_is_left_out_weighs_less_than_the_floor_in_all(tasks: int) -> None:
+def test_dropped_weights_sum_to_less_than_the_pruning_threshold(tasks: int) -> None:
     scores = torch.randn(200, tasks, generator=torch.Generator().manual_seed(0)) * 4
     alpha = scores.softmax(1)
     for pruning_threshold in (1e-3, 1e-1):
@@ -166,7 +166,7 @@ def test_what_is_left_out_weighs_less_than_the_floor_in_all(tasks: int) -> None:
         assert float(change.max()) < pruning_threshold, "no output moves by more than that share of a block's"
 
 
-def test_the_loudest_alone() -> None:
+def test_hard_attention_selects_the_largest_weight() -> None:
     alpha = torch.tensor([[0.4, 0.6], [0.7, 0.3]])
     assert torch.equal(mixture_of(("a", "b"), alpha, 1e-3, hard=True).weights, torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
 
@@ -208,7 +208,7 @@ def test_standardized_queries_do_not_see_what_all_texts_share() -> None:
     )
 
 
-def test_the_texts_that_standardize_can_be_told_themselves() -> None:
+def test_the_standardized_texts_remain_distinguishable() -> None:
     """Held to their key by a few of them, those never seen attend to it too, beside a task that is found far off."""
     wide = 64
     drawn = torch.randn(400, wide, generator=torch.Generator().manual_seed(2))
@@ -263,7 +263,7 @@ def test_dimensions_that_hardly_any_text_varies_do_not_drown_the_others() -> Non
     assert found.spread is not None and torch.equal(found.spread, torch.ones(WIDE))
 
 
-def test_scores_are_mixed_without_a_floor() -> None:
+def test_scores_are_mixed_without_a_pruning_threshold() -> None:
     """The least of a block lifts its labels from impossible to 0, so no block may be left out."""
     assert AttentionConfig().settled(encoder=True, scores=True).pruning_threshold == 0.0
     assert (
@@ -274,7 +274,7 @@ def test_scores_are_mixed_without_a_floor() -> None:
     )
 
 
-def test_what_cannot_be_routed_is_said() -> None:
+def test_impossible_routing_is_an_error() -> None:
     router = AttentionRouter(attention(2, trainable=False))
     with pytest.raises(BankError, match="reads prompts with the backbone's own embeddings"):
         router.route(["a text"], None)

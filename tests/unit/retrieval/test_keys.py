@@ -78,7 +78,7 @@ def test_keys_without_a_hit_are_left_alone_unless_official() -> None:
 
 
 @pytest.mark.parametrize("mask", [0.0, 0.99, 0.999999])
-def test_the_mask_leaves_k_slots_and_no_trace(mask: float) -> None:
+def test_the_mask_keeps_k_slots_without_bias(mask: float) -> None:
     """SLM, eq. 7."""
     similar = drawn(5, 3, 4)
     chosen = choose(similar, 2, mask, torch.Generator().manual_seed(0))
@@ -110,7 +110,7 @@ def test_weights_by_hand(groups: list[list[float]], top_k: int, rule: str, expec
     torch.testing.assert_close(found[0], torch.tensor(expected).float(), atol=1e-4, rtol=0)
 
 
-def test_negative_weights_only_when_asked_for() -> None:
+def test_negative_weights_only_if_configured() -> None:
     raw = slot_weights(torch.tensor([[[0.4, -0.1]]]), RetrievalConfig(top_k=2, clamp=False))
     torch.testing.assert_close(raw, torch.tensor([[0.4, -0.1]]) / 0.3)
 
@@ -119,7 +119,7 @@ def test_negative_weights_only_when_asked_for() -> None:
     st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(1, 8),
     st.sampled_from(["group_union", "group_mean", "vote"]), st.integers(0, 99),
 )  # fmt: skip
-def test_weights_sum_to_one_and_rows_do_not_meet(
+def test_weights_sum_to_one_and_rows_are_independent(
     batch: int, groups: int, slots: int, top_k: int, rule: str, seed: int
 ) -> None:
     """K is capped at the candidates; a batch equals its rows; permuting slots permutes weights."""
@@ -134,7 +134,7 @@ def test_weights_sum_to_one_and_rows_do_not_meet(
         torch.testing.assert_close(slot_weights(similar[:, :, order], config), found[:, order])
 
 
-def test_one_choice_for_the_batch_is_another_one() -> None:
+def test_selection_per_batch_differs_from_per_text() -> None:
     """With batch scope, as released, two texts of different tasks get one mixture."""
     similar = torch.tensor([[[0.9, 0.1, 0.0]], [[0.0, 0.1, 0.8]]])
     together = slot_weights(similar, RetrievalConfig(top_k=1, scope="batch"))
@@ -189,6 +189,6 @@ def test_key_accuracy_wants_more_than_half(right: int, counts: bool) -> None:
         (drawn(3, 12), KeyConfig(groups=3, start="data"), 1, "3 texts cannot start 4 slots"),
     ],
 )
-def test_what_cannot_be_learned_is_said(queries: Tensor, config: KeyConfig, top_k: int, said: str) -> None:
+def test_impossible_settings_are_errors(queries: Tensor, config: KeyConfig, top_k: int, said: str) -> None:
     with pytest.raises(RetrievalError, match=said):
         learn_keys(queries, config, top_k, seed=0)

@@ -56,7 +56,7 @@ def test_texts_find_their_task(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["keys", "discriminant"])
-def test_what_is_kept_routes_the_same(kind: Kind) -> None:
+def test_stored_statistics_route_the_same(kind: Kind) -> None:
     router, queries = studied(kind, list(TASKS)), texts_of("two", 20, seed=3)
     state = RouterState(kind, router.settings(), router.tensors())
     again = SlotRouter.restored(state)
@@ -101,7 +101,7 @@ def test_texts_of_no_task_are_far_away() -> None:
     assert float(near.median()) < float(far.median()) and float((far > near.quantile(0.9)).float().mean()) > 0.8
 
 
-def test_the_told_task_is_the_only_candidate() -> None:
+def test_with_the_task_id_its_task_is_the_only_candidate() -> None:
     """SLM-TI equals SLM where all slots of the task are chosen and nobody else's."""
     router = studied("keys", list(TASKS))
     queries = texts_of("one", 3)
@@ -159,7 +159,7 @@ def test_an_encoder_that_breaks_is_refused(tmp_path: Path, monkeypatch: pytest.M
         encoder.embed(["hello"])
 
 
-def test_a_layer_that_is_not_there_is_said() -> None:
+def test_a_missing_layer_is_an_error() -> None:
     with pytest.raises(RetrievalError, match=r"encoder.layer=7, but 'minilm' has layers 0 to 6: name one of them"):
         SentenceEncoder(EncoderConfig(layer=7)).embed(["hello"])
 
@@ -247,7 +247,7 @@ def test_layers_above_the_one_that_is_read_are_not_computed(monkeypatch: pytest.
         SentenceEncoder(EncoderConfig(layer=7)).embed(texts)
 
 
-def test_router_sum_lets_everybody_speak_and_reads_nothing() -> None:
+def test_router_sum_activates_all_adapters_without_reading_texts() -> None:
     state = RouterState("sum", {"head_rule": "logit"})
     mixture = make_router(state, {"one": ("one",), "two": ("two",)}).route(["a", "b", "c"], None)
     assert mixture.names == ("one", "two") and torch.equal(mixture.weights, torch.ones(3, 2))

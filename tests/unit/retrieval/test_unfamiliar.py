@@ -41,7 +41,7 @@ def restored(router: SlotRouter, forgotten: str = "") -> SlotRouter:
     return SlotRouter.restored(without(state, forgotten) if forgotten else state)
 
 
-def test_texts_of_a_task_are_unfamiliar_until_it_is_learned() -> None:
+def test_texts_are_out_of_distribution_until_their_task_is_learned() -> None:
     router, fresh = studied("one", "two", "three"), texts_of("four", 200, seed=3)
     before = router.ood_score(fresh)
     assert before.shape == (200,) and before.dtype == torch.float32
@@ -72,7 +72,7 @@ def test_a_share_counts_the_kept_texts_that_are_nearer() -> None:
     assert torch.equal(alone, router.ood_score(queries)), "neighbours in a batch do not matter"
 
 
-def test_what_is_odd_for_every_task_counts_less() -> None:
+def test_distances_common_to_all_tasks_count_less() -> None:
     """The distance to the nearest task, less 0.9 of the one to the middle of all texts under their own covariance."""
     texts = {task: texts_of(task, 50 + 30 * number, seed=1) for number, task in enumerate(TASKS)}
     router = Discriminant({task: Statistics.of(queries) for task, queries in texts.items()})
@@ -109,7 +109,7 @@ def test_a_sample_is_small_and_depends_on_nothing_but_the_task() -> None:
     assert float(texts.abs().min()) > 0, "not a view of the dev texts"
 
 
-def test_what_is_kept_judges_the_same_and_a_removed_task_leaves_nothing() -> None:
+def test_stored_statistics_score_the_same_and_a_removed_task_leaves_none() -> None:
     router, queries = studied("one", "two", "three"), texts_of("two", 40, seed=7)
     assert torch.equal(restored(router).ood_score(queries), router.ood_score(queries))
     smaller = restored(router, forgotten="two")
@@ -131,7 +131,7 @@ def test_distances_are_measured_anew_when_a_task_comes() -> None:
     assert torch.equal(grown.ood_score(queries), studied("one", "two", "three").ood_score(queries))
 
 
-def test_routers_without_dev_texts_say_so() -> None:
+def test_routers_without_dev_texts_have_no_score() -> None:
     queries = texts_of("one", 2, seed=9)
     old = restored(studied("one", "two"))
     tensors = {name: value for name, value in old.tensors().items() if not name.startswith("sample/")}

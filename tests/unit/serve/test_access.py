@@ -24,7 +24,7 @@ from raycl.serve.settings import AuthConfig, LimitsConfig
         ("/playground/page.js", "", 200),
     ],
 )
-def test_a_prefix_changes_nobodys_rights(tmp_path: Path, prefix: str, path: str, key: str, status: int) -> None:
+def test_a_path_prefix_changes_no_access_rights(tmp_path: Path, prefix: str, path: str, key: str, status: int) -> None:
     (tmp_path / "keys").write_text("plain\nadmin:boss\n")
     gate = AccessMiddleware(PlainTextResponse("in"), Keys(AuthConfig(keys_file=str(tmp_path / "keys"))), LimitsConfig())
     headers = {"Authorization": f"Bearer {key}"} if key else {}

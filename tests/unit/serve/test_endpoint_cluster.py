@@ -19,7 +19,7 @@ class Reached(Exception):
 @pytest.mark.parametrize(
     ("named", "reached"), [(None, "local"), ("", "local"), ("local", "local"), ("10.1.2.3:6379", "10.1.2.3:6379")]
 )
-def test_its_own_unless_one_is_named(monkeypatch: pytest.MonkeyPatch, named: str | None, reached: str) -> None:
+def test_a_cluster_is_started_unless_one_is_named(monkeypatch: pytest.MonkeyPatch, named: str | None, reached: str) -> None:
     def init(address: str, **settings: Any) -> None:
         raise Reached(address)
 
@@ -32,7 +32,7 @@ def test_its_own_unless_one_is_named(monkeypatch: pytest.MonkeyPatch, named: str
         start(ServeConfig(bank="bank"), None)
 
 
-def test_a_cluster_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**settings: Any) -> None:
         raise ConnectionError
 

@@ -52,7 +52,7 @@ def ask(config: ServeConfig) -> str:
     return httpx.get(f"http://127.0.0.1:{config.port}/", timeout=10).text
 
 
-def test_replicas_share_a_port_and_one_that_ends_is_missed_by_nobody() -> None:
+def test_replicas_share_a_port_and_one_may_end() -> None:
     config = settings()
     with listening(saying("one"), config):
         with listening(saying("other"), config):
@@ -60,7 +60,7 @@ def test_replicas_share_a_port_and_one_that_ends_is_missed_by_nobody() -> None:
         assert {ask(config) for _ in range(16)} == {"one"}
 
 
-def test_what_has_begun_is_answered_before_it_ends() -> None:
+def test_running_requests_finish_before_shutdown() -> None:
     config, begun, said = settings(), threading.Event(), []
     with listening(saying("late", begun, takes_s=1.0), config) as listener:
         asking = threading.Thread(target=lambda: said.append(ask(config)))
@@ -72,7 +72,7 @@ def test_what_has_begun_is_answered_before_it_ends() -> None:
         ask(config)
 
 
-def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
+def test_a_taken_port_is_an_error_before_startup() -> None:
     config = settings()
     with bound(config.host, config.port):
         with pytest.raises(LaunchError, match=rf"127\.0\.0\.1:{config.port} cannot be listened on \(Addr.*port=NUMBER"):
@@ -104,7 +104,7 @@ def test_a_second_endpoint_is_refused_before_the_first_listens_and_after() -> No
         ({"layout": "disaggregated", "ingress": "direct", "max_replicas": 3}, "direct"),
     ],
 )
-def test_who_listens_on_a_machine_of_ones_own(changed: dict[str, Any], expected: str) -> None:
+def test_the_ingress_follows_from_the_settings(changed: dict[str, Any], expected: str) -> None:
     with claimed(settings(**changed)) as config:
         assert config.ingress == expected
 
@@ -128,7 +128,7 @@ def lasts(connection: socket.socket, seconds: float) -> bool:
         return True
 
 
-def test_connections_that_ask_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that send nothing, or part of a request's head a byte at a time, and one that did so after an answer."""
     monkeypatch.setattr(server, "HEAD_S", 0.6)
     config = settings()
@@ -149,7 +149,7 @@ def test_connections_that_ask_nothing_are_closed(monkeypatch: pytest.MonkeyPatch
         assert time.monotonic() - began < 8
 
 
-def test_a_client_that_reads_slowly_or_comes_again_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_and_reused_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head has a time; the answer, and the pause until the next request, have others."""
     monkeypatch.setattr(server, "HEAD_S", 0.3)
     config = settings()

@@ -28,7 +28,7 @@ def test_a_burst_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(main())
 
 
-def test_nothing_is_lost_whoever_posts_when() -> None:
+def test_no_message_is_lost_under_concurrency() -> None:
     async def main() -> None:
         mailbox, queues = EventQueues(asyncio.get_running_loop()), [asyncio.Queue[Event]() for _ in range(4)]
 
@@ -46,7 +46,7 @@ def test_nothing_is_lost_whoever_posts_when() -> None:
     asyncio.run(main())
 
 
-def test_a_closed_loop_takes_nothing_and_breaks_nothing() -> None:
+def test_a_closed_loop_drops_messages_without_errors() -> None:
     loop = asyncio.new_event_loop()
     mailbox = EventQueues(loop)
     loop.close()

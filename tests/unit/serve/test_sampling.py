@@ -30,13 +30,13 @@ def drawn(logits: list[float], seed: int = 0, **settings: Any) -> int:
 
 
 @given(LOGITS, st.integers(0, 2**63 - 1))
-def test_without_heat_the_first_of_the_most_likely_is_taken(logits: list[float], seed: int) -> None:
+def test_temperature_zero_takes_the_first_most_likely_token(logits: list[float], seed: int) -> None:
     assert drawn(logits, seed) == logits.index(max(logits))
     assert max(logits) - logits[drawn(logits, seed, temperature=2.0, top_p=1e-9)] < 1e-6, "a nucleus of one"
 
 
 @given(LOGITS, st.floats(0, 1e-6, exclude_min=True), st.integers(0, 100))
-def test_next_to_no_heat_is_no_trap(logits: list[float], heat: float, seed: int) -> None:
+def test_tiny_temperatures_do_not_overflow(logits: list[float], heat: float, seed: int) -> None:
     best = max(logits)
     likely = {place for place, value in enumerate(logits) if best - value < 0.01}
     assert drawn(logits, seed, temperature=heat) in likely
@@ -77,7 +77,7 @@ def test_equally_likely_tokens_are_all_drawn_and_the_nucleus_takes_the_first_of_
 
 
 @given(st.lists(st.tuples(LOGITS.filter(lambda row: len(row) == 4), st.floats(0, 2), st.floats(0.1, 1)), max_size=4))
-def test_a_row_draws_the_same_beside_anybody(others: list[tuple[list[float], float, float]]) -> None:
+def test_a_row_draws_the_same_in_any_batch(others: list[tuple[list[float], float, float]]) -> None:
     logits = [0.5, 0.1, -1.0, 0.4]
     for mine in (Sampling(1, 1.0, seed=3), Sampling(1, 0.7, 0.9, seed=4), Sampling(1)):
         alone = [drawn(logits, mine.seed, temperature=mine.temperature, top_p=mine.top_p)]
@@ -89,7 +89,7 @@ def test_a_row_draws_the_same_beside_anybody(others: list[tuple[list[float], flo
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}])
-def test_rows_that_are_no_numbers_are_said(bad: float, settings: dict[str, float]) -> None:
+def test_nan_rows_are_an_error(bad: float, settings: dict[str, float]) -> None:
     logits = torch.tensor([[0.0, 1.0, 0.0], [0.0, bad, 1.0], [3.0, -math.inf, -math.inf]])
     draws = [torch.Generator().manual_seed(0) for _ in range(3)]
     first, second, third = pick(logits, [Sampling(1, **settings)] * 3, draws)
@@ -169,7 +169,7 @@ def test_a_stop_is_found_across_tokens_and_never_sent(
     st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
     st.booleans(),
 )
-def test_pieces_are_the_answer_whatever_the_borders(pieces: list[str], stop: list[str], eos: bool) -> None:
+def test_deltas_join_to_the_answer_at_any_token_borders(pieces: list[str], stop: list[str], eos: bool) -> None:
     sent, one = decoded(pieces, stop=tuple(stop), eos=eos, max_tokens=max(1, len(pieces)))
     whole = "".join(pieces).lstrip()
     ends = [whole.find(one) for one in stop if one in whole]

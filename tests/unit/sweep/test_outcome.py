@@ -120,7 +120,7 @@ def test_the_best_config_is_the_trials_own_without_its_place(four: Written) -> N
     )
 
 
-def test_the_front_is_what_no_other_beats() -> None:
+def test_the_front_is_pareto_optimal() -> None:
     points = {0: (70.0, 5.0), 1: (60.0, 1.0), 2: (65.0, 6.0), 3: (70.0, 5.0), 4: (50.0, 0.5)}
     rows = [Row(number, {}, "done", 2, [list(point)]) for number, point in points.items()]
     assert pareto(rows, ["max", "min"]) == [0, 1, 3, 4]

@@ -95,7 +95,7 @@ def test_keys_that_several_trials_have() -> None:
     assert shared_keys([["a", "b"], ["a", "c"], ["d", "d"]]) == {"a"}
 
 
-def test_facts_of_other_modifier_settings_are_not_lent() -> None:
+def test_summaries_of_other_modifier_settings_are_dropped() -> None:
     records = [{"phase": 0, "summary": {"modifiers": {"migu": {}}, "router": "keys"}}]
     assert fork_records(records, {"migu": {"threshold": 0.1}}, {"migu": {"threshold": 0.1}}) == records
     records_kept = fork_records(records, {"migu": {"threshold": 0.1}}, {"migu": {"threshold": 0.2}})
@@ -103,7 +103,7 @@ def test_facts_of_other_modifier_settings_are_not_lent() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_methods_say_when_they_look_ahead(name: str) -> None:
+def test_cache_keys_name_settings_of_the_method(name: str) -> None:
     """What settings say beforehand is what the method does."""
     config = method_class(name).Config(name=name)
     assert config.fits_ahead is False

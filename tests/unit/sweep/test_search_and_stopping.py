@@ -95,7 +95,7 @@ def test_tpe_ends_after_its_samples(tmp_path: Path) -> None:
     assert searcher.suggest("last") == "FINISHED"
 
 
-def test_tpe_goes_on_with_what_it_was_told(tmp_path: Path) -> None:
+def test_tpe_resumes_with_its_results(tmp_path: Path) -> None:
     """Unfinished trials come first; finished ones count; numbers continue."""
     folder = SweepFolder.of(sweep(), str(tmp_path))
     before = go(Guided(sweep(), folder, {}), 4)
@@ -108,7 +108,7 @@ def test_tpe_goes_on_with_what_it_was_told(tmp_path: Path) -> None:
     assert isinstance(fresh, dict) and fresh["number"] == 4 and fresh["settings"] not in before
 
 
-def test_tpe_knows_stopped_and_failed_trials(tmp_path: Path) -> None:
+def test_tpe_receives_stopped_and_failed_trials(tmp_path: Path) -> None:
     folder = SweepFolder.of(sweep(), str(tmp_path))
     searcher = Guided(sweep(), folder, {})
     for name in ("stopped", "failed", "died"):
@@ -154,7 +154,7 @@ def open_trials(searcher: Guided) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_tpe_runs_trials_once_that_an_idle_dimension_makes_alike(tmp_path: Path) -> None:
+def test_tpe_runs_trials_that_differ_in_unused_settings_once(tmp_path: Path) -> None:
     folder = SweepFolder.of(conditional(), str(tmp_path))
     searcher = Guided(conditional(), folder, {})
     found: dict[int, dict[str, Any]] = {}
@@ -174,7 +174,7 @@ def test_tpe_runs_trials_once_that_an_idle_dimension_makes_alike(tmp_path: Path)
     assert [trial.intermediate_values for trial in without] == [{1: 5.0}] * len(without)
 
 
-def test_tpe_tells_the_result_of_a_trial_that_was_still_running_when_its_like_came(tmp_path: Path) -> None:
+def test_tpe_shares_the_result_of_an_equal_trial_when_it_ends(tmp_path: Path) -> None:
     searcher = Guided(conditional(), SweepFolder.of(conditional(), str(tmp_path)), {})
     running = open_trials(searcher)
     alike = [trial for trial in searcher.study.trials if trial.params["method.ablation"] == 1]
@@ -185,7 +185,7 @@ def test_tpe_tells_the_result_of_a_trial_that_was_still_running_when_its_like_ca
     assert [searcher.study.trials[number].state.name for number in numbers] == ["FAIL"] * len(numbers)
 
 
-def test_a_tpe_sweep_that_goes_on_knows_which_trials_were_alike(tmp_path: Path) -> None:
+def test_a_resumed_tpe_sweep_keeps_equal_trials(tmp_path: Path) -> None:
     """Whether the one that ran is over, or has to be run again; and nothing is proposed beyond the samples."""
     folder = SweepFolder.of(conditional(), str(tmp_path))
     running = open_trials(Guided(conditional(), folder, {}))
@@ -246,7 +246,7 @@ def test_rules_stop_between_tasks(tmp_path: Path, chosen: dict[str, Any], mode: 
 
 
 @pytest.mark.parametrize("chosen", [{"name": "asha", "reduction": 2}, {"name": "median", "least": 2}])
-def test_a_sweep_that_goes_on_decides_as_if_it_had_not_stopped(tmp_path: Path, chosen: dict[str, Any]) -> None:
+def test_a_resumed_sweep_decides_as_an_uninterrupted_one(tmp_path: Path, chosen: dict[str, Any]) -> None:
     settings = sweep(scheduler=chosen)
     whole = decisions(AtTaskEnds(SweepFolder.of(settings, str(tmp_path / "a")), rule_of(settings, 4), 4, 6), CURVES)
     resumed = AtTaskEnds(SweepFolder.of(settings, str(tmp_path / "b")), rule_of(settings, 4), 4, 6)
@@ -256,7 +256,7 @@ def test_a_sweep_that_goes_on_decides_as_if_it_had_not_stopped(tmp_path: Path, c
     assert later == {number: whole[number] for number in range(3, 6)}
 
 
-def test_metrics_that_are_not_there_yet_stop_nobody(tmp_path: Path) -> None:
+def test_missing_metrics_stop_no_trial(tmp_path: Path) -> None:
     settings = sweep(scheduler="asha")
     scheduler = AtTaskEnds(SweepFolder.of(settings, str(tmp_path)), rule_of(settings, 4), 4, 1)
     trial: Any = type("T", (), {"trial_id": "t", "config": {"number": 0}})()
@@ -265,7 +265,7 @@ def test_metrics_that_are_not_there_yet_stop_nobody(tmp_path: Path) -> None:
     assert read_decision(scheduler.folder.run(0), 1) is True
 
 
-def test_a_word_that_was_given_holds(tmp_path: Path) -> None:
+def test_a_stop_decision_is_kept(tmp_path: Path) -> None:
     """The trial's process died after it, and what it has learned is reported again."""
     settings = sweep(scheduler={"name": "asha", "reduction": 2})
     folder = SweepFolder.of(settings, str(tmp_path))

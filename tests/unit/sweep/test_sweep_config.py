@@ -65,7 +65,7 @@ def space(**draws: Any) -> dict[str, Any]:
         ({"name": "a/b"}, "name"),
     ],
 )
-def test_what_is_wrong_is_said_first(changes: dict[str, Any], message: str) -> None:
+def test_errors_are_reported_before_anything_starts(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sweep(**changes)
 
@@ -105,7 +105,7 @@ def test_random_trials_repeat_the_grid_and_are_functions_of_the_file() -> None:
     assert {trial["train.epochs"] for trial in found} == {1, 5}
 
 
-def test_a_scheduler_meets_a_grid_in_no_order() -> None:
+def test_a_scheduler_gets_a_shuffled_grid() -> None:
     """ASHA over trials that only get better would stop none."""
     values = [round(0.05 * number, 2) for number in range(20)]
     changes = space(modifiers__migu__threshold={"grid": values})
@@ -132,7 +132,7 @@ def test_overrides_reach_into_the_space(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("draw", [Draw(uniform=(0, 1)), Draw(grid=(1, 2)), Draw(expr="1 + 1")])
-def test_a_draw_knows_its_kind(draw: Draw) -> None:
+def test_the_kind_of_a_draw_follows_from_its_keys(draw: Draw) -> None:
     assert getattr(draw, draw.kind) is not None
     assert draw.corners == {"uniform": (0, 1), "grid": (1, 2), "expr": ()}[draw.kind]
 
@@ -181,5 +181,5 @@ def test_trials_of_a_sweep_are_one_group_in_the_tracker(tmp_path: Path) -> None:
         ({"base": {"launch": {"fresh_workers_per_task": True}}, **space(seed={"grid": [1]})}, False),
     ],
 )
-def test_only_what_leaves_nothing_behind_shares_a_process(changes: dict[str, Any], in_process: bool) -> None:
+def test_only_runs_without_process_state_share_a_process(changes: dict[str, Any], in_process: bool) -> None:
     assert sweep(**changes).in_process is in_process

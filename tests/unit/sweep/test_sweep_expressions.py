@@ -51,13 +51,13 @@ def test_values(text: str, expected: object) -> None:
         "...",
     ],
 )
-def test_what_the_language_has_no_word_for(text: str) -> None:
+def test_unsupported_syntax_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not allowed"):
         parse(text)
 
 
 @pytest.mark.parametrize("text", ["", "1 +", "import os", "(" * 300, "1" * 501])
-def test_what_cannot_be_read(text: str) -> None:
+def test_invalid_syntax_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read|characters"):
         parse(text)
 

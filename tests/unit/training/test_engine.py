@@ -125,7 +125,7 @@ def living() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("engine", ["zero0", "zero2", "zero3"])
-def test_ten_tasks_leave_nothing_behind(lab: Lab, engine: str) -> None:
+def test_ten_tasks_leak_no_memory(lab: Lab, engine: str) -> None:
     context, open_engine = build(lab.config("bert", "lora", ENGINES[engine]), WORLD)
     phase = context.phases[0]
     begin_phase(context)
@@ -149,7 +149,7 @@ def test_ten_tasks_leave_nothing_behind(lab: Lab, engine: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
-def test_resident_and_live_adapters_learn_together_in_every_engine(lab: Lab, kind: str) -> None:
+def test_frozen_and_trainable_adapters_mix_in_every_engine(lab: Lab, kind: str) -> None:
     """Frozen adapters beside the one in training: the same losses, and not a bit of the frozen ones moves."""
     losses = {}
     for engine in ENGINES:

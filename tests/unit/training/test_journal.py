@@ -56,7 +56,7 @@ def test_racing_claims_get_numbers_of_their_own(storage: Storage) -> None:
     assert numbers == list(range(1, 25)), "every claim knows all claims before it"
 
 
-def test_a_late_writer_is_told_and_changes_nothing(storage: Storage) -> None:
+def test_a_stale_attempt_fails_and_changes_nothing(storage: Storage) -> None:
     old = Journal.claim(storage, workers=1)
     old.checkpoint("a", keep=2)
     new = Journal.claim(storage, workers=1)

@@ -27,7 +27,7 @@ from raycl.training.records.progress import Progress, Trace, clock, read_trace
         (36061, "10:01:01"),
     ],
 )
-def test_clock(seconds: float, text: str) -> None:
+def test_durations_are_formatted(seconds: float, text: str) -> None:
     assert clock(seconds) == text
 
 
@@ -58,7 +58,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         read_trace(storage)
 
 
-def test_a_line_is_said_when_it_is_time_and_at_the_end(
+def test_progress_is_logged_at_intervals_and_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
@@ -82,7 +82,7 @@ def test_a_line_is_said_when_it_is_time_and_at_the_end(
     )
 
 
-def test_a_run_on_the_cpu_does_not_ask_a_gpu_that_it_sees_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_run_does_not_query_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     forget_peak()  # without a CUDA context, which would take memory of the GPU
     assert peak_memory_mb(torch.device("cpu")) > 1.0

@@ -13,7 +13,7 @@ from raycl.training.records import stop_signal
 from raycl.training.records.stop_signal import is_stopped, read_decision, wait_for_decision, write_decision
 
 
-def test_a_word_holds_for_its_phase_alone(tmp_path: Path) -> None:
+def test_a_stop_signal_is_for_its_phase_alone(tmp_path: Path) -> None:
     storage = Storage.at(tmp_path)
     assert read_decision(storage, 1) is None and not is_stopped(storage, 1)
     write_decision(storage, 1, continues=True)
@@ -23,7 +23,7 @@ def test_a_word_holds_for_its_phase_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("continues", [True, False])
-def test_workers_wait_for_it(tmp_path: Path, continues: bool) -> None:
+def test_workers_wait_for_the_stop_signal(tmp_path: Path, continues: bool) -> None:
     storage = Storage.at(tmp_path)
     teller = threading.Timer(0.2, write_decision, (storage, 1, continues))
     teller.start()
@@ -33,6 +33,6 @@ def test_workers_wait_for_it(tmp_path: Path, continues: bool) -> None:
     teller.join()
 
 
-def test_a_silent_host_does_not_hold_a_run_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_answer_does_not_block_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_signal, "PATIENCE_S", 0.1)
     assert wait_for_decision(Storage.at(tmp_path), 1) is True

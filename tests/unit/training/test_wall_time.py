@@ -14,7 +14,7 @@ from raycl.training.records.results import wall_seconds
 WEEK = 7 * 24 * 3600.0
 
 
-def test_it_is_the_time_of_the_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wall_time_sums_the_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that crashed after a checkpoint, one that went on, and one that added a task weeks later."""
     now = [1000.0]
     monkeypatch.setattr(journals.time, "time", lambda: now[0])
@@ -41,7 +41,7 @@ def test_it_is_the_time_of_the_attempts(tmp_path: Path, monkeypatch: pytest.Monk
     assert wall_seconds(read_state(storage)) == 10 + 20 + 42
 
 
-def test_runs_of_versions_that_noted_the_ends_of_phases_alone() -> None:
+def test_wall_time_of_runs_with_phase_ends_only() -> None:
     attempts = [{"attempt": number, "started": start} for number, start in enumerate((0.0, WEEK, 2 * WEEK), 1)]
     phases = [{"ended": 30.0}, {"ended": 70.0}, {"ended": 2 * WEEK + 5.0}]
     assert wall_seconds(RunState([], phases, attempts)) == 75.0
