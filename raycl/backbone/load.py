@@ -207,9 +207,9 @@ def _read(kind: str, where: str, seed: int, options: dict[str, Any]) -> Any:
 def _filled(kind: str, weights: Mapping[str, Tensor], seed: int, options: dict[str, Any]) -> Any:
     """The same model from weights that are in memory; only the concrete class takes those."""
     with torch.device("meta"):
-        made = type(_loader(kind).from_config(options["config"], trust_remote_code=options["trust_remote_code"]))
+        model_class = type(_loader(kind).from_config(options["config"], trust_remote_code=options["trust_remote_code"]))
     torch.manual_seed(seed)
-    return made.from_pretrained(None, state_dict=dict(weights), config=options["config"], dtype=options["dtype"])
+    return model_class.from_pretrained(None, state_dict=dict(weights), config=options["config"], dtype=options["dtype"])
 
 
 def _language_head(model: nn.Module, where: str, options: dict[str, Any]) -> LanguageHead:

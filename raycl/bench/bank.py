@@ -70,20 +70,20 @@ def _rates(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     for number in range(options.large):
         state = _adapter(1, options.large_mb * MIB // 8 // options.rank, options.rank, number)
         plain, data = folder / f"plain{number}", os.urandom(MIB) * options.large_mb
-        made: list[AdapterManifest] = []
+        manifests: list[AdapterManifest] = []
 
-        def publish(name: str = f"l{number}", state: AdapterState = state, made: Any = made) -> None:
-            made.append(bank.publish(name, state, MODEL))
+        def publish(name: str = f"l{number}", state: AdapterState = state, manifests: Any = manifests) -> None:
+            manifests.append(bank.publish(name, state, MODEL))
 
-        def fetch(made: Any = made) -> None:
-            _touch(bank.fetch(made[0]))
+        def fetch(manifests: Any = manifests) -> None:
+            _touch(bank.fetch(manifests[0]))
 
         writing: dict[str, Callable[[], Any]] = {"publish": publish, "disk write": partial(_write, plain, data)}
         reading: dict[str, Callable[[], Any]] = {"fetch": fetch, "disk read": plain.read_bytes}
         for pair in (writing, reading):
             for kind, work in sorted(pair.items(), reverse=bool(number % 2)):
                 times[kind].append(_seconds(work))
-            _forget([plain, Path(bank.storage.path(made[0].tensors.file))])
+            _forget([plain, Path(bank.storage.path(manifests[0].tensors.file))])
     for mine, disk in (("publish", "disk write"), ("fetch", "disk read")):
         rates = [options.large_mb / median(times[kind]) for kind in (mine, disk)]
         detail = f"medians of {options.large}: {rates[0]:,.0f} MiB/s against {rates[1]:,.0f} MiB/s"
@@ -112,12 +112,12 @@ def _object_store_cache(folder: Path, options: argparse.Namespace) -> Iterator[F
     """One reader fills the cache, a second one on the node maps what is there."""
     bank = Bank.at(folder / "object_store_cache")
     states = [_adapter(LINEARS, WIDTH, options.rank, number) for number in range(options.small)]
-    made: list[AdapterManifest] = []
-    spent = _seconds(lambda: made.extend(bank.publish(f"s{n}", state, MODEL) for n, state in enumerate(states)))
-    size = sum(manifest.tensors.bytes for manifest in made)
-    each = f"{size / len(made) / 1e6:.2f} MB each"
-    yield Figure("publishing small adapters", len(made) / spent, "/s", detail=each)
-    snapshot = bank.snapshot(made, MODEL, RouterInfo(kind="task"))
+    manifests: list[AdapterManifest] = []
+    spent = _seconds(lambda: manifests.extend(bank.publish(f"s{n}", state, MODEL) for n, state in enumerate(states)))
+    size = sum(manifest.tensors.bytes for manifest in manifests)
+    each = f"{size / len(manifests) / 1e6:.2f} MB each"
+    yield Figure("publishing small adapters", len(manifests) / spent, "/s", detail=each)
+    snapshot = bank.snapshot(manifests, MODEL, RouterInfo(kind="task"))
     ray.init(
         "local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
         object_store_memory=4 * size + 100 * MIB,

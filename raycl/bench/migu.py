@@ -72,8 +72,8 @@ def _on_cpu(method: str, options: argparse.Namespace) -> Iterator[Figure]:
     config = BackboneConfig(name="minilm", dtype="float32")
     codec = load_codec(config, options.tokens, 1)
     cpu = torch.device("cpu")
-    made = partial(load_backbone, config, codec, cpu, 0)
-    bench = Bench({name: made() for name in CONTENDERS}, method, options.threshold, cpu)
+    load = partial(load_backbone, config, codec, cpu, 0)
+    bench = Bench({name: load() for name in CONTENDERS}, method, options.threshold, cpu)
     where = f"MiniLM, batch {options.batch_size}, {method}"
     batches = [encoder_batch(options.batch_size, options.tokens, number) for number in range(4)]
     yield from figures(where, bench, batches, options.rounds, LIMITS[method])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from served import bank_of, serving
+from service_client import bank_of, serving
 from tiny import Taught
 
 from raycl.errors import ConfigError

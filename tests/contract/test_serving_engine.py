@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from served import LIMIT, WAIT_S, Reply, alone, bank_of, chunks, examples, is_piece, serving
+from service_client import LIMIT, WAIT_S, Reply, alone, bank_of, chunks, examples, is_piece, serving
 from tiny import Taught, opened
 
 from raycl.errors import ConfigError, RayclError

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import bank_of, examples, serving
+from service_client import bank_of, examples, serving
 from tiny import Taught
-from wired import listening, problem
+from http_client import listening, problem
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations

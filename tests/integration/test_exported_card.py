@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from served import bank_of, serving
+from service_client import bank_of, serving
 from tiny import Done, Taught
 
 from raycl.backbone import BackboneConfig, identity

@@ -20,9 +20,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
     unsupported_method,
 )
-from served import bank_of
+from service_client import bank_of
 from tiny import Taught
-from wired import Wire, listening
+from http_client import Wire, listening
 
 CHECKED = [
     *(not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance),

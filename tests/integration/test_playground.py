@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from listening import Served, serving
-from playing import CARDS, expect_state, mixture, opened, recorded, said, send, shown
+from local_endpoint import Served, serving
+from playground_page import CARDS, expect_state, mixture, opened, recorded, answer_text, send, shown
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from tiny import Complete
 
@@ -167,7 +167,7 @@ def test_three_answers_stream_in(page: Page, served: Get, slowly: Callable[[Serv
         body = {"model": model, "messages": [{"role": "user", "content": ANIMAL}], "max_tokens": 12}
         answer = endpoint.ask("/v1/chat/completions", body)[1]
         text = answer["choices"][0]["message"]["content"]
-        assert said(page, card) == text
+        assert answer_text(page, card) == text
         figures = page.locator(f"#{card} .figures").inner_text()
         count = answer["usage"]["completion_tokens"]
         assert f"{count} token{'s' * (count != 1)}" in figures and " in all" in figures
@@ -230,7 +230,7 @@ def test_errors_show_the_servers_message(page: Page, served: Get) -> None:
     assert [page.locator(f"#{card} .note").inner_text() for card in CARDS] == [sentence] * 3
     send(page, COLOUR, max_tokens=2)
     expect_state(page, "done", *CARDS)
-    assert page.locator("#base .note").inner_text() == "" and said(page, "base"), "the old error must go"
+    assert page.locator("#base .note").inner_text() == "" and answer_text(page, "base"), "the old error must go"
 
 
 # ---- stopping ------------------------------------------------------------------------------------------------------
@@ -249,19 +249,19 @@ def test_stop_ends_the_answers_in_page_and_server(
     if by == "asking again":
         send(page, COLOUR, max_tokens=2)
         expect_state(page, "done", *CARDS)
-        assert len(said(page, "base").split()) <= 2, "the old answer wrote into the new one"
+        assert len(answer_text(page, "base").split()) <= 2, "the old answer wrote into the new one"
     else:
         page.click("#stop") if by == "button" else page.press("#text", "Escape")
         expect_state(page, "stopped", "base")
-        text = said(page, "base")
-        assert text, "what was said stays"
+        text = answer_text(page, "base")
+        assert text, "the answer so far must stay"
         expect(page.locator("#stop")).to_be_disabled()
     deadline = time.monotonic() + 10
     while endpoint.service.engine.pending:
         assert time.monotonic() < deadline, "the server continues although nobody listens"
         time.sleep(0.05)
     if by != "asking again":
-        assert said(page, "base") == text
+        assert answer_text(page, "base") == text
 
 
 # ---- keys, snapshots -----------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_answers_and_errors_stay_text_however_the_stream_is_cut(page: Page, serv
     send(page, COLOUR)
     expect_state(page, "done", "auto")
     expect_state(page, "failed", "base", "pinned")
-    assert said(page, "auto") == said(page, "base") == f"{HOSTILE} – 你好"
+    assert answer_text(page, "auto") == answer_text(page, "base") == f"{HOSTILE} – 你好"
     assert page.locator("#base .note").inner_text() == HOSTILE
     assert page.locator("#pinned .note").inner_text() == "The answer ended before it was finished."
     assert page.locator("main img, main script").count() == 0 and page.title() == "raycl playground"

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import WAIT_S, bank_of, examples, is_piece, serving
-from test_residence import LONG
+from service_client import WAIT_S, bank_of, examples, is_piece, serving
+from test_adapter_loading import LONG
 from tiny import Taught
-from wired import listening, problem
+from http_client import listening, problem
 
 from raycl.bank import Bank
 from raycl.bank.activations import Activations

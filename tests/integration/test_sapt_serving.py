@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from served import bank_of, examples, serving
+from service_client import bank_of, examples, serving
 from tiny import KINDS, Done, Lab, Taught, opened, run
 
 from raycl.data.loader import eval_batches

@@ -10,7 +10,7 @@ import pytest
 import torch
 from phases import begin_phase
 from tiny import KINDS, Complete, Lab, Stop, exported, matrix, opened, run, tokenizer, trace
-from wired import listening
+from http_client import listening
 
 from raycl.adapters import AdapterStack
 from raycl.backbone.roles import linear_names

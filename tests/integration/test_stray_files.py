@@ -7,9 +7,9 @@ import runpy
 from pathlib import Path
 
 import pytest
-from served import bank_of
+from service_client import bank_of
 from tiny import Complete, Taught, matrix, run, trace
-from wired import listening
+from http_client import listening
 
 from raycl.bank import Bank
 from raycl.bank.activations import Activations, activated

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from served import WAIT_S, bank_of, examples, serving
+from service_client import WAIT_S, bank_of, examples, serving
 from tiny import Lab, Taught
-from wired import Wire, listening, problem
+from http_client import Wire, listening, problem
 
 from raycl.bank import Bank
 from raycl.retrieval.routers import TextRouter

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from listening import Served, serving
+from local_endpoint import Served, serving
 from tiny import ENGINES, VARIANTS, Complete, Done, Lab, Taught, run
 
 from raycl.generation import dynamic_cache

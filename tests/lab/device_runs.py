@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from served import Reply
+from service_client import Reply
 from tiny import VARIANTS, Lab, Stop, matrix, opened, run, trace
 from torch import Tensor
 

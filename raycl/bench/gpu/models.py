@@ -78,7 +78,7 @@ def decoder(setup: Setup, name: str, targets: int = 64) -> Backbone:
         pad_token_id=None,
         tie_word_embeddings=False,
     )
-    model = _made(setup, LlamaForCausalLM, config)
+    model = _new_model(setup, LlamaForCausalLM, config)
     with torch.no_grad():
         model.lm_head.weight[2].zero_()
     words = word_tokenizer("llama", [f"w{number}" for number in range(sizes.vocabulary - FIRST_WORD)])
@@ -89,12 +89,12 @@ def encoder_decoder(setup: Setup, name: str = "large", targets: int = 64) -> Bac
     """A T5 v1.1 in evaluation mode."""
     sizes = T5S["tiny" if setup.tiny else name]
     config = T5Config(**sizes, feed_forward_proj="gated-gelu", dropout_rate=0.0, decoder_start_token_id=0)
-    model = _made(setup, T5ForConditionalGeneration, config)
+    model = _new_model(setup, T5ForConditionalGeneration, config)
     words = word_tokenizer("t5", [f"w{number}" for number in range(sizes["vocab_size"] - FIRST_WORD)])
     return wrap_model(model, words, POSITIONS // 2, targets)
 
 
-def _made(setup: Setup, kind: Any, config: Any) -> Any:
+def _new_model(setup: Setup, kind: Any, config: Any) -> Any:
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(setup.dtype)

@@ -54,11 +54,11 @@ def word_tokenizer(kind: str, words: Sequence[str]) -> PreTrainedTokenizerFast:
     """Whole words, with the special tokens of that kind of model first."""
     special, shape = SPECIAL[kind], SHAPES[kind]
     ids = {word: number for number, word in enumerate([*special.values(), *words])}
-    made = Tokenizer(models.WordLevel(ids, unk_token=special["unk_token"]))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=special["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     used = [(word, ids[word]) for word in special.values() if word in shape]
-    made.post_processor = processors.TemplateProcessing(single=shape, special_tokens=used)
-    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+    tokenizer.post_processor = processors.TemplateProcessing(single=shape, special_tokens=used)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def tiny_model(kind: str, vocabulary: int, seed: int = 0, positions: int = 64) -> Any:
@@ -88,9 +88,9 @@ def tiny_model(kind: str, vocabulary: int, seed: int = 0, positions: int = 64) -
 
 def save_model(kind: str, folder: Path, words: Sequence[str], positions: int = 64) -> Path:
     """A Hugging Face folder with config, tokenizer and safetensors weights."""
-    made = word_tokenizer(kind, words)
-    made.save_pretrained(folder)
-    tiny_model(kind, len(made), positions=positions).save_pretrained(folder)
+    tokenizer = word_tokenizer(kind, words)
+    tokenizer.save_pretrained(folder)
+    tiny_model(kind, len(tokenizer), positions=positions).save_pretrained(folder)
     return folder
 
 

@@ -77,10 +77,10 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
         http_options={"host": config.host, "port": config.port},
         logging_config={"enable_access_log": config.access_log},
     )
-    asked = {name: amount for name, amount in total_resources(config).items() if amount}
-    waits = not cluster.fits(asked)
+    requested = {name: amount for name, amount in total_resources(config).items() if amount}
+    waits = not cluster.fits(requested)
     try:
-        with cluster.log_while_pending(lambda: waits, asked, "replicas, threads or cpus"):
+        with cluster.log_while_pending(lambda: waits, requested, "replicas, threads or cpus"):
             serve.run(application, name=name, route_prefix=prefix)
     except RuntimeError as error:
         status = serve.status().applications.get(name)

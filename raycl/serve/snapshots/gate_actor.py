@@ -189,9 +189,9 @@ class GateActor:
 def _room(takes: dict[str, float]) -> str:
     """`1 GPU: the cluster has 0 of 2 GPUs free`."""
     free, whole = ray.available_resources(), ray.cluster_resources()
-    asked = [(takes[key], name) for key, name in (("num_gpus", "GPU"), ("num_cpus", "CPU")) if takes[key]]
-    wants = " and ".join(counted(number, name) for number, name in asked)
-    has = ", ".join(f"{free.get(name, 0.0):.3g} of {whole.get(name, 0.0):g} {name}s" for _, name in asked)
+    requested = [(takes[key], name) for key, name in (("num_gpus", "GPU"), ("num_cpus", "CPU")) if takes[key]]
+    wants = " and ".join(counted(number, name) for number, name in requested)
+    has = ", ".join(f"{free.get(name, 0.0):.3g} of {whole.get(name, 0.0):g} {name}s" for _, name in requested)
     return f"{wants}: the cluster has {has} free"
 
 

@@ -100,9 +100,10 @@ def schedule(optimizer: AdamW, train: TrainConfig, steps: int) -> LambdaLR:
     """The Hugging Face schedule of that name over `steps` optimizer steps."""
     from transformers import get_scheduler  # brings peft: a third of a driver's start, which makes none
 
-    made = get_scheduler(train.lr_scheduler, optimizer, num_warmup_steps=train.warmup(steps), num_training_steps=steps)
-    assert isinstance(made, LambdaLR), f"{train.lr_scheduler} is no function of the step, so it cannot be resumed"
-    return made
+    warmup = train.warmup(steps)
+    scheduler = get_scheduler(train.lr_scheduler, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+    assert isinstance(scheduler, LambdaLR), f"{train.lr_scheduler} is no function of the step, so it cannot be resumed"
+    return scheduler
 
 
 class TorchEngine:

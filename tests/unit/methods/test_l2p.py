@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from phases import begin_phase
-from served import bank_of, examples, serving
+from service_client import bank_of, examples, serving
 from tiny import ENGINES, KINDS, Lab, Taught, matrix, opened, run, trace
 from torch.nn.functional import cosine_similarity
 

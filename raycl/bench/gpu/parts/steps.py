@@ -88,13 +88,13 @@ def _figures(setup: Setup, size: str, seconds: float) -> Iterator[Figure]:
     rows, tokens = TINY_BATCH if setup.tiny else BATCHES[size]
     base = decoder(setup, size)
     batch = batch_to_learn(setup, rows, tokens, tokens // 4, sizes_of(setup, size).vocabulary).to(setup.device)
-    made: dict[str, Callable[[Backbone], Method]] = {
+    factories: dict[str, Callable[[Backbone], Method]] = {
         "lora": _lora,
         CHECKPOINTED: _checkpointed,
         "slm": partial(_slm, batch=batch),
         "sapt": partial(_sapt, batch=batch),
     }
-    learners = {name: Learner(setup, make(twin(base)), batch) for name, make in made.items()}
+    learners = {name: Learner(setup, make(twin(base)), batch) for name, make in factories.items()}
     _check_first_steps(setup, size, {name: learner.step() for name, learner in learners.items()})
     times = setup.turns({name: learner.step for name, learner in learners.items()}, seconds)
     for name in ("lora", CHECKPOINTED):

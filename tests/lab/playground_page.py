@@ -1,6 +1,6 @@
-"""What a person does on the playground's page, and what they see there.
+"""User actions on the playground's page, and readers of what it shows.
 
-What it does not know: which endpoint is behind it; what should be seen.
+What it does not know: which endpoint is behind it; what is expected.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from listening import Served
+from local_endpoint import Served
 from playwright.sync_api import Locator, Page, expect
 
 CARDS = ("auto", "base", "pinned")
@@ -24,7 +24,7 @@ def recorded(page: Page) -> list[str]:
 
 
 def opened(page: Page, served: Served) -> Page:
-    """The page, as soon as it knows what is served."""
+    """The page, after it has loaded the snapshots."""
     page.goto(served.url + "/")
     expect(page.locator("#snapshot")).to_have_text(re.compile(r"snapshot \d"))
     return page
@@ -41,7 +41,7 @@ def mixture(page: Page, card: str = "auto") -> Locator:
     return page.locator(f"#{card} .mixture > .bars")
 
 
-def said(page: Page, card: str) -> str:
+def answer_text(page: Page, card: str) -> str:
     return page.locator(f"#{card} .text").inner_text()
 
 

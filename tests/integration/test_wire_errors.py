@@ -13,9 +13,9 @@ from typing import Any
 
 import openai
 import pytest
-from served import WAIT_S, bank_of
+from service_client import WAIT_S, bank_of
 from tiny import Taught
-from wired import Wire, listening, problem
+from http_client import Wire, listening, problem
 
 from raycl.errors import ConfigError
 from raycl.serve.http.access import Keys, check_access

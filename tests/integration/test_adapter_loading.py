@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from served import WAIT_S, alone, bank_of, examples, is_piece, serving
+from service_client import WAIT_S, alone, bank_of, examples, is_piece, serving
 from tiny import Taught, opened
 
 from raycl.bank import Bank

@@ -1,6 +1,6 @@
-"""A real endpoint over a tiny bank: HTTP on a free port of this process, so that a test can look behind it too.
+"""A real endpoint over a tiny bank: HTTP on a free port of this process, so that a test can inspect it too.
 
-What it does not know: Ray; what is asked.
+What it does not know: Ray; the requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Served:
     """A running endpoint.
 
     Attributes:
-        url: without a slash at its end. service: what answers, in this process.
+        url: without a slash at its end. service: the endpoint's service, in this process.
     """
 
     url: str
@@ -70,7 +70,7 @@ def on_a_port(web: Any) -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as door:
         config = uvicorn.Config(web, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=2)
         server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([door],), name="served", daemon=True)
+        thread = threading.Thread(target=server.run, args=([door],), name="endpoint", daemon=True)
         thread.start()
         try:
             deadline = time.monotonic() + 30

@@ -1,6 +1,6 @@
-"""A service without HTTP, asked as its endpoints ask it, and the same answers worked out one text at a time.
+"""A service without HTTP, called as its endpoints call it, and the same answers computed one text at a time.
 
-What it does not know: which snapshots and settings a test wants.
+What it does not know: the snapshots and settings of a test.
 """
 
 from __future__ import annotations

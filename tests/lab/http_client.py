@@ -1,6 +1,6 @@
-"""The endpoints behind a real server on a free loopback port, and clients to ask them with.
+"""The endpoints behind a real server on a free loopback port, and their clients.
 
-What it does not know: what a test asks.
+What it does not know: the requests of a test.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-from listening import on_a_port
+from local_endpoint import on_a_port
 from openai import OpenAI
-from served import WAIT_S, ServiceClient, serving
+from service_client import WAIT_S, ServiceClient, serving
 
 from raycl.bank import Bank
 from raycl.serve.http.access import Keys

@@ -1,4 +1,4 @@
-"""SAPT's generator by itself: a prompt in the place of LoRA, what it leaves behind, and what happens where it fails."""
+"""SAPT's generator by itself: a prompt instead of a LoRA, what it leaves unchanged, and its failures."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_positions_are_counted_before_anything_starts(lab: Lab) -> None:
 
 def test_two_workers_keep_the_samples_of_the_first(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(lab.tree("t5", generated({**LORA, "steps": 1}))))
-    two_processes("two_writers.py", tmp_path, str(tmp_path / "rendezvous"), str(tmp_path), seconds=200)
+    two_processes("two_generators.py", tmp_path, str(tmp_path / "rendezvous"), str(tmp_path), seconds=200)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second == {task: pseudo(Storage.at(tmp_path / "run"), task).sources for task in first}
     assert len(first["colour"]) == 4

@@ -1,4 +1,4 @@
-"""An endpoint's own HTTP server: shared ports, clear refusals, answers that are finished before it ends."""
+"""An endpoint's own HTTP server: shared ports, clear errors, requests that finish before shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How unfamiliar a text is: near 1 for texts of no task, spread evenly for known ones; removed tasks leave nothing."""
+"""Out-of-distribution scores: near 1 for texts of no task, spread evenly for known ones; removed tasks leave no data."""
 
 from __future__ import annotations
 

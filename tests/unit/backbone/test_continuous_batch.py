@@ -1,4 +1,4 @@
-"""Sequences that join and leave a running batch say what they would say alone."""
+"""Sequences that join and leave a continuous batch give the same texts as alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One of two workers that learn a run with generated pseudo inputs, where the second one's generator writes others.
+"""One of two workers of a run with generated pseudo-samples, where the generators of both write different texts.
 
-Called as `two_writers.py RANK RENDEZVOUS_FILE FOLDER`; FOLDER holds config.json, gets the run and `<rank>.json`.
+Called as `two_generators.py RANK RENDEZVOUS_FILE FOLDER`; FOLDER holds config.json, gets the run and `<rank>.json`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raycl.training.distributed import DistributedContext
 
 
 def main(rank: int, rendezvous: str, folder: Path) -> None:
-    """Run, and leave the ids that this worker keeps for each task."""
+    """Run, and write the ids that this worker keeps for each task."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     dist.init_process_group(
