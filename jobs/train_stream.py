@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
     if options.resume and options.config:
         parser.error(f"--resume takes the run's own config: leave {options.config} out")
     if options.status and (options.words or options.config or options.resume):
-        parser.error("--status is asked alone")
+        parser.error("--status takes no other options")
     return options
 
 

@@ -49,11 +49,11 @@ class MissingTasksError(DataError):
 
 
 class BackboneError(RayclError):
-    """A backbone cannot be loaded, or cannot do what the task asks of it."""
+    """A backbone cannot be loaded, or does not support the task."""
 
 
 class AdapterError(RayclError):
-    """An adapter does not fit the model it is meant for, or a mixture asks for what is not there."""
+    """An adapter does not fit the model it is meant for, or a mixture names adapters that are not loaded."""
 
 
 class RetrievalError(RayclError):
@@ -83,11 +83,11 @@ class FormatError(StorageError):
 
 
 class BankError(RayclError):
-    """What the bank holds is absent, damaged, or would be put at risk by what was asked."""
+    """What the bank holds is absent, damaged, or would be put at risk by the operation."""
 
 
 class LaunchError(RayclError):
-    """The cluster cannot give the resources that the run asks for."""
+    """The cluster cannot provide the resources that the run requests."""
 
 
 class WrongResultError(RayclError):

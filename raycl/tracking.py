@@ -1,7 +1,7 @@
 """Weights & Biases or TensorBoard behind one small face.
 
 Why it exists: the training loop logs numbers without knowing where they go, and a resumed run continues the curves of
-the one before. The only place that imports `wandb` or TensorBoard, and only when they are asked for.
+the one before. The only place that imports `wandb` or TensorBoard, and only when they are configured.
 What it does not know: what the numbers mean, which process may log (one should: the caller decides).
 
 Resuming: the wandb run id is derived from project and run name, so the same name is the same wandb run. Steps are
@@ -144,7 +144,7 @@ class WandbTracker:
         except wandb.errors.Error as error:
             raise ConfigError(f"tracking.backend 'wandb' cannot start: {error}; or set WANDB_MODE=offline") from error
         self._offline = mode in ("offline", "dryrun")
-        self._warned = not self._offline or _has_key(wandb.setup().settings)  # who has a key asked for it
+        self._warned = not self._offline or _has_key(wandb.setup().settings)  # with a key, offline is on purpose
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 

@@ -275,7 +275,7 @@ class RouterState:
     Attributes:
         kind: in `raycl.retrieval.routers.ROUTERS`.
         settings: JSON-able.
-        tensors: `<what>/<adapter or task>` -> values, so that one of them can be taken out; on the CPU.
+        tensors: `<what>/<adapter or task>` -> values, so that one of them can be removed; on the CPU.
         encoder: settings of the sentence encoder, or None for kinds that read no text.
         encoder_sha256: which encoder that was.
     """

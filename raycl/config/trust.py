@@ -29,7 +29,7 @@ class Permissions:
     allow_pickle: bool = False
 
     def refused(self, requested: Iterable[str]) -> list[str]:
-        """Those of the asked settings that are not allowed."""
+        """Those of the requested settings that are not allowed."""
         return [name for name in requested if not getattr(self, name)]
 
 
@@ -47,7 +47,7 @@ def _is_risk(path: str) -> bool:
 
 
 def require(paths: Iterable[str], overrides: Sequence[str], source: str, prefix: str = "") -> None:
-    """Check that the command's own words allow what a config asks for.
+    """Check that the command line allows what a config requests.
 
     Args:
         paths: see `requested`. overrides: `key.path=value` as typed. source: where the config is from, for the message.
@@ -70,5 +70,5 @@ def require(paths: Iterable[str], overrides: Sequence[str], source: str, prefix:
 
 
 def as_overrides(tree: Tree) -> list[str]:
-    """What a command needs to allow all that a config tree asks for."""
+    """Overrides that allow everything that a config tree requests."""
     return [f"{path}=true" for path in requested(tree)]

@@ -1,4 +1,4 @@
-"""Settings that act on nothing beside others: an error where a person wrote them, for they say what will not happen.
+"""Settings that have no effect beside others: an error where the user wrote them, since they would be ignored.
 
 Why it exists: `method.arm.weight=2` beside an ablation without that term looks as if it were tried. Each section lists
 its own unused settings (`Section.unused_settings`). Trees that raycl wrote hold every setting, and load as they are.
@@ -65,7 +65,7 @@ def covering(path: str, unused_settings: Iterable[str]) -> str | None:
 
 
 def refuse(found: Mapping[str, str], source: str) -> None:
-    """Say which written settings act on nothing.
+    """Refuse written settings that have no effect.
 
     Raises:
         ConfigError: there are any.

@@ -19,7 +19,7 @@ from raycl.types import IGNORE, Objective, TextCodec
 Ids = NDArray[np.int32]
 
 TextObjective = Callable[[Ids, int, int], tuple[Ids, Ids]]
-"""(ids of a text, its row, epoch) -> what the model reads and what it must say, as `Batch` holds them."""
+"""(ids of a text, its row, epoch) -> what the model reads and what it must predict, as `Batch` holds them."""
 
 TOKEN_ACCURACY = "token_accuracy"
 """Percent of the tokens to be guessed that the model's first choice gets right, given all that it may read."""
@@ -59,7 +59,7 @@ class HiddenWords:
 
 
 def next_words(ids: Ids, row: int, epoch: int) -> tuple[Ids, Ids]:
-    """Causal language modelling: the first token is read, every other one is to be said."""
+    """Causal language modelling: the first token is read, every other one is predicted."""
     return ids[:1], ids[1:]
 
 

@@ -90,7 +90,7 @@ def check_codec(task: Task, prompt: Prompt, codec: TextCodec, lengths: Lengths) 
 def prepare(
     task: Task, split: Split, chosen: Chosen, prompt: Prompt, codec: TextCodec, lengths: Lengths, cache: Path
 ) -> TokenTable:
-    """The token table of `chosen`; another process of this node that asks for the same gets the same file.
+    """The token table of `chosen`; another process of this node with the same request gets the same file.
 
     Raises:
         DataError, ConfigError: see `check_codec`.

@@ -52,7 +52,7 @@ class TaskPlan:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """A stream before its rows are read; `notes` say what differs from what was asked for.
+    """A stream before its rows are read; `notes` list differences from the configuration.
 
     Attributes:
         unseen: tasks that are evaluated and never trained.

@@ -62,7 +62,7 @@ class Stream:
         name: of the benchmark, or as configured.
         tasks: in the order in which they arrive.
         unseen: tasks that are never trained, evaluated once after the last of `tasks`.
-        notes: what differs from what was asked for, and row counts; for people.
+        notes: differences from the configuration, and row counts, as text.
     """
 
     name: str

@@ -58,7 +58,7 @@ class TokenTable:
         return int(self._entry.info["count"]) if self._part is None else len(self._part)
 
     def part(self, rows: NDArray[np.int64]) -> TokenTable:
-        """A table of these rows alone; how often something was cut is still said of the whole."""
+        """A table of these rows alone; the counts of cut texts are still those of the whole."""
         return TokenTable(self.task, self.split, self._entry, self._places(rows))
 
     def _places(self, rows: RowIndices) -> NDArray[np.int64]:

@@ -29,7 +29,7 @@ class AccuracyMatrix:
 
     Attributes:
         tasks: column names, in stream order.
-        phases: row names; the tasks themselves unless said otherwise (`joint`: one row).
+        phases: row names; the tasks themselves by default (`joint`: one row).
         cells: `[len(phases)][len(tasks)]`, None where nothing was measured.
     """
 

@@ -71,7 +71,7 @@ def connect(
     except (ConnectionError, ValueError) as error:
         raise LaunchError(
             f"no Ray answers at {given}, which launch.address or RAY_ADDRESS names: start it there, unset that for one "
-            "here, or, where it asks for a token, export RAY_AUTH_MODE=token"
+            "here, or, where it needs a token, export RAY_AUTH_MODE=token"
         ) from error
     log.info("Ray %s in %.0f s", f"joined at {given}" if given else "started here", time.monotonic() - began)
 
@@ -127,7 +127,7 @@ def log_while_pending(waits: Callable[[], bool], requested: Mapping[str, float],
             try:
                 if waits():
                     log.info("%s", shortage(requested, lower))
-            except (RayError, ConnectionError, RuntimeError) as error:  # the cluster cannot be asked just now
+            except (RayError, ConnectionError, RuntimeError) as error:  # the cluster does not answer just now
                 log.debug("not known who waits: %s", error)
 
     thread = threading.Thread(target=run, name="waiting", daemon=True)
@@ -162,13 +162,13 @@ def fits(requested: Mapping[str, float]) -> bool:
 
 
 def shortage(requested: Mapping[str, float], lower: str) -> str:
-    """What is asked, what is free, and who else has a job there."""
+    """The requested resources, the free ones, and the other jobs of the cluster."""
     free, have = ray.available_resources(), ray.cluster_resources()
     wanted = " and ".join(f"{amount:g} {name}s" for name, amount in requested.items() if amount)
     left = " and ".join(f"{free.get(name, 0):g} of {have.get(name, 0):g} {name}s" for name in requested)
     others = "; ".join(_other_jobs())
-    whom = f"ask who runs {others}, or lower {lower}" if others else f"lower {lower}, or see who has them: ray status"
-    return f"waiting for {wanted}: the cluster has {left} free; {whom}"
+    remedy = f"wait for or stop {others}, or lower {lower}" if others else f"lower {lower}, or list the jobs: ray status"
+    return f"waiting for {wanted}: the cluster has {left} free; {remedy}"
 
 
 def _other_jobs() -> Iterator[str]:

@@ -21,7 +21,7 @@ FOLLOW_S = 1.0
 
 @contextmanager
 def follow(storage: Storage, label: str = "") -> Iterator[None]:
-    """Say the workers' progress lines here, each after `label`, as they come; only what is written from now on."""
+    """Log the workers' progress lines here, each after `label`, as they come; only those written from now on."""
     seen: dict[str, int] = {}
     over = threading.Event()
 
@@ -41,7 +41,7 @@ def follow(storage: Storage, label: str = "") -> Iterator[None]:
             log_new()
 
     for _ in fresh(storage):
-        pass  # what was written before is not said again
+        pass  # earlier lines are not logged again
     thread = threading.Thread(target=run, name="follow", daemon=True)
     thread.start()
     try:

@@ -129,7 +129,7 @@ def reopen(folder: str, wanted: RunConfig | None = None, overrides: tuple[str, .
 
     Raises:
         ResumeError: there is no run, or a setting that changes what is learned differs.
-        ConfigError: the run asks for what `overrides` do not allow (`raycl.config.trust`).
+        ConfigError: the run requests what `overrides` do not allow (`raycl.config.trust`).
     """
     storage, old, state = _run_in(folder)
     new = wanted or _allowed(_config_of(storage, state, overrides), overrides, storage)
@@ -174,7 +174,7 @@ def _refuse(folder: str, changed: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) -> RunConfig:
-    """The config, if these overrides allow what it asks for (`raycl.config.trust`)."""
+    """The config, if these overrides allow what it requests (`raycl.config.trust`)."""
     trust.require(trust.requested(configs.as_tree(config)), overrides, f"the run '{storage.uri}'")
     return config
 
@@ -206,7 +206,7 @@ class RunOptions:
     Attributes:
         in_process: the run's only worker is this process, which holds the worker's CPUs and GPUs (Ray Train's local
             mode).
-        share: runs that share the cluster, where the config does not say how many CPUs a worker gets.
+        share: runs that share the cluster, where the config does not set the CPUs of a worker.
         label: prefix of the run's progress lines.
         awaits_decision: after every phase but the last, the workers wait for a decision
             (`raycl.training.records.stop_signal`).

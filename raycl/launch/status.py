@@ -58,7 +58,7 @@ class Status:
 
 @dataclass(frozen=True)
 class _Files:
-    """What the run's files say."""
+    """Contents of the run's files."""
 
     storage: Storage
     state: RunState
@@ -169,7 +169,7 @@ def _state(files: _Files) -> tuple[State, str]:
     if files.is_alive:
         activity = f"{_activity(files.heartbeat)}, last progress {_ago(files.age + files.heartbeat['idle_s'])}"
         return (
-            ("stopping", f"asked to stop by {files.stop['reason']}; {activity}")
+            ("stopping", f"stop requested by {files.stop['reason']}; {activity}")
             if files.stop
             else ("running", activity)
         )
@@ -199,7 +199,7 @@ def _crash(files: _Files) -> str:
 
 
 def _activity(heartbeat: dict[str, Any]) -> str:
-    """What workers do, for people."""
+    """The activity of the workers, as text."""
     activity = heartbeat["activity"]
     if "phase" not in heartbeat:
         return f"{activity}"

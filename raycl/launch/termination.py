@@ -1,7 +1,7 @@
 """SIGTERM in a command: schedulers send it before they take a machine away, `ray job stop` before it kills.
 
-A run in progress, or every running trial of a sweep, is asked to write a checkpoint and end; the command then exits
-with status 75 (EX_TEMPFAIL): start it again, and it continues.
+A run in progress, or every running trial of a sweep, gets a request to write a checkpoint and end; the command then
+exits with status 75 (EX_TEMPFAIL): start it again, and it continues.
 What it does not know: how workers stop (`raycl.training.control`).
 """
 
@@ -43,7 +43,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 class StopOnSigterm:
-    """While it is entered (in the main thread), SIGTERM asks workers to stop, and leaves when they are late.
+    """While it is entered (in the main thread), SIGTERM requests workers to stop, and exits when they are late.
 
     Attributes:
         requested: whether the signal came.
@@ -90,7 +90,7 @@ class StopOnSigterm:
                 log.info("SIGTERM: the workers write a checkpoint and end, within launch.grace_s=%g s", self.grace_s)
                 self._over.wait(self.grace_s)
         except StorageError as error:
-            log.warning("SIGTERM: the workers cannot be asked for a checkpoint: %s", error)
+            log.warning("SIGTERM: the checkpoint request cannot be written: %s", error)
         self._late = True
         if not self._over.is_set():
             os.kill(os.getpid(), SIGNAL)

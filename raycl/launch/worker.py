@@ -58,7 +58,7 @@ def worker_main(job: dict[str, Any]) -> None:
     """What every Ray Train worker runs.
 
     Ray starts a failed worker group again. That helps after a crash, not after an error of ours, which would only
-    come back: it is left on storage, and the new group ends at once, so that the driver can say it.
+    come back: it is written to storage, and the new group ends at once, so that the driver can raise it.
     """
     storage = Storage.at(job["folder"]).patient(job["retry_s"])
     if not storage.exists(CONFIG):

@@ -62,7 +62,7 @@ class MethodConfig(Section):
 
     @property
     def needs_task(self) -> bool:
-        """Whether evaluation must give the task id of a text; then tasks that were never trained cannot be asked."""
+        """Whether evaluation must give the task id of a text; then unseen tasks cannot be evaluated."""
         return False
 
     @property
@@ -170,7 +170,7 @@ class Method:
         return None
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """JSON-able: what results say about the phase that has just ended.
+        """JSON-able: the summary in the results of the phase that has just ended.
 
         Args:
             observed: task -> mean weights of its evaluated texts before pruning (`Mixture.unpruned`).

@@ -1,6 +1,6 @@
 """The context of a phase: what a method may ask about the tasks that it learns.
 
-What it does not know: which method asks, which engine trains, files.
+What it does not know: which method calls it, which engine trains, files.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class PerTaskAdapter(Method, ABC):
         if backbone.head is not None:
             backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), head_rule)
 
-    # ---- what subclasses say ---------------------------------------------------------------------------------
+    # ---- for subclasses --------------------------------------------------------------------------------------
 
     @abstractmethod
     def _create(self, task: str) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of routers: how alike the keys are, where they lie in the plane, how many texts find their task.
+"""Plots of routers: similarity of the keys, where they lie in the plane, how many texts find their task.
 
 Why it exists: two tasks whose keys are confused are seen at a glance, in three panels that share one order of tasks.
 What it does not know: how keys are learned, how numbers were computed.

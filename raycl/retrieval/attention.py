@@ -1,6 +1,6 @@
 """SAPT's router: every learned task has a key, and a text attends to all of them (SAPT, section 4.2).
 
-Query of a text: elementwise maximum over its tokens' raw embeddings, brought down to p dimensions and up again, SiLU,
+Query of a text: elementwise maximum over its tokens' raw embeddings, projected down to p dimensions and up again, SiLU,
 LayerNorm. Weights: softmax over the products of query and keys, divided by tau. They depend on nothing but the text's
 own tokens: padding takes no part, and neither do labels or neighbours. Computed in float32 whatever the model is in.
 What it does not know: models, where embeddings come from, what a task's adapter holds.
@@ -204,7 +204,7 @@ class Attention(nn.Module):
         return {"attention": self.config.model_dump(mode="json"), **shape}
 
     def take(self, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Become what `settings` and `tensors` gave; tasks whose keys were taken out are left out."""
+        """Restore the state of `settings` and `tensors`; tasks whose keys were removed are left out."""
         self.keys = {task: tensors[f"key/{task}"].float() for task in settings["tasks"] if f"key/{task}" in tensors}
         self.center, self.spread = (tensors[name].float() if name in tensors else None for name in STANDARD)
         self._frozen = None

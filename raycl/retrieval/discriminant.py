@@ -1,7 +1,7 @@
 """A router without training: streaming linear discriminant analysis over tasks (Hayes and Kanan 2020).
 
 Each task leaves its count, its mean and its scatter of normalised queries. These are sums: exact in one pass, the same
-for any order of tasks, and a task is taken out by leaving its sums out.
+for any order of tasks, and a task is removed by leaving its sums out.
 What it does not know: adapters, where queries come from.
 """
 
@@ -103,7 +103,7 @@ class Discriminant:
     def relative_distances(self, queries_BC: Tensor) -> Tensor:
         """`[B]` `distances` less `BACKGROUND` of the distance to the middle of all tasks.
 
-        A text that is odd for the nearest task alone comes out larger than one that is odd for all of them alike.
+        A text that is unusual for the nearest task alone gets a larger value than one that is unusual for all of them.
         """
         self._follow(queries_BC.device)
         middle, precision = self._background

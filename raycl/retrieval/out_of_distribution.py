@@ -2,8 +2,8 @@
 
 Why it exists: a Mahalanobis distance has no meaning by itself; its size depends on the encoder, and on the covariance
 that every new task changes. A share of known texts can be read by a person. So a few texts of each task are kept
-that its statistics were not made from (those lie too near), as queries and not as distances: distances are worked
-out anew when tasks come or go, and a task that is taken out leaves nothing behind.
+that its statistics were not made from (those lie too near), as queries and not as distances: distances are computed
+again when tasks come or go, and a removed task leaves no data.
 What it does not know: where queries come from, what the score is used for.
 """
 

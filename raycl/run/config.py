@@ -135,7 +135,7 @@ def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
     """The validated tree from a file and overrides.
 
     Raises:
-        ConfigError: see `raycl.config.load`; or the file asks for what only the command may allow (`config.trust`).
+        ConfigError: see `raycl.config.load`; or the file requests what only the command may allow (`config.trust`).
     """
     config = configs.load(RunConfig, path, overrides)
     source = "the config" if path is None else f"config file '{path}'"
@@ -160,7 +160,7 @@ def phases(config: RunConfig, stream: Stream) -> tuple[Phase, ...]:
 
 
 def default_directory() -> str:
-    """Where runs go when the config does not say."""
+    """The default folder of runs."""
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     return os.environ.get("RAYCL_RUNS") or ("~/raycl-runs" if in_job else "runs")
 

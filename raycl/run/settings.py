@@ -51,7 +51,7 @@ class OutputConfig(Section):
         None, description="folder of this run; null: $RAYCL_RUN_NAME, else made from stream, backbone, method, seed"
     )
     retry_s: float = Field(
-        180.0, ge=0, description="seconds that a store which does not answer is asked again, with growing pauses"
+        180.0, ge=0, description="seconds for which operations of a store that does not answer are retried"
     )
     exists: str = Field(
         "error",

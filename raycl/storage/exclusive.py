@@ -65,7 +65,7 @@ def create_gs(bucket: str, key: str, data: bytes, endpoint: str | None, full: st
 
     try:
         own: dict[str, Any] = {}
-        if endpoint:  # a server of one's own asks for no credentials
+        if endpoint:  # an own server needs no credentials
             own = {"client_options": {"api_endpoint": endpoint}, "project": "none"}
             own["credentials"] = AnonymousCredentials()  # type: ignore[no-untyped-call]
         client = storage.Client(**own)

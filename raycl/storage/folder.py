@@ -53,7 +53,7 @@ class Storage:
     Attributes:
         uri: as the user wrote it without its query, absolute for local paths.
         endpoint: address of an S3-compatible server other than AWS (the URI's `endpoint_override`).
-        patience_s: how long a store that does not answer is asked again, with growing pauses.
+        patience_s: how long operations of a store that does not answer are retried, with growing pauses.
     """
 
     uri: str
@@ -105,7 +105,7 @@ class Storage:
         return Storage(f"{self.uri}/{name}", self.filesystem, self.path(name), self.endpoint, self.patience_s)
 
     def patient(self, seconds: float) -> Storage:
-        """The same folder; a store that does not answer is asked again for so long, then there is UnreachableError."""
+        """The same folder; while the store does not answer, operations are retried for so long, then UnreachableError."""
         return replace(self, patience_s=seconds)
 
     def exists(self, name: str = "") -> bool:
@@ -137,7 +137,7 @@ class Storage:
     def read(self, name: str) -> bytes:
         """The whole file, as one writer wrote it.
 
-        pyarrow asks an object store for the length first and for the bytes later, and if the object is replaced in
+        pyarrow requests the length of an object first and the bytes later, and if the object is replaced in
         between hands out a cut or zero-filled mixture; so the object's version is compared before and after.
 
         Raises:

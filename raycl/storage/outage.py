@@ -1,6 +1,6 @@
-"""A store that does not answer just now: which errors say so, and asking again with growing pauses.
+"""A store that does not answer: which errors mean that, and retries with growing pauses.
 
-What it does not know: what is asked.
+What it does not know: the operations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_away(error: BaseException, local: bool) -> bool:
     """Whether an error means that the store may answer later.
 
     Args:
-        local: of a local path, where only what network file systems say counts.
+        local: of a local path, where only errors of network file systems count.
     """
     if local:
         return isinstance(error, OSError) and error.errno in AWAY
@@ -44,10 +44,10 @@ def is_away(error: BaseException, local: bool) -> bool:
 
 
 def tried(action: Callable[[], T], what: str, patience_s: float, local: bool) -> T:
-    """What `action` returns, asked again while the store is away; whatever it raises becomes a StorageError.
+    """What `action` returns, retried while the store does not answer; whatever it raises becomes a StorageError.
 
     Args:
-        what: it does, for messages, as in "read 's3://bucket/file'". patience_s: how long it is asked again.
+        what: it does, for messages, as in "read 's3://bucket/file'". patience_s: how long it is retried.
 
     Raises:
         UnreachableError: the store is away for longer. StorageError: everything else that failed.

@@ -67,7 +67,7 @@ def load_comparison(path: str, overrides: Sequence[str] = ()) -> ComparisonConfi
     """Read a comparison file and check every row's config.
 
     Raises:
-        ConfigError: something is wrong, acts on nothing (`raycl.config.unused`), or is asked for that only the
+        ConfigError: something is wrong, has no effect (`raycl.config.unused`), or is requested that only the
             command may allow (`raycl.config.trust`).
     """
     comparison = configs.load(ComparisonConfig, path, overrides)

@@ -1,6 +1,6 @@
 """A sweep file: a base config, a space over its dotted paths, what counts as better, and how to search.
 
-Why it exists: a sweep takes hours, so everything that can be wrong with any of its trials is said before the first one
+Why it exists: a sweep takes hours, so whatever can be wrong with any of its trials is an error before the first one
 starts: unknown paths (with the nearest field), values of the wrong type, ends of ranges that no field takes.
 What it does not know: how trials run.
 """
@@ -175,7 +175,7 @@ class SweepConfig(Section):
         return {path: value for path, value in settings.items() if covering(path, unused) is None}
 
     def _without_repeats(self, trials: list[Settings]) -> list[Settings]:
-        """Without settings that act on nothing beside a trial's others, and of trials that are then alike one."""
+        """Drop settings without effect beside a trial's others, and of trials that are then equal keep one."""
         found: list[Settings] = []
         seen: set[str] = set()
         for settings in trials:
@@ -243,7 +243,7 @@ def load_sweep(file: str, overrides: Sequence[str] = ()) -> SweepConfig:
             `space.train.epochs={grid: [1, 2]}` or `space.train.epochs.grid=[1,2]`; null takes it out of the space.
 
     Raises:
-        ConfigError: the first thing that is wrong, or asked for that only the command may allow (`raycl.config.trust`).
+        ConfigError: the first thing that is wrong, or that only the command may allow (`raycl.config.trust`).
     """
     tree = configs.read_yaml(file)
     for override in overrides:

@@ -43,7 +43,7 @@ from raycl.training.records.stop_request import HostStop
 log = logging.getLogger("raycl")
 
 SMALL = 1.0
-"""Bytes of memory that a trial's own process asks of the cluster: its workers take what it needs, CPUs above all."""
+"""Bytes of memory that a trial's own process reserves on the cluster: its workers take what it needs, mostly CPUs."""
 
 QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_WARN_THRESHOLD_S": "60"}
 
@@ -261,7 +261,7 @@ def _launch(sweep: SweepConfig) -> LaunchConfig:
 
 
 def concurrency(sweep: SweepConfig) -> int:
-    """Trials at a time: what was asked for, or as many as the cluster holds.
+    """Trials at a time: the configured number, or as many as the cluster holds.
 
     Raises:
         LaunchError: it does not hold one.
@@ -284,7 +284,7 @@ def concurrency(sweep: SweepConfig) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Tune's own lines, warnings and files off while it runs; ours say what happens."""
+    """Tune's own lines, warnings and files off while it runs; ours replace them."""
     logger = logging.getLogger("ray.tune")
     level, before = logger.level, {name: os.environ.get(name) for name in QUIET}
     os.environ.update(QUIET)

@@ -112,7 +112,7 @@ def test_status_while_stopping_and_when_stopped(complete: Complete, tmp_path: Pa
 
     learn(config, storage, 7, ask)
     stopped = status_of(storage.uri)
-    assert seen[0].state == "stopping" and seen[0].message.startswith("asked to stop by SIGTERM")
+    assert seen[0].state == "stopping" and seen[0].message.startswith("stop requested by SIGTERM")
     assert stopped.state == "stopped" and "by SIGTERM at 20" in stopped.message and "exit status 75" in stopped.message
     assert stopped.details["from"].startswith("it continues after step 3 of task 2")
     assert stopped.command == f"python jobs/train_stream.py --resume {storage.uri}"

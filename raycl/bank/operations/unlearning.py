@@ -124,7 +124,7 @@ def evaluate(
     tree: dict[str, Any] = {key: dict(snapshot.provenance.get("config", {}).get(key, {})) for key in ("stream", "eval")}
     seed = snapshot.provenance.get("config", {}).get("seed")
     if seed is None:
-        raise BankError(f"snapshot {snapshot.number} does not say which data it was trained on: it cannot be evaluated")
+        raise BankError(f"snapshot {snapshot.number} does not record its training data: it cannot be evaluated")
     tree["stream"]["unseen"] = None
     for override in overrides:
         configs.apply_override(tree, override)

@@ -228,7 +228,7 @@ def _device(options: argparse.Namespace) -> torch.device:
     if device.type != "cuda" and not options.tiny:
         raise ConfigError(f"benchmark gpu: --device is {device}, where a 7B model takes hours: add --tiny")
     if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)  # as tensors say it
+        device = torch.device("cuda", device.index or 0)  # as tensors have it
         torch.cuda.set_device(device)
     return device
 

@@ -153,7 +153,7 @@ class Rounds:
     """What was seen of every variant, round by round.
 
     Attributes:
-        load_tests: variant -> what it is asked.
+        load_tests: variant -> its requests.
     """
 
     def __init__(self, model: InProcessModel, texts: Sequence[str], options: argparse.Namespace) -> None:

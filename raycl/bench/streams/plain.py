@@ -4,7 +4,7 @@
 
 Why it exists: the price of the platform is what it costs more than this. Nothing of raycl's training, data or method
 code runs here; only loading the weights is shared, and the work comes as a worksheet of texts and batches.
-What it does not know: raycl's steps, Ray, several workers, stopping and going on.
+What it does not know: raycl's steps, Ray, several workers, stopping and resuming.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Encoder(Model):
             self.bias = nn.Parameter(torch.cat([self.bias, self.bias.new_zeros(len(new))]))
 
     def label(self, answer: str) -> int:
-        """Row of the head; of a label that no task has brought yet: -1."""
+        """Row of the head; of a label that no task has had yet: -1."""
         return self.labels.index(answer) if answer in self.labels else -1
 
     def trained(self) -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Is tokenised data held once per node? Two processes read the same token table whole, and the kernel is asked.
+"""Is tokenised data held once per node? Two processes read the same whole token table; memory is as the kernel reports.
 
 `Pss` of a mapping counts each page divided by the number of processes that share it: over all workers it sums to
 the file's size if they share one copy, and to twice that if each of two has its own.

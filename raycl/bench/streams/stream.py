@@ -2,7 +2,7 @@
 
 Trials alternate (plain, raycl, plain, raycl, ...), so that a machine that slows down slows both, and every trial is
 a fresh process with a cold cache, the same number of torch threads and the same priority. The largest difference of
-the loss traces and the share of different answers say whether both did the same work.
+the loss traces and the share of different answers show whether both did the same work.
 What it does not know: how the work is done (`plain`, `raycl.launch.driver`).
 """
 
@@ -182,7 +182,7 @@ def config_of(where: str, engine: str, workers: int, options: argparse.Namespace
 
 
 def figures_of(comparison: Comparison) -> Iterator[Figure]:
-    """What the trials on one backbone say."""
+    """The figures of the trials on one backbone."""
     plain = comparison.typical(PLAIN)
     for engine, workers in comparison.trials:
         if engine != PLAIN:

@@ -34,7 +34,7 @@ class Trial:
         answers: of every test row, after every task.
         tokens: read in all steps.
         peak_memory_mb: of the largest worker.
-        start_s: from asking Ray to train until rank 0 has loaded the model and claims the run; 0 for the plain loop.
+        start_s: from the call of Ray Train until rank 0 has loaded the model and claims the run; 0 for the plain loop.
         wall_s: of the whole run, processes included.
     """
 

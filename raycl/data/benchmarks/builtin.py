@@ -77,8 +77,8 @@ def _rows(task: str, split: str, count: int, seed: int, names: tuple[str, ...]) 
         text = _new_text(grammar, names, label, split, rng, seen)
         if text is None:
             raise DataError(
-                f"built-in task {task!r}, split {split!r}: {count} rows asked, but only {len(seen)} distinct texts "
-                f"found before label {label!r} ran dry; ask for at most {len(seen)}"
+                f"built-in task {task!r}, split {split!r}: {count} rows requested, but only {len(seen)} distinct texts "
+                f"exist before label {label!r} is exhausted; request at most {len(seen)}"
             )
         seen.add(text)
         yield text, label

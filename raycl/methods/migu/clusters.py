@@ -1,6 +1,6 @@
 """Rows that share one mask bit: partitions of a layer's rows into clusters of equal size (MIGU, appendix E).
 
-The authors' code for this does not run as released, so equal sizes (they say so of weight clusters only), spectral
+The authors' code for this does not run as released, so equal sizes (they state it of weight clusters only), spectral
 clustering that ends in the same balanced k-means, and rows normalised one by one are our reading.
 What it does not know: what is masked, where magnitudes come from.
 """

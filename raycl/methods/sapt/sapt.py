@@ -3,10 +3,10 @@
 "SAPT: A Shared Attention Framework for Parameter-Efficient Continual Learning of Large Language Models", ACL 2024.
 A task trains its adapter (LoRA on query and value projections, or a soft prompt), its key, and the shared projection;
 backbone, earlier adapters and earlier keys are frozen. The attention reads nothing but the source's raw
-embeddings, in training, evaluation, generation and serving alike, and once per prompt. Reflection (ARM) keeps old
+embeddings, in training, evaluation, generation and serving, and once per prompt. Reflection (ARM) keeps old
 tasks' inputs attended to as they were. Encoder-only backbones, of which the paper has none, get label rows with every
 adapter, mixed by the same weights, so that no task id is needed.
-Where the authors' code differs from the paper, the settings say so (its attention's and reflection's too). Prompts are
+Where the authors' code differs from the paper, there are settings (its attention's and reflection's too). Prompts are
 learned by the run's AdamW like all else, theirs by Adafactor (appendix C).
 What it does not know: engines, files other than pseudo inputs'.
 """
@@ -212,7 +212,7 @@ class Sapt(PerTaskAdapter):
         return Generator(self.config.generator, self.backbone, self.stack, seed).write(context, arm.fraction)
 
     def _select(self) -> None:
-        """Train a separate selector anew, on the recorded mean weights of all tasks."""
+        """Train a separate selector from scratch, on the recorded mean weights of all tasks."""
         targets = {task: entry.abar for task, entry in self.reflection}
         config, number = self.config, len(self._learned)
         found = learn_selector(

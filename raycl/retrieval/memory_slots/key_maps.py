@@ -1,4 +1,4 @@
-"""Keys as pictures want them: how alike the keys of tasks are, and where each lies in the plane.
+"""Keys for plots: the similarity of the keys of tasks, and where each lies in the plane.
 
 What it does not know: how anything is drawn.
 """

@@ -297,7 +297,7 @@ class SlotRouter:
 
     @staticmethod
     def restored(state: RouterState) -> SlotRouter:
-        """From what `settings` and `tensors` gave; tasks whose tensors were taken out are left out."""
+        """From what `settings` and `tensors` gave; tasks whose tensors were removed are left out."""
         settings, tensors = state.settings, state.tensors
         assert state.kind in ("keys", "discriminant"), state.kind
         kind: Kind = "keys" if state.kind == "keys" else "discriminant"

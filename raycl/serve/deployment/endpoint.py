@@ -89,7 +89,7 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
 
 
 def _connect() -> None:
-    """Connect to Ray; proxies of Ray Serve that this job starts close silent connections."""
+    """Connect to Ray; proxies of Ray Serve that this job starts close idle connections."""
     cluster.connect(namespace="serve", env_vars={PROXY_HOOK: f"{limit_proxy.__module__}:{limit_proxy.__name__}"})
 
 

@@ -347,5 +347,5 @@ class MultiSnapshotModel:
 
 
 def _power_of_two(rows: int) -> int:
-    """The next one, since making room anew costs a capture."""
+    """The next one, since growing the cache costs a capture."""
     return 1 << max(4, (rows - 1).bit_length())

@@ -70,7 +70,7 @@ class Protocol(HttpToolsProtocol):
 
 
 def limit_proxy() -> list[Any]:
-    """Close silent connections in a proxy of Ray Serve too (see `PROXY_HOOK`); it adds no middleware.
+    """Close idle connections in a proxy of Ray Serve too (see `PROXY_HOOK`); it adds no middleware.
 
     Ray Serve has no setting for it, so the proxy's uvicorn gets this module's protocol as its default one.
     """

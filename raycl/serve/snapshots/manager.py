@@ -191,7 +191,7 @@ class SnapshotManager:
             with self._lock:
                 self._replaced.append(self._open.pop(number))
             self._failed.pop(number, None)
-            log.warning("snapshot %d was removed from the bank%s", number, "" if stamp is None else " and made anew")
+            log.warning("snapshot %d was removed from the bank%s", number, "" if stamp is None else " and recreated")
 
     def _is_unchanged(self, loaded: LoadedSnapshot) -> bool:
         """Whether its record is unchanged; one that cannot be read now counts as unchanged."""

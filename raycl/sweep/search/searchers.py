@@ -45,7 +45,7 @@ class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
         """Number and settings of the next trial; None: there is none."""
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str:
-        """What Tune asks for."""
+        """The next proposal, for Tune."""
         stopping = self.stop is not None and self.stop.is_requested
         found = None if stopping else self.next_trial()
         if found is None:
@@ -54,7 +54,7 @@ class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
         self.numbers[trial_id] = number
         self.folder.clear_failure(number)
         self.folder.write_settings(number, settings)
-        run = configs.as_tree(self.folder.config(self.sweep, number, settings))  # here, where paths mean what they say
+        run = configs.as_tree(self.folder.config(self.sweep, number, settings))  # here, where relative paths are valid
         return {"number": number, "settings": settings, "run": json.dumps(run)}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:

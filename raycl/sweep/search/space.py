@@ -128,7 +128,7 @@ def crossed(space: Space, follow: Callable[[Settings], Settings]) -> list[Settin
 
 
 def key_of(settings: Settings) -> str:
-    """The same for settings that are alike, read from a file or not."""
+    """The same key for equal settings, read from a file or not."""
     return json.dumps(settings, sort_keys=True, default=list)
 
 

@@ -5,7 +5,7 @@ numbers of another run, so it holds the whole resolved config, and the rules bel
 effect on the first phases; settings classes remove what a method or modifier does not use yet (`cache_key`).
 What it does not know: where the shared phases are kept.
 
-Taken out: tasks to come (their names stay, as a set: answers are also compared with the labels of all other tasks),
+Removed: tasks to come (their names stay, as a set: answers are also compared with the labels of all other tasks),
 epochs of tasks to come, `stream.unseen` (evaluated after the last phase), `eval.singles` (it is read when results are
 written), sections about where a run writes and is followed. Kept besides the config: raycl's version, the number of
 phases, workers and their CPUs (sums of floats depend on both).

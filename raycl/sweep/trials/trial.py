@@ -53,7 +53,8 @@ class Work:
     """What all trials of a sweep are given; plain values, since they travel to other processes.
 
     Attributes:
-        sweep: the config. directory: address of what holds the sweep's folder. stop: where its driver asks trials to.
+        sweep: the config. directory: address of what holds the sweep's folder. stop: where its driver requests
+            trials to stop.
         shared: prefix keys that several trials have (`raycl.sweep.trials.prefix`).
         weights: of frozen backbones, in the object store (`raycl.sweep.trials.weights`).
     """

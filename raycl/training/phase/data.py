@@ -24,7 +24,7 @@ from raycl.types import Batch, Phase, Task
 
 
 class PhaseData:
-    """What a task context asks its worker for (`raycl.methods.context.Worker`), and the loader of the phase."""
+    """The worker's side of a task context (`raycl.methods.context.Worker`), and the loader of the phase."""
 
     def __init__(self, context: TrainingContext, phase: Phase, world: DistributedContext) -> None:
         self.context, self.phase, self.world = context, phase, world

@@ -97,7 +97,7 @@ def complete_bank(context: TrainingContext, storage: Storage, state: RunState, w
 
 
 def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool, keeps_adapters: bool = True) -> None:
-    """Put back what the bank has lost of the run's snapshots, from the checkpoints that are left; the rest is said.
+    """Put back what the bank has lost of the run's snapshots, from the checkpoints that are left; the rest is logged.
 
     Args:
         continues: the run has phases to come: the next snapshot is made from the last one, even if that was pruned.

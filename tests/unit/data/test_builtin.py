@@ -137,7 +137,7 @@ def test_too_many_rows_give_an_error_with_the_number_of_texts(monkeypatch: pytes
     tiny = {"text": ("{word} and {word2}",), "word": tuple("abcdef")}
     monkeypatch.setattr(builtin, "_grammar", lambda task, split: tiny)
     drawn: list[tuple[str, str]] = []
-    with pytest.raises(DataError, match=r"1000 rows asked, but only (\d+) distinct") as caught:
+    with pytest.raises(DataError, match=r"1000 rows requested, but only (\d+) distinct") as caught:
         drawn.extend(islice(rows("topic", "train", 1000, 0), 1000))
     assert "at most" in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""Out-of-distribution scores: near 1 for texts of no task, spread evenly for known ones; removed tasks leave no data."""
+"""Out-of-distribution scores: near 1 for texts of no task, evenly spread for known ones, and none of removed tasks."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ function describe(moved) {
   document.body.dataset.kind = known.kind;
   const numbers = [...known.snapshots].reverse().map((number) => [String(number), String(number)]);
   fill($("pin"), [["", `the active one (${known.active})`], ...numbers]);
-  fill($("task"), [["", "not said"], ...known.tasks.map((task) => [task, task])]);
+  fill($("task"), [["", "not given"], ...known.tasks.map((task) => [task, task])]);
   const alone = known.tasks.filter((task) => known.adapters.some((one) => one.tasks.join() === task));
   const names = known.adapters.filter((one) => !alone.includes(one.name)).map((one) => `${one.name}@${one.version}`);
   fill(pinned, alone.map((task) => [task, task]), names.map((name) => [name, name]));
@@ -83,7 +83,7 @@ async function poll() {
   }
 }
 
-/** Errors that concern the whole page are said at its top. */
+/** Errors that concern the whole page are shown at its top. */
 async function attempt(work) {
   try {
     await work();
@@ -166,7 +166,7 @@ const route = {
   },
 };
 
-// ---- asking ------------------------------------------------------------------------------------------------------
+// ---- requests ----------------------------------------------------------------------------------------------------
 
 const snapshot = () => ($("pin").value ? { snapshot: Number($("pin").value) } : {});
 const auto = () => ({
@@ -222,7 +222,7 @@ async function answer(name, text, signal) {
 
 async function classify(name, text, signal) {
   const found = (await json("v1/classify", { ...who[name](), input: text }, signal)).data[0];
-  spoken(name, text, found.raycl);
+  showMixture(name, text, found.raycl);
   cards[name].classified(found.label, found.scores);
   cards[name].end(remarks(name, found.raycl));
 }
@@ -233,7 +233,7 @@ async function generate(name, text, signal) {
   let how = null;
   const stream = { stream: true, stream_options: { include_usage: true } };
   for await (const event of events("v1/chat/completions", { ...body, ...stream }, signal)) {
-    if (event.raycl) spoken(name, text, (how = event.raycl));
+    if (event.raycl) showMixture(name, text, (how = event.raycl));
     const choice = event.choices[0];
     cards[name].add(choice?.delta.content);
     if (choice?.finish_reason === "length") more.push("cut at the limit of tokens");
@@ -243,8 +243,8 @@ async function generate(name, text, signal) {
   cards[name].end([...more, ...remarks(name, how)]);
 }
 
-/** Bars of the answer itself, unless the text has gone on since. */
-function spoken(name, text, how) {
+/** Bars of the answer itself, unless the text has changed since. */
+function showMixture(name, text, how) {
   if (!how || name === "base") return;
   if (name === "pinned") cards.pinned.mixture(how, []);
   else if ($("text").value === text) cards.auto.mixture(how, known.tasks);

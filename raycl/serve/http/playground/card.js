@@ -1,5 +1,5 @@
 // One card: the mixture, the answer and the time it took. What it does not know: the endpoint, the other cards.
-// Names, labels and answers are anybody's text: they become text nodes, never markup.
+// Names, labels and answers are untrusted text: they become text nodes, never markup.
 
 const SHOWN = 6;
 const STRANGE = 0.95;
@@ -12,7 +12,7 @@ function weight(value) {
   return value.toFixed(2).replace("-", "−");
 }
 
-/** Bars by name; those of a name that stays are moved, not made anew, so that one sees them move. */
+/** Bars by name; those of a name that stays are moved, not created again, so that the move is visible. */
 export function drawBars(list, pairs) {
   const most = Math.max(1, ...pairs.map(([, value]) => Math.abs(value)));
   const rows = new Map([...list.children].map((row) => [row.firstChild.textContent, row]));
@@ -20,7 +20,7 @@ export function drawBars(list, pairs) {
     const row = rows.get(name) || newBar(name);
     row.children[1].firstChild.style.width = `${(100 * Math.abs(value)) / most}%`;
     row.classList.toggle("negative", value < 0);
-    row.classList.toggle("silent", Math.abs(value) < 0.005);
+    row.classList.toggle("inactive", Math.abs(value) < 0.005);
     row.lastChild.textContent = weight(value);
     return row;
   });
@@ -62,7 +62,7 @@ export class Card {
     this.bars = part(".mixture .bars");
     this.adapters = part(".mixture details");
     this.hint = part(".hint");
-    this.said = part(".said");
+    this.output = part(".output");
     this.label = part(".label");
     this.note = part(".note");
     this.labels = part(".answer .bars");
@@ -76,26 +76,26 @@ export class Card {
   /** Bars for every task, inactive ones too; of many, those with the largest weights. */
   mixture(how, tasks) {
     const shares = new Map([...tasks.map((task) => [task, 0]), ...Object.entries(how.tasks)]);
-    const loud = [...shares].sort((one, other) => Math.abs(other[1]) - Math.abs(one[1])).slice(0, SHOWN);
-    const names = new Set(loud.map(([task]) => task));
+    const largest = [...shares].sort((one, other) => Math.abs(other[1]) - Math.abs(one[1])).slice(0, SHOWN);
+    const names = new Set(largest.map(([task]) => task));
     drawBars(this.bars, [...shares].filter(([task]) => names.has(task)));
-    const rest = shares.size - loud.length;
+    const rest = shares.size - largest.length;
     const adapters = Object.entries(how.adapters);
     drawMore(this.adapters, adapters, `${adapters.length} ${adapters.length === 1 ? "adapter" : "adapters"}`);
     const words = rest > 0 ? [`and ${rest} tasks with smaller weights`] : [];
     if (how.ood_score >= STRANGE) words.push(`unlike what was learned: ${Math.round(100 * how.ood_score)} % of known texts are nearer to a task`);
-    this.say(words.join(" · "));
+    this.setHint(words.join(" · "));
   }
 
   /** Words instead of bars, or below them. */
-  say(words) {
+  setHint(words) {
     this.hint.textContent = words;
   }
 
   noMixture(words) {
     drawBars(this.bars, []);
     drawMore(this.adapters, [], "");
-    this.say(words);
+    this.setHint(words);
   }
 
   begin() {
@@ -107,7 +107,7 @@ export class Card {
     drawMore(this.others, [], "");
     this.figures.textContent = "";
     this.stale(false);
-    this.set("asking");
+    this.set("waiting");
   }
 
   /** More of the answer. */
@@ -159,14 +159,14 @@ export class Card {
   }
 
   set(state) {
-    const words = { asking: "waiting", answering: "answering", done: "", stopped: "stopped", failed: "no answer" };
+    const words = { waiting: "waiting", answering: "answering", done: "", stopped: "stopped", failed: "no answer" };
     this.root.dataset.state = state;
     this.state.textContent = words[state] || "";
-    this.said.setAttribute("aria-busy", String(state === "asking" || state === "answering"));
+    this.output.setAttribute("aria-busy", String(state === "waiting" || state === "answering"));
   }
 
   get busy() {
-    return this.said.getAttribute("aria-busy") === "true";
+    return this.output.getAttribute("aria-busy") === "true";
   }
 
   /** The text above is another one by now. */

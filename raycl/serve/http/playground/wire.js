@@ -1,4 +1,4 @@
-// The endpoint as this page asks it. What it does not know: the page.
+// The endpoint's requests and responses. What it does not know: the page.
 
 const KEY = "raycl.key";
 const UNREACHABLE = "The endpoint cannot be reached: is it still running?";
