@@ -167,7 +167,7 @@ def shortage(requested: Mapping[str, float], lower: str) -> str:
     wanted = " and ".join(f"{amount:g} {name}s" for name, amount in requested.items() if amount)
     left = " and ".join(f"{free.get(name, 0):g} of {have.get(name, 0):g} {name}s" for name in requested)
     others = "; ".join(_other_jobs())
-    remedy = f"wait for or stop {others}, or lower {lower}" if others else f"lower {lower}, or list the jobs: ray status"
+    remedy = f"wait for or stop {others}, or lower {lower}" if others else f"lower {lower}, or see ray status"
     return f"waiting for {wanted}: the cluster has {left} free; {remedy}"
 
 

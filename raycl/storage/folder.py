@@ -105,7 +105,7 @@ class Storage:
         return Storage(f"{self.uri}/{name}", self.filesystem, self.path(name), self.endpoint, self.patience_s)
 
     def patient(self, seconds: float) -> Storage:
-        """The same folder; while the store does not answer, operations are retried for so long, then UnreachableError."""
+        """The same folder, whose operations are retried for so long if the store does not answer, before they fail."""
         return replace(self, patience_s=seconds)
 
     def exists(self, name: str = "") -> bool:

@@ -166,8 +166,8 @@ def test_waiting_for_resources_is_logged(
         said = caplog.messages
         assert len(said) >= 2 and len(set(said)) == 1
         assert re.fullmatch(
-            r"waiting for 1 CPUs: the cluster has 0 of 2 CPUs free; wait for or stop '.*' \(process "
-            rf"{holder.pid} on [\d.]+\), or lower launch\.workers",
+            r"waiting for 1 CPUs: the cluster has 0 of 2 CPUs free; wait for or stop '.*' "
+            rf"\(process {holder.pid} on [\d.]+\), or lower launch\.workers",
             said[0],
         ), said[0]
         holder.kill()
