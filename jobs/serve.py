@@ -34,9 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.command == "activate":
             endpoint.activate(config, int(options.number))
         elif options.command == "promote":
-            verdict, text = endpoint.promote(config, int(options.number))
+            result, text = endpoint.promote(config, int(options.number))
             print(text)
-            return 0 if verdict.passed else 1
+            return 0 if result.passed else 1
         else:
             endpoint.serve_forever(config)
     except RayclError as error:

@@ -2,7 +2,7 @@
 
 One tensor makes loading an adapter, and picking a batch's rows for all layers, a few copies instead of hundreds.
 Plain tensors, no parameters or buffers: engines neither cast, shard, average nor save them.
-What it does not know: whose rows they are.
+What it does not know: which adapters the rows belong to.
 """
 
 from __future__ import annotations

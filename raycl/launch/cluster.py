@@ -128,7 +128,7 @@ def log_while_pending(waits: Callable[[], bool], requested: Mapping[str, float],
                 if waits():
                     log.info("%s", shortage(requested, lower))
             except (RayError, ConnectionError, RuntimeError) as error:  # the cluster does not answer just now
-                log.debug("not known who waits: %s", error)
+                log.debug("pending requests are not known: %s", error)
 
     thread = threading.Thread(target=run, name="waiting", daemon=True)
     thread.start()

@@ -1,6 +1,6 @@
 """Output of a command while workers run elsewhere: their progress lines, read from the run's log.
 
-What it does not know: who writes them.
+What it does not know: the writers.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Validate a new run and give it a folder. Whose the folder is, the first worker's claim decides.
+    """Validate a new run and give it a folder. The first worker's claim decides which run owns it.
 
     Raises:
         RayclError: bad input, or the folder holds a run already.
@@ -313,7 +313,7 @@ def job_of(prepared: Prepared, options: RunOptions, driver: str, threads: int = 
     """What every worker of a run is given (`raycl.launch.worker.worker_main`).
 
     Args:
-        driver: who starts them, for the journal. threads: torch threads of each. gpu: whether each has one.
+        driver: the process that starts them (journal). threads: torch threads of each. gpu: whether each has one.
     """
     return {
         "driver": driver,

@@ -53,7 +53,7 @@ class StopOnSigterm:
         """Nothing is changed yet.
 
         Args:
-            storage: of the run, or of the host of many runs. driver: who started the workers.
+            storage: of the run, or of the sweep of many runs. driver: the process that started the workers.
             grace_s: seconds that they get. many: the workers belong to runs of a host.
         """
         self.storage = storage.patient(0)  # there is no time to wait for one that is away

@@ -1,6 +1,6 @@
 """What a worker of Ray Train does: builds the parts of its run, learns the stream, and writes its log.
 
-What it does not know: who started it, and what happens when it dies.
+What it does not know: how it was started, and what happens when it dies.
 """
 
 from __future__ import annotations

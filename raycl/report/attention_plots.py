@@ -1,4 +1,4 @@
-"""Pictures of attention: who spoke for each task's texts when it was learned, and who does at the end.
+"""Plots of attention: the adapters' weights for each task's texts when it was learned, and at the end.
 
 Why it exists: as in SAPT's figure of its attention weights, two equal maps show a run that forgot no routes.
 What it does not know: how weights come about.

@@ -74,7 +74,7 @@ def _own(backbone: Backbone) -> None:
 def open_engine(context: TrainingContext, world: DistributedContext, accumulation: int, steps: int) -> Engine:
     """The configured engine around the backbone for one phase."""
     if isinstance(context.engine, DeepSpeedConfig):
-        from raycl.training.engines.deepspeed import DeepSpeedEngine  # heavy, and needed by those who ask for it only
+        from raycl.training.engines.deepspeed import DeepSpeedEngine  # heavy, and needed with DeepSpeed only
 
         return DeepSpeedEngine(context.backbone, context.train, context.engine, accumulation, steps, world)
     return TorchEngine(context.backbone, context.train, steps, world)

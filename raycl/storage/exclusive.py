@@ -84,7 +84,7 @@ def create_gs(bucket: str, key: str, data: bytes, endpoint: str | None, full: st
 
 
 def _library(name: str, store: str, extra: str, full: str) -> Any:
-    """The only doors to conditional puts; extras for those who need them."""
+    """The only modules with conditional puts; optional dependencies."""
     try:
         return import_module(name)
     except ImportError as error:

@@ -55,7 +55,7 @@ class Recorder:
 
         Args:
             sink: rank 0's tracker, if any.
-            driver: who started the workers, for the journal.
+            driver: the process that started the workers, for the journal.
         """
         self.context, self.storage = context, storage
         self.sink, self.on_phase = sink, on_phase

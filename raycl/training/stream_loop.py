@@ -2,7 +2,7 @@
 
 Every worker runs the same lines. A run that died resumes from its journal; a finished phase is neither trained nor
 evaluated again.
-What it does not know: which method, which engine, who started the workers.
+What it does not know: which method, which engine, how the workers were started.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StreamLoop:
         Args:
             sink: rank 0's tracker, if any.
             on_phase: see `OnPhase`.
-            driver: who started the workers, for the journal.
+            driver: the process that started the workers, for the journal.
             control: follows the loop's progress, and can stop it; None: nothing stops it.
         """
         self.context, self.storage, self.world = context, storage, world

@@ -2,7 +2,7 @@
 
 Why it exists: the plain loop must do the same steps and evaluations without using the platform's data code; it gets
 this plain tree of strings and numbers.
-What it does not know: who carries the work out.
+What it does not know: which program does the work.
 """
 
 from __future__ import annotations

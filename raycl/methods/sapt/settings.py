@@ -1,4 +1,4 @@
-"""SAPT's settings: its blocks', and by section its attention's, reflection's, generator's and selector's.
+"""SAPT's settings: its adapters', and by section its attention's, reflection's, generator's and selector's.
 
 What it does not know: how any of them act.
 """
@@ -50,7 +50,7 @@ class SaptConfig(MethodConfig):
     generator: GeneratorConfig = GeneratorConfig()
 
     unused_for_single_task: ClassVar[tuple[str, ...]] = ("attention", "arm", "ablation", "selector", "generator")
-    """A single block is attended to with weight 1, and there is nothing to reflect on."""
+    """A single adapter gets weight 1, and there is nothing to reflect on."""
 
     label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
 
@@ -63,7 +63,7 @@ class SaptConfig(MethodConfig):
         return settings
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """What the other kind of block has, and what belongs to a part that is left out, or a source not taken."""
+        """Settings of the other kind of adapter, of a component that is left out, or of a source that is not used."""
         others = ("rank", "alpha", "dropout", "targets") if self.value == "prompt" else ("prompt_length",)
         yield from ((name, f"value={self.value}") for name in others)
         reflection = ("weight", "batch", "every", "skip_steps", "kl_reduction", "kl_scale_with_accum")

@@ -1,6 +1,6 @@
 """What a trial is judged by: AP, F.Ra, a task's score, or a blend of them, after each task.
 
-What it does not know: which settings a trial has, and who compares it.
+What it does not know: which settings a trial has, and how trials are compared.
 """
 
 from __future__ import annotations

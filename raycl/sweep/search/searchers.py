@@ -2,7 +2,7 @@
 
 Why it exists: Tune calls a `Searcher`; ours write every proposal into the sweep's folder before the trial starts, and
 are rebuilt from there, so Tune's own (pickled) state is never read back.
-What it does not know: how trials run, who stops them.
+What it does not know: how trials run, how they are stopped.
 """
 
 from __future__ import annotations

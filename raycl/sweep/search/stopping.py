@@ -1,4 +1,4 @@
-"""Who stops trials, and how: Tune's ASHA and median rules over tasks; a stopped run ends by itself between two tasks.
+"""Early stopping of trials: Tune's ASHA and median rules over tasks; a stopped run ends by itself between two tasks.
 
 Why it exists: Tune would kill a stopped trial in the middle of its next task, and what its workers held stays taken
 for most of a minute. Here the rule's decision goes to the run (`raycl.training.records.stop_signal`), whose

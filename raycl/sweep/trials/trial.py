@@ -4,7 +4,7 @@ Why it exists: Tune's supported way to try Train runs is a function that builds 
 worker fits it in its own process, which the next trial finds with everything imported (Train's local mode). This one
 reads the rows of the accuracy matrix from the run's own journal and reports them; Ray's callback for that would bring
 them through one more actor for each trial, two seconds later, and not after a crash.
-What it does not know: which trials there are, and who stops them.
+What it does not know: which trials there are, and how they are stopped.
 """
 
 from __future__ import annotations

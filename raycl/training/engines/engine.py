@@ -1,4 +1,4 @@
-"""Engines: who owns gradients, the optimizer and the learning rate. Protocol, and plain PyTorch behind it.
+"""Engines own gradients, the optimizer and the learning rate. Protocol, and plain PyTorch behind it.
 
 The loss of a step is the token-summed cross-entropy over all micro-batches of all workers, divided by the number
 of all those tokens: not a mean of means. So N workers, or any accumulation, equal one worker on the joined batch.

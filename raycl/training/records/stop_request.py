@@ -3,7 +3,7 @@
 Why it exists: SIGTERM reaches the driver, training happens in other processes, and all that they share is the run's
 folder. A request is for the workers of one driver: it does not stop the run again when another driver resumes it.
 A sweep has one request in its own folder for the workers of all its trials.
-What it does not know: who requests it, and how it is carried out.
+What it does not know: where it comes from, and how it is carried out.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ const auto = () => ({
   model: "auto",
   raycl: { ...snapshot(), mix: $("mix").checked, ...($("task").value ? { task: $("task").value } : {}) },
 });
-const who = { auto, base: () => ({ model: "base", raycl: snapshot() }), pinned: () => ({ model: pinned.value, raycl: snapshot() }) };
+const selections = { auto, base: () => ({ model: "base", raycl: snapshot() }), pinned: () => ({ model: pinned.value, raycl: snapshot() }) };
 
 function sampling() {
   const given = ["max_tokens", "temperature", "seed"].filter((name) => $(name).value !== "");
@@ -221,14 +221,14 @@ async function answer(name, text, signal) {
 }
 
 async function classify(name, text, signal) {
-  const found = (await json("v1/classify", { ...who[name](), input: text }, signal)).data[0];
+  const found = (await json("v1/classify", { ...selections[name](), input: text }, signal)).data[0];
   showMixture(name, text, found.raycl);
   cards[name].classified(found.label, found.scores);
   cards[name].end(remarks(name, found.raycl));
 }
 
 async function generate(name, text, signal) {
-  const body = { ...who[name](), ...sampling(), messages: [{ role: "user", content: text }] };
+  const body = { ...selections[name](), ...sampling(), messages: [{ role: "user", content: text }] };
   const more = [];
   let how = null;
   const stream = { stream: true, stream_options: { include_usage: true } };

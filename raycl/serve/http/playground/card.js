@@ -50,15 +50,15 @@ function drawMore(details, pairs, summary) {
 }
 
 export class Card {
-  /** @param {string} id @param {string} title @param {Node} who */
-  constructor(id, title, who) {
+  /** @param {string} id @param {string} title @param {Node} subtitle */
+  constructor(id, title, subtitle) {
     this.root = document.getElementById("card").content.cloneNode(true).firstElementChild;
     const part = (query) => this.root.querySelector(query);
     this.root.id = id;
     part("h2").textContent = title;
     part("h2").id = `${id}-title`;
     this.root.setAttribute("aria-labelledby", `${id}-title`);
-    part(".who").append(who);
+    part(".subtitle").append(subtitle);
     this.bars = part(".mixture .bars");
     this.adapters = part(".mixture details");
     this.hint = part(".hint");
