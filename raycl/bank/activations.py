@@ -80,7 +80,7 @@ class Activations:
             raise BankError(str(error)) from error
         found = Activation(*(tree[name] for name in ("number", "snapshot", "seen", "provenance")))
         if found.number != number:
-            raise BankError(f"'{file}' calls itself decision {found.number}: it was moved; activate a snapshot again")
+            raise BankError(f"'{file}' holds decision {found.number}: it was moved; activate a snapshot again")
         return found
 
     def add(self, snapshot: int | Snapshot, why: str, seen: int | None = None) -> Activation:
@@ -106,7 +106,7 @@ class Activations:
             except AlreadyExistsError:
                 continue
             return fresh
-        raise BankError(f"{RACES} activations in a row were decided by others: look at /v1/snapshots and try again")
+        raise BankError(f"{RACES} activations in a row were written by others: read /v1/snapshots and try again")
 
     def _file(self, number: int) -> str:
         return f"{self.folder}/{numbered(number)}"

@@ -228,7 +228,7 @@ def parse_manifest(data: bytes, file: str) -> AdapterManifest:
     record = _validated(AdapterManifest, _record(data, file), file)
     assert isinstance(record, AdapterManifest)
     if record.file != file:
-        raise BankError(f"'{file}' calls itself {record.ref}: it was moved or edited; restore it from a copy")
+        raise BankError(f"'{file}' holds {record.ref}: it was moved or edited; restore it from a copy")
     return record
 
 
@@ -245,7 +245,7 @@ def parse_snapshot(data: bytes, file: str | None) -> Snapshot:
     record = _validated(Snapshot, _record(data, name), name)
     assert isinstance(record, Snapshot)
     if file is not None and record.file != file:
-        raise BankError(f"'{file}' calls itself snapshot {record.number}: it was moved or edited; restore a copy")
+        raise BankError(f"'{file}' holds snapshot {record.number}: it was moved or edited; restore a copy")
     return record
 
 

@@ -66,5 +66,5 @@ def _read(storage: Storage, number: int) -> dict[str, Any]:
     except (DamagedError, FormatError) as error:
         raise BankError(str(error)) from error
     if record["number"] != number:
-        raise BankError(f"'{file}' calls itself record {record['number']}: it was moved; restore a copy")
+        raise BankError(f"'{file}' holds record {record['number']}: it was moved; restore a copy")
     return record

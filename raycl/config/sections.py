@@ -335,10 +335,10 @@ def named_each(value: Any, known: Iterable[str]) -> Any:
             hint = f"did you mean '{near[0]}'?" if near else f"expected some of {', '.join(known)}"
             raise ValueError(f"'{name}' is unknown: {hint}")
         if name in found:
-            raise ValueError(f"'{name}' stands there twice: give each name once")
+            raise ValueError(f"'{name}' occurs twice: give each name once")
         found[name] = {"name": name, **item} if isinstance(item, dict) else item
         if isinstance(item, dict) and item.get("name", name) != name:
-            raise ValueError(f"the settings of '{name}' call themselves '{item['name']}': expected the same name")
+            raise ValueError(f"the settings of '{name}' have the name '{item['name']}': expected the same name")
     return found
 
 

@@ -83,7 +83,7 @@ def check_unseen(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
         foreign = [label for label in task.labels or () if label not in learned]
         if codec.needs_labels and foreign:
             raise ConfigError(
-                f"unseen task '{task.name}' has labels that no task of the stream teaches ({', '.join(foreign)}), and "
+                f"unseen task '{task.name}' has labels that no task of the stream has ({', '.join(foreign)}), and "
                 f"encoder-only backbone '{config.backbone.name}' answers with learned labels alone: leave it out of "
                 "stream.unseen, add a task with these labels to the stream, or use a backbone that writes its answers"
             )

@@ -4,7 +4,7 @@
     ├── InvalidRequestError              400  the request itself is at fault
     │   ├── LimitExceededError        400  beyond the limits, or nothing in it
     │   ├── PromptTooLongError        400  a prompt that does not fit (code context_length_exceeded)
-    │   └── NotFoundError        404  a model, adapter or snapshot that is not there
+    │   └── NotFoundError        404  a model, adapter or snapshot that does not exist
     ├── BusyError               429  too many answers are being made: retry later
     ├── DeadlineExceededError               504  an answer took longer than allowed
     ├── UnavailableError        503  an adapter that is damaged or out of reach
@@ -36,7 +36,7 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class NotFoundError(InvalidRequestError):
-    """A model, adapter or snapshot that is not there."""
+    """A model, adapter or snapshot that does not exist."""
 
 
 class BusyError(RayclError):

@@ -365,7 +365,7 @@ def _choice(loaded: LoadedSnapshot, request: Request) -> AdapterSelection:
         if not loaded.router.chooses:  # no adapter is this task's alone: the mixture that all texts get
             return AdapterSelection(None, model)
     raise NotFoundError(
-        f"model '{model}' is not there: expected auto, base, snapshot:NUMBER, or an adapter of snapshot {number} "
+        f"model '{model}' does not exist: expected auto, base, snapshot:NUMBER, or an adapter of snapshot {number} "
         f"({_some(loaded.keys)})"
     )
 

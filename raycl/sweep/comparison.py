@@ -51,7 +51,7 @@ class ComparisonConfig(Section):
         names = list(self.runs)
         for position, (name, entry) in enumerate(self.runs.items()):
             if entry.singles is not None and entry.singles not in names[:position]:
-                raise ValueError(f"runs.{name}.singles is '{entry.singles}': expected a run that stands above it")
+                raise ValueError(f"runs.{name}.singles is '{entry.singles}': expected a run that is listed before it")
         return self
 
 
@@ -146,7 +146,7 @@ def _needed(comparison: ComparisonConfig, name: str) -> str:
 
 def _run(name: str, config: RunConfig, first: Future[Tree] | None, at_once: int) -> Tree:
     if first is not None:
-        first.exception()  # what it needs stands above it, so is running already
+        first.exception()  # the run that it needs is listed before it, so is running already
     log.info("== %s", name)
     options = RunOptions(share=at_once, label=f"{name}: " if at_once > 1 else "")
     return driver.train(driver.prepare(config), options)

@@ -190,7 +190,7 @@ class SweepConfig(Section):
         """The settings with those that follow from others, in the file's order.
 
         Raises:
-            ConfigError: an expression names a path that is not there, or cannot be computed.
+            ConfigError: an expression names a path that does not exist, or cannot be computed.
         """
         found = dict(settings)
         for path, draw in self.space.items():

@@ -219,7 +219,7 @@ def test_settings_and_pins_travel(page: Page, served: Get) -> None:
     page.select_option("#pinned-choice", "animal")
     send(page, COLOUR)
     expect_state(page, "failed", "pinned")  # snapshot 1 had not learned it
-    expect(page.locator("#pinned .note")).to_have_text(re.compile(r"^model 'animal' is not there: expected auto, base"))
+    expect(page.locator("#pinned .note")).to_have_text(re.compile(r"^model 'animal' does not exist: expected auto"))
 
 
 def test_errors_show_the_servers_message(page: Page, served: Get) -> None:

@@ -184,7 +184,7 @@ def foreign(lab: Lab, root: Path) -> dict[str, Any]:
 def test_an_encoder_answers_with_learned_labels_alone(lab: Lab, tmp_path: Path) -> None:
     spec = foreign(lab, tmp_path)
     words = (
-        r"unseen task 'temper' has labels that no task of the stream teaches \(warm\), and .* leave it out of stream"
+        r"unseen task 'temper' has labels that no task of the stream has \(warm\), and .* leave it out of stream"
     )
     for labels in ("all", "task"):
         with pytest.raises(ConfigError, match=words):

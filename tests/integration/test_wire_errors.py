@@ -93,15 +93,15 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
         400,
         "the prompt has 61 tokens, this endpoint reads at most 60",
     ),
-    "an unknown model": (CHAT, chat(model="gpt-9"), 404, "model 'gpt-9' is not there: expected auto, base, snapshot"),
-    "an unknown version": (CHAT, chat(model="colour@2"), 404, "model 'colour@2' is not there"),
+    "an unknown model": (CHAT, chat(model="gpt-9"), 404, "model 'gpt-9' does not exist: expected auto, base, snapshot"),
+    "an unknown version": (CHAT, chat(model="colour@2"), 404, "model 'colour@2' does not exist"),
     "an unknown snapshot": (CHAT, chat(model="snapshot:7"), 404, "has no snapshot 7: it has 1, 2"),
     "no number": (CHAT, chat(model="snapshot:one"), 404, "model 'snapshot:one': expected snapshot:NUMBER"),
     "a long number": (CHAT, chat(model="snapshot:" + "9" * 150), 404, "expected snapshot:NUMBER"),
     "a long name": (CHAT, chat(model="m" * 201), 400, "model: String should have at most 200 characters"),
     "no model": (CHAT, chat(model=""), 400, "model: String should have at least 1 character"),
     "a path as snapshot": (CHAT, pins(snapshot="../../etc/passwd"), 400, "raycl.snapshot: Input should be a valid"),
-    "a path as model": (CHAT, chat(model="../../etc/passwd"), 404, "is not there"),
+    "a path as model": (CHAT, chat(model="../../etc/passwd"), 404, "does not exist"),
     "a path as adapter": (CHAT, pins(adapters={"../colour": 1.0}), 404, "snapshot 2 has no adapter ../colour"),
     "a snapshot below 1": (CHAT, pins(snapshot=0), 400, "raycl.snapshot: Input should be greater than"),
     "a huge snapshot": (CHAT, pins(snapshot=10**30), 400, "raycl.snapshot: Input should be less than"),
@@ -177,7 +177,7 @@ def test_bodies_without_a_content_type(wire: Wire) -> None:
 
 
 def test_the_official_client_knows_the_errors(wire: Wire) -> None:
-    with pytest.raises(openai.NotFoundError, match="model 'gpt-9' is not there") as missing:
+    with pytest.raises(openai.NotFoundError, match="model 'gpt-9' does not exist") as missing:
         wire.chat("fire", model="gpt-9")
     assert missing.value.type == "not_found_error" and missing.value.param is None
     with pytest.raises(openai.BadRequestError, match="temperature: Input should be less") as bad:

@@ -152,7 +152,7 @@ def test_an_unusable_snapshot_leaves_the_old_one_active(taught: Taught, tmp_path
     bank = bank_of(taught("llama", "lora"), tmp_path)
     folder = Path(bank.storage.path("snapshots"))
     with listening(bank, follow={"enabled": True, "poll_s": 0.01}) as wire:
-        shutil.copy(folder / "000002.json", folder / "000003.json")  # calls itself 2
+        shutil.copy(folder / "000002.json", folder / "000003.json")  # holds 2
         wire.until(lambda: bool(wire.get("/v1/snapshots")["problem"]))
         assert wire.get("/v1/snapshots")["active"] == 2
         assert wire.chat("fire is", model="lora").raycl["snapshot"] == 2

@@ -103,7 +103,7 @@ def measure(options: argparse.Namespace) -> Report:
     """Run the chosen parts.
 
     Raises:
-        ConfigError: the device is not there.
+        ConfigError: the device does not exist.
     """
     setup = Setup(_device(options), options.tiny)
     progress = Progress(options, setup, os.getloadavg()[0])

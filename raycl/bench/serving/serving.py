@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace) -> Report:
             if llama.is_dir():
                 figures += _texts(Path(folder), llama, options)
             else:
-                notes.append(f"no generation: {llama} is not there (--models)")
+                notes.append(f"no generation: {llama} does not exist (--models)")
         finally:
             serve.shutdown()
             ray.shutdown()

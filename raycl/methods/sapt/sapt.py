@@ -97,7 +97,7 @@ class Sapt(PerTaskAdapter):
 
         Raises:
             ConfigError: texts that this method cannot learn, or no generator for inputs. BackboneError: the
-                generator's backbone is not there. DataError: see `read_texts`.
+                generator's backbone does not exist. DataError: see `read_texts`.
         """
         _check_objectives(tasks, self.config)
         if self.config.arm.source == "generated" and not self.task_id_given:

@@ -35,7 +35,7 @@ def serve_forever(config: ServeConfig) -> None:
     """Start the endpoint on this cluster, or on one of our own, and stay until a signal comes.
 
     Raises:
-        LaunchError: it did not come up. RayclError: config or bank.
+        LaunchError: it did not start. RayclError: config or bank.
     """
     with nullcontext(config) if cluster.named() else claimed(config) as settled:
         _serve_forever(settled)
@@ -65,7 +65,7 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
         name, prefix: of the application and of its paths behind a proxy, beside others on the same cluster.
 
     Raises:
-        LaunchError: the cluster or a replica did not come up.
+        LaunchError: the cluster or a replica did not start.
     """
     _connect()
     if config.ingress == "direct" and not config.port:
@@ -85,7 +85,7 @@ def start(config: ServeConfig, application: object, name: str = NAME, prefix: st
     except RuntimeError as error:
         status = serve.status().applications.get(name)
         reason = " ".join(str(status.message if status else error).split())[-800:]
-        raise LaunchError(f"the endpoint did not come up: {reason}") from error
+        raise LaunchError(f"the endpoint did not start: {reason}") from error
 
 
 def _connect() -> None:
@@ -103,7 +103,7 @@ def _check_room(config: ServeConfig) -> None:
         if wanted > there:
             part = f" ({gate[key]:g} for its gate)" if config.gates and gate[key] else ""
             raise LaunchError(
-                f"the endpoint wants {wanted:g} {name}s{part}, but the cluster has {there:g}: {remedy}, or set "
+                f"the endpoint needs {wanted:g} {name}s{part}, but the cluster has {there:g}: {remedy}, or set "
                 "wait_for_nodes=true if the cluster grows"
             )
 

@@ -45,7 +45,7 @@ def open_service(config: ServeConfig, object_store_cache: bool = False, routes: 
 
     Raises:
         BankError: no snapshot, or damaged. BackboneError: the backbone cannot be loaded, or is another one.
-        ConfigError: the device is not there.
+        ConfigError: the device does not exist.
     """
     device = torch.device(_device(config.device))
     bank = Bank.at(config.bank)

@@ -175,7 +175,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         """One of them."""
         found = [one for one in names() if one["id"] == name]
         if not found:
-            raise NotFoundError(f"model '{name}' is not there: GET /v1/models lists all")
+            raise NotFoundError(f"model '{name}' does not exist: GET /v1/models lists all")
         return JSONResponse(found[0])
 
     @app.get("/v1/adapters", response_model=None, responses={200: {"model": AdaptersAnswer}})

@@ -58,7 +58,7 @@ def judge(config: ServeConfig, candidate: int) -> GateResult:
     """Score the active snapshot and a candidate.
 
     Raises:
-        BankError: the candidate is not there or answers already; a task has no rows to evaluate on.
+        BankError: the candidate does not exist or answers already; a task has no rows to evaluate on.
         RayclError: data or backbone cannot be read.
     """
     quiet = config.model_copy(update={"follow": config.follow.model_copy(update={"enabled": False})})

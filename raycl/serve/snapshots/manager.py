@@ -323,7 +323,7 @@ class SnapshotManager:
             except RayclError as error:
                 self._report_problem(error)
             except FAILURES as error:  # a bank that cannot be reached for a while ends no server
-                log.warning("the bank cannot be looked at now: %s", error)
+                log.warning("the bank cannot be read now: %s", error)
 
     def _report_problem(self, error: RayclError | None) -> None:
         """Keep the problem, and log it once."""

@@ -83,7 +83,7 @@ class Expression:
         try:
             return _value(self.tree, names, {**FUNCTIONS, **(functions or {})})
         except KeyError as error:
-            raise ConfigError(f"expression '{self.text}' names {error}, which is not there") from error
+            raise ConfigError(f"expression '{self.text}' names {error}, which does not exist") from error
         except FAILURES as error:
             raise ConfigError(f"expression '{self.text}' cannot be computed: {error}") from error
 

@@ -155,7 +155,7 @@ class Trial:
                 records = fork_records(fork_point["phases"], source_modifiers, configs.as_tree(config)["modifiers"])
                 start_from(folder, storage, records, run_config.info_of(config))
             except (DamagedError, RunError) as error:
-                log.warning("trial %d learns what it could have taken over: %s", self.number, error)
+                log.warning("trial %d trains phases that it could have reused: %s", self.number, error)
                 continue
             return
 

@@ -222,7 +222,7 @@ def _change(storage: Storage, attempt: int, number: int) -> dict[str, Any]:
         raise RunError(str(error)) from error
     if (record["attempt"], record["number"]) != (attempt, number):
         raise RunError(
-            f"'{storage.uri}/{file}' calls itself record {record['number']} of attempt {record['attempt']}: it was "
+            f"'{storage.uri}/{file}' holds record {record['number']} of attempt {record['attempt']}: it was "
             "moved; restore a copy"
         )
     return dict(record["change"])

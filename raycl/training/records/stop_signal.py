@@ -37,7 +37,7 @@ def read_decision(storage: Storage, done: int) -> bool | None:
         return None
     record = read_record(storage, _file(done), FORMAT)
     if record["done"] != done:
-        raise DamagedError(f"'{storage.uri}/{_file(done)}' is about phase {record['done']}: it was moved; remove it")
+        raise DamagedError(f"'{storage.uri}/{_file(done)}' belongs to phase {record['done']}: it was moved; remove it")
     return bool(record["continues"])
 
 

@@ -183,7 +183,7 @@ def test_every_kind_of_damage_is_refused_by_name(local: Bank) -> None:
     for bad, said in (
         (text.replace('"scale": 4.0', '"scale": 5.0'), "was changed after it was written"),
         (text[:-9], "is damaged: not the JSON"),
-        (Path(local.storage.path(other.file)).read_text(), "calls itself two@1"),
+        (Path(local.storage.path(other.file)).read_text(), "holds two@1"),
     ):
         assert bad != text
         record.write_text(bad)

@@ -55,9 +55,9 @@ def test_every_name_finds_its_class_and_its_config_carries_the_name(name: str) -
         ),
         (["modifiers=[mgu]"], "modifiers: 'mgu' is unknown: did you mean 'migu'?"),
         (["modifiers=[ewc]"], "modifiers: 'ewc' is unknown: expected some of migu"),
-        (["modifiers=[migu,migu]"], "modifiers: 'migu' stands there twice: give each name once"),
+        (["modifiers=[migu,migu]"], "modifiers: 'migu' occurs twice: give each name once"),
         (["modifiers=[{threshold: 0.7}]"], "modifiers: an entry with {'threshold': 0.7} has no name: expected"),
-        (["modifiers={migu: {name: x}}"], "modifiers: the settings of 'migu' call themselves 'x': expected the same"),
+        (["modifiers={migu: {name: x}}"], "modifiers: the settings of 'migu' have the name 'x': expected the same"),
         (
             ["modifiers=[{name: migu, treshold: 0.7}]"],
             "unknown config key 'modifiers.migu.treshold': did you mean 'mod",

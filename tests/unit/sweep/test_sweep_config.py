@@ -52,7 +52,7 @@ def space(**draws: Any) -> dict[str, Any]:
         (space(train__learning_rate={"loguniform": [0, 1]}) | {"search": "random"}, "low < high"),
         (space(train__weight_decay={"quniform": [0, 1, 0.3]}) | {"search": "random"}, "whole steps"),
         (space(train__learning_rate={"uniform": [0.1, 0.2]}), "search is grid, but 'train.learning_rate' is a range"),
-        (space(train__epochs={"expr": "train.epoch + 1"}), "names 'train.epoch', which is not there"),
+        (space(train__epochs={"expr": "train.epoch + 1"}), "names 'train.epoch', which does not exist"),
         (space(seed={"expr": "open('x')"}), "not allowed"),
         ({"metric": "app"}, "metric 'app' names 'app'"),
         ({"metric": ["ap", "f_ra"]}, "mode has 1 entries and metric 2"),

@@ -69,7 +69,7 @@ def test_values_that_do_not_fit(text: str) -> None:
 
 
 def test_an_unknown_name() -> None:
-    with pytest.raises(ConfigError, match="names 'aps', which is not there"):
+    with pytest.raises(ConfigError, match="names 'aps', which does not exist"):
         parse("aps").value(NAMES.__getitem__)
 
 
