@@ -224,7 +224,7 @@ class GrownSlm(Grown):
 
 
 class GrownSapt(Grown):
-    """SAPT with keys that are drawn, and pseudo inputs of every task."""
+    """SAPT with keys that are drawn, and pseudo-samples of every task."""
 
     method: Sapt
 

@@ -302,7 +302,7 @@ def scaling_of(config: RunConfig, share: int = 1) -> ScalingConfig:
     if not launch.wait_for_nodes and (wanted[0] > cpus or wanted[1] > gpus):
         raise LaunchError(
             f"launch.workers={launch.workers} needs {wanted[0]:g} CPUs and {wanted[1]:g} GPUs, but the cluster has "
-            f"{cpus:g} CPUs and {gpus:g} GPUs: ask for fewer workers, set launch.cpus_per_worker or "
+            f"{cpus:g} CPUs and {gpus:g} GPUs: request fewer workers, set launch.cpus_per_worker or "
             "launch.gpus_per_worker, or set launch.wait_for_nodes=true if the cluster grows"
         )
     resources = {"CPU": cpu, **({"GPU": gpu} if gpu else {})}

@@ -46,7 +46,7 @@ class OutputRows:
             RunError: it had no such modifier, or no phase has ended yet.
         """
         if not has_output_rows(result):
-            raise RunError(f"'{title_of(result)}' has no kept rows: only runs with modifiers=[migu] do")
+            raise RunError(f"'{title_of(result)}' has no output rows: only runs with modifiers=[migu] do")
         summaries = [phase["modifiers"]["migu"] for phase in result["phase_summaries"]]
         paths = [path for path in summaries[0]["layers"] if all(path in summary["layers"] for summary in summaries)]
         return OutputRows(

@@ -1,7 +1,7 @@
 """A selector learned apart from the adapters, for SAPT's ablations -Alignment and -SA (SAPT, section 6.3).
 
 The same network as the attention, trained after a task on the weights that every task's texts had when it was
-learned, with pseudo inputs of all tasks: what shared attention makes unnecessary.
+learned, with pseudo-samples of all tasks: what shared attention makes unnecessary.
 What it does not know: adapters, models, where pseudo-samples came from.
 """
 
@@ -36,7 +36,7 @@ def learn_selector(
     """A fresh attention over all tasks, by Adam on `sum_i mean KL(target_i || alpha)`, on the CPU.
 
     Args:
-        pooled: task -> `[n, d]` pseudo inputs (`max_pooled`), in the order of learning.
+        pooled: task -> `[n, d]` pseudo-samples (`max_pooled`), in the order of learning.
         targets: task -> `[i]` weights over the first i tasks, which its texts shall have.
     """
     draw = torch.Generator().manual_seed(seed)

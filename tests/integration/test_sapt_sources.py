@@ -1,4 +1,4 @@
-"""SAPT's pseudo inputs from each source, and its ablations."""
+"""SAPT's pseudo-samples from each source, and its ablations."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
     words = done.context.backbone.codec.tokenizer.convert_ids_to_tokens(ids.tolist())
     assert words == ["<s>", "fire", "is", "warm", "Output", ":"], "with the task's template"
     (tmp_path / "animal.jsonl").unlink()
-    with pytest.raises(DataError, match=r"animal.jsonl' with pseudo inputs is missing"):
+    with pytest.raises(DataError, match=r"animal.jsonl' with pseudo-samples is missing"):
         check(config)  # before anything is learned, though it is the second task's
     (tmp_path / "animal.jsonl").write_bytes(b'{"text": "caf\xe9"}')
     with pytest.raises(DataError, match=r"is not UTF-8 .*; save it as UTF-8"):

@@ -149,7 +149,7 @@ def read_texts(folder: str, task: str) -> list[str]:
         return _released(released)
     if not path.is_file():
         raise DataError(
-            f"'{path}' with pseudo inputs is missing: expected one JSON line {{\"text\": ...}} for each of them "
+            f"'{path}' with pseudo-samples is missing: expected one JSON line {{\"text\": ...}} for each of them "
             "(method.arm.files), or choose method.arm.source=real"
         )
     found = []
@@ -157,12 +157,12 @@ def read_texts(folder: str, task: str) -> list[str]:
         try:
             text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"'{path}' line {number} is no pseudo input: expected {{\"text\": ...}}") from error
+            raise DataError(f"'{path}' line {number} is no pseudo-sample: expected {{\"text\": ...}}") from error
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"'{path}' line {number} has no text: remove the line, or write an input")
         found.append(text)
     if not found:
-        raise DataError(f"'{path}' holds no pseudo input: write at least one line {{\"text\": ...}}")
+        raise DataError(f"'{path}' holds no pseudo-sample: write at least one line {{\"text\": ...}}")
     return found
 
 
@@ -171,9 +171,9 @@ def _released(path: Path) -> list[str]:
     try:
         found = [instance["input"] for instance in json.loads(_utf8(path, expected))["Instances"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"'{path}' holds no pseudo inputs: expected {expected}") from error
+        raise DataError(f"'{path}' holds no pseudo-samples: expected {expected}") from error
     if not found or not all(isinstance(text, str) and text.strip() for text in found):
-        raise DataError(f"'{path}' holds an empty pseudo input, or none: expected {expected}, each input with text")
+        raise DataError(f"'{path}' holds an empty pseudo-sample, or none: expected {expected}, each input with text")
     return found
 
 
@@ -182,7 +182,7 @@ def _utf8(path: Path, expected: str) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"'{path}' with pseudo inputs is not UTF-8 (byte {error.start}): expected {expected}; save it as UTF-8"
+            f"'{path}' with pseudo-samples is not UTF-8 (byte {error.start}): expected {expected}; save it as UTF-8"
         ) from error
 
 

@@ -91,7 +91,7 @@ class Reflection(ReplayBuffer[ReplayEntry]):
 
     Attributes:
         weight: lambda.
-        pooled: task -> `[n, d]` its pseudo inputs, pooled, on the model's device.
+        pooled: task -> `[n, d]` its pseudo-samples, pooled, on the model's device.
     """
 
     def __init__(self, config: ReflectionConfig, weight: float) -> None:
@@ -106,7 +106,7 @@ class Reflection(ReplayBuffer[ReplayEntry]):
         return late and self.weight > 0 and bool(self.pooled)
 
     def draw(self, step: Step) -> dict[str, Tensor]:
-        """Task -> places of the pseudo inputs that a step draws, without repetition."""
+        """Task -> places of the pseudo-samples that a step draws, without repetition."""
         draw = torch.Generator().manual_seed(step.seed)
         return {
             task: torch.randperm(len(pooled), generator=draw)[: self.config.batch]

@@ -8,7 +8,7 @@ tasks' inputs attended to as they were. Encoder-only backbones, of which the pap
 adapter, mixed by the same weights, so that no task id is needed.
 Where the authors' code differs from the paper, there are settings (its attention's and reflection's too). Prompts are
 learned by the run's AdamW like all else, theirs by Adafactor (appendix C).
-What it does not know: engines, files other than pseudo inputs'.
+What it does not know: engines, files other than those of pseudo-samples.
 """
 
 from __future__ import annotations

@@ -154,17 +154,17 @@ def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
     file.write_text('{"text": "the\u2028sea"}\r\n{"text": "cold sky"}\n', encoding="utf-8")
     assert read_texts(str(tmp_path), "colour") == ["the\u2028sea", "cold sky"], "a line ends where JSON lines do"
     for text, said in (
-        ("", "holds no pseudo input"),
+        ("", "holds no pseudo-sample"),
         ('{"text": " "}', "line 1 has no text"),
-        ("fire", "line 1 is no pseudo input"),
+        ("fire", "line 1 is no pseudo-sample"),
     ):
         file.write_text(text)
         with pytest.raises(DataError, match=said):
             read_file(rows, str(tmp_path), 0.15)
-    with pytest.raises(DataError, match=r"animal.jsonl' with pseudo inputs is missing"):
+    with pytest.raises(DataError, match=r"animal.jsonl' with pseudo-samples is missing"):
         read_file(rows_of(lab, 1), str(tmp_path), 0.15)
     file.write_bytes('{"text": "caf\u00e9"}'.encode("latin-1"))
-    with pytest.raises(DataError, match=r"colour.jsonl' with pseudo inputs is not UTF-8 \(byte 13\): expected a JSON"):
+    with pytest.raises(DataError, match=r"colour.jsonl' with pseudo-samples is not UTF-8 \(byte 13\): expected a JSON"):
         read_file(rows, str(tmp_path), 0.15)
 
 
@@ -177,11 +177,11 @@ def test_inputs_from_the_files_of_sapts_authors(lab: Lab, tmp_path: Path) -> Non
     codec = build(lab.config("bert"), DistributedContext.alone(torch.device("cpu")))[0].backbone.codec
     assert found.sources == codec.encode_source(["fire is warm", "the sea"]) and not found.targets
     for content, said in (
-        (b'[{"input": "x"}]', "holds no pseudo inputs: expected"),
-        (b'{"Instances": [{"text": "x"}]}', "holds no pseudo inputs: expected"),
-        (b'{"Instances": [{"input": " "}]}', "holds an empty pseudo input, or none"),
-        (b'{"Instances": []}', "holds an empty pseudo input, or none"),
-        (b"\xff\xfe", r"train.json' with pseudo inputs is not UTF-8 \(byte 0\)"),
+        (b'[{"input": "x"}]', "holds no pseudo-samples: expected"),
+        (b'{"Instances": [{"text": "x"}]}', "holds no pseudo-samples: expected"),
+        (b'{"Instances": [{"input": " "}]}', "holds an empty pseudo-sample, or none"),
+        (b'{"Instances": []}', "holds an empty pseudo-sample, or none"),
+        (b"\xff\xfe", r"train.json' with pseudo-samples is not UTF-8 \(byte 0\)"),
     ):
         file.write_bytes(content)
         with pytest.raises(DataError, match=said):

@@ -63,5 +63,5 @@ def test_the_table_has_chance_level_and_unmasked_layers(make_result: Make) -> No
 def test_runs_without_the_modifier_have_none(make_result: Make) -> None:
     plain = {**make_result("lora"), "phase_summaries": [{}, {}, {}]}
     assert not has_output_rows(plain) and not has_output_rows(make_result("lora")) and has_output_rows(with_rows(plain))
-    with pytest.raises(RunError, match=r"has no kept rows: only runs with modifiers=\[migu\] do"):
+    with pytest.raises(RunError, match=r"has no output rows: only runs with modifiers=\[migu\] do"):
         OutputRows.of(plain)
