@@ -1,6 +1,6 @@
 """Six tasks through everything that can go wrong on a cluster, while an endpoint answers: nothing is lost or changed.
 
-`make chaos`: about ten minutes on two cores. The log says what was broken, and when.
+`make chaos`: about ten minutes on two cores. The log records what was broken, and when.
 """
 
 from __future__ import annotations

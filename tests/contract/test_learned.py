@@ -55,7 +55,7 @@ def test_exports_give_the_trained_models_outputs_elsewhere(
     before = outputs(AUTO[kind].from_pretrained(name, use_safetensors=True), done)
     with activate(done, 4):
         trained = outputs(done.context.backbone.model, done)
-    assert not torch.allclose(before, trained, atol=1e-4), "training changed nothing, so this test says nothing"
+    assert not torch.allclose(before, trained, atol=1e-4), "training changed nothing, so this test shows nothing"
     for loaded in elsewhere(done, kind, phase, tmp_path):
         torch.testing.assert_close(outputs(loaded, done), trained, atol=1e-5, rtol=1e-5)
 
@@ -128,7 +128,7 @@ def test_the_label_head_belongs_to_what_was_learned(complete: Complete, method: 
         found = (list(state.labels), state.head_weight, state.head_bias)
     assert found[0] == head.labels
     assert torch.equal(found[1], head.weight) and torch.equal(found[2], head.bias)
-    assert len(head.labels) == (2 if method == "separate" else 4), "a model of its own knows its own labels only"
+    assert len(head.labels) == (2 if method == "separate" else 4), "a model of its own has its own labels only"
 
 
 def test_every_phase_leaves_a_snapshot(complete: Complete) -> None:

@@ -1,4 +1,4 @@
-"""The engine says what the snapshot says: whoever its neighbours are, whenever they come, go, or fail."""
+"""The engine's answers equal the snapshot's: in any batch, while others join, leave or fail."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_request_keeps_its_snapshot(taught: Taught, tmp_path: Path) -> None:
         assert after.text == next(one.answer for one in newer if one.text == text)
         client.snapshot_manager.release(held)
         client.snapshot_manager.activate(1, "back")
-        assert list(client.engine.model.loaded) == [1], "loaded_snapshots=1, and nobody uses the other one"
+        assert list(client.engine.model.loaded) == [1], "loaded_snapshots=1, and the other one is unused"
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ def test_what_cannot_be_decoded_in_place_is_refused_by_name(taught: Taught, tmp_
 
 @pytest.mark.parametrize("decoding", ["dynamic", "static"])
 def test_rows_are_grouped_by_active_adapters(taught: Taught, tmp_path: Path, decoding: str) -> None:
-    """Slots that nobody has are no rows, and an adapter that had to be brought is a miss."""
+    """Unused slots are no rows, and an adapter that had to be loaded is a miss."""
     with serving(bank_of(taught("llama", "separate"), tmp_path), max_batch=7, decoding=decoding) as client:
         for key in list(client.engine.model.stack.states):
             client.engine.call(lambda key=key: client.engine.model.stack.drop(key)).result()

@@ -1,4 +1,4 @@
-"""What is served is what was measured: a snapshot alone answers as the run did; and tasks can be taken out of it."""
+"""A snapshot alone answers as the evaluated run did, and tasks can be removed from it."""
 
 from __future__ import annotations
 

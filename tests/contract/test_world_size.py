@@ -52,7 +52,7 @@ def tree(lab: Lab, kind: str, method: str, engine: str, micro: int | None = None
 
 
 def sections(lab: Lab, kind: str, method: str, micro: int | None = None) -> dict[str, Any]:
-    """With MIGU for `<method>+migu`, and a task that is never trained wherever nobody must tell it."""
+    """With MIGU for `<method>+migu`, and an unseen task wherever the method needs no task id."""
     found: dict[str, Any] = {"stream": stream(kind), "train": {"micro_batch_size": micro}}
     if method != "separate":
         found["stream"]["unseen"] = [lab.unseen]
@@ -123,13 +123,13 @@ def unseen(storage: Storage) -> dict[str, tuple[float, int]]:
 
 
 def attended(storage: Storage) -> list[dict[str, list[float]]]:
-    """Mean weights of each task's test texts after every phase: of all texts, whoever looked at them."""
+    """Mean weights of each task's test texts after every phase: of all texts, on whichever worker."""
     summary = [phase.get("attention") for phase in storage.read_json("results.json")["phase_summaries"]]
     return [told["test"] for told in summary if told]
 
 
 def rows_kept(storage: Storage) -> list[Any]:
-    """What modifiers tell of every phase: the same rows, chosen by both workers together."""
+    """The modifiers' summary of every phase: the same rows, chosen by both workers together."""
     summary = [phase.get("modifiers", {}).get("migu") for phase in storage.read_json("results.json")["phase_summaries"]]
     return [(told["steps"], told["layers"]) for told in summary if told]
 

@@ -1,4 +1,4 @@
-"""A run whose newest checkpoint is damaged continues from the one before, and ends as the run that nobody touched."""
+"""A run whose newest checkpoint is damaged continues from the one before, and ends as the undamaged run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A snapshot that is not whole never answers: the old one continues, and the endpoint says why."""
+"""A damaged snapshot is never activated: the old one stays active, and the endpoint reports the reason."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_replicas_load_the_newest_undamaged_snapshot(taught: Taught, tmp_path: P
     config = ServeConfig(bank=bank.storage.uri)
     assert decide_first(bank, config) == third.number
     with serving(bank, **FOLLOW) as client:
-        assert client.snapshot_manager.active.snapshot.number == 2, "what nobody asked for by number is not insisted on"
+        assert client.snapshot_manager.active.snapshot.number == 2, "a snapshot that was not requested by number may be skipped"
     Activations(bank).add(1, "asked for")
     with serving(bank, **FOLLOW) as client:
         assert client.snapshot_manager.active.snapshot.number == 1 and client.snapshot_manager.problem == ""

@@ -117,7 +117,7 @@ def test_labels_are_those_of_the_endpoint(taught: Taught, tmp_path: Path) -> Non
 
 
 def test_a_packaged_base_is_named_by_its_hub_id(tmp_path: Path, taught: Taught) -> None:
-    """Nobody else can load 'minilm': it is a model of the hub."""
+    """'minilm' is a name of raycl only: the card names the model of the hub."""
     bank = bank_of(taught("bert", "lora"), tmp_path)
     snapshot = bank.open(max(bank.snapshots()))
     entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
@@ -145,7 +145,7 @@ def test_a_card_names_every_task_with_its_template_and_labels(taught: Taught, tm
     export(bank, tmp_path / "out", "animal.0=0.75,colour.0=0.5")
     card = (tmp_path / "out" / "README.md").read_text()
     about = json.loads((tmp_path / "out" / "raycl.json").read_text())
-    assert [task["name"] for task in about["tasks"]] == ["animal", "colour"], "the loudest first, as the endpoint reads"
+    assert [task["name"] for task in about["tasks"]] == ["animal", "colour"], "the largest weight first, as the endpoint reads"
     assert about["tasks"][0]["prompt"] == ['Say "animal":\n', "\nOutput: "]
     assert about["tasks"][0]["labels"] == ["cat", "dog"]
     assert '`Say "animal":\\n`' in card and re.search(r"\| colour \|.*\| blue, red \|", card)

@@ -1,4 +1,4 @@
-"""A run that is taught another task equals one that knew all tasks from the start; what cannot be taught is said."""
+"""A run that is extended by a task equals one that had all tasks from the start; impossible extensions are errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raycl.training.records.journal import read_state
 
 
 def halves(lab: Lab, method: Any) -> tuple[RunConfig, RunConfig, str]:
-    """The run of all tasks, the one of the first, and the second task as somebody would type it."""
+    """The run of all tasks, the one of the first, and the second task as on the command line."""
     whole = lab.config("bert", method)
     first = configs.validate(
         RunConfig, {**configs.as_tree(whole), "stream": {**configs.as_tree(whole)["stream"], "tasks": lab.tasks[:1]}}

@@ -32,7 +32,7 @@ def three(lab: Lab) -> list[dict[str, Any]]:
 
 
 def pair(lab: Lab, case: str, engine: str) -> tuple[RunConfig, RunConfig]:
-    """Lender and borrower."""
+    """The run that saves fork points, and the one that uses them."""
     tasks = three(lab)
     names = [str(task["name"]) for task in tasks]
     migu = [{"modifiers": [{**MIGU, "threshold": value}]} for value in (0.3, 0.8)]

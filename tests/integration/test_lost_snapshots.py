@@ -1,4 +1,4 @@
-"""Snapshots that are gone: verify says which, resume publishes them again from a checkpoint, prune explains."""
+"""Lost snapshots: verify names them, resume publishes them again from a checkpoint, prune records its removals."""
 
 from __future__ import annotations
 

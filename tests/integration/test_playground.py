@@ -118,7 +118,7 @@ def test_typing_updates_the_mixture_before_a_request_is_sent(page: Page, served:
         page.locator("#text").press_sequentially(text, delay=15)
         how = served(kind).ask("/v1/route", {"input": text})[1]["data"][0]["raycl"]
         hard_weights = next(iter(how["tasks"]))
-        assert how["tasks"][hard_weights] > 0.5, "these texts must be told apart"
+        assert how["tasks"][hard_weights] > 0.5, "these texts must be routed to different tasks"
         wanted = f"{how['tasks'][hard_weights]:.2f}"
         row = mixture(page).locator("li").filter(has=page.locator(f"[title={hard_weights}]"))
         expect(row.locator(".value")).to_have_text(wanted)
@@ -258,7 +258,7 @@ def test_stop_ends_the_answers_in_page_and_server(
         expect(page.locator("#stop")).to_be_disabled()
     deadline = time.monotonic() + 10
     while endpoint.service.engine.pending:
-        assert time.monotonic() < deadline, "the server continues although nobody listens"
+        assert time.monotonic() < deadline, "the server continues although the client has disconnected"
         time.sleep(0.05)
     if by != "asking again":
         assert answer_text(page, "base") == text

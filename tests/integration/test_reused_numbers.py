@@ -48,7 +48,7 @@ def test_a_republished_snapshot_replaces_the_deleted_one(taught: Taught, tmp_pat
             return [wire.chat(one, model="snapshot:2", **ask).choices[0].message.content for one in texts]
 
         before = {name: answers(name) for name in ("colour", "animal")}
-        assert before["colour"] != before["animal"], "the test tells nothing"
+        assert before["colour"] != before["animal"], "the test shows nothing"
         other = swapped(bank)
         after = {name: before[other[name]] for name in before}
         wire.until(lambda: {name: answers(name) for name in before} == after)

@@ -31,7 +31,7 @@ def attend(method: Sapt, batch: Batch, loudness: float) -> None:
 
 @pytest.mark.parametrize("split", ["dev", "test", "train"])
 def test_mean_weights_are_over_the_configured_split(lab: Lab, split: str) -> None:
-    """Those of dev (the released dev file is the test file), of test as the paper says; else of training."""
+    """Those of dev (the released dev file is the test file), of test as in the paper; else of training."""
     stream = {"dev_fraction": 0.0 if split == "train" else 0.25, "train_rows": 14}
     arm = {"abar_split": "test" if split == "test" else "dev"}
     context, _ = build(lab.config("llama", {"name": "sapt", "arm": arm}, stream=stream), WORLD)
@@ -52,7 +52,7 @@ def test_mean_weights_are_over_the_configured_split(lab: Lab, split: str) -> Non
 
 
 def test_replayed_labels_are_allowed_at_any_adapter_weight(lab: Lab) -> None:
-    """Below the floor only its own block knows an old label: without it the loss would be infinite."""
+    """Below the pruning threshold only its own adapter has an old label: without it the loss would be infinite."""
     method, batch = started(lab, "bert", ablation="replay", arm={"fraction": 0.5})
     attend(method, batch, 30)
     joined = method.prepare_batch(batch)
@@ -67,7 +67,7 @@ def test_replayed_labels_are_allowed_at_any_adapter_weight(lab: Lab) -> None:
 
 @pytest.mark.parametrize("loudness", [30, 200], ids=["faint", "underflow"])
 def test_a_given_task_is_answered_at_any_adapter_weight(lab: Lab, loudness: float) -> None:
-    """With `eval.labels=task` an old task's labels are asked for, which its own block alone knows."""
+    """With `eval.labels=task` an old task's labels are allowed, which only its own adapter has."""
     method, batch = started(lab, "bert")
     attend(method, batch, loudness)
     assert method.context is not None
@@ -130,7 +130,7 @@ def test_pruned_adapters_hardly_change_the_output(lab: Lab, kind: str) -> None:
 @pytest.mark.parametrize("value", ["lora", "prompt"])
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_a_step_changes_no_old_adapters_or_keys(lab: Lab, kind: str, value: str) -> None:
-    """However large it is: what the old block alone says stays, bit for bit; what the new one says does not."""
+    """However large it is: the output of the old adapter alone stays, bit for bit; that of the new one does not."""
     method, batch = started(lab, kind, value=value)
     key = method.attention.keys["colour"].clone()
 

@@ -126,7 +126,7 @@ def test_a_backbone_without_generation_is_refused_before_training(lab: Lab, tmp_
 def test_no_generator_is_trained_without_use_of_its_samples(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is anybody who could write needed where blocks are learned alone."""
+    """Nor is a generator's backbone needed where adapters are trained alone."""
     monkeypatch.delattr(Generator, "write")
     config = lab.config("t5", generated(lab, "t5", ablation="arm"))
     whole = Storage.at(tmp_path / "whole")
@@ -205,7 +205,7 @@ def test_each_ablation_disables_its_component(lab: Lab, ablation: str) -> None:
 
 
 def test_without_shared_attention_adapters_equal_single_task_ones(lab: Lab, tmp_path: Path) -> None:
-    """-SA learns every block as the reference does; only who speaks at test differs."""
+    """-SA trains every adapter as the reference does; only the mixture at test differs."""
     alone, reference = Storage.at(tmp_path / "alone"), Storage.at(tmp_path / "reference")
     run(lab.config("t5", sapt(ablation="shared_attention", selector={"steps": 5})), alone)
     run(lab.config("t5", ("separate", "sapt")), reference)

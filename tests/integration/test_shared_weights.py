@@ -1,6 +1,6 @@
 """A backbone that looks at weights in shared memory learns what one with weights of its own learns, bit for bit.
 
-The memory is mapped read-only, as Ray's object store is: whoever writes there ends this process.
+The memory is mapped read-only, as Ray's object store is: a write there ends this process.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_with_the_task_id_only_the_tasks_slots_are_used(lab: Lab, tmp_path: Path
     run(lab.config("bert", {"name": "slm", "retrieval": {"task_id": True}}), told)
     run(lab.config("bert", ("separate", {"name": "slm"})), separate)
     assert matrix(told)[-1] == matrix(separate)[-1]
-    assert matrix(told)[0][0] == matrix(told)[1][0], "nothing can be forgotten when the task is told"
+    assert matrix(told)[0][0] == matrix(told)[1][0], "nothing can be forgotten when the task id is given"
     assert {Routing.of(storage.read_json("results.json")).used for storage in (told, separate)} == {"task"}
 
 
@@ -227,7 +227,7 @@ def test_a_head_that_the_task_picks_answers_no_unseen_tasks(lab: Lab) -> None:
 
 
 def test_stored_dev_texts_detect_out_of_distribution_texts(lab: Lab, tmp_path: Path) -> None:
-    """In the snapshot, in the facts of the phase, and the same after a crash in the middle of the second task."""
+    """In the snapshot, in the summary of the phase, and the same after a crash in the middle of the second task."""
     config = lab.config("bert", {"name": "slm"}, stream={"dev_fraction": 0.25})
     whole, stopped = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "stopped")
     run(config, whole)

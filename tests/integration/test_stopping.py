@@ -74,7 +74,7 @@ def test_stopping_at_the_end_of_a_task_defers_evaluation(complete: Complete, tmp
 
 
 def test_a_stop_request_is_for_one_attempt(complete: Complete, tmp_path: Path) -> None:
-    """Whoever resumes the run is another driver: the old request does not stop it again."""
+    """A resumed run has another driver: the old request does not stop it again."""
     done, storage = complete("bert", "lora", "torch"), Storage.at(tmp_path)
     request_stop(storage, "driver", "SIGTERM")
     stopped(done.config, storage, 100)
@@ -85,7 +85,7 @@ def test_a_stop_request_is_for_one_attempt(complete: Complete, tmp_path: Path) -
 
 
 def test_a_stop_request_of_the_tuner_stops_the_run(complete: Complete, tmp_path: Path) -> None:
-    """A sweep requests it once for all of its trials; the run's own folder says so afterwards."""
+    """A sweep requests it once for all of its trials; the run's own folder records it afterwards."""
     done, storage, sweep = complete("bert", "lora", "torch"), Storage.at(tmp_path / "run"), Storage.at(tmp_path)
     context, open_engine = build(done.config, ALONE)
     sink = At(3, lambda: request_stop(sweep, "sweep", "SIGTERM"))

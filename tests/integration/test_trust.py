@@ -120,7 +120,7 @@ def test_a_run_starts_with_permission_on_the_command_line(custom: Custom, traine
         driver.prepare(run_config.load_config(str(custom.file), [TYPED]))
     assert driver.reopen(trained.uri, overrides=(TYPED,)).done == 2
     again = driver.prepare(run_config.load_config(str(custom.file), [TYPED, "output.exists=resume"]))
-    assert again.done == 2 and custom.ran, "the same command, given again by whoever restarts it"
+    assert again.done == 2 and custom.ran, "the same command, given again at the restart"
 
 
 def test_a_bank_is_served_with_its_authors_code_where_the_endpoint_allows_it(custom: Custom, trained: Storage) -> None:

@@ -58,7 +58,7 @@ def test_a_text_gets_the_prompt_of_its_own_task_or_none(taught: Taught, tmp_path
             assert (found["raycl"]["template"], found["raycl"]["adapters"]) == ("animal", weights)
         whole = wire.post("/v1/completions", {"prompt": f"cat dog : {TEXT} Output :", "max_tokens": 4}).json()
         assert whole["choices"][0]["text"].strip() == alone(model, TEXT, weights, "animal", limit=4)
-        assert wire.post("/v1/route", {"input": TEXT}).status_code == 200, "who speaks depends on no prompt"
+        assert wire.post("/v1/route", {"input": TEXT}).status_code == 200, "the mixture depends on no prompt"
 
 
 def test_one_prompt_for_all_tasks_needs_no_task(taught: Taught, tmp_path: Path) -> None:

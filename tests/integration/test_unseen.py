@@ -1,4 +1,4 @@
-"""Tasks that are never trained: evaluated once, at the end, by a model that is not told which they are."""
+"""Tasks that are never trained: evaluated once, at the end, by a model that gets no task id."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ LOST_BANK = "the first finds no bank"
 
 @pytest.fixture(scope="module")
 def whole(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Storage:
-    """A run that nobody touched, of three checkpoints."""
+    """An undamaged run of three checkpoints."""
     storage = Storage.at(tmp_path_factory.mktemp("whole"))
     run(lab.config("bert", checkpoint={"keep": 3}), storage)
     return storage

@@ -171,7 +171,7 @@ def test_null_equals_an_absent_field(wire: Wire) -> None:
     assert found[0] == found[1] == found[2]
 
 
-# ---- who speaks ------------------------------------------------------------------------------------------------------
+# ---- mixtures --------------------------------------------------------------------------------------------------------
 
 
 def test_listed_models_can_be_requested(wire: Wire, model: SnapshotModel) -> None:

@@ -341,7 +341,7 @@ def test_api_keys(taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_an_admin_key_administration_is_refused(taught: Taught, tmp_path: Path) -> None:
-    """Not even from this machine: behind a proxy everybody is."""
+    """Not even from this machine: behind a proxy every client is on it."""
     bank, file = bank_of(taught("t5", "separate"), tmp_path), tmp_path / "keys"
     file.write_text("plain-1\n")
     with listening(bank, AuthConfig(keys_file=str(file))) as wire:

@@ -25,7 +25,7 @@ from raycl.training.distributed import DistributedContext
 from raycl.training.stream_loop import StreamLoop
 
 ENDLESS = {"model": "base", "prompt": "a sleeps", "max_tokens": 4000}
-"""A prompt to which this T5 says `much` for ever; 40 s of it, with fixture `slow`."""
+"""A prompt to which this T5 answers `much` without end; 40 s of it, with fixture `slow`."""
 
 
 # ---- clients that leave ----------------------------------------------------------------------------------------------

@@ -191,4 +191,4 @@ def test_the_dashboard_queries_existing_metrics() -> None:
     suffixes = re.compile(r"(_ms_bucket|_total)$")
     names = {suffixes.sub("", name) for name in asked}
     reported = set(re.findall(r'^ +\("(\w+)",', source, re.M)) | set(re.findall(r'"raycl_(\w+)"', source))
-    assert names and names <= reported, f"nobody reports {sorted(names - reported)}"
+    assert names and names <= reported, f"no replica reports {sorted(names - reported)}"

@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "cluster" / "slurm.sh"
 JOB = "4711"
 
 PROGRAMS = {
-    # The head's name, and more names than fit into a pipe: whoever reads the first line alone ends this program.
+    # The head's name, and more names than fit into a pipe: a reader of the first line alone ends this program.
     "scontrol": """#!/bin/bash
 echo "$*" >>"$CALLS"
 case "$1 $2" in
@@ -27,7 +27,7 @@ case "$1 $2" in
     "show job") echo "JobId=$3 JobState=${FAKE_STATE:-RUNNING} Restarts=0" ;;
 esac
 """,
-    # The real one sends SIGTERM to every process of the step, Ray's too: nobody may send it to `srun` while one trains.
+    # The real one sends SIGTERM to every process of the step, Ray's too: `srun` must not get it while one trains.
     "srun": """#!/bin/bash
 trap 'echo "srun got SIGTERM" >>"$CALLS"; kill "$step"; wait "$step"; exit 143' TERM
 while [[ $1 == --* ]]; do shift; done

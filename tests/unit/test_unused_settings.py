@@ -1,4 +1,4 @@
-"""Settings that act on nothing beside others are said where a person wrote them; what raycl wrote loads as it is."""
+"""Settings without effect beside others are errors where the user wrote them; what raycl wrote loads unchanged."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_sequences_joining_and_leaving_a_batch_change_no_other(kind: str, tmp_pa
     for mine, other in zip(found, expected, strict=True):
         for one, two in zip(mine[:10], other, strict=False):
             torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)
-    assert state.mask.shape[1] <= 24, "columns that nobody needs are dropped"
+    assert state.mask.shape[1] <= 24, "unused columns are dropped"
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -1,4 +1,4 @@
-"""The label head: it grows without touching what it knows."""
+"""The label head: it grows without changing its rows."""
 
 from __future__ import annotations
 

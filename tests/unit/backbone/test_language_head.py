@@ -1,4 +1,4 @@
-"""Guessing words: a language head apart from its encoder says what Hugging Face's own model says."""
+"""Predicting tokens: a language head apart from its encoder equals Hugging Face's own model."""
 
 from __future__ import annotations
 

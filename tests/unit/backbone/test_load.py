@@ -1,4 +1,4 @@
-"""Loading: what is refused, with which words, and that nothing runs that nobody asked to run."""
+"""Loading: what is refused, with which errors, and that no code runs without permission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bank on local disk and on a real S3-compatible server: committed or absent, first or told, damaged or right."""
+"""The bank on local disk and on a real S3-compatible server: writes are atomic and exclusive, damage is detected."""
 
 from __future__ import annotations
 

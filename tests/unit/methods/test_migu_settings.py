@@ -22,7 +22,7 @@ from raycl.types import Phase
 
 
 def test_lora_masks_a_by_its_units_and_b_by_the_whole_output(lab: Lab) -> None:
-    """At the start B is 0, so `B A x` says nothing: B's mask comes from `W x`."""
+    """At the start B is 0, so `B A x` is zero: B's mask comes from `W x`."""
     started = Started(lab, "bert", {"name": "lora", "rank": 8}, threshold=0.7)
     path = "encoder.layer.0.attention.self.query"
     layer: Any = started.parts.backbone.model.get_submodule(path)

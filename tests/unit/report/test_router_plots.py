@@ -126,7 +126,7 @@ def test_bars_are_the_shares_of_each_task(tmp_path: Path, make_routed: Make, dra
 
 @pytest.mark.parametrize("count", [3, 27])
 def test_a_task_without_dev_texts_is_noted(tmp_path: Path, make_routed: Make, drawn: list[Figure], count: int) -> None:
-    """A blank row may as well mean that no text found its task: that one says so by its number, however thin."""
+    """A blank row may as well mean that no text found its task: that row has the number, however thin."""
     tasks = [f"t{number}" for number in range(count)]
     result = make_routed(tasks)
     found = result["phase_summaries"][-1]["found"]

@@ -144,10 +144,10 @@ def test_weights_below_the_pruning_threshold_are_dropped_per_text() -> None:
     sparse = mixture_of(("a", "b", "c"), alpha, pruning_threshold=1e-3)
     assert torch.equal(sparse.weights, torch.tensor([[0.5, 0.4999, 0.0], [0.9, 0.0, 0.0998], [0.9999, 0.0, 0.0]]))
     one = mixture_of(("a", "b", "c"), alpha[2:], pruning_threshold=1e-3)
-    assert one.names == ("a",), "what nobody hears is not evaluated"
+    assert one.names == ("a",), "an adapter without weight is not evaluated"
     trainable = mixture_of(("a", "b", "c"), alpha[2:], pruning_threshold=1e-3, always="c")
     assert trainable.names == ("a", "c") and torch.equal(trainable.weights, alpha[2:, [0, 2]]), (
-        "who is in training is heard"
+        "the adapter in training is active"
     )
     assert torch.equal(mixture_of(("a", "b", "c"), alpha, pruning_threshold=0.0).weights, alpha)
 

@@ -38,7 +38,7 @@ def test_keys_start_orthonormal_in_every_chunk(slots: int, width: int) -> None:
 
 
 def test_one_step_of_the_papers_rule() -> None:
-    """SLM, eq. 5: k . grad = 0, a step raises the cosine, keys that nobody chose keep every bit."""
+    """SLM, eq. 5: k . grad = 0, a step raises the cosine, keys that no text selects keep every bit."""
     query, config = drawn(1, 8), KeyConfig(groups=1, slots=4, mask=0.0, epochs=1, rate=0.05)
     before = semi_orthogonal(4, 1, 8, seed=3)
     after = learn_keys(query, config, top_k=2, seed=3)

@@ -102,7 +102,7 @@ def test_texts_of_no_task_are_far_away() -> None:
 
 
 def test_with_the_task_id_its_task_is_the_only_candidate() -> None:
-    """SLM-TI equals SLM where all slots of the task are chosen and nobody else's."""
+    """SLM-TI equals SLM where all slots of the task are chosen and no others."""
     router = studied("keys", list(TASKS))
     queries = texts_of("one", 3)
     told = router.route(queries, ["two", "one", "three"]).weights
@@ -200,7 +200,7 @@ def test_a_large_bank_is_searched_with_the_same_weights(kind: Kind, monkeypatch:
     spread[:, [columns[name] for name in sparse.names]] = sparse.weights
     torch.testing.assert_close(spread, dense.weights, atol=1e-5, rtol=1e-4)
     few = router.route(texts[:2])
-    assert len(few.names) <= 2 * 2 * 3, "only slots that somebody chose have a column"
+    assert len(few.names) <= 2 * 2 * 3, "only slots that a text selected have a column"
 
 
 def test_the_approximate_index_finds_what_it_promises() -> None:

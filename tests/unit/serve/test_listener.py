@@ -27,7 +27,7 @@ def settings(**changed: Any) -> ServeConfig:
 
 
 def saying(text: str, begun: threading.Event | None = None, takes_s: float = 0.0) -> Any:
-    """An application that says one thing."""
+    """An application with one answer."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if begun is not None:
@@ -120,7 +120,7 @@ def test_replicas_that_listen_themselves_do_not_scale() -> None:
 
 
 def lasts(connection: socket.socket, seconds: float) -> bool:
-    """Whether the server keeps a connection open for so long, in which it says nothing."""
+    """Whether the server keeps a connection open for so long, in which it sends nothing."""
     connection.settimeout(seconds)
     try:
         return connection.recv(1) != b""

@@ -61,7 +61,7 @@ def test_a_cluster_without_a_gpu_for_the_gate_is_refused(monkeypatch: pytest.Mon
 
 
 def test_auto_is_a_gpu_where_the_cluster_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The endpoint may be deployed from a node without GPUs: what its own process sees says nothing."""
+    """The endpoint may be deployed from a node without GPUs: what its own process sees does not matter."""
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 1.0})
     assert replica_takes(config(device="auto"))["num_gpus"] == 1

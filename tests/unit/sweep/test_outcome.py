@@ -50,7 +50,7 @@ class Written:
             cells = {task: {"value": value, "count": 10, "extra": {}} for task, value in zip(TASKS, row, strict=False)}
             times = {"phase": TASKS[phase], "train_s": 2.0}
             ended = journal.state.attempts[0]["started"] + 10.0 * (phase + 1)
-            journal.phase_done({"phase": phase, "row": cells, "times": times, "facts": {}, "ended": ended})
+            journal.phase_done({"phase": phase, "row": cells, "times": times, "summary": {}, "ended": ended})
         metrics = {"ap": sum(rows[-1]) / 2, "f_ra": 1.0, "bwt": -1.0, "fwt": None} if rows else {}
         config = configs.as_tree(self.folder.config(self.sweep, number, settings))
         stream = {"tasks": TASKS}

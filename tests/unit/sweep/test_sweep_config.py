@@ -1,4 +1,4 @@
-"""Sweep files: every wrong path and value is said before anything starts; what a file plans is always the same."""
+"""Sweep files: every wrong path and value is an error before anything starts; what a file plans is always the same."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_ready_sweeps_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("RAYCL_DATA", "/data")
     found = load_sweep(str(path))
     assert found.name == path.stem.replace("_", "-")
-    assert path.read_text().startswith("# "), "says what it is for"
+    assert path.read_text().startswith("# "), "begins with its purpose"
     if found.plans:
         assert len({str(trial) for trial in found.trials()}) == len(found.trials()) > 1
 

@@ -53,7 +53,7 @@ def test_racing_claims_get_numbers_of_their_own(storage: Storage) -> None:
         journals = list(pool.map(lambda number: Journal.claim(storage, workers=number), range(24)))
     assert sorted(journal.attempt for journal in journals) == list(range(1, 25))
     numbers = [entry["attempt"] for entry in read_state(storage).attempts]
-    assert numbers == list(range(1, 25)), "every claim knows all claims before it"
+    assert numbers == list(range(1, 25)), "every claim records all claims before it"
 
 
 def test_a_stale_attempt_fails_and_changes_nothing(storage: Storage) -> None:

@@ -44,7 +44,7 @@ def started(lab: Lab, kind: str = "bert", method: str = "lora", **train: Any) ->
 
 
 class Beside(Method):
-    """Speaks as the run's own method does."""
+    """Routes as the run's own method does."""
 
     def __init__(self, context: TrainingContext) -> None:
         super().__init__(None, context.backbone, 0)
@@ -53,7 +53,7 @@ class Beside(Method):
 
 
 class Constant(Beside):
-    """A penalty that knows no batch: the sum of all trained weights."""
+    """A penalty without a batch: the sum of all trained weights."""
 
     def penalty(self, batch: Batch, output: Output) -> Tensor:
         return torch.stack([p.sum() for p in self.backbone.parameters() if p.requires_grad]).sum()
