@@ -118,9 +118,7 @@ def test_phases_after_an_older_checkpoint_are_trained_again(lab: Lab, tmp_path: 
     assert phases[0] == phases[1] == [1, 2, 3]
 
 
-def test_without_checkpoints_only_the_first_phase_restarts(
-    complete: Complete, tmp_path: Path
-) -> None:
+def test_without_checkpoints_only_the_first_phase_restarts(complete: Complete, tmp_path: Path) -> None:
     done = complete("bert", "lora", "torch")
     first, later = Storage.at(tmp_path / "first"), Storage.at(tmp_path / "later")
     with pytest.raises(Stop):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from http_client import listening, problem
 from service_client import bank_of, examples, serving
 from tiny import Taught
-from http_client import listening, problem
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
@@ -111,7 +111,9 @@ def test_replicas_load_the_newest_undamaged_snapshot(taught: Taught, tmp_path: P
     config = ServeConfig(bank=bank.storage.uri)
     assert decide_first(bank, config) == third.number
     with serving(bank, **FOLLOW) as client:
-        assert client.snapshot_manager.active.snapshot.number == 2, "a snapshot that was not requested by number may be skipped"
+        assert client.snapshot_manager.active.snapshot.number == 2, (
+            "only a snapshot that is requested must load"
+        )
     Activations(bank).add(1, "asked for")
     with serving(bank, **FOLLOW) as client:
         assert client.snapshot_manager.active.snapshot.number == 1 and client.snapshot_manager.problem == ""

@@ -65,7 +65,9 @@ def pair(lab: Lab, case: str, engine: str) -> tuple[RunConfig, RunConfig]:
     ],
     ids=["migu", "migu-zero2", "olora", "sapt", "slm-later-epochs", "inclora-orders", "finetune-epochs"],
 )
-def test_a_run_from_a_fork_point_equals_a_full_run(lab: Lab, tmp_path: Path, case: str, engine: Any, agreed: int) -> None:
+def test_a_run_from_a_fork_point_equals_a_full_run(
+    lab: Lab, tmp_path: Path, case: str, engine: Any, agreed: int
+) -> None:
     lender, borrower = pair(lab, case, engine)
     names = [[task.name for task in config.stream.tasks or ()] for config in (lender, borrower)]  # type: ignore[union-attr]
     keys = [prefix_keys(config, one) for config, one in zip((lender, borrower), names, strict=True)]

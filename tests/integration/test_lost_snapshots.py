@@ -263,7 +263,9 @@ def test_a_run_that_needs_lost_tensors_fails_before_training(complete: Complete,
     assert file in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_pruned_snapshots_are_not_published_again(three: tuple[Any, Storage, Bank], caplog: pytest.LogCaptureFixture) -> None:
+def test_pruned_snapshots_are_not_published_again(
+    three: tuple[Any, Storage, Bank], caplog: pytest.LogCaptureFixture
+) -> None:
     _, storage, bank = three
     prune(bank, keep_snapshots=1, grace_s=0.0)
     with caplog.at_level(logging.WARNING, logger="raycl"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import schemathesis
+from http_client import Wire, listening
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
@@ -22,7 +23,6 @@ from schemathesis.specs.openapi.checks import (
 )
 from service_client import bank_of
 from tiny import Taught
-from http_client import Wire, listening
 
 CHECKED = [
     *(not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance),

@@ -36,7 +36,9 @@ def refused(lab: Lab, folder: Path, **sections: Any) -> str:
 
 
 @pytest.mark.parametrize("refuse", [too_much_for_the_cpu, too_much_for_a_gpu, too_much_for_python])
-def test_training_out_of_memory_names_settings(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Callable[..., Any]) -> None:
+def test_training_out_of_memory_names_settings(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Callable[..., Any]
+) -> None:
     monkeypatch.setattr(EncoderBackbone, "forward", refuse)
     said = refused(lab, tmp_path)
     assert "out of memory while training" in said and "\n" not in said

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from local_endpoint import Served, serving
-from playground_page import CARDS, expect_state, mixture, opened, recorded, answer_text, send, shown
+from playground_page import CARDS, answer_text, expect_state, mixture, opened, recorded, send, shown
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from tiny import Complete
 

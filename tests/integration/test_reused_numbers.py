@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from http_client import listening, problem
 from service_client import WAIT_S, bank_of, examples, is_piece, serving
 from test_adapter_loading import LONG
 from tiny import Taught
-from http_client import listening, problem
 
 from raycl.bank import Bank
 from raycl.bank.activations import Activations

@@ -99,9 +99,7 @@ def test_statistics_come_from_the_first_task(lab: Lab, kind: str, settings: dict
     assert (later.attention.center is first) if first is None else torch.equal(later.attention.center, first)
 
 
-def test_shared_statistics_are_estimated_from_a_random_subset(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_statistics_are_estimated_from_a_random_subset(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file may be sorted by label: its first rows are not like the rest."""
     monkeypatch.setattr(sapt, "LOOKED_AT", 5)
     looked: list[int] = []
@@ -268,7 +266,9 @@ def test_prompts_keep_their_length_and_the_first_is_prompt_tuning(lab: Lab, kind
     ],
     ids=["prompt", "between", "logit"],
 )
-def test_a_snapshot_answers_as_the_evaluated_model(lab: Lab, tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+def test_a_snapshot_answers_as_the_evaluated_model(
+    lab: Lab, tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
     """Serving opens it by the router's name; the method is not asked."""
     storage = Storage.at(tmp_path)
     done = run(lab.config(kind, {"name": "sapt", **settings}), storage)

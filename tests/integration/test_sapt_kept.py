@@ -86,7 +86,9 @@ def test_a_given_task_is_answered_at_any_adapter_weight(lab: Lab, loudness: floa
 
 @pytest.mark.parametrize("value", ["lora", "prompt"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_default_pruning_threshold_changes_states_by_less_than_a_thousandth(lab: Lab, kind: str, value: str) -> None:
+def test_the_default_pruning_threshold_changes_states_by_less_than_a_thousandth(
+    lab: Lab, kind: str, value: str
+) -> None:
     """Of what the model gives out, with two old blocks that weigh just too little."""
     method, batch = started(lab, kind, learned=2, value=value)
     attention = method.config.attention

@@ -163,9 +163,7 @@ def test_a_folder_of_files_is_found_from_wherever_workers_run(monkeypatch: pytes
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 @pytest.mark.parametrize("ablation", ABLATIONS)
-def test_every_ablation_completes_and_resumes(
-    lab: Lab, tmp_path: Path, kind: str, ablation: str
-) -> None:
+def test_every_ablation_completes_and_resumes(lab: Lab, tmp_path: Path, kind: str, ablation: str) -> None:
     settings = sapt(ablation=ablation, arm={"fraction": 0.5}, selector={"steps": 20})
     config = lab.config(kind, settings, train={"epochs": 2})
     whole = Storage.at(tmp_path / "whole")

@@ -29,9 +29,7 @@ from raycl.sweep.trials.single_tasks import FOLDER, separate_key, separate_tree,
     ],
     ids=["lora", "migu", "replay", "sapt"],
 )
-def test_single_task_scores_are_reused(
-    lab: Lab, tmp_path: Path, method: Any, modifiers: list[Any]
-) -> None:
+def test_single_task_scores_are_reused(lab: Lab, tmp_path: Path, method: Any, modifiers: list[Any]) -> None:
     trial = lab.config("bert", method, modifiers=modifiers)
     tree = separate_tree(trial)
     root = Storage.at(tmp_path / FOLDER)

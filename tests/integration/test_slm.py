@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from http_client import listening
 from phases import begin_phase
 from tiny import KINDS, Complete, Lab, Stop, exported, matrix, opened, run, tokenizer, trace
-from http_client import listening
 
 from raycl.adapters import AdapterStack
 from raycl.backbone.roles import linear_names
@@ -151,9 +151,7 @@ def test_every_setting_learns_and_its_snapshot_is_whole(lab: Lab, tmp_path: Path
 
 @pytest.mark.parametrize("settings", [{"train_scope": "all"}, {"head_rule": "label_count"}], ids=["all", "label_count"])
 @pytest.mark.parametrize("after", [1, 3, 6], ids=["at once", "first task", "second task"])
-def test_runs_with_the_released_settings_resume(
-    lab: Lab, tmp_path: Path, settings: dict[str, Any], after: int
-) -> None:
+def test_runs_with_the_released_settings_resume(lab: Lab, tmp_path: Path, settings: dict[str, Any], after: int) -> None:
     config = lab.config("bert", {"name": "slm", **settings})
     whole, context = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "parts")
     run(config, whole)

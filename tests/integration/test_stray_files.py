@@ -7,9 +7,9 @@ import runpy
 from pathlib import Path
 
 import pytest
+from http_client import listening
 from service_client import bank_of
 from tiny import Complete, Taught, matrix, run, trace
-from http_client import listening
 
 from raycl.bank import Bank
 from raycl.bank.activations import Activations, activated
@@ -46,9 +46,7 @@ def litter(storage: Storage, folders: tuple[str, ...]) -> list[str]:
     return written
 
 
-def test_a_bank_with_stray_files_works(
-    taught: Taught, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bank_with_stray_files_works(taught: Taught, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bank = bank_of(taught("bert", "separate"), tmp_path)
     Activations(bank).add(2, "before")
     clean, files = verify(bank), set(bank.storage.files())

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from http_client import listening, problem
 from service_client import alone, bank_of
 from tiny import TASKS, Taught, opened
-from http_client import listening, problem
 
 from raycl.bank import Bank
 from raycl.bank.activations import Activations

@@ -40,7 +40,9 @@ CASES = [*((kind, method) for kind in KINDS for method in ("lora", "sapt", "slm"
 
 
 @pytest.mark.parametrize(("kind", "method"), CASES)
-def test_unseen_tasks_are_evaluated_at_the_end_and_change_nothing_else(lab: Lab, tmp_path: Path, kind: str, method: str) -> None:
+def test_unseen_tasks_are_evaluated_at_the_end_and_change_nothing_else(
+    lab: Lab, tmp_path: Path, kind: str, method: str
+) -> None:
     """Trained weights, matrix, metrics and what is published are those of the run without them."""
     chosen = lab.slots() if method == "slm" else method
     plain, found = Storage.at(tmp_path / "plain"), Storage.at(tmp_path / "found")
@@ -183,9 +185,7 @@ def foreign(lab: Lab, root: Path) -> dict[str, Any]:
 
 def test_an_encoder_answers_with_learned_labels_alone(lab: Lab, tmp_path: Path) -> None:
     spec = foreign(lab, tmp_path)
-    words = (
-        r"unseen task 'temper' has labels that no task of the stream has \(warm\), and .* leave it out of stream"
-    )
+    words = r"unseen task 'temper' has labels that no task of the stream has \(warm\), and .* leave it out of stream"
     for labels in ("all", "task"):
         with pytest.raises(ConfigError, match=words):
             check(asked(lab, "bert", unseen=[spec], eval={"labels": labels}))

@@ -8,9 +8,9 @@ from typing import Any
 
 import openai
 import pytest
+from http_client import Wire, listening, problem
 from service_client import Asked, bank_of, examples
 from tiny import Done, Taught, opened
-from http_client import Wire, listening, problem
 
 from raycl.bank import Bank
 from raycl.serve.snapshots.snapshot_model import SnapshotModel

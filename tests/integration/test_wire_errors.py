@@ -13,9 +13,9 @@ from typing import Any
 
 import openai
 import pytest
+from http_client import Wire, listening, problem
 from service_client import WAIT_S, bank_of
 from tiny import Taught
-from http_client import Wire, listening, problem
 
 from raycl.errors import ConfigError
 from raycl.serve.http.access import Keys, check_access
@@ -295,9 +295,7 @@ def test_a_stream_that_fails_later_ends_with_the_error(
         assert wire.engine.pending == 0
 
 
-def test_internal_errors_have_the_error_schema(
-    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_internal_errors_have_the_error_schema(taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(bank_of(taught("t5", "separate"), tmp_path)) as wire:
         monkeypatch.setattr(wire.service, "check", lambda *_: 1 / 0)
         status, message = problem(wire.post(CHAT, chat()))

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from http_client import Wire, listening, problem
 from service_client import WAIT_S, bank_of, examples, serving
 from tiny import Lab, Taught
-from http_client import Wire, listening, problem
 
 from raycl.bank import Bank
 from raycl.retrieval.routers import TextRouter

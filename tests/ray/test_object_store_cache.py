@@ -95,7 +95,9 @@ def test_readers_share_one_copy(snapshot: tuple[Bank, Snapshot], object_store_ca
     assert object_store_cache.held()[0] == COUNT
 
 
-def test_the_cache_survives_a_killed_actor(snapshot: tuple[Bank, Snapshot], object_store_cache: ObjectStoreCache) -> None:
+def test_the_cache_survives_a_killed_actor(
+    snapshot: tuple[Bank, Snapshot], object_store_cache: ObjectStoreCache
+) -> None:
     _, opened = snapshot
     held = object_store_cache.fetch(opened, ["a0", "a1"])
     old = cache_actor_pid(object_store_cache)
@@ -173,9 +175,7 @@ def test_a_closed_cache_is_an_error(snapshot: tuple[Bank, Snapshot]) -> None:
 
 
 @pytest.mark.parametrize("capacity_mb", [None, 3.5])
-def test_verified_objects_are_read_once(
-    snapshot: tuple[Bank, Snapshot], capacity_mb: float | None
-) -> None:
+def test_verified_objects_are_read_once(snapshot: tuple[Bank, Snapshot], capacity_mb: float | None) -> None:
     """By the cache actor, for all readers; objects without room are hashed too."""
     bank, opened = snapshot
     wanted = objects_of(opened)

@@ -272,9 +272,7 @@ def test_a_missing_bucket_and_a_dead_server_are_storage_errors(
         dead.create("file", b"1")
 
 
-def test_a_retried_put_recognises_its_own_object(
-    s3_uri: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_retried_put_recognises_its_own_object(s3_uri: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     """boto3 sends a put again when the connection breaks; S3 then refuses it because of our own first one."""
     store = Storage.at(s3_uri("lost-answer"))
     monkeypatch.setattr(boto3, "client", _twice(boto3.client))

@@ -281,7 +281,9 @@ def test_the_sweeps_that_come_with_raycl_hold_no_unused_settings(path: Path) -> 
 
 
 @pytest.mark.parametrize("path", sorted(REPO.glob("jobs/configs/compare/*.yaml")), ids=lambda path: path.name)
-def test_the_comparisons_that_come_with_raycl_hold_no_unused_settings(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparisons_that_come_with_raycl_hold_no_unused_settings(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, kind in (("mini-llama", "decoder"), ("mini-t5", "encoder-decoder")):
         (tmp_path / name).mkdir()
         model(tmp_path / name, kind)

@@ -23,9 +23,7 @@ def of(**settings: Any) -> Any:
     return open_stream(StreamConfig(**settings), seed=0)
 
 
-def test_unseen_tasks_are_prepared_and_are_no_phases(
-    write_task: WriteTask, codec: MiniLMCodec
-) -> None:
+def test_unseen_tasks_are_prepared_and_are_no_phases(write_task: WriteTask, codec: MiniLMCodec) -> None:
     write_task("agnews", news(40), news(12, 40), below="Long_Sequence")
     root = write_task(POEM, [("x", "y")] * 3, [(f"verse {n} {'word ' * 90}", "positive") for n in range(9)])
     (root / POEM / "train.json").unlink()

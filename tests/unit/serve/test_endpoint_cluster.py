@@ -19,7 +19,9 @@ class Reached(Exception):
 @pytest.mark.parametrize(
     ("named", "reached"), [(None, "local"), ("", "local"), ("local", "local"), ("10.1.2.3:6379", "10.1.2.3:6379")]
 )
-def test_a_cluster_is_started_unless_one_is_named(monkeypatch: pytest.MonkeyPatch, named: str | None, reached: str) -> None:
+def test_a_cluster_is_started_unless_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, reached: str
+) -> None:
     def init(address: str, **settings: Any) -> None:
         raise Reached(address)
 

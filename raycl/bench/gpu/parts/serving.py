@@ -101,11 +101,13 @@ def _compared(setup: Setup, engines: dict[str, Engine], snapshot: LoadedSnapshot
                 spent[name].append(taken)
     _check_answers(setup, engines["mixed"], snapshot, mixed)
     times = {name: Times(tuple(found), peaks[name]) for name, found in spent.items()}
-    generated, length = len(mixed) * tokens, len(mixed[0].text.split()) + 1
+    written, length = len(mixed) * tokens, len(mixed[0].text.split()) + 1
     for name in times:
-        spread = quartiles(tuple(generated / one for one in times[name].seconds))
+        spread = quartiles(tuple(written / one for one in times[name].seconds))
         detail = f"{len(mixed)} requests of {length} + {tokens} tokens, {engines[name].max_batch} at a time"
-        yield Figure(f"{name}: speed", generated / times[name].median, "tokens/s", None, "<=", detail, spread, peaks[name])
+        yield Figure(
+            f"{name}: speed", written / times[name].median, "tokens/s", None, "<=", detail, spread, peaks[name]
+        )
     detail = f"{DENSE} mixtures of {DENSE} adapters on {WHERE}"
     yield ratio("mixed over bare", times["mixed"], times["bare"], LIMITS[WHERE], detail)
 
