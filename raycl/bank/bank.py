@@ -187,7 +187,7 @@ class Bank:
                 write_as(info.file)
         return info
 
-    def put_back_object(self, info: ObjectInfo, tensors: Mapping[str, Tensor]) -> bool:
+    def restore_object(self, info: ObjectInfo, tensors: Mapping[str, Tensor]) -> bool:
         """Write an object that is lost or damaged once more, if these tensors are what it was; returns whether so."""
         kinds, size = {tensor.dtype for tensor in tensors.values()}, sum(tensor.nbytes for tensor in tensors.values())
         if size > info.bytes or not kinds <= set(DTYPES.values()):
@@ -272,7 +272,7 @@ class Bank:
             return created
         raise BankError(f"{RACES} snapshot numbers in a row were taken by other writers: try again later")
 
-    def put_back(self, record: bytes) -> Snapshot:
+    def restore_snapshot(self, record: bytes) -> Snapshot:
         """Publish a snapshot that is lost or damaged once more, from a copy of its record.
 
         Raises:

@@ -33,7 +33,7 @@ def follow(storage: Storage, label: str = "") -> Iterator[None]:
 
     def log_new() -> None:
         with suppress(StorageError):  # away for a moment: the next look finds all that was written meanwhile
-            for line in fresh(storage.patient(0)):
+            for line in fresh(storage.with_retries(0)):
                 log.info("%s%s", label, line)
 
     def run() -> None:

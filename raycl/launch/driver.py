@@ -232,7 +232,7 @@ def train(prepared: Prepared, options: RunOptions | None = None) -> dict[str, An
         RunError: the workers failed more often than `launch.max_failures`.
         StoppedError: SIGTERM or its host stopped it, or its store did not answer for longer than `output.retry_s`.
     """
-    storage = prepared.storage.patient(prepared.config.output.retry_s)
+    storage = prepared.storage.with_retries(prepared.config.output.retry_s)
     try:
         return _train(replace(prepared, storage=storage), options or RunOptions())
     except UnreachableError as error:

@@ -56,7 +56,7 @@ class StopOnSigterm:
             storage: of the run, or of the sweep of many runs. driver: the process that started the workers.
             grace_s: seconds that they get. many: the workers belong to runs of a host.
         """
-        self.storage = storage.patient(0)  # there is no time to wait for one that is away
+        self.storage = storage.with_retries(0)  # there is no time to wait for one that is away
         self.driver, self.grace_s, self.many = driver, grace_s, many
         self.requested = False
         self._late = False

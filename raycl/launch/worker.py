@@ -60,7 +60,7 @@ def worker_main(job: dict[str, Any]) -> None:
     Ray starts a failed worker group again. That helps after a crash, not after an error of ours, which would only
     come back: it is written to storage, and the new group ends at once, so that the driver can raise it.
     """
-    storage = Storage.at(job["folder"]).patient(job["retry_s"])
+    storage = Storage.at(job["folder"]).with_retries(job["retry_s"])
     if not storage.exists(CONFIG):
         raise RunError(
             f"the worker on {socket.gethostname()} does not see '{storage.uri}': "

@@ -22,7 +22,7 @@ from pyarrow import fs as pafs
 
 from raycl.errors import AlreadyExistsError, StorageError
 from raycl.storage.exclusive import create_gs, create_s3
-from raycl.storage.outage import tried
+from raycl.storage.outage import with_retries
 from raycl.storage.unfinished import UNFINISHED, Buffer, finished_beside
 
 T = TypeVar("T")
@@ -53,14 +53,14 @@ class Storage:
     Attributes:
         uri: as the user wrote it without its query, absolute for local paths.
         endpoint: address of an S3-compatible server other than AWS (the URI's `endpoint_override`).
-        patience_s: how long operations of a store that does not answer are retried, with growing pauses.
+        retry_s: how long operations of a store that does not answer are retried, with growing pauses.
     """
 
     uri: str
     filesystem: pafs.FileSystem
     root: str
     endpoint: str | None = None
-    patience_s: float = 0.0
+    retry_s: float = 0.0
 
     @staticmethod
     def at(uri: str | Path) -> Storage:
@@ -102,18 +102,18 @@ class Storage:
 
     def sub(self, name: str) -> Storage:
         """A folder below this one."""
-        return Storage(f"{self.uri}/{name}", self.filesystem, self.path(name), self.endpoint, self.patience_s)
+        return Storage(f"{self.uri}/{name}", self.filesystem, self.path(name), self.endpoint, self.retry_s)
 
-    def patient(self, seconds: float) -> Storage:
+    def with_retries(self, seconds: float) -> Storage:
         """The same folder, whose operations are retried for so long if the store does not answer, before they fail."""
-        return replace(self, patience_s=seconds)
+        return replace(self, retry_s=seconds)
 
     def exists(self, name: str = "") -> bool:
         """Whether a file or folder is there."""
         return bool(self._kind(name) != pafs.FileType.NotFound)
 
     def _kind(self, name: str) -> pafs.FileType:
-        return self._tried("reach", name, lambda: self.filesystem.get_file_info(self.path(name)).type)
+        return self._with_retries("reach", name, lambda: self.filesystem.get_file_info(self.path(name)).type)
 
     def list(self, name: str = "") -> list[str]:
         """Names directly below a folder, sorted; empty if it does not exist.
@@ -124,13 +124,13 @@ class Storage:
         if self._kind(name) == pafs.FileType.File:
             raise StorageError(f"cannot list '{self._full(name)}': it is a file, give the folder that holds it")
         selector = pafs.FileSelector(self.path(name), allow_not_found=True)
-        found = self._tried("list", name, lambda: self.filesystem.get_file_info(selector))
+        found = self._with_retries("list", name, lambda: self.filesystem.get_file_info(selector))
         return sorted(info.base_name for info in found if not UNFINISHED.search(info.base_name))
 
     def files(self, name: str = "") -> dict[str, StoredFile]:
         """Every file below a folder, unfinished ones too: name relative to this storage -> size and age."""
         selector = pafs.FileSelector(self.path(name), allow_not_found=True, recursive=True)
-        found = self._tried("list", name, lambda: self.filesystem.get_file_info(selector))
+        found = self._with_retries("list", name, lambda: self.filesystem.get_file_info(selector))
         start, now = len(self.root) + 1, time.time()
         return {info.path[start:]: _stored_file(info, now) for info in found if info.type == pafs.FileType.File}
 
@@ -153,7 +153,7 @@ class Storage:
                 return data if stream.metadata() == version else None
 
         for _ in range(_READ_ATTEMPTS):
-            if (data := self._tried("read", name, read)) is not None:
+            if (data := self._with_retries("read", name, read)) is not None:
                 return data
         raise StorageError(f"cannot read '{self._full(name)}': it is replaced during every read, try again later")
 
@@ -175,7 +175,7 @@ class Storage:
         Raises:
             StorageError: it cannot be opened.
         """
-        with self._tried("read", name, lambda: self.filesystem.open_input_file(self.path(name))) as stream:
+        with self._with_retries("read", name, lambda: self.filesystem.open_input_file(self.path(name))) as stream:
             yield stream
 
     def write(self, name: str, *parts: Buffer) -> None:
@@ -197,7 +197,7 @@ class Storage:
                 for part in parts:
                     stream.write(part)
 
-        self._tried("write", name, write)
+        self._with_retries("write", name, write)
 
     @contextmanager
     def staging(self, folder: str, *parts: Buffer) -> Iterator[Callable[[str], None]]:
@@ -225,7 +225,7 @@ class Storage:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     os.replace(written.result(), path)
 
-                self._tried("write", name, place)
+                self._with_retries("write", name, place)
 
             def finish() -> None:
                 written.result()
@@ -234,7 +234,7 @@ class Storage:
             try:
                 yield name_it
             finally:
-                self._tried("write", folder, finish)
+                self._with_retries("write", folder, finish)
 
     def create(self, name: str, data: bytes) -> None:
         """Write a file that must not exist yet; of several racing writers exactly one wins.
@@ -249,9 +249,9 @@ class Storage:
         bucket, _, key = self.path(name).partition("/")
         place = (bucket, key, data, self.endpoint, self._full(name), uuid.uuid4().hex)
         if isinstance(self.filesystem, pafs.S3FileSystem):
-            won = self._tried("create", name, lambda: create_s3(*place))
+            won = self._with_retries("create", name, lambda: create_s3(*place))
         elif isinstance(self.filesystem, pafs.GcsFileSystem):
-            won = self._tried("create", name, lambda: create_gs(*place))
+            won = self._with_retries("create", name, lambda: create_gs(*place))
         else:
             raise StorageError(
                 f"'{self.uri}' offers no exclusive creation, which commits need: use a local or shared path, s3:// or "
@@ -270,7 +270,7 @@ class Storage:
                 except FileExistsError as error:
                     raise self._taken(name) from error
 
-        self._tried("create", name, link)
+        self._with_retries("create", name, link)
 
     def delete(self, name: str) -> None:
         """Remove a file or a folder with all it holds; nothing happens if it is absent.
@@ -280,9 +280,9 @@ class Storage:
         """
         kind = self._kind(name)
         if kind == pafs.FileType.Directory:
-            self._tried("delete", name, lambda: self.filesystem.delete_dir(self.path(name)))
+            self._with_retries("delete", name, lambda: self.filesystem.delete_dir(self.path(name)))
         elif kind == pafs.FileType.File:
-            self._tried("delete", name, lambda: self.filesystem.delete_file(self.path(name)))
+            self._with_retries("delete", name, lambda: self.filesystem.delete_file(self.path(name)))
 
     def read_json(self, name: str) -> Any:
         """Parse a JSON file.
@@ -305,9 +305,9 @@ class Storage:
     def _taken(self, name: str) -> AlreadyExistsError:
         return AlreadyExistsError(f"'{self._full(name)}' exists already: another writer was first")
 
-    def _tried(self, verb: str, name: str, action: Callable[[], T]) -> T:
+    def _with_retries(self, verb: str, name: str, action: Callable[[], T]) -> T:
         """What `action` returns; what the file system raises becomes a StorageError that names the file."""
-        return tried(action, f"{verb} '{self._full(name)}'", self.patience_s, self.is_local)
+        return with_retries(action, f"{verb} '{self._full(name)}'", self.retry_s, self.is_local)
 
 
 def _stored_file(info: pafs.FileInfo, now: float) -> StoredFile:

@@ -32,7 +32,7 @@ _AWAY = re.compile(
 """In the texts of pyarrow's S3, Google Cloud Storage and HDFS, whose errors have no types of their own."""
 
 
-def is_away(error: BaseException, local: bool) -> bool:
+def is_unreachable(error: BaseException, local: bool) -> bool:
     """Whether an error means that the store may answer later.
 
     Args:
@@ -43,11 +43,11 @@ def is_away(error: BaseException, local: bool) -> bool:
     return _AWAY.search(str(error)) is not None
 
 
-def tried(action: Callable[[], T], what: str, patience_s: float, local: bool) -> T:
+def with_retries(action: Callable[[], T], what: str, retry_s: float, local: bool) -> T:
     """What `action` returns, retried while the store does not answer; whatever it raises becomes a StorageError.
 
     Args:
-        what: it does, for messages, as in "read 's3://bucket/file'". patience_s: how long it is retried.
+        what: it does, for messages, as in "read 's3://bucket/file'". retry_s: how long it is retried.
 
     Raises:
         UnreachableError: the store is away for longer. StorageError: everything else that failed.
@@ -60,16 +60,16 @@ def tried(action: Callable[[], T], what: str, patience_s: float, local: bool) ->
         except UnreachableError as error:
             reason = str(error.__cause__ or error)
         except (OSError, ArrowException, ValueError) as error:  # the hub's file system refuses names by ValueErrors
-            if not is_away(error, local):
+            if not is_unreachable(error, local):
                 raise StorageError(f"cannot {what}: {' '.join(str(error).split())}") from error
             reason = str(error)
         reason = " ".join(reason.split())
         spent = max(spent, time.monotonic() - began)
-        if spent + pause > patience_s:
+        if spent + pause > retry_s:
             raise UnreachableError(f"cannot {what}: the store did not answer for {spent:.0f} s ({reason})")
         if not first_reason:
             first_reason = reason
-            log.warning("cannot %s: %s; trying again for %.0f s", what, reason, patience_s)
+            log.warning("cannot %s: %s; trying again for %.0f s", what, reason, retry_s)
         time.sleep(pause)
         spent += pause
         pause = min(2 * pause, LONGEST_S)

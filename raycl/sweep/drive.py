@@ -32,7 +32,7 @@ from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig, examples
 from raycl.sweep.folder import SWEEP, SweepFolder, plain
 from raycl.sweep.outcome import Outcome, collect
-from raycl.sweep.search.searchers import Guided, Planned, RecordingSearcher
+from raycl.sweep.search.searchers import Planned, RecordingSearcher, TpeSearcher
 from raycl.sweep.search.space import Settings
 from raycl.sweep.search.stopping import AtTaskEnds, rule_of
 from raycl.sweep.trials.prefix import prefix_keys, shared_keys
@@ -159,11 +159,11 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: Plan) -
         return
     done = collect(sweep, folder, plan.tasks)
     scheduler = AtTaskEnds(folder, rule_of(sweep, plan.tasks), plan.tasks, plan.total)
-    searcher: RecordingSearcher = Planned(sweep, folder, left) if sweep.plans else Guided(sweep, folder, left)
+    searcher: RecordingSearcher = Planned(sweep, folder, left) if sweep.plans else TpeSearcher(sweep, folder, left)
     for number in over:
         rows = done.row(number)
         scheduler.replay(number, [values[0] for values in rows.curve])
-        if isinstance(searcher, Guided):
+        if isinstance(searcher, TpeSearcher):
             searcher.tell_finished(plan.trials[number], rows.curve, states[number][0] == "stopped")
     at_once = concurrency(sweep)
     log.info("%s: %d of %d trials to run, %d at a time", folder.storage.uri, todo, plan.total, at_once)

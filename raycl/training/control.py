@@ -63,7 +63,7 @@ class Control:
             hang_s: seconds without progress after which the process ends; None: never.
             host: a sweep that can stop the run as well; None: there is none.
         """
-        self.storage = storage.patient(0)  # what it reads and writes can wait for the next time
+        self.storage = storage.with_retries(0)  # what it reads and writes can wait for the next time
         self.world, self.driver = world, driver
         self.hang_s, self.poll_s, self.host = hang_s, poll_s, host
         self.activity = "starting"

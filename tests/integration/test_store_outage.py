@@ -65,25 +65,25 @@ def test_permanent_errors_are_not_retried(store: Store) -> None:
     with pytest.raises(AlreadyExistsError):
         storage.create("a", b"2")
     with pytest.raises(StorageError, match=r"NoSuchBucket|does not exist"):
-        Storage.at(store.uri("").replace("bucket", "no-such-bucket")).patient(60).create("a", b"1")
+        Storage.at(store.uri("").replace("bucket", "no-such-bucket")).with_retries(60).create("a", b"1")
     assert time.monotonic() - began < 10
 
 
 def test_retries_end_with_one_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(outage, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
-    hurried, patient = (store.folder("gone", seconds) for seconds in (0, 40))
+    without, retrying = (store.folder("gone", seconds) for seconds in (0, 40))
     store.stop()
     try:
         with pytest.raises(UnreachableError, match=r"cannot reach 's3://bucket/gone/a'"):
-            hurried.exists("a")
+            without.exists("a")
         assert not pauses
         with pytest.raises(
             UnreachableError, match=r"cannot write 's3://bucket/gone/a'.*did not answer for \d+ s"
         ) as raised:
-            patient.write("a", b"1")
+            retrying.write("a", b"1")
         with pytest.raises(UnreachableError):
-            patient.sub("below").create("a", b"1")
+            retrying.sub("below").create("a", b"1")
         assert "\n" not in str(raised.value)
         assert len(pauses) % 2 == 0 and pauses[: len(pauses) // 2] == pauses[len(pauses) // 2 :] == [
             0.5,

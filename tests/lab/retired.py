@@ -7,14 +7,15 @@ What it does not know: how names are found in code (`architecture.py`).
 from __future__ import annotations
 
 NAMES = """
-AdapterFacts Ask Asks Attended CARRIED CardFacts Companion Decoding Exercise Facts FileFacts Host Hosted Hosting
-Keeper KeptRows Ledger Made Memory ObjectFacts Parts Place Proof Remembering Roster RowRecord Running SectionT Shelf
-Slots Verdict Wanted World Writer Yardstick acting add_facts asked asks attended borrow borrowed borrower bring
+AdapterFacts Ask Asks Attended CARRIED CardFacts Companion Decoding Exercise Facts FileFacts Guided Host Hosted
+Hosting Keeper KeptRows Ledger Made Memory ObjectFacts Parts Place Proof Remembering Roster RowRecord Running SectionT
+Shelf Slots Verdict Wanted World Writer Yardstick acting add_facts asked asks attended borrow borrowed borrower bring
 carried choosing companion companions exercise facts facts_of forgive give_word go_on goes_on has_kept_rows heard
-hosting idle_alone idle_beside idle_in keeper kept_rows kept_rows_table ledger lend lender lends lent lent_records
-let_go listening live live_ranks loudly made made_now newest_place put_together reach read_place refusals resident
-rivals roster said said_while say says settle shelf silence speak speakers speaking speaks stage_facts stages stand_in
-stand_ins take_on tally thawed told told_task unfamiliar verdict visiting watch_low watched_layers yardstick
+hosting idle_alone idle_beside idle_in is_away keeper kept_rows kept_rows_table ledger lend lender lends lent
+lent_records let_go listening live live_ranks loudly made made_now newest_place patient put_back put_back_object
+put_together reach read_place refusals resident rivals roster said said_while say says settle shelf silence speak
+speakers speaking speaks stage_facts stages stand_in stand_ins take_on tally thawed told told_task unfamiliar verdict
+visiting watch_low watched_layers yardstick
 """
 EVERYWHERE = frozenset(NAMES.split())
 """Retired in all of raycl/."""

@@ -23,12 +23,12 @@ class Store:
     def uri(self, name: str) -> str:
         return f"s3://bucket/{name}?endpoint_override=127.0.0.1:{self.port}&scheme=http"
 
-    def folder(self, name: str, patience_s: float) -> Storage:
+    def folder(self, name: str, retry_s: float) -> Storage:
         """Without pyarrow's own tries, which take six seconds."""
         once = pafs.AwsStandardS3RetryStrategy(max_attempts=1)
         host = f"127.0.0.1:{self.port}"
         filesystem = pafs.S3FileSystem(endpoint_override=host, scheme="http", retry_strategy=once)
-        return Storage(f"s3://bucket/{name}", filesystem, f"bucket/{name}", f"http://{host}", patience_s)
+        return Storage(f"s3://bucket/{name}", filesystem, f"bucket/{name}", f"http://{host}", retry_s)
 
     def stop(self) -> None:
         self.server.stop()

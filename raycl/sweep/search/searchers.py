@@ -100,7 +100,7 @@ class Result:
     stopped: bool
 
 
-class Guided(RecordingSearcher):
+class TpeSearcher(RecordingSearcher):
     """Optuna's TPE, which receives every trial's scores.
 
     A trial that the scheduler stopped counts as pruned: TPE ranks it by the scores that it had on the way.

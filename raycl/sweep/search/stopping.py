@@ -27,7 +27,7 @@ NEVER = float("inf")
 
 
 @dataclass(frozen=True, eq=False)
-class Earlier:
+class EarlierTrial:
     """Replaces Tune's trial of an earlier session; rules distinguish trials by identity and `trial_id`."""
 
     trial_id: str
@@ -61,7 +61,7 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
         """Add a trial of an earlier session to the rule, which compares later ones with it."""
         if self.rule is None:
             return
-        trial = Earlier(f"earlier-{number}")
+        trial = EarlierTrial(f"earlier-{number}")
         results = [{TASKS: tasks, SCORE: score} for tasks, score in enumerate(scores, 1) if score is not None]
         self.rule.on_trial_add(None, trial)
         for result in results:

@@ -34,7 +34,7 @@ LISTED = 10
 
 def open_bank(config: BankConfig, storage: Storage) -> Bank:
     """The configured bank, or the run's own."""
-    return Bank(Storage.at(config.dir).patient(storage.patience_s)) if config.dir else Bank(storage.sub("bank"))
+    return Bank(Storage.at(config.dir).with_retries(storage.retry_s)) if config.dir else Bank(storage.sub("bank"))
 
 
 def publish(
@@ -123,7 +123,7 @@ def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool
         try:
             if number not in copies:
                 raise BankError(f"no checkpoint of phase {phase} is kept to publish it again from")
-            bank.put_back(copies[number][1])
+            bank.restore_snapshot(copies[number][1])
         except BankError as error:
             if number == last:
                 raise BankError(

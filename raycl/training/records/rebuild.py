@@ -76,7 +76,7 @@ def rebuild(bank: Bank, storage: Storage, checkpoints: Sequence[str], lost: Sequ
         with suppress(CheckpointError):
             checkpoint = read_checkpoint(storage, name)
             for sha256, one in list(left.items()):
-                if any(bank.put_back_object(one.summary, tensors) for tensors in one.candidates(checkpoint)):
+                if any(bank.restore_object(one.summary, tensors) for tensors in one.candidates(checkpoint)):
                     del left[sha256]
     return {one.summary.sha256 for one in lost} - left.keys()
 

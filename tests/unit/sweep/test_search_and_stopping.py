@@ -12,7 +12,7 @@ from raycl import config as configs
 from raycl.run.config import RunConfig
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.folder import SweepFolder
-from raycl.sweep.search.searchers import Guided, Planned
+from raycl.sweep.search.searchers import Planned, TpeSearcher
 from raycl.sweep.search.stopping import AtTaskEnds, rule_of
 from raycl.sweep.trials.single_tasks import separate_key, separate_tree
 from raycl.sweep.trials.trial import FAILED, SCORES, TASKS
@@ -79,8 +79,8 @@ def test_nothing_is_proposed_after_a_request_to_stop(tmp_path: Path) -> None:
 
 
 def test_tpe_keeps_to_the_space_repeats_itself_and_learns(tmp_path: Path) -> None:
-    found = go(Guided(sweep(), SweepFolder.of(sweep(), str(tmp_path / "a")), {}), 12)
-    assert found == go(Guided(sweep(), SweepFolder.of(sweep(), str(tmp_path / "b")), {}), 12)
+    found = go(TpeSearcher(sweep(), SweepFolder.of(sweep(), str(tmp_path / "a")), {}), 12)
+    assert found == go(TpeSearcher(sweep(), SweepFolder.of(sweep(), str(tmp_path / "b")), {}), 12)
     for settings in found:
         assert settings["method.alpha"] == 2 * settings["method.rank"]
         assert settings["train.weight_decay"] in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
@@ -90,7 +90,7 @@ def test_tpe_keeps_to_the_space_repeats_itself_and_learns(tmp_path: Path) -> Non
 
 
 def test_tpe_ends_after_its_samples(tmp_path: Path) -> None:
-    searcher = Guided(sweep(samples=2), SweepFolder.of(sweep(), str(tmp_path)), {})
+    searcher = TpeSearcher(sweep(samples=2), SweepFolder.of(sweep(), str(tmp_path)), {})
     go(searcher, 2)
     assert searcher.suggest("last") == "FINISHED"
 
@@ -98,8 +98,8 @@ def test_tpe_ends_after_its_samples(tmp_path: Path) -> None:
 def test_tpe_resumes_with_its_results(tmp_path: Path) -> None:
     """Unfinished trials come first; finished ones count; numbers continue."""
     folder = SweepFolder.of(sweep(), str(tmp_path))
-    before = go(Guided(sweep(), folder, {}), 4)
-    again = Guided(sweep(), folder, {3: before[3]})
+    before = go(TpeSearcher(sweep(), folder, {}), 4)
+    again = TpeSearcher(sweep(), folder, {3: before[3]})
     for settings in before[:3]:
         again.tell_finished(settings, [[score(settings)]], stopped=False)
     assert [trial.value for trial in again.study.trials] == [score(settings) for settings in before[:3]]
@@ -110,7 +110,7 @@ def test_tpe_resumes_with_its_results(tmp_path: Path) -> None:
 
 def test_tpe_receives_stopped_and_failed_trials(tmp_path: Path) -> None:
     folder = SweepFolder.of(sweep(), str(tmp_path))
-    searcher = Guided(sweep(), folder, {})
+    searcher = TpeSearcher(sweep(), folder, {})
     for name in ("stopped", "failed", "died"):
         searcher.suggest(name)
     write_decision(folder.run(0), 1, continues=False)
@@ -123,7 +123,7 @@ def test_tpe_receives_stopped_and_failed_trials(tmp_path: Path) -> None:
 
 def test_tpe_with_two_metrics(tmp_path: Path) -> None:
     two = sweep(metric=["ap", "f_ra"], mode=["max", "min"])
-    searcher = Guided(two, SweepFolder.of(two, str(tmp_path)), {})
+    searcher = TpeSearcher(two, SweepFolder.of(two, str(tmp_path)), {})
     for number in range(8):
         found = searcher.suggest(str(number))
         assert isinstance(found, dict)
@@ -138,14 +138,14 @@ def conditional(**changes: Any) -> SweepConfig:
     return sweep(base={"method": "sapt"}, space=space, samples=10, **changes)
 
 
-def finish(searcher: Guided, name: str, value: float) -> None:
+def finish(searcher: TpeSearcher, name: str, value: float) -> None:
     """The only row of a trial, and its end."""
     result = {TASKS: 1, f"{SCORES}0": value}
     searcher.on_trial_result(name, result)
     searcher.on_trial_complete(name, result)
 
 
-def open_trials(searcher: Guided) -> dict[str, dict[str, Any]]:
+def open_trials(searcher: TpeSearcher) -> dict[str, dict[str, Any]]:
     """All trials, none of which ends: by Tune's id."""
     found: dict[str, dict[str, Any]] = {}
     while (proposed := searcher.suggest(f"id{len(found)}")) != "FINISHED":
@@ -156,7 +156,7 @@ def open_trials(searcher: Guided) -> dict[str, dict[str, Any]]:
 
 def test_tpe_runs_trials_that_differ_in_unused_settings_once(tmp_path: Path) -> None:
     folder = SweepFolder.of(conditional(), str(tmp_path))
-    searcher = Guided(conditional(), folder, {})
+    searcher = TpeSearcher(conditional(), folder, {})
     found: dict[int, dict[str, Any]] = {}
     while (proposed := searcher.suggest(f"id{len(found)}")) != "FINISHED":
         assert isinstance(proposed, dict)
@@ -175,7 +175,7 @@ def test_tpe_runs_trials_that_differ_in_unused_settings_once(tmp_path: Path) -> 
 
 
 def test_tpe_shares_the_result_of_an_equal_trial_when_it_ends(tmp_path: Path) -> None:
-    searcher = Guided(conditional(), SweepFolder.of(conditional(), str(tmp_path)), {})
+    searcher = TpeSearcher(conditional(), SweepFolder.of(conditional(), str(tmp_path)), {})
     running = open_trials(searcher)
     alike = [trial for trial in searcher.study.trials if trial.params["method.ablation"] == 1]
     assert len(running) == 11 - len(alike) and {trial.state.name for trial in alike} == {"RUNNING"}
@@ -188,15 +188,15 @@ def test_tpe_shares_the_result_of_an_equal_trial_when_it_ends(tmp_path: Path) ->
 def test_a_resumed_tpe_sweep_keeps_equal_trials(tmp_path: Path) -> None:
     """Whether the one that ran is over, or has to be run again; and nothing is proposed beyond the samples."""
     folder = SweepFolder.of(conditional(), str(tmp_path))
-    running = open_trials(Guided(conditional(), folder, {}))
+    running = open_trials(TpeSearcher(conditional(), folder, {}))
     settings = {one["number"]: one["settings"] for one in running.values()}
     alike = next(number for number, one in settings.items() if one == {"method.ablation": "arm"})
-    finished = Guided(conditional(), folder, {})
+    finished = TpeSearcher(conditional(), folder, {})
     for one in settings.values():
         finished.tell_finished(one, [[3.0]], stopped=False)
     assert finished.suggest("more") == "FINISHED"
     assert [trial.value for trial in finished.study.trials] == [3.0] * 10
-    again = Guided(conditional(), folder, {alike: settings[alike]})
+    again = TpeSearcher(conditional(), folder, {alike: settings[alike]})
     for number in settings.keys() - {alike}:
         again.tell_finished(settings[number], [[3.0]], stopped=False)
     proposed = again.suggest("again")
