@@ -110,7 +110,7 @@ class DeepSpeedEngine:
         held = [hold for name in modifiers.names for hold in self._hold(modifiers, name)]
         self.engine.step()
         for name, part, mask, old in held:
-            self._put_back(name, part, mask, old)
+            self._restore_held(name, part, mask, old)
         self._pending, self._fresh = False, False
         self.schedule.step()
         return float(norm if norm is not None else self.engine.get_global_grad_norm() or 0.0)
@@ -150,7 +150,7 @@ class DeepSpeedEngine:
         moments = {moment: self._moment(parameter, moment) for moment in MOMENTS}
         return [(name, part, mask, old.to(mask.device)) for part, old in {"": value, **moments}.items()]
 
-    def _put_back(self, name: str, part: str, mask: Tensor, old: Tensor) -> None:
+    def _restore_held(self, name: str, part: str, mask: Tensor, old: Tensor) -> None:
         parameter = self.trained[name]
         if not part:
             self._fill(parameter, torch.where(mask, old, self._whole(parameter).to(mask.device)))
