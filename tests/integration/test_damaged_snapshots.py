@@ -111,9 +111,7 @@ def test_replicas_load_the_newest_undamaged_snapshot(taught: Taught, tmp_path: P
     config = ServeConfig(bank=bank.storage.uri)
     assert decide_first(bank, config) == third.number
     with serving(bank, **FOLLOW) as client:
-        assert client.snapshot_manager.active.snapshot.number == 2, (
-            "only a snapshot that is requested must load"
-        )
+        assert client.snapshot_manager.active.snapshot.number == 2, "only a snapshot that is requested must load"
     Activations(bank).add(1, "asked for")
     with serving(bank, **FOLLOW) as client:
         assert client.snapshot_manager.active.snapshot.number == 1 and client.snapshot_manager.problem == ""

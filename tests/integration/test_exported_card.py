@@ -145,9 +145,7 @@ def test_a_card_names_every_task_with_its_template_and_labels(taught: Taught, tm
     export(bank, tmp_path / "out", "animal.0=0.75,colour.0=0.5")
     card = (tmp_path / "out" / "README.md").read_text()
     about = json.loads((tmp_path / "out" / "raycl.json").read_text())
-    assert [task["name"] for task in about["tasks"]] == ["animal", "colour"], (
-        "the largest weight first"
-    )
+    assert [task["name"] for task in about["tasks"]] == ["animal", "colour"], "the largest weight first"
     assert about["tasks"][0]["prompt"] == ['Say "animal":\n', "\nOutput: "]
     assert about["tasks"][0]["labels"] == ["cat", "dog"]
     assert '`Say "animal":\\n`' in card and re.search(r"\| colour \|.*\| blue, red \|", card)
