@@ -10,11 +10,9 @@ from raycl.config.sections import (
     apply_override,
     as_tree,
     assign,
-    differences,
-    fingerprint,
-    flatten,
     from_yaml,
     load,
+    load_tree,
     named,
     named_each,
     read_override,
@@ -24,6 +22,7 @@ from raycl.config.sections import (
     tree_to_yaml,
     validate,
 )
+from raycl.config.trees import differences, fingerprint, flatten, remaining
 
 __all__ = [
     "MARK",
@@ -38,11 +37,13 @@ __all__ = [
     "flatten",
     "from_yaml",
     "load",
+    "load_tree",
     "named",
     "named_each",
     "read_override",
     "read_tree",
     "read_yaml",
+    "remaining",
     "to_yaml",
     "tree_to_yaml",
     "validate",

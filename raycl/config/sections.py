@@ -14,9 +14,7 @@ default; `\\${` is a literal `${`.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import io
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -53,10 +51,19 @@ def load(model: type[ConfigT], path: str | None, overrides: Sequence[str] = ()) 
     Raises:
         ConfigError: unreadable file, malformed override, unknown key, wrong value.
     """
+    return validate(model, load_tree(path, overrides))
+
+
+def load_tree(path: str | None, overrides: Sequence[str] = ()) -> Tree:
+    """What `load` validates: the file's tree with overrides, interpolations resolved.
+
+    Raises:
+        ConfigError: unreadable file, malformed override.
+    """
     tree = read_tree(path) if path is not None else {}
     for override in overrides:
         apply_override(tree, override)
-    return validate(model, _resolve(tree, f"config file '{path}'" if path is not None else "the overrides"))
+    return _resolve(tree, f"config file '{path}'" if path is not None else "the overrides")
 
 
 def read_yaml(path: str) -> Tree:
@@ -359,33 +366,6 @@ def _escape(value: Any) -> Any:
     if isinstance(value, list):
         return [_escape(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def flatten(tree: Tree, prefix: str = "") -> Tree:
-    """Dotted path -> leaf value."""
-    leaves: Tree = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            leaves.update(flatten(value, f"{prefix}{key}."))
-        else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves
-
-
-def fingerprint(config: BaseModel, without: Iterable[str] = ()) -> str:
-    """First 16 hex digits of the SHA-256 of the canonical tree, top-level sections `without` left out."""
-    left_out = set(without)
-    tree = {key: value for key, value in as_tree(config).items() if key not in left_out}
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def differences(old: Tree, new: Tree, without: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (old value, new value) for every leaf that differs outside the sections `without`."""
-    left_out = set(without)
-    before = {key: value for key, value in flatten(old).items() if key.split(".")[0] not in left_out}
-    after = {key: value for key, value in flatten(new).items() if key.split(".")[0] not in left_out}
-    keys = sorted(before.keys() | after.keys())
-    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
 
 
 def _one_line(error: BaseException) -> str:

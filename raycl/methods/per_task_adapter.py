@@ -134,13 +134,13 @@ class PerTaskAdapter(Method, ABC):
         values, tensors = super().state_dict()
         head = self.backbone.head
         rows = list(head.trainable_labels) if isinstance(head, MixedHead) else []
-        learned = {name: list(state.labels) for name, state in self._learned.items()}
+        learned = [[name, list(state.labels)] for name, state in self._learned.items()]  # pairs: their order counts
         values |= {"task": self._task, "trainable_labels": rows, "learned": learned}
         return values, tensors | packed(self._learned)
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Frozen adapters as they were; the task's own in shape."""
         super().load_state_dict(values, tensors)
-        self._load(unpacked(values["learned"], tensors, self.scale, self.stack.activation))
+        self._load(unpacked(dict(values["learned"]), tensors, self.scale, self.stack.activation))
         if values["task"]:
             self._begin(values["task"], values["trainable_labels"])

@@ -276,7 +276,7 @@ class Sapt(PerTaskAdapter):
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Earlier tasks as they were; the trained adapter in shape."""
         self.attention.take(values["attention"], under("attention/", tensors))
-        self.reflection.take(values["learned"], tensors)
+        self.reflection.take(dict(values["learned"]), tensors)
         if values["selector"] is not None:
             selector = Attention(self.attention.dimensions, self.config.attention, 0, self.backbone.device)
             selector.take(values["selector"], under("selector/", tensors))

@@ -23,7 +23,7 @@ from raycl.storage.records import read_record, seal
 FOLDER = "checkpoints"
 PARAMETERS, OPTIMIZER, FROZEN_STATE = "parameters.safetensors", "optimizer.safetensors", "frozen_state.safetensors"
 MANIFEST, SNAPSHOT = "manifest.json", "snapshot.json"
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass
