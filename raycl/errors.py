@@ -12,7 +12,8 @@
     │   ├── UnreachableError    a store that does not answer now, and may later
     │   ├── DamagedError        a record that was cut or changed after it was written
     │   └── FormatError         a record of a format that this version does not read
-    ├── BankError          an adapter or snapshot that is absent, damaged or not allowed
+    ├── BankError          an adapter, snapshot or branch that is absent, damaged or not allowed
+    │   └── BranchMovedError    a branch whose head is no ancestor of the snapshot that it should move to
     ├── LaunchError        the cluster cannot provide the resources of the run
     ├── WrongResultError   a benchmark's contender computed something else than its reference
     └── RunError           a run that cannot start, continue or be trusted
@@ -84,6 +85,10 @@ class FormatError(StorageError):
 
 class BankError(RayclError):
     """What the bank holds is absent, damaged, or would be put at risk by the operation."""
+
+
+class BranchMovedError(BankError):
+    """A branch cannot move to a snapshot: another writer moved it elsewhere. The snapshot itself is stored."""
 
 
 class LaunchError(RayclError):

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from raycl.bank.bank import Bank
-from raycl.bank.manifest import NAME, Snapshot, check_name
+from raycl.bank.branches import MAIN, Branch, numbered_folders
+from raycl.bank.manifest import Snapshot
 from raycl.errors import AlreadyExistsError, BankError, DamagedError, FormatError
-from raycl.storage.records import Stamp, number_of, numbered, numbers, read_record, seal, stamps
+from raycl.storage.records import Stamp, numbered, numbers, read_record, seal, stamps
 
+FOLDER = "serving"
 FORMAT = 3
 RACES = 20
 
@@ -26,7 +28,7 @@ class Activation:
 
     Attributes:
         number: of the decision, ascending.
-        seen: newest snapshot when it was taken: only newer ones are news.
+        seen: newest move of the branch when it was taken: only later ones are news.
         provenance: reason and time, for people.
     """
 
@@ -37,11 +39,11 @@ class Activation:
 
 
 class Activations:
-    """Decisions for one endpoint of a bank."""
+    """Decisions for the endpoints that follow one branch of a bank."""
 
-    def __init__(self, bank: Bank, endpoint: str = "default") -> None:
-        self.bank = bank
-        self.folder = f"serving/{check_name(endpoint)}"
+    def __init__(self, bank: Bank, branch: str = MAIN) -> None:
+        self.bank, self.branch = bank, Branch(bank, branch)
+        self.folder = f"{FOLDER}/{branch}"
         self._known: tuple[Activation, int, Stamp] | None = None
 
     def latest(self) -> Activation | None:
@@ -88,7 +90,7 @@ class Activations:
 
         Args:
             snapshot: its number, or what was just read under it.
-            seen: only newer ones are news; None: the newest that is there.
+            seen: only later moves of the branch are news; None: the newest that is there.
 
         Raises:
             BankError: the bank has no such snapshot, or decisions come faster than this one.
@@ -99,7 +101,7 @@ class Activations:
         for _ in range(RACES):
             provenance: dict[str, object] = {"why": why, "time": time.time()}
             # the last record is not read: a damaged one is followed, and so repaired, by this one
-            newest = max(self.bank.snapshots()) if seen is None else seen
+            newest = max(self.branch.numbers(), default=0) if seen is None else seen
             fresh = Activation(self._newest() + 1, number, newest, provenance)
             try:
                 self.bank.storage.create(self._file(fresh.number), seal({"format": FORMAT, **asdict(fresh)}))
@@ -112,10 +114,9 @@ class Activations:
         return f"{self.folder}/{numbered(number)}"
 
 
-def endpoints(bank: Bank) -> list[str]:
-    """Names of the endpoints for which something was decided."""
-    found = [file.split("/") for file in bank.storage.files("serving")]
-    return sorted({file[1] for file in found if len(file) == 3 and NAME.fullmatch(file[1]) and number_of(file[2])})
+def followed(bank: Bank) -> list[str]:
+    """Branches for whose endpoints something was decided."""
+    return numbered_folders(bank, FOLDER)
 
 
 def activated(bank: Bank) -> set[int]:
@@ -124,5 +125,5 @@ def activated(bank: Bank) -> set[int]:
     Raises:
         BankError: a last decision is damaged.
     """
-    latest = [Activations(bank, endpoint).latest() for endpoint in endpoints(bank)]
+    latest = [Activations(bank, branch).latest() for branch in followed(bank)]
     return {one.snapshot for one in latest if one is not None}

@@ -218,12 +218,14 @@ class Bank:
         parent: int | None = None,
         provenance: Mapping[str, Any] | None = None,
         again: bool = False,
+        training: str | None = None,
     ) -> Snapshot:
         """A new immutable snapshot; if the newest one has the same content and provenance, that one.
 
         Args:
             adapters: manifests, or entries of an older snapshot with their layouts.
             again: it may exist already, so that all older ones are compared and not the newest alone.
+            training: SHA-256 of its training state (`raycl.bank.training_state`).
 
         Raises:
             BankError: an adapter of another backbone, two of one name, or missing tensors.
@@ -255,6 +257,7 @@ class Bank:
             "layouts": layouts,
             "adapters": tuple(sorted(entries, key=lambda entry: entry.name)),
             "provenance": dict(provenance or {}),
+            "training": training,
         }
         taken = self.snapshots()
         for number in reversed(taken if again else taken[-1:]):
@@ -326,6 +329,11 @@ def unpack_entry(data: Buffer, entry: AdapterManifest | SnapshotAdapter, layout:
     what = f"{entry.name}@{entry.version}"
     settings = (entry.rank, entry.scale, entry.dtype, entry.prompt, entry.labels, entry.activation)
     return unpack(data, what, shapes, *settings)
+
+
+def info_of(tensors: Mapping[str, Tensor]) -> ObjectInfo:
+    """The object that `Bank.put` makes of these tensors; nothing is stored."""
+    return _object_info(pack(tensors))
 
 
 def _object_info(parts: Sequence[Buffer]) -> ObjectInfo:

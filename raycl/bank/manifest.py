@@ -9,6 +9,7 @@ What it does not know: how tensors are laid out in a file.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Annotated, Any
 
@@ -164,6 +165,7 @@ class Snapshot(Section):
     tasks: tuple[TaskInfo, ...] = ()
     layouts: dict[str, Layout] = Field(default_factory=dict)
     adapters: tuple[SnapshotAdapter, ...] = ()
+    training: Sha256 | None = Field(None, description="record of what training needs to continue from here")
     provenance: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -183,9 +185,14 @@ class Snapshot(Section):
         names = ", ".join(adapter.name for adapter in self.adapters[:20]) or "none"
         raise BankError(f"snapshot {self.number} has no adapter '{name}': expected one of {names}")
 
+    @property
+    def sha256(self) -> str:
+        """Hash of its record."""
+        return hashlib.sha256(dump(self)).hexdigest()
+
     def same_content(self, other: Snapshot) -> bool:
-        """Whether both are equal apart from number, parent and provenance."""
-        skip = {"number", "parent", "provenance"}
+        """Whether both are equal apart from number, parent, provenance, and training state (it names times)."""
+        skip = {"number", "parent", "provenance", "training"}
         return self.model_dump(exclude=skip) == other.model_dump(exclude=skip)
 
 

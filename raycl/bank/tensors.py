@@ -22,8 +22,17 @@ from raycl.storage.unfinished import Buffer
 from raycl.types import Activation, AdapterState
 
 A, B, PROMPT, HEAD_WEIGHT, HEAD_BIAS = ".lora_A", ".lora_B", "prompt", "head.weight", "head.bias"
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32}
-"""The dtypes that a bank holds; float64 and others have no place in an adapter."""
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The dtypes that a bank holds."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -99,8 +99,7 @@ def prepare(config: RunConfig) -> Prepared:
                 f"'{storage.uri}' holds a run already: continue with {resume_line(storage, config)}, or choose another "
                 "output.name"
             )
-    stream = checks.check(config)
-    singles = checks.read_singles(config)
+    stream, singles = checks.check_new_run(config)
     text = configs.to_yaml(config).encode()
     if name is None:
         storage, name = _new_folder(config, text)
@@ -149,7 +148,7 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
     """
     storage, old, state = _run_in(folder)
     new = with_tasks(_allowed(_config_of(storage, state, overrides), overrides, storage), added)
-    _refuse(folder, other_changes(old, new, len(added), without=EXEMPT))
+    _refuse(folder, other_changes(old, new, len(added)))
     return _continued(new, storage, state)
 
 

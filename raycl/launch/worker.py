@@ -20,18 +20,21 @@ import torch
 from ray.train.torch import get_device
 
 from raycl import config as configs
-from raycl.errors import RayclError, RunError, UnreachableError
+from raycl.errors import BankError, RayclError, RunError, StorageError, UnreachableError
 from raycl.run import assembly
 from raycl.run.config import RunConfig
+from raycl.run.start import start_of
 from raycl.storage import Storage
 from raycl.tracking import open_tracker
 from raycl.training.control import Control, hang_file
 from raycl.training.distributed import DistributedContext
 from raycl.training.memory import forget_peak, is_out_of_memory, out_of_memory
+from raycl.training.records.bank_start import start_from_snapshot
 from raycl.training.records.fork_points import save_fork_point
-from raycl.training.records.journal import read_state
+from raycl.training.records.journal import last_attempt, read_state
 from raycl.training.records.stop_signal import wait_for_decision
 from raycl.training.stream_loop import StreamLoop
+from raycl.training.training_context import TrainingContext
 
 log = logging.getLogger("raycl")
 CONFIG = "config.yaml"
@@ -103,6 +106,8 @@ def _learn(
     """Build the parts of the run and continue it."""
     files = ray.get(job["weights"]) if job["weights"] is not None else ()
     context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])
+    if config.bank.start:
+        _start_from_bank(config.bank.start, context, storage, world)
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
     failed = True
     try:
@@ -123,6 +128,22 @@ def _learn(
     finally:  # the process may continue: with another trial
         if tracker is not None:
             tracker.close(failed)
+
+
+def _start_from_bank(start: str, context: TrainingContext, storage: Storage, world: DistributedContext) -> None:
+    """Begin the run with the snapshot's training state, unless it has begun. Collective: errors are raised by all.
+
+    Raises:
+        BankError: the snapshot is of another backbone, or its training state is missing or damaged.
+    """
+    error = None
+    try:
+        if world.is_first and not last_attempt(storage):
+            bank, snapshot = start_of(start)
+            start_from_snapshot(bank, snapshot, context.identity, storage, context.info)
+    except (BankError, StorageError) as raised:
+        error = raised
+    world.raise_any(error)
 
 
 def _log_hang(storage: Storage, file: str) -> None:

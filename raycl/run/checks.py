@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from raycl import config as configs
 from raycl.backbone import load_codec, load_skeleton
+from raycl.bank import Bank
+from raycl.bank.branches import Branch
 from raycl.config import Tree
 from raycl.data.loader import check_batch
 from raycl.data.stream import Stream, StreamConfig, open_stream
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, RunError
 from raycl.eval.metrics import check_metric
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import WRAPPERS, method_class, modifier_class
 from raycl.report.results import read_results
 from raycl.run.config import RunConfig
+from raycl.run.start import start_of
 from raycl.training.schedule import SCHEDULES
 from raycl.training.seeds import micro_batch_size
 from raycl.training.settings import (
@@ -65,6 +68,28 @@ def check(config: RunConfig) -> Stream:
             names = ", ".join(task.name for task in stream.tasks)
             raise ConfigError(f"{key} names {sorted(unknown)}, which the stream lacks: expected some of {names}")
     return stream
+
+
+def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:
+    """As `check`, for a run that begins: its branch of a shared bank must be new. Also returns `eval.singles`' scores.
+
+    Raises:
+        RunError: another run's snapshots are on that branch. RayclError: see `check`.
+    """
+    stream = check(config)
+    if config.bank.publish and config.bank.dir:
+        bank, name = Bank.at(config.bank.dir), config.bank.branch
+        head = Branch(bank, name).head()
+        start = start_of(config.bank.start)[1].number if config.bank.start else None
+        if head not in (None, start):
+            here = f"branch '{name}' of the bank '{bank.storage.uri}'"
+            what = f"points at snapshot {head}, not at {start}, from which" if start else f"is at snapshot {head}, and"
+            begins = "this run starts" if start else "this run starts from none"
+            raise RunError(
+                f"{here} {what} {begins}: publish onto another branch with bank.branch=NAME, or start from its head "
+                f"with bank.start={bank.storage.address}@{name}"
+            )
+    return stream, read_singles(config)
 
 
 def check_unseen(config: RunConfig, stream: Stream, codec: TextCodec) -> None:

@@ -15,13 +15,14 @@ from pydantic import Field, field_validator, model_validator
 from raycl import config as configs
 from raycl.backbone import BackboneConfig
 from raycl.backbone.load import because_of_kind, known_capabilities
-from raycl.config import Section, trust
+from raycl.config import Section, Tree, trust
 from raycl.config.unused import found_in, refuse, unused_in, written
 from raycl.data.stream import Stream, StreamConfig
 from raycl.eval.settings import EvalConfig
 from raycl.methods.lora.lora import LoraConfig
 from raycl.methods.registry import MODIFIERS, WRAPPERS, MethodChoice, ModifierChoice
 from raycl.run.settings import LaunchConfig, OutputConfig
+from raycl.run.start import read_start, refuse_changes
 from raycl.storage import Storage
 from raycl.tracking import TrackingConfig
 from raycl.training.schedule import SCHEDULES
@@ -137,10 +138,23 @@ def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: see `raycl.config.load`; or the file requests what only the command may allow (`config.trust`).
     """
-    config = configs.load(RunConfig, path, overrides)
+    config = from_tree(configs.load_tree(path, overrides))
     source = "the config" if path is None else f"config file '{path}'"
     trust.require(trust.requested(configs.as_tree(config)), overrides, source)
     refuse(found_in(written(path, overrides), unused_in(config)), source)
+    return config
+
+
+def from_tree(given: Tree) -> RunConfig:
+    """The validated config of what a user wrote; with `bank.start`, that of the snapshot's run with new tasks.
+
+    Raises:
+        ConfigError: an unknown key, a wrong value, or one that the snapshot excludes. BankError: no such snapshot.
+    """
+    start = read_start(given)
+    config = configs.validate(RunConfig, given if start is None else start.tree)
+    if start is not None:
+        refuse_changes(start, configs.as_tree(config))
     return config
 
 

@@ -18,6 +18,7 @@ from raycl.data.stream import open_stream
 from raycl.errors import ConfigError, ResumeError
 from raycl.methods.registry import method_class
 from raycl.run.config import RunConfig
+from raycl.run.start import changes_beside_tasks
 
 
 def with_tasks(config: RunConfig, added: Sequence[str]) -> RunConfig:
@@ -57,12 +58,7 @@ def _check_method(config: RunConfig) -> None:
         raise ResumeError("this run read its whole stream before the first task: start a new run instead")
 
 
-def other_changes(old: RunConfig, new: RunConfig, count: int, without: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+def other_changes(old: RunConfig, new: RunConfig, count: int) -> dict[str, tuple[Any, Any]]:
     """What differs beside the last `count` tasks and their own epochs and rows; dotted key -> (old, new)."""
-    before, after = configs.as_tree(old), configs.as_tree(new)
     fresh = {task if isinstance(task, str) else task.name for task in (new.stream.tasks or ())[-count:]}
-    for section, key in (("train", "epochs_by_task"), ("stream", "train_rows_by_task")):
-        kept = {name: value for name, value in after[section][key].items() if name not in fresh}
-        after[section][key] = kept
-    after["stream"]["tasks"] = before["stream"]["tasks"]
-    return configs.differences(before, after, without=without)
+    return changes_beside_tasks(configs.as_tree(old), configs.as_tree(new), fresh)

@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from raycl import config as configs
+from raycl.bank.branches import MAIN, BranchName
 from raycl.config import Section, trust
 from raycl.config.trust import Permissions
 from raycl.config.unused import found_in, refuse, unused_in, written
@@ -77,7 +78,8 @@ class ServeConfig(Section):
     """The endpoint of one bank."""
 
     bank: str = Field(description="folder or URI of the bank")
-    snapshot: int | None = Field(None, ge=1, description="snapshot that answers first; null: the newest")
+    branch: BranchName = Field(MAIN, description="branch of the bank whose snapshots are followed")
+    snapshot: int | None = Field(None, ge=1, description="snapshot that answers first; null: the branch's newest")
     backbone: str | None = Field(None, description="where the backbone is now, if it moved after training")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",

@@ -21,7 +21,7 @@ from raycl import config as configs
 from raycl.config import Section, Tree, trust
 from raycl.config.unused import covering, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError
-from raycl.run.config import RunConfig
+from raycl.run.config import RunConfig, from_tree
 from raycl.sweep.search.expressions import Expression, parse
 from raycl.sweep.search.measure import read_metric
 from raycl.sweep.search.space import Draw, Settings, crossed, in_order, key_of, planned
@@ -216,7 +216,7 @@ class SweepConfig(Section):
         Raises:
             ConfigError: a path that no config has (names the nearest field), a value that its field does not take.
         """
-        return configs.validate(RunConfig, json_safe(self.tree(settings)))
+        return from_tree(json_safe(self.tree(settings)))
 
 
 def _at(tree: Tree, name: str) -> Any:

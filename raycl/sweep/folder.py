@@ -7,7 +7,7 @@
     failed/0003.json        why its last try failed
     stop/DRIVER.json        request of that driver that all trials write a checkpoint and end
     prefixes/KEY/           the first phases that several trials have in common
-    bank/                   adapters and snapshots of all trials
+    bank/                   adapters and snapshots of all trials, each on branch sweeps/NAME/0003
     best.yaml, summary.*    what it found
 
 Why it exists: a sweep continues from what is here, never from Ray's own records, which are pickles of one version.
@@ -20,9 +20,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from raycl import config as configs
 from raycl.config import Tree
-from raycl.run.config import RunConfig
+from raycl.run.config import RunConfig, from_tree
 from raycl.storage import Storage
 from raycl.sweep.config import SweepConfig, json_safe
 from raycl.sweep.search.space import Settings
@@ -67,9 +66,14 @@ class SweepFolder:
         """
         tree = json_safe(sweep.tree(settings))
         tree["output"] = {"dir": self.storage.sub("trials").address, "name": self.run_name(number), "exists": "resume"}
-        tree["bank"] = {"dir": self.storage.sub("bank").address, **tree.get("bank", {})}
+        own = {
+            "branch": f"sweeps/{self.name}/{number:04d}"
+        }  # so no endpoint that follows another branch answers from it
+        given = tree.get("bank", {})
+        where = {} if given.get("start") else {"dir": self.storage.sub("bank").address}
+        tree["bank"] = {**where, **given, **own}
         tree["tracking"] = {"group": sweep.name, **tree.get("tracking", {})}
-        return configs.validate(RunConfig, tree)
+        return from_tree(tree)
 
     def write_settings(self, number: int, settings: Settings) -> None:
         """Write down what a trial is given."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from raycl.bank.leases import hold_lease, release_lease
 from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.tracking import MetricsSink
@@ -23,7 +24,7 @@ from raycl.training.records import checkpoint as checkpoints
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState, read_state
 from raycl.training.records.progress import Progress, Trace, clock
-from raycl.training.records.publish import publish
+from raycl.training.records.publish import move_branch, open_bank, publish
 from raycl.training.records.results import build_results, curves, matrix_of
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase
@@ -103,8 +104,7 @@ class Recorder:
             name = f"{phase.index:03d}-{phase.name}"
             checkpoints.write_model(self.storage, name, learned, context.backbone.model_files())
         if learned.adapters and context.bank.publish:
-            before = self.state.phases[-1].get("bank") if self.state.phases else None
-            done.published, done.snapshot = publish(context, phase, learned, self.storage, before)
+            done.published, done.snapshot = publish(context, phase, learned, done, self.storage, self.state)
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint: files, then the journal's record, then checkpoints that are not needed are deleted."""
@@ -118,6 +118,16 @@ class Recorder:
         self.journal.ensure_current()  # a newer attempt may have started on one of them just now
         for old in unneeded:
             self.storage.delete(f"{checkpoints.FOLDER}/{old}")
+        if checkpoint.published:  # only now: what the branch points at is never lost with a crash
+            move_branch(self.context, self.storage, checkpoint.published)
+            self._hold_lease(checkpoint)
+
+    def _hold_lease(self, newest: Checkpoint) -> None:
+        """Of the snapshots that the run's checkpoints continue from."""
+        published = [record["bank"] for record in self.state.phases if record["bank"]]
+        kept = [*published[-self.context.checkpoint.keep :], newest.published]
+        bank = open_bank(self.context.bank, self.storage)
+        hold_lease(bank.storage, self.storage.address, [record["snapshot"] for record in kept])
 
     def phase(self, phase: Phase, record: dict[str, Any]) -> bool:
         """A phase is trained and evaluated; returns whether to continue."""
@@ -125,6 +135,8 @@ class Recorder:
         if self.journal is not None:
             self.journal.phase_done(record)
             self.storage.write_json("results.json", self.results())
+            if len(self.state.phases) == len(self.context.phases) and record["bank"]:
+                release_lease(open_bank(self.context.bank, self.storage).storage, self.storage.address)
             times = record["times"]
             log.info("    trained %s, evaluated %s", clock(times["train_s"]), clock(times["eval_s"]))
         if self.sink:

@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from raycl.bank.branches import MAIN, BranchName
 from raycl.config import Section
 
-EXEMPT = ("launch", "tracking", "output", "bank")
-"""Sections that cannot change what a run learns: they may differ on resume and stay out of the fingerprint."""
+EXEMPT = ("launch", "tracking", "output", "bank.dir", "bank.publish", "bank.branch")
+"""What cannot change what a run learns: it may differ on resume and stays out of the fingerprint."""
 
 SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
 """Learning-rate schedules by their Hugging Face names (those that need no further arguments)."""
@@ -133,8 +134,14 @@ class BankConfig(Section):
 
     dir: str | None = Field(None, description="folder or URI of a bank; null: bank/ in the run's folder")
     publish: bool = Field(True, description="publish adapters and a snapshot at the end of every task")
+    start: str | None = Field(
+        None,
+        description="BANK@REFERENCE: start from a snapshot (its branch, number or hash), whose config is taken over; "
+        "stream.tasks names the tasks that are learned next; null: start from the backbone",
+    )
+    branch: BranchName = Field(MAIN, description="branch of the bank that snapshots go onto")
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Where nothing goes."""
         if not self.publish:
-            yield "dir", "publish=false"
+            yield from ((name, "publish=false") for name in ("dir", "branch"))

@@ -111,8 +111,12 @@ class StreamLoop:
         resume_point = newest_resume_point(self.storage, self.state, self.world)
         if resume_point.problems:
             self.recorder.go_back(resume_point.checkpoints, resume_point.phases, resume_point.explanation)
-        complete_bank(self.context, self.storage, self.state, self.world)
-        if (found := resume_point.checkpoint) is None:
+        found = resume_point.checkpoint
+        published = found.published if found is not None and found.published else None
+        if published is None and self.state.phases:
+            published = self.state.phases[-1].get("bank")
+        complete_bank(self.context, self.storage, self.state, self.world, published)
+        if found is None:
             return None
         self.context.method.load_state_dict(found.method, found.frozen_state)
         self.context.modifiers.load_state(found.modifiers, found.frozen_state)

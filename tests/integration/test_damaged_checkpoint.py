@@ -67,13 +67,13 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous_one(
     done, storage = complete("bert", method, "torch"), Storage.at(tmp_path)
     stopped_after(done.config, storage, where, monkeypatch)
     bank = Bank(storage.sub("bank"))
-    published = {file: bank.storage.read(file) for file in bank.storage.files()}
+    published = {file: bank.storage.read(file) for file in bank.storage.files() if not file.startswith("leases/")}
     damage(checkpoint(storage) / "parameters.safetensors", "flip")
     run(done.config, storage)
     assert trace(storage) == trace(done.storage)
     assert matrix(storage) == matrix(done.storage)
     assert exported(storage) == exported(done.storage)
-    after = {file: bank.storage.read(file) for file in bank.storage.files()}
+    after = {file: bank.storage.read(file) for file in bank.storage.files() if not file.startswith("leases/")}
     assert {file: after[file] for file in published} == published, "what was published is never changed"
     if method != "finetune":
         assert bank.snapshots() == [1, 2] and len(after) == len(Bank(done.storage.sub("bank")).storage.files())

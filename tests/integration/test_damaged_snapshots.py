@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from http_client import listening, problem
 from service_client import bank_of, examples, serving
-from tiny import Taught
+from tiny import Taught, on_main
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
@@ -37,8 +37,8 @@ def flip(path: Path) -> bytes:
 
 
 def withheld(bank: Bank) -> Callable[[], None]:
-    """Take the newest snapshot away; what is returned publishes it again."""
-    path = path_of(bank, f"snapshots/{max(bank.snapshots()):06d}.json")
+    """Take the newest move of the branch away; what is returned publishes it again."""
+    path = path_of(bank, f"branches/main/{max(bank.snapshots()):06d}.json")
     aside = path.with_name("withheld")
     path.rename(aside)
     return lambda: aside.rename(path) and None  # type: ignore[func-returns-value]
@@ -102,9 +102,8 @@ def test_replicas_load_the_newest_undamaged_snapshot(taught: Taught, tmp_path: P
     other = bank.publish("extra", state, second.backbone, ["animal"], extras={"pseudo": dict(state.tensors())})
     kept = [(entry, second.layouts[entry.layout]) for entry in second.adapters]
     louder = bank.publish("louder", _doubled(state), second.backbone, ["animal"])
-    third = bank.snapshot(
-        [*kept, other, louder], second.backbone, second.router, second.tasks, provenance=second.provenance
-    )
+    fields = ([*kept, other, louder], second.backbone, second.router, second.tasks)
+    third = on_main(bank, bank.snapshot(*fields, provenance=second.provenance))
     flip(path_of(bank, louder.tensors.file))
     with serving(bank, **FOLLOW) as client:
         assert client.snapshot_manager.active.snapshot.number == 2 and "louder@1" in client.snapshot_manager.problem

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from service_client import bank_of, serving
-from tiny import Done, Taught
+from tiny import Done, Taught, on_main
 
 from raycl.backbone import BackboneConfig, identity
 from raycl.bank import Bank
@@ -123,7 +123,7 @@ def test_a_packaged_base_is_named_by_its_hub_id(tmp_path: Path, taught: Taught) 
     entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
     summary = ModelInfo(name="minilm", sha256=identity(BackboneConfig(name="minilm")), kind="encoder")
     provenance = {"config": {"backbone": {"name": "minilm", "pooling": "cls"}}}
-    bank.snapshot(entries, summary, snapshot.router, list(snapshot.tasks), provenance=provenance)
+    on_main(bank, bank.snapshot(entries, summary, snapshot.router, list(snapshot.tasks), provenance=provenance))
     export(bank, tmp_path / "out", "lora")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "sentence-transformers/all-MiniLM-L6-v2"
@@ -141,7 +141,8 @@ def test_a_card_names_every_task_with_its_template_and_labels(taught: Taught, tm
     ]
     entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
     provenance = dict(snapshot.provenance)
-    bank.snapshot(entries, snapshot.backbone, snapshot.router, unlike, snapshot.encoder, provenance=provenance)
+    fields = (entries, snapshot.backbone, snapshot.router, unlike, snapshot.encoder)
+    on_main(bank, bank.snapshot(*fields, provenance=provenance))
     export(bank, tmp_path / "out", "animal.0=0.75,colour.0=0.5")
     card = (tmp_path / "out" / "README.md").read_text()
     about = json.loads((tmp_path / "out" / "raycl.json").read_text())

@@ -74,7 +74,9 @@ def test_a_run_from_a_fork_point_equals_a_full_run(
     assert [a == b for a, b in zip(*keys, strict=True)] == [True] * agreed + [False] * (2 - agreed)
 
     bank = {"dir": str(tmp_path / "bank"), "publish": True}
-    lender, shared = (configs.validate(RunConfig, {**configs.as_tree(one), "bank": bank}) for one in (lender, borrower))
+    banks = (bank, {**bank, "branch": "other"})
+    pairs = zip((lender, borrower), banks, strict=True)
+    lender, shared = (configs.validate(RunConfig, {**configs.as_tree(one), "bank": held}) for one, held in pairs)
     first, place = Storage.at(tmp_path / "lender"), Storage.at(tmp_path / "place")
     run(lender, first, on_phase=lambda record: save_fork_point(first, agreed, place))
     fork_point = read_fork_point(place)

@@ -23,7 +23,7 @@ import pytest
 from local_endpoint import Served, serving
 from playground_page import CARDS, answer_text, expect_state, mixture, opened, recorded, send, shown
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
-from tiny import Complete
+from tiny import Complete, on_main
 
 from raycl.bank import Bank
 from raycl.serve.engine.engine import Engine
@@ -317,7 +317,7 @@ def test_names_and_labels_stay_text(page: Page, complete: Complete, tmp_path: Pa
     hostile = entry.model_copy(update={"tasks": (task, *entry.tasks[1:]), "labels": (label, *entry.labels[1:])})
     summary = (last.tasks[0].model_copy(update={"name": task}), *last.tasks[1:])
     entries = [(hostile, last.layouts[entry.layout])]
-    bank.snapshot(entries, last.backbone, last.router, summary, provenance=last.provenance)
+    on_main(bank, bank.snapshot(entries, last.backbone, last.router, summary, provenance=last.provenance))
     with serving(bank.storage.uri) as endpoint:
         errors = recorded(opened(page, endpoint))
         send(page, HOSTILE)

@@ -94,7 +94,7 @@ def test_a_reused_decision_number_is_read_again(taught: Taught, tmp_path: Path) 
     log.add(1, "first")
     first = log.latest()
     assert first is not None and first.snapshot == 1
-    bank.storage.delete("serving/default/000001.json")
+    bank.storage.delete("serving/main/000001.json")
     Activations(bank).add(2, "another decision under the same number")
     again = log.latest()
     assert again is not None and (again.number, again.snapshot) == (1, 2)
@@ -107,12 +107,13 @@ def test_a_record_that_is_only_copied_over_changes_nothing(taught: Taught, tmp_p
         active, polled = client.snapshot_manager.active, threading.Event()
         path = Path(bank.storage.path("snapshots/000002.json"))
         path.write_bytes(path.read_bytes())
-        real = client.snapshot_manager.bank.snapshots
+        branch = client.snapshot_manager.activations.branch
+        real = branch.numbers
 
         def counting() -> list[int]:
             polled.set()
             return real()
 
-        client.snapshot_manager.bank.snapshots = counting  # type: ignore[method-assign]
+        branch.numbers = counting  # type: ignore[method-assign]
         assert polled.wait(WAIT_S)
         assert client.snapshot_manager.active is active and examples(done, bank, 2)

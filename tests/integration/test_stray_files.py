@@ -29,7 +29,7 @@ FOLDERS = (
     "objects",
     "objects/ab",
     "serving",
-    "serving/default",
+    "serving/main",
     "pruned",
 )
 

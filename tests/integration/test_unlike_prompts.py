@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from http_client import listening, problem
 from service_client import alone, bank_of
-from tiny import TASKS, Taught, opened
+from tiny import TASKS, Taught, on_main, opened
 
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
@@ -26,7 +26,7 @@ def unlike(bank: Bank, times: int = 1) -> Bank:
     tasks = [summary.model_copy(update={"prompt": UNLIKE[summary.name]}) for summary in last.tasks]
     for number in range(times):
         provenance = {**last.provenance, "number": number}
-        bank.snapshot(entries, last.backbone, last.router, tasks, last.encoder, provenance=provenance)
+        on_main(bank, bank.snapshot(entries, last.backbone, last.router, tasks, last.encoder, provenance=provenance))
     return bank
 
 

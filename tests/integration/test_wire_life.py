@@ -7,6 +7,7 @@ import shutil
 import socket
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from service_client import WAIT_S, bank_of, examples, serving
 from tiny import Lab, Taught
 
 from raycl.bank import Bank
+from raycl.bank.branches import Move
 from raycl.retrieval.routers import TextRouter
 from raycl.run.assembly import build
 from raycl.serve.snapshots.manager import SnapshotManager
 from raycl.storage import Storage
+from raycl.storage.records import seal
 from raycl.training.distributed import DistributedContext
 from raycl.training.stream_loop import StreamLoop
 
@@ -153,11 +156,14 @@ def test_an_unusable_snapshot_leaves_the_old_one_active(taught: Taught, tmp_path
     folder = Path(bank.storage.path("snapshots"))
     with listening(bank, follow={"enabled": True, "poll_s": 0.01}) as wire:
         shutil.copy(folder / "000002.json", folder / "000003.json")  # holds 2
+        move = Move(3, 3, "", "test", 0.0)
+        bank.storage.create("branches/main/000003.json", seal({"format": 1, "branch": "main", **asdict(move)}))
         wire.until(lambda: bool(wire.get("/v1/snapshots")["problem"]))
         assert wire.get("/v1/snapshots")["active"] == 2
         assert wire.chat("fire is", model="lora").raycl["snapshot"] == 2
         assert problem(wire.post("/v1/route", {"input": "fire is", "model": "snapshot:3"}))[0] == 404
         (folder / "000003.json").unlink()
+        bank.storage.delete("branches/main/000003.json")
         wire.until(lambda: not wire.get("/v1/snapshots")["problem"])
 
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from raycl import config as configs
 from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
+from raycl.bank.branches import Branch
 from raycl.bench.gpu import tiny as models
 from raycl.launch import driver
 from raycl.launch.worker import in_process_worker, worker_main
@@ -216,6 +217,12 @@ def opened(bank: Bank, snapshot: Snapshot, device: torch.device | None = None) -
     codec = load_codec(config, 24, 4)
     backbone = load_backbone(config, codec, device or torch.device("cpu"), 0)
     return SnapshotModel(backbone, snapshot, adapters_of(bank, snapshot), router_of(bank, snapshot))
+
+
+def on_main(bank: Bank, snapshot: Snapshot) -> Snapshot:
+    """Branch `main` points at the snapshot, whatever it pointed at."""
+    Branch(bank).advance(snapshot, "test", lambda head: True)
+    return snapshot
 
 
 def trace(storage: Storage) -> list[tuple[Any, ...]]:

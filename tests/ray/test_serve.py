@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch
 from ray import serve
-from tiny import Lab
+from tiny import Lab, on_main
 
 from raycl import config as configs
 from raycl.bank import Bank
@@ -201,7 +201,8 @@ def test_following_with_a_gate_refuses_what_forgets(lab: Lab, tmp_path: Path) ->
         worse.append(
             bank.publish(entry.name, replace(state, head_weight=-state.head_weight), good.backbone, entry.tasks)
         )
-    bank.snapshot(worse, good.backbone, good.router, list(good.tasks), good.encoder, provenance=good.provenance)
+    fields = (worse, good.backbone, good.router, list(good.tasks), good.encoder)
+    on_main(bank, bank.snapshot(*fields, provenance=good.provenance))
     until(lambda: bool(client.get("/v1/snapshots").json()["decision"].get("why", "").startswith("snapshot 2")), 120)
     assert active(client) == 1
 
@@ -244,7 +245,7 @@ def test_a_gate_without_resources_is_reported_and_retried(lab: Lab, tmp_path: Pa
     until(lambda: problem() == "" and set(gauge("gate_problem")) == {0.0} and set(gauge("gate_waiting_s")) == {0.0})
     good = bank.open(2)
     entries = [(entry, good.layouts[entry.layout]) for entry in good.adapters]
-    bank.snapshot(entries, good.backbone, good.router, list(good.tasks), good.encoder, provenance={})
+    on_main(bank, bank.snapshot(entries, good.backbone, good.router, list(good.tasks), good.encoder, provenance={}))
     until(lambda: "snapshot 3 cannot be evaluated, snapshot 2 stays active: snapshot 3 has no record" in problem())
     assert client.post("/admin/activate", json={"snapshot": 3}).status_code == 200
     until(lambda: problem() == "" and active(client) == 3)

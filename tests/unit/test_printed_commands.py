@@ -149,7 +149,9 @@ def train(words: list[str], patch: pytest.MonkeyPatch) -> None:
         return
     for added in options.add:  # type: ignore[attr-defined]
         _task(added)
-    if config is not None and config != "FILE":
+    if any(word.startswith("bank.start=") for word in overrides):  # whose bank a reader is to have made
+        configs.load(RunConfig, None, overrides)
+    elif config is not None and config != "FILE":
         config = _file(config)
         run_config.load_config(config if Path(config).is_file() else None, overrides)
     else:

@@ -9,6 +9,7 @@ import io
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from rich.table import Table
 
 from raycl.backbone import BackboneConfig
 from raycl.bank import AdapterRef, Bank, Snapshot
+from raycl.bank.branches import Branch, branch_names, head_of, is_branch_name, resolve
 from raycl.bank.operations.exchange import card_metadata, export_merged, export_peft, import_peft, mixed
 from raycl.bank.operations.maintenance import Named, diff, prune, verify
 from raycl.bank.operations.unlearning import forget
 from raycl.config.trust import Permissions
-from raycl.errors import BankError, counted
+from raycl.errors import BankError, BranchMovedError, counted
 from raycl.retrieval.routers import router_class
 from raycl.serve.snapshots.snapshot_model import backbone_of
 from raycl.storage import Storage
@@ -38,18 +40,90 @@ class Answer:
     ok: bool = True
 
 
-def snapshot_of(bank: Bank, number: int | None) -> Snapshot:
-    """The snapshot of that number, or the newest.
+def _branches(bank: Bank, options: Namespace) -> Answer:
+    tree: list[dict[str, Any]] = []
+    for name in branch_names(bank):
+        last, head = Branch(bank, name).last(), head_of(bank, name)
+        assert last is not None, "a branch that exists has moved"
+        tasks = [task.name for task in head.tasks]
+        tree.append(
+            {
+                "branch": name,
+                "snapshot": head.number,
+                "sha256": head.sha256,
+                "tasks": tasks,
+                "why": last.why,
+                "time": last.time,
+            }
+        )
+    columns = ("branch", "snapshot", "sha256", "tasks", "moved", "by")
+    rows = [
+        (one["branch"], one["snapshot"], _digits(one), ", ".join(one["tasks"]), _when(one), one["why"]) for one in tree
+    ]
+    return Answer(_table(columns, rows), tree)
 
-    Raises:
-        BankError: there is none.
-    """
-    if number is not None:
-        return bank.open(number)
-    newest = bank.newest()
-    if newest is None:
-        raise BankError(f"the bank '{bank.storage.uri}' has no snapshot yet: train a stream, or check the path")
-    return newest
+
+def _log(bank: Bank, options: Namespace) -> Answer:
+    """A snapshot's line back to the first: what each added."""
+    found = []
+    snapshot: Snapshot | None = resolve(bank, options.branch)
+    while snapshot is not None:
+        parent = snapshot.parent
+        parent_there = parent is not None and parent in bank.snapshots()
+        before = bank.open(parent) if parent is not None and parent_there else None
+        known = {task.name for task in before.tasks} if before else set()
+        found.append(
+            {
+                "snapshot": snapshot.number,
+                "sha256": snapshot.sha256,
+                "parent": parent,
+                "tasks_added": [task.name for task in snapshot.tasks if task.name not in known],
+                "tasks": [task.name for task in snapshot.tasks],
+                "run": snapshot.provenance.get("run", ""),
+            }
+        )
+        snapshot = before
+    end = "" if found[-1]["parent"] is None else f"\nsnapshot {found[-1]['parent']} and those before it were pruned"
+    rows = [
+        (one["snapshot"], _digits(one), ", ".join(one["tasks_added"]), len(one["tasks"]), one["run"]) for one in found
+    ]
+    return Answer(_table(("snapshot", "sha256", "tasks added", "tasks", "run"), rows) + end, found)
+
+
+def _promote(bank: Bank, options: Namespace) -> Answer:
+    snapshot, target = resolve(bank, options.branch), Branch(bank, options.to)
+    before = target.head()
+    try:
+        target.advance(snapshot, f"promoted from {options.branch}")
+    except BranchMovedError as error:
+        raise BankError(
+            f"'{options.branch}' (snapshot {snapshot.number}) does not descend from snapshot {before}, the head of "
+            f"'{options.to}', so '{options.to}' would lose what it has: train again from '{options.to}', or promote "
+            "onto another branch with --to"
+        ) from error
+    tree = {"branch": options.to, "before": before, "snapshot": snapshot.number, "sha256": snapshot.sha256}
+    moved = f"branch '{options.to}' points at snapshot {snapshot.number}"
+    return Answer(f"{moved} (before: {'nothing' if before is None else f'snapshot {before}'})", tree)
+
+
+def _delete(bank: Bank, options: Namespace) -> Answer:
+    branch = Branch(bank, options.branch)
+    before = branch.last()
+    branch.delete("deleted by hand")
+    head = before.snapshot if before else None
+    text = (
+        f"branch '{options.branch}' is deleted (it was at snapshot {head}); its snapshots stay until they are pruned "
+        f"(prune --keep-snapshots), `promote {head} --to NAME` brings it back"
+    )
+    return Answer(text, {"branch": options.branch, "snapshot": head})
+
+
+def _digits(one: dict[str, Any]) -> str:
+    return str(one["sha256"])[:12]
+
+
+def _when(one: dict[str, Any]) -> str:
+    return datetime.fromtimestamp(one["time"]).isoformat(" ", "seconds")
 
 
 def _list(bank: Bank, options: Namespace) -> Answer:
@@ -130,7 +204,7 @@ def _named(bank: Bank, run: str | None) -> list[Named]:
 
 
 def _export(bank: Bank, options: Namespace) -> Answer:
-    snapshot = snapshot_of(bank, options.snapshot)
+    snapshot = resolve(bank, options.snapshot)
     weights = _weights(options.adapters) if options.adapters else _always(snapshot)
     state = mixed(bank, snapshot, weights, head=not options.without_head)
     if options.merged:
@@ -188,7 +262,7 @@ def _diff(bank: Bank, options: Namespace) -> Answer:
 
 
 def _forget(bank: Bank, options: Namespace) -> Answer:
-    snapshot = snapshot_of(bank, options.snapshot)
+    snapshot = resolve(bank, options.snapshot)
     overrides = options.set + ([f"stream.test_rows={options.rows}"] if options.rows else [])
     scores, backbone = not options.without_scores, options.backbone or ""
     done = forget(bank, snapshot, options.task, scores, overrides, backbone, _permissions(options))
@@ -200,8 +274,12 @@ def _forget(bank: Bank, options: Namespace) -> Answer:
     gone = ", ".join(done.removed) or "no adapter"
     words = f"snapshot {done.new} is snapshot {done.old} without '{done.task}' (removed: {gone})"
     table = _table(("task", "before", "after", "difference", "examples"), rows) if rows else ""
+    moved = ""
+    if is_branch_name(options.snapshot) and Branch(bank, options.snapshot).head() == snapshot.number:
+        Branch(bank, options.snapshot).advance(bank.open(done.new), f"'{options.task}' forgotten")
+        moved = f"branch '{options.snapshot}' points at snapshot {done.new}"
     stays = f"snapshot {done.old} stays until it is pruned (prune --keep-snapshots)"
-    return Answer("\n".join(filter(None, [table, words, stays])), asdict(done))
+    return Answer("\n".join(filter(None, [table, words, moved, stays])), asdict(done))
 
 
 def _permissions(options: Namespace) -> Permissions:
@@ -209,6 +287,10 @@ def _permissions(options: Namespace) -> Permissions:
 
 
 COMMANDS: dict[str, Callable[[Bank, Namespace], Answer]] = {
+    "branches": _branches,
+    "log": _log,
+    "promote": _promote,
+    "delete": _delete,
     "list": _list,
     "show": _show,
     "verify": _verify,

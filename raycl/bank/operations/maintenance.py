@@ -9,10 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raycl.bank.activations import Activations, activated, endpoints
+from raycl.bank.activations import FOLDER as SERVING
+from raycl.bank.activations import Activations, activated, followed
 from raycl.bank.bank import Bank
+from raycl.bank.branches import FOLDER as BRANCHES
+from raycl.bank.branches import Branch, branch_names, branch_of, line_of, numbered_folders
+from raycl.bank.leases import FOLDER as LEASES
+from raycl.bank.leases import is_lease, leased
 from raycl.bank.manifest import (
-    NAME,
     AdapterManifest,
     AdapterRef,
     ObjectInfo,
@@ -23,6 +27,7 @@ from raycl.bank.manifest import (
     snapshot_file,
 )
 from raycl.bank.pruning import record_removal, removed_from
+from raycl.bank.training_state import is_state, state_file, state_objects
 from raycl.errors import BankError
 from raycl.storage.records import number_of
 
@@ -101,7 +106,12 @@ def verify(bank: Bank, named: Sequence[Named] = ()) -> Findings:
                 bank.get(snapshot.router.tensors, f"the router of snapshot {snapshot.number}")
             except BankError as error:
                 found.problems.append(str(error))
-        for file in _files_of(snapshot):
+        try:
+            for group, info in state_objects(bank, snapshot).items():
+                bank.read_object(info, f"the training state of snapshot {snapshot.number} ({group})")
+        except BankError as error:
+            found.problems.append(str(error))
+        for file in _files_of(bank, snapshot, found):
             objects.setdefault(file, []).append(f"snapshot {snapshot.number}")
     _decided(bank, there, found)
     _counted_on(bank, named, there, found)
@@ -125,14 +135,24 @@ def _gone(number: int, which: str) -> str:
 
 
 def _decided(bank: Bank, there: set[int], found: Findings) -> None:
-    """Snapshots that the endpoints' decisions name."""
-    for endpoint in endpoints(bank):
-        for decision in Activations(bank, endpoint).all():
+    """Snapshots that moves of branches and decisions of endpoints name."""
+    for name in numbered_folders(bank, BRANCHES):
+        branch = Branch(bank, name)
+        for number in branch.numbers():
+            try:
+                move = branch.move(number)
+            except BankError as error:
+                found.problems.append(str(error))
+                continue
+            if move.snapshot is not None and move.snapshot not in there:
+                found.problems.append(_gone(move.snapshot, f"move {number} of branch '{name}' names"))
+    for name in followed(bank):
+        for decision in Activations(bank, name).all():
             if isinstance(decision, BankError):
                 found.problems.append(str(decision))
-                continue
-            for number in {decision.snapshot, decision.seen} - there - {0}:
-                found.problems.append(_gone(number, f"decision {decision.number} of endpoint '{endpoint}' names"))
+            elif decision.snapshot not in there:
+                which = f"decision {decision.number} of the endpoints that follow '{name}' names"
+                found.problems.append(_gone(decision.snapshot, which))
 
 
 def _counted_on(bank: Bank, named: Sequence[Named], there: set[int], found: Findings) -> None:
@@ -154,7 +174,8 @@ def prune(bank: Bank, keep_snapshots: int | None = None, grace_s: float = GRACE_
     """Remove what no snapshot names: older versions, forgotten adapters, leftovers of dead writers.
 
     Args:
-        keep_snapshots: how many of the newest snapshots stay, beside those that an endpoint answers from; None: all.
+        keep_snapshots: how many of the newest snapshots of each branch stay, beside those that an endpoint answers
+            from and that an unfinished run may continue from; those on no branch go too; None: all stay.
         grace_s: nothing younger is touched.
 
     Raises:
@@ -164,21 +185,31 @@ def prune(bank: Bank, keep_snapshots: int | None = None, grace_s: float = GRACE_
         raise BankError(f"keep_snapshots is {keep_snapshots}: at least the newest snapshot must stay")
     files = bank.storage.files()
     numbers = bank.snapshots()
-    answering = activated(bank)
-    old = [number for number in numbers[:-keep_snapshots] if number not in answering] if keep_snapshots else []
+    old = []
+    if keep_snapshots:
+        lines = [list(line_of(bank, name)) for name in branch_names(bank)]
+        on_branches = {number for line in lines for number in line}
+        needed = (
+            {number for line in lines for number in line[:keep_snapshots]}
+            | activated(bank)
+            | leased(bank.storage).keys()
+        )
+        young = {n for n in numbers if n not in on_branches and files[snapshot_file(n)].age < grace_s}
+        old = [number for number in numbers if number not in needed | young]
     kept = [bank.open(number) for number in numbers if number not in old]
     named = {(entry.name, entry.version) for snapshot in kept for entry in snapshot.adapters}
-    needed = {file for snapshot in kept for file in _files_of(snapshot)}
+    needed_files = {file for snapshot in kept for file in _files_of(bank, snapshot)}
     pruned = Pruned(snapshots=old)
     doomed = [snapshot_file(number) for number in old]
     for manifest in _manifests(bank, None):
         if (manifest.name, manifest.version) in named or files[manifest.file].age < grace_s:
-            needed |= {info.file for info in _objects(manifest)}
+            needed_files |= {info.file for info in _objects(manifest)}
         else:
             pruned.adapters.append(str(manifest.ref))
             doomed.append(manifest.file)
     for file, info in files.items():
-        if (info.unfinished or (is_object(file) and file not in needed)) and info.age >= grace_s:
+        unneeded = (is_object(file) or is_state(file)) and file not in needed_files
+        if (info.unfinished or unneeded) and info.age >= grace_s:
             doomed.append(file)
     pruned.files = doomed
     pruned.bytes = sum(files[file].size for file in doomed)
@@ -235,9 +266,18 @@ def _objects(manifest: AdapterManifest) -> list[ObjectInfo]:
     return [manifest.tensors, *manifest.extras.values()]
 
 
-def _files_of(snapshot: Snapshot) -> set[str]:
+def _files_of(bank: Bank, snapshot: Snapshot, found: Findings | None = None) -> set[str]:
+    """Files of tensors and of training state; a state that cannot be read is an error unless problems are collected."""
     files = {info.file for entry in snapshot.adapters for info in (entry.tensors, *entry.extras.values())}
-    return files | ({snapshot.router.tensors.file} if snapshot.router.tensors else set())
+    files |= {snapshot.router.tensors.file} if snapshot.router.tensors else set()
+    if snapshot.training is not None:
+        files.add(state_file(snapshot.training))
+        try:
+            files |= {info.file for info in state_objects(bank, snapshot).values()}
+        except BankError:
+            if found is None:
+                raise
+    return files
 
 
 def _is_written(file: str) -> bool:
@@ -245,7 +285,10 @@ def _is_written(file: str) -> bool:
     folder, _, rest = file.partition("/")
     if folder in ("snapshots", "pruned"):
         return number_of(rest) is not None
-    if folder == "serving":
-        endpoint, _, record = rest.partition("/")
-        return NAME.fullmatch(endpoint) is not None and number_of(record) is not None
+    if folder in (SERVING, BRANCHES):
+        return branch_of(file, folder) is not None
+    if folder == "states":
+        return is_state(file)
+    if folder == LEASES:
+        return is_lease(file)
     return is_object(file) or adapter_of(file) is not None

@@ -30,6 +30,7 @@ from ray import serve
 from raycl import config as configs
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
 from raycl.bank import Bank
+from raycl.bank.branches import Branch
 from raycl.bench.figures import Figure, Report, machine
 from raycl.bench.serving.banks import LABELS, PLAIN, drawn, drawn_bank, texts_of
 from raycl.bench.serving.clients import Seen, run_clients
@@ -272,6 +273,7 @@ def _following(bank: Bank, url: str, options: argparse.Namespace) -> Iterator[Fi
             parent=old.number,
             provenance={"time": time.time()},
         )
+        Branch(bank).advance(fresh, "benchmark")
         began = time.perf_counter()
         while True:
             seen = run_one(url, {"input": "which snapshot is this"})

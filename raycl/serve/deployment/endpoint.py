@@ -115,7 +115,7 @@ def activate(config: ServeConfig, number: int) -> None:
         BankError: the bank has no such snapshot, or it is damaged.
     """
     bank = Bank.at(config.bank)
-    activations, whole = Activations(bank), IntegrityCheck.of(bank)
+    activations, whole = Activations(bank, config.branch), IntegrityCheck.of(bank)
     snapshot = bank.open(number)
     with suppress(BankError):  # without an active one everything is read
         if (last := activations.latest()) is not None:

@@ -49,7 +49,7 @@ def open_service(config: ServeConfig, object_store_cache: bool = False, routes: 
     """
     device = torch.device(_device(config.device))
     bank = Bank.at(config.bank)
-    snapshot = readable_snapshot(bank, wanted_snapshots(bank, Activations(bank), config))
+    snapshot = readable_snapshot(bank, wanted_snapshots(bank, Activations(bank, config.branch), config))
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
     settings = backbone_of(snapshot, config.backbone, config.permissions)
@@ -97,7 +97,7 @@ def open_front(config: ServeConfig, stream: Stream, object_store_cache: bool = F
         BankError: no snapshot, or damaged. RetrievalError: another sentence encoder.
     """
     bank = Bank.at(config.bank)
-    snapshot = readable_snapshot(bank, wanted_snapshots(bank, Activations(bank), config))
+    snapshot = readable_snapshot(bank, wanted_snapshots(bank, Activations(bank, config.branch), config))
     limits = snapshot.provenance.get("config", {}).get("stream", {})
     target = int(limits.get("max_target_tokens") or TARGET_TOKENS)
     torch.set_num_threads(config.threads)

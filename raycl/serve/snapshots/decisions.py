@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
+from raycl.bank.branches import missing_branch
 from raycl.errors import BankError, StorageError
 from raycl.serve.settings import ServeConfig
 
@@ -19,21 +20,21 @@ log = logging.getLogger(__name__)
 def wanted_snapshots(bank: Bank, activations: Activations, config: ServeConfig) -> list[int]:
     """Numbers of the snapshots that may answer, the best first: the others are for when it is not whole.
 
-    With `follow` and no gate, snapshots newer than the last decision come first; else the decided one does.
+    With `follow` and no gate, what the branch moved to after the last decision comes first; else the decided one does.
 
     Raises:
-        BankError: the bank is empty, or the last decision is damaged.
+        BankError: the branch does not exist, or the last decision is damaged.
     """
     last = activations.latest()
     follows = config.follow.enabled and not config.follow.gated
     if last is not None and not follows:
         return [last.snapshot]
-    numbers = bank.snapshots()
-    if not numbers:
-        raise BankError(f"the bank {bank.storage.uri} has no snapshot yet: train a stream into it first")
-    if last is None:
-        return numbers[::-1]
-    return [*(number for number in reversed(numbers) if number > last.seen), last.snapshot]
+    newer = list(activations.branch.newest_first(after=0 if last is None else last.seen))
+    if last is not None:
+        return [*(number for number in newer if number != last.snapshot), last.snapshot]
+    if not newer:
+        raise missing_branch(bank, config.branch)
+    return newer
 
 
 def readable_snapshot(bank: Bank, numbers: Sequence[int]) -> Snapshot:
@@ -60,7 +61,7 @@ def decide_first(bank: Bank, config: ServeConfig) -> int:
     Raises:
         BankError: the bank is empty, or has no such snapshot.
     """
-    activations = Activations(bank)
+    activations = Activations(bank, config.branch)
     try:
         last = activations.latest()
     except BankError:

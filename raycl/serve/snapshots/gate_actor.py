@@ -60,15 +60,17 @@ class GateWorker:
 
 @dataclass
 class _Pending:
-    """The newest snapshot, which is not decided.
+    """The branch's newest snapshot, which is not decided.
 
     Attributes:
+        move: of the branch, that brought it.
         since, again: when it was found, and when it may be evaluated, on the monotonic clock.
         pause_s: after a failed evaluation.
         problem: why it could not.
     """
 
     number: int
+    move: int
     since: float = field(default_factory=time.monotonic)
     again: float = 0.0
     pause_s: float = PAUSE_S
@@ -86,8 +88,8 @@ class GateActor:
         """
         logging.getLogger("raycl").setLevel(logging.INFO)
         self.config, self._tree, self._takes = configs.validate(ServeConfig, tree), tree, takes
-        self._activations = Activations(Bank.at(self.config.bank))
-        self._problem, self._pending = "", _Pending(0)
+        self._activations = Activations(Bank.at(self.config.bank), self.config.branch)
+        self._problem, self._pending = "", _Pending(0, 0)
         self._metrics = GateMetrics()
         self._thread = threading.Thread(target=self._watch, name="raycl-gate", daemon=True)
         self._thread.start()
@@ -104,22 +106,19 @@ class GateActor:
         while True:
             time.sleep(self.config.follow.poll_s)
             try:
-                last, newest = self._activations.latest(), self._newest()
-                if last is None or newest <= last.seen:
+                last, newest = self._activations.latest(), self._activations.branch.last()
+                if last is None or newest is None or newest.snapshot is None or newest.number <= last.seen:
                     self._metrics.waiting.set(0.0)
                     self._set_problem("")
                     continue
-                if newest != self._pending.number:
-                    self._pending = _Pending(newest)
+                if newest.number != self._pending.move:
+                    self._pending = _Pending(newest.snapshot, newest.number)
                 self._set_problem(self._pending.problem)
                 self._metrics.waiting.set(time.monotonic() - self._pending.since)
                 if time.monotonic() >= self._pending.again:
                     self._decide(last)
             except FAILURES as error:  # storage that cannot be reached for a while
                 self._set_problem(f"the gate cannot look at the bank now: {error}")
-
-    def _newest(self) -> int:
-        return max(self._activations.bank.snapshots(), default=0)
 
     def _decide(self, last: Activation) -> None:
         pending = self._pending
@@ -136,10 +135,11 @@ class GateActor:
             return
         worst = max(result.drops.values(), default=0.0)
         if result.passed:
-            self._activations.add(pending.number, f"passed the gate: no task falls by more than {worst:.1f}")
+            why = f"passed the gate: no task falls by more than {worst:.1f}"
+            self._activations.add(pending.number, why, pending.move)
         else:
             why = f"snapshot {pending.number} was rejected: a task falls by {worst:.1f}"
-            self._activations.add(last.snapshot, why)
+            self._activations.add(last.snapshot, why, pending.move)
 
     def _evaluate(self) -> GateResult | str | None:
         """The result, or why there is none; None: it has been decided meanwhile, or a newer snapshot is there."""
@@ -165,13 +165,13 @@ class GateActor:
 
     def _has_room(self, ready: Any) -> bool:
         """Wait until the worker runs; False: it is no longer needed."""
-        number, began = self._pending.number, time.monotonic()
+        pending, began = self._pending, time.monotonic()
         while not self._done(ready):
-            last = self._activations.latest()
-            if last is None or number <= last.seen or number != self._newest():
+            last, moves = self._activations.latest(), self._activations.branch.numbers()
+            if last is None or pending.move <= last.seen or pending.move != moves[-1]:
                 return False
             if time.monotonic() - began > PATIENCE_S:
-                self._set_problem(f"snapshot {number} waits for the gate, which needs {_room(self._takes)}")
+                self._set_problem(f"snapshot {pending.number} waits for the gate, which needs {_room(self._takes)}")
         ray.get(ready)
         return True
 

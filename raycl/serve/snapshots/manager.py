@@ -77,7 +77,7 @@ class SnapshotManager:
             BankError: there is none, or all are damaged or were made for another backbone.
         """
         self.bank, self.engine, self.config = bank, engine, config
-        self.activations = Activations(bank)
+        self.activations = Activations(bank, config.branch)
         self.problem = ""
         self._identity, self._cache = identity, object_store_cache
         self._integrity = (

@@ -45,7 +45,8 @@ def prefix_keys(config: RunConfig, tasks: Sequence[str]) -> list[str]:
 def _whole(config: RunConfig, tasks: Sequence[str]) -> Tree:
     """What acts from the first phase on."""
     tree = configs.as_tree(config)
-    kept = {key: value for key, value in tree.items() if key not in (*EXEMPT, "method", "modifiers")}
+    kept = configs.remaining(tree, (*EXEMPT, "method", "modifiers"))
+    kept = {**kept, "stream": dict(kept["stream"]), "eval": dict(kept["eval"])}
     given = kept["stream"].pop("tasks")
     kept["stream"].pop("unseen")
     specs = [json.dumps(task, sort_keys=True) for task in given or tasks]

@@ -12,14 +12,17 @@ from contextlib import suppress
 from typing import Any
 
 from raycl.bank import Bank, Snapshot
+from raycl.bank.branches import Branch
 from raycl.bank.manifest import ModelInfo, TaskInfo, dump, parse_snapshot
 from raycl.bank.pruning import removed_from
 from raycl.bank.routers import put_router
-from raycl.errors import BankError, CheckpointError, RunError, StorageError
+from raycl.bank.training_state import has_state
+from raycl.errors import BankError, BranchMovedError, CheckpointError, RunError, StorageError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
-from raycl.training.records.checkpoint import read_snapshot
+from raycl.training.records.bank_start import put_training_state, restore_training_state
+from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, read_snapshot
 from raycl.training.records.journal import RunState
 from raycl.training.records.rebuild import lost_objects, objects_of, rebuild
 from raycl.training.settings import BankConfig
@@ -38,17 +41,18 @@ def open_bank(config: BankConfig, storage: Storage) -> Bank:
 
 
 def publish(
-    context: TrainingContext, phase: Phase, learned: Learned, storage: Storage, before: dict[str, Any] | None
+    context: TrainingContext, phase: Phase, learned: Learned, done: Checkpoint, storage: Storage, state: RunState
 ) -> tuple[dict[str, Any], bytes]:
     """Publish a phase's adapters and a snapshot; only rank 0 calls it.
 
     Args:
-        before: the record that this returned for the previous phase, None for the first.
+        done: the phase's last checkpoint. state: the run before this phase.
 
     Returns:
         record for the journal (bank address, snapshot number and `name -> version`), and the snapshot's record.
     """
     bank = open_bank(context.bank, storage)
+    before = state.phases[-1].get("bank") if state.phases else None
     codec = context.backbone.codec
     backbone = ModelInfo(name=context.info.tree["backbone"]["name"], sha256=context.identity, kind=codec.kind)
     provenance: dict[str, Any] = {"run": storage.uri, "fingerprint": context.info.fingerprint}
@@ -75,22 +79,66 @@ def publish(
         parent=parent.number if parent else None,
         provenance={**provenance, "config": context.info.tree},
         again=all(manifest.version in known[manifest.name] for manifest in fresh),
+        training=put_training_state(bank, done, state.phases),
     )
     versions = {entry.name: entry.version for entry in snapshot.adapters}
     return {"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": versions}, dump(snapshot)
 
 
-def complete_bank(context: TrainingContext, storage: Storage, state: RunState, world: DistributedContext) -> None:
-    """Before a run continues: rank 0 publishes again what the bank has lost. Collective: its errors are raised by all.
+def move_branch(context: TrainingContext, storage: Storage, published: dict[str, Any], resumed: bool = False) -> None:
+    """Move the run's branch to a snapshot that it published; where the branch is there already, nothing is done.
+
+    A head that this run published itself may be replaced: a run that goes back to an older checkpoint publishes again.
+
+    Args:
+        published: what `publish` returned.
+        resumed: the run continues after that snapshot, and publishes what its branch may have beyond it again.
 
     Raises:
-        BankError, RunError, StorageError: see `publish_again`.
+        RunError: another writer moved the branch; the snapshot is stored.
+    """
+    bank, config = open_bank(context.bank, storage), context.bank
+    snapshot, branch = bank.open(published["snapshot"]), Branch(bank, config.branch)
+
+    def is_own(number: int) -> bool:
+        with suppress(BankError):
+            by = bank.open(number).provenance  # not its address: a run's folder may be moved or copied
+            return by.get("fingerprint") in (context.info.fingerprint, context.info.replaces) and "forgotten" not in by
+        return False
+
+    head = branch.head()
+    if resumed and head is not None and head > snapshot.number and is_own(head):
+        return
+    try:
+        branch.advance(snapshot, f"run {storage.uri}", is_own)
+    except BranchMovedError as error:
+        raise RunError(
+            f"{error}: continue on another branch with --resume {storage.address} bank.branch=NAME"
+        ) from error
+
+
+def complete_bank(
+    context: TrainingContext,
+    storage: Storage,
+    state: RunState,
+    world: DistributedContext,
+    published: dict[str, Any] | None,
+) -> None:
+    """Before a run continues: rank 0 publishes again what the bank has lost. Collective: its errors are raised by all.
+
+    Args:
+        published: what the run published last; its branch is moved there if the run ended before that.
+
+    Raises:
+        BankError, RunError, StorageError: see `publish_again` and `move_branch`.
     """
     error = None
     if world.is_first and context.bank.publish:
         continues = len(state.phases) < len(context.phases)
         try:
             publish_again(open_bank(context.bank, storage), storage, state, continues, context.own_adapters)
+            if continues and published:
+                move_branch(context, storage, published, resumed=True)
         except (BankError, RunError, StorageError) as raised:
             error = raised
     world.raise_any(error)
@@ -113,7 +161,8 @@ def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool
     last = max(published) if continues and published else None
     there = {n: _opened(bank, n, numbers) for n in sorted(published) if n not in removed or n == last}
     known = {n: found or parse_snapshot(copies[n][1], None) for n, found in there.items() if found or n in copies}
-    needed = objects_of(known[last]) if last in known and keeps_adapters else []
+    _states_again(bank, storage, state, list(known.values()))
+    needed = objects_of(bank, known[last]) if last in known and keeps_adapters else []
     _objects_again(bank, storage, state, list(known.values()), {one.summary.sha256 for one in needed if one.adapter})
     for number, found in there.items():
         if found is not None:
@@ -132,6 +181,21 @@ def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool
             log.warning("%s: %s", what, error)
         else:
             log.warning("%s: published again", what)
+
+
+def _states_again(bank: Bank, storage: Storage, state: RunState, snapshots: Sequence[Snapshot]) -> None:
+    """Records of training states that are gone or damaged; their tensors are looked after with all others."""
+    lost = {one.number: one for one in snapshots if one.training is not None and not has_state(bank, one)}
+    for name in reversed(state.checkpoints) if lost else ():
+        with suppress(CheckpointError):
+            checkpoint = read_checkpoint(storage, name)
+            snapshot = lost.get(checkpoint.published.get("snapshot", 0))
+            if snapshot and restore_training_state(bank, snapshot, checkpoint, state.phases[: checkpoint.phase]):
+                del lost[snapshot.number]
+                log.warning("the training state of snapshot %d: published again", snapshot.number)
+    if lost:
+        numbers = ", ".join(map(str, sorted(lost)))
+        log.warning("the training state of snapshot %s is gone or damaged: no run can start from there", numbers)
 
 
 def _objects_again(

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.manifest import Layout, ObjectInfo, SnapshotAdapter
+from raycl.bank.training_state import state_objects
 from raycl.errors import BankError, CheckpointError
 from raycl.methods.base import under
 from raycl.storage import Storage
+from raycl.training.records.bank_start import groups_of
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 
 Candidates = Callable[[Checkpoint], Iterator[dict[str, Tensor]]]
@@ -40,8 +42,8 @@ class BankObject:
     candidates: Candidates
 
 
-def objects_of(snapshot: Snapshot) -> list[BankObject]:
-    """All objects that a snapshot names: adapters, what is kept beside them, the router's tensors."""
+def objects_of(bank: Bank, snapshot: Snapshot) -> list[BankObject]:
+    """All objects that a snapshot names: adapters, what is kept beside them, the router's tensors, training state."""
     found = []
     for entry in snapshot.adapters:
         found.append(BankObject(f"{entry}", entry.tensors, True, _adapter(entry, snapshot.layouts[entry.layout])))
@@ -50,6 +52,10 @@ def objects_of(snapshot: Snapshot) -> list[BankObject]:
     if snapshot.router.tensors is not None:
         what = f"the router of snapshot {snapshot.number}"
         found.append(BankObject(what, snapshot.router.tensors, False, _router(snapshot)))
+    with suppress(BankError):  # without the record nobody knows them
+        for group, info in state_objects(bank, snapshot).items():
+            what = f"the training state of snapshot {snapshot.number} ({group})"
+            found.append(BankObject(what, info, False, _state(group)))
     return found
 
 
@@ -59,7 +65,10 @@ def lost_objects(bank: Bank, snapshots: Sequence[Snapshot]) -> list[BankObject]:
     Raises:
         StorageError: the bank is out of reach.
     """
-    named = {one.summary.sha256: one for snapshot in snapshots for one in objects_of(snapshot)}
+    named: dict[str, BankObject] = {}
+    for snapshot in snapshots:
+        for one in objects_of(bank, snapshot):
+            named.setdefault(one.summary.sha256, one)
     return [one for one in named.values() if not _is_whole(bank, one)]
 
 
@@ -120,6 +129,14 @@ def _router(snapshot: Snapshot) -> Candidates:
         for group in dict.fromkeys(name.partition("/")[0] for name in checkpoint.frozen_state):
             held = under(f"{group}/", checkpoint.frozen_state)
             yield from _unless_empty({name: value for name, value in held.items() if _of(name, known)})
+
+    return candidates
+
+
+def _state(group: str) -> Candidates:
+    def candidates(checkpoint: Checkpoint) -> Iterator[dict[str, Tensor]]:
+        if checkpoint.is_phase_end:
+            yield from _unless_empty(groups_of(checkpoint).get(group, {}))
 
     return candidates
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import on_main
 
 from raycl.bank import AdapterManifest, AdapterRef, Bank
 from raycl.bank.manifest import ModelInfo, RouterInfo, TaskInfo
@@ -143,10 +144,10 @@ def test_killed_between_tensors_and_manifest_the_bank_is_clean(local: Bank) -> N
 
 def test_prune_removes_only_what_no_snapshot_names(bank: Bank) -> None:
     old = bank.publish("a", adapter(0), MODEL)
-    bank.snapshot([old], MODEL, ROUTER)
+    on_main(bank, bank.snapshot([old], MODEL, ROUTER))
     bank.publish("a", adapter(1), MODEL)
     new = bank.publish("a", adapter(2), MODEL)
-    bank.snapshot([new], MODEL, ROUTER)
+    on_main(bank, bank.snapshot([new], MODEL, ROUTER))
     time.sleep(1.1)  # ages on S3 have whole seconds
     assert prune(bank, grace_s=0.0, dry_run=True).adapters == ["a@2"] and bank.versions("a") == [1, 2, 3]
     assert prune(bank, grace_s=0.0).adapters == ["a@2"]

@@ -47,8 +47,8 @@ RECORDS = {
         "bank/snapshots/000002.json", "bank/snapshots/000001.json", lambda s: Bank(s.sub("bank")).open(2), BankError
     ),
     "activation": Record(
-        "bank/serving/default/000002.json",
-        "bank/serving/default/000001.json",
+        "bank/serving/main/000002.json",
+        "bank/serving/main/000001.json",
         lambda s: Activations(Bank(s.sub("bank"))).latest(),
         BankError,
     ),
@@ -155,6 +155,6 @@ def test_a_damaged_activation_is_repaired_by_the_next_one(written: Storage) -> N
             repaired = Activations(bank).add(1, "repaired")
             assert Activations(bank).latest() == repaired and repaired.number == 3 and repaired.snapshot == 1
             assert activated(bank) == {1}
-            bank.storage.delete("serving/default/000003.json")
+            bank.storage.delete("serving/main/000003.json")
     finally:
         path.write_bytes(whole)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny import save_model
+from tiny import on_main, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -110,7 +110,7 @@ def bank_of_two(llama: Path, tmp_path: Path) -> tuple[Bank, dict[str, AdapterSta
         import_peft(bank, str(tmp_path / name), name, config, [name])
     manifests = [bank.manifest(_ref(name)) for name in ("one", "two")]
     facts = ModelInfo(name=str(llama), sha256=identity(config), kind="decoder")
-    bank.snapshot(manifests, facts, RouterInfo(kind="task"))
+    on_main(bank, bank.snapshot(manifests, facts, RouterInfo(kind="task")))
     return bank, {manifest.name: bank.fetch(manifest) for manifest in manifests}
 
 
@@ -154,7 +154,7 @@ def test_a_non_linear_adapter_cannot_be_exported(
     with pytest.raises(AdapterError, match=f"the adapter {said}"):
         fold(AutoModelForCausalLM.from_pretrained(llama), bent)
     snapshot = bank.open(1)
-    bank.snapshot([bank.publish("one", bent, snapshot.backbone)], snapshot.backbone, snapshot.router)
+    on_main(bank, bank.snapshot([bank.publish("one", bent, snapshot.backbone)], snapshot.backbone, snapshot.router))
     main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
     for number, how in enumerate(([], ["--merged"], ["--without-head"], ["--without-head", "--merged"])):
         for adapters in ("one", "one=0.5"):

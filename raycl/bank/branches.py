@@ -1,0 +1,294 @@
+"""Branches of a bank: names that point at snapshots, as in git.
+
+    branches/<name>/<number>.json     a move: the branch points at this snapshot, or at none (it is deleted)
+
+Each move is created exclusively and never changed: of two writers that saw the same head, one creates the next move,
+and the other gets an error (compare-and-swap without a lock). A branch only moves forward: its head is always an
+ancestor of what it moves to.
+What it does not know: who moves branches, and which one an endpoint follows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from raycl.bank.bank import Bank
+from raycl.bank.manifest import NAME, Snapshot, snapshot_file
+from raycl.errors import AlreadyExistsError, BankError, BranchMovedError, DamagedError, FormatError
+from raycl.storage.records import Stamp, number_of, numbered, numbers, read_record, seal, stamps
+
+FOLDER, MAIN = "branches", "main"
+FORMAT = 1
+DEPTH = 8
+"""Parts of a branch's name at most."""
+
+SHORTEST_HASH = 8
+"""Digits of a snapshot's hash that name it, at least."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One move of a branch.
+
+    Attributes:
+        number: of the move, ascending; it is never used again, also after the branch was deleted.
+        snapshot: what the branch points at; None: it is deleted.
+        sha256: of the snapshot's record, "" if it is deleted.
+        why, time: for people; seconds since 1970.
+    """
+
+    number: int
+    snapshot: int | None
+    sha256: str
+    why: str
+    time: float
+
+
+def check_branch(name: str) -> str:
+    """A branch's name: plain file names separated by slashes.
+
+    Raises:
+        BankError: it is not, or it could be a snapshot's number.
+    """
+    parts = name.split("/")
+    fits = len(parts) <= DEPTH and all(NAME.fullmatch(part) and ".." not in part for part in parts)
+    if not fits or name.isdigit() or any(number_of(part) is not None for part in parts):
+        raise BankError(
+            f"'{name}' cannot name a branch: use letters, digits, '.', '_', '-' and '/', for example main or "
+            "team/experiment, and no number alone, which names a snapshot"
+        )
+    return name
+
+
+def _branch_name(value: str) -> str:
+    try:
+        return check_branch(value)
+    except BankError as error:
+        raise ValueError(str(error)) from error
+
+
+BranchName = Annotated[str, AfterValidator(_branch_name)]
+"""Of a setting."""
+
+
+class Branch:
+    """One branch of a bank; it exists once it has moved."""
+
+    def __init__(self, bank: Bank, name: str = MAIN) -> None:
+        self.bank, self.name = bank, check_branch(name)
+        self.folder = f"{FOLDER}/{name}"
+        self._known: tuple[Move, Stamp] | None = None
+
+    def numbers(self) -> list[int]:
+        """Numbers of all moves, ascending."""
+        return numbers(self.bank.storage, self.folder)
+
+    def last(self) -> Move | None:
+        """The newest move; None: there never was one. It is read again only when its file has changed.
+
+        Raises:
+            BankError: it is damaged.
+        """
+        found = stamps(self.bank.storage, self.folder)
+        if not found:
+            return None
+        newest = max(found)
+        if self._known is None or (self._known[0].number, self._known[1]) != (newest, found[newest]):
+            self._known = (self.move(newest), found[newest])
+        return self._known[0]
+
+    def head(self) -> int | None:
+        """Number of the snapshot that the branch points at; None: there is no such branch.
+
+        Raises:
+            BankError: its newest move is damaged.
+        """
+        last = self.last()
+        return None if last is None else last.snapshot
+
+    def move(self, number: int) -> Move:
+        """A move.
+
+        Raises:
+            BankError: it is damaged.
+        """
+        file = f"{self.folder}/{numbered(number)}"
+        try:
+            tree = read_record(self.bank.storage, file, FORMAT)
+        except (DamagedError, FormatError) as error:
+            raise BankError(str(error)) from error
+        found = Move(*(tree[name] for name in ("number", "snapshot", "sha256", "why", "time")))
+        if (tree["branch"], found.number) != (self.name, number):
+            raise BankError(
+                f"'{file}' is move {found.number} of branch '{tree['branch']}': it was moved; restore a copy"
+            )
+        return found
+
+    def newest_first(self, after: int = 0) -> Iterator[int]:
+        """Snapshots of the moves after number `after`, newest first, each once; damaged moves are passed over."""
+        given: set[int] = set()
+        for number in reversed(self.numbers()):
+            if number <= after:
+                return
+            try:
+                snapshot = self.move(number).snapshot
+            except BankError:
+                continue
+            if snapshot is None:
+                return
+            if snapshot not in given:
+                given.add(snapshot)
+                yield snapshot
+
+    def advance(self, snapshot: Snapshot, why: str, replaces: Callable[[int], bool] | None = None) -> Move:
+        """Move to a snapshot that descends from the head (a fast-forward). If the head is that snapshot, stay.
+
+        Args:
+            replaces: whether the snapshot may replace a head that is no ancestor of it; None: never.
+
+        Raises:
+            BranchMovedError: the head is no ancestor of the snapshot, or another writer moved the branch just now.
+            BankError: the newest move is damaged.
+        """
+        last = self.last()
+        head = None if last is None else last.snapshot
+        if last is not None and head == snapshot.number:
+            return last
+        if head is not None and not is_ancestor(self.bank, head, snapshot) and not (replaces and replaces(head)):
+            raise self._moved(snapshot, head)
+        return self._add(last, snapshot.number, snapshot.sha256, why, snapshot)
+
+    def delete(self, why: str) -> Move:
+        """Delete the branch; its snapshots stay until they are pruned.
+
+        Raises:
+            BankError: there is no such branch. BranchMovedError: another writer moved it just now.
+        """
+        last = self.last()
+        if last is None or last.snapshot is None:
+            raise missing_branch(self.bank, self.name)
+        return self._add(last, None, "", why, None)
+
+    def _add(self, last: Move | None, snapshot: int | None, sha256: str, why: str, new: Snapshot | None) -> Move:
+        move = Move((last.number if last else 0) + 1, snapshot, sha256, why, time.time())
+        record = {"format": FORMAT, "branch": self.name, **asdict(move)}
+        try:
+            self.bank.storage.create(f"{self.folder}/{numbered(move.number)}", seal(record))
+        except AlreadyExistsError as error:
+            head = self.head()
+            if new is not None and head == new.number:  # by another attempt of the same run
+                return self.move(move.number)
+            raise self._moved(new, head) from error
+        return move
+
+    def _moved(self, snapshot: Snapshot | None, head: int | None) -> BranchMovedError:
+        stored = f"snapshot {snapshot.number} is stored, but " if snapshot is not None else ""
+        at = f"snapshot {head}" if head is not None else "no snapshot"
+        return BranchMovedError(
+            f"{stored}branch '{self.name}' of '{self.bank.storage.uri}' was moved to {at} by another writer"
+        )
+
+
+def is_ancestor(bank: Bank, number: int, snapshot: Snapshot) -> bool:
+    """Whether a snapshot's parents, or theirs, include `number`. Pruned parents end the search."""
+    parent = snapshot.parent
+    while parent is not None and parent > number:  # numbers ascend from parent to child
+        try:
+            parent = bank.open(parent).parent
+        except BankError:
+            return False
+    return parent == number
+
+
+def line_of(bank: Bank, name: str) -> Iterator[int]:
+    """Snapshots of a branch: its head, the head's parent, and so on up to the first, or to where parents were pruned.
+
+    Raises:
+        BankError: a record is damaged.
+    """
+    number = Branch(bank, name).head()
+    while number is not None and bank.storage.exists(snapshot_file(number)):
+        yield number
+        number = bank.open(number).parent
+
+
+def branch_names(bank: Bank) -> list[str]:
+    """Names of all branches that exist.
+
+    Raises:
+        BankError: a newest move is damaged.
+    """
+    return [name for name in numbered_folders(bank, FOLDER) if Branch(bank, name).head() is not None]
+
+
+def numbered_folders(bank: Bank, folder: str) -> list[str]:
+    """Names of branches that have records below a folder, deleted branches too."""
+    found = {branch_of(file, folder) for file in bank.storage.files(folder)}
+    return sorted(name for name in found if name is not None)
+
+
+def branch_of(file: str, folder: str) -> str | None:
+    """The branch whose record a file below `folder` is; None: it is none."""
+    start, _, rest = file.partition("/")
+    name, _, record = rest.rpartition("/")
+    return name if start == folder and number_of(record) is not None and is_branch_name(name) else None
+
+
+def is_branch_name(name: str) -> bool:
+    """Whether `check_branch` takes it."""
+    try:
+        check_branch(name)
+    except BankError:
+        return False
+    return True
+
+
+def missing_branch(bank: Bank, name: str) -> BankError:
+    """The error for a branch that does not exist."""
+    names = ", ".join(branch_names(bank)[:20]) or "none yet"
+    return BankError(f"the bank '{bank.storage.uri}' has no branch '{name}': expected one of its branches ({names})")
+
+
+def head_of(bank: Bank, name: str = MAIN) -> Snapshot:
+    """The snapshot that a branch points at.
+
+    Raises:
+        BankError: there is no such branch, its newest move or its snapshot is damaged, or is not the one it names.
+    """
+    last = Branch(bank, name).last()
+    if last is None or last.snapshot is None:
+        raise missing_branch(bank, name)
+    snapshot = bank.open(last.snapshot)
+    if snapshot.sha256 != last.sha256:
+        raise BankError(
+            f"branch '{name}' names snapshot {last.snapshot} with SHA-256 {last.sha256[:12]}, the bank has "
+            f"{snapshot.sha256[:12]} under that number: restore a copy"
+        )
+    return snapshot
+
+
+def resolve(bank: Bank, reference: str) -> Snapshot:
+    """The snapshot that a reference names: a branch, a number, or the first digits of a snapshot's hash.
+
+    Raises:
+        BankError: it names none, or more than one.
+    """
+    if reference.isdigit() and len(reference) < SHORTEST_HASH:
+        return bank.open(int(reference))
+    if is_branch_name(reference) and Branch(bank, reference).head() is not None:
+        return head_of(bank, reference)
+    digits = reference.lower()
+    if len(digits) >= SHORTEST_HASH and all(digit in "0123456789abcdef" for digit in digits):
+        found = [one for one in map(bank.open, bank.snapshots()) if one.sha256.startswith(digits)]
+        if len(found) == 1:
+            return found[0]
+    names = ", ".join(branch_names(bank)[:20]) or "none yet"
+    raise BankError(
+        f"the bank '{bank.storage.uri}' has no '{reference}': expected a branch ({names}), a snapshot's number, or at "
+        f"least {SHORTEST_HASH} digits of its hash"
+    )

@@ -1,0 +1,62 @@
+"""Leases: which snapshots an unfinished run may continue from, so that pruning leaves them alone.
+
+    leases/<hash of the run's address>.json     written again at every checkpoint, deleted at the end of the run
+
+A run that ended without finishing leaves its lease behind; after `LEASE_S` it counts no longer.
+What it does not know: runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+from raycl.errors import BankError, DamagedError, FormatError
+from raycl.storage import Storage
+from raycl.storage.records import read_record, seal
+
+FOLDER = "leases"
+FORMAT = 1
+LEASE_S = 30 * 24 * 3600.0
+"""Age after which a lease counts no longer."""
+
+_FILE = re.compile(r"leases/[0-9a-f]{16}\.json")
+
+
+def hold_lease(storage: Storage, run: str, snapshots: Sequence[int]) -> None:
+    """The run may continue from these snapshots, and from no others."""
+    storage.write(_file(run), seal({"format": FORMAT, "run": run, "snapshots": sorted(set(snapshots))}))
+
+
+def release_lease(storage: Storage, run: str) -> None:
+    """The run is finished."""
+    if storage.exists(_file(run)):
+        storage.delete(_file(run))
+
+
+def leased(storage: Storage, max_age_s: float = LEASE_S) -> dict[int, str]:
+    """Snapshots that unfinished runs may continue from -> the run.
+
+    Raises:
+        BankError: a lease is damaged, so what it protects is unknown.
+    """
+    found: dict[int, str] = {}
+    for file, entry in storage.files(FOLDER).items():
+        if not is_lease(file) or entry.age >= max_age_s:
+            continue
+        try:
+            record = read_record(storage, file, FORMAT)
+        except (DamagedError, FormatError) as error:
+            raise BankError(f"{error}, or remove it if its run is finished or will never be continued") from error
+        found |= dict.fromkeys(map(int, record["snapshots"]), str(record["run"]))
+    return found
+
+
+def is_lease(file: str) -> bool:
+    """Whether a file is called as a lease is."""
+    return _FILE.fullmatch(file) is not None
+
+
+def _file(run: str) -> str:
+    return f"{FOLDER}/{hashlib.sha256(run.encode()).hexdigest()[:16]}.json"

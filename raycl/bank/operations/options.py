@@ -1,0 +1,62 @@
+"""The command line of `jobs/bank.py`.
+
+What it does not know: what the commands do (`raycl.bank.operations.commands`).
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from raycl.bank.branches import MAIN
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Parser of all commands."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bank", required=True, metavar="PATH", help="folder or URI of the bank")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the backbone")
+    parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run code")
+    parser.add_argument("--json", action="store_true", help="for scripts")
+    names = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    names.add_parser("list", help="snapshots and adapters")
+    names.add_parser("branches", help="each branch, the snapshot that it points at, and what moved it there")
+    log = names.add_parser("log", help="snapshots of a branch, newest first, with the tasks that each added")
+    log.add_argument("branch", nargs="?", default=MAIN, help=f"branch, snapshot's number or hash; default: {MAIN}")
+    promoting = names.add_parser("promote", help="move a branch forward to where another one is")
+    promoting.add_argument("branch", help="branch, snapshot's number or hash")
+    promoting.add_argument("--to", default=MAIN, metavar="BRANCH", help=f"default: {MAIN}")
+    deleting = names.add_parser("delete", help="delete a branch; its snapshots stay until they are pruned")
+    deleting.add_argument("branch")
+    show = names.add_parser("show", help="one adapter (name or name@version) or snapshot (number)")
+    show.add_argument("what")
+    verifying = names.add_parser("verify", help="read everything and check every hash")
+    verifying.add_argument("--run", metavar="RUN", help="what this run published must be there, or have been pruned")
+    export = names.add_parser("export", help="a mixture as a PEFT folder, or merged into the backbone")
+    export.add_argument("--snapshot", default=MAIN, help=f"branch, number or hash; default: {MAIN}")
+    export.add_argument(
+        "--adapters", help="name, or name=weight,name=weight; default: all that are active for every text"
+    )
+    export.add_argument("--to", required=True, metavar="FOLDER")
+    export.add_argument("--merged", action="store_true", help="a plain model folder instead of an adapter")
+    export.add_argument("--without-head", action="store_true", help="leave label heads out")
+    export.add_argument("--backbone", help="where the backbone is now, if not where it was")
+    importing = names.add_parser("import", help="publish a PEFT LoRA made elsewhere")
+    importing.add_argument("folder")
+    importing.add_argument("--name", required=True)
+    importing.add_argument("--backbone", required=True, help="the model that it was made for")
+    importing.add_argument("--tasks", nargs="*", default=[])
+    pruning = names.add_parser("prune", help="remove what no snapshot names")
+    pruning.add_argument("--keep-snapshots", type=int, help="how many of the newest of each branch stay; default: all")
+    pruning.add_argument("--grace-s", type=float, default=3600.0, help="touch nothing younger")
+    pruning.add_argument("--dry-run", action="store_true")
+    diff = names.add_parser("diff", help="what changed between two snapshots")
+    diff.add_argument("old", type=int)
+    diff.add_argument("new", type=int)
+    forgetting = names.add_parser("forget", help="a new snapshot without a task, and what that cost the others")
+    forgetting.add_argument("task")
+    forgetting.add_argument("--snapshot", default=MAIN, help=f"branch, number or hash; default: {MAIN}")
+    forgetting.add_argument("--rows", type=int, help="test rows of each task; default: as many as the run used")
+    forgetting.add_argument("--without-scores", action="store_true", help="do not evaluate before and after")
+    forgetting.add_argument("--set", action="append", default=[], metavar="stream.KEY=VALUE", help="data has moved")
+    forgetting.add_argument("--backbone", help="where the backbone is now, if not where it was")
+    return parser

@@ -1,0 +1,114 @@
+"""What training needs to continue from a snapshot, beyond what answering needs: values, and tensors by group.
+
+    states/<2 hex>/<sha256>.json     a record, named by its content: values, and the object of each group of tensors
+
+Tensors that are an adapter's or a router's are the same objects, stored once.
+What it does not know: what the values and groups mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from raycl.bank.bank import Bank
+from raycl.bank.manifest import ObjectInfo, Snapshot
+from raycl.errors import BankError, DamagedError, FormatError
+from raycl.storage.records import seal, unseal
+
+FORMAT = 1
+
+_FILE = re.compile(r"states/([0-9a-f]{2})/\1[0-9a-f]{62}\.json")
+
+
+def put_state(bank: Bank, values: Mapping[str, Any], groups: Mapping[str, Mapping[str, Tensor]]) -> str:
+    """Store a training state; returns its SHA-256, which a snapshot names."""
+    data = _sealed(values, {group: bank.put(tensors) for group, tensors in groups.items()})
+    sha256 = hashlib.sha256(data).hexdigest()
+    if not bank.storage.exists(state_file(sha256)):
+        bank.storage.write(state_file(sha256), data)
+    return sha256
+
+
+def restore_record(
+    bank: Bank, snapshot: Snapshot, values: Mapping[str, Any], objects: Mapping[str, ObjectInfo]
+) -> bool:
+    """Write a lost or damaged record again if these values and objects are what it named; returns whether it did."""
+    data = _sealed(values, objects)
+    assert snapshot.training is not None, "the snapshot names a training state"
+    if has_state(bank, snapshot) or hashlib.sha256(data).hexdigest() != snapshot.training:
+        return False
+    bank.storage.write(state_file(snapshot.training), data)
+    return True
+
+
+def has_state(bank: Bank, snapshot: Snapshot) -> bool:
+    """Whether the record of the snapshot's training state can be read."""
+    try:
+        _record(bank, snapshot)
+    except BankError:
+        return False
+    return True
+
+
+def _sealed(values: Mapping[str, Any], objects: Mapping[str, ObjectInfo]) -> bytes:
+    named = {group: info.model_dump() for group, info in objects.items()}
+    return seal({"format": FORMAT, "values": dict(values), "objects": named})
+
+
+def get_state(bank: Bank, snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """Values and tensors by group.
+
+    Raises:
+        BankError: the snapshot has no training state, or a part of it is missing or damaged.
+    """
+    record = _record(bank, snapshot)
+    found = {
+        group: bank.get(ObjectInfo(**info), f"the training state of snapshot {snapshot.number} ({group})")
+        for group, info in record["objects"].items()
+    }
+    return record["values"], found
+
+
+def state_objects(bank: Bank, snapshot: Snapshot) -> dict[str, ObjectInfo]:
+    """Group -> object that the snapshot's training state names; none without a training state.
+
+    Raises:
+        BankError: its record is missing or damaged.
+    """
+    if snapshot.training is None:
+        return {}
+    return {group: ObjectInfo(**info) for group, info in _record(bank, snapshot)["objects"].items()}
+
+
+def _record(bank: Bank, snapshot: Snapshot) -> dict[str, Any]:
+    what = f"the training state of snapshot {snapshot.number}"
+    if snapshot.training is None:
+        raise BankError(
+            f"snapshot {snapshot.number} of '{bank.storage.uri}' has no training state, so it answers but cannot be "
+            "trained on: expected a snapshot that a run published and from which nothing was removed"
+        )
+    file = state_file(snapshot.training)
+    if not bank.storage.exists(file):
+        raise BankError(f"{what} is missing: restore '{file}' from a copy")
+    data = bank.storage.read(file)
+    if hashlib.sha256(data).hexdigest() != snapshot.training:
+        raise BankError(f"{what} is damaged (the hash of '{file}' differs): restore a copy")
+    try:
+        return unseal(data, file, FORMAT)
+    except (DamagedError, FormatError) as error:
+        raise BankError(str(error)) from error
+
+
+def state_file(sha256: str) -> str:
+    """`states/ab/ab...json`."""
+    return f"states/{sha256[:2]}/{sha256}.json"
+
+
+def is_state(file: str) -> bool:
+    """Whether a file is called as a training state is."""
+    return _FILE.fullmatch(file) is not None

@@ -1,0 +1,152 @@
+"""The config of a run that starts from a snapshot of a bank (`bank.start`): the snapshot's own, with tasks at its end.
+
+What it does not know: how such a run is started (`raycl.training.records.bank_start`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raycl import config as configs
+from raycl.bank import Bank, Snapshot
+from raycl.bank.branches import MAIN, resolve
+from raycl.bank.training_state import state_objects
+from raycl.config import Tree
+from raycl.errors import BankError, ConfigError
+from raycl.training.settings import EXEMPT
+
+OWN = ("launch", "tracking", "output", "bank")
+"""Sections that say where and how a run runs: they are never taken over from the snapshot's run."""
+
+
+def start_of(bank_start: str) -> tuple[Bank, Snapshot]:
+    """The bank and the snapshot that `BANK@REFERENCE` names; without a reference, the head of branch `main`.
+
+    Raises:
+        BankError: there is no such bank or snapshot.
+    """
+    address, at, reference = bank_start.rpartition("@")
+    bank = Bank.at(address if at else reference)
+    if not bank.storage.exists("snapshots"):
+        raise BankError(f"bank.start={bank_start}: there is no bank at '{bank.storage.uri}', expected BANK@REFERENCE")
+    return bank, resolve(bank, reference if at else MAIN)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run that starts from a snapshot.
+
+    Attributes:
+        tree: its whole config. base: config of the snapshot's run. added: names of the new tasks.
+        written: `bank.start` as it was given.
+    """
+
+    tree: Tree
+    base: Tree
+    added: tuple[str, ...]
+    written: str
+
+
+def read_start(given: Tree) -> Start | None:
+    """The run that starts from a snapshot, from what the user wrote; None without `bank.start`.
+
+    Raises:
+        BankError: there is no such snapshot, or it cannot be trained on.
+        ConfigError: no new tasks, or another bank to publish to.
+    """
+    section = given.get("bank")
+    written = section.get("start") if isinstance(section, dict) else None
+    if not written:
+        return None
+    assert isinstance(section, dict)
+    bank, snapshot = start_of(str(written))
+    address = bank.storage.address
+    if section.get("dir") and Bank.at(str(section["dir"])).storage.address != address:
+        raise ConfigError(
+            f"bank.dir is '{section['dir']}', but the run starts from a snapshot of '{bank.storage.uri}': its "
+            "snapshots are published there as children of that one; leave bank.dir out"
+        )
+    base: Tree | None = copy.deepcopy(snapshot.provenance.get("config"))
+    if base is None:
+        raise BankError(
+            f"snapshot {snapshot.number} of '{bank.storage.uri}' was not published by a run: none can start from it"
+        )
+    state_objects(bank, snapshot)
+    if snapshot.training is None:
+        raise BankError(
+            f"snapshot {snapshot.number} of '{bank.storage.uri}' has no training state: expected one that a run has "
+            "published"
+        )
+    learned = [task.name for task in snapshot.tasks]
+    specs = (base["stream"]["tasks"] or learned)[: len(learned)]
+    stream = given.get("stream") if isinstance(given.get("stream"), dict) else {}
+    assert isinstance(stream, dict)
+    added = _added(stream.get("tasks"), learned, snapshot, str(written))
+    tree = _merged({key: value for key, value in base.items() if key not in OWN}, given)
+    tree["stream"]["tasks"] = [*specs, *added]
+    tree["bank"] = {**section, "dir": address, "start": f"{address}@{snapshot.sha256}"}
+    return Start(tree, base, tuple(map(_name, added)), str(written))
+
+
+def _added(tasks: Any, learned: Sequence[str], snapshot: Snapshot, written: str) -> list[Any]:
+    """Tasks that the snapshot has not learned. A list that begins with those that it has is taken without them."""
+    names = list(map(_name, tasks or ()))
+    if names[: len(learned)] == list(learned):
+        tasks, names = tasks[len(learned) :], names[len(learned) :]
+    if again := [name for name in names if name in learned]:
+        raise ConfigError(
+            f"stream.tasks names {', '.join(again)}, which snapshot {snapshot.number} has learned already: "
+            "expected new tasks only"
+        )
+    if not names:
+        raise ConfigError(
+            f"bank.start={written} without new tasks: name those that are learned next in stream.tasks (snapshot "
+            f"{snapshot.number} has learned {', '.join(learned)})"
+        )
+    return list(tasks)
+
+
+def _name(task: Any) -> str:
+    return str(task.get("name", task.get("path", "")) if isinstance(task, dict) else task)
+
+
+def _merged(base: Any, given: Any) -> Any:
+    """What is given over what is there; a choice by its name alone leaves the settings of that choice as they are."""
+    if isinstance(base, dict) and isinstance(given, dict):
+        return {**base, **{key: _merged(base.get(key), value) for key, value in given.items()}}
+    if isinstance(base, dict) and base.get("name") == given:
+        return base
+    if isinstance(base, dict) and isinstance(given, list) and sorted(map(str, given)) == sorted(base):
+        return base
+    return given
+
+
+def refuse_changes(start: Start, tree: Tree) -> None:
+    """A run that starts from a snapshot keeps the settings of the snapshot's run, beside its tasks.
+
+    Args:
+        tree: the run's resolved config.
+
+    Raises:
+        ConfigError: a setting differs.
+    """
+    changed = changes_beside_tasks(start.base, tree, start.added)
+    changed.pop("bank.start", None)
+    if changed:
+        listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
+        raise ConfigError(
+            f"bank.start={start.written} continues a run whose settings differ: {listed}; leave them out, or start a "
+            "new run"
+        )
+
+
+def changes_beside_tasks(before: Tree, after: Tree, fresh: Collection[str]) -> dict[str, tuple[Any, Any]]:
+    """What differs beside the stream's tasks, and epochs and rows of `fresh` ones; dotted key -> (old, new)."""
+    after = copy.deepcopy(after)
+    for section, key in (("train", "epochs_by_task"), ("stream", "train_rows_by_task")):
+        after[section][key] = {name: value for name, value in after[section][key].items() if name not in fresh}
+    after["stream"]["tasks"] = before["stream"]["tasks"]
+    return configs.differences(before, after, without=EXEMPT)

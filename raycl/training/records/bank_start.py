@@ -1,0 +1,114 @@
+"""Training states in the bank: what a snapshot names beside its adapters, and runs that start from one.
+
+A run that starts from a snapshot begins with the checkpoint and the phase records of the run that published it, as if
+it had been that run and got more tasks. It evaluates the snapshot's phase first, whose row was not known yet when
+the snapshot was published.
+What it does not know: how its config was made (`raycl.run.start`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from raycl.bank import Bank, Snapshot
+from raycl.bank.bank import info_of
+from raycl.bank.manifest import dump
+from raycl.bank.training_state import get_state, put_state, restore_record
+from raycl.errors import BankError
+from raycl.storage import Storage
+from raycl.training.records.checkpoint import Checkpoint, write_checkpoint
+from raycl.training.records.journal import Journal
+from raycl.training.training_context import RunInfo
+
+PARAMETERS = "parameters"
+WHOLE = "tensor"
+"""Name of the tensor in a group that holds one."""
+
+
+def put_training_state(bank: Bank, done: Checkpoint, phases: list[dict[str, Any]]) -> str:
+    """Store the state at the end of a phase; returns its hash.
+
+    Args:
+        phases: journal records of the phases before.
+    """
+    return put_state(bank, _values(done, phases), groups_of(done))
+
+
+def restore_training_state(bank: Bank, snapshot: Snapshot, done: Checkpoint, phases: list[dict[str, Any]]) -> bool:
+    """Write the record of a training state that is lost or damaged again; returns whether it was.
+
+    Args:
+        done: the last checkpoint of the snapshot's phase. phases: as in `put_training_state`.
+    """
+    objects = {group: info_of(tensors) for group, tensors in groups_of(done).items()}
+    return restore_record(bank, snapshot, _values(done, phases), objects)
+
+
+def groups_of(done: Checkpoint) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a training state."""
+    groups = {PARAMETERS: done.parameters, **grouped(done.frozen_state)}
+    return {name: held for name, held in groups.items() if held}
+
+
+def _values(done: Checkpoint, phases: list[dict[str, Any]]) -> dict[str, Any]:
+    values = {"phase": done.phase, "steps": done.steps, "method": done.method, "modifiers": done.modifiers}
+    return {**values, "phases": phases}
+
+
+def start_from_snapshot(bank: Bank, snapshot: Snapshot, identity: str, storage: Storage, run: RunInfo) -> None:
+    """Start the run in `storage`, which has not started yet, where the snapshot's run was when it published it.
+
+    Args:
+        identity: SHA-256 of the run's backbone.
+
+    Raises:
+        BankError: the training state is missing or damaged, or of another backbone; the run has not started then.
+    """
+    if snapshot.backbone.sha256 != identity:
+        raise BankError(
+            f"snapshot {snapshot.number} was trained on backbone '{snapshot.backbone.name}' "
+            f"({snapshot.backbone.sha256[:12]}), this run has '{run.tree['backbone']['name']}' ({identity[:12]}): "
+            "use the one that it was trained on"
+        )
+    values, groups = get_state(bank, snapshot)
+    versions = {entry.name: entry.version for entry in snapshot.adapters}
+    checkpoint = Checkpoint(
+        values["phase"],
+        values["steps"],
+        values["steps"],
+        values["method"],
+        groups.pop(PARAMETERS, {}),
+        spent={"train_s": 0.0, "tokens": 0.0},
+        published={"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": versions},
+        frozen_state=ungrouped(groups),
+        modifiers=values["modifiers"],
+        snapshot=dump(snapshot),
+    )
+    name = f"phase{checkpoint.phase:03d}-start-{snapshot.sha256[:12]}"
+    write_checkpoint(storage, name, checkpoint)
+    journal = Journal.claim(
+        storage, run, workers=0, driver="", started_from=f"{bank.storage.address}@{snapshot.sha256}"
+    )
+    journal.begin_with([name], values["phases"])
+
+
+def grouped(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Tensors of a state by what they belong to: `slot/<adapter>/<part>` by adapter, shorter names each alone."""
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition("/")
+        owner, slash, part = rest.partition("/")
+        group, inner = (f"{kind}/{owner}/", part) if slash else (name, WHOLE)
+        groups.setdefault(group, {})[inner] = tensor
+    return groups
+
+
+def ungrouped(groups: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Back from what `grouped` gave."""
+    return {
+        f"{group}{inner}" if group.endswith("/") else group: tensor
+        for group, held in groups.items()
+        for inner, tensor in held.items()
+    }

@@ -1,0 +1,211 @@
+"""A run that starts from a snapshot of a bank equals the extended run, and refuses settings that differ."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Lab, matrix, trace, work
+
+from raycl.bank import Bank, Snapshot
+from raycl.bank.branches import Branch, head_of, line_of
+from raycl.bank.operations.maintenance import prune, verify
+from raycl.bank.routers import get_router
+from raycl.errors import BankError, ConfigError, RayclError, RunError
+from raycl.launch import driver
+from raycl.run import config as run_config
+from raycl.run.config import RunConfig
+from raycl.storage import Storage
+from raycl.training.records.journal import read_state
+
+CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "lora": ("bert", "lora", {}),
+    "inclora": ("t5", "inclora", {}),
+    "olora": ("llama", "olora", {}),
+    "inflora": ("bert", "inflora", {}),
+    "replay": ("bert", {"name": "replay", "share": 0.2}, {}),
+    "slm": ("bert", "slm", {}),
+    "slm text": ("llama", "slm", {}),
+    "sapt": ("bert", "sapt", {}),
+    "sapt text": ("t5", "sapt", {}),
+    "separate": ("bert", "separate", {}),
+    "migu": ("bert", "lora", {"modifiers": ["migu"]}),
+}
+
+
+def tree_of(lab: Lab, case: str, tasks: list[Any], bank: Path) -> dict[str, Any]:
+    kind, method, more = CASES[case]
+    tree = lab.tree(kind, method, **more)
+    tree["stream"] = {**tree["stream"], "tasks": tasks}
+    return {**tree, "bank": {"dir": str(bank)}}
+
+
+def begun(tree: dict[str, Any], folder: Path) -> Storage:
+    """A run as `jobs/train_stream.py` prepares it, on one worker without Ray."""
+    config = run_config.from_tree({**tree, "output": {"dir": str(folder.parent), "name": folder.name}})
+    work(driver.prepare(config))
+    driver.finish(driver.reopen(str(folder)))
+    return Storage.at(folder)
+
+
+def tensors(bank: Bank, snapshot: Snapshot) -> dict[str, Any]:
+    """Everything that answers: adapters, what is kept beside them, the router."""
+    held = {entry.name: (entry.tensors.sha256, dict(entry.extras)) for entry in snapshot.adapters}
+    return {**held, "router": get_router(bank, snapshot).tensors}
+
+
+def equal(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    routers = one.pop("router"), two.pop("router")
+    same = routers[0].keys() == routers[1].keys()
+    return one == two and same and all(torch.equal(routers[0][key], routers[1][key]) for key in routers[0])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_equals_the_run_that_knew_all_tasks(lab: Lab, case: str, tmp_path: Path) -> None:
+    """Three tasks: two learned by a run whose folder is gone, the third from the bank alone."""
+    tasks = [*lab.tasks, {**lab.tasks[0], "name": "third"}]
+    whole = begun(tree_of(lab, case, tasks, tmp_path / "other"), tmp_path / "runs/whole")
+    first = begun(tree_of(lab, case, tasks[:2], tmp_path / "bank"), tmp_path / "runs/first")
+    before = matrix(first)
+    shutil.rmtree(tmp_path / "runs/first")
+    bank, other = Bank.at(tmp_path / "bank"), Bank.at(tmp_path / "other")
+    start = {"bank": {"start": f"{tmp_path / 'bank'}@main"}, "stream": {"tasks": tasks[2:]}}
+    later = begun(start, tmp_path / "runs/later")
+    assert matrix(later) == matrix(whole) and matrix(later)[:2] == [[*row, None] for row in before]
+    assert trace(later) == [step for step in trace(whole) if step[0] == 2]
+    head = head_of(bank)
+    assert list(line_of(bank, "main")) == [3, 2, 1] and head.parent == 2
+    assert equal(tensors(bank, head), tensors(other, head_of(other)))
+    assert head.provenance["config"]["bank"]["start"].endswith(f"@{bank.open(2).sha256}")
+    assert verify(bank).problems == [] and verify(bank).leftovers == []
+    assert bank.storage.files("leases") == {}, "a finished run holds no lease"
+
+
+@pytest.fixture(scope="module")
+def learned(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Bank]:
+    """A copy of a bank with one learned task."""
+    root = tmp_path_factory.mktemp("learned")
+    begun(tree_of(lab, "lora", lab.tasks[:1], root / "bank"), root / "runs/first")
+
+    def copy(folder: Path) -> Bank:
+        shutil.copytree(root / "bank", folder / "bank")
+        return Bank.at(folder / "bank")
+
+    return copy
+
+
+def started(uri: str, tasks: list[Any], reference: str = "main", **sections: Any) -> RunConfig:
+    given = {**sections, "bank": {"start": f"{uri}@{reference}", **sections.get("bank", {})}}
+    given["stream"] = {**sections.get("stream", {}), "tasks": tasks}
+    return run_config.from_tree(given)
+
+
+def test_what_differs_from_the_snapshots_run_is_refused_with_both_values(
+    lab: Lab, learned: Callable[[Path], Bank], tmp_path: Path
+) -> None:
+    bank, (old, new) = learned(tmp_path), lab.tasks
+    uri = bank.storage.uri
+    config = started(uri, [new])
+    assert config.method.name == "lora" and config.bank.dir == bank.storage.address
+    assert (
+        started(uri, [old, new]) == config == started(uri, [new], "1") == started(uri, [new], bank.open(1).sha256[:9])
+    )
+    own = started(uri, [new], train={"epochs_by_task": {"animal": 7}}, output={"name": "mine"})
+    assert own.train.epochs_of("animal") == 7
+    assert run_config.fingerprint(config) != run_config.fingerprint(own)
+    for sections, tasks, kind, message in (
+        ({"method": "sapt"}, [new], ConfigError, "method.name was 'lora', now 'sapt'"),
+        ({"method": {"rank": 3}}, [new], ConfigError, "method.rank was 8, now 3"),
+        (
+            {"backbone": {"name": str(lab.model_folder("t5"))}},
+            [new],
+            ConfigError,
+            "backbone.name was '.*bert', now '.*t5'",
+        ),
+        ({"seed": 7}, [new], ConfigError, "seed was 42, now 7"),
+        ({"stream": {"train_rows": 3}}, [new], ConfigError, "train_rows was .*, now 3"),
+        ({}, [], ConfigError, r"without new tasks: name those .* \(snapshot 1 has learned colour\)"),
+        ({}, [new, old], ConfigError, "names colour, which snapshot 1 has learned already"),
+        ({"bank": {"dir": str(tmp_path / "else")}}, [new], ConfigError, "leave bank.dir out"),
+    ):
+        with pytest.raises(kind, match=message):
+            started(uri, tasks, **sections)
+    for reference, message in (("9", "has no snapshot 9"), ("other", r"has no 'other': expected a branch \(main\)")):
+        with pytest.raises(BankError, match=message):
+            started(uri, [new], reference)
+    with pytest.raises(BankError, match="there is no bank at"):
+        started(str(tmp_path / "nothing"), [new])
+
+
+def test_a_branch_that_has_moved_on_is_said_before_training_and_nothing_learned_is_lost(
+    lab: Lab, learned: Callable[[Path], Bank], tmp_path: Path
+) -> None:
+    bank, tasks = learned(tmp_path), lab.tasks[1:]
+    given = {"bank": {"start": f"{bank.storage.uri}@1"}, "stream": {"tasks": tasks}}
+    held = {**given, "output": {"dir": str(tmp_path), "name": "slow"}}
+    slow = driver.prepare(run_config.from_tree(held))
+    begun({**given, "train": {"epochs_by_task": {"animal": 2}}}, tmp_path / "fast")
+    with pytest.raises(
+        RunError, match=r"points at snapshot 2, not at 1, from which .*bank.branch=NAME.*bank.start=.*@main"
+    ):
+        driver.prepare(run_config.from_tree({**held, "output": {"dir": str(tmp_path), "name": "late"}}))
+    with pytest.raises(
+        RayclError, match=r"snapshot \d is stored, but branch 'main' .* with --resume \S+ bank.branch=NAME"
+    ):
+        work(slow)
+    assert head_of(bank).provenance["run"].endswith("fast") and len(read_state(slow.storage).checkpoints) >= 1
+    slow.storage.delete("errors")  # the next driver has another name
+    again = driver.reopen(slow.storage.uri, overrides=("bank.branch=mine",))
+    work(again)
+    assert driver.finish(driver.reopen(slow.storage.uri))["finished"]
+    assert head_of(bank, "mine").provenance["run"].endswith("slow") and head_of(bank, "mine").parent == 1
+    with pytest.raises(RunError, match="is at snapshot 2, and this run starts from none: publish onto another branch"):
+        driver.prepare(run_config.from_tree(tree_of(lab, "lora", lab.tasks[:1], tmp_path / "bank")))
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "version"])
+@pytest.mark.parametrize("part", ["record", "tensors"])
+def test_a_damaged_training_state_starts_nothing(
+    lab: Lab, learned: Callable[[Path], Bank], tmp_path: Path, part: str, damage: str
+) -> None:
+    from raycl.bank.training_state import state_file, state_objects
+
+    bank = learned(tmp_path)
+    snapshot = bank.open(1)
+    assert snapshot.training is not None
+    named = state_file(snapshot.training) if part == "record" else state_objects(bank, snapshot)["parameters"].file
+    config = run_config.from_tree(
+        {
+            "bank": {"start": f"{bank.storage.uri}@main"},
+            "stream": {"tasks": lab.tasks[1:]},
+            "output": {"dir": str(tmp_path), "name": "run"},
+        }
+    )
+    prepared, path = driver.prepare(config), Path(bank.storage.path(named))
+    data = path.read_bytes()
+    changed = {"cut": data[:-7], "flipped": data[:-7] + bytes([data[-7] ^ 1]) + data[-6:], "version": b"{}" + data[2:]}
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(changed[damage])
+    with pytest.raises(BankError, match=r"training state of snapshot 1.*(missing|damaged)"):
+        work(prepared)
+    assert not read_state(prepared.storage).checkpoints
+    assert any("training state" in problem or named in problem for problem in verify(bank).problems)
+
+
+def test_prune_keeps_training_states_of_kept_snapshots_alone(
+    lab: Lab, learned: Callable[[Path], Bank], tmp_path: Path
+) -> None:
+    bank = learned(tmp_path)
+    given = {"bank": {"start": f"{bank.storage.uri}@main"}, "stream": {"tasks": lab.tasks[1:]}}
+    begun(given, tmp_path / "second")
+    assert len(bank.storage.files("states")) == 2
+    assert prune(bank, keep_snapshots=1, grace_s=0.0).snapshots == [1]
+    assert len(bank.storage.files("states")) == 1 and verify(bank).problems == [] == verify(bank).leftovers
+    third = {**given, "stream": {"tasks": [{**lab.tasks[0], "name": "third"}]}}
+    assert matrix(begun(third, tmp_path / "third"))[2][2] is not None
+    assert Branch(bank).head() == 3

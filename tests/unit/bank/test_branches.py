@@ -1,0 +1,213 @@
+"""Branches: moved by compare-and-swap, forward only, kept by prune; leases; the commands; every kind of damage."""
+
+from __future__ import annotations
+
+import multiprocessing
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_bank import MODEL, ROUTER, adapter
+
+from raycl.bank import Bank, Snapshot
+from raycl.bank.activations import Activations
+from raycl.bank.branches import Branch, branch_names, check_branch, head_of, line_of, resolve
+from raycl.bank.leases import hold_lease, release_lease
+from raycl.bank.manifest import TaskInfo
+from raycl.bank.operations.maintenance import prune, verify
+from raycl.errors import BankError, BranchMovedError
+from raycl.storage.records import seal
+
+REPO = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def bank(tmp_path: Path) -> Bank:
+    return Bank.at(tmp_path / "bank")
+
+
+def child(bank: Bank, task: str, parent: Snapshot | None = None) -> Snapshot:
+    """A snapshot with one task more than its parent."""
+    fresh = bank.publish(task, adapter(len(bank.names())), MODEL, [task])
+    kept = [(entry, parent.layouts[entry.layout]) for entry in parent.adapters] if parent else []
+    tasks = [*(parent.tasks if parent else ()), TaskInfo(name=task)]
+    return bank.snapshot([fresh, *kept], MODEL, ROUTER, tasks, parent=parent.number if parent else None)
+
+
+def test_a_branch_moves_forward_only(bank: Bank) -> None:
+    main, other = Branch(bank), Branch(bank, "team/other")
+    assert (main.head(), branch_names(bank)) == (None, [])
+    with pytest.raises(BankError, match=r"has no branch 'main': expected one of its branches \(none yet\)"):
+        head_of(bank)
+    first = child(bank, "a")
+    assert main.advance(first, "run one").number == 1
+    assert main.advance(first, "again").number == 1, "the branch is there already"
+    second, rival = child(bank, "b", first), child(bank, "c", first)
+    third = child(bank, "d", second)
+    assert main.advance(third, "two at once").snapshot == third.number
+    assert list(line_of(bank, "main")) == [third.number, second.number, first.number]
+    with pytest.raises(
+        BranchMovedError, match=rf"snapshot {rival.number} is stored, but branch 'main' of .* snapshot 4"
+    ):
+        main.advance(rival, "run two")
+    with pytest.raises(BranchMovedError):
+        main.advance(second, "back")
+    other.advance(rival, "run two")
+    assert branch_names(bank) == ["main", "team/other"] and head_of(bank, "team/other") == rival
+    assert list(main.newest_first()) == [third.number, first.number] and list(main.newest_first(after=2)) == []
+    assert verify(bank).problems == [] and verify(bank).strays == []
+
+
+def _advance(address: str, number: int, start: multiprocessing.synchronize.Barrier, won: multiprocessing.Queue) -> None:  # type: ignore[name-defined, type-arg]
+    bank = Bank.at(address)
+    snapshot, branch = bank.open(number), Branch(bank)
+    start.wait()
+    try:
+        branch.advance(snapshot, f"writer {number}")
+        won.put(number)
+    except BranchMovedError:
+        won.put(0)
+
+
+def test_of_writers_that_move_a_branch_at_once_one_wins(bank: Bank) -> None:
+    first = child(bank, "a")
+    Branch(bank).advance(first, "start")
+    children = [child(bank, f"b{number}", first).number for number in range(4)]
+    context = multiprocessing.get_context("fork")
+    start, won = context.Barrier(len(children)), context.Queue()
+    writers = [context.Process(target=_advance, args=(bank.storage.uri, n, start, won)) for n in children]
+    for writer in writers:
+        writer.start()
+    winners = [won.get(timeout=30) for _ in children]
+    for writer in writers:
+        writer.join()
+    assert sorted(winners)[:-1] == [0] * (len(children) - 1) and max(winners) == Branch(bank).head()
+    assert bank.snapshots() == [1, 2, 3, 4, 5], "every snapshot is stored"
+
+
+def test_references_are_branches_numbers_and_hashes(bank: Bank) -> None:
+    first = child(bank, "a")
+    second = child(bank, "b", first)
+    Branch(bank).advance(second, "run")
+    for reference in ("main", "2", second.sha256, second.sha256[:8]):
+        assert resolve(bank, reference) == second
+    assert resolve(bank, first.sha256[:12]) == first and resolve(bank, "1") == first
+    for reference in ("nothing", "deadbeef", second.sha256[:7]):
+        with pytest.raises(
+            BankError, match=rf"has no '{reference}': expected a branch \(main\), a snapshot's number, or"
+        ):
+            resolve(bank, reference)
+    for name in ("", "7", "../up", "a//b", "a b", "a/000001.json", "/".join("x" * 9)):
+        with pytest.raises(BankError, match="cannot name a branch"):
+            check_branch(name)
+
+
+def test_a_deleted_branch_can_come_back_and_endpoints_see_it(bank: Bank) -> None:
+    first = child(bank, "a")
+    second, branch = child(bank, "b", first), Branch(bank, "trial")
+    branch.advance(second, "run")
+    Activations(bank, "trial").add(second, "start")
+    assert branch.delete("by hand").number == 2
+    assert branch_names(bank) == [] and list(branch.newest_first()) == []
+    with pytest.raises(BankError, match="has no branch 'trial'"):
+        branch.delete("again")
+    decided = Activations(bank, "trial").latest()
+    assert decided is not None and branch.advance(first, "restored").number == 3 > decided.seen
+    assert list(branch.newest_first(after=decided.seen)) == [1]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "moved", "version"])
+def test_a_damaged_move_is_found_and_never_followed(bank: Bank, damage: str) -> None:
+    first = child(bank, "a")
+    second, branch = child(bank, "b", first), Branch(bank)
+    branch.advance(first, "run")
+    branch.advance(second, "run")
+    path = Path(bank.storage.path("branches/main/000002.json"))
+    data = path.read_bytes()
+    changed = {
+        "cut": data[:-9],
+        "flipped": data.replace(b'"snapshot": 2', b'"snapshot": 1'),
+        "moved": path.with_name("000001.json").read_bytes(),
+        "version": seal({"format": 99}),
+    }
+    path.write_bytes(changed[damage])
+    words = {"cut": "damaged", "flipped": "changed after", "moved": "was moved", "version": "format 99"}[damage]
+    fresh = Branch(bank)
+    for read in (fresh.head, lambda: fresh.advance(child(bank, "c", second), "run"), lambda: branch_names(bank)):
+        with pytest.raises(BankError, match=words):
+            read()
+    assert list(fresh.newest_first()) == [1], "an endpoint passes over it"
+    assert any(words in problem for problem in verify(bank).problems)
+    with pytest.raises(BankError, match=words):
+        prune(bank, keep_snapshots=1, grace_s=0.0)
+    assert bank.snapshots() == [1, 2, 3] if damage == "cut" else bank.snapshots()
+
+
+def test_a_snapshot_that_is_not_the_one_a_branch_names_is_refused(bank: Bank) -> None:
+    Branch(bank).advance(child(bank, "a"), "run")
+    other = Bank.at(Path(bank.storage.path("")).parent / "other")
+    child(other, "z")
+    bank.storage.write("snapshots/000001.json", other.storage.read("snapshots/000001.json"))
+    with pytest.raises(BankError, match=r"branch 'main' names snapshot 1 with SHA-256 \w+, the bank has \w+ under"):
+        head_of(bank)
+
+
+def test_prune_keeps_each_branch_what_answers_and_what_is_leased(bank: Bank) -> None:
+    snapshots = [child(bank, "t0")]
+    for number in range(1, 5):
+        snapshots.append(child(bank, f"t{number}", snapshots[-1]))
+    Branch(bank).advance(snapshots[-1], "run")
+    rival = child(bank, "rival", snapshots[0])
+    Branch(bank, "sweeps/x/0001").advance(rival, "run")
+    orphan = child(bank, "orphan", snapshots[1])
+    hold_lease(bank.storage, "/runs/mine", [2])
+    Activations(bank).add(3, "start")
+    assert prune(bank, keep_snapshots=1, dry_run=True).snapshots == [1, 4], "the one on no branch is young"
+    pruned = prune(bank, keep_snapshots=1, grace_s=0.0)
+    assert pruned.snapshots == [1, 4, orphan.number] and bank.snapshots() == [2, 3, 5, rival.number]
+    assert verify(bank).problems == []
+    release_lease(bank.storage, "/runs/mine")
+    Branch(bank, "sweeps/x/0001").delete("not the best")
+    assert prune(bank, keep_snapshots=1, grace_s=0.0).snapshots == [2, rival.number]
+
+
+def test_a_damaged_lease_stops_prune(bank: Bank) -> None:
+    Branch(bank).advance(child(bank, "a"), "run")
+    hold_lease(bank.storage, "/runs/mine", [1])
+    (file,) = bank.storage.files("leases")
+    bank.storage.write(file, bank.storage.read(file)[:-4])
+    with pytest.raises(BankError, match="remove it if its run is finished"):
+        prune(bank, keep_snapshots=1, grace_s=0.0)
+
+
+@pytest.fixture
+def command(bank: Bank, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`jobs/bank.py` as a function: its words -> what it prints."""
+    main = runpy.run_path(str(REPO / "jobs/bank.py"))["main"]
+
+    def run(*words: str, fails: bool = False) -> str:
+        status = main(["--bank", bank.storage.uri, *words])
+        output, errors = capsys.readouterr()
+        assert (status != 0) == fails, output + errors
+        return errors if fails else output
+
+    return run
+
+
+def test_commands(bank: Bank, command: Callable[..., str]) -> None:
+    first = child(bank, "a")
+    Branch(bank).advance(first, "run /runs/one")
+    best, rival = child(bank, "b", first), child(bank, "c", first)
+    Branch(bank, "sweeps/s/0003").advance(best, "run /runs/two")
+    Branch(bank, "old").advance(rival, "run /runs/three")
+    shown = command("branches")
+    assert "sweeps/s/0003" in shown and "run /runs/two" in shown and best.sha256[:12] in shown
+    assert "branch 'main' points at snapshot 2 (before: snapshot 1)" in command("promote", "sweeps/s/0003")
+    assert "'old' (snapshot 3) does not descend from snapshot 2, the head of 'main'" in command(
+        "promote", "old", fails=True
+    )
+    log = command("log").splitlines()
+    assert [line.split()[0] for line in log[2:]] == ["2", "1"] and " b " in log[2] and " a " in log[3]
+    assert "it was at snapshot 3" in command("delete", "old") and "has no 'old'" in command("log", "old", fails=True)
+    assert "points at snapshot 3 (before: nothing)" in command("promote", "3", "--to", "old")
