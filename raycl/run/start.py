@@ -21,6 +21,9 @@ from raycl.training.settings import EXEMPT
 OWN = ("launch", "tracking", "output", "bank")
 """Sections that say where and how a run runs: they are never taken over from the snapshot's run."""
 
+NEW_TASKS_ALONE = ("train", "engine", "checkpoint")
+"""Sections that act on the tasks that are learned next and on nothing that was learned: they may differ."""
+
 
 def start_of(bank_start: str) -> tuple[Bank, Snapshot]:
     """The bank and the snapshot that `BANK@REFERENCE` names; without a reference, the head of branch `main`.
@@ -125,7 +128,7 @@ def _merged(base: Any, given: Any) -> Any:
 
 
 def refuse_changes(start: Start, tree: Tree) -> None:
-    """A run that starts from a snapshot keeps the settings of the snapshot's run, beside its tasks.
+    """A run that starts from a snapshot keeps the settings that shape what was learned, as the snapshot's run had them.
 
     Args:
         tree: the run's resolved config.
@@ -133,8 +136,7 @@ def refuse_changes(start: Start, tree: Tree) -> None:
     Raises:
         ConfigError: a setting differs.
     """
-    changed = changes_beside_tasks(start.base, tree, start.added)
-    changed.pop("bank.start", None)
+    changed = changes_beside_tasks(start.base, tree, start.added, (*EXEMPT, *NEW_TASKS_ALONE, "bank.start"))
     if changed:
         listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
         raise ConfigError(
@@ -143,10 +145,12 @@ def refuse_changes(start: Start, tree: Tree) -> None:
         )
 
 
-def changes_beside_tasks(before: Tree, after: Tree, fresh: Collection[str]) -> dict[str, tuple[Any, Any]]:
+def changes_beside_tasks(
+    before: Tree, after: Tree, fresh: Collection[str], without: Sequence[str] = EXEMPT
+) -> dict[str, tuple[Any, Any]]:
     """What differs beside the stream's tasks, and epochs and rows of `fresh` ones; dotted key -> (old, new)."""
     after = copy.deepcopy(after)
     for section, key in (("train", "epochs_by_task"), ("stream", "train_rows_by_task")):
         after[section][key] = {name: value for name, value in after[section][key].items() if name not in fresh}
     after["stream"]["tasks"] = before["stream"]["tasks"]
-    return configs.differences(before, after, without=EXEMPT)
+    return configs.differences(before, after, without=without)

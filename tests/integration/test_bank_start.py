@@ -114,8 +114,8 @@ def test_what_differs_from_the_snapshots_run_is_refused_with_both_values(
     assert (
         started(uri, [old, new]) == config == started(uri, [new], "1") == started(uri, [new], bank.open(1).sha256[:9])
     )
-    own = started(uri, [new], train={"epochs_by_task": {"animal": 7}}, output={"name": "mine"})
-    assert own.train.epochs_of("animal") == 7
+    own = started(uri, [new], train={"epochs": 7, "learning_rate": 0.5}, output={"name": "mine"})
+    assert (own.train.epochs_of("animal"), own.train.learning_rate) == (7, 0.5), "they act on the new task alone"
     assert run_config.fingerprint(config) != run_config.fingerprint(own)
     for sections, tasks, kind, message in (
         ({"method": "sapt"}, [new], ConfigError, "method.name was 'lora', now 'sapt'"),
