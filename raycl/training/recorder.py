@@ -26,6 +26,7 @@ from raycl.training.records.journal import Journal, RunState, read_state
 from raycl.training.records.progress import Progress, Trace, clock
 from raycl.training.records.publish import move_branch, open_bank, publish
 from raycl.training.records.results import build_results, curves, matrix_of
+from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase
 
@@ -60,6 +61,7 @@ class Recorder:
         """
         self.context, self.storage = context, storage
         self.sink, self.on_phase = sink, on_phase
+        self.objects = TensorObjects(storage)
         nodes = world.gather({"host": socket.gethostname(), "pid": os.getpid()})
         claims = partial(Journal.claim, storage, context.info, workers=world.size, driver=driver, nodes=nodes)
         self.journal = claims() if world.is_first else None
@@ -113,11 +115,10 @@ class Recorder:
         self.trace.flush()
         self.journal.ensure_current()
         name = checkpoint.name(self.journal.attempt)
-        checkpoints.write_checkpoint(self.storage, name, checkpoint)
+        checkpoints.write_checkpoint(self.storage, name, checkpoint, self.objects)
         unneeded = self.journal.checkpoint(name, self.context.checkpoint.keep)
         self.journal.ensure_current()  # a newer attempt may have started on one of them just now
-        for old in unneeded:
-            self.storage.delete(f"{checkpoints.FOLDER}/{old}")
+        checkpoints.delete_checkpoints(self.storage, unneeded, self.journal.state.checkpoints, self.objects)
         if checkpoint.published:  # only now: what the branch points at is never lost with a crash
             move_branch(self.context, self.storage, checkpoint.published)
             self._hold_lease(checkpoint)

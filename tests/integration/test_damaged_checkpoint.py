@@ -17,7 +17,7 @@ from raycl.training import stream_loop
 from raycl.training.records.fork_points import read_fork_point, save_fork_point, start_from
 from raycl.training.records.journal import last_attempt, read_state
 
-FILES = ("parameters.safetensors", "optimizer.safetensors", "frozen_state.safetensors", "manifest.json")
+FILES = ("parameters.safetensors", "optimizer.safetensors", "manifest.json")
 
 
 def damage(path: Path, how: str) -> None:

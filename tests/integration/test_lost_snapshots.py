@@ -225,7 +225,7 @@ def test_tensors_that_no_checkpoint_holds_are_named_once(
     assert lost is not None
     if method != "lora":
         for name in storage.list("checkpoints"):
-            damage(Path(storage.path(f"checkpoints/{name}/frozen_state.safetensors")), "flip")
+            damage(Path(storage.path(f"checkpoints/{name}/manifest.json")), "flip")
     bank.storage.delete(lost.file)
     with caplog.at_level(logging.WARNING, logger="raycl"):
         driver.train(driver.reopen(storage.uri))

@@ -31,7 +31,7 @@ def wanted_snapshots(bank: Bank, activations: Activations, config: ServeConfig) 
         return [last.snapshot]
     newer = list(activations.branch.newest_first(after=0 if last is None else last.seen))
     if last is not None:
-        return [*(number for number in newer if number != last.snapshot), last.snapshot]
+        return newer if last.snapshot in newer else [*newer, last.snapshot]
     if not newer:
         raise missing_branch(bank, config.branch)
     return newer

@@ -20,11 +20,10 @@ from raycl.errors import BankError
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import Checkpoint, write_checkpoint
 from raycl.training.records.journal import Journal
+from raycl.training.records.tensor_objects import TensorObjects, grouped, ungrouped
 from raycl.training.training_context import RunInfo
 
 PARAMETERS = "parameters"
-WHOLE = "tensor"
-"""Name of the tensor in a group that holds one."""
 
 
 def put_training_state(bank: Bank, done: Checkpoint, phases: list[dict[str, Any]]) -> str:
@@ -87,28 +86,8 @@ def start_from_snapshot(bank: Bank, snapshot: Snapshot, identity: str, storage: 
         snapshot=dump(snapshot),
     )
     name = f"phase{checkpoint.phase:03d}-start-{snapshot.sha256[:12]}"
-    write_checkpoint(storage, name, checkpoint)
+    write_checkpoint(storage, name, checkpoint, TensorObjects(storage))
     journal = Journal.claim(
         storage, run, workers=0, driver="", started_from=f"{bank.storage.address}@{snapshot.sha256}"
     )
     journal.begin_with([name], values["phases"])
-
-
-def grouped(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Tensors of a state by what they belong to: `slot/<adapter>/<part>` by adapter, shorter names each alone."""
-    groups: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition("/")
-        owner, slash, part = rest.partition("/")
-        group, inner = (f"{kind}/{owner}/", part) if slash else (name, WHOLE)
-        groups.setdefault(group, {})[inner] = tensor
-    return groups
-
-
-def ungrouped(groups: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Back from what `grouped` gave."""
-    return {
-        f"{group}{inner}" if group.endswith("/") else group: tensor
-        for group, held in groups.items()
-        for inner, tensor in held.items()
-    }

@@ -9,6 +9,7 @@ What it does not know: which tensors a method learns, and which checkpoint count
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +20,10 @@ from raycl.errors import CheckpointError, DamagedError, FormatError, RunError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.storage.records import read_record, seal
+from raycl.training.records.tensor_objects import TensorObjects, grouped, infos_of, ungrouped
 
 FOLDER = "checkpoints"
-PARAMETERS, OPTIMIZER, FROZEN_STATE = "parameters.safetensors", "optimizer.safetensors", "frozen_state.safetensors"
+PARAMETERS, OPTIMIZER = "parameters.safetensors", "optimizer.safetensors"
 MANIFEST, SNAPSHOT = "manifest.json", "snapshot.json"
 FORMAT = 4
 
@@ -70,14 +72,11 @@ class Checkpoint:
         return f"phase{self.phase:03d}-step{self.step:07d}-attempt{attempt:04d}"
 
 
-def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint) -> None:
-    """Write the folder `checkpoints/<name>`."""
+def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, objects: TensorObjects) -> None:
+    """Write the folder `checkpoints/<name>`, and objects that it names and the run does not have yet."""
     folder = storage.sub(f"{FOLDER}/{name}")
-    tensors = {
-        PARAMETERS: checkpoint.parameters,
-        OPTIMIZER: checkpoint.optimizer,
-        FROZEN_STATE: checkpoint.frozen_state,
-    }
+    named = {group: objects.put(group, tensors) for group, tensors in grouped(checkpoint.frozen_state).items()}
+    tensors = {PARAMETERS: checkpoint.parameters, OPTIMIZER: checkpoint.optimizer}
     files = {file: save({name: value.contiguous() for name, value in held.items()}) for file, held in tensors.items()}
     if checkpoint.snapshot:
         files[SNAPSHOT] = checkpoint.snapshot
@@ -92,13 +91,17 @@ def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint) -> Non
         "spent": checkpoint.spent,
         "published": checkpoint.published,
         "modifiers": checkpoint.modifiers,
+        "objects": {group: info.model_dump() for group, info in named.items()},
         "sha256": {file: hashlib.sha256(data).hexdigest() for file, data in files.items()},
     }
     folder.write(MANIFEST, seal(manifest))
 
 
-def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
+def read_checkpoint(storage: Storage, name: str, bank: Storage | None = None) -> Checkpoint:
     """Read `checkpoints/<name>`.
+
+    Args:
+        bank: storage of the run's bank, where objects that are damaged here may be whole.
 
     Raises:
         CheckpointError: a file is missing, cut or changed. RunError: of another version. StorageError: out of reach.
@@ -106,6 +109,8 @@ def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
     folder = storage.sub(f"{FOLDER}/{name}")
     manifest = _manifest(folder)
     files = {file: _file(folder, file, sha256) for file, sha256 in manifest["sha256"].items()}
+    objects = TensorObjects(storage, bank)
+    groups = {group: objects.get(info, group) for group, info in infos_of(manifest).items()}
     return Checkpoint(
         manifest["phase"],
         manifest["step"],
@@ -115,7 +120,7 @@ def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
         load(files[OPTIMIZER]),
         manifest["spent"],
         manifest["published"],
-        load(files[FROZEN_STATE]),
+        ungrouped(groups),
         manifest["modifiers"],
         files.get(SNAPSHOT, b""),
     )
@@ -130,6 +135,31 @@ def read_snapshot(storage: Storage, name: str) -> bytes:
     folder = storage.sub(f"{FOLDER}/{name}")
     hashes = _manifest(folder)["sha256"]
     return _file(folder, SNAPSHOT, hashes[SNAPSHOT]) if SNAPSHOT in hashes else b""
+
+
+def delete_checkpoints(storage: Storage, names: Sequence[str], kept: Sequence[str], objects: TensorObjects) -> None:
+    """Delete checkpoints, and objects that only they name. Where a manifest cannot be read, objects stay."""
+    try:
+        ours = [infos_of(_manifest(storage.sub(f"{FOLDER}/{name}"))) for name in names]
+        theirs = [infos_of(_manifest(storage.sub(f"{FOLDER}/{name}"))) for name in kept]
+    except RunError:
+        ours, theirs = [], []
+    needed = {info.sha256 for one in theirs for info in one.values()}
+    for name in names:
+        storage.delete(f"{FOLDER}/{name}")
+    objects.delete([info for one in ours for info in one.values() if info.sha256 not in needed])
+
+
+def copy_checkpoint(source: Storage, folder: str, target: Storage, to: str) -> None:
+    """Copy the checkpoint in `folder` with the objects that it names.
+
+    Raises:
+        CheckpointError, RunError, StorageError: see `read_checkpoint`.
+    """
+    held = source.sub(folder)
+    TensorObjects(source).copy(infos_of(_manifest(held)).values(), target)
+    for name in held.files():
+        target.sub(to).write(name, held.read(name))
 
 
 def _manifest(folder: Storage) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def save_fork_point(storage: Storage, done: int, to: Storage) -> None:
         return
     name = state.checkpoints[-1]
     copy = f"{name}-{storage.uri.rsplit('/', 1)[-1]}"  # runs that save at the same time write different files
-    _copy(storage.sub(f"{checkpoints.FOLDER}/{name}"), to.sub(copy))
+    checkpoints.copy_checkpoint(storage, f"{checkpoints.FOLDER}/{name}", to, copy)
     fork_point = {"format": FORMAT, "run": storage.address, "checkpoint": copy, "phases": state.phases}
     try:
         to.create(FORK_POINT, seal(fork_point))
@@ -65,8 +65,8 @@ def start_from(fork_point: Storage, storage: Storage, phases: list[dict[str, Any
     assert tree is not None, "there is no fork point here"
     name = str(tree["checkpoint"])
     folder = f"{checkpoints.FOLDER}/{name}"
-    _copy(fork_point.sub(name), storage.sub(folder))
     try:
+        checkpoints.copy_checkpoint(fork_point, name, storage, folder)
         checkpoints.read_checkpoint(storage, name)
     except CheckpointError:
         storage.delete(folder)

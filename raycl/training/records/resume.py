@@ -45,7 +45,9 @@ class ResumePoint:
         return f"{'; '.join(self.problems)}: the run continues from {where}{again}; its results will be the same"
 
 
-def newest_resume_point(storage: Storage, state: RunState, world: DistributedContext) -> ResumePoint:
+def newest_resume_point(
+    storage: Storage, state: RunState, world: DistributedContext, bank: Storage | None = None
+) -> ResumePoint:
     """The newest checkpoint that every worker can read. Collective.
 
     Raises:
@@ -55,7 +57,7 @@ def newest_resume_point(storage: Storage, state: RunState, world: DistributedCon
     names, phases = state.checkpoints, state.phases
     found, problems, newest = None, [], len(names) - 1
     while found is None and newest >= 0:
-        found, reasons = _read_by_all(storage, names[newest], len(phases), world)
+        found, reasons = _read_by_all(storage, names[newest], len(phases), world, bank)
         problems += reasons
         newest -= found is None
     if found is None and phases:
@@ -71,7 +73,7 @@ def newest_resume_point(storage: Storage, state: RunState, world: DistributedCon
 
 
 def _read_by_all(
-    storage: Storage, name: str, phases: int, world: DistributedContext
+    storage: Storage, name: str, phases: int, world: DistributedContext, bank: Storage | None
 ) -> tuple[Checkpoint | None, list[str]]:
     """A checkpoint, or None and why some worker cannot use it: the same result on every worker.
 
@@ -80,7 +82,7 @@ def _read_by_all(
     """
     found, error = None, None
     try:
-        found = read_checkpoint(storage, name)
+        found = read_checkpoint(storage, name, bank)
         if found.phase > phases:
             raise CheckpointError(f"checkpoint '{name}' is of phase {found.phase}, but {phases} phases are recorded")
     except (RunError, StorageError) as raised:

@@ -14,27 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from bank_samples import MODEL, ROUTER, adapter
 from safetensors.torch import load_file
 from tiny import on_main
 
 from raycl.bank import AdapterManifest, AdapterRef, Bank
-from raycl.bank.manifest import ModelInfo, RouterInfo, TaskInfo
+from raycl.bank.manifest import ModelInfo, TaskInfo
 from raycl.bank.operations.maintenance import diff, prune, verify
 from raycl.errors import BankError, StorageError
 from raycl.storage import Storage
 from raycl.storage.records import seal
 from raycl.types import AdapterState
-
-MODEL = ModelInfo(name="tiny", sha256="a" * 64, kind="encoder")
-ROUTER = RouterInfo(kind="task")
-
-
-def adapter(seed: int = 0, rank: int = 2) -> AdapterState:
-    """An adapter of two linears, a prompt and a head."""
-    draw = torch.Generator().manual_seed(seed)
-    pairs = {path: (torch.randn(rank, 6, generator=draw), torch.randn(5, rank, generator=draw)) for path in ("q", "v")}
-    head = (torch.randn(2, 6, generator=draw), torch.randn(2, generator=draw))
-    return AdapterState(pairs, 4.0, torch.randn(3, 6, generator=draw), ("yes", "no"), *head)
 
 
 def same(mine: AdapterState, other: AdapterState) -> bool:

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_bank import MODEL, ROUTER, adapter
+from bank_samples import child
 
-from raycl.bank import Bank, Snapshot
+from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.bank.branches import Branch, branch_names, check_branch, head_of, line_of, resolve
 from raycl.bank.leases import hold_lease, release_lease
-from raycl.bank.manifest import TaskInfo
 from raycl.bank.operations.maintenance import prune, verify
 from raycl.errors import BankError, BranchMovedError
 from raycl.storage.records import seal
@@ -25,14 +24,6 @@ REPO = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def bank(tmp_path: Path) -> Bank:
     return Bank.at(tmp_path / "bank")
-
-
-def child(bank: Bank, task: str, parent: Snapshot | None = None) -> Snapshot:
-    """A snapshot with one task more than its parent."""
-    fresh = bank.publish(task, adapter(len(bank.names())), MODEL, [task])
-    kept = [(entry, parent.layouts[entry.layout]) for entry in parent.adapters] if parent else []
-    tasks = [*(parent.tasks if parent else ()), TaskInfo(name=task)]
-    return bank.snapshot([fresh, *kept], MODEL, ROUTER, tasks, parent=parent.number if parent else None)
 
 
 def test_a_branch_moves_forward_only(bank: Bank) -> None:

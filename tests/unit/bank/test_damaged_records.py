@@ -21,6 +21,7 @@ from raycl.training.records import fork_points
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from raycl.training.records.journal import Journal, read_state
 from raycl.training.records.stop_signal import read_decision, write_decision
+from raycl.training.records.tensor_objects import TensorObjects
 from raycl.types import AdapterState
 
 MODEL = ModelInfo(name="tiny", sha256="a" * 64)
@@ -77,7 +78,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Storage:
         journal = Journal.claim(storage, workers=1)
         name = "ab"[seed]
         checkpoint = Checkpoint(0, 2 + seed, 3, {"labels": ["ä"], "by": {2: 1e-05, 10: 0.5}}, {"w": torch.randn(3)}, {})
-        write_checkpoint(storage, name, checkpoint)
+        write_checkpoint(storage, name, checkpoint, TensorObjects(storage))
         journal.checkpoint(name, keep=2)
         write_decision(storage, 1 + seed, continues=bool(seed))
     journal.phase_done({"phase": 0, "row": {"t": {"value": 12.5}}})

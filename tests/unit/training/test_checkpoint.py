@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from raycl.errors import RunError
+from raycl.errors import CheckpointError, RunError
 from raycl.storage import Storage
-from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from raycl.training.records.checkpoint import Checkpoint, delete_checkpoints, read_checkpoint, write_checkpoint
+from raycl.training.records.tensor_objects import TensorObjects, grouped, ungrouped
 
 
 def made(step: int = 3) -> Checkpoint:
@@ -21,7 +22,7 @@ def made(step: int = 3) -> Checkpoint:
 
 def test_a_round_trip_changes_nothing(tmp_path: Path) -> None:
     storage, checkpoint = Storage.at(tmp_path), made()
-    write_checkpoint(storage, checkpoint.name(2), checkpoint)
+    write_checkpoint(storage, checkpoint.name(2), checkpoint, TensorObjects(storage))
     found = read_checkpoint(storage, "phase001-step0000003-attempt0002")
     for mine, other in ((found.parameters, checkpoint.parameters), (found.optimizer, checkpoint.optimizer)):
         assert mine.keys() == other.keys()
@@ -39,16 +40,70 @@ def test_a_round_trip_changes_nothing(tmp_path: Path) -> None:
 def test_the_end_of_a_phase_has_no_optimizer(tmp_path: Path) -> None:
     storage, checkpoint = Storage.at(tmp_path), made(step=9)
     checkpoint.optimizer = {}
-    write_checkpoint(storage, "end", checkpoint)
+    write_checkpoint(storage, "end", checkpoint, TensorObjects(storage))
     found = read_checkpoint(storage, "end")
     assert found.is_phase_end and found.optimizer == {}
 
 
 def test_without_its_manifest_it_does_not_exist(tmp_path: Path) -> None:
     storage = Storage.at(tmp_path)
-    write_checkpoint(storage, "c", made())
+    write_checkpoint(storage, "c", made(), TensorObjects(storage))
     storage.delete("checkpoints/c/manifest.json")
     with pytest.raises(RunError, match=r"c' is incomplete: it has no manifest.json"):
         read_checkpoint(storage, "c")
     with pytest.raises(RunError, match="is incomplete"):
         read_checkpoint(storage, "none")
+
+
+def frozen(*tasks: str) -> dict[str, torch.Tensor]:
+    """State of learned tasks: an adapter of two tensors and a query each, and one tensor of all."""
+    state = {"projection": torch.ones(3, dtype=torch.float64)}
+    for number, task in enumerate(tasks):
+        state |= {f"slot/{task}/a": torch.full((2, 3), float(number)), f"slot/{task}/b": torch.zeros(0, 2)}
+        state[f"dev/{task}"] = torch.arange(number + 1)
+    return state
+
+
+def test_what_is_frozen_is_stored_once_and_named(tmp_path: Path) -> None:
+    storage = Storage.at(tmp_path)
+    objects, state = TensorObjects(storage), frozen("one", "two")
+    for name, tasks in (("a", frozen("one")), ("b", state), ("c", {**state, "projection": torch.zeros(3)})):
+        checkpoint = made()
+        checkpoint.frozen_state = tasks
+        write_checkpoint(storage, name, checkpoint, objects)
+    assert len(storage.files("objects")) == len(grouped(state)) + 1
+    assert ungrouped(grouped(state)).keys() == state.keys()
+    found = read_checkpoint(storage, "b").frozen_state
+    assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+    assert all(found[name].dtype == state[name].dtype for name in state)
+    delete_checkpoints(storage, ["a", "b"], ["c"], objects)
+    assert storage.list("checkpoints") == ["c"] and len(storage.files("objects")) == len(grouped(state))
+    assert read_checkpoint(storage, "c").frozen_state.keys() == state.keys()
+
+
+def test_a_tensor_that_was_changed_in_place_is_stored_again(tmp_path: Path) -> None:
+    objects, tensor = TensorObjects(Storage.at(tmp_path)), torch.ones(4)
+    first = objects.put("x", {"tensor": tensor})
+    assert objects.put("x", {"tensor": tensor}) == first
+    tensor += 1
+    assert objects.put("x", {"tensor": tensor}) != first
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut", "flipped", "neighbour"])
+def test_a_damaged_object_is_read_from_the_bank_or_refused(tmp_path: Path, harm: str) -> None:
+    storage, bank = Storage.at(tmp_path / "run"), Storage.at(tmp_path / "bank")
+    checkpoint = made()
+    checkpoint.frozen_state = frozen("one", "two")
+    write_checkpoint(storage, "a", checkpoint, TensorObjects(storage))
+    for file in storage.files("objects"):
+        bank.write(file, storage.read(file))
+    first, second = list(storage.files("objects"))[:2]
+    path, data = Path(storage.path(first)), storage.read(first)
+    changed = {"cut": data[:-1], "flipped": data[:-1] + bytes([data[-1] ^ 1]), "neighbour": storage.read(second)}
+    path.unlink()
+    if harm != "gone":
+        path.write_bytes(changed[harm])
+    with pytest.raises(CheckpointError, match=rf"{first}' .* is missing or damaged"):
+        read_checkpoint(storage, "a")
+    assert read_checkpoint(storage, "a", bank).frozen_state.keys() == checkpoint.frozen_state.keys()
+    assert storage.read(first) == data, "it is written again"
