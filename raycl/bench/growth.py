@@ -1,4 +1,4 @@
-"""What a growing bank costs SLM and SAPT: time per step, time per answer and memory after 5, 20 and 100 tasks.
+"""What a growing bank costs SLM and SAPT after 5, 20 and 100 tasks: time per step and answer, memory, checkpoints.
 
 Many small tasks stand for many tasks: each has its own keys (of its own part of the texts), slots and label rows; the
 slots of earlier tasks are drawn, since what they hold does not change what they cost. SAPT applies every task's
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import mean, median
@@ -31,13 +32,17 @@ from raycl.methods.sapt.sapt import Sapt
 from raycl.methods.slm.slm import Slm
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
+from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase.step import train_step
+from raycl.training.records.checkpoint import Checkpoint, write_checkpoint
+from raycl.training.records.tensor_objects import TensorObjects
 from raycl.types import AdapterState, Batch, Phase
 
 LIMITS = {"slm": (1.1, 1.5), "sapt": (2.0, 2.0)}
 """Time per step and per answer over those of the fewest tasks. SLM evaluates its top K however many tasks there are;
 SAPT every active adapter, which with drawn keys is all: twenty times the tasks for at most twice the time."""
+CHECKPOINT_LIMIT = 1.2
 BUSY = 0.5
 SETTINGS = ("tasks", "batch_size", "rounds", "threads", "method", "router", "sharpness")
 WARM = 2
@@ -93,6 +98,12 @@ def _figures(options: argparse.Namespace) -> Iterator[Figure]:
             yield Figure(f"{tasks} tasks: time per step over {few} tasks'", step / other, "x", step_limit)
         for other in answers:
             yield Figure(f"{tasks} tasks: time per answer over {few} tasks'", answer / other, "x", answer_limit)
+        size, *sizes = map(checkpoint_bytes, pair)
+        yield Figure(
+            f"{tasks} tasks: size of a checkpoint", size / 2**20, "MiB", detail="without frozen adapters' objects"
+        )
+        for other in sizes:
+            yield Figure(f"{tasks} tasks: size of a checkpoint over {few} tasks'", size / other, "x", CHECKPOINT_LIMIT)
         yield Figure(f"{tasks} tasks: adapters active in a batch", grown.recorded(), "")
         yield Figure(f"{tasks} tasks: slots, on the device", grown.stack.pool.bytes / 2**20, "MiB")
         yield Figure(f"{tasks} tasks: resident memory", memory, "MiB")
@@ -180,6 +191,16 @@ def steps_s(all_grown: Sequence[Grown]) -> list[float]:
         engine.close()
         grown.method.end_task(grown.task_context)
     return found
+
+
+def checkpoint_bytes(grown: Grown) -> int:
+    """Size of the checkpoint at the end of the new task, whose frozen tensors are stored already."""
+    values, tensors = grown.method.state_dict()
+    checkpoint = Checkpoint(0, 1, 1, values, dict(grown.task_context.parameters), frozen_state=tensors)
+    with tempfile.TemporaryDirectory() as folder:
+        storage = Storage.at(folder)
+        write_checkpoint(storage, "end", checkpoint, TensorObjects(storage))
+        return sum(file.size for file in storage.files("checkpoints").values())
 
 
 @torch.no_grad()
