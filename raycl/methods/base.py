@@ -66,6 +66,16 @@ class MethodConfig(Section):
         return False
 
     @property
+    def independent_tasks(self) -> bool:
+        """Whether nothing that a task learns depends on the tasks before it, so that two snapshots can be merged."""
+        return False
+
+    @property
+    def selects_router(self) -> bool:
+        """Whether the kind of router is selected by dev texts of all tasks."""
+        return False
+
+    @property
     def fits_ahead(self) -> bool:
         """Whether texts of all phases are read before the first one is trained."""
         return False

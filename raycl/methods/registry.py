@@ -6,12 +6,12 @@ Why literal: the same on every worker, no import side effects, and a name that i
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import Field
 
-from raycl.config import Section
+from raycl.config import Section, validate
 from raycl.methods.base import Method, MethodConfig
 from raycl.methods.modifier import GradientModifier, ModifierConfig
 
@@ -47,6 +47,16 @@ def method_class(name: str) -> type[Method]:
     module, _, attribute = METHODS[name].partition(":")
     found = getattr(importlib.import_module(module), attribute)
     assert isinstance(found, type) and issubclass(found, Method), f"METHODS['{name}'] is not a Method"
+    return found
+
+
+def method_config(tree: Mapping[str, Any]) -> MethodConfig:
+    """The settings of a method from a run's config.
+
+    Raises:
+        ConfigError: they are no settings of that method in this version.
+    """
+    found: MethodConfig = validate(method_class(str(tree["name"])).Config, dict(tree))
     return found
 
 

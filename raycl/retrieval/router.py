@@ -69,6 +69,15 @@ class Router(ABC):
         return False
 
     @classmethod
+    def selected(cls, state: RouterState, dev: Mapping[str, Tensor]) -> RouterState:
+        """The state with the kind of router that suits these tasks best, where a kind is selected at all.
+
+        Args:
+            dev: task -> queries of its dev texts.
+        """
+        return state
+
+    @classmethod
     def task_of(cls, tensor: str) -> str:
         """The task that a tensor of the router's state belongs to, by the tensor's name; "": all tasks share it."""
         return tensor.partition("/")[2]

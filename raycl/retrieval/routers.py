@@ -5,12 +5,13 @@ What it does not know: where adapters are stored, what they hold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from raycl.errors import BankError, RetrievalError
 from raycl.retrieval.attention import AttentionRouter
@@ -131,6 +132,15 @@ class TextRouter(Router):
             return False
         self.encoder = its
         return True
+
+    @classmethod
+    def selected(cls, state: RouterState, dev: Mapping[str, Tensor]) -> RouterState:
+        """With keys or discriminant, whichever routes more dev texts to their task."""
+        router = SlotRouter.restored(state)
+        for task in router.tasks:
+            router.hold_out(task, dev[task])
+        router.select()
+        return replace(state, kind=router.kind)
 
     @classmethod
     def task_of(cls, tensor: str) -> str:

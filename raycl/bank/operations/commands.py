@@ -22,6 +22,7 @@ from raycl.bank import AdapterRef, Bank, Snapshot
 from raycl.bank.branches import Branch, branch_names, head_of, is_branch_name, resolve
 from raycl.bank.operations.exchange import card_metadata, export_merged, export_peft, import_peft, mixed
 from raycl.bank.operations.maintenance import Named, diff, prune, verify
+from raycl.bank.operations.merge import merge
 from raycl.bank.operations.unlearning import forget
 from raycl.config.trust import Permissions
 from raycl.errors import BankError, BranchMovedError, counted
@@ -104,6 +105,22 @@ def _promote(bank: Bank, options: Namespace) -> Answer:
     tree = {"branch": options.to, "before": before, "snapshot": snapshot.number, "sha256": snapshot.sha256}
     moved = f"branch '{options.to}' points at snapshot {snapshot.number}"
     return Answer(f"{moved} (before: {'nothing' if before is None else f'snapshot {before}'})", tree)
+
+
+def _merge(bank: Bank, options: Namespace) -> Answer:
+    ours = resolve(bank, options.ours)
+    address, at, reference = options.theirs.rpartition("@")
+    other = Bank.at(address) if at else bank
+    theirs = resolve(other, reference)
+    merged = merge(bank, ours, theirs, other, options.with_samples)
+    tree = {"snapshot": merged.number, "tasks": [task.name for task in merged.tasks], "branch": None}
+    text = f"snapshot {merged.number} has the tasks of snapshots {ours.number} and {theirs.number}"
+    name = options.to or (options.ours if is_branch_name(options.ours) else None)
+    if name is not None:
+        Branch(bank, name).advance(merged, f"{options.theirs} merged")
+        tree["branch"] = name
+        text += f"; branch '{name}' points at it"
+    return Answer(f"{text}: {', '.join(task.name for task in merged.tasks)}", tree)
 
 
 def _delete(bank: Bank, options: Namespace) -> Answer:
@@ -290,6 +307,7 @@ COMMANDS: dict[str, Callable[[Bank, Namespace], Answer]] = {
     "branches": _branches,
     "log": _log,
     "promote": _promote,
+    "merge": _merge,
     "delete": _delete,
     "list": _list,
     "show": _show,

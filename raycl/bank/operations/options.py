@@ -25,6 +25,15 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     promoting = names.add_parser("promote", help="move a branch forward to where another one is")
     promoting.add_argument("branch", help="branch, snapshot's number or hash")
     promoting.add_argument("--to", default=MAIN, metavar="BRANCH", help=f"default: {MAIN}")
+    merging = names.add_parser(
+        "merge", help="a snapshot with the tasks of two, where tasks do not depend on each other"
+    )
+    merging.add_argument("ours", help="branch, snapshot's number or hash; a branch moves to the merged snapshot")
+    merging.add_argument("theirs", help="the same, or BANK@REFERENCE for another bank")
+    merging.add_argument(
+        "--to", metavar="BRANCH", help="branch that moves to the merged snapshot; default: the first one"
+    )
+    merging.add_argument("--with-samples", action="store_true", help="copy pseudo-samples of another bank too")
     deleting = names.add_parser("delete", help="delete a branch; its snapshots stay until they are pruned")
     deleting.add_argument("branch")
     show = names.add_parser("show", help="one adapter (name or name@version) or snapshot (number)")

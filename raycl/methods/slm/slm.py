@@ -87,6 +87,16 @@ class SlmConfig(MethodConfig):
         return self.retrieval.task_id or self.head_rule == "label_count"
 
     @property
+    def independent_tasks(self) -> bool:
+        """Slots that are trained alone, with label heads of their own."""
+        return self.train_scope == "own" and self.head_rule != "label_count"
+
+    @property
+    def selects_router(self) -> bool:
+        """Keys or discriminant."""
+        return self.router == "auto"
+
+    @property
     def fits_ahead(self) -> bool:
         """Keys of all tasks, where all compete."""
         return self.train_scope == "all"
