@@ -21,6 +21,7 @@ import numpy as np
 import ray
 from ray.exceptions import (
     ActorUnavailableError,
+    GetTimeoutError,
     ObjectLostError,
     ObjectStoreFullError,
     OutOfDiskError,
@@ -42,6 +43,9 @@ FULL = (ObjectStoreFullError, OutOfDiskError)
 
 NAMESPACE = "raycl"
 """Of the cache actors: detached, so that every job of the cluster finds the same one."""
+
+WAIT_S, LATER_S = 30.0, 1.0
+"""For objects to come to this node; after the first that did not, the others are not waited for so long."""
 
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Before each request to the cache actor: when it or its node was lost, it restarts within seconds."""
@@ -158,6 +162,7 @@ class ObjectStoreCache:
             raise BankError("the object-store cache needs a Ray cluster: call ray.init, or fetch from the bank itself")
         self.bank = bank
         self._said_full = False
+        self._wait_s = WAIT_S
         self.name = "adapter-cache-" + hashlib.sha256(bank.storage.address.encode()).hexdigest()[:16]
         capacity = capacity_mb * 2**20 if capacity_mb else ray.cluster_resources()["object_store_memory"] / 2
         self._actor = (
@@ -197,16 +202,29 @@ class ObjectStoreCache:
     def _buffers(self, wanted: list[tuple[str, ObjectInfo]]) -> list[Any]:
         def read(lost: list[str]) -> list[Any]:
             references = ray.get(self._actor.references.remote(wanted, lost))
-            try:
-                found = iter(ray.get([reference for reference in references if reference is not None]))
-            except FULL:  # on this node
-                references, found = [None] * len(wanted), iter(())
+            shared = self._local([reference for reference in references if reference is not None])
             return [
-                self._unshared(what, info) if reference is None else next(found)
+                self._unshared(what, info) if reference not in shared else shared[reference]
                 for reference, (what, info) in zip(references, wanted, strict=True)
             ]
 
         return self._with_retries(read, [info.sha256 for _, info in wanted])
+
+    def _local(self, references: list[Any]) -> dict[Any, Buffer]:
+        """Objects that this node's object store has, or gets in time.
+
+        A spilled object that finds no place again would be waited for without end.
+        """
+        if not references:
+            return {}
+        named = list(dict.fromkeys(references))
+        ready, late = ray.wait(named, num_returns=len(named), timeout=self._wait_s)
+        if late:
+            self._wait_s = LATER_S
+        try:
+            return dict(zip(ready, ray.get(ready, timeout=WAIT_S), strict=True))
+        except (*FULL, GetTimeoutError):
+            return {}
 
     def _unshared(self, what: str, info: ObjectInfo) -> Buffer:
         if not self._said_full:

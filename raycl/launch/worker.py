@@ -10,13 +10,14 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import ray
 import torch
+from ray.exceptions import GetTimeoutError
 from ray.train.torch import get_device
 
 from raycl import config as configs
@@ -39,6 +40,8 @@ from raycl.training.training_context import TrainingContext
 log = logging.getLogger("raycl")
 CONFIG = "config.yaml"
 LOGS = "log"
+WEIGHTS_S = 120.0
+"""For a backbone to come to this node; one that was spilled and finds no place would be waited for without end."""
 
 
 def is_log(name: str) -> bool:
@@ -104,7 +107,7 @@ def _learn(
     job: dict[str, Any], storage: Storage, world: DistributedContext, config: RunConfig, control: Control
 ) -> None:
     """Build the parts of the run and continue it."""
-    files = ray.get(job["weights"]) if job["weights"] is not None else ()
+    files = _weights(job["weights"])
     context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])
     if config.bank.start:
         _start_from_bank(config.bank.start, context, storage, world)
@@ -144,6 +147,18 @@ def _start_from_bank(start: str, context: TrainingContext, storage: Storage, wor
     except (BankError, StorageError) as raised:
         error = raised
     world.raise_any(error)
+
+
+def _weights(reference: ray.ObjectRef[list[Any]] | None) -> Sequence[Any]:
+    """The backbone's files in the object store; none where they do not come to this node in time."""
+    if reference is None:
+        return ()
+    try:
+        files: Sequence[Any] = ray.get(reference, timeout=WEIGHTS_S)
+        return files
+    except GetTimeoutError:
+        log.warning("the backbone did not come from the object store in %.0f s: its files are read instead", WEIGHTS_S)
+        return ()
 
 
 def _log_hang(storage: Storage, file: str) -> None:
