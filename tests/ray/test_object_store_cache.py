@@ -196,3 +196,19 @@ def test_verified_objects_are_read_once(snapshot: tuple[Bank, Snapshot], capacit
     finally:
         path.write_bytes(whole)
         object_store_cache.close()
+
+
+@ray.remote(num_cpus=0)
+def never() -> None:
+    """An object that does not come: as a spilled one for which there is no room again."""
+    time.sleep(600)
+
+
+def test_objects_that_do_not_come_are_not_waited_for(ray_cluster: dict[str, str], tmp_path: Path) -> None:
+    cache = ObjectStoreCache(Bank.at(tmp_path / "bank"))
+    cache._wait_s = 0.2
+    late, there = never.remote(), ray.put(b"here")
+    began = time.monotonic()
+    assert cache._local([there, late, there]) == {there: b"here"} and time.monotonic() - began < 10
+    ray.cancel(late, force=True)
+    cache.close()

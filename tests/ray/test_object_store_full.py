@@ -28,7 +28,7 @@ COUNT, WIDTH, RANK = 7, 4096, 512
 
 @pytest.fixture(scope="module")
 def full_disk(one_at_a_time: FileLock) -> Iterator[None]:
-    """A Ray that takes any disk for full, as it does at 95 %."""
+    """A Ray that takes any disk for full, as it does at 95 %, and spills nothing ahead of need."""
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
     try:
         with one_at_a_time:
@@ -40,7 +40,7 @@ def full_disk(one_at_a_time: FileLock) -> Iterator[None]:
                 log_to_driver=False,
                 namespace="raycl-tests",
                 _temp_dir=folder,
-                _system_config={"local_fs_capacity_threshold": 0.0001},
+                _system_config={"local_fs_capacity_threshold": 0.0001, "object_spilling_threshold": 1.0},
             )
         yield
     finally:
