@@ -5,6 +5,7 @@ The environment is set while pytest imports this file, that is before any test i
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import shutil
@@ -54,6 +55,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAYCL_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """What is alive when a file begins, the libraries above all, is no garbage: collecting need not look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

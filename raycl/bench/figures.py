@@ -12,6 +12,7 @@ import platform
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
@@ -107,6 +108,7 @@ def _accelerator() -> dict[str, str]:
     return {"gpu": info.name, "gpu memory": f"{info.total_memory / 2**30:.0f} GiB", "cuda": str(torch.version.cuda)}
 
 
+@cache
 def _versions() -> dict[str, str]:
     """Of the packages that are installed."""
     found: dict[str, str] = {}

@@ -6,6 +6,7 @@ Called as `two_workers.py RANK WORLD_SIZE RENDEZVOUS_FILE JOBS_FILE`.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -39,6 +40,7 @@ def main(rank: int, size: int, rendezvous: str, jobs: str) -> None:
         config = configs.validate(RunConfig, job["tree"])
         views = job.get("views", False)
         folder = Path(job["folder"]) / str(rank) if views else Path(job["folder"])
+        gc.freeze()  # closed engines collect garbage: what the libraries made on import is none
         try:
             with suppress(Stop):
                 run(config, Storage.at(folder), after=job["after"], world=world)

@@ -6,6 +6,7 @@ What it does not know: what any part measures.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import logging
@@ -53,7 +54,9 @@ class Part:
 
     def cases(self, setup: Setup) -> list[Case]:
         """What it measures, in order of value; its module is imported when it is reached."""
-        found: Iterable[Case] = importlib.import_module(f"raycl.bench.gpu.parts.{self.name}").cases(setup)
+        module = importlib.import_module(f"raycl.bench.gpu.parts.{self.name}")
+        gc.freeze()  # garbage is collected after every case: what the libraries made on import is none
+        found: Iterable[Case] = module.cases(setup)
         return list(found)
 
 
