@@ -46,10 +46,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
         own = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | environment
-        said = (tmp_path / f"said{len(started)}.txt").open("w")
+        said, out = ((tmp_path / f"{name}{len(started)}.txt").open("w") for name in ("said", "out"))
+        command = [sys.executable, *arguments]
         process = subprocess.Popen(
-            [sys.executable, *arguments], cwd=tmp_path, env=own, stdout=said, stderr=said, text=True
+            command, cwd=tmp_path, env=own, stdout=out, stderr=said, text=True, start_new_session=True
         )
+        process.out = Path(out.name)  # type: ignore[attr-defined]
         process.said = Path(said.name)  # type: ignore[attr-defined]
         started.append(process)
         return process
@@ -142,6 +144,11 @@ def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_
     assert bound == {"127.0.0.1"}
     assert Storage.at(tmp_path / "runs/mine").read_json("results.json")["finished"]
     assert len(json.loads((tmp_path / "sweeps/ranks/summary.json").read_text())["rows"]) == 2
+    os.killpg(endpoint.pid, signal.SIGINT)  # Ctrl-C, as a terminal sends it: to all of its foreground
+    assert endpoint.wait(60) == 0 and asked(port) == 0
+    said = endpoint.said.read_text()  # type: ignore[attr-defined]
+    assert "(Ctrl-C ends it)" in said and said.splitlines()[-1] == "stopping: answers that have begun are finished"
+    assert endpoint.out.read_text() == ""  # type: ignore[attr-defined]
 
 
 def test_waiting_for_resources_is_logged(
@@ -153,7 +160,7 @@ def test_waiting_for_resources_is_logged(
     caplog.set_level(logging.INFO, logger="raycl")
     holder = start("-c", HOLD, RAY_ADDRESS=ray_cluster["address"])
     end = time.monotonic() + 60
-    while "held" not in holder.said.read_text():  # type: ignore[attr-defined]
+    while "held" not in holder.out.read_text():  # type: ignore[attr-defined]
         assert holder.poll() is None and time.monotonic() < end
         time.sleep(0.1)
     with cluster.log_while_pending(cluster.is_pending, {"CPU": 1.0}, "launch.workers"):

@@ -5,6 +5,7 @@ Every process that is signalled is one that the test's own run wrote into its jo
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from raycl.launch import driver as launch
 from raycl.launch.status import status_of
 from raycl.run import config as run_config
 from raycl.storage import Storage
+from raycl.training.records import progress
 from raycl.training.records.journal import RunState, read_state
 
 pytestmark = pytest.mark.usefixtures("s3_uri", "ray_cluster")
@@ -33,7 +35,7 @@ SMALL = [
     "stream.tasks=[topic,sentiment]",
     "stream.train_rows=40",
     "stream.test_rows=20",
-    "train.epochs=6",
+    "train.epochs=16",
     "train.batch_size=8",
     "train.log_every_s=0.1",
     "checkpoint.every_steps=null",
@@ -79,68 +81,53 @@ def whole(ray_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
     return reference.storage
 
 
-def in_second_task(storage: Storage) -> RunState | None:
-    """The state, once the second task is being trained."""
-    state = read_state(storage)
-    return state if state.phases and len(tiny.trace(storage)) > 32 else None
+def in_second_task(storage: Storage, attempt: int) -> RunState | None:
+    """The state, once this attempt trains the second task."""
+    file = f"{progress.FOLDER}/attempt-{attempt:04d}.jsonl"
+    if not storage.exists(file):
+        return None
+    steps = map(json.loads, storage.read_text(file).splitlines())
+    return read_state(storage) if sum(step["phase"] == 1 for step in steps) > 2 else None
 
 
-def test_sigterm_writes_a_checkpoint_and_exits_with_75(
-    own_driver: Callable[..., subprocess.Popen[str]], whole: Storage, tmp_path: Path
+def test_a_hang_then_sigterm_then_a_store_that_is_away(
+    own_driver: Callable[..., subprocess.Popen[str]], whole: Storage
 ) -> None:
-    storage = Storage.at(tmp_path / "runs" / "mine")
-    driver = own_driver(*SMALL, f"output.dir={tmp_path / 'runs'}", "output.name=mine")
-    wait_for(lambda: in_second_task(storage))
+    """One run through all three, in its second task, equals the run that was left alone.
+
+    A worker that hangs (SIGSTOP) is ended, its group starts again; SIGTERM writes a checkpoint and exits with 75; a
+    store that stays away exits with 75 as well, and the run is resumed when it is back.
+    """
+    store = Store()
+    storage = Storage.at(store.uri("runs/mine"))
+    hang = ["launch.hang_s=20", "launch.max_failures=2"]
+    driver = own_driver(*SMALL, *hang, f"output.dir={store.uri('runs')}", "output.name=mine")
+    os.kill(wait_for(lambda: in_second_task(storage, 1)).attempts[-1]["pid"], signal.SIGSTOP)
+    wait_for(lambda: in_second_task(storage, 2))
     driver.send_signal(signal.SIGTERM)
     _, said = driver.communicate(timeout=280)
     assert driver.returncode == os.EX_TEMPFAIL == 75, said
-    assert f"--resume {storage.uri}" in said.splitlines()[-1] and "SIGTERM" in said.splitlines()[-1], said
-    assert "Traceback" not in said
-    newest = read_state(storage).checkpoints[-1]
-    assert newest.startswith("phase001-step00000") and not newest.startswith("phase001-step0000030"), newest
-    assert (status_of(storage.uri).state, "by SIGTERM" in str(status_of(storage.uri))) == ("stopped", True)
-    again = own_driver("--resume", storage.uri)
-    _, said = again.communicate(timeout=280)
-    assert again.returncode == 0, said
-    assert (tiny.trace(storage), tiny.matrix(storage)) == (tiny.trace(whole), tiny.matrix(whole))
-    assert status_of(storage.uri).state == "finished"
-
-
-def test_a_worker_that_hangs_is_ended_and_the_run_goes_on(
-    own_driver: Callable[..., subprocess.Popen[str]], whole: Storage, tmp_path: Path
-) -> None:
-    """One of two workers stands still (SIGSTOP): the other waits for it without end, and no error comes of it."""
-    storage = Storage.at(tmp_path / "runs" / "mine")
-    hang = ["launch.hang_s=20", "launch.max_failures=2"]
-    driver = own_driver(*SMALL, *hang, f"output.dir={tmp_path / 'runs'}", "output.name=mine")
-    os.kill(wait_for(lambda: in_second_task(storage)).attempts[-1]["pid"], signal.SIGSTOP)
-    _, said = driver.communicate(timeout=280)
-    assert driver.returncode == 0, said
-    assert len(read_state(storage).attempts) == 2
     assert re.search(r"worker 2 of 2 \(process \d+ on .*\) made no progress for \d+ s while training", said), said
-    assert "made no progress" in status_of(storage.uri).details["hang 1"]
-    assert (tiny.trace(storage), tiny.matrix(storage)) == (tiny.trace(whole), tiny.matrix(whole))
+    assert f"--resume '{storage.address}'" in said.splitlines()[-1] and "SIGTERM" in said.splitlines()[-1], said
+    assert "Traceback" not in said and len(read_state(storage).attempts) == 2
+    newest = read_state(storage).checkpoints[-1]
+    assert newest.startswith("phase001-step00000") and not newest.startswith("phase001-step0000080"), newest
+    stopped = status_of(storage.address)
+    assert (stopped.state, "by SIGTERM" in str(stopped)) == ("stopped", True)
+    assert "made no progress" in stopped.details["hang 1"]
 
-
-def test_a_store_that_stays_away_stops_the_run_which_can_be_resumed(
-    own_driver: Callable[..., subprocess.Popen[str]], whole: Storage
-) -> None:
-    store = Store()
-    storage = Storage.at(store.uri("runs/mine"))
-    short = ["output.retry_s=1", "launch.max_failures=0"]
-    driver = own_driver(*SMALL, *short, f"output.dir={store.uri('runs')}", "output.name=mine")
-    wait_for(lambda: in_second_task(storage))
+    second = own_driver("--resume", storage.address, "output.retry_s=1", "launch.max_failures=0")
+    wait_for(lambda: in_second_task(storage, 3))
     store.stop()
-    _, said = driver.communicate(timeout=280)
+    _, said = second.communicate(timeout=280)
     store.start()
-    assert driver.returncode == os.EX_TEMPFAIL, said
+    assert second.returncode == os.EX_TEMPFAIL, said
     assert f"when it is back, continue with --resume '{storage.address}'" in said.splitlines()[-1], said
     assert "did not answer for" in said and "Traceback" not in said
-    again = own_driver("--resume", storage.address)
-    _, said = again.communicate(timeout=280)
-    store.stop()
-    assert again.returncode == 0, said
-    assert "trying again" not in said
-    store.start()
+
+    third = own_driver("--resume", storage.address)
+    _, said = third.communicate(timeout=280)
+    assert third.returncode == 0 and "trying again" not in said, said
     assert (tiny.trace(storage), tiny.matrix(storage)) == (tiny.trace(whole), tiny.matrix(whole))
+    assert status_of(storage.address).state == "finished" and len(read_state(storage).attempts) == 4
     store.stop()
