@@ -19,6 +19,7 @@ from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import WRAPPERS, method_class, modifier_class
 from raycl.report.results import read_results
 from raycl.run.config import RunConfig
+from raycl.run.extension import check_takes_more_tasks
 from raycl.run.start import start_of
 from raycl.training.schedule import SCHEDULES
 from raycl.training.seeds import micro_batch_size
@@ -74,9 +75,12 @@ def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:
     """As `check`, for a run that begins: its branch of a shared bank must be new. Also returns `eval.singles`' scores.
 
     Raises:
-        RunError: another run's snapshots are on that branch. RayclError: see `check`.
+        RunError: another run's snapshots are on that branch, or the run starts from a snapshot of a method that
+            takes no more tasks. RayclError: see `check`.
     """
     stream = check(config)
+    if config.bank.start:
+        check_takes_more_tasks(config)
     if config.bank.publish and config.bank.dir:
         bank, name = Bank.at(config.bank.dir), config.bank.branch
         head = Branch(bank, name).head()

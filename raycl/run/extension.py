@@ -30,7 +30,7 @@ def with_tasks(config: RunConfig, added: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: no such task, or it is no YAML. ResumeError: the method cannot take more tasks.
     """
-    _check_method(config)
+    check_takes_more_tasks(config)
     tree = configs.as_tree(config)
     given = tree["stream"]["tasks"]
     known = given if given is not None else [task.name for task in open_stream(config.stream, config.seed).tasks]
@@ -48,7 +48,12 @@ def _task(text: str) -> Any:
         ) from error
 
 
-def _check_method(config: RunConfig) -> None:
+def check_takes_more_tasks(config: RunConfig) -> None:
+    """Whether a run that has learned some of its tasks can learn further ones.
+
+    Raises:
+        ResumeError: its method or schedule used all tasks from the start.
+    """
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     kind = method_class(config.method.name)
     if config.stream.schedule == "joint":

@@ -21,8 +21,8 @@ from raycl.training.settings import EXEMPT
 OWN = ("launch", "tracking", "output", "bank")
 """Sections that say where and how a run runs: they are never taken over from the snapshot's run."""
 
-NEW_TASKS_ALONE = ("train", "engine", "checkpoint")
-"""Sections that act on the tasks that are learned next and on nothing that was learned: they may differ."""
+MAY_DIFFER = ("train", "engine", "checkpoint", "stream.root", "stream.cache_dir")
+"""What acts on the tasks that are learned next and on nothing that was learned, and where data lies."""
 
 
 def start_of(bank_start: str) -> tuple[Bank, Snapshot]:
@@ -136,7 +136,7 @@ def refuse_changes(start: Start, tree: Tree) -> None:
     Raises:
         ConfigError: a setting differs.
     """
-    changed = changes_beside_tasks(start.base, tree, start.added, (*EXEMPT, *NEW_TASKS_ALONE, "bank.start"))
+    changed = changes_beside_tasks(start.base, tree, start.added, (*EXEMPT, *MAY_DIFFER, "bank.start"))
     if changed:
         listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
         raise ConfigError(

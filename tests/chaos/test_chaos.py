@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from faults import (
@@ -31,6 +32,7 @@ from faults import (
 from tiny import save_model
 
 from raycl.bank import Bank
+from raycl.bank.branches import head_of
 from raycl.storage import Storage
 from raycl.training.records.journal import RunState, read_state
 from raycl.training.records.progress import read_trace
@@ -118,10 +120,10 @@ def inside(phase: int) -> Any:
     return ready
 
 
-def outcome(storage: Storage) -> dict[str, Any]:
+def outcome(storage: Storage, bank: Bank | None = None) -> dict[str, Any]:
     """What must not depend on what went wrong: every cell, every step's numbers, every adapter, every answer."""
     results = storage.read_json("results.json")
-    newest = Bank(storage.sub("bank")).newest()
+    newest = (bank or Bank(storage.sub("bank"))).newest()
     assert newest is not None and results["finished"]
     folder = f"predictions/{len(WORDS) - 1:03d}-{list(WORDS)[-1]}"
     return {
@@ -153,6 +155,11 @@ def test_six_tasks_through_everything_that_can_go_wrong(store: Store, nodes: Nod
         for what in whole:
             assert mine[what] == whole[what], what
         log("matrix, steps, adapters, router and answers are equal, bit for bit")
+        last = _from_the_bank_alone(log, store, driver, config)
+        for what in whole.keys() - {"steps"}:
+            assert last[what] == whole[what], what
+        assert last["steps"] == [step for step in whole["steps"] if step[0] >= last["steps"][0][0]]
+        log("from the bank alone: matrix, steps, adapters, router and answers are equal, bit for bit")
     finally:
         driver.stop()
 
@@ -182,6 +189,33 @@ def _disturbed(log: Log, store: Store, nodes: Nodes, driver: Driver, words: list
         )
         assert asking.lost == 0 and asking.answers > 100
         assert asking.snapshots == sorted(asking.snapshots), "an older snapshot answered after a newer one"
+
+
+def _from_the_bank_alone(log: Log, store: Store, driver: Driver, config: Path) -> dict[str, Any]:
+    """A run is killed half way and its folder deleted; another one learns the rest from the bank."""
+    root, shared = store.uri("runs"), store.uri("shared")
+    first = Storage.at(root).sub("first")
+    driver.start(str(config), f"output.dir={root}", "output.name=first", f"bank.dir={shared}")
+    state = wait_for(first, inside(3), driver)
+    driver.send(signal.SIGKILL)
+    wait_until_gone([attempt["pid"] for attempt in state.attempts])
+    Storage.at(root).delete("first")
+    bank = Bank.at(shared)
+    learned = [task.name for task in head_of(bank).tasks]
+    log(f"{_where(state)}: the driver was killed and the run's folder deleted; the bank has {', '.join(learned)}")
+    rest = [task for task in yaml.safe_load(config.read_text())["stream"]["tasks"] if task["name"] not in learned]
+    again = [f"bank.start={shared}@main", f"stream.tasks={json.dumps(rest)}", "launch.workers=2"]
+    driver.start(*again, "launch.cpus_per_worker=1", f"output.dir={root}", "output.name=rest")
+    assert driver.wait(400) == 0, driver.said()
+    return outcome(Storage.at(root).sub("rest"), bank)
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Until these processes have ended."""
+    ends = time.monotonic() + 60
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < ends, "workers outlive their driver"
+        time.sleep(0.2)
 
 
 def _faults(

@@ -141,6 +141,17 @@ def test_what_differs_from_the_snapshots_run_is_refused_with_both_values(
         started(str(tmp_path / "nothing"), [new])
 
 
+@pytest.mark.parametrize("method", ["joint", "slm that reads ahead"])
+def test_a_snapshot_of_a_run_that_used_all_tasks_at_once_is_refused(lab: Lab, method: str, tmp_path: Path) -> None:
+    settings = "joint" if method == "joint" else lab.slots(train_scope="all")
+    tree = {**lab.tree("bert", settings), "bank": {"dir": str(tmp_path / "bank")}}
+    begun(tree, tmp_path / "first")
+    third = {**lab.tasks[0], "name": "third"}
+    given = {"bank": {"start": f"{tmp_path / 'bank'}@main"}, "stream": {"tasks": [third]}}
+    with pytest.raises(RunError, match="start a new run instead"):
+        driver.prepare(run_config.from_tree({**given, "output": {"dir": str(tmp_path), "name": "later"}}))
+
+
 def test_a_branch_that_has_moved_on_is_said_before_training_and_nothing_learned_is_lost(
     lab: Lab, learned: Callable[[Path], Bank], tmp_path: Path
 ) -> None:

@@ -53,7 +53,8 @@ def groups_of(done: Checkpoint) -> dict[str, dict[str, Tensor]]:
 
 def _values(done: Checkpoint, phases: list[dict[str, Any]]) -> dict[str, Any]:
     values = {"phase": done.phase, "steps": done.steps, "method": done.method, "modifiers": done.modifiers}
-    return {**values, "phases": phases}
+    bare = [{**record, "summary": {}} for record in phases]  # summaries grow with the number of tasks, times phases
+    return {**values, "phases": bare}
 
 
 def start_from_snapshot(bank: Bank, snapshot: Snapshot, identity: str, storage: Storage, run: RunInfo) -> None:
