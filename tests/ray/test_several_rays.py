@@ -95,6 +95,7 @@ def heads(process: subprocess.Popen[str]) -> dict[int, set[str]]:
     return found
 
 
+@pytest.mark.timeout(900)
 def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_path: Path) -> None:
     """None of them names a Ray, so none of them joins another's, waits for its CPUs or ends with it.
 

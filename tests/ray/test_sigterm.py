@@ -90,6 +90,7 @@ def in_second_task(storage: Storage, attempt: int) -> RunState | None:
     return read_state(storage) if sum(step["phase"] == 1 for step in steps) > 2 else None
 
 
+@pytest.mark.timeout(900)
 def test_a_hang_then_sigterm_then_a_store_that_is_away(
     own_driver: Callable[..., subprocess.Popen[str]], whole: Storage
 ) -> None:
