@@ -10,6 +10,7 @@ What it does not know: who moves branches, and which one an endpoint follows.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -29,6 +30,8 @@ DEPTH = 8
 
 SHORTEST_HASH = 8
 """Digits of a snapshot's hash that name it, at least."""
+
+WHOLE_HASH = 64
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Branch:
     def __init__(self, bank: Bank, name: str = MAIN) -> None:
         self.bank, self.name = bank, check_branch(name)
         self.folder = f"{FOLDER}/{name}"
-        self._known: tuple[Move, Stamp] | None = None
+        self._known: dict[int, tuple[Stamp, Move]] = {}
 
     def numbers(self) -> list[int]:
         """Numbers of all moves, ascending."""
@@ -98,9 +101,13 @@ class Branch:
         if not found:
             return None
         newest = max(found)
-        if self._known is None or (self._known[0].number, self._known[1]) != (newest, found[newest]):
-            self._known = (self.move(newest), found[newest])
-        return self._known[0]
+        return self._read(newest, found[newest])
+
+    def _read(self, number: int, stamp: Stamp) -> Move:
+        """A move; endpoints look at a branch twice a second, so what has not changed is not read again."""
+        if number not in self._known or self._known[number][0] != stamp:
+            self._known[number] = (stamp, self.move(number))
+        return self._known[number][1]
 
     def head(self) -> int | None:
         """Number of the snapshot that the branch points at; None: there is no such branch.
@@ -120,7 +127,9 @@ class Branch:
         file = f"{self.folder}/{numbered(number)}"
         try:
             tree = read_record(self.bank.storage, file, FORMAT)
-        except (DamagedError, FormatError) as error:
+        except DamagedError as error:
+            raise BankError(f"{error}, or delete the branch and promote its snapshot again") from error
+        except FormatError as error:
             raise BankError(str(error)) from error
         found = Move(*(tree[name] for name in ("number", "snapshot", "sha256", "why", "time")))
         if (tree["branch"], found.number) != (self.name, number):
@@ -132,11 +141,12 @@ class Branch:
     def newest_first(self, after: int = 0) -> Iterator[int]:
         """Snapshots of the moves after number `after`, newest first, each once; damaged moves are passed over."""
         given: set[int] = set()
-        for number in reversed(self.numbers()):
+        found = stamps(self.bank.storage, self.folder)
+        for number in sorted(found, reverse=True):
             if number <= after:
                 return
             try:
-                snapshot = self.move(number).snapshot
+                snapshot = self._read(number, found[number]).snapshot
             except BankError:
                 continue
             if snapshot is None:
@@ -161,21 +171,26 @@ class Branch:
             return last
         if head is not None and not is_ancestor(self.bank, head, snapshot) and not (replaces and replaces(head)):
             raise self._moved(snapshot, head)
-        return self._add(last, snapshot.number, snapshot.sha256, why, snapshot)
+        return self._add(last.number if last else 0, snapshot.number, snapshot.sha256, why, snapshot)
 
     def delete(self, why: str) -> Move:
-        """Delete the branch; its snapshots stay until they are pruned.
+        """Delete the branch, also one whose newest move is damaged; its snapshots stay until they are pruned.
 
         Raises:
             BankError: there is no such branch. BranchMovedError: another writer moved it just now.
         """
-        last = self.last()
-        if last is None or last.snapshot is None:
+        taken = self.numbers()
+        try:
+            exists = self.head() is not None
+        except BankError:
+            exists = True
+        if not exists:
             raise missing_branch(self.bank, self.name)
-        return self._add(last, None, "", why, None)
+        return self._add(taken[-1], None, "", why, None)
 
-    def _add(self, last: Move | None, snapshot: int | None, sha256: str, why: str, new: Snapshot | None) -> Move:
-        move = Move((last.number if last else 0) + 1, snapshot, sha256, why, time.time())
+    def _add(self, last: int, snapshot: int | None, sha256: str, why: str, new: Snapshot | None) -> Move:
+        """The move after number `last`."""
+        move = Move(last + 1, snapshot, sha256, why, time.time())
         record = {"format": FORMAT, "branch": self.name, **asdict(move)}
         try:
             self.bank.storage.create(f"{self.folder}/{numbered(move.number)}", seal(record))
@@ -284,7 +299,9 @@ def resolve(bank: Bank, reference: str) -> Snapshot:
         return head_of(bank, reference)
     digits = reference.lower()
     if len(digits) >= SHORTEST_HASH and all(digit in "0123456789abcdef" for digit in digits):
-        found = [one for one in map(bank.open, bank.snapshots()) if one.sha256.startswith(digits)]
+        newest_first = map(bank.open, reversed(bank.snapshots()))
+        matches = (one for one in newest_first if one.sha256.startswith(digits))
+        found = list(itertools.islice(matches, 1 if len(digits) == WHOLE_HASH else 2))
         if len(found) == 1:
             return found[0]
     names = ", ".join(branch_names(bank)[:20]) or "none yet"

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from raycl.bank.bank import Bank
+from raycl.bank.bank import Bank, info_of
 from raycl.bank.manifest import ObjectInfo, Snapshot
 from raycl.errors import BankError, DamagedError, FormatError
 from raycl.storage.records import seal, unseal
@@ -27,11 +27,17 @@ _FILE = re.compile(r"states/([0-9a-f]{2})/\1[0-9a-f]{62}\.json")
 
 def put_state(bank: Bank, values: Mapping[str, Any], groups: Mapping[str, Mapping[str, Tensor]]) -> str:
     """Store a training state; returns its SHA-256, which a snapshot names."""
-    data = _sealed(values, {group: bank.put(tensors) for group, tensors in groups.items()})
+    data = _sealed(values, {group: _put(bank, tensors) for group, tensors in groups.items()})
     sha256 = hashlib.sha256(data).hexdigest()
     if not bank.storage.exists(state_file(sha256)):
         bank.storage.write(state_file(sha256), data)
     return sha256
+
+
+def _put(bank: Bank, tensors: Mapping[str, Tensor]) -> ObjectInfo:
+    """Most are there already, from an earlier task: they are hashed, and not written."""
+    info = info_of(tensors)
+    return info if bank.storage.exists(info.file) else bank.put(tensors)
 
 
 def restore_record(

@@ -281,9 +281,9 @@ def test_an_unfinished_run_republishes_its_last_snapshot(complete: Complete, tmp
     bank = Bank(storage.sub("bank"))
     if way == "pruned":
         first = bank.open(1)
-        bank.snapshot([], first.backbone, first.router, provenance={"by": "somebody else"})
+        bank.snapshot([], first.backbone, first.router, provenance={"by": "another run"})
         kept = [(entry, first.layouts[entry.layout]) for entry in first.adapters]
-        third = bank.snapshot(kept, first.backbone, first.router, provenance={"by": "somebody else"})
+        third = bank.snapshot(kept, first.backbone, first.router, provenance={"by": "another run"})
         Branch(bank, "other").advance(third, "test")
         Branch(bank).delete("test")
         assert prune(bank, keep_snapshots=1, grace_s=0.0).snapshots == [2], "the run may continue from the first"

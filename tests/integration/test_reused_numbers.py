@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,9 @@ def test_a_reused_decision_number_is_read_again(taught: Taught, tmp_path: Path) 
     assert again is not None and (again.number, again.snapshot) == (1, 2)
 
 
-def test_a_record_that_is_only_copied_over_changes_nothing(taught: Taught, tmp_path: Path) -> None:
+def test_a_record_that_is_only_copied_over_changes_nothing(
+    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = taught("llama", "lora")
     bank = bank_of(done, tmp_path)
     with serving(bank, **FOLLOW) as client:
@@ -108,12 +111,12 @@ def test_a_record_that_is_only_copied_over_changes_nothing(taught: Taught, tmp_p
         path = Path(bank.storage.path("snapshots/000002.json"))
         path.write_bytes(path.read_bytes())
         branch = client.snapshot_manager.activations.branch
-        real = branch.numbers
+        real = branch.newest_first
 
-        def counting() -> list[int]:
+        def counting(after: int = 0) -> Iterator[int]:
             polled.set()
-            return real()
+            return real(after)
 
-        branch.numbers = counting  # type: ignore[method-assign]
+        monkeypatch.setattr(branch, "newest_first", counting)
         assert polled.wait(WAIT_S)
         assert client.snapshot_manager.active is active and examples(done, bank, 2)

@@ -20,6 +20,7 @@ from rich.table import Table
 from raycl.backbone import BackboneConfig
 from raycl.bank import AdapterRef, Bank, Snapshot
 from raycl.bank.branches import Branch, branch_names, head_of, is_branch_name, resolve
+from raycl.bank.manifest import snapshot_file
 from raycl.bank.operations.exchange import card_metadata, export_merged, export_peft, import_peft, mixed
 from raycl.bank.operations.maintenance import Named, diff, prune, verify
 from raycl.bank.operations.merge import merge
@@ -70,8 +71,7 @@ def _log(bank: Bank, options: Namespace) -> Answer:
     snapshot: Snapshot | None = resolve(bank, options.branch)
     while snapshot is not None:
         parent = snapshot.parent
-        parent_there = parent is not None and parent in bank.snapshots()
-        before = bank.open(parent) if parent is not None and parent_there else None
+        before = bank.open(parent) if parent is not None and bank.storage.exists(snapshot_file(parent)) else None
         known = {task.name for task in before.tasks} if before else set()
         found.append(
             {
@@ -125,9 +125,8 @@ def _merge(bank: Bank, options: Namespace) -> Answer:
 
 def _delete(bank: Bank, options: Namespace) -> Answer:
     branch = Branch(bank, options.branch)
-    before = branch.last()
+    head = next(branch.newest_first(), None)
     branch.delete("deleted by hand")
-    head = before.snapshot if before else None
     text = (
         f"branch '{options.branch}' is deleted (it was at snapshot {head}); its snapshots stay until they are pruned "
         f"(prune --keep-snapshots), `promote {head} --to NAME` brings it back"

@@ -84,6 +84,7 @@ def verify(bank: Bank, named: Sequence[Named] = ()) -> Findings:
     removed = removed_from(bank.storage)
     found.problems += removed.problems
     objects: dict[str, list[str]] = {}
+    read: set[str] = set()  # objects of training states, most of which many snapshots name
     for manifest in _manifests(bank, found):
         found.adapters += 1
         for info in _objects(manifest):
@@ -108,6 +109,9 @@ def verify(bank: Bank, named: Sequence[Named] = ()) -> Findings:
                 found.problems.append(str(error))
         try:
             for group, info in state_objects(bank, snapshot).items():
+                if info.sha256 in read:
+                    continue
+                read.add(info.sha256)
                 bank.read_object(info, f"the training state of snapshot {snapshot.number} ({group})")
         except BankError as error:
             found.problems.append(str(error))

@@ -52,7 +52,7 @@ def objects_of(bank: Bank, snapshot: Snapshot) -> list[BankObject]:
     if snapshot.router.tensors is not None:
         what = f"the router of snapshot {snapshot.number}"
         found.append(BankObject(what, snapshot.router.tensors, False, _router(snapshot)))
-    with suppress(BankError):  # without the record nobody knows them
+    with suppress(BankError):  # only the record names them
         for group, info in state_objects(bank, snapshot).items():
             what = f"the training state of snapshot {snapshot.number} ({group})"
             found.append(BankObject(what, info, False, _state(group)))
