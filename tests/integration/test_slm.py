@@ -108,12 +108,12 @@ def test_rows_of_a_batch_are_independent(lab: Lab, kind: str) -> None:
 
 def test_with_the_task_id_only_the_tasks_slots_are_used(lab: Lab, tmp_path: Path) -> None:
     """SLM-TI, and `separate` with SLM as the learner: the same thing by two names."""
-    told, separate = Storage.at(tmp_path / "told"), Storage.at(tmp_path / "separate")
-    run(lab.config("bert", {"name": "slm", "retrieval": {"task_id": True}}), told)
+    task_given, separate = Storage.at(tmp_path / "task-id-given"), Storage.at(tmp_path / "separate")
+    run(lab.config("bert", {"name": "slm", "retrieval": {"task_id": True}}), task_given)
     run(lab.config("bert", ("separate", {"name": "slm"})), separate)
-    assert matrix(told)[-1] == matrix(separate)[-1]
-    assert matrix(told)[0][0] == matrix(told)[1][0], "nothing can be forgotten when the task id is given"
-    assert {Routing.of(storage.read_json("results.json")).used for storage in (told, separate)} == {"task"}
+    assert matrix(task_given)[-1] == matrix(separate)[-1]
+    assert matrix(task_given)[0][0] == matrix(task_given)[1][0], "nothing can be forgotten when the task id is given"
+    assert {Routing.of(storage.read_json("results.json")).used for storage in (task_given, separate)} == {"task"}
 
 
 @pytest.mark.parametrize(
