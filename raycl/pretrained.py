@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+from functools import lru_cache
 from pathlib import Path
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -100,9 +101,16 @@ def fingerprint_of(name: str, revision: str | None = None) -> str:
     files = [file for file in sorted(folder_of(name, revision).iterdir()) if _counts(file)]
     digest = hashlib.sha256()
     for file in files:
-        with open(file, "rb") as stream:
-            digest.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+        found = file.stat()
+        digest.update(f"{file.name} {_hash_of(file, found.st_ino, found.st_size, found.st_mtime_ns)}\n".encode())
     return digest.hexdigest()
+
+
+@lru_cache(maxsize=256)
+def _hash_of(file: Path, inode: int, size: int, written: int) -> str:
+    """SHA-256 of a file, read once as long as it is the same: reading a large model takes many seconds."""
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _counts(file: Path) -> bool:

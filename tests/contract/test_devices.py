@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from device_runs import CASES
+from axes import FULL
+from device_runs import CASES, SIMILAR
+from fork_server import Call, ForkServer
 
 from raycl.bench.gpu.suite import PARTS
 
 LIMIT_S = 240.0
 """Several times what all cases take on a busy machine."""
-
-LAB = Path(__file__).resolve().parents[1] / "lab"
+NAMES = [name for name in CASES if FULL or name not in SIMILAR]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Case -> what was found on the CPU and on the pretended device."""
     folder = tmp_path_factory.mktemp("devices")
-    script = LAB / "device_runs.py"
-    done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr[-3000:]
+    fork_server.run([Call("device_runs:main", (folder, NAMES), folder / "log")], LIMIT_S)
     results: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return results
 
@@ -36,7 +33,7 @@ def test_operations_without_cuda_support_are_refused(found: dict[str, Any]) -> N
     assert refused and all(refused.values()), refused
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_run_on_another_device_gives_the_same(found: dict[str, Any], name: str) -> None:
     assert "error" not in found[name], found[name].get("error")
     cpu, device = found[name]["cpu"], found[name]["pretend"]
@@ -49,11 +46,11 @@ def test_a_run_on_another_device_gives_the_same(found: dict[str, Any], name: str
     assert {key: device[key] for key in same} == {key: cpu[key] for key in same}
 
 
-def test_the_suite_for_gpus_mixes_no_devices_and_gives_the_results_of_the_cpu(tmp_path: Path) -> None:
+def test_the_suite_for_gpus_mixes_no_devices_and_gives_the_results_of_the_cpu(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     file = tmp_path / "figures.tsv"
-    script = LAB / "device_suite.py"
-    done = subprocess.run([sys.executable, str(script), str(file)], capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr[-3000:]
+    fork_server.run([Call("device_suite:main", (file, FULL), tmp_path / "log")], LIMIT_S)
     lines = [line.split("\t") for line in file.read_text().splitlines()]
     assert {name.partition(",")[0] for name, *_ in lines} == {part.name for part in PARTS} - {"streams"}
     assert [line for line in lines if line[1] == "False"] == []

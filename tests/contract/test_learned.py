@@ -12,7 +12,7 @@ import torch
 from axes import sampled
 from peft import PeftModel
 from safetensors.torch import load_file
-from tiny import KINDS, WITH_WEIGHTS, Complete, Done, run
+from tiny import KINDS, WITH_WEIGHTS, Complete, Done, Taught, run
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from raycl.backbone.head import LabelHead
@@ -99,8 +99,8 @@ def elsewhere(done: Done, kind: str, phase: Phase, folder: Path) -> Iterator[Any
         yield loaded
 
 
-def test_every_slot_brings_a_head_of_its_own_labels(complete: Complete) -> None:
-    done = complete("bert", "slm", "torch")
+def test_every_slot_brings_a_head_of_its_own_labels(taught: Taught) -> None:
+    done = taught("bert", "slm")
     bank = Bank(done.storage.sub("bank"))
     newest = bank.newest()
     assert newest is not None and [len(task.labels or ()) for task in newest.tasks] == [2, 2]

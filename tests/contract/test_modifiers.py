@@ -40,6 +40,7 @@ def complete_masked(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Any:
     done: dict[str, Storage] = {}
 
     def get(kind: str, method: str, engine: str, **settings: Any) -> Storage:
+        settings = {name: value for name, value in settings.items() if value is not False}
         key = f"{kind}-{method}-{engine}-{settings}"
         if key not in done:
             done[key] = Storage.at(tmp_path_factory.mktemp(f"{kind}-{method}-{engine}"))
@@ -82,8 +83,10 @@ def test_every_engine_gives_the_losses_of_plain_torch(
         assert mine == pytest.approx(other, abs=1e-4, rel=1e-3)
 
 
-@pytest.mark.parametrize("engine", ["torch", "zero0", "zero2", "zero3"])
-@pytest.mark.parametrize("method", ["lora", "finetune"])
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    sampled([(m, e) for m in ("lora", "finetune") for e in ("torch", "zero0", "zero2", "zero3")]),
+)
 def test_a_threshold_of_zero_is_plain_training(
     complete_masked: Any, complete: Complete, method: str, engine: str
 ) -> None:
@@ -95,7 +98,10 @@ def test_a_threshold_of_zero_is_plain_training(
 
 @pytest.mark.parametrize(
     ("engine", "dtype"),
-    [*((engine, "float32") for engine in ENGINES), *((engine, "bfloat16") for engine in ENGINES if engine != "zero0")],
+    sampled(
+        [*((e, "float32") for e in ENGINES), *((e, "bfloat16") for e in ENGINES if e != "zero0")],
+        keep=[("zero2", "float32"), ("zero2", "bfloat16")],
+    ),
 )
 def test_the_optimizer_saw_the_mask_in_every_engine_and_precision(
     lab: Lab, tmp_path: Path, engine: str, dtype: str

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from axes import sampled
+from axes import FULL, sampled
 from tiny import ENGINES, KINDS, RUNS, TASKS, VARIANTS, Complete, Done, Lab, Stop, exported, matrix, run, trace
 
 from raycl.bank import Bank
@@ -36,9 +36,15 @@ ALL_CASES = [
     ("bert", "l2p", "zero3"),
     *((kind, method, engine) for kind in KINDS[1:] for method in ("lora", "finetune") for engine in ("zero2", "zero3")),
 ]
-CASES = sampled(ALL_CASES, keep=[("bert", "lora", "torch"), ("t5", "sapt-prompt", "zero2")])
+ZERO = tuple(engine for engine in ENGINES if engine != "torch")
+"""Engines that take several times as long."""
+ALWAYS = [("bert", "lora", "torch"), ("t5", "sapt-prompt", "zero2"), ("bert", "slm", "zero3")]
+CASES = sampled(ALL_CASES, keep=ALWAYS, rarely=ZERO)
 STEPS = 4
 """Optimizer steps of one task."""
+BETWEEN = RUNS if FULL else ("finetune", "slm", "sapt", "separate", "joint")
+AT_THE_END = RUNS if FULL else tuple(method for method in RUNS if method not in BETWEEN)
+"""In a sample, each method stops inside both tasks and at one of these places."""
 
 
 @pytest.fixture(params=CASES, ids="-".join)
@@ -96,7 +102,10 @@ def test_a_run_stopped_in_the_last_task_resumes_bit_for_bit(done: Done, tmp_path
 
 @pytest.mark.parametrize(
     ("method", "engine", "after"),
-    sampled([(m, e, a) for m in RUNS for e, a in (*(("torch", after) for after in range(STEPS)), ("zero2", 3))]),
+    sampled(
+        [(m, e, a) for m in RUNS for e, a in (*(("torch", after) for after in range(STEPS)), ("zero2", 3))],
+        rarely=ZERO,
+    ),
 )
 def test_stopped_anywhere_in_the_first_task(
     complete: Complete, tmp_path: Path, method: str, engine: str, after: int
@@ -108,7 +117,7 @@ def test_stopped_anywhere_in_the_first_task(
     same_run(storage, done.storage)
 
 
-@pytest.mark.parametrize(("method", "engine"), [*((method, "torch") for method in RUNS), ("lora", "zero3")])
+@pytest.mark.parametrize(("method", "engine"), [*((method, "torch") for method in BETWEEN), ("lora", "zero3")])
 def test_stopped_between_training_and_evaluation(
     complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, engine: str
 ) -> None:
@@ -150,7 +159,9 @@ def test_stopped_around_the_export(
     assert verify(Bank(storage.sub("bank"))).leftovers == []
 
 
-@pytest.mark.parametrize(("method", "engine"), sampled([(m, e) for m in RUNS for e in ("torch", "zero1")]))
+@pytest.mark.parametrize(
+    ("method", "engine"), sampled([(m, e) for m in AT_THE_END for e in ("torch", "zero1")], rarely=ZERO)
+)
 def test_stopped_at_the_end_of_a_task(complete: Complete, tmp_path: Path, method: str, engine: str) -> None:
     done, storage = complete("bert", method, engine), Storage.at(tmp_path)
     with pytest.raises(Stop):

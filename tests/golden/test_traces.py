@@ -40,7 +40,8 @@ def measured(lab: Lab, method: str, folder: Path) -> dict[str, Any]:
             "micro_batch_size": 2,
         }
     }
-    run(lab.config("bert", method, seed=7, **sections), storage)
+    settings: Any = {"name": "slm", "encoder": {"name": "minilm"}} if method == "slm" else method
+    run(lab.config("bert", settings, seed=7, **sections), storage)
     steps = trace(storage)
     return {
         "loss": [round(step[2], 8) for step in steps],

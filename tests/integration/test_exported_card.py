@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -63,56 +64,89 @@ def limit_of(done: Done) -> Sampling:
     return Sampling(done.config.stream.max_target_tokens)
 
 
+TYPES = {"llama": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM"}
+UNLIKE = {"animal.0": 0.75, "colour.0": 0.5}
+
+
+@dataclass(frozen=True)
+class Cards:
+    """Exported folders, what their cards' lines print, and the banks that they came from."""
+
+    root: Path
+    banks: dict[str, Bank]
+    said: dict[str, dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def cards(taught: Taught, tmp_path_factory: pytest.TempPathFactory) -> Cards:
+    """All of them, read by one process; what the base models' folders recommend acts on none."""
+    root = tmp_path_factory.mktemp("cards")
+    adapters = ",".join(f"{name}={weight}" for name, weight in WEIGHTS.items())
+    banks = {kind: bank_of(taught(kind, "slm"), root / kind) for kind in TYPES}
+    banks |= {method: bank_of(taught("bert", method), root / method) for method in ("lora", "sapt")}
+    exports = {f"{kind} peft": (banks[kind], adapters) for kind in TYPES}
+    exports |= {f"{kind} merged": (banks[kind], adapters, "--merged") for kind in TYPES}
+    exports |= {"lora": (banks["lora"], "lora"), "merged": (banks["lora"], "lora", "--merged")}
+    exports |= {"animal": (banks["sapt"], "animal")}
+    exports |= {"headless": (banks["sapt"], "colour=0.5,animal=0.5", "--without-head")}
+    banks["unlike"] = unlike_prompts(bank_of(taught("llama", "slm"), root / "unlike"))
+    exports["unlike"] = (banks["unlike"], ",".join(f"{name}={weight}" for name, weight in UNLIKE.items()))
+    for name, (bank, *options) in exports.items():
+        export(bank, root / "out" / name, *options)
+    files = [Path(taught(kind, "slm").config.backbone.name) / "generation_config.json" for kind in TYPES]
+    before = [file.read_text() for file in files]
+    for file, text in zip(files, before, strict=True):
+        file.write_text(json.dumps({**json.loads(text), "repetition_penalty": 3.0}))
+    try:
+        found = printed(*(root / "out" / name for name in exports))
+    finally:
+        for file, text in zip(files, before, strict=True):
+            file.write_text(text)
+    return Cards(root / "out", banks, dict(zip(exports, found, strict=True)))
+
+
+def unlike_prompts(bank: Bank) -> Bank:
+    """The same, each task with a template of its own."""
+    snapshot = bank.open(max(bank.snapshots()))
+    unlike = [
+        summary.model_copy(update={"prompt": (f'Say "{summary.name}":\n', "\nOutput: ")}) for summary in snapshot.tasks
+    ]
+    entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
+    provenance = dict(snapshot.provenance)
+    fields = (entries, snapshot.backbone, snapshot.router, unlike, snapshot.encoder)
+    on_main(bank, bank.snapshot(*fields, provenance=provenance))
+    return bank
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kind", "task_type"), [("llama", "CAUSAL_LM"), ("t5", "SEQ_2_SEQ_LM")])
-def test_texts_are_answered_as_the_endpoint_does(taught: Taught, tmp_path: Path, kind: str, task_type: str) -> None:
+@pytest.mark.parametrize("kind", list(TYPES))
+def test_texts_are_answered_as_the_endpoint_does(taught: Taught, cards: Cards, kind: str) -> None:
     """As an adapter of PEFT's and as a merged model; what the base model's folder recommends acts on neither."""
     done = taught(kind, "slm")
-    bank = bank_of(done, tmp_path)
-    adapters = ",".join(f"{name}={weight}" for name, weight in WEIGHTS.items())
-    folders = (tmp_path / "peft", tmp_path / "merged")
-    for folder, options in zip(folders, ([], ["--merged"]), strict=True):
-        export(bank, folder, adapters, *options)
-    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert (config["task_type"], config["base_model_name_or_path"]) == (task_type, done.config.backbone.name)
-    penalty = Path(done.config.backbone.name) / "generation_config.json"
-    before = penalty.read_text()
-    penalty.write_text(json.dumps({**json.loads(before), "repetition_penalty": 3.0}))
-    try:
-        found = printed(*folders)
-    finally:
-        penalty.write_text(before)
-    with serving(bank) as client:
-        for said in found:
+    config = json.loads((cards.root / f"{kind} peft" / "adapter_config.json").read_text())
+    assert (config["task_type"], config["base_model_name_or_path"]) == (TYPES[kind], done.config.backbone.name)
+    with serving(cards.banks[kind]) as client:
+        for said in (cards.said[f"{kind} peft"], cards.said[f"{kind} merged"]):
             for text, answer in said.items():
                 assert answer.strip() == client.ask(text, weights=WEIGHTS, sampling=limit_of(done)).text.strip() != ""
             assert len(set(said.values())) > 1 or kind == "t5"
 
 
-@pytest.mark.timeout(300)
-def test_labels_are_those_of_the_endpoint(taught: Taught, tmp_path: Path) -> None:
+def test_labels_are_those_of_the_endpoint(cards: Cards) -> None:
     """With a head, merged too; without one the card ends with the pooled states."""
-    plain = bank_of(taught("bert", "lora"), tmp_path / "lora")
-    several = bank_of(taught("bert", "sapt"), tmp_path / "sapt")
-    names = ("lora", "merged", "animal", "headless")
-    export(plain, tmp_path / "out" / "lora", "lora")
-    export(plain, tmp_path / "out" / "merged", "lora", "--merged")
-    export(several, tmp_path / "out" / "animal", "animal")
-    export(several, tmp_path / "out" / "headless", "colour=0.5,animal=0.5", "--without-head")
-    said = dict(zip(names, printed(*(tmp_path / "out" / name for name in names)), strict=True))
-    for bank, adapter, found in ((plain, "lora", ("lora", "merged")), (several, "animal", ("animal",))):
-        with serving(bank) as client:
+    for bank, adapter, found in (("lora", "lora", ("lora", "merged")), ("sapt", "animal", ("animal",))):
+        with serving(cards.banks[bank]) as client:
             for name in found:
-                for text, answer in said[name].items():
+                for text, answer in cards.said[name].items():
                     last = client.ask(text, weights={adapter: 1.0}, sampling=None).last
                     assert isinstance(last, LabelScores)
                     lines = [f"{label} {score:.4f}" for label, score in last.scores.items()]
                     assert answer.splitlines() == lines
-    assert set(said["headless"].values()) == {"torch.Size([1, 32])\n"}
-    assert len(set(said["lora"].values())) > 1
-    about = json.loads((tmp_path / "out" / "lora" / "raycl.json").read_text())
+    assert set(cards.said["headless"].values()) == {"torch.Size([1, 32])\n"}
+    assert len(set(cards.said["lora"].values())) > 1
+    about = json.loads((cards.root / "lora" / "raycl.json").read_text())
     assert about["pooling"] == "mean" and about["adapters"] == {"lora": 1.0}
-    config = json.loads((tmp_path / "out" / "lora" / "adapter_config.json").read_text())
+    config = json.loads((cards.root / "lora" / "adapter_config.json").read_text())
     assert config["task_type"] == "FEATURE_EXTRACTION"
 
 
@@ -132,25 +166,14 @@ def test_a_packaged_base_is_named_by_its_hub_id(tmp_path: Path, taught: Taught) 
     assert "pooled = states[:, 0]\n" in card, "pooled as the snapshot was trained: by the first token"
 
 
-def test_a_card_names_every_task_with_its_template_and_labels(taught: Taught, tmp_path: Path) -> None:
-    done = taught("llama", "slm")
-    bank = bank_of(done, tmp_path)
-    snapshot = bank.open(max(bank.snapshots()))
-    unlike = [
-        summary.model_copy(update={"prompt": (f'Say "{summary.name}":\n', "\nOutput: ")}) for summary in snapshot.tasks
-    ]
-    entries = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
-    provenance = dict(snapshot.provenance)
-    fields = (entries, snapshot.backbone, snapshot.router, unlike, snapshot.encoder)
-    on_main(bank, bank.snapshot(*fields, provenance=provenance))
-    export(bank, tmp_path / "out", "animal.0=0.75,colour.0=0.5")
-    card = (tmp_path / "out" / "README.md").read_text()
-    about = json.loads((tmp_path / "out" / "raycl.json").read_text())
+def test_a_card_names_every_task_with_its_template_and_labels(taught: Taught, cards: Cards) -> None:
+    card = (cards.root / "unlike" / "README.md").read_text()
+    about = json.loads((cards.root / "unlike" / "raycl.json").read_text())
     assert [task["name"] for task in about["tasks"]] == ["animal", "colour"], "the largest weight first"
     assert about["tasks"][0]["prompt"] == ['Say "animal":\n', "\nOutput: "]
     assert about["tasks"][0]["labels"] == ["cat", "dog"]
     assert '`Say "animal":\\n`' in card and re.search(r"\| colour \|.*\| blue, red \|", card)
-    with serving(bank) as client:
-        for text, answer in printed(tmp_path / "out")[0].items():
-            reply = client.ask(text, weights={"animal.0": 0.75, "colour.0": 0.5}, sampling=limit_of(done))
+    with serving(cards.banks["unlike"]) as client:
+        for text, answer in cards.said["unlike"].items():
+            reply = client.ask(text, weights=UNLIKE, sampling=limit_of(taught("llama", "slm")))
             assert answer.strip() == reply.text.strip() and reply.metadata.template == "animal"

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Lab, Stop, exported, matrix, run, trace, two_processes
+from fork_server import ForkServer
+from tiny import Lab, Stop, exported, matrix, run, trace
 
 from raycl.bank import Bank
 from raycl.errors import ConfigError
@@ -218,9 +219,9 @@ def test_positions_are_counted_before_anything_starts(lab: Lab) -> None:
     check(lab.config("t5", generated({"value": "prompt"})))
 
 
-def test_two_workers_keep_the_samples_of_the_first(lab: Lab, tmp_path: Path) -> None:
+def test_two_workers_keep_the_samples_of_the_first(lab: Lab, fork_server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(lab.tree("t5", generated({**LORA, "steps": 1}))))
-    two_processes("two_generators.py", tmp_path, str(tmp_path / "rendezvous"), str(tmp_path), seconds=200)
+    fork_server.pair("two_generators:main", tmp_path, tmp_path / "rendezvous", tmp_path, seconds=200)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second == {task: pseudo(Storage.at(tmp_path / "run"), task).sources for task in first}
     assert len(first["colour"]) == 4

@@ -136,7 +136,7 @@ def test_every_setting_learns_and_its_snapshot_is_whole(lab: Lab, tmp_path: Path
     bank = Bank(storage.sub("bank"))
     newest = bank.newest()
     assert newest is not None
-    assert len(newest.adapters) == (48 if settings.get("value_layout") == "per_group" else 8)
+    assert len(newest.adapters) == (32 if settings.get("value_layout") == "per_group" else 8)
     result = storage.read_json("results.json")
     routing = Routing.of(result)
     assert set(result["phase_summaries"][-1]["found"]) == {"keys", "discriminant", "eq13"}
@@ -307,7 +307,7 @@ def test_memory_of_the_papers_slots() -> None:
     ("settings", "said"),
     [
         (
-            {"keys": {"groups": 5}},
+            {"keys": {"groups": 5}, "encoder": {"name": "minilm"}},
             "5 groups do not divide the encoder's 384 dimensions: use one of 1, 2, 3, 4, 6",
         ),
         ({"keys": {"slots": 2}, "retrieval": {"top_k": 3}}, "retrieval.top_k=3 is more than keys.slots=2"),

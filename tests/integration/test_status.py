@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -140,14 +140,18 @@ def test_on_an_object_store_the_command_can_be_pasted(complete: Complete, s3_uri
     assert found.command == f"python jobs/train_stream.py --resume '{prepared.storage.address}'"
 
 
-def test_the_command_line(complete: Complete, tmp_path: Path) -> None:
+def test_the_command_line(
+    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = complete("bert", "lora", "torch")
     _, storage = started(done, tmp_path)
-    job = [sys.executable, str(REPO / "jobs/train_stream.py")]
+    job = runpy.run_path(str(REPO / "jobs" / "train_stream.py"))
+    monkeypatch.setattr(job["termination"], "exit_on_sigterm", lambda: None)
+    monkeypatch.setattr(job["console"], "log_to_stderr", lambda: None)
 
     def said(*arguments: str) -> tuple[int, str, str]:
-        ended = subprocess.run([*job, *arguments], capture_output=True, text=True, timeout=200, check=False)
-        return ended.returncode, ended.stdout, ended.stderr
+        monkeypatch.setattr(sys, "argv", ["train_stream.py", *arguments])
+        return job["main"](), *capsys.readouterr()
 
     code, out, err = said("--status", storage.uri)
     assert code == 0 and err == ""
@@ -155,6 +159,8 @@ def test_the_command_line(complete: Complete, tmp_path: Path) -> None:
     assert out.splitlines()[-1] == f"next      python jobs/train_stream.py --resume {storage.uri}"
     code, out, err = said("--status", str(tmp_path))
     assert code == 1 and err.startswith("error: ") and "holds no run" in err and out == ""
-    assert said("--status", storage.uri, "train.epochs=2")[0] == 2
+    with pytest.raises(SystemExit) as ended:
+        said("--status", storage.uri, "train.epochs=2")
+    assert ended.value.code == 2
     with pytest.raises(ResumeError):
         status_of(str(tmp_path))

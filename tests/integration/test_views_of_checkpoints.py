@@ -12,8 +12,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 from test_damaged_checkpoint import checkpoint, damage
-from tiny import Lab, Stop, matrix, run, trace, two_processes
+from tiny import Lab, Stop, matrix, run, trace
 
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
@@ -49,7 +50,7 @@ def whole(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Storage:
 
 
 @pytest.fixture(scope="module")
-def seen(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seen(lab: Lab, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with every case: `<case>/<rank>`, after both workers went on."""
     root = tmp_path_factory.mktemp("seen")
     tree = lab.tree("bert", checkpoint={"keep": 3})
@@ -70,7 +71,7 @@ def seen(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.rmtree(root / LOST_BANK / "0" / "bank")
     jobs = [{"tree": tree, "folder": str(root / case), "after": None, "views": True} for case in [*VIEWS, LOST_BANK]]
     (root / "jobs.json").write_text(json.dumps(jobs))
-    two_processes("two_workers.py", root, "2", str(root / "rendezvous"), str(root / "jobs.json"), seconds=60)
+    fork_server.pair("two_workers:main", root, root / "rendezvous", root / "jobs.json", seconds=60)
     return root
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import TypeVar
 
 CaseT = TypeVar("CaseT", bound=tuple[Hashable, ...])
@@ -16,11 +16,12 @@ CaseT = TypeVar("CaseT", bound=tuple[Hashable, ...])
 FULL = os.environ.get("RAYCL_CONTRACT") == "full"
 
 
-def sampled(cases: Sequence[CaseT], keep: Sequence[CaseT] = ()) -> list[CaseT]:
+def sampled(cases: Sequence[CaseT], keep: Sequence[CaseT] = (), rarely: Collection[Hashable] = ()) -> list[CaseT]:
     """The cases to run, in their order.
 
     Args:
         keep: cases that always run.
+        rarely: values that take long: once they have appeared, cases without them come first.
     """
     if FULL:
         return list(cases)
@@ -28,13 +29,19 @@ def sampled(cases: Sequence[CaseT], keep: Sequence[CaseT] = ()) -> list[CaseT]:
     chosen = [case for case in cases if case in keep]
     counts = Counter((axis, value) for case in chosen for axis, value in enumerate(case))
     while missing := wanted - counts.keys():
-        best = max(cases, key=lambda case: _gain(case, missing, counts))
+        best = max(cases, key=lambda case: _gain(case, missing, counts, rarely))
         chosen.append(best)
         counts.update(enumerate(best))
     return [case for case in cases if case in set(chosen)]
 
 
-def _gain(case: CaseT, missing: set[tuple[int, Hashable]], counts: Counter[tuple[int, Hashable]]) -> tuple[int, int]:
-    """Values that are new with it, and how rare its other values are so far; the first of equals wins."""
+def _gain(
+    case: CaseT,
+    missing: set[tuple[int, Hashable]],
+    counts: Counter[tuple[int, Hashable]],
+    rarely: Collection[Hashable],
+) -> tuple[int, int, int]:
+    """Values that are new with it, slow ones that are not, and how rare the others are; the first of equals wins."""
     places = list(enumerate(case))
-    return sum(place in missing for place in places), -sum(counts[place] for place in places)
+    slow_again = sum(place not in missing and place[1] in rarely for place in places)
+    return sum(place in missing for place in places), -slow_again, -sum(counts[place] for place in places)

@@ -8,11 +8,27 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from fork_server import ForkServer
 from local_endpoint import Served, serving
 from tiny import ENGINES, VARIANTS, Complete, Done, Lab, Taught, run
 
 from raycl.generation import dynamic_cache
 from raycl.storage import Storage
+
+SERVER = pytest.StashKey[ForkServer]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where tests need processes of their own, the server of those starts before the first test does."""
+    if any("fork_server" in getattr(item, "fixturenames", ()) for item in session.items):
+        session.config.stash[SERVER] = ForkServer()
+
+
+@pytest.fixture(scope="session")
+def fork_server(pytestconfig: pytest.Config) -> Iterator[ForkServer]:
+    server = pytestconfig.stash[SERVER]
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,12 @@
-"""The same runs on the CPU and on the pretended device, as a script: importing `pretend_device` changes its process.
+"""The same runs on the CPU and on the pretended device, in a process of their own: `pretend_device` changes it.
 
-Called as `device_runs.py FOLDER CASE...`; writes `FOLDER/found.json`: case -> what was found on each device, or the
-error.
+`main` writes `found.json` in its folder: case -> what was found on each device, or the error.
 What it does not know: what must be equal (`test_devices.py` does).
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -83,6 +81,8 @@ CASES: dict[str, Case] = {
     "llama-lora-bfloat16": Case("llama", "lora", {"backbone": {"dtype": "bfloat16"}}, tolerance=0.02),
 }
 """Cases of the committed test."""
+SIMILAR = ("bert-slm", "bert-migu", "llama-slm-prompt")
+"""Cases whose methods and kinds are each in another one too: they run where all do."""
 
 
 def trained(lab: Lab, case: Case, folder: Path, device: torch.device) -> dict[str, Any]:
@@ -194,7 +194,6 @@ def main(folder: Path, names: list[str]) -> None:
     """Every case on both devices."""
     from pretend_device import CPU, DEVICE
 
-    torch.set_num_threads(1)
     lab, found = Lab(folder), dict[str, Any](refused=refused())
     for name in names:
         try:
@@ -205,7 +204,3 @@ def main(folder: Path, names: list[str]) -> None:
         except FAILURES:  # other cases continue
             found[name] = {"error": traceback.format_exc()}
     (folder / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or list(CASES))

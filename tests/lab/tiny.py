@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,7 +149,7 @@ class Lab:
         tree: dict[str, Any] = {
             "stream": {"tasks": self.tasks, "dev_fraction": 0, "max_source_tokens": 24},
             "backbone": {"name": str(self.model_folder(kind)), "dtype": "float32"},
-            "method": _quick(method),
+            "method": self._quick(method),
             "engine": engine,
             "train": {"epochs": 1, "batch_size": 4, "learning_rate": 0.01, "log_every_s": 1000},
             "checkpoint": {"every_steps": 2, **({"export": "each"} if "finetune" in str(method) else {})},
@@ -166,19 +163,20 @@ class Lab:
             tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
         return tree
 
+    def _quick(self, method: Any) -> Any:
+        """The same with SLM over the small sentence encoder and 40 steps for its keys, unless it sets these."""
+        settings = {"name": method} if isinstance(method, str) else dict(method)
+        if settings["name"] == "slm":
+            groups = {} if "encoder" in settings else {"groups": 4}  # of its 32 dimensions
+            settings["keys"] = {"steps": 40, **groups, **settings.get("keys", {})}
+            settings.setdefault("encoder", {"name": str(self.model_folder("bert")), "max_tokens": 64})
+        if "learner" in settings:
+            settings["learner"] = self._quick(settings["learner"])
+        return settings
+
     def config(self, kind: str, method: Any = "lora", engine: Any = "torch", **sections: Any) -> RunConfig:
         """The same, validated."""
         return configs.validate(RunConfig, self.tree(kind, method, engine, **sections))
-
-
-def _quick(method: Any) -> Any:
-    """The same with 40 steps for the keys of SLM instead of 4,000, unless it sets the number."""
-    settings = {"name": method} if isinstance(method, str) else dict(method)
-    if settings["name"] == "slm":
-        settings["keys"] = {"steps": 40, **settings.get("keys", {})}
-    if "learner" in settings:
-        settings["learner"] = _quick(settings["learner"])
-    return settings
 
 
 def run(
@@ -201,7 +199,11 @@ def run(
         context.info = replace(context.info, replaces=read_state(storage).fingerprint)
     opened = open_engine if after is None else models.stopping(open_engine, after)
     loop = StreamLoop(context, opened, storage, world, sink, on_phase=on_phase)
-    loop.run()
+    try:
+        loop.run()
+    finally:
+        if config.engine.name == "deepspeed":
+            gc.freeze()  # closing an engine collects garbage: what is left need not be looked through again
     return loop
 
 
@@ -266,26 +268,3 @@ Complete = Callable[[str, str, str], Done]
 
 Taught = Callable[[str, str], Done]
 """(backbone kind, method) -> a complete run that is long enough to learn its tasks."""
-
-
-def two_processes(script: str, folder: Path, *arguments: str, seconds: float) -> None:
-    """Both ranks of `script` beside this file, called as `script RANK arguments`, to their end; they meet by gloo."""
-    command = [sys.executable, str(Path(__file__).with_name(script))]
-    logs = [(folder / f"worker{rank}.log").open("w+") for rank in range(2)]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), *arguments],
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        codes = [worker.wait(timeout=seconds) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for log in logs:
-        log.seek(0)
-    assert codes == [0, 0], "\n".join(log.read()[-3000:] for log in logs)

@@ -1,7 +1,6 @@
-"""One of several workers on this machine: runs a list of jobs one after another over gloo, without Ray.
+"""One of two workers on this machine: runs a list of jobs one after another over gloo, without Ray.
 
-Why it exists: importing the libraries takes far longer than the tiny runs, so one pair of processes does them all.
-Called as `two_workers.py RANK WORLD_SIZE RENDEZVOUS_FILE JOBS_FILE`.
+What it does not know: who starts it (`ForkServer.pair` does).
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import sys
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,18 +23,22 @@ from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 
 
-def main(rank: int, size: int, rendezvous: str, jobs: str) -> None:
+def joined(rank: int, rendezvous: Path) -> DistributedContext:
+    """The place of `rank` in a group of two."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
+    )
+    return DistributedContext(rank, 2, rank, torch.device("cpu"))
+
+
+def main(rank: int, rendezvous: Path, jobs: Path) -> None:
     """Run every job `{"tree", "folder", "after"}`; `after` steps end it as a crash would.
 
     With `"views"`, each rank reads a run directory of its own, `folder/RANK`, and leaves an error of ours there.
     """
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
-    )
-    world = DistributedContext(rank, size, rank, torch.device("cpu"))
-    for job in json.loads(Path(jobs).read_text()):
+    world = joined(rank, rendezvous)
+    for job in json.loads(jobs.read_text()):
         config = configs.validate(RunConfig, job["tree"])
         views = job.get("views", False)
         folder = Path(job["folder"]) / str(rank) if views else Path(job["folder"])
@@ -49,7 +51,3 @@ def main(rank: int, size: int, rendezvous: str, jobs: str) -> None:
                 raise
             (folder / "error.txt").write_text(f"{type(error).__name__}: {error}")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -12,8 +12,9 @@ import torch
 from raycl.retrieval.memory_slots.keys import cosines
 from raycl.retrieval.memory_slots.slots import SlotRouter
 
-MOST_POINTS = 1000
-"""Keys up to which t-SNE is worked out: about two seconds."""
+MOST_POINTS, STEPS = 1000, 500
+"""Sub-keys up to which t-SNE is worked out, and its steps: about a second. Twice the steps come no closer (a divergence
+of 0.62 with 500 and with 1,000)."""
 
 
 def similarity(router: SlotRouter) -> list[list[float]]:
@@ -50,7 +51,8 @@ def plane(router: SlotRouter, seed: int = 0) -> list[dict[str, Any]]:
     points = torch.nn.functional.normalize(torch.cat(list(keys.values())), dim=-1).flatten(0, 1)
     if not 4 < len(points) <= MOST_POINTS:
         return []
-    drawn = TSNE(metric="cosine", init="random", perplexity=min(30, len(points) / 4), random_state=seed)
+    perplexity = min(30, len(points) / 4)
+    drawn = TSNE(metric="cosine", init="random", perplexity=perplexity, random_state=seed, max_iter=STEPS)
     places = drawn.fit_transform(points.numpy()).round(3).tolist()
     labels = [(name, group) for name in names for group in range(router.groups)]
     return [

@@ -9,6 +9,7 @@ import math
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -97,10 +98,14 @@ def _unseen(state: RunState) -> dict[str, Any] | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    versions = {package: _version(package) for package in PACKAGES}
+    return {"python": platform.python_version()} | {name: found for name, found in versions.items() if found}
+
+
+@cache
+def _version(package: str) -> str | None:
+    """Of an installed package, looked up once: it takes 2 ms."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

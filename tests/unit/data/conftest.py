@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 from data_samples import MiniLMCodec, WriteTask, news, open_agnews
-from moto.server import ThreadedMotoServer
 
 from raycl.data.stream import Stream
 
@@ -54,16 +52,3 @@ def write_task(tmp_path: Path) -> WriteTask:
 def agnews(write_task: WriteTask) -> Iterator[Stream]:
     """A stream of one task with 100 train and 10 test rows."""
     yield open_agnews(write_task("agnews", news(100), news(10, 100)))
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, str]]:
-    """A boto3 client of an S3-compatible server on a free loopback port, and the query that finds it."""
-    for key, value in (("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "x"), ("DEFAULT_REGION", "us-east-1")):
-        monkeypatch.setenv(f"AWS_{key}", value)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield boto3.client("s3", endpoint_url=f"http://{host}:{port}"), f"?endpoint_override={host}:{port}&scheme=http"
-    server.stop()

@@ -135,20 +135,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         list(read_rows(SourceFile.at(tmp_path / "gone.jsonl")))
 
 
-def test_files_are_read_from_an_s3_compatible_server(s3: tuple[Any, str], tmp_path: Path) -> None:
-    client, query = s3
-    client.create_bucket(Bucket="bucket")
-    client.put_object(Bucket="bucket", Key="deep/x.jsonl", Body=b'{"text": "a", "label": "b"}\n{"text": "c"}\n')
-    file = SourceFile.at(f"s3://bucket/deep/x.jsonl{query}")
-    rows = read_rows(file)
-    assert next(rows) == Row(1, "a", ("b",))
-    with pytest.raises(DataError, match=r"s3://bucket/deep/x\.jsonl, row 2: no label"):
-        next(rows)
-    assert file.content_hash(tmp_path) == file.content_hash(tmp_path)
-    with pytest.raises(DataError, match=r"s3://bucket/deep/y\.jsonl: the file does not exist"):
-        next(read_rows(SourceFile.at(f"s3://bucket/deep/y.jsonl{query}")))
-
-
 @pytest.mark.parametrize("uri", ["hf://datasets/squad", "hf://squad"])
 def test_a_hub_data_set_without_its_namespace_is_one_sentence(uri: str) -> None:
     for look in (Storage.at(uri).exists, Storage.at(uri).list, Storage.at(uri).files, SourceFile.at(uri).require):

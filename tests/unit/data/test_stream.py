@@ -252,20 +252,6 @@ def test_local_paths_become_absolute_and_uris_stay(monkeypatch: pytest.MonkeyPat
     assert StreamConfig(root="s3://bucket/data?scheme=http").root == "s3://bucket/data?scheme=http"
 
 
-def test_a_benchmark_on_an_s3_compatible_server(s3: tuple[Any, str], write_task: WriteTask, codec: MiniLMCodec) -> None:
-    client, query = s3
-    local = write_task("agnews", news(20), news(4, 20))
-    client.create_bucket(Bucket="bucket")
-    for split in ("train", "test"):
-        body = (local / "agnews" / f"{split}.json").read_bytes()
-        client.put_object(Bucket="bucket", Key=f"data/CL_Benchmark/Long_Sequence/agnews/{split}.json", Body=body)
-    config = StreamConfig(name="x", root=f"s3://bucket/data{query}", tasks=("agnews", "wic"))
-    with pytest.raises(MissingTasksError, match=r"1 of 2 tasks .* 's3://bucket/data': wic \(no folder\)"):
-        open_stream(config, seed=0)
-    stream = pickle.loads(pickle.dumps(open_stream(config.model_copy(update={"allow_missing": True}), seed=0)))
-    assert stream.table(stream.tasks[0], "test", codec).texts([0]) == [news(1, 20)[0][0]]
-
-
 def test_a_config_survives_being_written_down() -> None:
     task = TaskSpec(name="a", path="x", labels=("p", "q"), first_label=1)
     config = StreamConfig(tasks=("agnews", task), root="data")
