@@ -8,7 +8,6 @@ What it does not know: how training works (`raycl.training`), what the parts are
 from __future__ import annotations
 
 import copy
-import os
 import shlex
 import uuid
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,6 @@ from typing import Any
 import ray
 from ray.train import FailureConfig, ScalingConfig
 from ray.train import RunConfig as RayRunConfig
-from ray.train.torch import TorchTrainer
 
 from raycl import config as configs
 from raycl.config import trust
@@ -36,6 +34,7 @@ from raycl.errors import (
 from raycl.launch import cluster as clusters
 from raycl.launch.console import follow
 from raycl.launch.termination import StopOnSigterm, exit_on_sigterm, exits_on_sigterm
+from raycl.launch.trainer import StreamTrainer, set_defaults
 from raycl.launch.worker import CONFIG, LOGS, error_file, in_process_worker, leave_error, worker_main
 from raycl.run import checks
 from raycl.run import config as run_config
@@ -346,9 +345,9 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
         storage_filesystem=None if storage.is_local else storage.filesystem,
         failure_config=FailureConfig(max_failures=config.launch.max_failures),
     )
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # how soon the end of a run is seen; Ray's: 2 s
+    set_defaults(clusters.named(config.launch.address) is not None)
     requested = ScalingConfig(num_workers=0, use_gpu=scaling.use_gpu) if options.in_process else scaling
-    trainer = TorchTrainer(worker_main, train_loop_config=job, scaling_config=requested, run_config=ray_run)
+    trainer = StreamTrainer(worker_main, train_loop_config=job, scaling_config=requested, run_config=ray_run)
     sigterm = StopOnSigterm(storage, driver, config.launch.grace_s)
     try:
         with sigterm, in_process_worker() if options.in_process else _log_progress(storage, scaling, options.label):

@@ -39,6 +39,7 @@ DOORS = {
     "ray": (
         "raycl/launch/cluster.py",
         "raycl/launch/driver.py",
+        "raycl/launch/trainer.py",
         "raycl/launch/worker.py",
         "raycl/sweep/",
         "raycl/bank/object_store.py",

@@ -1,49 +1,59 @@
-"""The run as users start it, on a real Ray cluster: kills, resumes, refusals, submission.
+"""The run as users start it, on a real Ray cluster: every way in which it can stop, resumes, refusals.
 
-Every killed process is one that the test's own run wrote into its journal, or started itself.
+Every process that is signalled is one that the test's own run wrote into its journal, or started itself.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import tiny
+import yaml
+from store import Store
 
 from raycl.bank import Bank
 from raycl.errors import LaunchError, ResumeError, RunError
 from raycl.launch import driver as launch
+from raycl.launch.status import status_of
 from raycl.run import config as run_config
 from raycl.storage import Storage
+from raycl.training.records import progress
 from raycl.training.records.journal import RunState, read_state
 from raycl.training.records.progress import read_trace
 
+pytestmark = [pytest.mark.usefixtures("s3_uri", "ray_cluster"), pytest.mark.timeout(900)]
+"""In this order: the cluster's workers take the store's credentials from the environment."""
+
 REPO = Path(__file__).resolve().parents[2]
-SMALL = [
-    "stream.tasks=[topic,sentiment]",
-    "stream.train_rows=40",
-    "stream.test_rows=20",
-    "train.epochs=4",
-    "train.batch_size=8",
-    "checkpoint.every_steps=4",
-    "launch.workers=2",
-]
-STEPS = 20
-"""Optimizer steps of each of the two tasks: 40 rows in batches of 8, four times."""
+STEPS = (400, 800)
+"""Optimizer steps of the two tasks: 4 an epoch. The second is long, since a run is stopped four times in it."""
 
 
-def prepared(folder: Path, *overrides: str) -> launch.Prepared:
+@pytest.fixture(scope="module")
+def small(lab: tiny.Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a small run on two workers."""
+    train = {"epochs_by_task": {"colour": STEPS[0] // 4, "animal": STEPS[1] // 4}, "log_every_s": 0.1}
+    tree = lab.tree("bert", "lora", train=train, checkpoint={"every_steps": 40}, launch={"workers": 2})
+    file = tmp_path_factory.mktemp("small") / "small.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def prepared(small: Path, folder: Path, *overrides: str) -> launch.Prepared:
     """A small run below `folder`."""
-    return launch.prepare(run_config.load_config(None, [*SMALL, f"output.dir={folder}", *overrides]))
+    return launch.prepare(run_config.load_config(str(small), [f"output.dir={folder}", *overrides]))
 
 
 def losses(storage: Storage) -> list[tuple[int, int, float]]:
@@ -56,37 +66,43 @@ def cells(results: dict[str, Any]) -> list[list[float | None]]:
     return [[cell["value"] if cell else None for cell in row] for row in results["matrix"]]
 
 
-def wait_for(storage: Storage, ready: Callable[[RunState], bool], seconds: float = 120) -> RunState:
-    """The first journal state that is `ready`."""
+def until(ready: Callable[[], bool], seconds: float = 280) -> None:
+    """Wait until it is so."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        state = read_state(storage)
-        if ready(state):
-            return state
-        time.sleep(0.02)
-    raise AssertionError(f"the run did not get there in {seconds:g} s: {read_state(storage)}")
+    while not ready():
+        assert time.monotonic() < end, f"it did not happen in {seconds:g} s"
+        time.sleep(0.1)
 
 
-def inside(phase: int) -> Callable[[RunState], bool]:
-    """Whether the newest checkpoint is one inside this phase."""
-    prefix = f"phase{phase:03}-"
-    return lambda state: len(state.phases) == phase and any(name.startswith(prefix) for name in state.checkpoints[-1:])
+def in_second_task(storage: Storage, attempt: int) -> int:
+    """The process of the first worker, once this attempt trains the second task."""
+    file = f"{progress.FOLDER}/attempt-{attempt:04d}.jsonl"
+
+    def trains() -> bool:
+        lines = storage.read_text(file).splitlines() if storage.exists(file) else []
+        return sum(json.loads(step)["phase"] == 1 for step in lines) > 2
+
+    until(trains)
+    return int(read_state(storage).attempts[-1]["pid"])
 
 
 @pytest.fixture(scope="module")
-def whole(ray_cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, dict[str, Any]]:
+def whole(
+    ray_cluster: dict[str, str], small: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Storage, dict[str, Any]]:
     """The uninterrupted run that the others must equal."""
-    reference = prepared(tmp_path_factory.mktemp("whole"))
+    reference = prepared(small, tmp_path_factory.mktemp("whole"))
     return reference.storage, launch.train(reference)
 
 
-def test_the_run_directory_is_complete(whole: tuple[Storage, dict[str, Any]]) -> None:
+def test_the_run_directory_is_complete(whole: tuple[Storage, dict[str, Any]], small: Path) -> None:
     storage, results = whole
-    assert [(phase, step) for phase, step, _ in losses(storage)] == [(s, n + 1) for s in (0, 1) for n in range(STEPS)]
+    steps = [(phase, step + 1) for phase in (0, 1) for step in range(STEPS[phase])]
+    assert [(phase, step) for phase, step, _ in losses(storage)] == steps
     assert results["finished"] and results["attempts"] == 1 and results["workers"] == 2
     matrix = cells(results)
     assert matrix[0][1] is None and None not in matrix[1]
-    assert results["fingerprint"] == run_config.fingerprint(run_config.load_config(None, SMALL))
+    assert results["fingerprint"] == run_config.fingerprint(run_config.load_config(str(small), []))
     assert all(entry["tokens_per_s"] > 0 and entry["peak_memory_mb"] > 100 for entry in results["phase_times"])
     newest = Bank(storage.sub("bank")).newest()
     assert newest is not None and [str(entry) for entry in newest.adapters] == ["lora@2"]
@@ -112,85 +128,122 @@ def own_driver(ray_cluster: dict[str, str], tmp_path: Path) -> Iterator[Callable
         process.communicate()
 
 
-def test_a_killed_run_resumes_exactly_and_a_finished_run_is_unchanged(
-    whole: tuple[Storage, dict[str, Any]], own_driver: Callable[..., subprocess.Popen[str]], tmp_path: Path
+def with_checkpoint(storage: Storage) -> RunState:
+    """The state of a run in its first task, once that has a checkpoint."""
+    until(lambda: bool(storage.list("checkpoints") and read_state(storage).checkpoints))
+    state = read_state(storage)
+    assert not state.phases, "it has gone on already"
+    return state
+
+
+def test_a_run_that_is_stopped_in_every_way_equals_the_run_that_is_left_alone(
+    whole: tuple[Storage, dict[str, Any]], small: Path, own_driver: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    """A worker in the first task, then the driver in the second."""
-    folder = tmp_path / "runs" / "mine"
-    driver = own_driver(*SMALL, f"output.dir={tmp_path / 'runs'}", "output.name=mine")
-    storage = Storage.at(folder)
-    os.kill(wait_for(storage, inside(0)).attempts[-1]["pid"], signal.SIGKILL)
-    state = wait_for(storage, lambda state: len(state.attempts) == 2 and inside(1)(state))
-    driver.kill()
-    driver.communicate()
-    worker = state.attempts[-1]["pid"]
-    end = time.monotonic() + 30
-    while psutil.pid_exists(worker) and time.monotonic() < end:
-        time.sleep(0.1)
-    last = folder / "journal" / "attempt-0002"
-    before = last.stat().st_mtime_ns
+    """A killed worker in the first task; in the second a killed driver, a worker that hangs, SIGTERM, a store away.
 
-    again = own_driver("--resume", str(folder))
-    out, err = again.communicate(timeout=200)
-    assert again.returncode == 0, err
-    assert "AP" in out and "matrix.png" in out and (folder / "matrix.png").stat().st_size > 1000
-    assert last.stat().st_mtime_ns == before, "the dead attempt wrote on"
-    assert losses(storage) == losses(whole[0])
-    results = json.loads((folder / "results.json").read_text())
-    assert cells(results) == cells(whole[1]) and results["attempts"] == 3
+    A worker that hangs (SIGSTOP) is ended, its group starts again; SIGTERM writes a checkpoint and exits with 75; a
+    store that stays away exits with 75 as well. A finished run is not started again.
+    """
+    store, picture = Store(), tmp_path / "matrix.png"
+    storage = Storage.at(store.uri("runs/mine"))
+    first = own_driver(str(small), f"output.dir={store.uri('runs')}", "output.name=mine")
+    os.kill(with_checkpoint(storage).attempts[-1]["pid"], signal.SIGKILL)
+    worker = in_second_task(storage, 2)
+    first.kill()
+    first.communicate()
+    until(lambda: not psutil.pid_exists(worker))
+    before = storage.list("journal/attempt-0002")
 
-    attempts = read_state(storage).attempts
-    finished = launch.reopen(str(folder))
-    assert launch.train(finished)["matrix"] == results["matrix"]
+    second = own_driver("--resume", storage.address, "launch.hang_s=8", "launch.max_failures=2")
+    hanging = in_second_task(storage, 3)
+    assert storage.list("journal/attempt-0002") == before, "the dead attempt wrote on"
+    os.kill(hanging, signal.SIGSTOP)
+    in_second_task(storage, 4)
+    second.send_signal(signal.SIGTERM)
+    assert_stopped_by_sigterm(storage, second)
+
+    third = own_driver("--resume", storage.address, "output.retry_s=1", "launch.max_failures=0")
+    in_second_task(storage, 5)
+    store.stop()
+    _, said = third.communicate(timeout=280)
+    store.start()
+    assert third.returncode == os.EX_TEMPFAIL, said
+    assert f"when it is back, continue with --resume '{storage.address}'" in said.splitlines()[-1], said
+    assert "did not answer for" in said and "Traceback" not in said
+
+    last = own_driver("--resume", storage.address, "--png", str(picture))
+    out, said = last.communicate(timeout=280)
+    assert last.returncode == 0 and "trying again" not in said, said
+    assert "AP" in out and "matrix.png" in out and picture.stat().st_size > 1000
+    assert storage.list("journal/attempt-0002") == before, "the dead attempt wrote on"
+    assert (tiny.trace(storage), tiny.matrix(storage)) == (tiny.trace(whole[0]), tiny.matrix(whole[0]))
+    results, attempts = storage.read_json("results.json"), read_state(storage).attempts
+    assert cells(results) == cells(whole[1]) and results["attempts"] == len(attempts) == 6
+    assert status_of(storage.address).state == "finished"
+    assert launch.train(launch.reopen(storage.address))["matrix"] == results["matrix"]
     assert read_state(storage).attempts == attempts, "a finished run was started again"
+    store.stop()
+
+
+def assert_stopped_by_sigterm(storage: Storage, driver: subprocess.Popen[str]) -> None:
+    """After a hang in attempt 3; the newest checkpoint is of the very last step."""
+    _, said = driver.communicate(timeout=280)
+    assert driver.returncode == os.EX_TEMPFAIL == 75, said
+    assert re.search(r"worker 2 of 2 \(process \d+ on .*\) made no progress for \d+ s while training", said), said
+    assert f"--resume '{storage.address}'" in said.splitlines()[-1] and "SIGTERM" in said.splitlines()[-1], said
+    assert "Traceback" not in said and len(read_state(storage).attempts) == 4
+    phase, step, _ = losses(storage)[-1]
+    newest = read_state(storage).checkpoints[-1]
+    assert newest.startswith(f"phase001-step{step:07d}-") and (phase, step < STEPS[1]) == (1, True), (newest, step)
+    stopped = status_of(storage.address)
+    assert (stopped.state, "by SIGTERM" in str(stopped)) == ("stopped", True)
+    assert "made no progress" in stopped.details["hang 1"]
 
 
 def test_a_changed_config_is_refused_by_name(whole: tuple[Storage, dict[str, Any]]) -> None:
-    with pytest.raises(ResumeError, match=r"train\.learning_rate was 0\.001, now 0\.5.*start a new run"):
+    with pytest.raises(ResumeError, match=r"train\.learning_rate was 0\.01, now 0\.5.*start a new run"):
         launch.reopen(whole[0].uri, overrides=("train.learning_rate=0.5",))
     assert launch.reopen(whole[0].uri, overrides=("launch.workers=1",)).config.launch.workers == 1
     with pytest.raises(ResumeError, match="holds no run"):
         launch.reopen(f"{whole[0].uri}/checkpoints")
 
 
-def test_an_existing_run_is_not_overwritten(whole: tuple[Storage, dict[str, Any]]) -> None:
+def test_an_existing_run_is_not_overwritten(whole: tuple[Storage, dict[str, Any]], small: Path) -> None:
     name = whole[0].uri.rsplit("/", 1)[-1]
     folder = Path(whole[0].uri).parent
     with pytest.raises(RunError, match="holds a run already: continue with --resume"):
-        prepared(folder, f"output.name={name}")
-    assert prepared(folder).name == f"{name}-2"
+        prepared(small, folder, f"output.name={name}")
+    assert prepared(small, folder).name == f"{name}-2"
 
 
-def test_more_workers_than_the_cluster_can_give(ray_cluster: dict[str, str], tmp_path: Path) -> None:
+def test_more_workers_than_the_cluster_can_give(small: Path, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"launch\.workers=4 needs 4 CPUs.*cluster has 2 CPUs and 0 GPUs"):
-        launch.train(prepared(tmp_path, "launch.workers=4"))
+        launch.train(prepared(small, tmp_path, "launch.workers=4"))
 
 
-def test_a_raycl_error_is_logged_once_and_ends_the_run(ray_cluster: dict[str, str], tmp_path: Path) -> None:
+def test_a_raycl_error_is_logged_once_and_ends_the_run(small: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"the loss is .*lower train\.learning_rate"):
-        launch.train(
-            prepared(tmp_path, "train.learning_rate=1e30", "train.max_grad_norm=0", "launch.workers=1", "engine=torch")
-        )
+        launch.train(prepared(small, tmp_path, "train.learning_rate=1e30", "train.max_grad_norm=0", "launch.workers=1"))
 
 
 def test_a_newer_driver_takes_over_and_the_older_stops(
-    own_driver: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    small: Path, own_driver: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     """On one worker, which is another one for the second task: as it is learned in this process, without Ray."""
     folder, alone = tmp_path / "runs" / "mine", Storage.at(tmp_path / "alone")
     launched = ["launch.workers=1", "launch.cpus_per_worker=1", "launch.fresh_workers_per_task=true"]
-    small = [*SMALL, "engine=torch", *launched]
-    old = own_driver(*small, f"output.dir={tmp_path / 'runs'}", "output.name=mine")
+    overrides = [*launched, 'train.epochs_by_task={"colour":100,"animal":2}']
+    old = own_driver(str(small), *overrides, f"output.dir={tmp_path / 'runs'}", "output.name=mine")
     storage = Storage.at(folder)
-    late_writer = wait_for(storage, lambda state: bool(state.checkpoints)).attempts[-1]["pid"]
+    late_writer = with_checkpoint(storage).attempts[-1]["pid"]
     os.kill(late_writer, signal.SIGSTOP)
-    new = own_driver("--resume", str(folder))
-    wait_for(storage, lambda state: len(state.attempts) == 2)
-    os.kill(late_writer, signal.SIGCONT)
-    tiny.run(run_config.load_config(None, small), alone)
+    with ThreadPoolExecutor(1, "newer") as pool:
+        new = pool.submit(lambda: launch.train(launch.reopen(str(folder))))
+        until(lambda: len(read_state(storage).attempts) == 2)
+        os.kill(late_writer, signal.SIGCONT)
+        assert new.result(timeout=280)["finished"]
     _, said_by_old = old.communicate(timeout=200)
-    _, said_by_new = new.communicate(timeout=200)
-    assert new.returncode == 0, said_by_new
     assert old.returncode == 1 and "was replaced by attempt" in said_by_old, said_by_old
     assert len({attempt["pid"] for attempt in read_state(storage).attempts}) == 3
+    tiny.run(run_config.load_config(str(small), overrides), alone)
     assert losses(storage) == losses(alone)
