@@ -27,6 +27,7 @@ QUIET = {
     "WANDB_SILENT": "true",
     "DS_ACCELERATOR": "cpu",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one process less for each worker group: no node is taken away here
+    "TRANSFORMERS_VERBOSITY": "error",
     "RAY_worker_niceness": "0",  # Ray's workers would wait for the tests that run beside them
 }
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -318,7 +318,8 @@ def _explained(name: str) -> Iterator[None]:
     """Turn the library's errors into one sentence, and its chatter off while loading."""
     logger = logging.getLogger("transformers")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    if level < logging.ERROR:  # to set a level costs milliseconds: every logger forgets what it is enabled for
+        logger.setLevel(logging.ERROR)
     disable_progress_bar()
     try:
         yield
@@ -335,4 +336,5 @@ def _explained(name: str) -> Iterator[None]:
             "config.json, tokenizer.json and safetensors weights"
         ) from error
     finally:
-        logger.setLevel(level)
+        if level < logging.ERROR:
+            logger.setLevel(level)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from bank_samples import MODEL, ROUTER, adapter
+from fork_server import Call, ForkServer
 from safetensors.torch import load_file
 from tiny import on_main
 
@@ -112,18 +112,18 @@ def test_of_racing_writers_every_one_gets_a_version_of_its_own(bank: Bank) -> No
     assert verify(bank).problems == []
 
 
-def _die_before_the_manifest(folder: str) -> None:
+def die_before_the_manifest(folder: str) -> None:
     bank = Bank.at(folder)
     bank._publish = lambda manifest: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
     bank.publish("late", adapter(3), MODEL)
 
 
-def test_killed_between_tensors_and_manifest_the_bank_is_clean(local: Bank) -> None:
+def test_killed_between_tensors_and_manifest_the_bank_is_clean(
+    local: Bank, fork_server: ForkServer, tmp_path: Path
+) -> None:
     local.snapshot([local.publish("one", adapter(1), MODEL)], MODEL, ROUTER)
-    process = multiprocessing.get_context("spawn").Process(target=_die_before_the_manifest, args=(local.storage.uri,))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    writer = Call("test_bank:die_before_the_manifest", (local.storage.uri,), tmp_path / "log")
+    assert fork_server.codes([writer], 60) == [-signal.SIGKILL]
     found = verify(local)
     assert found.problems == [] and len(found.leftovers) == 1 and local.names() == ["one"]
     assert prune(local).files == [], "it is young: its writer might be about to publish"

@@ -36,7 +36,7 @@ OPERATIONS = (
     *("POST /admin/activate", "GET /healthz", "GET /readyz"),
 )
 KINDS = {"llama": OPERATIONS, "bert": ("POST /v1/classify", "POST /v1/route", "POST /v1/completions")}
-EACH = settings(max_examples=15, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
+EACH = settings(max_examples=10, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
 
 
 @pytest.fixture(scope="module")

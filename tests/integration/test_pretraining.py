@@ -54,16 +54,16 @@ def test_a_run_stopped_inside_an_epoch_resumes_bit_for_bit(done: Done, tmp_path:
     assert exported(storage) == exported(done.storage)
 
 
-@pytest.mark.parametrize(("engine", "micro"), [("torch", 2), ("zero2", None), ("zero3", None)])
-def test_engines_and_accumulation_change_nothing(lab: Lab, tmp_path: Path, engine: str, micro: int | None) -> None:
+def test_engines_and_accumulation_change_nothing(lab: Lab, tmp_path: Path) -> None:
     found = []
-    for name, size in (("torch", None), (engine, micro)):
+    for name, size in (("torch", None), ("torch", 2), ("zero2", None), ("zero3", None)):
         sections = {"stream": {"objective": "mlm"}, "train": {"micro_batch_size": size}}
         storage = Storage.at(tmp_path / f"{name}-{size}")
         run(lab.config("masked", "finetune", ENGINES[name], **sections), storage)
         found.append(trace(storage))
-    for mine, other in zip(*found, strict=True):
-        assert mine == pytest.approx(other, abs=1e-4, rel=1e-3)
+    for others in found[1:]:
+        for mine, other in zip(others, found[0], strict=True):
+            assert mine == pytest.approx(other, abs=1e-4, rel=1e-3)
 
 
 def test_end_tasks_begin_where_pre_training_ended(lab: Lab, tmp_path: Path) -> None:

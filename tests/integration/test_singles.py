@@ -44,6 +44,14 @@ def test_single_task_scores_are_reused(lab: Lab, tmp_path: Path, method: Any, mo
         assert read_singles(singles_of(configs.validate(RunConfig, orders), str(tmp_path))) == singles
 
 
+@pytest.fixture(scope="module")
+def alone(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Storage:
+    """SAPT's single-task run."""
+    storage = Storage.at(tmp_path_factory.mktemp("alone"))
+    run(configs.validate(RunConfig, separate_tree(lab.config("bert", "sapt"))), storage)
+    return storage
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -56,24 +64,23 @@ def test_single_task_scores_are_reused(lab: Lab, tmp_path: Path, method: Any, mo
     ids=["arm", "replay", "alignment", "shared_attention", "attention"],
 )
 def test_settings_that_do_not_affect_single_tasks_are_not_compared(
-    lab: Lab, tmp_path: Path, settings: dict[str, Any]
+    lab: Lab, alone: Storage, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """Rightly so: the very same scores and losses come of them."""
     trial = lab.config("bert", {"name": "sapt", **settings})
-    plain, other = (separate_tree(one) for one in (lab.config("bert", "sapt"), trial))
-    assert separate_key(plain) == separate_key(other)
-    for name, tree in (("plain", plain), ("other", other)):
-        run(configs.validate(RunConfig, tree), Storage.at(tmp_path / name))
-    assert trace(Storage.at(tmp_path / "plain")) == trace(Storage.at(tmp_path / "other"))
+    plain, tree = (separate_tree(one) for one in (lab.config("bert", "sapt"), trial))
+    assert separate_key(plain) == separate_key(tree)
+    other = Storage.at(tmp_path)
+    run(configs.validate(RunConfig, tree), other)
+    assert trace(alone) == trace(other)
     scores = [
-        read_singles(trial.model_copy(update={"eval": trial.eval.model_copy(update={"singles": str(tmp_path / name)})}))
-        for name in ("plain", "other")
+        read_singles(trial.model_copy(update={"eval": trial.eval.model_copy(update={"singles": storage.address})}))
+        for storage in (alone, other)
     ]
     assert scores[0] is not None and scores[0] == scores[1]
 
 
-def test_settings_that_affect_single_tasks_are_compared(lab: Lab, tmp_path: Path) -> None:
-    run(configs.validate(RunConfig, separate_tree(lab.config("bert", "sapt"))), Storage.at(tmp_path))
-    trial = lab.config("bert", {"name": "sapt", "rank": 3}, eval={"singles": str(tmp_path)})
+def test_settings_that_affect_single_tasks_are_compared(lab: Lab, alone: Storage) -> None:
+    trial = lab.config("bert", {"name": "sapt", "rank": 3}, eval={"singles": alone.address})
     with pytest.raises(ConfigError, match=r"is another setting; it differs in method\.rank: "):
         read_singles(trial)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from at_step import At
+from axes import sampled
 from tiny import Complete, exported, matrix, run, trace
 
 from raycl.bank import Bank
@@ -30,15 +31,18 @@ def stopped(config: object, storage: Storage, step: int) -> None:
     StreamLoop(context, open_engine, storage, ALONE, sink, driver="driver", control=control).run()
 
 
-@pytest.mark.parametrize(("kind", "method"), [("bert", "slm"), ("t5", "lora"), ("llama", "sapt"), ("bert", "finetune")])
-@pytest.mark.parametrize(("step", "place"), [(3, "phase000-step0000003"), (7, "phase001-step0000003")])
+PLACES = {3: "phase000-step0000003", 7: "phase001-step0000003"}
+RUNS = [("bert", "slm"), ("t5", "lora"), ("llama", "sapt"), ("bert", "finetune")]
+
+
+@pytest.mark.parametrize(("kind", "method", "step"), sampled([(*one, step) for one in RUNS for step in PLACES]))
 def test_a_run_stopped_inside_a_task_resumes_bit_for_bit(
-    complete: Complete, tmp_path: Path, kind: str, method: str, step: int, place: str
+    complete: Complete, tmp_path: Path, kind: str, method: str, step: int
 ) -> None:
     done, storage = complete(kind, method, "torch"), Storage.at(tmp_path)
     stopped(done.config, storage, step)
     state = read_state(storage)
-    assert state.checkpoints[-1].startswith(place) and len(state.phases) == step // 4
+    assert state.checkpoints[-1].startswith(PLACES[step]) and len(state.phases) == step // 4
     assert len(trace(storage)) == step
     run(done.config, storage)
     assert (trace(storage), matrix(storage)) == (trace(done.storage), matrix(done.storage))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,13 +18,14 @@ from urllib.parse import unquote
 
 import boto3
 import pytest
+from fork_server import Call, ForkServer
 
 from raycl.errors import AlreadyExistsError, StorageError
 from raycl.storage import Storage
 from raycl.storage.unfinished import finished_beside
 
 BUCKET = "bucket"
-WRITERS = 8
+WRITERS, RACING = 8, 3
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -115,14 +116,26 @@ def test_of_racing_threads_exactly_one_wins(store: Storage) -> None:
         assert store.read(f"commit-{round_}") == b"%d" % winners[0]
 
 
-def test_of_racing_processes_exactly_one_wins(store: Storage) -> None:
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        claims = pool.starmap(_claim, [(store, f"commit-{name}", writer) for name in range(10) for writer in range(3)])
+def test_of_racing_processes_exactly_one_wins(store: Storage, fork_server: ForkServer, tmp_path: Path) -> None:
+    calls = [Call("test_storage:race", (store.address, w, tmp_path), tmp_path / f"log{w}") for w in range(RACING)]
+    fork_server.run(calls, 60)
+    claims = [json.loads((tmp_path / f"claims{writer}").read_text()) for writer in range(RACING)]
     for name in range(10):
-        winners = [writer for writer in claims[3 * name : 3 * name + 3] if writer is not None]
+        winners = [won[name] for won in claims if won[name] is not None]
         assert len(winners) == 1
         assert store.read(f"commit-{name}") == b"%d" % winners[0]
     assert len(store.list()) == 10
+
+
+def race(address: str, writer: int, folder: Path) -> None:
+    """One of the racing processes: claim every name, as soon as all others are there."""
+    store = Storage.at(address)
+    assert not store.exists("nothing")
+    (folder / f"ready{writer}").touch()
+    while len(list(folder.glob("ready*"))) < RACING:
+        time.sleep(0.001)
+    won = [_claim(store, f"commit-{name}", writer) for name in range(10)]
+    (folder / f"claims{writer}").write_text(json.dumps(won))
 
 
 def _claim(store: Storage, name: str, writer: int) -> int | None:

@@ -99,7 +99,7 @@ def test_retries_end_with_one_error(store: Store, monkeypatch: pytest.MonkeyPatc
 
 def test_a_run_continues_after_an_outage(complete: Complete, store: Store, tmp_path: Path) -> None:
     """It is away at the first checkpoint, and again while the second task is published."""
-    done = complete("bert", "slm", "torch")
+    done = complete("bert", "lora", "torch")
     storage = store.folder("run", 60)
     stopped: list[int] = []
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import KINDS, TASKS, TEST_ROWS, Lab, Stop, exported, matrix, run, trace, work
+from axes import sampled
+from tiny import KINDS, TASKS, TEST_ROWS, Complete, Lab, Stop, exported, matrix, run, trace, work
 
 from raycl import config as configs
 from raycl.bank import Bank
@@ -36,19 +37,19 @@ def results(storage: Storage) -> Tree:
     return dict(storage.read_json("results.json"))
 
 
-CASES = [*((kind, method) for kind in KINDS for method in ("lora", "sapt", "slm")), ("t5", "olora"), ("bert", "joint")]
+CASES = sampled(
+    [*((kind, method) for kind in KINDS for method in ("lora", "sapt", "slm")), ("t5", "olora"), ("bert", "joint")]
+)
 
 
 @pytest.mark.parametrize(("kind", "method"), CASES)
 def test_unseen_tasks_are_evaluated_at_the_end_and_change_nothing_else(
-    lab: Lab, tmp_path: Path, kind: str, method: str
+    lab: Lab, complete: Complete, tmp_path: Path, kind: str, method: str
 ) -> None:
     """Trained weights, matrix, metrics and what is published are those of the run without them."""
-    chosen = lab.slots() if method == "slm" else method
-    plain, found = Storage.at(tmp_path / "plain"), Storage.at(tmp_path / "found")
-    run(lab.config(kind, chosen), plain)
+    plain, found = complete(kind, method, "torch").storage, Storage.at(tmp_path)
     phases: list[bool] = []
-    run(asked(lab, kind, chosen), found, on_phase=lambda record: phases.append("unseen" in record))
+    run(asked(lab, kind, method), found, on_phase=lambda record: phases.append("unseen" in record))
     assert phases == ([True] if method == "joint" else [False, True]), "after the last task only"
     assert trace(found) == trace(plain) and matrix(found) == matrix(plain) and exported(found) == exported(plain)
     told, before = results(found), results(plain)

@@ -1,19 +1,21 @@
-"""The laboratory of tiny models, and complete runs that several tests look at."""
+"""The laboratory of tiny models, and complete runs that several tests look at.
+
+The libraries are imported where they are needed: pytest's process that only hands out tests need not wait for them.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from fork_server import ForkServer
-from local_endpoint import Served, serving
-from tiny import ENGINES, VARIANTS, Complete, Done, Lab, Taught, run
 
-from raycl.generation import dynamic_cache
-from raycl.storage import Storage
+if TYPE_CHECKING:
+    from local_endpoint import Served
+    from tiny import Complete, Done, Lab, Taught
 
 SERVER = pytest.StashKey[ForkServer]()
 
@@ -33,12 +35,18 @@ def fork_server(pytestconfig: pytest.Config) -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    return Lab(tmp_path_factory.mktemp("lab"))
+    import tiny
+
+    return tiny.Lab(tmp_path_factory.mktemp("lab"))
 
 
 @pytest.fixture(scope="session")
 def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Complete:
     """(backbone kind, method or variant, engine) -> its complete run, made when first asked for."""
+    from tiny import ENGINES, VARIANTS, Done, run
+
+    from raycl.storage import Storage
+
     done: dict[tuple[str, str, str], Done] = {}
 
     def get(kind: str, method: str, engine: str) -> Done:
@@ -55,6 +63,10 @@ def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Complete:
 @pytest.fixture(scope="session")
 def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
     """(backbone kind, method) -> a run of more epochs; `slm` with `Lab.slots`, `prompts` and `soft` with prompts."""
+    from tiny import Done, run
+
+    from raycl.storage import Storage
+
     done: dict[tuple[str, str], Done] = {}
 
     def get(kind: str, method: str) -> Done:
@@ -78,6 +90,8 @@ def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
 @pytest.fixture(scope="session")
 def served(complete: Complete) -> Iterator[Callable[[str], Served]]:
     """Backbone kind -> an endpoint over its complete run of SLM, started when first asked for; for reading only."""
+    from local_endpoint import serving
+
     with ExitStack() as stack:
         running: dict[str, Served] = {}
 
@@ -93,6 +107,8 @@ def served(complete: Complete) -> Iterator[Callable[[str], Served]]:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that needs 10 ms a token at least: what a test interrupts is still continuing then."""
+    from raycl.generation import dynamic_cache
+
     step = dynamic_cache.step
 
     def slowly(*given: Any) -> Any:

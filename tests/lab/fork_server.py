@@ -52,14 +52,22 @@ class ForkServer:
                 os._exit(0)
         theirs.close()
 
-    def run(self, calls: Sequence[Call], seconds: float, **environment: str) -> None:
-        """Run the calls side by side to their end; `environment` is added to that of this process.
+    def codes(self, calls: Sequence[Call], seconds: float, **environment: str) -> list[int]:
+        """Exit codes of the calls, side by side; `environment` is added to that of this process.
 
-        Raises:
-            AssertionError: with the end of their logs, if one failed or took longer than `seconds`.
+        When one fails or takes longer than `seconds`, the others are killed.
         """
         self._connection.send((list(calls), {**os.environ, **environment}, seconds))
-        codes = self._connection.recv()
+        found: list[int] = self._connection.recv()
+        return found
+
+    def run(self, calls: Sequence[Call], seconds: float, **environment: str) -> None:
+        """The same, and none may fail.
+
+        Raises:
+            AssertionError: with the end of their logs.
+        """
+        codes = self.codes(calls, seconds, **environment)
         assert codes == [0] * len(calls), f"{codes}\n" + "\n".join(call.log.read_text()[-3000:] for call in calls)
 
     def pair(self, function: str, folder: Path, *arguments: Any, seconds: float) -> None:

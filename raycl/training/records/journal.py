@@ -19,7 +19,7 @@ import os
 import re
 import socket
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from raycl import config as configs
@@ -144,7 +144,7 @@ class Journal:
         key = (self.attempt, self._records)
         self.storage.create(_record(*key), _sealed(*key, change))
         self._records += 1
-        self.state = RunState(**{**asdict(self.state), **change})
+        self.state = replace(self.state, **change)
 
 
 def check_owner(storage: Storage, state: RunState, run: RunInfo) -> None:

@@ -125,14 +125,14 @@ def living() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("engine", ["zero0", "zero2", "zero3"])
-def test_ten_tasks_leak_no_memory(lab: Lab, engine: str) -> None:
+def test_tasks_leak_no_memory(lab: Lab, engine: str) -> None:
     context, open_engine = build(lab.config("bert", "lora", ENGINES[engine]), WORLD)
     phase = context.phases[0]
     begin_phase(context)
     table = context.stream.table(phase.tasks[0], "train", context.backbone.codec)
     batch = Collate([table], context.backbone.label_ids(), 0)(torch.arange(4).numpy(), 4)
     before, counts = outside(context.backbone), {}
-    for task in range(1, 11):
+    for task in range(1, 7):
         begin_phase(context)
         opened = open_engine(1, 1)
         for _ in range(2):  # in the second step, ZeRO-3 follows what it saw in the first
@@ -143,9 +143,9 @@ def test_ten_tasks_leak_no_memory(lab: Lab, engine: str) -> None:
         del opened
         assert outside(context.backbone) == before
         assert all(type(p) is nn.Parameter and p.numel() and p.grad is None for p in context.backbone.parameters())
-        if task in (2, 6, 10):
+        if task in (2, 6):
             counts[task] = living()
-    assert not Counter(counts[10]) - Counter(counts[2])  # fewer may be left: what earlier tests held goes any time
+    assert not Counter(counts[6]) - Counter(counts[2])  # fewer may be left: what earlier tests held goes any time
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
