@@ -127,7 +127,9 @@ def test_every_node_of_google_cloud_may_use_the_bucket() -> None:
     """Runs lie in gs://: Ray gives an account to the head alone."""
     worker = tree("gcp.yaml")["available_node_types"]["worker"]["node_config"]
     assert "https://www.googleapis.com/auth/cloud-platform" in worker["serviceAccounts"][0]["scopes"]
-    assert "cannot" not in (CLUSTER / "gcp.yaml").read_text(), "commits work there: tests/integration/test_storage.py"
+    assert "cannot" not in (CLUSTER / "gcp.yaml").read_text(), (
+        "commits work there: tests/integration/test_google_storage.py"
+    )
 
 
 _CLUSTERS = {"RayJob": "rayClusterSpec", "RayService": "rayClusterConfig"}
