@@ -32,13 +32,16 @@ class RowPool:
         self.a = {s: torch.zeros(len(m), rows, s[0], dtype=s[2], device=s[3]) for s, m in members.items()}
         self.b = {s: torch.zeros(len(m), rows, s[1], dtype=s[2], device=s[3]) for s, m in members.items()}
         self.rows = rows
+        self._written: set[int] = set()
 
     def grow(self, rows: int) -> None:
-        """Make room for more rows; old ones keep their values."""
-        more = rows - self.rows
+        """Make room for more rows; those that were written keep their values, the others take no memory on the CPU."""
+        written = torch.tensor(sorted(self._written), dtype=torch.long)
         for block in (self.a, self.b):
             for shape, old in block.items():
-                block[shape] = torch.cat([old, old.new_zeros(old.shape[0], more, old.shape[2])], dim=1)
+                index = written.to(shape[3])
+                block[shape] = old.new_zeros(old.shape[0], rows, old.shape[2])
+                block[shape].index_copy_(1, index, old.index_select(1, index))
         self.rows = rows
 
     def write(self, rows: list[int], linears: Mapping[str, tuple[Tensor, Tensor]]) -> None:
@@ -46,6 +49,7 @@ class RowPool:
         if not rows:  # an adapter of a head or a prompt alone
             return
         index = torch.tensor(rows)
+        self._written.update(rows)
         for shape, members in self.members.items():
             a = torch.zeros(len(members), len(rows), shape[0])
             b = torch.zeros(len(members), len(rows), shape[1])
@@ -67,6 +71,7 @@ class RowPool:
         """A smaller pool with copies of the rows `index` only."""
         small = object.__new__(RowPool)
         small.place, small.members, small.rows = self.place, self.members, len(index)
+        small._written = set(range(len(index)))
         small.a = {shape: block.index_select(1, index.to(shape[3])) for shape, block in self.a.items()}
         small.b = {shape: block.index_select(1, index.to(shape[3])) for shape, block in self.b.items()}
         return small

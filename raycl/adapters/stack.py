@@ -69,6 +69,7 @@ class AdapterStack:
         self.activation = activation
         self.detach_loaded = False
         self.states: dict[str, AdapterState] = {}
+        self._unwritten: set[str] = set()
         self.trainable: dict[str, int] = {}
         self.trainable_scale = 1.0
         self.dropout = 0.0
@@ -93,8 +94,7 @@ class AdapterStack:
             return
         self._attach(fresh)
         self.pool = RowPool({path: _shape(layer) for path, layer in self.layers.items()}, self.pool.rows)
-        for name, state in self.states.items():
-            self.pool.write(self.table.rows[name], state.linears)
+        self._unwritten = set(self.states)
 
     @property
     def device(self) -> torch.device:
@@ -109,7 +109,7 @@ class AdapterStack:
     # ---- loaded adapters: frozen, on the device --------------------------------------------------------------
 
     def load(self, name: str, state: AdapterState, keep: Sequence[str] = ()) -> None:
-        """Load an adapter, evicting others if rows are short.
+        """Load an adapter, evicting others if rows are short. Its weights are copied when a mixture first names it.
 
         Raises:
             AdapterError: it does not fit the model or has another activation, its name is taken, or there is no room.
@@ -127,26 +127,31 @@ class AdapterStack:
             self.table.grow(more)
             self.pool.grow(more)
         evicted = self.table.evicted
-        rows = self.table.place(name, state.rank, keep)
+        self.table.place(name, state.rank, keep)
         if self.table.evicted > evicted:
             for gone in self.states.keys() - self.table.rows.keys():
                 del self.states[gone]
-        self.pool.write(rows, state.linears)
+                self._unwritten.discard(gone)
         self.states[name] = state
+        self._unwritten.add(name)
 
     def drop(self, name: str) -> None:
         """Unload an adapter and free its rows."""
         del self.states[name]
+        self._unwritten.discard(name)
         self.table.remove(name)
 
     def need(self, names: Sequence[str]) -> None:
-        """All of `names` on the device; none of them evicts another."""
+        """All of `names` loaded and written; none of them evicts another."""
         for name in names:
             if name not in self.states:
                 if self.source is None:
                     known = ", ".join([*self.trainable, *self.states]) or "none"
                     raise AdapterError(f"adapter '{name}' is not loaded: expected some of {known}")
                 self.load(name, self.source(name), keep=names)
+            if name in self._unwritten:
+                self.pool.write(self.table.rows[name], self.states[name].linears)
+                self._unwritten.remove(name)
             self.table.touch(name)
 
     # ---- adapters in training --------------------------------------------------------------------------------

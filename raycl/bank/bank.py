@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -41,8 +42,23 @@ from raycl.storage.records import Stamp, numbers, stamps
 from raycl.storage.unfinished import Buffer
 from raycl.types import AdapterState
 
+NamedObject = tuple[str, ObjectInfo]
+"""What it is, for messages, and the object."""
+
 RACES = 20
 """Next free numbers to try before giving up: each failure means that another writer has published."""
+
+
+class ObjectReader(Protocol):
+    """Reads objects of a bank: the bank itself, or the object store of the cluster."""
+
+    def read_objects(self, wanted: Sequence[NamedObject]) -> list[Buffer]:
+        """The bytes of each, whose hashes are checked.
+
+        Raises:
+            BankError: one is missing or damaged.
+        """
+        ...
 
 
 class Bank:
@@ -177,6 +193,10 @@ class Bank:
                 f"'{info.file}' and publish it again"
             )
         return data
+
+    def read_objects(self, wanted: Sequence[NamedObject]) -> list[Buffer]:
+        """See `ObjectReader`."""
+        return [self.read_object(info, what) for what, info in wanted]
 
     def put(self, tensors: Mapping[str, Tensor]) -> ObjectInfo:
         """Store tensors that belong to no adapter (a router's), under their hash."""
@@ -354,4 +374,6 @@ def _ref(entry: AdapterManifest | SnapshotAdapter) -> AdapterRef:
 
 def _mapped(path: str) -> Buffer:
     with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:  # cut to nothing: it has no pages to map
+            return b""
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from raycl.bank.bank import Bank
-from raycl.bank.manifest import ObjectInfo, Snapshot
-
-NamedObject = tuple[str, ObjectInfo]
-"""What it is, for messages, and the object."""
+from raycl.bank.bank import Bank, NamedObject
+from raycl.bank.manifest import Snapshot
 
 MAX_OBJECTS, MAX_BYTES = 256, 256 * 2**20
 """Objects and bytes of one read: other callers of the same reader are served in between."""

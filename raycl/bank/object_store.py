@@ -1,6 +1,7 @@
-"""The object-store cache: adapters of a bank in Ray's object store, once per node, mapped by readers without copies.
+"""The object-store cache: objects of a bank in Ray's object store, once per node, mapped by readers without copies.
 
-A named detached actor, the cache actor, reads each file of tensors once, checks its hash and puts its bytes into the
+Training workers, trials, the gate, routers and model replicas read adapters, routers and training states through it. A
+named actor, the cache actor, reads each file of tensors once, checks its hash and puts its bytes into the
 object store; readers get references and look at the shared memory itself. Objects die with their owner: when the
 cache actor or a node is lost, the actor restarts empty and fills again from the bank, and a reader whose references
 are lost retries. What was mapped before stays valid and unchanged. What a full object store does not take is read
@@ -29,7 +30,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from raycl.bank.bank import Bank, unpack_entry
+from raycl.bank.bank import Bank, NamedObject, unpack_entry
 from raycl.bank.manifest import ObjectInfo, Snapshot
 from raycl.errors import BankError, RayclError
 from raycl.storage.unfinished import Buffer
@@ -60,7 +61,7 @@ class CacheActor:
         self.refs: OrderedDict[str, tuple[Any, int]] = OrderedDict()
         self.checked: set[str] = set()
 
-    def references(self, wanted: Sequence[tuple[str, ObjectInfo]], lost: Sequence[str] = ()) -> list[Any]:
+    def references(self, wanted: Sequence[NamedObject], lost: Sequence[str] = ()) -> list[Any]:
         """A reference for each (what it is, object); None where the object store has no place for it.
 
         Args:
@@ -76,7 +77,7 @@ class CacheActor:
             self.refs.popitem(last=False)
         return found
 
-    def check(self, wanted: Sequence[tuple[str, ObjectInfo]]) -> None:
+    def check(self, wanted: Sequence[NamedObject]) -> None:
         """Read objects that have not been read yet; they stay in the object store as long as there is room.
 
         Raises:
@@ -148,12 +149,14 @@ class ObjectStoreCache:
         name: of the cache actor in `NAMESPACE`.
     """
 
-    def __init__(self, bank: Bank, capacity_mb: float | None = None) -> None:
+    def __init__(self, bank: Bank, capacity_mb: float | None = None, detached: bool = True) -> None:
         """Find the bank's cache actor, or start it.
 
         Args:
-            capacity_mb: of adapters kept while unused; None: half of this cluster's object store. The
+            capacity_mb: of objects kept while unused; None: half of this cluster's object store. The
                 first reader decides.
+            detached: a cache actor that is started here outlives this job; otherwise it ends with its job, and other
+                readers start another one.
 
         Raises:
             BankError: this process is not connected to a Ray cluster.
@@ -164,19 +167,24 @@ class ObjectStoreCache:
         self._said_full = False
         self._wait_s = WAIT_S
         self.name = "adapter-cache-" + hashlib.sha256(bank.storage.address.encode()).hexdigest()[:16]
-        capacity = capacity_mb * 2**20 if capacity_mb else ray.cluster_resources()["object_store_memory"] / 2
-        self._actor = (
+        self.capacity = int(capacity_mb * 2**20 if capacity_mb else ray.cluster_resources()["object_store_memory"] / 2)
+        self._options = {"lifetime": "detached"} if detached else {}
+        self._closed = False
+        self._actor = self._open()
+
+    def _open(self) -> Any:
+        return (
             ray.remote(CacheActor)
             .options(
                 name=self.name,
                 namespace=NAMESPACE,
-                lifetime="detached",
                 get_if_exists=True,
                 max_restarts=-1,
                 max_task_retries=len(PAUSES_S),
                 num_cpus=0,
+                **self._options,
             )
-            .remote(bank.storage.address, int(capacity))
+            .remote(self.bank.storage.address, self.capacity)
         )
 
     def fetch(self, snapshot: Snapshot, names: Sequence[str]) -> Mapping[str, AdapterState]:
@@ -188,10 +196,29 @@ class ObjectStoreCache:
             BankError: missing or damaged in the bank, or the cache actor keeps failing.
         """
         entries = [snapshot.adapter(name) for name in names]
-        buffers = self._buffers([(str(entry), entry.tensors) for entry in entries])
+        buffers = self.read_objects([(str(entry), entry.tensors) for entry in entries])
         return _Mapped(snapshot, {entry.name: pair for entry, *pair in zip(entries, entries, buffers, strict=True)})
 
-    def check(self, wanted: Sequence[tuple[str, ObjectInfo]]) -> None:
+    def source(self, snapshot: Snapshot) -> Callable[[str], AdapterState]:
+        """Name of an adapter -> what it holds.
+
+        All adapters are requested at once when the first one is needed, if the cache can keep them: what it cannot
+        keep, every reader would read into memory of its own. Otherwise each is requested when it is needed.
+        """
+        names = [entry.name for entry in snapshot.adapters]
+        at_once = sum(entry.tensors.bytes for entry in snapshot.adapters) <= self.capacity
+        mapped: Mapping[str, AdapterState] = {}
+
+        def fetch(name: str) -> AdapterState:
+            nonlocal mapped
+            if at_once:
+                mapped = mapped or self.fetch(snapshot, names)
+                return mapped[name]
+            return self.fetch(snapshot, [name])[name]
+
+        return fetch
+
+    def check(self, wanted: Sequence[NamedObject]) -> None:
         """Check objects; the cache actor reads each once.
 
         Raises:
@@ -199,8 +226,15 @@ class ObjectStoreCache:
         """
         self._with_retries(lambda lost: ray.get(self._actor.check.remote(wanted)), [])
 
-    def _buffers(self, wanted: list[tuple[str, ObjectInfo]]) -> list[Any]:
-        def read(lost: list[str]) -> list[Any]:
+    def read_objects(self, wanted: Sequence[NamedObject]) -> list[Buffer]:
+        """The bytes of each object, mapped and read-only; one request to the cache actor.
+
+        Raises:
+            BankError: missing or damaged in the bank, or the cache actor keeps failing.
+        """
+        wanted = list(wanted)
+
+        def read(lost: list[str]) -> list[Buffer]:
             references = ray.get(self._actor.references.remote(wanted, lost))
             shared = self._local([reference for reference in references if reference is not None])
             return [
@@ -243,6 +277,8 @@ class ObjectStoreCache:
         Args:
             read: is given those of the `wanted` hashes whose objects were found gone.
         """
+        if self._closed:
+            raise BankError(f"the object-store cache of '{self.bank.storage.uri}' is closed: open it again")
         lost: list[str] = []
         for pause in PAUSES_S:
             time.sleep(pause)
@@ -256,9 +292,9 @@ class ObjectStoreCache:
                 if isinstance(error.cause, RayclError):
                     raise type(error.cause)(*error.cause.args) from None
                 raise
-            except RayActorError as error:
-                uri = self.bank.storage.uri
-                raise BankError(f"the object-store cache of '{uri}' is closed: open it again ({error})") from error
+            except RayActorError:
+                lost = []
+                self._actor = self._open()  # the job that started it has ended, or somebody closed it
         raise BankError(
             f"the object-store cache of '{self.bank.storage.uri}' was lost {len(PAUSES_S)} times in a row: look at "
             "the cluster's nodes, or fetch from the bank itself"
@@ -270,5 +306,6 @@ class ObjectStoreCache:
         return int(count), int(size)
 
     def close(self) -> None:
-        """End the cache actor for every reader; the bank is untouched, and what is mapped stays."""
+        """End the cache actor; other readers start another one. The bank is untouched, and what is mapped stays."""
+        self._closed = True
         ray.kill(self._actor)

@@ -5,8 +5,9 @@ What it does not know: what routers do with it.
 
 from __future__ import annotations
 
-from raycl.bank.bank import Bank
+from raycl.bank.bank import Bank, ObjectReader
 from raycl.bank.manifest import ModelInfo, RouterInfo, Snapshot
+from raycl.bank.tensors import views
 from raycl.types import RouterState
 
 ENCODER = "encoder"
@@ -21,14 +22,17 @@ def put_router(bank: Bank, state: RouterState) -> tuple[RouterInfo, ModelInfo | 
     return router, ModelInfo(name=str(state.encoder["name"]), sha256=state.encoder_sha256, kind="sentence encoder")
 
 
-def get_router(bank: Bank, snapshot: Snapshot) -> RouterState:
-    """Back from a snapshot.
+def get_router(reader: ObjectReader, snapshot: Snapshot) -> RouterState:
+    """Back from a snapshot; its tensors are read-only.
 
     Raises:
         BankError: its tensors are missing or damaged.
     """
     router = snapshot.router
     settings = {key: value for key, value in router.settings.items() if key != ENCODER}
-    tensors = bank.get(router.tensors, f"the router of snapshot {snapshot.number}") if router.tensors else {}
+    what, tensors = f"the router of snapshot {snapshot.number}", {}
+    if router.tensors:
+        (data,) = reader.read_objects([(what, router.tensors)])
+        tensors = views(data, what)
     encoder = snapshot.encoder.sha256 if snapshot.encoder else ""
     return RouterState(router.kind, settings, tensors, router.settings.get(ENCODER), encoder)

@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from raycl.bank.bank import Bank, info_of
+from raycl.bank.bank import Bank, ObjectReader, info_of
 from raycl.bank.manifest import ObjectInfo, Snapshot
+from raycl.bank.tensors import views
 from raycl.errors import BankError, DamagedError, FormatError
 from raycl.storage.records import seal, unseal
 
@@ -25,19 +26,26 @@ FORMAT = 1
 _FILE = re.compile(r"states/([0-9a-f]{2})/\1[0-9a-f]{62}\.json")
 
 
-def put_state(bank: Bank, values: Mapping[str, Any], groups: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """Store a training state; returns its SHA-256, which a snapshot names."""
-    data = _sealed(values, {group: _put(bank, tensors) for group, tensors in groups.items()})
+def put_state(
+    bank: Bank,
+    values: Mapping[str, Any],
+    groups: Mapping[str, Mapping[str, Tensor]],
+    objects: Mapping[str, ObjectInfo] | None = None,
+) -> str:
+    """Store a training state; returns its SHA-256, which a snapshot names.
+
+    Args:
+        objects: the object of each group, where its hash is known; those that the bank has are not written again.
+    """
+    infos = objects or {group: info_of(tensors) for group, tensors in groups.items()}
+    for group, info in infos.items():
+        if not bank.storage.exists(info.file):
+            bank.put(groups[group])
+    data = _sealed(values, infos)
     sha256 = hashlib.sha256(data).hexdigest()
     if not bank.storage.exists(state_file(sha256)):
         bank.storage.write(state_file(sha256), data)
     return sha256
-
-
-def _put(bank: Bank, tensors: Mapping[str, Tensor]) -> ObjectInfo:
-    """Most are there already, from an earlier task: they are hashed, and not written."""
-    info = info_of(tensors)
-    return info if bank.storage.exists(info.file) else bank.put(tensors)
 
 
 def restore_record(
@@ -66,18 +74,25 @@ def _sealed(values: Mapping[str, Any], objects: Mapping[str, ObjectInfo]) -> byt
     return seal({"format": FORMAT, "values": dict(values), "objects": named})
 
 
-def get_state(bank: Bank, snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """Values and tensors by group.
+def get_state(
+    bank: Bank, snapshot: Snapshot, reader: ObjectReader | None = None
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """Values and tensors by group, which are read-only.
+
+    Args:
+        reader: reads the tensors; None: the bank itself.
 
     Raises:
         BankError: the snapshot has no training state, or a part of it is missing or damaged.
     """
     record = _record(bank, snapshot)
-    found = {
-        group: bank.get(ObjectInfo(**info), f"the training state of snapshot {snapshot.number} ({group})")
+    wanted = [
+        (f"the training state of snapshot {snapshot.number} ({group})", ObjectInfo(**info))
         for group, info in record["objects"].items()
-    }
-    return record["values"], found
+    ]
+    read = (reader or bank).read_objects(wanted)
+    tensors = [views(data, what) for (what, _), data in zip(wanted, read, strict=True)]
+    return record["values"], dict(zip(record["objects"], tensors, strict=True))
 
 
 def state_objects(bank: Bank, snapshot: Snapshot) -> dict[str, ObjectInfo]:

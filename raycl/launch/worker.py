@@ -21,6 +21,8 @@ from ray.exceptions import GetTimeoutError
 from ray.train.torch import get_device
 
 from raycl import config as configs
+from raycl.bank import Bank
+from raycl.bank.object_store import ObjectStoreCache
 from raycl.errors import BankError, RayclError, RunError, StorageError, UnreachableError
 from raycl.run import assembly
 from raycl.run.config import RunConfig
@@ -34,6 +36,7 @@ from raycl.training.records.bank_start import start_from_snapshot
 from raycl.training.records.fork_points import save_fork_point
 from raycl.training.records.journal import last_attempt, read_state
 from raycl.training.records.stop_signal import wait_for_decision
+from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.stream_loop import StreamLoop
 from raycl.training.training_context import TrainingContext
 
@@ -109,14 +112,15 @@ def _learn(
     """Build the parts of the run and continue it."""
     files = _weights(job["weights"])
     context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])
+    shared = _shared_reader(config, world)
     if config.bank.start:
-        _start_from_bank(config.bank.start, context, storage, world)
+        _start_from_bank(config.bank.start, context, storage, world, shared)
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
     failed = True
     try:
         report = partial(_report, job, storage, world)
         try:
-            loop = StreamLoop(context, open_engine, storage, world, tracker, report, job["driver"], control)
+            loop = StreamLoop(context, open_engine, storage, world, tracker, report, job["driver"], control, shared)
         finally:
             if world.is_first:
                 _copy_config(storage)
@@ -133,7 +137,16 @@ def _learn(
             tracker.close(failed)
 
 
-def _start_from_bank(start: str, context: TrainingContext, storage: Storage, world: DistributedContext) -> None:
+def _shared_reader(config: RunConfig, world: DistributedContext) -> SharedReader | None:
+    """Reads objects of a bank or a run through the node's object store, where other processes read the same ones."""
+    if not ray.is_initialized() or (world.size == 1 and not config.bank.start):
+        return None
+    return lambda storage: ObjectStoreCache(Bank(storage), detached=False)
+
+
+def _start_from_bank(
+    start: str, context: TrainingContext, storage: Storage, world: DistributedContext, shared: SharedReader | None
+) -> None:
     """Begin the run with the snapshot's training state, unless it has begun. Collective: errors are raised by all.
 
     Raises:
@@ -143,7 +156,8 @@ def _start_from_bank(start: str, context: TrainingContext, storage: Storage, wor
     try:
         if world.is_first and not last_attempt(storage):
             bank, snapshot = start_of(start)
-            start_from_snapshot(bank, snapshot, context.identity, storage, context.info)
+            reader = None if shared is None else shared(bank.storage)
+            start_from_snapshot(bank, snapshot, context.identity, storage, context.info, reader)
     except (BankError, StorageError) as raised:
         error = raised
     world.raise_any(error)

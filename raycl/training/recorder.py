@@ -26,7 +26,7 @@ from raycl.training.records.journal import Journal, RunState, read_state
 from raycl.training.records.progress import Progress, Trace, clock
 from raycl.training.records.publish import move_branch, open_bank, publish
 from raycl.training.records.results import build_results, curves, matrix_of
-from raycl.training.records.tensor_objects import TensorObjects
+from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase
 
@@ -52,16 +52,19 @@ class Recorder:
         sink: MetricsSink | None,
         on_phase: OnPhase | None,
         driver: str,
+        shared: SharedReader | None = None,
     ) -> None:
         """Claim the run. Collective.
 
         Args:
+            shared: see `TensorObjects`.
             sink: rank 0's tracker, if any.
             driver: the process that started the workers, for the journal.
         """
         self.context, self.storage = context, storage
         self.sink, self.on_phase = sink, on_phase
-        self.objects = TensorObjects(storage)
+        bank = open_bank(context.bank, storage).storage if context.bank.publish or context.bank.start else None
+        self.objects = TensorObjects(storage, bank, shared)
         nodes = world.gather({"host": socket.gethostname(), "pid": os.getpid()})
         claims = partial(Journal.claim, storage, context.info, workers=world.size, driver=driver, nodes=nodes)
         self.journal = claims() if world.is_first else None
@@ -106,7 +109,7 @@ class Recorder:
             name = f"{phase.index:03d}-{phase.name}"
             checkpoints.write_model(self.storage, name, learned, context.backbone.model_files())
         if learned.adapters and context.bank.publish:
-            done.published, done.snapshot = publish(context, phase, learned, done, self.storage, self.state)
+            done.published, done.snapshot = publish(context, phase, learned, done, self.state, self.objects)
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint: files, then the journal's record, then checkpoints that are not needed are deleted."""

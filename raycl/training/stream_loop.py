@@ -24,9 +24,10 @@ from raycl.training.phase.trainer import OpenEngine, TaskTrainer
 from raycl.training.recorder import OnPhase, Recorder
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState
-from raycl.training.records.publish import complete_bank, open_bank
+from raycl.training.records.publish import complete_bank
 from raycl.training.records.resume import newest_resume_point
 from raycl.training.records.stop_request import StopRequested
+from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase, Score
 
@@ -46,6 +47,7 @@ class StreamLoop:
         on_phase: OnPhase | None = None,
         driver: str = "",
         control: Control | None = None,
+        shared: SharedReader | None = None,
     ) -> None:
         """Claim the run.
 
@@ -54,10 +56,11 @@ class StreamLoop:
             on_phase: see `OnPhase`.
             driver: the process that started the workers, for the journal.
             control: follows the loop's progress, and can stop it; None: nothing stops it.
+            shared: see `raycl.training.records.tensor_objects`.
         """
         self.context, self.storage, self.world = context, storage, world
         self.control = control or Control(storage, world)
-        self.recorder = Recorder(context, storage, world, sink, on_phase, driver)
+        self.recorder = Recorder(context, storage, world, sink, on_phase, driver, shared)
         self.trainer = TaskTrainer(context, open_engine, world, self.recorder, self.control)
 
     @property
@@ -108,8 +111,7 @@ class StreamLoop:
             RunError: phases are recorded, but no checkpoint can be continued from.
             BankError: the bank has lost what the next phase needs.
         """
-        bank = open_bank(self.context.bank, self.storage).storage if self.context.bank.publish else None
-        resume_point = newest_resume_point(self.storage, self.state, self.world, bank)
+        resume_point = newest_resume_point(self.storage, self.state, self.world, self.recorder.objects)
         if resume_point.problems:
             self.recorder.go_back(resume_point.checkpoints, resume_point.phases, resume_point.explanation)
         found = resume_point.checkpoint

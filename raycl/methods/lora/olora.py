@@ -70,6 +70,7 @@ class OLora(IncLora):
     def _overlap(self) -> Tensor:
         """All linears of one shape at once; rows of the pool without an adapter are zero and add nothing."""
         total = torch.zeros((), device=self.backbone.device)
+        self.stack.need(list(self._learned))
         for shape, paths in self.stack.pool.members.items():
             new_LrD = torch.stack([self.stack.layers[path].trainable()[0] for path in paths])
             total = total + abssum(self.stack.pool.a[shape], new_LrD)

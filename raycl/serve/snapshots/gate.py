@@ -54,15 +54,18 @@ class GateResult:
         return all(drop <= self.max_drop for drop in self.drops.values())
 
 
-def judge(config: ServeConfig, candidate: int) -> GateResult:
+def judge(config: ServeConfig, candidate: int, object_store_cache: bool = False) -> GateResult:
     """Score the active snapshot and a candidate.
+
+    Args:
+        object_store_cache: adapters and routers come through the cluster's object store.
 
     Raises:
         BankError: the candidate does not exist or answers already; a task has no rows to evaluate on.
         RayclError: data or backbone cannot be read.
     """
     quiet = config.model_copy(update={"follow": config.follow.model_copy(update={"enabled": False})})
-    service = open_service(quiet)
+    service = open_service(quiet, object_store_cache)
     try:
         active, engine = service.snapshot_manager.active, service.engine
         assert isinstance(engine, Engine), "the gate has the model in its own process"

@@ -53,7 +53,7 @@ class GateWorker:
     def judge(self, candidate: int) -> GateResult | str:
         """The result for a snapshot, or why there is none."""
         try:
-            return judge(self.config, candidate)
+            return judge(self.config, candidate, object_store_cache=True)
         except FAILURES as error:
             return str(error)
 

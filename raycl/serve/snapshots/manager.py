@@ -28,7 +28,7 @@ from raycl.serve.engine.requests import FAILURES
 from raycl.serve.errors import UnavailableError
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import wanted_snapshots
-from raycl.serve.snapshots.snapshot_model import router_of
+from raycl.serve.snapshots.snapshot_model import adapters_of, router_of
 from raycl.storage.records import Stamp
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class SnapshotManager:
 
         Args:
             identity: SHA-256 of the backbone.
-            object_store_cache: adapters come from the cluster's object store; None: from the bank itself.
+            object_store_cache: adapters and routers come from the cluster's object store; None: from the bank itself.
 
         Raises:
             BankError: there is none, or all are damaged or were made for another backbone.
@@ -145,7 +145,7 @@ class SnapshotManager:
 
     def _router(self, snapshot: Snapshot) -> Router:
         """Routers that read texts share one sentence encoder, which is loaded once."""
-        router = router_of(self.bank, snapshot)
+        router = router_of(self._cache or self.bank, snapshot)
         with self._lock:
             others = [loaded.router for loaded in self._open.values()]
         for other in others:
@@ -160,11 +160,7 @@ class SnapshotManager:
             )
 
     def _source(self, snapshot: Snapshot) -> Source:
-        if self._cache is None:
-            entries = {entry.name: entry for entry in snapshot.adapters}
-            return lambda name: self.bank.fetch(entries[name], snapshot.layouts[entries[name].layout])
-        object_store_cache = self._cache
-        return lambda name: object_store_cache.fetch(snapshot, [name])[name]
+        return adapters_of(self.bank, snapshot) if self._cache is None else self._cache.source(snapshot)
 
     def _make_room(self, fresh: int | None = None) -> None:
         """Unload snapshots that are not in use, the least recently used first."""

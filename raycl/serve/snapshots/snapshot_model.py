@@ -13,6 +13,7 @@ from typing import Any
 from raycl.adapters.stack import Source
 from raycl.backbone import Backbone, BackboneConfig, identity
 from raycl.bank import Bank, Snapshot
+from raycl.bank.bank import ObjectReader
 from raycl.bank.routers import get_router
 from raycl.config.trust import NONE_GIVEN, RISKS, Permissions
 from raycl.errors import BankError
@@ -106,14 +107,14 @@ def backbone_of(snapshot: Snapshot, given: str | None = None, permissions: Permi
     return config
 
 
-def router_of(bank: Bank, snapshot: Snapshot, cache: Path | None = None) -> Router:
-    """The snapshot's router.
+def router_of(reader: ObjectReader, snapshot: Snapshot, cache: Path | None = None) -> Router:
+    """The snapshot's router, its tensors read by `reader`.
 
     Raises:
         BankError: damaged, or of a kind that this version does not know. RetrievalError: another sentence encoder.
     """
     owners = {entry.name: entry.tasks for entry in snapshot.adapters}
-    return make_router(get_router(bank, snapshot), owners, cache)
+    return make_router(get_router(reader, snapshot), owners, cache)
 
 
 def adapters_of(bank: Bank, snapshot: Snapshot) -> Source:

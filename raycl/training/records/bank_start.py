@@ -13,26 +13,30 @@ from typing import Any
 from torch import Tensor
 
 from raycl.bank import Bank, Snapshot
-from raycl.bank.bank import info_of
+from raycl.bank.bank import ObjectReader, info_of
+from raycl.bank.leases import hold_lease
 from raycl.bank.manifest import dump
-from raycl.bank.training_state import get_state, put_state, restore_record
+from raycl.bank.training_state import get_state, put_state, restore_record, state_objects
 from raycl.errors import BankError
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import Checkpoint, write_checkpoint
 from raycl.training.records.journal import Journal
-from raycl.training.records.tensor_objects import TensorObjects, grouped, ungrouped
+from raycl.training.records.tensor_objects import TensorObjects, grouped
 from raycl.training.training_context import RunInfo
 
 PARAMETERS = "parameters"
 
 
-def put_training_state(bank: Bank, done: Checkpoint, phases: list[dict[str, Any]]) -> str:
+def put_training_state(bank: Bank, done: Checkpoint, phases: list[dict[str, Any]], objects: TensorObjects) -> str:
     """Store the state at the end of a phase; returns its hash.
 
     Args:
         phases: journal records of the phases before.
+        objects: of the run; they know the hashes of tensors that have not changed.
     """
-    return put_state(bank, _values(done, phases), groups_of(done))
+    groups = groups_of(done)
+    infos = {group: objects.info(group, tensors) for group, tensors in groups.items()}
+    return put_state(bank, _values(done, phases), groups, infos)
 
 
 def restore_training_state(bank: Bank, snapshot: Snapshot, done: Checkpoint, phases: list[dict[str, Any]]) -> bool:
@@ -57,11 +61,16 @@ def _values(done: Checkpoint, phases: list[dict[str, Any]]) -> dict[str, Any]:
     return {**values, "phases": bare}
 
 
-def start_from_snapshot(bank: Bank, snapshot: Snapshot, identity: str, storage: Storage, run: RunInfo) -> None:
+def start_from_snapshot(
+    bank: Bank, snapshot: Snapshot, identity: str, storage: Storage, run: RunInfo, reader: ObjectReader | None = None
+) -> None:
     """Start the run in `storage`, which has not started yet, where the snapshot's run was when it published it.
+
+    Frozen tensors stay in the bank: the run's checkpoints name them.
 
     Args:
         identity: SHA-256 of the run's backbone.
+        reader: reads the bank's tensors; None: the bank itself.
 
     Raises:
         BankError: the training state is missing or damaged, or of another backbone; the run has not started then.
@@ -72,22 +81,24 @@ def start_from_snapshot(bank: Bank, snapshot: Snapshot, identity: str, storage: 
             f"({snapshot.backbone.sha256[:12]}), this run has '{run.tree['backbone']['name']}' ({identity[:12]}): "
             "use the one that it was trained on"
         )
-    values, groups = get_state(bank, snapshot)
+    values, groups = get_state(bank, snapshot, reader)
+    objects = state_objects(bank, snapshot)
     versions = {entry.name: entry.version for entry in snapshot.adapters}
     checkpoint = Checkpoint(
         values["phase"],
         values["steps"],
         values["steps"],
         values["method"],
-        groups.pop(PARAMETERS, {}),
+        groups.get(PARAMETERS, {}),
         spent={"train_s": 0.0, "tokens": 0.0},
         published={"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": versions},
-        frozen_state=ungrouped(groups),
         modifiers=values["modifiers"],
         snapshot=dump(snapshot),
     )
+    stored = {group: info for group, info in objects.items() if group != PARAMETERS}
     name = f"phase{checkpoint.phase:03d}-start-{snapshot.sha256[:12]}"
-    write_checkpoint(storage, name, checkpoint, TensorObjects(storage))
+    write_checkpoint(storage, name, checkpoint, TensorObjects(storage), stored)
+    hold_lease(bank.storage, storage.address, [snapshot.number])
     journal = Journal.claim(
         storage, run, workers=0, driver="", started_from=f"{bank.storage.address}@{snapshot.sha256}"
     )

@@ -9,13 +9,14 @@ What it does not know: which tensors a method learns, and which checkpoint count
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from safetensors.torch import load, save
 from torch import Tensor
 
+from raycl.bank.manifest import ObjectInfo
 from raycl.errors import CheckpointError, DamagedError, FormatError, RunError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
@@ -72,10 +73,21 @@ class Checkpoint:
         return f"phase{self.phase:03d}-step{self.step:07d}-attempt{attempt:04d}"
 
 
-def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, objects: TensorObjects) -> None:
-    """Write the folder `checkpoints/<name>`, and objects that it names and the run does not have yet."""
+def write_checkpoint(
+    storage: Storage,
+    name: str,
+    checkpoint: Checkpoint,
+    objects: TensorObjects,
+    stored: Mapping[str, ObjectInfo] | None = None,
+) -> None:
+    """Write the folder `checkpoints/<name>`, and objects that it names and the run does not have yet.
+
+    Args:
+        stored: group -> object of frozen tensors that the run's bank has, in the place of `frozen_state`.
+    """
     folder = storage.sub(f"{FOLDER}/{name}")
     named = {group: objects.put(group, tensors) for group, tensors in grouped(checkpoint.frozen_state).items()}
+    named |= stored or {}
     tensors = {PARAMETERS: checkpoint.parameters, OPTIMIZER: checkpoint.optimizer}
     files = {file: save({name: value.contiguous() for name, value in held.items()}) for file, held in tensors.items()}
     if checkpoint.snapshot:
@@ -97,11 +109,14 @@ def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, object
     folder.write(MANIFEST, seal(manifest))
 
 
-def read_checkpoint(storage: Storage, name: str, bank: Storage | None = None) -> Checkpoint:
+def read_checkpoint(
+    storage: Storage, name: str, objects: TensorObjects | None = None, partial: bool = False
+) -> Checkpoint:
     """Read `checkpoints/<name>`.
 
     Args:
-        bank: storage of the run's bank, where objects that are damaged here may be whole.
+        objects: where frozen tensors are read; None: in the run's folder alone.
+        partial: frozen tensors that cannot be read are left out.
 
     Raises:
         CheckpointError: a file is missing, cut or changed. RunError: of another version. StorageError: out of reach.
@@ -109,8 +124,7 @@ def read_checkpoint(storage: Storage, name: str, bank: Storage | None = None) ->
     folder = storage.sub(f"{FOLDER}/{name}")
     manifest = _manifest(folder)
     files = {file: _file(folder, file, sha256) for file, sha256 in manifest["sha256"].items()}
-    objects = TensorObjects(storage, bank)
-    groups = {group: objects.get(info, group) for group, info in infos_of(manifest).items()}
+    groups = (objects or TensorObjects(storage)).get(infos_of(manifest), partial)
     return Checkpoint(
         manifest["phase"],
         manifest["step"],

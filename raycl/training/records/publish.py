@@ -25,6 +25,7 @@ from raycl.training.records.bank_start import put_training_state, restore_traini
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, read_snapshot
 from raycl.training.records.journal import RunState
 from raycl.training.records.rebuild import lost_objects, objects_of, rebuild
+from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.settings import BankConfig
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase, Task
@@ -41,16 +42,17 @@ def open_bank(config: BankConfig, storage: Storage) -> Bank:
 
 
 def publish(
-    context: TrainingContext, phase: Phase, learned: Learned, done: Checkpoint, storage: Storage, state: RunState
+    context: TrainingContext, phase: Phase, learned: Learned, done: Checkpoint, state: RunState, objects: TensorObjects
 ) -> tuple[dict[str, Any], bytes]:
     """Publish a phase's adapters and a snapshot; only rank 0 calls it.
 
     Args:
-        done: the phase's last checkpoint. state: the run before this phase.
+        done: the phase's last checkpoint. state: the run before this phase. objects: of the run.
 
     Returns:
         record for the journal (bank address, snapshot number and `name -> version`), and the snapshot's record.
     """
+    storage = objects.storage
     bank = open_bank(context.bank, storage)
     before = state.phases[-1].get("bank") if state.phases else None
     codec = context.backbone.codec
@@ -79,7 +81,7 @@ def publish(
         parent=parent.number if parent else None,
         provenance={**provenance, "config": context.info.tree},
         again=all(manifest.version in known[manifest.name] for manifest in fresh),
-        training=put_training_state(bank, done, state.phases),
+        training=put_training_state(bank, done, state.phases, objects),
     )
     versions = {entry.name: entry.version for entry in snapshot.adapters}
     return {"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": versions}, dump(snapshot)
@@ -188,7 +190,7 @@ def _states_again(bank: Bank, storage: Storage, state: RunState, snapshots: Sequ
     lost = {one.number: one for one in snapshots if one.training is not None and not has_state(bank, one)}
     for name in reversed(state.checkpoints) if lost else ():
         with suppress(CheckpointError):
-            checkpoint = read_checkpoint(storage, name)
+            checkpoint = read_checkpoint(storage, name, TensorObjects(storage, bank.storage))
             snapshot = lost.get(checkpoint.published.get("snapshot", 0))
             if snapshot and restore_training_state(bank, snapshot, checkpoint, state.phases[: checkpoint.phase]):
                 del lost[snapshot.number]

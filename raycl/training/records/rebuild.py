@@ -21,6 +21,7 @@ from raycl.methods.base import under
 from raycl.storage import Storage
 from raycl.training.records.bank_start import groups_of
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
+from raycl.training.records.tensor_objects import TensorObjects
 
 Candidates = Callable[[Checkpoint], Iterator[dict[str, Tensor]]]
 """What a checkpoint holds that may be the object."""
@@ -83,7 +84,7 @@ def rebuild(bank: Bank, storage: Storage, checkpoints: Sequence[str], lost: Sequ
         if not left:
             break
         with suppress(CheckpointError):
-            checkpoint = read_checkpoint(storage, name)
+            checkpoint = read_checkpoint(storage, name, TensorObjects(storage, bank.storage), partial=True)
             for sha256, one in list(left.items()):
                 if any(bank.restore_object(one.summary, tensors) for tensors in one.candidates(checkpoint)):
                     del left[sha256]

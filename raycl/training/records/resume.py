@@ -18,6 +18,7 @@ from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import RunState
+from raycl.training.records.tensor_objects import TensorObjects
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,12 @@ class ResumePoint:
 
 
 def newest_resume_point(
-    storage: Storage, state: RunState, world: DistributedContext, bank: Storage | None = None
+    storage: Storage, state: RunState, world: DistributedContext, objects: TensorObjects | None = None
 ) -> ResumePoint:
     """The newest checkpoint that every worker can read. Collective.
+
+    Args:
+        objects: see `read_checkpoint`.
 
     Raises:
         RunError: phases are finished but no checkpoint is whole, or one is of another version.
@@ -57,7 +61,7 @@ def newest_resume_point(
     names, phases = state.checkpoints, state.phases
     found, problems, newest = None, [], len(names) - 1
     while found is None and newest >= 0:
-        found, reasons = _read_by_all(storage, names[newest], len(phases), world, bank)
+        found, reasons = _read_by_all(storage, names[newest], len(phases), world, objects)
         problems += reasons
         newest -= found is None
     if found is None and phases:
@@ -73,7 +77,7 @@ def newest_resume_point(
 
 
 def _read_by_all(
-    storage: Storage, name: str, phases: int, world: DistributedContext, bank: Storage | None
+    storage: Storage, name: str, phases: int, world: DistributedContext, objects: TensorObjects | None
 ) -> tuple[Checkpoint | None, list[str]]:
     """A checkpoint, or None and why some worker cannot use it: the same result on every worker.
 
@@ -82,7 +86,7 @@ def _read_by_all(
     """
     found, error = None, None
     try:
-        found = read_checkpoint(storage, name, bank)
+        found = read_checkpoint(storage, name, objects)
         if found.phase > phases:
             raise CheckpointError(f"checkpoint '{name}' is of phase {found.phase}, but {phases} phases are recorded")
     except (RunError, StorageError) as raised:

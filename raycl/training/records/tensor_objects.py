@@ -3,26 +3,41 @@
     objects/<2 hex>/<sha256>.safetensors     one group of tensors, for example a frozen adapter
 
 Checkpoints name them instead of copying them, so a checkpoint does not grow with the number of tasks. The bank of a run
-that publishes holds the same objects under the same hashes; one that is damaged here is read from there, and written
-again.
+that publishes holds the same objects under the same hashes; one that is missing here is read from there, and one that
+is damaged here is written again as well. A run that starts from a bank names that bank's objects and copies none.
 What it does not know: which checkpoints name an object.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from torch import Tensor
 
+from raycl.bank.bank import ObjectReader, info_of
 from raycl.bank.manifest import ObjectInfo
 from raycl.bank.tensors import pack, views
 from raycl.errors import BankError, CheckpointError
 from raycl.storage import Storage
 
+CHANGING = "modifier/"
+"""Groups whose tensors are changed in place."""
+
+ROUTERS = ("router", "attention", "selector")
+"""Kinds of tensors that are named as in `raycl.types.RouterState`."""
+
+_ADAPTER_NUMBER = re.compile(r"\.\d+(-\d+)?$")
+
 WHOLE = "tensor"
 """Name of the tensor in a group that holds one."""
+
+
+SharedReader = Callable[[Storage], ObjectReader]
+"""Opens a reader of a storage's objects whose memory all processes of a node share (Ray's object store)."""
 
 
 class TensorObjects:
@@ -30,37 +45,76 @@ class TensorObjects:
 
     Attributes:
         bank: storage of a bank with the same objects, or None.
+        shared: None: every process reads objects into memory of its own.
     """
 
-    def __init__(self, storage: Storage, bank: Storage | None = None) -> None:
-        self.storage, self.bank = storage, bank
-        self._written: dict[str, tuple[list[tuple[Tensor, int]], ObjectInfo]] = {}
+    def __init__(self, storage: Storage, bank: Storage | None = None, shared: SharedReader | None = None) -> None:
+        self.storage, self.bank, self.shared = storage, bank, shared
+        self._hashed: dict[str, tuple[list[tuple[Tensor, int]], ObjectInfo]] = {}
+        self._stored: set[str] = set()
 
-    def put(self, group: str, tensors: Mapping[str, Tensor]) -> ObjectInfo:
-        """Store a group; tensors that have not changed since this object stored them are not hashed again."""
-        now = [(tensor, tensor._version) for tensor in tensors.values()]
-        known = self._written.get(group)
-        if known is not None and _are_same(known[0], now):
+    def info(self, group: str, tensors: Mapping[str, Tensor]) -> ObjectInfo:
+        """The object of a group; tensors that have not changed since they were read or hashed are not hashed again."""
+        known = self._hashed.get(group)
+        if known is not None and _are_same(known[0], _versions(tensors)):
             return known[1]
-        parts, digest = pack(tensors), hashlib.sha256()
-        for part in parts:
-            digest.update(part)
-        info = ObjectInfo(sha256=digest.hexdigest(), bytes=sum(len(part) for part in parts))
-        if not self.storage.exists(info.file):
-            self.storage.write(info.file, *parts)
-        self._written[group] = (now, info)
+        info = info_of(tensors)
+        self._hashed[group] = (_versions(tensors), info)
         return info
 
-    def get(self, info: ObjectInfo, group: str) -> dict[str, Tensor]:
-        """The tensors of a group, hash checked.
+    def put(self, group: str, tensors: Mapping[str, Tensor]) -> ObjectInfo:
+        """Store a group, unless this run has stored or read it."""
+        info = self.info(group, tensors)
+        if info.sha256 not in self._stored:
+            if not self.storage.exists(info.file):
+                self.storage.write(info.file, *pack(tensors))
+            self._stored.add(info.sha256)
+        return info
+
+    def get(self, infos: Mapping[str, ObjectInfo], partial: bool = False) -> dict[str, dict[str, Tensor]]:
+        """The tensors of each group, hash checked; shared ones are read-only.
+
+        Args:
+            partial: groups that cannot be read are left out.
 
         Raises:
-            CheckpointError: missing or damaged, in the bank too.
+            CheckpointError: one is missing or damaged, in the bank too.
         """
+        found = {} if self.shared is None else self._shared(self.shared, infos)
+        for group, info in infos.items():
+            if group not in found:
+                with suppress(CheckpointError) if partial else nullcontext():
+                    found[group] = self._own(info, group)
+        found = {group: found[group] for group in infos if group in found}
+        self._hashed |= {group: (_versions(tensors), infos[group]) for group, tensors in found.items()}
+        self._stored |= {infos[group].sha256 for group in found}
+        return found
+
+    def _shared(self, shared: SharedReader, infos: Mapping[str, ObjectInfo]) -> dict[str, dict[str, Tensor]]:
+        """Those groups that can be shared: of the bank, which other runs read too, and of this run; one request each.
+
+        What modifiers keep stays their own: they change it in place.
+        """
+        found: dict[str, dict[str, Tensor]] = {}
+        for storage in (self.bank, self.storage):
+            files = storage.files("objects") if storage is not None else {}
+            wanted = [
+                (group, info)
+                for group, info in infos.items()
+                if group not in found and info.file in files and not group.startswith(CHANGING)
+            ]
+            if storage is None or not wanted:
+                continue
+            with suppress(BankError):  # a damaged one: each is read on its own then, and looked for in both places
+                buffers = shared(storage).read_objects(wanted)
+                found |= {group: views(data, group) for (group, _), data in zip(wanted, buffers, strict=True)}
+        return found
+
+    def _own(self, info: ObjectInfo, group: str) -> dict[str, Tensor]:
         data = self._whole(self.storage, info)
         if data is None and self.bank is not None:
             data = self._whole(self.bank, info)
-            if data is not None:
+            if data is not None and self.storage.exists(info.file):
                 self.storage.write(info.file, data)
         if data is None:
             raise CheckpointError(
@@ -80,18 +134,22 @@ class TensorObjects:
         return data if hashlib.sha256(data).hexdigest() == info.sha256 else None
 
     def copy(self, infos: Iterable[ObjectInfo], target: Storage) -> None:
-        """Write objects to another folder, unless it has them."""
+        """Write objects to another folder, unless it has them; those that only the bank has stay there."""
         for info in infos:
-            if not target.exists(info.file):
+            if not target.exists(info.file) and self.storage.exists(info.file):
                 target.write(info.file, self.storage.read(info.file))
 
     def delete(self, infos: Iterable[ObjectInfo]) -> None:
         """Delete objects that no checkpoint names any more."""
-        gone = {info.sha256 for info in infos}
-        self._written = {group: known for group, known in self._written.items() if known[1].sha256 not in gone}
+        self._stored -= {info.sha256 for info in infos}
         for info in infos:
             if self.storage.exists(info.file):
                 self.storage.delete(info.file)
+
+
+def _versions(tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, int]]:
+    """Each with the number of changes in place so far."""
+    return [(tensor, tensor._version) for tensor in tensors.values()]
 
 
 def _are_same(old: list[tuple[Tensor, int]], new: list[tuple[Tensor, int]]) -> bool:
@@ -101,23 +159,32 @@ def _are_same(old: list[tuple[Tensor, int]], new: list[tuple[Tensor, int]]) -> b
 
 
 def grouped(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Tensors of a state by what they belong to: `slot/<adapter>/<part>` by adapter, shorter names each alone."""
+    """Tensors of a state by what they belong to, so that those of earlier tasks are groups that do not change.
+
+    Group `<kind>/<owner>/` holds `<kind>/<owner>/<part>`, an adapter for example. Group `<kind>//<owner>` holds
+    `<kind>/<part>/<owner>` of routers, whose names end with a task or with one of its adapters. Shorter names are each
+    a group.
+    """
     groups: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition("/")
-        owner, slash, part = rest.partition("/")
-        group, inner = (f"{kind}/{owner}/", part) if slash else (name, WHOLE)
+        first, slash, last = rest.partition("/")
+        group, inner = (f"{kind}/{first}/", last) if slash else (name, WHOLE)
+        if slash and kind in ROUTERS:
+            group, inner = f"{kind}//{_ADAPTER_NUMBER.sub('', last)}", rest
         groups.setdefault(group, {})[inner] = tensor
     return groups
 
 
 def ungrouped(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Back from what `grouped` gave."""
-    return {
-        f"{group}{inner}" if group.endswith("/") else group: tensor
-        for group, held in groups.items()
-        for inner, tensor in held.items()
-    }
+    found: dict[str, Tensor] = {}
+    for group, held in groups.items():
+        kind, is_router, _ = group.partition("//")
+        for inner, tensor in held.items():
+            name = f"{kind}/{inner}" if is_router else f"{group}{inner}" if group.endswith("/") else group
+            found[name] = tensor
+    return found
 
 
 def infos_of(manifest: Mapping[str, Any]) -> dict[str, ObjectInfo]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from raycl.bank import Bank
 from raycl.errors import CheckpointError, RunError
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import Checkpoint, delete_checkpoints, read_checkpoint, write_checkpoint
@@ -105,5 +106,29 @@ def test_a_damaged_object_is_read_from_the_bank_or_refused(tmp_path: Path, harm:
         path.write_bytes(changed[harm])
     with pytest.raises(CheckpointError, match=rf"{first}' .* is missing or damaged"):
         read_checkpoint(storage, "a")
-    assert read_checkpoint(storage, "a", bank).frozen_state.keys() == checkpoint.frozen_state.keys()
-    assert storage.read(first) == data, "it is written again"
+    found = read_checkpoint(storage, "a", TensorObjects(storage, bank)).frozen_state
+    assert found.keys() == checkpoint.frozen_state.keys()
+    if harm == "gone":
+        assert not storage.exists(first), "what only the bank has is not copied"
+    else:
+        assert storage.read(first) == data, "it is written again"
+    shared = TensorObjects(storage, bank, lambda one: Bank(one))
+    path.unlink(missing_ok=True)
+    found = read_checkpoint(storage, "a", shared).frozen_state
+    assert all(torch.equal(found[name], tensor) for name, tensor in checkpoint.frozen_state.items())
+    Path(bank.path(first)).write_bytes(changed.get(harm, b""))
+    with pytest.raises(CheckpointError, match=rf"{first}' .* is missing or damaged"):
+        read_checkpoint(storage, "a", shared)
+    partial = read_checkpoint(storage, "a", shared, partial=True).frozen_state
+    assert 0 < len(partial) < len(checkpoint.frozen_state)
+
+
+def test_tensors_of_routers_are_grouped_by_task() -> None:
+    """So a new task adds a group, and those of earlier tasks are stored already."""
+    names = ["key/a.0", "key/a.1", "count/a", "scatter/b", "key/b.0-1", "projection"]
+    state = {f"router/{name}": torch.tensor([float(number)]) for number, name in enumerate(names)}
+    state |= {"slot/a.0/q.lora_A": torch.ones(1), "abar/a": torch.ones(2)}
+    groups = grouped(state)
+    assert set(groups) == {"router//a", "router//b", "router/projection", "slot/a.0/", "abar/a"}
+    back = ungrouped(groups)
+    assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
