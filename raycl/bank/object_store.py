@@ -16,6 +16,8 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,6 +35,7 @@ from ray.exceptions import (
 from raycl.bank.bank import Bank, NamedObject, unpack_entry
 from raycl.bank.manifest import ObjectInfo, Snapshot
 from raycl.errors import BankError, RayclError
+from raycl.storage import Storage
 from raycl.storage.unfinished import Buffer
 from raycl.types import AdapterState
 
@@ -41,6 +44,8 @@ log = logging.getLogger("raycl")
 
 FULL = (ObjectStoreFullError, OutOfDiskError)
 """What Ray raises where an object finds no place: neither in shared memory nor, spilled, on the node's disk."""
+
+PACK_BYTES, ALIGNMENT = 16 * 2**20, 64
 
 NAMESPACE = "raycl"
 """Of the cache actors: detached, so that every job of the cluster finds the same one."""
@@ -52,17 +57,30 @@ PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Before each request to the cache actor: when it or its node was lost, it restarts within seconds."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the bytes of an object are: in a pack, from `start` on."""
+
+    pack: Any
+    start: int
+    bytes: int
+
+
 class CacheActor:
-    """What the actor does: file of tensors -> reference to its bytes, the least recently used dropped when full."""
+    """What the actor does: objects in packs, each one object of Ray, the least recently used pack dropped when full.
+
+    A pack holds objects that were requested together: thousands of small ones cost readers as little as a few.
+    """
 
     def __init__(self, address: str, capacity: int) -> None:
         self.bank = Bank.at(address)
         self.capacity = capacity
-        self.refs: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+        self.packs: OrderedDict[Any, dict[str, Place]] = OrderedDict()
+        self.places: dict[str, Place] = {}
         self.checked: set[str] = set()
 
-    def references(self, wanted: Sequence[NamedObject], lost: Sequence[str] = ()) -> list[Any]:
-        """A reference for each (what it is, object); None where the object store has no place for it.
+    def locate(self, wanted: Sequence[NamedObject], lost: Sequence[str] = ()) -> tuple[list[Any], list[Any]]:
+        """Packs, and for each (what it is, object) its pack's number, start and size; None: there is no room for it.
 
         Args:
             lost: hashes whose objects the reader found gone.
@@ -70,12 +88,16 @@ class CacheActor:
         Raises:
             BankError: missing or damaged in the bank.
         """
-        for sha256 in lost:
-            self.refs.pop(sha256, None)
-        found = [self._reference(what, info) for what, info in wanted]
-        while len(self.refs) > 1 and self.held()[1] > self.capacity:
-            self.refs.popitem(last=False)
-        return found
+        for pack in {self.places[sha256].pack for sha256 in lost if sha256 in self.places}:
+            self._drop(pack)
+        places = self._placed(wanted)
+        for place in places:
+            if place is not None and place.pack in self.packs:
+                self.packs.move_to_end(place.pack)
+        self._make_room()
+        packs = list(dict.fromkeys(place.pack for place in places if place is not None))
+        number = {pack: position for position, pack in enumerate(packs)}
+        return packs, [place and (number[place.pack], place.start, place.bytes) for place in places]
 
     def check(self, wanted: Sequence[NamedObject]) -> None:
         """Read objects that have not been read yet; they stay in the object store as long as there is room.
@@ -83,32 +105,56 @@ class CacheActor:
         Raises:
             BankError: missing or damaged in the bank.
         """
-        size = self.held()[1]
+        size, kept = self.held()[1], []
         for what, info in wanted:
             if info.sha256 in self.checked:
                 continue
             if size + info.bytes <= self.capacity:
-                self._reference(what, info)
                 size += info.bytes
+                kept.append((what, info))
             else:
                 self._read(what, info)
+        self._placed(kept)
 
-    def _reference(self, what: str, info: ObjectInfo) -> Any:
-        if info.sha256 not in self.refs:
-            reference = self._put(np.frombuffer(self._read(what, info), dtype=np.uint8))
-            if reference is None:
-                return None
-            self.refs[info.sha256] = (reference, info.bytes)
-        self.refs.move_to_end(info.sha256)
-        return self.refs[info.sha256][0]
+    def _placed(self, wanted: Sequence[NamedObject]) -> list[Place | None]:
+        """The place of each; those that are not in the object store are read and packed."""
+        fresh = {info.sha256: (what, info) for what, info in wanted if info.sha256 not in self.places}
+        found = {info.sha256: self.places.get(info.sha256) for _, info in wanted}
+        for group in _packs(list(fresh.values()), min(PACK_BYTES, self.capacity // 2)):
+            found |= self._pack(group)
+        return [found[info.sha256] for _, info in wanted]
+
+    def _pack(self, group: Sequence[NamedObject]) -> dict[str, Place]:
+        """Read objects into a new pack. Those before a damaged one are kept: they are not read again."""
+        data = np.empty(sum(_aligned(info.bytes) for _, info in group), dtype=np.uint8)
+        starts, end = {}, 0
+        try:
+            for what, info in group:
+                data[end : end + info.bytes] = np.frombuffer(self._read(what, info), dtype=np.uint8)
+                starts[info.sha256], end = (end, info.bytes), end + _aligned(info.bytes)
+        finally:
+            pack = self._put(data[:end]) if starts else None
+            placed = {} if pack is None else {sha256: Place(pack, *place) for sha256, place in starts.items()}
+            if placed:
+                self.packs[pack] = placed
+                self.places |= placed
+        return placed
+
+    def _drop(self, pack: Any) -> None:
+        for sha256 in self.packs.pop(pack, {}):
+            del self.places[sha256]
+
+    def _make_room(self) -> None:
+        while len(self.packs) > 1 and self.held()[1] > self.capacity:
+            self._drop(next(iter(self.packs)))
 
     def _put(self, data: Any) -> Any:
-        """A reference; where there is no place, the less recently used half goes first, and then there may be None."""
+        """A reference; where there is no room, the less recently used half goes first, and then there may be None."""
         try:
             return ray.put(data)
         except FULL:
-            for _ in range(len(self.refs) // 2):
-                self.refs.popitem(last=False)
+            for pack in list(self.packs)[: len(self.packs) // 2]:
+                self._drop(pack)
         try:
             return ray.put(data)
         except FULL:
@@ -121,7 +167,25 @@ class CacheActor:
 
     def held(self) -> tuple[int, int]:
         """Number of objects and their bytes."""
-        return len(self.refs), sum(size for _, size in self.refs.values())
+        return len(self.places), sum(place.bytes for place in self.places.values())
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _packs(wanted: Sequence[NamedObject], limit: int) -> Iterator[list[NamedObject]]:
+    """Neighbours whose sizes add up to `limit` at most; a larger object is a pack of its own."""
+    group: list[NamedObject] = []
+    size = 0
+    for one in wanted:
+        if group and size + one[1].bytes > limit:
+            yield group
+            group, size = [], 0
+        group.append(one)
+        size += one[1].bytes
+    if group:
+        yield group
 
 
 class _Mapped(Mapping[str, AdapterState]):
@@ -235,12 +299,14 @@ class ObjectStoreCache:
         wanted = list(wanted)
 
         def read(lost: list[str]) -> list[Buffer]:
-            references = ray.get(self._actor.references.remote(wanted, lost))
-            shared = self._local([reference for reference in references if reference is not None])
-            return [
-                self._unshared(what, info) if reference not in shared else shared[reference]
-                for reference, (what, info) in zip(references, wanted, strict=True)
-            ]
+            packs, places = ray.get(self._actor.locate.remote(wanted, lost))
+            local = self._local(packs)
+            mapped = [memoryview(local[pack]) if pack in local else None for pack in packs]
+            found: list[Buffer] = []
+            for place, (what, info) in zip(places, wanted, strict=True):
+                pack = mapped[place[0]] if place else None
+                found.append(self._unshared(what, info) if pack is None else pack[place[1] : place[1] + place[2]])
+            return found
 
         return self._with_retries(read, [info.sha256 for _, info in wanted])
 
@@ -309,3 +375,13 @@ class ObjectStoreCache:
         """End the cache actor; other readers start another one. The bank is untouched, and what is mapped stays."""
         self._closed = True
         ray.kill(self._actor)
+
+
+def shared_readers() -> Callable[[Storage], ObjectStoreCache]:
+    """Opens readers of banks and runs, each once: a cache actor that is started so ends with what this returned."""
+
+    @cache
+    def opened(address: str) -> ObjectStoreCache:
+        return ObjectStoreCache(Bank.at(address), detached=False)
+
+    return lambda storage: opened(storage.address)

@@ -24,7 +24,9 @@ import torch
 from raycl.bank import AdapterManifest, Bank, Snapshot
 from raycl.bank.manifest import ModelInfo, RouterInfo, SnapshotAdapter
 from raycl.bank.object_store import ObjectStoreCache
+from raycl.bench import sharing
 from raycl.bench.figures import Figure, Report, machine
+from raycl.storage import Storage
 from raycl.types import AdapterState
 
 MIB = 2**20
@@ -110,14 +112,14 @@ def _opening(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
 
 def _object_store_cache(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     """One reader fills the cache, a second one on the node maps what is there."""
-    bank = Bank.at(folder / "object_store_cache")
+    bank, run = Bank.at(folder / "object_store_cache"), Storage.at(folder / "run")
     states = [_adapter(LINEARS, WIDTH, options.rank, number) for number in range(options.small)]
     manifests: list[AdapterManifest] = []
     spent = _seconds(lambda: manifests.extend(bank.publish(f"s{n}", state, MODEL) for n, state in enumerate(states)))
     size = sum(manifest.tensors.bytes for manifest in manifests)
     each = f"{size / len(manifests) / 1e6:.2f} MB each"
     yield Figure("publishing small adapters", len(manifests) / spent, "/s", detail=each)
-    snapshot = bank.snapshot(manifests, MODEL, RouterInfo(kind="task"))
+    snapshot = sharing.make_snapshot(bank, run, {f"s{n}": state for n, state in enumerate(states)}, manifests)
     ray.init(
         "local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
         object_store_memory=4 * size + 100 * MIB,
@@ -129,8 +131,9 @@ def _object_store_cache(folder: Path, options: argparse.Namespace) -> Iterator[F
         yield Figure("first reader, empty cache", filled, "s", detail=f"{len(names):,} adapters, {size / MIB:.0f} MiB")
         reader = ray.remote(num_cpus=0)(_read)
         found = [ray.get(reader.remote(bank.storage.address, snapshot.number)) for _ in range(options.rounds)]
-    finally:
         object_store_cache.close()
+        shared = list(sharing.figures(bank, run, snapshot))
+    finally:
         ray.shutdown()
     took, private, opening, touched = (median(values) for values in zip(*found, strict=True))
     yield Figure("second reader on the node maps them in", took, "s", MAP_LIMIT_S, detail=f"{len(names):,} adapters")
@@ -141,6 +144,7 @@ def _object_store_cache(folder: Path, options: argparse.Namespace) -> Iterator[F
     )
     detail = f"{touched / MIB:.1f} MiB"
     yield Figure("the same after reading every weight", touched / size, "x", PRIVATE_LIMIT, "<=", detail)
+    yield from shared
 
 
 def _read(address: str, number: int) -> tuple[float, int, float, int]:

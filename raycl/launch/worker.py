@@ -21,8 +21,7 @@ from ray.exceptions import GetTimeoutError
 from ray.train.torch import get_device
 
 from raycl import config as configs
-from raycl.bank import Bank
-from raycl.bank.object_store import ObjectStoreCache
+from raycl.bank.object_store import shared_readers
 from raycl.errors import BankError, RayclError, RunError, StorageError, UnreachableError
 from raycl.run import assembly
 from raycl.run.config import RunConfig
@@ -141,7 +140,7 @@ def _shared_reader(config: RunConfig, world: DistributedContext) -> SharedReader
     """Reads objects of a bank or a run through the node's object store, where other processes read the same ones."""
     if not ray.is_initialized() or (world.size == 1 and not config.bank.start):
         return None
-    return lambda storage: ObjectStoreCache(Bank(storage), detached=False)
+    return shared_readers()
 
 
 def _start_from_bank(

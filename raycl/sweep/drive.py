@@ -19,6 +19,8 @@ from ray import tune
 
 from raycl import config as configs
 from raycl.backbone import BackboneConfig
+from raycl.bank import Bank
+from raycl.bank.object_store import ObjectStoreCache
 from raycl.data.stream import open_stream
 from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeError, RunError, StoppedError
 from raycl.launch import cluster as clusters
@@ -79,8 +81,11 @@ def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Outco
     folder = SweepFolder.of(sweep, directory)
     _claim(sweep, folder, resume)
     plan = make_plan(sweep, folder)
-    with driver.cluster(_first(sweep, plan), dashboard=True):
+    first = _first(sweep, plan)
+    with driver.cluster(first, dashboard=True):
+        shared = ObjectStoreCache(Bank.at(str(first.bank.dir)), detached=False) if first.bank.start else None
         _tune(sweep, directory, folder, plan)
+        del shared  # it kept the bank's cache actor alive, between trials too
     return collect(sweep, folder, plan.tasks)
 
 

@@ -16,10 +16,15 @@ import torch
 from ray.exceptions import ObjectLostError
 
 from raycl.bank import Bank, Snapshot
+from raycl.bank.bank import info_of
 from raycl.bank.integrity import objects_of
 from raycl.bank.manifest import ModelInfo, RouterInfo
-from raycl.bank.object_store import NAMESPACE, ObjectStoreCache
+from raycl.bank.object_store import NAMESPACE, ObjectStoreCache, Place, shared_readers
 from raycl.errors import BankError
+from raycl.methods.base import packed
+from raycl.storage import Storage
+from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from raycl.training.records.tensor_objects import TensorObjects, grouped, ungrouped
 from raycl.types import AdapterState
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -127,7 +132,8 @@ def test_lost_references_are_requested_again(
     dead = ray.get(owner.put.remote())
 
     def swap(actor: Any, references: list[Any]) -> None:
-        actor.refs[facts.sha256] = (references[0], facts.bytes)
+        place = actor.places[facts.sha256] = Place(references[0], 0, facts.bytes)
+        actor.packs[place.pack] = {facts.sha256: place}
 
     ray.get(actor.__ray_call__.remote(swap, dead))
     ray.kill(owner)
@@ -164,14 +170,66 @@ def test_damaged_file_is_refused_by_name(snapshot: tuple[Bank, Snapshot], object
     assert is_right(object_store_cache.fetch(opened, ["a5"])["a5"], 5)
 
 
-def test_a_closed_cache_is_an_error(snapshot: tuple[Bank, Snapshot]) -> None:
+def test_a_closed_cache_is_an_error_and_other_readers_start_another(snapshot: tuple[Bank, Snapshot]) -> None:
     bank, opened = snapshot
-    object_store_cache = ObjectStoreCache(bank)
-    held = object_store_cache.fetch(opened, ["a0"])
+    object_store_cache, other = ObjectStoreCache(bank), ObjectStoreCache(bank, detached=False)
+    held = [cache.fetch(opened, ["a0"]) for cache in (object_store_cache, other)]
     object_store_cache.close()
     with pytest.raises(BankError, match="is closed: open it again"):
         object_store_cache.fetch(opened, ["a1"])
-    assert is_right(held["a0"], 0)
+    assert is_right(other.fetch(opened, ["a1"])["a1"], 1) and all(is_right(one["a0"], 0) for one in held)
+    other.close()
+
+
+@pytest.mark.parametrize(("capacity_mb", "requests"), [(None, 1), (4.5, 3)])
+def test_a_source_requests_all_adapters_at_once_if_they_fit(
+    snapshot: tuple[Bank, Snapshot], monkeypatch: pytest.MonkeyPatch, capacity_mb: float | None, requests: int
+) -> None:
+    bank, opened = snapshot
+    object_store_cache, seen = ObjectStoreCache(bank, capacity_mb), []
+    read = object_store_cache.read_objects
+    monkeypatch.setattr(object_store_cache, "read_objects", lambda wanted: seen.append(len(wanted)) or read(wanted))
+    source = object_store_cache.source(opened)
+    assert all(is_right(source(f"a{number}"), number) for number in (4, 7, 4))
+    assert seen == ([COUNT] if requests == 1 else [1] * requests)
+    object_store_cache.close()
+
+
+@ray.remote(num_cpus=0)
+class TrainingWorker:
+    """Restores a checkpoint, as a worker of a run that is resumed or started from the bank."""
+
+    def restore(self, run: str, bank: str) -> tuple[float, float]:
+        """MiB that became private, and the sum of all weights."""
+        storage = Storage.at(run)
+        objects = TensorObjects(storage, Storage.at(bank), shared_readers())
+        read_checkpoint(storage, "begin", objects)
+        before = psutil.Process().memory_full_info().uss
+        self.checkpoint = read_checkpoint(storage, "end", objects)
+        total = sum(float(tensor.sum()) for tensor in self.checkpoint.frozen_state.values())
+        return (psutil.Process().memory_full_info().uss - before) / 2**20, total
+
+
+@pytest.mark.parametrize("where", ["bank", "run"])
+def test_training_workers_share_one_copy_of_frozen_adapters(
+    snapshot: tuple[Bank, Snapshot], tmp_path: Path, where: str
+) -> None:
+    """Of the bank, or of the run's own folder where it does not publish."""
+    bank, _ = snapshot
+    frozen = packed({f"a{number}": adapter(number) for number in range(COUNT)})
+    run, checkpoint = Storage.at(tmp_path / "run"), Checkpoint(0, 1, 1, {}, {})
+    groups = list(grouped(frozen).items())
+    for name, some in (("begin", groups[:1]), ("end", groups)):
+        stored = {group: info_of(tensors) for group, tensors in some} if where == "bank" else {}
+        checkpoint.frozen_state = {} if where == "bank" else ungrouped(dict(some))
+        write_checkpoint(run, name, checkpoint, TensorObjects(run), stored)
+    assert bool(run.files("objects")) == (where == "run")
+    workers = [TrainingWorker.remote() for _ in range(2)]  # type: ignore[attr-defined]
+    address = bank.storage.address if where == "bank" else str(tmp_path / "none")
+    for worker in workers:
+        private, total = ray.get(worker.restore.remote(run.address, address))
+        assert private < 0.2 * COUNT * BYTES / 2**20, f"{private:.1f} MiB were copied"
+        assert total == sum(float(tensor.sum()) for tensor in frozen.values())
 
 
 @pytest.mark.parametrize("capacity_mb", [None, 3.5])

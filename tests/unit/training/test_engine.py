@@ -164,6 +164,7 @@ def test_frozen_and_trainable_adapters_mix_in_every_engine(lab: Lab, kind: str) 
             for path, layer in stack.layers.items()
         }
         stack.load("old", AdapterState(pairs, 1.5))
+        stack.need(["old"])
         frozen = [block.clone() for blocks in (stack.pool.a, stack.pool.b) for block in blocks.values()]
         method.route = lambda batch: Mixture(("old", "lora"), torch.tensor([[0.4, 1.0], [0.0, 1.0]]))  # type: ignore[method-assign]
         table = context.stream.table(phase.tasks[0], "train", context.backbone.codec)
