@@ -4,6 +4,7 @@ python jobs/train_stream.py                                     the built-in str
 python jobs/train_stream.py FILE.yaml key.path=value ...        a config file, or --config FILE; then overrides
 python jobs/train_stream.py --resume RUN_DIR                    resume a run
 python jobs/train_stream.py --resume RUN_DIR --add TASK         resume it with one more task
+python jobs/train_stream.py --resume RUN_DIR --revise TASK      a new run that learns one of its tasks again
 python jobs/train_stream.py --status RUN_DIR                    its state, its progress, and the next command
 ray job submit --working-dir . -- python jobs/train_stream.py   the same on a cluster
 """
@@ -14,8 +15,8 @@ import argparse
 import sys
 
 from raycl.config.reference import commented_yaml
-from raycl.errors import ConfigError, RayclError
-from raycl.launch import console, driver, status, termination
+from raycl.errors import RayclError
+from raycl.launch import commands, console, driver, status, termination
 from raycl.report.plots import heatmap
 from raycl.report.tables import matrix_table
 from raycl.run import config as run_config
@@ -29,6 +30,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
     parser.add_argument("--status", metavar="RUN_DIR", help="state of a run on any machine; starts nothing")
     parser.add_argument("--add", metavar="TASK", action="append", default=[], help="with --resume: name or YAML")
+    parser.add_argument("--revise", metavar="TASK", help="learn a task of a bank again: name or YAML with its new data")
     parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
     parser.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
     options = parser.parse_intermixed_args()
@@ -56,14 +58,7 @@ def main() -> int:
         if options.print_config:
             print(commented_yaml(run_config.load_config(options.config, options.overrides)), end="")
             return 0
-        if options.add and not options.resume:
-            raise ConfigError("--add names the next tasks of a run: name the run with --resume RUN_DIR")
-        if options.add:
-            prepared = driver.extend(options.resume, options.add, tuple(options.overrides))
-        elif options.resume:
-            prepared = driver.reopen(options.resume, overrides=tuple(options.overrides))
-        else:
-            prepared = driver.prepare(run_config.load_config(options.config, options.overrides))
+        prepared = commands.prepared(options.config, options.overrides, options.resume, options.add, options.revise)
         print(f"run {prepared.storage.uri}", flush=True)
         results = driver.train(prepared)
     except RayclError as error:

@@ -75,6 +75,19 @@ class MixedHead(nn.Module):
             self.weight.data.copy_(shared.head_weight)
             self.bias.data.copy_(shared.head_bias)
 
+    def fill(self, states: Mapping[str, AdapterState]) -> None:
+        """Rows in training begin with those of these adapters, where both have the label."""
+        for number, name in enumerate(self._stack.trainable):
+            state = states.get(name)
+            if state is None or state.head_weight is None or state.head_bias is None:
+                continue
+            first = self._trainable_rows(number).start
+            for row, label in enumerate(self.trainable_labels):
+                if label in state.labels:
+                    old = state.labels.index(label)
+                    self.weight.data[first + row].copy_(state.head_weight[old])
+                    self.bias.data[first + row].copy_(state.head_bias[old])
+
     @property
     def _heads(self) -> int:
         """M: heads in training."""

@@ -8,12 +8,14 @@ What it does not know: which model reads the positions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from raycl.errors import AdapterError
+from raycl.types import AdapterState
 
 if TYPE_CHECKING:
     from raycl.adapters.stack import AdapterStack
@@ -41,6 +43,13 @@ class MixedPrompts(nn.Module):
         """Train these prompts, one per adapter in training."""
         assert len(start_MPD) == len(self._stack.trainable), "one prompt for each adapter in training"
         self.trainable = nn.Parameter(start_MPD.clone())
+
+    def fill(self, states: Mapping[str, AdapterState]) -> None:
+        """Prompts in training begin as those of these adapters."""
+        for number, name in enumerate(self._stack.trainable):
+            prompt = states[name].prompt if name in states else None
+            if prompt is not None and self.trainable is not None:
+                self.trainable.data[number].copy_(prompt)
 
     def end_training(self) -> None:
         """Drop the prompts in training."""

@@ -176,6 +176,18 @@ class AdapterStack:
             high = torch.zeros(layer.outputs, sum(ranks.values()), dtype=dtype, device=device)
             layer.lora_B = nn.Parameter(high)
 
+    def fill(self, states: Mapping[str, AdapterState]) -> None:
+        """Trainable adapters that are named begin with these weights, of the same ranks."""
+        first = 0
+        for name, rank in self.trainable.items():
+            rows = slice(first, first + rank)
+            for path, (low, high) in states[name].linears.items() if name in states else ():
+                layer = self.layers[path]
+                assert layer.lora_A is not None and layer.lora_B is not None
+                layer.lora_A.data[rows].copy_(low)
+                layer.lora_B.data[:, rows].copy_(high)
+            first += rank
+
     def end_training(self) -> None:
         """Drop the trainable adapters (load their states to keep them)."""
         for layer in self.layers.values():

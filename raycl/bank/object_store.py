@@ -58,7 +58,7 @@ PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where the bytes of an object are: in a pack, from `start` on."""
 
     pack: Any
@@ -75,8 +75,8 @@ class CacheActor:
     def __init__(self, address: str, capacity: int) -> None:
         self.bank = Bank.at(address)
         self.capacity = capacity
-        self.packs: OrderedDict[Any, dict[str, Place]] = OrderedDict()
-        self.places: dict[str, Place] = {}
+        self.packs: OrderedDict[Any, dict[str, Location]] = OrderedDict()
+        self.locations: dict[str, Location] = {}
         self.checked: set[str] = set()
 
     def locate(self, wanted: Sequence[NamedObject], lost: Sequence[str] = ()) -> tuple[list[Any], list[Any]]:
@@ -88,16 +88,16 @@ class CacheActor:
         Raises:
             BankError: missing or damaged in the bank.
         """
-        for pack in {self.places[sha256].pack for sha256 in lost if sha256 in self.places}:
+        for pack in {self.locations[sha256].pack for sha256 in lost if sha256 in self.locations}:
             self._drop(pack)
-        places = self._placed(wanted)
-        for place in places:
-            if place is not None and place.pack in self.packs:
-                self.packs.move_to_end(place.pack)
+        locations = self._located(wanted)
+        for location in locations:
+            if location is not None and location.pack in self.packs:
+                self.packs.move_to_end(location.pack)
         self._make_room()
-        packs = list(dict.fromkeys(place.pack for place in places if place is not None))
+        packs = list(dict.fromkeys(location.pack for location in locations if location is not None))
         number = {pack: position for position, pack in enumerate(packs)}
-        return packs, [place and (number[place.pack], place.start, place.bytes) for place in places]
+        return packs, [location and (number[location.pack], location.start, location.bytes) for location in locations]
 
     def check(self, wanted: Sequence[NamedObject]) -> None:
         """Read objects that have not been read yet; they stay in the object store as long as there is room.
@@ -114,17 +114,17 @@ class CacheActor:
                 kept.append((what, info))
             else:
                 self._read(what, info)
-        self._placed(kept)
+        self._located(kept)
 
-    def _placed(self, wanted: Sequence[NamedObject]) -> list[Place | None]:
-        """The place of each; those that are not in the object store are read and packed."""
-        fresh = {info.sha256: (what, info) for what, info in wanted if info.sha256 not in self.places}
-        found = {info.sha256: self.places.get(info.sha256) for _, info in wanted}
+    def _located(self, wanted: Sequence[NamedObject]) -> list[Location | None]:
+        """The location of each; those that are not in the object store are read and packed."""
+        fresh = {info.sha256: (what, info) for what, info in wanted if info.sha256 not in self.locations}
+        found = {info.sha256: self.locations.get(info.sha256) for _, info in wanted}
         for group in _packs(list(fresh.values()), min(PACK_BYTES, self.capacity // 2)):
             found |= self._pack(group)
         return [found[info.sha256] for _, info in wanted]
 
-    def _pack(self, group: Sequence[NamedObject]) -> dict[str, Place]:
+    def _pack(self, group: Sequence[NamedObject]) -> dict[str, Location]:
         """Read objects into a new pack. Those before a damaged one are kept: they are not read again."""
         data = np.empty(sum(_aligned(info.bytes) for _, info in group), dtype=np.uint8)
         starts, end = {}, 0
@@ -134,15 +134,15 @@ class CacheActor:
                 starts[info.sha256], end = (end, info.bytes), end + _aligned(info.bytes)
         finally:
             pack = self._put(data[:end]) if starts else None
-            placed = {} if pack is None else {sha256: Place(pack, *place) for sha256, place in starts.items()}
+            placed = {} if pack is None else {sha256: Location(pack, *location) for sha256, location in starts.items()}
             if placed:
                 self.packs[pack] = placed
-                self.places |= placed
+                self.locations |= placed
         return placed
 
     def _drop(self, pack: Any) -> None:
         for sha256 in self.packs.pop(pack, {}):
-            del self.places[sha256]
+            del self.locations[sha256]
 
     def _make_room(self) -> None:
         while len(self.packs) > 1 and self.held()[1] > self.capacity:
@@ -167,7 +167,7 @@ class CacheActor:
 
     def held(self) -> tuple[int, int]:
         """Number of objects and their bytes."""
-        return len(self.places), sum(place.bytes for place in self.places.values())
+        return len(self.locations), sum(location.bytes for location in self.locations.values())
 
 
 def _aligned(size: int) -> int:
@@ -299,13 +299,14 @@ class ObjectStoreCache:
         wanted = list(wanted)
 
         def read(lost: list[str]) -> list[Buffer]:
-            packs, places = ray.get(self._actor.locate.remote(wanted, lost))
+            packs, locations = ray.get(self._actor.locate.remote(wanted, lost))
             local = self._local(packs)
             mapped = [memoryview(local[pack]) if pack in local else None for pack in packs]
             found: list[Buffer] = []
-            for place, (what, info) in zip(places, wanted, strict=True):
-                pack = mapped[place[0]] if place else None
-                found.append(self._unshared(what, info) if pack is None else pack[place[1] : place[1] + place[2]])
+            for location, (what, info) in zip(locations, wanted, strict=True):
+                number, start, size = location or (None, 0, 0)
+                pack = None if number is None else mapped[number]
+                found.append(self._unshared(what, info) if pack is None else pack[start : start + size])
             return found
 
         return self._with_retries(read, [info.sha256 for _, info in wanted])

@@ -85,14 +85,21 @@ def get_state(
     Raises:
         BankError: the snapshot has no training state, or a part of it is missing or damaged.
     """
-    record = _record(bank, snapshot)
-    wanted = [
-        (f"the training state of snapshot {snapshot.number} ({group})", ObjectInfo(**info))
-        for group, info in record["objects"].items()
-    ]
+    values, objects = get_record(bank, snapshot)
+    wanted = [(f"the training state of snapshot {snapshot.number} ({group})", info) for group, info in objects.items()]
     read = (reader or bank).read_objects(wanted)
     tensors = [views(data, what) for (what, _), data in zip(wanted, read, strict=True)]
-    return record["values"], dict(zip(record["objects"], tensors, strict=True))
+    return values, dict(zip(objects, tensors, strict=True))
+
+
+def get_record(bank: Bank, snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, ObjectInfo]]:
+    """Values, and the object of each group of tensors.
+
+    Raises:
+        BankError: the snapshot has no training state, or its record is missing or damaged.
+    """
+    record = _record(bank, snapshot)
+    return record["values"], {group: ObjectInfo(**info) for group, info in record["objects"].items()}
 
 
 def state_objects(bank: Bank, snapshot: Snapshot) -> dict[str, ObjectInfo]:
@@ -103,7 +110,7 @@ def state_objects(bank: Bank, snapshot: Snapshot) -> dict[str, ObjectInfo]:
     """
     if snapshot.training is None:
         return {}
-    return {group: ObjectInfo(**info) for group, info in _record(bank, snapshot)["objects"].items()}
+    return get_record(bank, snapshot)[1]
 
 
 def _record(bank: Bank, snapshot: Snapshot) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from raycl.bench.figures import Figure
 from raycl.methods.base import packed
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from raycl.training.records.tensor_objects import TensorObjects, grouped
+from raycl.training.records.tensor_objects import TensorObjects, grouped, ungrouped
 from raycl.types import AdapterState
 
 MIB = 2**20
@@ -63,7 +63,9 @@ def make_snapshot(
     infos = {group: info_of(tensors) for group, tensors in groups.items()}
     training = put_state(bank, {}, groups, infos)
     for name, some in (("one", dict(list(infos.items())[:1])), ("all", infos)):
-        write_checkpoint(run, name, Checkpoint(0, 1, 1, {}, {}), TensorObjects(run), some)
+        objects = TensorObjects(run, bank.storage)
+        frozen = ungrouped(objects.get(some))
+        write_checkpoint(run, name, Checkpoint(0, 1, 1, {}, {}, frozen_state=frozen), objects)
     return bank.snapshot(manifests, MODEL, RouterInfo(kind="task"), training=training)
 
 

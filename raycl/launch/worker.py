@@ -22,22 +22,20 @@ from ray.train.torch import get_device
 
 from raycl import config as configs
 from raycl.bank.object_store import shared_readers
-from raycl.errors import BankError, RayclError, RunError, StorageError, UnreachableError
+from raycl.errors import RayclError, RunError, UnreachableError
+from raycl.launch.starting import scores_of, start_from_bank
 from raycl.run import assembly
 from raycl.run.config import RunConfig
-from raycl.run.start import start_of
 from raycl.storage import Storage
 from raycl.tracking import open_tracker
 from raycl.training.control import Control, hang_file
 from raycl.training.distributed import DistributedContext
 from raycl.training.memory import forget_peak, is_out_of_memory, out_of_memory
-from raycl.training.records.bank_start import start_from_snapshot
 from raycl.training.records.fork_points import save_fork_point
 from raycl.training.records.journal import last_attempt, read_state
 from raycl.training.records.stop_signal import wait_for_decision
 from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.stream_loop import StreamLoop
-from raycl.training.training_context import TrainingContext
 
 log = logging.getLogger("raycl")
 CONFIG = "config.yaml"
@@ -112,8 +110,12 @@ def _learn(
     files = _weights(job["weights"])
     context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])
     shared = _shared_reader(config, world)
-    if config.bank.start:
-        _start_from_bank(config.bank.start, context, storage, world, shared)
+    if config.bank.start and world.broadcast(not last_attempt(storage)):
+        before = None
+        if config.bank.revise:
+            before = scores_of(config.bank.start, context, storage, world, shared)
+            context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])
+        start_from_bank(config.bank, context, storage, world, shared, before)
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
     failed = True
     try:
@@ -141,25 +143,6 @@ def _shared_reader(config: RunConfig, world: DistributedContext) -> SharedReader
     if not ray.is_initialized() or (world.size == 1 and not config.bank.start):
         return None
     return shared_readers()
-
-
-def _start_from_bank(
-    start: str, context: TrainingContext, storage: Storage, world: DistributedContext, shared: SharedReader | None
-) -> None:
-    """Begin the run with the snapshot's training state, unless it has begun. Collective: errors are raised by all.
-
-    Raises:
-        BankError: the snapshot is of another backbone, or its training state is missing or damaged.
-    """
-    error = None
-    try:
-        if world.is_first and not last_attempt(storage):
-            bank, snapshot = start_of(start)
-            reader = None if shared is None else shared(bank.storage)
-            start_from_snapshot(bank, snapshot, context.identity, storage, context.info, reader)
-    except (BankError, StorageError) as raised:
-        error = raised
-    world.raise_any(error)
 
 
 def _weights(reference: ray.ObjectRef[list[Any]] | None) -> Sequence[Any]:

@@ -239,13 +239,17 @@ def in_head(name: str, parameter: Tensor) -> bool:
     return name.startswith("head.") and parameter.numel() > 0
 
 
-def packed(states: Mapping[str, AdapterState]) -> dict[str, Tensor]:
-    """Frozen adapters as tensors of a checkpoint: `slot/<adapter>/<part>`."""
-    return {f"slot/{name}/{part}": value for name, state in states.items() for part, value in state.tensors().items()}
+def packed(states: Mapping[str, AdapterState], kind: str = "slot") -> dict[str, Tensor]:
+    """Frozen adapters as tensors of a checkpoint: `<kind>/<adapter>/<part>`."""
+    return {f"{kind}/{name}/{part}": value for name, state in states.items() for part, value in state.tensors().items()}
 
 
 def unpacked(
-    labels: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor], scale: float, activation: Activation = ""
+    labels: Mapping[str, Sequence[str]],
+    tensors: Mapping[str, Tensor],
+    scale: float,
+    activation: Activation = "",
+    kind: str = "slot",
 ) -> dict[str, AdapterState]:
     """Back from what `packed` gave.
 
@@ -253,7 +257,7 @@ def unpacked(
         labels: adapter -> labels of its head rows, in the order in which they were learned.
     """
     return {
-        name: AdapterState.from_tensors(under(f"slot/{name}/", tensors), scale, rows, activation)
+        name: AdapterState.from_tensors(under(f"{kind}/{name}/", tensors), scale, rows, activation)
         for name, rows in labels.items()
     }
 

@@ -6,7 +6,7 @@ What it does not know: how texts are routed to the adapters.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,10 +18,13 @@ from raycl.adapters.head import Rule as HeadRule
 from raycl.adapters.prompts import MixedPrompts
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
-from raycl.methods.base import Learned, Method, MethodConfig, State, packed, phase_labels, unpacked
+from raycl.methods.base import Learned, Method, MethodConfig, State, packed, phase_labels, under, unpacked
 from raycl.methods.context import TaskContext
 from raycl.methods.trained_adapters import end_training, is_trainable
 from raycl.types import Activation, AdapterState, Phase, RouterState
+
+PREVIOUS = "previous"
+"""Kind of tensors of adapters that a task which is learned again begins with."""
 
 
 class PerTaskAdapter(Method, ABC):
@@ -58,6 +61,7 @@ class PerTaskAdapter(Method, ABC):
         self.stack: AdapterStack = AdapterStack(backbone.model, paths, activation=activation)
         self.scale = scale
         self._learned: dict[str, AdapterState] = {}
+        self._previous: dict[str, AdapterState] = {}
         self._task = ""
         if prompts:
             backbone.prefix = MixedPrompts(self.stack, int(backbone.model.get_input_embeddings().weight.shape[1]))
@@ -105,6 +109,10 @@ class PerTaskAdapter(Method, ABC):
         self._task = task
         if isinstance(self.backbone.head, MixedHead):
             self.backbone.head.begin_training(labels, self._shared_head(labels))
+        for part in (self.stack, self.backbone.head, self.backbone.prefix):
+            if isinstance(part, (AdapterStack, MixedHead, MixedPrompts)):
+                part.fill(self._previous)
+        self._previous = {}
 
     def _begin_prompts(self, adapters: int, length: int) -> None:
         """Prompts of the task's adapters begin as embeddings of drawn tokens."""
@@ -136,11 +144,37 @@ class PerTaskAdapter(Method, ABC):
         rows = list(head.trainable_labels) if isinstance(head, MixedHead) else []
         learned = [[name, list(state.labels)] for name, state in self._learned.items()]  # pairs: their order counts
         values |= {"task": self._task, "trainable_labels": rows, "learned": learned}
-        return values, tensors | packed(self._learned)
+        values["previous"] = [[name, list(state.labels)] for name, state in self._previous.items()]
+        return values, tensors | packed(self._learned) | packed(self._previous, PREVIOUS)
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Frozen adapters as they were; the task's own in shape."""
         super().load_state_dict(values, tensors)
         self._load(unpacked(dict(values["learned"]), tensors, self.scale, self.stack.activation))
+        previous = dict(values.get("previous", ()))
+        self._previous = unpacked(previous, tensors, self.scale, self.stack.activation, PREVIOUS)
         if values["task"]:
             self._begin(values["task"], values["trainable_labels"])
+
+    # ---- a task is learned again, or forgotten ---------------------------------------------------------------
+
+    @classmethod
+    def without_task(
+        cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
+    ) -> State:
+        """A state between tasks without one of them: its adapters and router entries, and labels of its own.
+
+        Args:
+            adapters: names of the task's adapters.
+            keep: a task whose adapters have these names, learned next, begins with their weights.
+        """
+        own = tuple(f"{kind}/{name}/" for kind in ("slot", PREVIOUS) for name in adapters)
+        left = {name: tensor for name, tensor in tensors.items() if not name.startswith(own)}
+        learned = [pair for pair in values["learned"] if pair[0] not in adapters]
+        previous = [pair for pair in values["learned"] if pair[0] in adapters] if keep else []
+        for name, _ in previous:
+            parts = under(f"slot/{name}/", tensors)
+            left |= {f"{PREVIOUS}/{name}/{part}": tensor for part, tensor in parts.items()}
+        known = {label for _, labels in learned for label in labels}
+        labels = [label for label in values["labels"] if label in known]
+        return {**values, "learned": learned, "previous": previous, "labels": labels}, left

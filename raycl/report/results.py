@@ -106,6 +106,16 @@ def metric_of(result: Tree, name: str) -> float | None:
     return None if value is None else float(value)
 
 
+def revision_of(result: Tree) -> tuple[str, dict[str, tuple[float | None, float | None]]] | None:
+    """A task that was learned again, and each task's score before and after; None for other runs."""
+    revision = result.get("revision")
+    if not revision:
+        return None
+    sides = [revision[side] for side in ("before", "after")]
+    scores = {task: tuple(side[task]["value"] if task in side else None for side in sides) for task in tasks_of(result)}
+    return revision["task"], scores  # type: ignore[return-value]
+
+
 def unseen_of(result: Tree) -> dict[str, float]:
     """Task -> score of the tasks that were never trained; empty where the run has none."""
     return {str(task): float(cell["value"]) for task, cell in ((result.get("unseen") or {}).get("cells") or {}).items()}

@@ -23,6 +23,7 @@ from raycl.report.results import (
     backbone_of,
     method_of,
     metric_of,
+    revision_of,
     short_names,
     stream_of,
     tasks_of,
@@ -193,7 +194,24 @@ def _matrix(result: Tree) -> RenderableType:
     for phase, row in zip(result["phases"], values_of(result), strict=True):
         table.add_row(f"after {phase}", *("" if value is None else f"{value:.1f}" for value in row))
     numbers = [Text(metrics_line(result)), *_unseen(result)]
-    return Group(Text(title_of(result)), table, *numbers, *_routing(result), *_notes(result))
+    return Group(Text(title_of(result)), table, *numbers, *_revision(result), *_routing(result), *_notes(result))
+
+
+def _revision(result: Tree) -> list[RenderableType]:
+    """What learning a task again did to it and to the others."""
+    revision = revision_of(result)
+    if revision is None:
+        return []
+    task, scores = revision
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column(f"{task} learned again")
+    for name in short_names(list(scores), 14 if len(scores) <= 6 else 8):
+        table.add_column(name, justify="right")
+    for row, place in (("before", 0), ("after", 1)):
+        table.add_row(row, *(_number(pair[place]) for pair in scores.values()))
+    changes = (None if old is None or new is None else new - old for old, new in scores.values())
+    table.add_row("difference", *map(_number, changes))
+    return [table]
 
 
 def _unseen(result: Tree) -> list[RenderableType]:

@@ -6,7 +6,7 @@ What it does not know: how such a run is started (`raycl.training.records.bank_s
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,14 @@ from raycl.bank.branches import MAIN, resolve
 from raycl.bank.training_state import state_objects
 from raycl.config import Tree
 from raycl.errors import BankError, ConfigError
+from raycl.training.records.bank_start import adapters_of_task
 from raycl.training.settings import EXEMPT
 
 OWN = ("launch", "tracking", "output", "bank")
 """Sections that say where and how a run runs: they are never taken over from the snapshot's run."""
+
+STARTS = ("start", "revise", "revise_from")
+"""Settings of the bank that say how such a run starts."""
 
 MAY_DIFFER = ("train", "engine", "checkpoint", "stream.root", "stream.cache_dir")
 """What acts on the tasks that are learned next and on nothing that was learned, and where data lies."""
@@ -87,7 +91,12 @@ def read_start(given: Tree) -> Start | None:
     specs = (base["stream"]["tasks"] or learned)[: len(learned)]
     stream = given.get("stream") if isinstance(given.get("stream"), dict) else {}
     assert isinstance(stream, dict)
-    added = _added(stream.get("tasks"), learned, snapshot, str(written))
+    revised = section.get("revise")
+    if revised:
+        added = _revised(str(revised), stream.get("tasks"), dict(zip(learned, specs, strict=True)), snapshot)
+        specs = [spec for name, spec in zip(learned, specs, strict=True) if name != revised]
+    else:
+        added = _added(stream.get("tasks"), learned, snapshot, str(written))
     tree = _merged({key: value for key, value in base.items() if key not in OWN}, given)
     tree["stream"]["tasks"] = [*specs, *added]
     tree["bank"] = {**section, "dir": address, "start": f"{address}@{snapshot.sha256}"}
@@ -110,6 +119,23 @@ def _added(tasks: Any, learned: Sequence[str], snapshot: Snapshot, written: str)
             f"{snapshot.number} has learned {', '.join(learned)})"
         )
     return list(tasks)
+
+
+def _revised(task: str, given: Any, specs: Mapping[str, Any], snapshot: Snapshot) -> list[Any]:
+    """The task that is learned again, as the user gives it; else as it was."""
+    if task not in specs:
+        raise ConfigError(
+            f"bank.revise={task}, but snapshot {snapshot.number} has not learned it: expected one of {', '.join(specs)}"
+        )
+    if len(specs) == 1:
+        raise ConfigError(f"bank.revise={task}, but it is the only task that was learned: start a new run instead")
+    if given and [_name(one) for one in given] != [task]:
+        raise ConfigError(
+            f"bank.revise={task} learns that task alone, but stream.tasks names {', '.join(map(_name, given))}: name "
+            f"'{task}' there with its new data, or leave stream.tasks out"
+        )
+    adapters_of_task(snapshot, task)
+    return list(given or [specs[task]])
 
 
 def _name(task: Any) -> str:
@@ -136,7 +162,9 @@ def refuse_changes(start: Start, tree: Tree) -> None:
     Raises:
         ConfigError: a setting differs.
     """
-    changed = changes_beside_tasks(start.base, tree, start.added, (*EXEMPT, *MAY_DIFFER, "bank.start"))
+    changed = changes_beside_tasks(
+        start.base, tree, start.added, (*EXEMPT, *MAY_DIFFER, *(f"bank.{name}" for name in STARTS))
+    )
     if changed:
         listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
         raise ConfigError(

@@ -139,9 +139,19 @@ class BankConfig(Section):
         description="BANK@REFERENCE: start from a snapshot (its branch, number or hash), whose config is taken over; "
         "stream.tasks names the tasks that are learned next; null: start from the backbone",
     )
+    revise: str | None = Field(
+        None,
+        description="with start: a learned task that is learned again, from the data that stream.tasks gives for it "
+        "(null: the data that it had); its adapters get new versions, the old snapshot stays",
+    )
+    revise_from: Literal["previous", "new"] = Field(
+        "previous", description="weights that revise begins with: those of the task's adapters, or new ones"
+    )
     branch: BranchName = Field(MAIN, description="branch of the bank that snapshots go onto")
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Where nothing goes."""
+        """Where nothing goes, and how nothing is learned again."""
+        if not self.revise:
+            yield "revise_from", "revise=null"
         if not self.publish:
             yield from ((name, "publish=false") for name in ("dir", "branch"))

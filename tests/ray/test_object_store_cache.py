@@ -19,7 +19,7 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.bank import info_of
 from raycl.bank.integrity import objects_of
 from raycl.bank.manifest import ModelInfo, RouterInfo
-from raycl.bank.object_store import NAMESPACE, ObjectStoreCache, Place, shared_readers
+from raycl.bank.object_store import NAMESPACE, Location, ObjectStoreCache, shared_readers
 from raycl.errors import BankError
 from raycl.methods.base import packed
 from raycl.storage import Storage
@@ -132,8 +132,8 @@ def test_lost_references_are_requested_again(
     dead = ray.get(owner.put.remote())
 
     def swap(actor: Any, references: list[Any]) -> None:
-        place = actor.places[facts.sha256] = Place(references[0], 0, facts.bytes)
-        actor.packs[place.pack] = {facts.sha256: place}
+        location = actor.locations[facts.sha256] = Location(references[0], 0, facts.bytes)
+        actor.packs[location.pack] = {facts.sha256: location}
 
     ray.get(actor.__ray_call__.remote(swap, dead))
     ray.kill(owner)
@@ -220,9 +220,10 @@ def test_training_workers_share_one_copy_of_frozen_adapters(
     run, checkpoint = Storage.at(tmp_path / "run"), Checkpoint(0, 1, 1, {}, {})
     groups = list(grouped(frozen).items())
     for name, some in (("begin", groups[:1]), ("end", groups)):
-        stored = {group: info_of(tensors) for group, tensors in some} if where == "bank" else {}
-        checkpoint.frozen_state = {} if where == "bank" else ungrouped(dict(some))
-        write_checkpoint(run, name, checkpoint, TensorObjects(run), stored)
+        objects = TensorObjects(run, bank.storage)
+        infos = {group: info_of(tensors) for group, tensors in some}
+        checkpoint.frozen_state = ungrouped(objects.get(infos) if where == "bank" else dict(some))
+        write_checkpoint(run, name, checkpoint, objects)
     assert bool(run.files("objects")) == (where == "run")
     workers = [TrainingWorker.remote() for _ in range(2)]  # type: ignore[attr-defined]
     address = bank.storage.address if where == "bank" else str(tmp_path / "none")

@@ -17,13 +17,18 @@ from raycl import config as configs
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
 from raycl.bank.routers import get_router, put_router
+from raycl.bank.training_state import get_state, put_state
 from raycl.config.trust import NONE_GIVEN, Permissions
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.errors import BankError
 from raycl.eval.settings import EvalConfig
+from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.methods.registry import method_class
 from raycl.retrieval.routers import without
 from raycl.serve.snapshots.scores import score_snapshot
 from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
+from raycl.training.records.bank_start import PARAMETERS, adapters_of_task, without_task
+from raycl.training.records.tensor_objects import grouped, ungrouped
 from raycl.types import Score
 
 log = logging.getLogger("raycl")
@@ -67,7 +72,9 @@ def forget(
         BankError: the task is unknown or the only one, or shares an adapter with others.
         RayclError: backbone or data cannot be read; then nothing is changed.
     """
-    removed = _adapters_of_task(snapshot, task)
+    removed = adapters_of_task(snapshot, task)
+    if len(snapshot.tasks) == 1:
+        raise BankError(f"'{task}' is the only task of snapshot {snapshot.number}: remove the bank instead")
     before = evaluate(bank, snapshot, task, overrides, backbone, permissions) if scores else {}
     kept = [(entry, snapshot.layouts[entry.layout]) for entry in snapshot.adapters if entry.name not in removed]
     forgotten = [*snapshot.provenance.get("forgotten", []), task]
@@ -79,33 +86,36 @@ def forget(
         [info for info in snapshot.tasks if info.name != task],
         snapshot.encoder,
         parent=snapshot.number,
-        provenance={**snapshot.provenance, "forgotten": forgotten},
+        provenance={**snapshot.provenance, "forgotten": forgotten, "config": _config_without(snapshot, task)},
+        training=_training_without(bank, snapshot, task, removed),
     )
     after = evaluate(bank, bank.open(new.number), task, overrides, backbone, permissions) if scores else {}
     return UnlearningResult(task, snapshot.number, new.number, removed, before, after)
 
 
-def _adapters_of_task(snapshot: Snapshot, task: str) -> list[str]:
-    """Names of the adapters that know this task and no other.
+def _training_without(bank: Bank, snapshot: Snapshot, task: str, adapters: Sequence[str]) -> str | None:
+    """The training state without the task; None: the snapshot has none, or its method cannot take a task out."""
+    config = snapshot.provenance.get("config", {})
+    if snapshot.training is None or not config:
+        return None
+    method = method_class(config["method"]["name"])
+    if not issubclass(method, PerTaskAdapter):
+        return None
+    values, groups = get_state(bank, snapshot)
+    parameters = {PARAMETERS: held} if (held := groups.pop(PARAMETERS, None)) else {}
+    values, frozen = without_task(values, ungrouped(groups), method, task, adapters)
+    return put_state(bank, values, {**parameters, **grouped(frozen)})
 
-    Raises:
-        BankError: see `forget`.
-    """
-    tasks = [info.name for info in snapshot.tasks]
-    if task not in tasks:
-        raise BankError(
-            f"snapshot {snapshot.number} has no task '{task}': expected one of {', '.join(tasks) or 'none'}"
-        )
-    if tasks == [task]:
-        raise BankError(f"'{task}' is the only task of snapshot {snapshot.number}: remove the bank instead")
-    for entry in snapshot.adapters:
-        others = [other for other in entry.tasks if other != task]
-        if task in entry.tasks and others:
-            raise BankError(
-                f"adapter {entry} learned '{task}' together with {', '.join(others)}, and no part of it is of one task "
-                "alone: train again without it, or with a method that gives every task an adapter of its own"
-            )
-    return [entry.name for entry in snapshot.adapters if entry.tasks == (task,)]
+
+def _config_without(snapshot: Snapshot, task: str) -> dict[str, Any]:
+    """The run's config without the task in its stream, from which a run can start."""
+    config = dict(snapshot.provenance.get("config", {}))
+    if config:
+        specs = config["stream"]["tasks"] or [info.name for info in snapshot.tasks]
+        names = [spec["name"] if isinstance(spec, dict) else spec for spec in specs]
+        left = [spec for spec, name in zip(specs, names, strict=True) if name != task]
+        config["stream"] = {**config["stream"], "tasks": left}
+    return config
 
 
 def evaluate(

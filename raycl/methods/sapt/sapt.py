@@ -13,7 +13,7 @@ What it does not know: engines, files other than those of pseudo-samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -282,6 +282,26 @@ class Sapt(PerTaskAdapter):
             selector.take(values["selector"], under("selector/", tensors))
             self.selector = selector.requires_grad_(False)
         super().load_state_dict(values, tensors)
+
+    @classmethod
+    def without_task(
+        cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
+    ) -> State:
+        """Also without the task's key and pseudo-samples; mean weights of other tasks are shared among what is left."""
+        values, tensors = super().without_task(values, tensors, task, adapters, keep)
+        keys = list(values["attention"]["tasks"])
+        left: dict[str, Tensor] = {}
+        for name, one in tensors.items():
+            kind, _, rest = name.partition("/")
+            if rest in (task, f"key/{task}") or name.startswith(f"pseudo/{task}/"):
+                continue
+            if kind == "abar" and task in keys[: len(one)]:
+                one = torch.cat([one[: keys.index(task)], one[keys.index(task) + 1 :]])
+                one = one / one.sum().clamp_min(torch.finfo(one.dtype).tiny)
+            left[name] = one
+        kept = [name for name in keys if name != task]
+        changed = {kind: values[kind] and {**values[kind], "tasks": kept} for kind in ("attention", "selector")}
+        return {**values, **changed}, left
 
 
 def _check_objectives(tasks: Sequence[Task], config: SaptConfig) -> None:

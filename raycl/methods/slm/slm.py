@@ -9,7 +9,7 @@ batch, heads picked by the true number of labels, drifting old slots), this foll
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -32,6 +32,7 @@ from raycl.retrieval.memory_slots.key_maps import newest_rows, plane, similarity
 from raycl.retrieval.memory_slots.keys import KeyConfig, check_keys, split_groups
 from raycl.retrieval.memory_slots.slots import Kind, SlotRouter
 from raycl.retrieval.memory_slots.weights import RetrievalConfig
+from raycl.retrieval.routers import without
 from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState
 
 
@@ -248,6 +249,21 @@ class Slm(PerTaskAdapter):
         self.router = _restored(router, tensors)
         self._ahead = _restored(replace(router, settings={**router.settings, "tasks": values["ahead"]}), tensors)
         super().load_state_dict(values, tensors)
+
+    @classmethod
+    def without_task(
+        cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], task: str, adapters: Collection[str], keep: bool
+    ) -> State:
+        """Also without the task's keys, statistics and queries."""
+        values, tensors = super().without_task(values, tensors, task, adapters, keep)
+        router = values["router"]
+        settings = {**router["settings"], "tasks": [name for name in router["settings"]["tasks"] if name != task]}
+        left = without(RouterState(router["kind"], settings, under("router/", tensors)), task).tensors
+        others = {
+            name: one for name, one in tensors.items() if not name.startswith("router/") and name != f"dev/{task}"
+        }
+        values = {**values, "router": {**router, "settings": settings}}
+        return values, others | {f"router/{name}": one for name, one in left.items()}
 
 
 def _restored(state: RouterState, tensors: Mapping[str, Tensor]) -> SlotRouter:

@@ -8,23 +8,28 @@ What it does not know: how its config was made (`raycl.run.start`).
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from raycl.bank import Bank, Snapshot
-from raycl.bank.bank import ObjectReader, info_of
+from raycl.bank.bank import info_of
 from raycl.bank.leases import hold_lease
 from raycl.bank.manifest import dump
-from raycl.bank.training_state import get_state, put_state, restore_record, state_objects
-from raycl.errors import BankError
-from raycl.storage import Storage
+from raycl.bank.training_state import get_record, put_state, restore_record
+from raycl.errors import BankError, CheckpointError
+from raycl.methods.base import Method
+from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.training.records.checkpoint import Checkpoint, write_checkpoint
 from raycl.training.records.journal import Journal
-from raycl.training.records.tensor_objects import TensorObjects, grouped
-from raycl.training.training_context import RunInfo
+from raycl.training.records.tensor_objects import TensorObjects, grouped, ungrouped
+from raycl.training.training_context import TrainingContext
+from raycl.types import Score
 
 PARAMETERS = "parameters"
+"""Group of the parameters of a training state."""
 
 
 def put_training_state(bank: Bank, done: Checkpoint, phases: list[dict[str, Any]], objects: TensorObjects) -> str:
@@ -61,45 +66,149 @@ def _values(done: Checkpoint, phases: list[dict[str, Any]]) -> dict[str, Any]:
     return {**values, "phases": bare}
 
 
-def start_from_snapshot(
-    bank: Bank, snapshot: Snapshot, identity: str, storage: Storage, run: RunInfo, reader: ObjectReader | None = None
-) -> None:
-    """Start the run in `storage`, which has not started yet, where the snapshot's run was when it published it.
-
-    Frozen tensors stay in the bank: the run's checkpoints name them.
+def without_task(
+    values: Mapping[str, Any],
+    frozen: Mapping[str, Tensor],
+    method: type[Method],
+    task: str,
+    adapters: Collection[str],
+    keep: bool = False,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Values and frozen tensors of a training state without a task, as far as the method keeps tasks apart.
 
     Args:
-        identity: SHA-256 of the run's backbone.
-        reader: reads the bank's tensors; None: the bank itself.
+        adapters: names of the task's adapters. keep: see `PerTaskAdapter.without_task`.
 
     Raises:
-        BankError: the training state is missing or damaged, or of another backbone; the run has not started then.
+        BankError: the method has no adapters of its own for each task, or it is the only task.
     """
-    if snapshot.backbone.sha256 != identity:
+    if not issubclass(method, PerTaskAdapter):
         raise BankError(
-            f"snapshot {snapshot.number} was trained on backbone '{snapshot.backbone.name}' "
-            f"({snapshot.backbone.sha256[:12]}), this run has '{run.tree['backbone']['name']}' ({identity[:12]}): "
-            "use the one that it was trained on"
+            f"method {method.__name__} has no adapters of '{task}' alone: expected a method with adapters for "
+            "each task, such as slm, sapt or inclora; or train again without the task"
         )
-    values, groups = get_state(bank, snapshot, reader)
-    objects = state_objects(bank, snapshot)
+    if not values["phase"]:
+        raise BankError(f"'{task}' is the only task that was learned: start a new run instead")
+    names = [record["times"]["phase"] for record in values["phases"]]
+    position = names.index(task) if task in names else len(names) - 1  # the row of the newest task is not known yet
+    kept = [record for number, record in enumerate(values["phases"]) if number != position]
+    rows = [{name: cell for name, cell in record["row"].items() if name != task} for record in kept]
+    phases = [{**record, "phase": number, "row": rows[number]} for number, record in enumerate(kept)]
+    state, left = method.without_task(values["method"], frozen, task, adapters, keep)
+    return {**values, "phase": values["phase"] - 1, "phases": phases, "method": state}, left
+
+
+@dataclass(frozen=True)
+class Revision:
+    """A task that is learned again.
+
+    Attributes:
+        keep: it begins with the weights of its adapters.
+        before: score of every task before, by its name; None: as the records of the snapshot's run have it.
+    """
+
+    task: str
+    keep: bool
+    before: Mapping[str, Score] | None
+
+
+def read_training_state(
+    bank: Bank, snapshot: Snapshot, objects: TensorObjects
+) -> tuple[Checkpoint, list[dict[str, Any]]]:
+    """The checkpoint at the end of the snapshot's phase, and the records of the phases before.
+
+    Raises:
+        BankError: the training state is missing or damaged.
+    """
+    values, infos = get_record(bank, snapshot)
+    try:
+        groups = objects.get(infos)
+    except CheckpointError as error:
+        raise BankError(f"the training state of snapshot {snapshot.number} cannot be read: {error}") from error
     versions = {entry.name: entry.version for entry in snapshot.adapters}
     checkpoint = Checkpoint(
         values["phase"],
         values["steps"],
         values["steps"],
         values["method"],
-        groups.get(PARAMETERS, {}),
+        groups.pop(PARAMETERS, {}),
         spent={"train_s": 0.0, "tokens": 0.0},
         published={"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": versions},
+        frozen_state=ungrouped(groups),
         modifiers=values["modifiers"],
         snapshot=dump(snapshot),
     )
-    stored = {group: info for group, info in objects.items() if group != PARAMETERS}
+    return checkpoint, values["phases"]
+
+
+def start_from_snapshot(
+    bank: Bank,
+    snapshot: Snapshot,
+    context: TrainingContext,
+    objects: TensorObjects,
+    revision: Revision | None = None,
+) -> None:
+    """Start a run that has not started yet where the snapshot's run was when it published it.
+
+    Frozen tensors stay in the bank: the run's checkpoints name them.
+
+    Args:
+        objects: of the run.
+        revision: the task that is learned again; the run starts without it.
+
+    Raises:
+        BankError: the training state is missing or damaged, or of another backbone; the run has not started then.
+    """
+    check_backbone(snapshot, context)
+    checkpoint, phases = read_training_state(bank, snapshot, objects)
+    summary: dict[str, Any] = {"started_from": f"{bank.storage.address}@{snapshot.sha256}"}
+    if revision is not None:
+        adapters, values = adapters_of_task(snapshot, revision.task), _values(checkpoint, phases)
+        values, frozen = without_task(
+            values, checkpoint.frozen_state, type(context.method), revision.task, adapters, revision.keep
+        )
+        recorded = phases[-1]["row"]
+        before = recorded if revision.before is None else {n: asdict(one) for n, one in revision.before.items()}
+        phases = values["phases"]
+        checkpoint = replace(checkpoint, phase=values["phase"], method=values["method"], frozen_state=frozen)
+        summary["revised"] = {"task": revision.task, "snapshot": snapshot.number, "before": before}
     name = f"phase{checkpoint.phase:03d}-start-{snapshot.sha256[:12]}"
-    write_checkpoint(storage, name, checkpoint, TensorObjects(storage), stored)
-    hold_lease(bank.storage, storage.address, [snapshot.number])
-    journal = Journal.claim(
-        storage, run, workers=0, driver="", started_from=f"{bank.storage.address}@{snapshot.sha256}"
-    )
-    journal.begin_with([name], values["phases"])
+    write_checkpoint(objects.storage, name, checkpoint, objects)
+    hold_lease(bank.storage, objects.storage.address, [snapshot.number])
+    journal = Journal.claim(objects.storage, context.info, workers=0, driver="", **summary)
+    journal.begin_with([name], phases)
+
+
+def check_backbone(snapshot: Snapshot, context: TrainingContext) -> None:
+    """Refuse a snapshot of another backbone; on the first worker, which knows the run's.
+
+    Raises:
+        BankError: it is one.
+    """
+    if snapshot.backbone.sha256 != context.identity:
+        raise BankError(
+            f"snapshot {snapshot.number} was trained on backbone '{snapshot.backbone.name}' "
+            f"({snapshot.backbone.sha256[:12]}), this run has '{context.info.tree['backbone']['name']}' "
+            f"({context.identity[:12]}): use the one that it was trained on"
+        )
+
+
+def adapters_of_task(snapshot: Snapshot, task: str) -> list[str]:
+    """Names of the adapters that know this task and no other.
+
+    Raises:
+        BankError: the snapshot has no such task, or an adapter of it knows others too.
+    """
+    tasks = [info.name for info in snapshot.tasks]
+    if task not in tasks:
+        raise BankError(
+            f"snapshot {snapshot.number} has no task '{task}': expected one of {', '.join(tasks) or 'none'}"
+        )
+    for entry in snapshot.adapters:
+        others = [other for other in entry.tasks if other != task]
+        if task in entry.tasks and others:
+            raise BankError(
+                f"adapter {entry} learned '{task}' together with {', '.join(others)}, and no part of it is of one task "
+                "alone: train again without it, or with a method that gives every task an adapter of its own"
+            )
+    return [entry.name for entry in snapshot.adapters if entry.tasks == (task,)]

@@ -9,14 +9,13 @@ What it does not know: which tensors a method learns, and which checkpoint count
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from safetensors.torch import load, save
 from torch import Tensor
 
-from raycl.bank.manifest import ObjectInfo
 from raycl.errors import CheckpointError, DamagedError, FormatError, RunError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
@@ -73,21 +72,10 @@ class Checkpoint:
         return f"phase{self.phase:03d}-step{self.step:07d}-attempt{attempt:04d}"
 
 
-def write_checkpoint(
-    storage: Storage,
-    name: str,
-    checkpoint: Checkpoint,
-    objects: TensorObjects,
-    stored: Mapping[str, ObjectInfo] | None = None,
-) -> None:
-    """Write the folder `checkpoints/<name>`, and objects that it names and the run does not have yet.
-
-    Args:
-        stored: group -> object of frozen tensors that the run's bank has, in the place of `frozen_state`.
-    """
+def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, objects: TensorObjects) -> None:
+    """Write the folder `checkpoints/<name>`, and objects that it names and the run has neither written nor read."""
     folder = storage.sub(f"{FOLDER}/{name}")
     named = {group: objects.put(group, tensors) for group, tensors in grouped(checkpoint.frozen_state).items()}
-    named |= stored or {}
     tensors = {PARAMETERS: checkpoint.parameters, OPTIMIZER: checkpoint.optimizer}
     files = {file: save({name: value.contiguous() for name, value in held.items()}) for file, held in tensors.items()}
     if checkpoint.snapshot:

@@ -70,7 +70,12 @@ def publish(
     parent = bank.open(before["snapshot"]) if before else None
     kept = []
     if parent is not None:
-        kept = [(entry, parent.layouts[entry.layout]) for entry in parent.adapters if entry.name not in names]
+        again = {task.name for task in phase.tasks} if context.own_adapters else set()
+        kept = [
+            (entry, parent.layouts[entry.layout])
+            for entry in parent.adapters
+            if entry.name not in names and not (entry.tasks and again.issuperset(entry.tasks))
+        ]
     router, encoder = put_router(bank, learned.router)
     snapshot = bank.snapshot(
         [*fresh, *kept],

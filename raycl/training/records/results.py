@@ -44,6 +44,7 @@ def build_results(
         "matrix": matrix.to_json()["cells"],
         "singles": info.singles,
         "unseen": _unseen(state) if len(state.phases) == len(phases) else None,
+        "revision": _revision(state) if len(state.phases) == len(phases) else None,
         "metrics": summary(matrix, info.singles),
         "variants": compute_variants(matrix, info.singles),
         "phase_times": times,
@@ -95,6 +96,12 @@ def _unseen(state: RunState) -> dict[str, Any] | None:
     if not cells:
         return None
     return {"cells": cells, "mean": statistics.fmean(cell["value"] for cell in cells.values())}
+
+
+def _revision(state: RunState) -> dict[str, Any] | None:
+    """A task that was learned again, and cells of every task before and after; None for other runs."""
+    revised = next((attempt["revised"] for attempt in state.attempts if "revised" in attempt), None)
+    return revised and {**revised, "after": state.phases[-1]["row"]}
 
 
 def _versions() -> dict[str, str]:

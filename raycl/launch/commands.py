@@ -1,0 +1,67 @@
+"""Which run `jobs/train_stream.py` starts or continues.
+
+What it does not know: how a run is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import yaml
+
+from raycl.errors import ConfigError
+from raycl.launch import driver
+from raycl.launch.driver import Prepared
+from raycl.run import config as run_config
+from raycl.training.records.publish import open_bank
+
+
+def prepared(
+    file: str | None, overrides: Sequence[str], resume: str | None, added: Sequence[str], revised: str | None
+) -> Prepared:
+    """The run that these options describe, checked.
+
+    Args:
+        file: a config file. resume: folder of a run.
+        added: tasks that the run in `resume` learns next.
+        revised: a task that is learned again, by its name or as YAML with its new data.
+
+    Raises:
+        RayclError: bad input.
+    """
+    if added and not resume:
+        raise ConfigError("--add names the next tasks of a run: name the run with --resume RUN_DIR")
+    if revised and added:
+        raise ConfigError("--revise learns one task again and --add a new one: use one after the other")
+    if revised:
+        return driver.prepare(run_config.load_config(file, [*_revision(revised, resume), *overrides]))
+    if added:
+        return driver.extend(str(resume), added, tuple(overrides))
+    if resume:
+        return driver.reopen(resume, overrides=tuple(overrides))
+    return driver.prepare(run_config.load_config(file, overrides))
+
+
+def _revision(task: str, resume: str | None) -> list[str]:
+    """Overrides of a run that starts from the bank and learns the task again.
+
+    A finished run stays as it is: the new one has a folder of its own and starts from the head of its branch.
+    """
+    try:
+        spec = yaml.safe_load(task)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--revise '{task}' is neither a task's name nor YAML: {error}") from error
+    if not isinstance(spec, str) and not (isinstance(spec, dict) and spec.get("name")):
+        raise ConfigError(
+            f"--revise '{task}' names no task: expected a name, or YAML such as '{{name: tickets, path: data/tickets}}'"
+        )
+    found = [f"bank.revise={spec if isinstance(spec, str) else spec['name']}"]
+    if isinstance(spec, dict):
+        found.append(f"stream.tasks={json.dumps([spec])}")
+    if resume:
+        run = driver.reopen(resume)
+        bank = open_bank(run.config.bank, run.storage).storage.address
+        found += [f"bank.start={bank}@{run.config.bank.branch}", f"bank.branch={run.config.bank.branch}"]
+        found.append(f"output.dir={run.config.output.dir}")
+    return found

@@ -1,0 +1,87 @@
+"""How workers begin a run that starts from a snapshot of a bank (`bank.start`), and score it before a revision.
+
+What it does not know: how such a run's config was made (`raycl.run.start`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from raycl.errors import BankError, StorageError
+from raycl.run.start import start_of
+from raycl.storage import Storage
+from raycl.training.distributed import DistributedContext
+from raycl.training.engines.engine import load_parameters
+from raycl.training.phase.evaluation import Observations, evaluate_row
+from raycl.training.records.bank_start import Revision, check_backbone, read_training_state, start_from_snapshot
+from raycl.training.records.tensor_objects import SharedReader, TensorObjects
+from raycl.training.settings import BankConfig
+from raycl.training.training_context import TrainingContext
+from raycl.types import Score
+
+log = logging.getLogger("raycl")
+
+BEFORE = "before"
+"""Folder of the answers of the snapshot that a revision starts from."""
+
+
+def scores_of(
+    start: str,
+    context: TrainingContext,
+    storage: Storage,
+    world: DistributedContext,
+    shared: SharedReader | None,
+) -> dict[str, Score] | None:
+    """Score of every task of the stream with the snapshot as it is. Collective; the context is used up.
+
+    None where each task has a model of its own: the others keep their scores, and the run's records have them.
+
+    Raises:
+        BankError: the snapshot is of another backbone, or its training state is missing or damaged.
+    """
+    if context.schedule.one_model_per_task:
+        return None
+    error = None
+    try:
+        bank, snapshot = start_of(start)
+        if world.is_first:
+            check_backbone(snapshot, context)
+        done, _ = read_training_state(bank, snapshot, TensorObjects(storage, bank.storage, shared))
+    except (BankError, StorageError) as raised:
+        error = raised
+    world.raise_any(error)
+    context.method.load_state_dict(done.method, done.frozen_state)
+    load_parameters(context.backbone, done.parameters)
+    if world.is_first:
+        log.info("snapshot %d, before the task is learned again:", snapshot.number)
+    last = replace(context.phases[-1], name=BEFORE)
+    return evaluate_row(context, last, world, storage, Observations())
+
+
+def start_from_bank(
+    config: BankConfig,
+    context: TrainingContext,
+    storage: Storage,
+    world: DistributedContext,
+    shared: SharedReader | None,
+    before: Mapping[str, Score] | None,
+) -> None:
+    """Begin the run with the snapshot's training state. Collective: errors are raised by all workers.
+
+    Args:
+        before: `scores_of` the snapshot, for a run that learns a task again.
+
+    Raises:
+        BankError: the snapshot is of another backbone, or its training state is missing or damaged.
+    """
+    error = None
+    try:
+        if world.is_first:
+            bank, snapshot = start_of(str(config.start))
+            revision = Revision(config.revise, config.revise_from == "previous", before) if config.revise else None
+            start_from_snapshot(bank, snapshot, context, TensorObjects(storage, bank.storage, shared), revision)
+    except (BankError, StorageError) as raised:
+        error = raised
+    world.raise_any(error)
