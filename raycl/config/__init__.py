@@ -5,6 +5,7 @@ from __future__ import annotations
 from raycl.config.sections import (
     MARK,
     ConfigT,
+    PathOrUri,
     Section,
     Tree,
     apply_override,
@@ -27,6 +28,7 @@ from raycl.config.trees import differences, fingerprint, flatten, remaining
 __all__ = [
     "MARK",
     "ConfigT",
+    "PathOrUri",
     "Section",
     "Tree",
     "apply_override",

@@ -18,17 +18,26 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from raycl.errors import ConfigError
 
 Tree = dict[str, Any]
+
+
+def _absolute(path: str | None) -> str | None:
+    return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
+
+
+PathOrUri = Annotated[str | None, AfterValidator(_absolute)]
+"""A path or URI; local paths become absolute when the config is read: workers run in other folders."""
+
 MARK = "# Every setting, written by raycl.\n"
 
 

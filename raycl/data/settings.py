@@ -5,25 +5,14 @@ What it does not know: how any of this is carried out.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from raycl.config import Section
+from raycl.config import PathOrUri, Section
 from raycl.data.prompts import PromptName
 from raycl.data.sources.formats import Format
 from raycl.types import Objective
-
-
-def _absolute(place: str | None) -> str | None:
-    if place is None or "://" in place:
-        return place
-    return str(Path(place).expanduser().absolute())
-
-
-PathOrUri = Annotated[str | None, AfterValidator(_absolute)]
-"""A path or URI; local paths become absolute when the config is read, because workers run elsewhere."""
 
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from raycl.config import Section
-
-
-def _absolute(place: str | None) -> str | None:
-    """Local paths become absolute, because a resumed run may start elsewhere."""
-    return place if place is None or "://" in place else str(Path(place).expanduser().absolute())
+from raycl.config import PathOrUri, Section
 
 
 class EvalConfig(Section):
@@ -37,6 +31,6 @@ class EvalConfig(Section):
         None, ge=1, description="tokens of a generated answer at most; null: stream.max_target_tokens"
     )
     save_predictions: bool = Field(True, description="keep every answer beside the results")
-    singles: Annotated[str | None, AfterValidator(_absolute)] = Field(
+    singles: PathOrUri = Field(
         None, description="run directory (or results.json) of `method=separate`, whose scores FWT compares with"
     )

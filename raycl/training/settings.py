@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from raycl.bank.branches import MAIN, BranchName
-from raycl.config import Section
+from raycl.config import PathOrUri, Section
 
 EXEMPT = ("launch", "tracking", "output", "bank.dir", "bank.publish", "bank.branch")
 """What cannot change what a run learns: it may differ on resume and stays out of the fingerprint."""
@@ -132,7 +132,7 @@ class CheckpointConfig(Section):
 class BankConfig(Section):
     """The bank that adapters and snapshots are published to."""
 
-    dir: str | None = Field(None, description="folder or URI of a bank; null: bank/ in the run's folder")
+    dir: PathOrUri = Field(None, description="folder or URI of a bank; null: bank/ in the run's folder")
     publish: bool = Field(True, description="publish adapters and a snapshot at the end of every task")
     start: str | None = Field(
         None,

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator
 from raycl import config
 from raycl.config import Section
 from raycl.errors import ConfigError
+from raycl.run.config import load_config
 
 
 class Lora(Section):
@@ -323,3 +324,10 @@ def test_a_word_with_colons_is_text(text: str) -> None:
 )
 def test_a_mapping_or_list_on_the_command_line_stands_in_brackets(text: str, value: object) -> None:
     assert config.read_override(f"key={text}") == ("key", value)
+
+
+def test_a_relative_bank_is_in_the_folder_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Workers run in a folder of Ray's, which is deleted with the cluster."""
+    monkeypatch.chdir(tmp_path)
+    assert load_config(None, ["bank.dir=bank"]).bank.dir == str(tmp_path / "bank")
+    assert load_config(None, ["bank.dir=s3://team/bank"]).bank.dir == "s3://team/bank"

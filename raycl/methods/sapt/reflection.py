@@ -18,8 +18,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from raycl.config import Section
-from raycl.data.settings import PathOrUri
+from raycl.config import PathOrUri, Section
 from raycl.methods.base import under
 from raycl.methods.context import Step
 from raycl.methods.replay_buffer import ReplayBuffer
