@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import torch
@@ -36,7 +37,7 @@ from raycl.backbone.language import LanguageHead
 from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.config import Section
 from raycl.errors import BackboneError
-from raycl.pretrained import fingerprint_of, present_folder, resolve, resolve_path
+from raycl.pretrained import CONFIG, fingerprint_of, present_folder, resolve, resolve_path
 from raycl.types import Capabilities
 
 log = logging.getLogger("raycl")
@@ -103,11 +104,20 @@ def known_kind(config: BackboneConfig) -> Kind | None:
     if config.kind != "auto":
         return config.kind
     folder = present_folder(config.name, config.revision)
-    if folder is None:
-        return None
     try:
-        with _explained(config.name):
-            return _configured_kind(config, AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        found = (folder / CONFIG).stat() if folder is not None else None
+    except OSError:
+        return None
+    return _kind_in(str(folder), found.st_ino, found.st_size, found.st_mtime_ns) if found else None
+
+
+@lru_cache(maxsize=64)
+def _kind_in(folder: str, inode: int, size: int, written: int) -> Kind | None:
+    """Of the model in a folder, as long as its config.json is the same: a sweep asks it of every trial."""
+    try:
+        with _explained(folder):
+            settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            return _kind(settings, " ".join(getattr(settings, "architectures", None) or []))
     except BackboneError:
         return None
 
