@@ -24,18 +24,21 @@ class Removed:
     """What the records explain.
 
     Attributes:
-        adapters: `name@version`.
+        adapters: `name@version`. samples: files of stored samples.
         problems: one sentence for each record that cannot be read; it explains nothing.
     """
 
     snapshots: set[int] = field(default_factory=set)
     adapters: set[str] = field(default_factory=set)
+    samples: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
 
 
-def record_removal(storage: Storage, snapshots: Sequence[int], adapters: Sequence[str]) -> None:
+def record_removal(
+    storage: Storage, snapshots: Sequence[int], adapters: Sequence[str], samples: Sequence[str] = ()
+) -> None:
     """Write down what is removed next."""
-    fields = {"snapshots": list(snapshots), "adapters": list(adapters), "time": time.time()}
+    fields = {"snapshots": list(snapshots), "adapters": list(adapters), "samples": list(samples), "time": time.time()}
     while True:
         number = max(numbers(storage, FOLDER), default=0) + 1
         try:
@@ -56,6 +59,7 @@ def removed_from(storage: Storage) -> Removed:
             continue
         found.snapshots.update(record["snapshots"])
         found.adapters.update(record["adapters"])
+        found.samples.update(record.get("samples", ()))
     return found
 
 

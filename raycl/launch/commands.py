@@ -63,5 +63,5 @@ def _revision(task: str, resume: str | None) -> list[str]:
         run = driver.reopen(resume)
         bank = open_bank(run.config.bank, run.storage).storage.address
         found += [f"bank.start={bank}@{run.config.bank.branch}", f"bank.branch={run.config.bank.branch}"]
-        found.append(f"output.dir={run.config.output.dir}")
+        found += [f"output.dir={run.config.output.dir}"] if run.config.output.dir else []
     return found

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from raycl.bank.branches import MAIN, BranchName
 from raycl.config import PathOrUri, Section
 
-EXEMPT = ("launch", "tracking", "output", "bank.dir", "bank.publish", "bank.branch")
+EXEMPT = ("launch", "tracking", "output", "bank.dir", "bank.publish", "bank.branch", "bank.sample_days")
 """What cannot change what a run learns: it may differ on resume and stays out of the fingerprint."""
 
 SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
@@ -146,6 +146,12 @@ class BankConfig(Section):
     )
     revise_from: Literal["previous", "new"] = Field(
         "previous", description="weights that revise begins with: those of the task's adapters, or new ones"
+    )
+    sample_days: int | None = Field(
+        None,
+        ge=1,
+        description="days that stored inputs of users (pseudo-samples) stay in the bank: `bank.py prune` then removes "
+        "them, and tasks without them are not reflected on; null: as long as a snapshot names them",
     )
     branch: BranchName = Field(MAIN, description="branch of the bank that snapshots go onto")
 

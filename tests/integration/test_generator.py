@@ -17,7 +17,7 @@ from raycl.errors import ConfigError
 from raycl.methods.context import TaskContext
 from raycl.methods.sapt import generator
 from raycl.methods.sapt.generator import Generator, GeneratorConfig
-from raycl.methods.sapt.pseudo_samples import PseudoSamples, take_real
+from raycl.methods.sapt.pseudo_samples import PseudoSamples, Volume, take_real
 from raycl.methods.sapt.sapt import Sapt
 from raycl.run.assembly import build
 from raycl.run.checks import check
@@ -85,7 +85,7 @@ def test_a_prompt_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: st
 
     monkeypatch.setattr(Generator, "_loss", told)
     monkeypatch.setattr(Generator, "_train", watched)
-    assert len(generator.write(rows, 0.5)) == 7
+    assert len(generator.write(rows, Volume(0.5))) == 7
     assert [tuple(parameter.shape) for parameter in trained[0]] == [(9, 32)] and trained[1]
     assert len(losses) == 100, "14 rows fit in one batch of 16: an epoch is a step"
     assert losses[0] - losses[-1] > 0.05
@@ -122,13 +122,13 @@ def test_generation_does_not_change_the_backbone(
 
     before = state()
     bits = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
-    Generator(GeneratorConfig(**generator), backbone, method.stack, 0).write(rows, 0.3)
+    Generator(GeneratorConfig(**generator), backbone, method.stack, 0).write(rows, Volume(0.3))
     assert state() == before
     assert all(torch.equal(tensor, bits[name]) for name, tensor in backbone.state_dict().items())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Generator, "_sample", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            Generator(GeneratorConfig(**generator), backbone, method.stack, 0).write(rows, 0.3)
+            Generator(GeneratorConfig(**generator), backbone, method.stack, 0).write(rows, Volume(0.3))
     assert state() == before
 
 
@@ -139,7 +139,7 @@ def test_too_few_generated_samples_are_kept(
     monkeypatch.setattr("raycl.backbone.codec.HFCodec.decode", lambda self, ids: [next(said) for _ in ids])
     method, rows = begun(lab, "t5", {})
     with caplog.at_level(logging.WARNING, logger="raycl"):
-        found = Generator(GeneratorConfig(**LORA), method.backbone, method.stack, 0).write(rows, 0.3)
+        found = Generator(GeneratorConfig(**LORA), method.backbone, method.stack, 0).write(rows, Volume(0.3))
     assert (
         found.sources == rows.prompts(rows.phase.tasks[0], ["fire is warm", "the sea"]) and not found.fallback_samples
     )
@@ -170,7 +170,7 @@ def test_a_failed_generator_falls_back_to_stored_inputs(
     kept = method.reflection.entries["colour"].samples
     rows = TaskContext(done.context.phases[0], 4, done.context.stream, done.context.backbone.codec)
     assert len(kept) == kept.fallback_samples == 4 and all(
-        ids in take_real(rows, 1.0, 0).sources for ids in kept.sources
+        ids in take_real(rows, Volume(1.0), 0).sources for ids in kept.sources
     )
     assert pseudo(storage, "colour") == kept, "told beside the samples"
     told = storage.read_json("results.json")["phase_summaries"][-1]["attention"]

@@ -21,6 +21,7 @@ from raycl.errors import BackboneError, ConfigError, DataError
 from raycl.methods.base import trained_names
 from raycl.methods.context import TaskContext
 from raycl.methods.sapt.generator import Generator, GeneratorConfig
+from raycl.methods.sapt.pseudo_samples import Volume
 from raycl.methods.sapt.reflection import ReflectionConfig
 from raycl.methods.sapt.sapt import Sapt
 from raycl.retrieval.attention import hard_weights
@@ -101,7 +102,7 @@ def test_a_generator_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch, kind:
         return found
 
     monkeypatch.setattr(Generator, "_loss", told)
-    assert len(generator.write(rows, 0.5)) == 7
+    assert len(generator.write(rows, Volume(0.5))) == 7
     assert losses[0] - losses[-1] > falls
 
 

@@ -17,13 +17,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from raycl.backbone import BackboneConfig
+from raycl.backbone import BackboneConfig, load_codec
 from raycl.bank import AdapterRef, Bank, Snapshot
 from raycl.bank.branches import Branch, branch_names, head_of, is_branch_name, resolve
 from raycl.bank.manifest import snapshot_file
 from raycl.bank.operations.exchange import card_metadata, export_merged, export_peft, import_peft, mixed
 from raycl.bank.operations.maintenance import Named, diff, prune, verify
 from raycl.bank.operations.merge import merge
+from raycl.bank.operations.samples import sample_texts, stored_samples
 from raycl.bank.operations.unlearning import forget
 from raycl.config.trust import Permissions
 from raycl.errors import BankError, BranchMovedError, counted
@@ -173,7 +174,8 @@ def _list(bank: Bank, options: Namespace) -> Answer:
 def _show(bank: Bank, options: Namespace) -> Answer:
     what: str = options.what
     if what.isdigit():
-        tree = bank.open(int(what)).model_dump(mode="json")
+        snapshot = bank.open(int(what))
+        tree = {"stored_samples": stored_samples(bank, snapshot), **snapshot.model_dump(mode="json")}
     else:
         name, _, number = what.partition("@")
         versions = bank.versions(name)
@@ -223,12 +225,18 @@ def _export(bank: Bank, options: Namespace) -> Answer:
     snapshot = resolve(bank, options.snapshot)
     weights = _weights(options.adapters) if options.adapters else _always(snapshot)
     state = mixed(bank, snapshot, weights, head=not options.without_head)
+    if options.with_samples:
+        chosen = [snapshot.adapter(name) for name in weights]
+        permitted = backbone_of(snapshot, options.backbone, _permissions(options))
+        texts = sample_texts(bank, chosen, load_codec(permitted, 1, 1))
     if options.merged:
         backbone = backbone_of(snapshot, options.backbone, _permissions(options))
         storage = export_merged(state, card_metadata(snapshot, weights, backbone), backbone, options.to)
     else:
         found = backbone_of(snapshot, options.backbone, _permissions(options)) if options.backbone else None
         storage = export_peft(state, card_metadata(snapshot, weights, found), options.to)
+    for task, lines in texts.items() if options.with_samples else ():
+        storage.write(f"samples/{task}.jsonl", lines.encode())
     return Answer(f"wrote {storage.uri}", {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number})
 
 
@@ -265,11 +273,12 @@ def _import(bank: Bank, options: Namespace) -> Answer:
 
 
 def _prune(bank: Bank, options: Namespace) -> Answer:
-    pruned = prune(bank, options.keep_snapshots, options.grace_s, options.dry_run)
+    pruned = prune(bank, options.keep_snapshots, options.grace_s, options.dry_run, options.sample_days)
     verb = "would remove" if options.dry_run else "removed"
     numbers = (len(pruned.snapshots), len(pruned.adapters), len(pruned.files), pruned.bytes)
     counts = ", ".join(map(counted, numbers, ("snapshot", "adapter", "file", "byte")))
-    return Answer(f"{verb} {counts}", asdict(pruned))
+    samples = f"; of them {counted(len(pruned.samples), 'file')} of stored samples" if pruned.samples else ""
+    return Answer(f"{verb} {counts}{samples}", asdict(pruned))
 
 
 def _diff(bank: Bank, options: Namespace) -> Answer:

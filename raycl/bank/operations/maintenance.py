@@ -5,7 +5,7 @@ What it does not know: what adapters are for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from raycl.bank.manifest import (
 from raycl.bank.pruning import record_removal, removed_from
 from raycl.bank.training_state import is_state, state_file, state_objects
 from raycl.errors import BankError
+from raycl.storage.folder import StoredFile
 from raycl.storage.records import number_of
 
 GRACE_S = 3600.0
@@ -60,6 +61,7 @@ class Pruned:
 
     snapshots: list[int] = field(default_factory=list)
     adapters: list[str] = field(default_factory=list)
+    samples: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     bytes: int = 0
 
@@ -109,7 +111,7 @@ def verify(bank: Bank, named: Sequence[Named] = ()) -> Findings:
                 found.problems.append(str(error))
         try:
             for group, info in state_objects(bank, snapshot).items():
-                if info.sha256 in read:
+                if info.sha256 in read or info.file in removed.samples:
                     continue
                 read.add(info.sha256)
                 bank.read_object(info, f"the training state of snapshot {snapshot.number} ({group})")
@@ -121,6 +123,8 @@ def verify(bank: Bank, named: Sequence[Named] = ()) -> Findings:
     _counted_on(bank, named, there, found)
     files = bank.storage.files()
     for file, users in objects.items():
+        if file not in files and file in removed.samples:
+            continue
         if file not in files:
             found.problems.append(f"'{file}' is missing, which {users[0]} needs")
         else:
@@ -174,13 +178,21 @@ def _counted_on(bank: Bank, named: Sequence[Named], there: set[int], found: Find
             )
 
 
-def prune(bank: Bank, keep_snapshots: int | None = None, grace_s: float = GRACE_S, dry_run: bool = False) -> Pruned:
-    """Remove what no snapshot names: older versions, forgotten adapters, leftovers of dead writers.
+def prune(
+    bank: Bank,
+    keep_snapshots: int | None = None,
+    grace_s: float = GRACE_S,
+    dry_run: bool = False,
+    sample_days: float | None = None,
+) -> Pruned:
+    """Remove what no snapshot names: older versions, forgotten adapters, leftovers of dead writers; and old samples.
 
     Args:
         keep_snapshots: how many of the newest snapshots of each branch stay, beside those that an endpoint answers
             from and that an unfinished run may continue from; those on no branch go too; None: all stay.
         grace_s: nothing younger is touched.
+        sample_days: stored samples that are older are removed from all snapshots; None: as each snapshot's run says
+            (`bank.sample_days`).
 
     Raises:
         BankError: a snapshot cannot be read, so its needs are unknown; nothing is removed.
@@ -215,14 +227,28 @@ def prune(bank: Bank, keep_snapshots: int | None = None, grace_s: float = GRACE_
         unneeded = (is_object(file) or is_state(file)) and file not in needed_files
         if (info.unfinished or unneeded) and info.age >= grace_s:
             doomed.append(file)
+    pruned.samples = sorted(_old_samples(kept, files, sample_days))
+    doomed += pruned.samples
     pruned.files = doomed
     pruned.bytes = sum(files[file].size for file in doomed)
     if not dry_run:
-        if pruned.snapshots or pruned.adapters:
-            record_removal(bank.storage, pruned.snapshots, pruned.adapters)
+        if pruned.snapshots or pruned.adapters or pruned.samples:
+            record_removal(bank.storage, pruned.snapshots, pruned.adapters, pruned.samples)
         for file in doomed:  # records go before the tensors they name
             bank.storage.delete(file)
     return pruned
+
+
+def _old_samples(snapshots: Sequence[Snapshot], files: Mapping[str, StoredFile], days: float | None) -> set[str]:
+    """Files of stored samples that are older than so many days, or than their run allows."""
+    found = set()
+    for snapshot in snapshots:
+        limit = days if days is not None else snapshot.provenance.get("config", {}).get("bank", {}).get("sample_days")
+        if limit is None:
+            continue
+        named = {info.file for entry in snapshot.adapters for info in entry.extras.values()}
+        found |= {file for file in named if file in files and files[file].age > limit * 86400}
+    return found
 
 
 def diff(old: Snapshot, new: Snapshot) -> dict[str, Any]:

@@ -47,6 +47,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     )
     export.add_argument("--to", required=True, metavar="FOLDER")
     export.add_argument("--merged", action="store_true", help="a plain model folder instead of an adapter")
+    export.add_argument("--with-samples", action="store_true", help="also write stored samples, inputs of users")
     export.add_argument("--without-head", action="store_true", help="leave label heads out")
     export.add_argument("--backbone", help="where the backbone is now, if not where it was")
     importing = names.add_parser("import", help="publish a PEFT LoRA made elsewhere")
@@ -57,6 +58,9 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     pruning = names.add_parser("prune", help="remove what no snapshot names")
     pruning.add_argument("--keep-snapshots", type=int, help="how many of the newest of each branch stay; default: all")
     pruning.add_argument("--grace-s", type=float, default=3600.0, help="touch nothing younger")
+    pruning.add_argument(
+        "--sample-days", type=float, help="stored samples that are older are removed; default: as each run says"
+    )
     pruning.add_argument("--dry-run", action="store_true")
     diff = names.add_parser("diff", help="what changed between two snapshots")
     diff.add_argument("old", type=int)

@@ -38,7 +38,7 @@ from raycl.backbone.roles import linear_names
 from raycl.config import Section
 from raycl.errors import ConfigError
 from raycl.methods.context import TaskContext
-from raycl.methods.sapt.pseudo_samples import PseudoSamples, drawn_sources, volume
+from raycl.methods.sapt.pseudo_samples import PseudoSamples, Volume, drawn_sources
 from raycl.types import IGNORE, Mixture
 
 log = logging.getLogger("raycl")
@@ -162,8 +162,8 @@ class Generator:
         elif own is None:
             self.stack = AdapterStack(model, linear_names(model, config.targets))
 
-    def write(self, context: TaskContext, fraction: float) -> PseudoSamples:
-        """As many inputs of each task of the phase as `fraction` of its training rows, with its template.
+    def write(self, context: TaskContext, volume: Volume) -> PseudoSamples:
+        """As many inputs of each task of the phase as `volume` says, with its template.
 
         Fewer where the generator fails, stored ones where it writes none at all; both are logged.
         """
@@ -171,7 +171,7 @@ class Generator:
         stored = 0
         try:
             for number, table in enumerate(context.tables("train")):
-                count, seed = volume(fraction, len(table)), self.seed + number
+                count, seed = volume.of(len(table)), self.seed + number
                 texts = self._samples_like(table.texts(range(len(table))), count, seed)
                 self._warn_missing(table.task.name, len(texts), count)
                 if texts:

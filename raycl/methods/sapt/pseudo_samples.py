@@ -87,19 +87,31 @@ def counts_of(kept: Mapping[str, PseudoSamples]) -> dict[str, dict[str, int]]:
     return found | ({"fallback_samples": fallback_samples} if fallback_samples else {})
 
 
-def volume(fraction: float, rows: int) -> int:
-    """Number of samples for so many rows: `max(1, floor(fraction rows))`, as in the files of SAPT's release."""
-    return min(rows, max(1, int(Decimal(str(fraction)) * rows)))
+@dataclass(frozen=True)
+class Volume:
+    """How many samples are kept of a task.
+
+    Attributes:
+        fraction: of its training rows. limit: at most; None: no limit.
+    """
+
+    fraction: float
+    limit: int | None = None
+
+    def of(self, rows: int) -> int:
+        """For so many rows: `max(1, floor(fraction rows))`, as in the files of SAPT's release, within the limit."""
+        count = min(rows, max(1, int(Decimal(str(self.fraction)) * rows)))
+        return count if self.limit is None else min(count, self.limit)
 
 
-def take_real(context: TaskContext, fraction: float, seed: int, answers: bool = False) -> PseudoSamples:
+def take_real(context: TaskContext, volume: Volume, seed: int, answers: bool = False) -> PseudoSamples:
     """A few training rows of each of the phase's tasks, drawn by `seed`."""
     draw = torch.Generator().manual_seed(seed)
     all_labels = [label for task in context.phase.tasks for label in task.labels or ()]
     place = {label: number for number, label in enumerate(dict.fromkeys(all_labels))}
     found = PseudoSamples([], [], [])
     for table in context.tables("train"):
-        columns = table.columns(_drawn(table, volume(fraction, len(table)), draw))
+        columns = table.columns(_drawn(table, volume.of(len(table)), draw))
         found.sources.extend(ids.tolist() for ids in columns.source_ids)
         if answers:
             found.targets.extend(ids.tolist() for ids in columns.target_ids)
@@ -121,7 +133,7 @@ def _label(table: TokenTable, code: int, place: Mapping[str, int]) -> int:
     return -1 if code < 0 or table.task.labels is None else place[table.task.labels[code]]
 
 
-def read_file(context: TaskContext, folder: str, fraction: float) -> PseudoSamples:
+def read_file(context: TaskContext, folder: str, volume: Volume) -> PseudoSamples:
     """Those of each of the phase's tasks: the first ones, as many as count.
 
     From `<task>.jsonl`, lines of `{"text": ...}`; or from `<task>/train.json`, as SAPT's authors publish theirs:
@@ -134,7 +146,7 @@ def read_file(context: TaskContext, folder: str, fraction: float) -> PseudoSampl
     counts = {table.task.name: len(table) for table in context.tables("train")}
     for task in context.phase.tasks:
         texts = read_texts(folder, task.name)
-        sources += context.prompts(task, texts[: volume(fraction, counts.get(task.name, len(texts)))])
+        sources += context.prompts(task, texts[: volume.of(counts.get(task.name, len(texts)))])
     return PseudoSamples(sources, [], [])
 
 

@@ -39,6 +39,9 @@ class ReflectionConfig(Section):
         "trained on each task (the paper's); file: <files>/<task>.jsonl",
     )
     fraction: float = Field(0.02, gt=0, le=1, description="pseudo-samples per training row; at least one per task")
+    max_samples: int | None = Field(
+        None, ge=1, description="pseudo-samples of a task at most, for they are inputs of users; null: no limit"
+    )
     files: PathOrUri = Field(
         None,
         description="source=file: folder of <task>.jsonl, lines of {text: ...}, or of the authors' <task>/train.json",
@@ -142,9 +145,12 @@ class Reflection(ReplayBuffer[ReplayEntry]):
         return found
 
     def take(self, tasks: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
-        """Back from what `tensors` gave of these tasks; nothing is kept of tasks whose task id is given."""
+        """Back from what `tensors` gave of these tasks.
+
+        Nothing is kept of tasks whose task id is given, nor of those whose samples were removed.
+        """
         self.entries = {
             task: ReplayEntry(PseudoSamples.of(under(f"pseudo/{task}/", tensors)), tensors[f"abar/{task}"])
             for task in tasks
-            if f"abar/{task}" in tensors
+            if f"abar/{task}" in tensors and f"pseudo/{task}/source_ids" in tensors
         }

@@ -32,6 +32,7 @@ from raycl.methods.sapt.generator import Generator, check_generator
 from raycl.methods.sapt.pseudo_replay import PseudoReplay
 from raycl.methods.sapt.pseudo_samples import (
     PseudoSamples,
+    Volume,
     counts_of,
     drawn_sources,
     read_file,
@@ -203,13 +204,14 @@ class Sapt(PerTaskAdapter):
 
     def _samples(self, context: TaskContext) -> PseudoSamples:
         arm, seed = self.config.arm, self.seed + context.phase.index
+        volume = Volume(arm.fraction, arm.max_samples)
         if arm.source == "file":
-            return read_file(context, str(arm.files), arm.fraction)
+            return read_file(context, str(arm.files), volume)
         if arm.source == "real":
-            return take_real(context, arm.fraction, seed, self.ablation.replays)
+            return take_real(context, volume, seed, self.ablation.replays)
         if not self.ablation.reads_samples:
             return PseudoSamples([], [], [])
-        return Generator(self.config.generator, self.backbone, self.stack, seed).write(context, arm.fraction)
+        return Generator(self.config.generator, self.backbone, self.stack, seed).write(context, volume)
 
     def _select(self) -> None:
         """Train a separate selector from scratch, on the recorded mean weights of all tasks."""

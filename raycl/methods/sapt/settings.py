@@ -58,7 +58,7 @@ class SaptConfig(MethodConfig):
         """In the first task there is nothing to reflect on."""
         settings = super().cache_key(index, tasks)
         if index == 0:
-            kept = ("source", "fraction", "files", "abar_split")
+            kept = ("source", "fraction", "max_samples", "files", "abar_split")
             settings["arm"] = {name: settings["arm"][name] for name in kept}
         return settings
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.manifest import Layout, ObjectInfo, SnapshotAdapter
+from raycl.bank.pruning import removed_from
 from raycl.bank.training_state import state_objects
 from raycl.errors import BankError, CheckpointError
 from raycl.methods.base import under
@@ -70,7 +71,8 @@ def lost_objects(bank: Bank, snapshots: Sequence[Snapshot]) -> list[BankObject]:
     for snapshot in snapshots:
         for one in objects_of(bank, snapshot):
             named.setdefault(one.summary.sha256, one)
-    return [one for one in named.values() if not _is_whole(bank, one)]
+    removed = removed_from(bank.storage).samples
+    return [one for one in named.values() if one.summary.file not in removed and not _is_whole(bank, one)]
 
 
 def rebuild(bank: Bank, storage: Storage, checkpoints: Sequence[str], lost: Sequence[BankObject]) -> set[str]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
 from raycl.bank.bank import ObjectReader, info_of
 from raycl.bank.manifest import ObjectInfo
+from raycl.bank.pruning import removed_from
 from raycl.bank.tensors import pack, views
 from raycl.errors import BankError, CheckpointError
 from raycl.storage import Storage
@@ -75,16 +76,20 @@ class TensorObjects:
         """The tensors of each group, hash checked; shared ones are read-only.
 
         Args:
-            partial: groups that cannot be read are left out.
+            partial: groups that cannot be read are left out, as stored samples are that were removed on purpose.
 
         Raises:
             CheckpointError: one is missing or damaged, in the bank too.
         """
         found = {} if self.shared is None else self._shared(self.shared, infos)
         for group, info in infos.items():
-            if group not in found:
-                with suppress(CheckpointError) if partial else nullcontext():
-                    found[group] = self._own(info, group)
+            if group in found:
+                continue
+            try:
+                found[group] = self._own(info, group)
+            except CheckpointError:
+                if not partial and not self._is_removed(info):
+                    raise
         found = {group: found[group] for group in infos if group in found}
         self._hashed |= {group: (_versions(tensors), infos[group]) for group, tensors in found.items()}
         self._stored |= {infos[group].sha256 for group in found}
@@ -109,6 +114,9 @@ class TensorObjects:
                 buffers = shared(storage).read_objects(wanted)
                 found |= {group: views(data, group) for (group, _), data in zip(wanted, buffers, strict=True)}
         return found
+
+    def _is_removed(self, info: ObjectInfo) -> bool:
+        return self.bank is not None and info.file in removed_from(self.bank).samples
 
     def _own(self, info: ObjectInfo, group: str) -> dict[str, Tensor]:
         data = self._whole(self.storage, info)

@@ -12,7 +12,7 @@ from tiny import Lab
 
 from raycl.errors import ConfigError, DataError
 from raycl.methods.context import Step, TaskContext
-from raycl.methods.sapt.pseudo_samples import PseudoSamples, counts_of, read_file, read_texts, take_real, volume
+from raycl.methods.sapt.pseudo_samples import PseudoSamples, Volume, counts_of, read_file, read_texts, take_real
 from raycl.methods.sapt.reflection import Reflection, ReflectionConfig, ReplayEntry
 from raycl.retrieval.attention import Attention, AttentionConfig, divergence
 from raycl.run.assembly import build
@@ -53,8 +53,9 @@ def value(reflection: Reflection, attention: Attention, step: Step = FIRST) -> f
 )
 def test_how_many_pseudo_samples(rows: int, kept: int) -> None:
     """2 % (SAPT, appendix C), rounded as in the files released with its code."""
-    assert volume(0.02, rows) == kept
-    assert volume(0.02, 1) == 1 and volume(1.0, rows) == rows
+    assert Volume(0.02).of(rows) == kept
+    assert Volume(0.02).of(1) == 1 and Volume(1.0).of(rows) == rows
+    assert Volume(1.0, 7).of(rows) == 7
 
 
 def test_the_term_is_the_mean_over_inputs_summed_over_tasks() -> None:
@@ -135,12 +136,12 @@ def rows_of(lab: Lab, phase: int = 0) -> TaskContext:
 
 def test_real_inputs_are_drawn_by_seed_and_without_answers(lab: Lab) -> None:
     rows = rows_of(lab)
-    half = take_real(rows, 0.5, 3)
+    half = take_real(rows, Volume(0.5), 3)
     known = [ids.tolist() for ids in rows.tables("train")[0].columns(range(14)).source_ids]
     assert len(half) == 7 and all(source in known for source in half.sources)
     assert half.labels == [] and half.targets == []
-    assert half == take_real(rows, 0.5, 3) and half.sources != take_real(rows, 0.5, 4).sources
-    answered = take_real(rows, 0.5, 3, answers=True)
+    assert half == take_real(rows, Volume(0.5), 3) and half.sources != take_real(rows, Volume(0.5), 4).sources
+    answered = take_real(rows, Volume(0.5), 3, answers=True)
     assert answered.sources == half.sources and set(answered.labels) == {0, 1}
 
 
@@ -148,7 +149,7 @@ def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
     rows = rows_of(lab)
     file = tmp_path / "colour.jsonl"
     file.write_text("\n".join(json.dumps({"text": text}) for text in ("fire is warm", "the sea", "cold sky")))
-    found = read_file(rows, str(tmp_path), 0.15)
+    found = read_file(rows, str(tmp_path), Volume(0.15))
     codec = build(lab.config("bert"), DistributedContext.alone(torch.device("cpu")))[0].backbone.codec
     assert found.sources == codec.encode_source(["fire is warm", "the sea"]), "as many as 15 % of 14 rows"
     file.write_text('{"text": "the\u2028sea"}\r\n{"text": "cold sky"}\n', encoding="utf-8")
@@ -160,12 +161,12 @@ def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(DataError, match=said):
-            read_file(rows, str(tmp_path), 0.15)
+            read_file(rows, str(tmp_path), Volume(0.15))
     with pytest.raises(DataError, match=r"animal.jsonl' with pseudo-samples is missing"):
-        read_file(rows_of(lab, 1), str(tmp_path), 0.15)
+        read_file(rows_of(lab, 1), str(tmp_path), Volume(0.15))
     file.write_bytes('{"text": "caf\u00e9"}'.encode("latin-1"))
     with pytest.raises(DataError, match=r"colour.jsonl' with pseudo-samples is not UTF-8 \(byte 13\): expected a JSON"):
-        read_file(rows, str(tmp_path), 0.15)
+        read_file(rows, str(tmp_path), Volume(0.15))
 
 
 def test_inputs_from_the_files_of_sapts_authors(lab: Lab, tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_inputs_from_the_files_of_sapts_authors(lab: Lab, tmp_path: Path) -> Non
     file.parent.mkdir()
     instances = [{"input": text, "output": "red"} for text in ("fire is warm", "the sea", "cold sky")]
     file.write_text(json.dumps({"Definition": ["of no use"], "Positive Examples": [], "Instances": instances}))
-    found = read_file(rows, str(tmp_path), 0.15)
+    found = read_file(rows, str(tmp_path), Volume(0.15))
     codec = build(lab.config("bert"), DistributedContext.alone(torch.device("cpu")))[0].backbone.codec
     assert found.sources == codec.encode_source(["fire is warm", "the sea"]) and not found.targets
     for content, said in (
@@ -185,9 +186,9 @@ def test_inputs_from_the_files_of_sapts_authors(lab: Lab, tmp_path: Path) -> Non
     ):
         file.write_bytes(content)
         with pytest.raises(DataError, match=said):
-            read_file(rows, str(tmp_path), 0.15)
+            read_file(rows, str(tmp_path), Volume(0.15))
     (tmp_path / "colour.jsonl").write_text('{"text": "cold"}')
-    assert read_file(rows, str(tmp_path), 0.15).sources == codec.encode_source(["cold"]), "lines come first"
+    assert read_file(rows, str(tmp_path), Volume(0.15)).sources == codec.encode_source(["cold"]), "lines come first"
 
 
 def test_fallback_samples_are_recorded() -> None:

@@ -1,0 +1,46 @@
+"""Stored samples of a bank: inputs of users that methods keep beside adapters (SAPT's pseudo-samples).
+
+What it does not know: what they are used for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from raycl.backbone.codec import HFCodec
+from raycl.bank import Bank, Snapshot
+from raycl.bank.manifest import SnapshotAdapter
+from raycl.bank.pruning import removed_from
+from raycl.methods.sapt.pseudo_samples import PseudoSamples
+
+
+def stored_samples(bank: Bank, snapshot: Snapshot) -> dict[str, int]:
+    """Task -> number of samples that the snapshot's adapters keep of it.
+
+    Raises:
+        BankError: samples are missing, and were not removed on purpose, or are damaged.
+    """
+    return {task: len(samples) for task, samples in _kept(bank, snapshot.adapters)}
+
+
+def sample_texts(bank: Bank, adapters: Iterable[SnapshotAdapter], codec: HFCodec) -> dict[str, str]:
+    """Task -> lines `{"text": ...}`, as `method.arm.files` reads them.
+
+    Raises:
+        BankError: see `stored_samples`.
+    """
+    return {
+        task: "".join(json.dumps({"text": codec.decode(torch.tensor([ids]))[0]}) + "\n" for ids in samples.sources)
+        for task, samples in _kept(bank, adapters)
+    }
+
+
+def _kept(bank: Bank, adapters: Iterable[SnapshotAdapter]) -> Iterator[tuple[str, PseudoSamples]]:
+    removed = removed_from(bank.storage).samples
+    for entry in adapters:
+        for kind, info in entry.extras.items():
+            if info.file not in removed or bank.storage.exists(info.file):
+                yield "+".join(entry.tasks), PseudoSamples.of(bank.get(info, f"{entry} ({kind})"))
