@@ -17,11 +17,11 @@ from raycl.data.benchmarks.layout import SPLITS, TaskFolder, check_name, locate,
 from raycl.data.benchmarks.orders import Benchmark, find, require
 from raycl.data.language import TOKEN_ACCURACY
 from raycl.data.prompts import PromptName
-from raycl.data.settings import ColumnNames, StreamConfig, TaskSpec
+from raycl.data.settings import ColumnNames, RecordedTask, StreamConfig, TaskSpec
 from raycl.data.sources.formats import LABEL_NAMES, TEXT_NAMES, Columns, detect
 from raycl.data.sources.ingest import Labels, Reading
 from raycl.data.sources.source import SourceFile
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, DataError, StorageError
 from raycl.storage import Storage
 
 _UNKNOWN = TaskInfo(labels="auto")
@@ -38,6 +38,7 @@ class TaskPlan:
         definition: instruction; None: that of the file.
         group, dataset: what `prompt_names` writes.
         prompt: what `prompt: auto` means for a text backbone.
+        recorded: the task has no data; this is what is known of it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class TaskPlan:
     group: str = ""
     dataset: str = ""
     prompt: PromptName = "long"
+    recorded: RecordedTask | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,17 @@ def resolve(config: StreamConfig) -> StreamPlan:
     missing = [*dropped, *absent]
     notes = (f"tasks left out because they are missing on disk: {', '.join(missing)}",) if missing else ()
     return StreamPlan(benchmark.name if benchmark else _free_name(config, kept), kept, tested, notes)
+
+
+def missing_files(config: StreamConfig) -> str:
+    """Why the data of a stream is out of reach, without reading it; "" if all files are there."""
+    try:
+        for task in resolve(config).tasks:
+            for file in task.files.values():
+                file.require()
+    except (ConfigError, DataError, StorageError) as error:
+        return str(error)
+    return ""
 
 
 def _plans(
@@ -188,6 +201,10 @@ def _known(name: str, place: TaskFolder, config: StreamConfig) -> TaskPlan:
 
 def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> TaskPlan:
     check_name(spec.name)
+    if spec.recorded is not None:
+        return TaskPlan(
+            spec.name, {}, Reading(labels=spec.recorded.labels), spec.recorded.metric, recorded=spec.recorded
+        )
     folder = None if spec.path is None else Storage.at(spec.path)
     files = dict(_without_unused_dev(task_folder(folder).files, config)) if folder else {}
     given = {"train": spec.train, "dev": spec.dev, "test": spec.test}

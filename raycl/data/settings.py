@@ -25,6 +25,14 @@ class ColumnNames(Section):
     header: Names | None = Field(None, description="column names of a CSV file that has no header line")
 
 
+class RecordedTask(Section):
+    """A task as a snapshot has it, which `bank.start` writes for one whose data is out of reach."""
+
+    labels: tuple[str, ...] | None = Field(None, description="closed label set; null: free text")
+    metric: str = Field(description="name of the score")
+    prompt: tuple[str, str] = Field(("", ""), description="what stood before and behind every input text")
+
+
 class TaskSpec(Section):
     """A task of your own, in `stream.tasks`."""
 
@@ -47,9 +55,13 @@ class TaskSpec(Section):
         None, description="instruction of the prompt; null: the one in the file, if there is one"
     )
 
+    recorded: RecordedTask | None = Field(
+        None, description="a learned task without data: it is neither trained nor evaluated; null: it has data"
+    )
+
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if self.path is None and (self.train is None or self.test is None):
+        if self.recorded is None and self.path is None and (self.train is None or self.test is None):
             raise ValueError(f"task '{self.name}' has no data: give 'path', or both 'train' and 'test'")
         if self.first_label is not None and not isinstance(self.labels, tuple):
             raise ValueError(f"task '{self.name}' sets first_label without a list of labels: name the labels in order")

@@ -89,6 +89,10 @@ class Stream:
         chosen = self._chosen(task, split)
         return prepare(task, split, chosen, self.prompt(task, codec), codec, self._lengths(codec), self._cache)
 
+    def has_data(self, task: Task) -> bool:
+        """Whether the task has rows; a learned task whose data is out of reach has none."""
+        return bool(self._open[task.name].raws)
+
     @property
     def learns_texts(self) -> bool:
         """Whether texts themselves are learned, and not their answers."""
@@ -120,6 +124,8 @@ class Stream:
         if self.learns_texts:
             return Prompt()
         found = self._open[task.name]
+        if found.plan.recorded is not None:
+            return Prompt(*found.plan.recorded.prompt)
         name = self._config.prompt
         if name == "auto":
             name = "plain" if codec.needs_labels else found.plan.prompt
@@ -137,6 +143,8 @@ class Stream:
     def rows(self, task: Task, split: Split) -> Indices:
         """Which rows of the split's source are used, ascending (0-based); the same on every machine."""
         raws, config, seed = self._open[task.name].raws, self._config, self._seed
+        if not raws:
+            return np.arange(0)
         if split == "test":
             return sample(seed, task.name, split, np.arange(raws["test"].count), config.test_rows)
         if "train" not in raws:
@@ -207,6 +215,8 @@ def open_stream(config: StreamConfig, seed: int) -> Stream:
 
 def _open_task(plan: TaskPlan, config: StreamConfig, seed: int, cache: Path) -> OpenTask:
     raws: dict[str, RawRows] = {}
+    if plan.recorded is not None:
+        return OpenTask(Task(plan.name, plan.recorded.labels, plan.recorded.metric, config.objective), plan, raws)
     reading = plan.reading
     for split in ("train", "dev", "test"):
         if plan.files and split in plan.files:
@@ -234,6 +244,9 @@ def _generate(plan: TaskPlan, split: str, config: StreamConfig, seed: int, cache
 
 def _notes(stream: Stream, plan: StreamPlan, config: StreamConfig) -> list[str]:
     notes = list(plan.notes)
+    unreachable = [name for name, found in stream._open.items() if found.plan.recorded is not None]
+    if unreachable:
+        notes.append(f"learned earlier and not evaluated, since their data is out of reach: {', '.join(unreachable)}")
     if config.dev == "file":
         notes.append("dev comes from files; where they equal the test files, results chosen by dev are test-selected")
     for found in stream._open.values():

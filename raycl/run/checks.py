@@ -55,6 +55,7 @@ def check(config: RunConfig) -> Stream:
     stream = open_stream(config.stream, config.seed)
     stream.check(codec)
     method.check(stream.tasks)
+    check_data(config, stream)
     check_unseen(config, stream, codec)
     for task in (*stream.tasks, *stream.unseen):
         if task.objective == "answer":
@@ -94,6 +95,22 @@ def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:
                 f"with bank.start={bank.storage.address}@{name}"
             )
     return stream, read_singles(config)
+
+
+def check_data(config: RunConfig, stream: Stream) -> None:
+    """A learned task may be without data where nothing is trained on its rows again.
+
+    Raises:
+        ConfigError: the method trains on rows of earlier tasks, or the task is to be trained.
+    """
+    missing = [task.name for task in stream.tasks if not stream.has_data(task)]
+    if missing and config.method.name in WRAPPERS:
+        raise ConfigError(
+            f"method '{config.method.name}' trains on rows of {', '.join(missing)} again, and their data is out of "
+            "reach: say where it is now (stream.root), or restore it"
+        )
+    if missing and not config.bank.start:
+        raise ConfigError(f"tasks {', '.join(missing)} have no data: `recorded` is for runs with bank.start")
 
 
 def check_unseen(config: RunConfig, stream: Stream, codec: TextCodec) -> None:

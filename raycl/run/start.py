@@ -15,6 +15,8 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import MAIN, resolve
 from raycl.bank.training_state import state_objects
 from raycl.config import Tree
+from raycl.data.resolve import missing_files
+from raycl.data.settings import StreamConfig
 from raycl.errors import BankError, ConfigError
 from raycl.training.records.bank_start import adapters_of_task
 from raycl.training.settings import EXEMPT
@@ -98,9 +100,23 @@ def read_start(given: Tree) -> Start | None:
     else:
         added = _added(stream.get("tasks"), learned, snapshot, str(written))
     tree = _merged({key: value for key, value in base.items() if key not in OWN}, given)
-    tree["stream"]["tasks"] = [*specs, *added]
+    tree["stream"]["tasks"] = [*_reachable(specs, snapshot, tree), *added]
     tree["bank"] = {**section, "dir": address, "start": f"{address}@{snapshot.sha256}"}
     return Start(tree, base, tuple(map(_name, added)), str(written))
+
+
+def _reachable(specs: Sequence[Any], snapshot: Snapshot, tree: Tree) -> list[Any]:
+    """The learned tasks; one whose data is out of reach becomes what the snapshot records of it."""
+    recorded = {info.name: info for info in snapshot.tasks}
+    found = []
+    for spec in specs:
+        alone = {**tree["stream"], "tasks": [spec], "unseen": None}
+        name = _name(spec)
+        if name in recorded and missing_files(configs.validate(StreamConfig, alone)):
+            info = recorded[name]
+            spec = {"name": name, "recorded": {"labels": info.labels, "metric": info.metric, "prompt": info.prompt}}
+        found.append(spec)
+    return found
 
 
 def _added(tasks: Any, learned: Sequence[str], snapshot: Snapshot, written: str) -> list[Any]:

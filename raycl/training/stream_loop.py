@@ -150,7 +150,11 @@ class StreamLoop:
 
     def _times(self, phase: Phase, done: Checkpoint, eval_s: float) -> dict[str, Any]:
         context, world = self.context, self.world
-        tables = [context.stream.table(task, "train", context.backbone.codec) for task in phase.tasks]
+        tables = [
+            context.stream.table(task, "train", context.backbone.codec)
+            for task in phase.tasks
+            if context.stream.has_data(task)
+        ]
         train_s, tokens = done.spent["train_s"], done.spent["tokens"]
         return {
             "phase": phase.name,

@@ -95,6 +95,44 @@ def test_it_equals_the_run_that_knew_all_tasks(
     assert bank.storage.files("leases") == {}, "a finished run holds no lease"
 
 
+@pytest.mark.parametrize("case", ["slm", "sapt text"])
+def test_earlier_tasks_without_data_are_listed_and_their_cells_stay_empty(lab: Lab, case: str, tmp_path: Path) -> None:
+    """Learning does not need their rows: losses, adapters and router are those of the run that has them."""
+    old = {**lab.tasks[0], "path": str(tmp_path / "old")}
+    shutil.copytree(lab.tasks[0]["path"], tmp_path / "old")
+    begun(tree_of(lab, case, [old, lab.tasks[1]], tmp_path / "bank"), tmp_path / "runs/first")
+    third = {**lab.tasks[0], "name": "third"}
+    runs, bank = {}, Bank.at(tmp_path / "bank")
+    for name in ("with", "without"):
+        if name == "without":
+            shutil.rmtree(tmp_path / "old")
+        given = {"bank": {"start": f"{bank.storage.uri}@2", "branch": name}, "stream": {"tasks": [third]}}
+        runs[name] = begun(given, tmp_path / "runs" / name)
+    assert trace(runs["with"]) == trace(runs["without"])
+    assert equal(tensors(bank, head_of(bank, "with")), tensors(bank, head_of(bank, "without")))
+    full, bare = (matrix(run) for run in runs.values())
+    assert bare[1:] == [[None, *row[1:]] for row in full[1:]] and None not in full[2]
+    (note,) = [one for one in runs["without"].read_json("results.json")["stream"]["notes"] if "out of reach" in one]
+    assert note.endswith(": colour")
+    tasks = {info.name: info for info in head_of(bank, "without").tasks}
+    assert tasks == {info.name: info for info in head_of(bank, "with").tasks}
+    again = {
+        "bank": {"start": f"{bank.storage.uri}@without", "branch": "more"},
+        "stream": {"tasks": [{**third, "name": "fourth"}]},
+    }
+    assert matrix(begun(again, tmp_path / "runs/again"))[3][0] is None
+
+
+def test_replay_needs_the_rows_of_earlier_tasks(lab: Lab, tmp_path: Path) -> None:
+    old = {**lab.tasks[0], "path": str(tmp_path / "old")}
+    shutil.copytree(lab.tasks[0]["path"], tmp_path / "old")
+    begun(tree_of(lab, "replay", [old], tmp_path / "bank"), tmp_path / "runs/first")
+    shutil.rmtree(tmp_path / "old")
+    config = started(str(tmp_path / "bank"), lab.tasks[1:], output={"dir": str(tmp_path), "name": "later"})
+    with pytest.raises(ConfigError, match=r"method 'replay' trains on rows of colour again, and their data is out of"):
+        driver.prepare(config)
+
+
 @pytest.fixture(scope="module")
 def learned(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Bank]:
     """A copy of a bank with one learned task."""

@@ -87,6 +87,7 @@ def evaluate_row(
     return {
         task.name: _score(context, task, world, storage, folder, observations, before)
         for task in _tasks(context, phase)
+        if context.stream.has_data(task)
     }
 
 
