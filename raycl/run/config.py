@@ -92,6 +92,7 @@ class RunConfig(Section):
         names = {self.method.name, getattr(getattr(self.method, "learner", None), "name", "")}
         if "sapt" not in names:
             yield "train.attention_learning_rate", f"method={self.method.name}"
+            yield "bank.sample_days", f"method={self.method.name}"
         if "finetune" not in names:
             yield "checkpoint.export", f"method={self.method.name}"
         if self.stream.schedule == "separate":

@@ -157,7 +157,9 @@ class BankConfig(Section):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Where nothing goes, and how nothing is learned again."""
+        if not self.start:
+            yield "revise", "start=null"
         if not self.revise:
             yield "revise_from", "revise=null"
         if not self.publish:
-            yield from ((name, "publish=false") for name in ("dir", "branch"))
+            yield from ((name, "publish=false") for name in ("dir", "branch", "sample_days"))

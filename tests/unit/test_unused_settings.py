@@ -40,6 +40,9 @@ CASES = {
     "checkpoint.export=each": ("method=lora", []),
     "tracking.project=mine": ("tracking.backend=none", []),
     "bank.dir=/tmp/bank": ("bank.publish=false", []),
+    "bank.sample_days=3": ("method=lora", []),
+    "bank.revise=topic": ("bank.start=null", []),
+    "bank.revise_from=new": ("bank.revise=null", []),
 }
 
 

@@ -115,6 +115,10 @@ class TensorObjects:
                 found |= {group: views(data, group) for (group, _), data in zip(wanted, buffers, strict=True)}
         return found
 
+    @property
+    def _elsewhere(self) -> str:
+        return "" if self.bank is None else f", and in the bank '{self.bank.uri}' too"
+
     def _is_removed(self, info: ObjectInfo) -> bool:
         return self.bank is not None and info.file in removed_from(self.bank).samples
 
@@ -127,7 +131,7 @@ class TensorObjects:
         if data is None:
             raise CheckpointError(
                 f"'{self.storage.uri}/{info.file}' ({group}) is missing or damaged (expected SHA-256 "
-                f"{info.sha256[:12]}): restore a copy"
+                f"{info.sha256[:12]}){self._elsewhere}: restore a copy"
             )
         try:
             return {name: tensor.clone() for name, tensor in views(data, group).items()}
