@@ -34,7 +34,7 @@ from raycl.errors import (
 from raycl.launch import cluster as clusters
 from raycl.launch.console import follow
 from raycl.launch.termination import StopOnSigterm, exit_on_sigterm, exits_on_sigterm
-from raycl.launch.trainer import StreamTrainer, set_defaults
+from raycl.launch.trainer import StreamTrainer
 from raycl.launch.worker import CONFIG, LOGS, error_file, in_process_worker, leave_error, worker_main
 from raycl.run import checks
 from raycl.run import config as run_config
@@ -345,9 +345,9 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
         storage_filesystem=None if storage.is_local else storage.filesystem,
         failure_config=FailureConfig(max_failures=config.launch.max_failures),
     )
-    set_defaults(clusters.named(config.launch.address) is not None)
     requested = ScalingConfig(num_workers=0, use_gpu=scaling.use_gpu) if options.in_process else scaling
-    trainer = StreamTrainer(worker_main, train_loop_config=job, scaling_config=requested, run_config=ray_run)
+    train: dict[str, Any] = {"train_loop_config": job, "scaling_config": requested, "run_config": ray_run}
+    trainer = StreamTrainer(worker_main, named=clusters.named(config.launch.address) is not None, **train)
     sigterm = StopOnSigterm(storage, driver, config.launch.grace_s)
     try:
         with sigterm, in_process_worker() if options.in_process else _log_progress(storage, scaling, options.label):

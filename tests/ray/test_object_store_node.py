@@ -21,6 +21,9 @@ from raycl.bank.manifest import ModelInfo, RouterInfo
 from raycl.bank.object_store import NAMESPACE, ObjectStoreCache
 from raycl.types import AdapterState
 
+QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500}
+"""How soon Ray sees that a node is lost: 5 checks that fail, every 3 s by default."""
+
 TRIES = 30
 """Ray places the cache actor on either node by chance; the test needs it on the one that will be lost."""
 
@@ -34,7 +37,7 @@ def two_nodes(one_at_a_time: FileLock) -> Iterator[Cluster]:
     try:
         memory = {"num_cpus": 1, "object_store_memory": 100 * 1024**2}
         with one_at_a_time:
-            cluster.add_node(**memory, temp_dir=folder, include_dashboard=False)
+            cluster.add_node(**memory, temp_dir=folder, include_dashboard=False, _system_config=QUICK)
             ray.init(address=cluster.address, namespace="raycl-tests", log_to_driver=False)
             cluster.add_node(**memory)
             cluster.wait_for_nodes()

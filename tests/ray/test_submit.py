@@ -53,7 +53,7 @@ def end_with_children(process: subprocess.Popen[bytes]) -> None:
     for member in family:
         with suppress(psutil.NoSuchProcess):
             member.terminate()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=3)
     for member in alive:
         with suppress(psutil.NoSuchProcess):
             member.kill()
