@@ -21,7 +21,7 @@ from raycl.bank.manifest import ModelInfo
 from raycl.generation.requests import LabelScores, Sampling
 
 REPO = Path(__file__).resolve().parents[2]
-TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")
+TEXTS = ("fire is warm very", "the barks runs much")
 WEIGHTS = {"animal.1": 2.0, "colour.0": -1.0}
 
 HARNESS = """
