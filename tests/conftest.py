@@ -41,13 +41,22 @@ settings.load_profile("raycl")
 
 REPO = Path(__file__).resolve().parent.parent
 
+LONGEST = ("test_train_on_ray", "test_sweep", "test_serve", "test_several_rays", "test_submit")
+"""Files of tests/ray that take more than half a minute, the longest first."""
+
 pytest_plugins = ["complete_runs"]
 """Of tests/lab, which is on the path: tiny models, and complete runs that several tests read."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start clusters come first: they take longest, mostly waiting, so other files run beside them."""
-    items.sort(key=lambda item: "tests/ray/" not in item.path.as_posix())
+    """Files that start clusters come first, the longest of them before the others: two processes then end together."""
+
+    def place(item: pytest.Item) -> int:
+        if "tests/ray/" not in item.path.as_posix():
+            return len(LONGEST) + 1
+        return LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -102,10 +111,11 @@ def one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> FileLock:
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(one_at_a_time: FileLock) -> Iterator[dict[str, str]]:
+def ray_cluster(request: pytest.FixtureRequest, one_at_a_time: FileLock) -> Iterator[dict[str, str]]:
     """A Ray cluster of 2 CPUs on this machine, gone without a trace after the module; yields its address info.
 
-    With the dashboard: without it Train's cleaner of placement groups cannot work and warns every second.
+    With the dashboard in modules that set `DASHBOARD`: they start runs that join the cluster, and without it Train's
+    cleaner of placement groups, which these have, cannot work and warns every second.
     """
     import ray
 
@@ -118,7 +128,7 @@ def ray_cluster(one_at_a_time: FileLock) -> Iterator[dict[str, str]]:
                 num_gpus=0,
                 object_store_memory=200 * 1024**2,
                 namespace="raycl-tests",
-                include_dashboard=True,
+                include_dashboard=getattr(request.module, "DASHBOARD", False),
                 log_to_driver=False,
                 runtime_env={"env_vars": {**THREADS, **QUIET, "RAYCL_CACHE": os.environ["RAYCL_CACHE"]}},
                 _temp_dir=folder,

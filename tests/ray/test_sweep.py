@@ -33,6 +33,7 @@ from raycl.sweep.folder import SweepFolder
 from raycl.training.records.journal import read_state
 
 REPO = Path(__file__).resolve().parents[2]
+DASHBOARD = True
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ pytestmark = [pytest.mark.usefixtures("s3_uri", "ray_cluster"), pytest.mark.time
 """In this order: the cluster's workers take the store's credentials from the environment."""
 
 REPO = Path(__file__).resolve().parents[2]
+DASHBOARD = True
 STEPS = (400, 800)
 """Optimizer steps of the two tasks: 4 an epoch. The second is long, since a run is stopped four times in it."""
 
