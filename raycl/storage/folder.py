@@ -9,7 +9,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -124,15 +124,22 @@ class Storage:
         if self._kind(name) == pafs.FileType.File:
             raise StorageError(f"cannot list '{self._full(name)}': it is a file, give the folder that holds it")
         selector = pafs.FileSelector(self.path(name), allow_not_found=True)
-        found = self._with_retries("list", name, lambda: self.filesystem.get_file_info(selector))
+        found = self._with_retries("list", name, lambda: self._entries(selector))
         return sorted(info.base_name for info in found if not UNFINISHED.search(info.base_name))
 
     def files(self, name: str = "") -> dict[str, StoredFile]:
         """Every file below a folder, unfinished ones too: name relative to this storage -> size and age."""
         selector = pafs.FileSelector(self.path(name), allow_not_found=True, recursive=True)
-        found = self._with_retries("list", name, lambda: self.filesystem.get_file_info(selector))
+        found = self._with_retries("list", name, lambda: self._entries(selector))
         start, now = len(self.root) + 1, time.time()
         return {info.path[start:]: _stored_file(info, now) for info in found if info.type == pafs.FileType.File}
+
+    def _entries(self, selector: pafs.FileSelector) -> Sequence[pafs.FileInfo]:
+        """What is there; a folder that appears while pyarrow looks whether it is absent is looked at again."""
+        try:
+            return self.filesystem.get_file_info(selector)  # type: ignore[no-any-return]
+        except FileNotFoundError:
+            return self.filesystem.get_file_info(selector)  # type: ignore[no-any-return]
 
     def read(self, name: str) -> bytes:
         """The whole file, as one writer wrote it.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes import FULL
 from test_bank_start import begun, equal, tensors, tree_of
 from tiny import Lab, matrix, trace
 
@@ -23,7 +24,8 @@ from raycl.report.tables import matrix_table
 from raycl.run import config as run_config
 from raycl.storage import Storage
 
-METHODS = ("slm", "slm text", "inclora", "olora", "inflora", "sapt", "sapt text", "separate tasks")
+SAMPLE = ("slm", "inclora", "olora", "inflora", "sapt text", "separate tasks")
+METHODS = (*SAMPLE, "slm text", "sapt") if FULL else SAMPLE
 Learned = Callable[[str], tuple[Bank, Storage]]
 
 

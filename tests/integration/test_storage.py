@@ -201,6 +201,24 @@ def test_listing_a_file_is_an_error(store: Storage) -> None:
         store.list("file")
 
 
+def test_a_folder_that_appears_while_it_is_listed_is_no_error(tmp_path: Path) -> None:
+    """pyarrow finds no folder, then that there is one."""
+    store, looks = Storage.at(tmp_path), list[object]()
+
+    class Appearing:
+        """The real file system, where the first look comes too early."""
+
+        def get_file_info(self, selector: object) -> object:
+            looks.append(selector)
+            if len(looks) == 1:
+                store.write("folder/file", b"1")
+                raise FileNotFoundError(errno.ENOENT, "Cannot list directory")
+            return store.filesystem.get_file_info(selector)
+
+    seen = Storage(store.uri, Appearing(), store.root)
+    assert list(seen.files("folder")) == ["folder/file"] and len(looks) == 2
+
+
 def test_broken_json_names_the_file(store: Storage) -> None:
     store.write("bad.json", b'{"a": ')
     with pytest.raises(StorageError, match=r"store/bad\.json' is not valid JSON"):

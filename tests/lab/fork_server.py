@@ -7,6 +7,7 @@ What it does not know: what the processes do.
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -43,6 +44,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._connection, theirs = multiprocessing.Pipe()
+        gc.freeze()  # collecting garbage would write to pages that both share
         self._pid = os.fork()
         if self._pid == 0:
             try:
