@@ -358,7 +358,9 @@ class ObjectStoreCache:
             except RayTaskError as error:
                 if isinstance(error.cause, RayclError):
                     raise type(error.cause)(*error.cause.args) from None
-                raise
+                raise BankError(
+                    f"the object-store cache of '{self.bank.storage.uri}' cannot read it: {error.cause}"
+                ) from error
             except RayActorError:
                 lost = []
                 self._actor = self._open()  # the job that started it has ended, or somebody closed it

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from raycl.bank.bank import Bank, ObjectReader, info_of
 from raycl.bank.manifest import ObjectInfo, Snapshot
+from raycl.bank.pruning import removed_from
 from raycl.bank.tensors import views
 from raycl.errors import BankError, DamagedError, FormatError
 from raycl.storage.records import seal, unseal
@@ -38,6 +39,7 @@ def put_state(
         objects: the object of each group, where its hash is known; those that the bank has are not written again.
     """
     infos = objects or {group: info_of(tensors) for group, tensors in groups.items()}
+    infos = _without_removed(bank, infos)
     for group, info in infos.items():
         if not bank.storage.exists(info.file):
             bank.put(groups[group])
@@ -86,10 +88,18 @@ def get_state(
         BankError: the snapshot has no training state, or a part of it is missing or damaged.
     """
     values, objects = get_record(bank, snapshot)
+    objects = _without_removed(bank, objects)
     wanted = [(f"the training state of snapshot {snapshot.number} ({group})", info) for group, info in objects.items()]
     read = (reader or bank).read_objects(wanted)
     tensors = [views(data, what) for (what, _), data in zip(wanted, read, strict=True)]
     return values, dict(zip(objects, tensors, strict=True))
+
+
+def _without_removed(bank: Bank, objects: Mapping[str, ObjectInfo]) -> dict[str, ObjectInfo]:
+    """Without stored samples that were removed from the bank on purpose: a run that still has them must not put them
+    back."""
+    removed = removed_from(bank.storage).samples
+    return {group: info for group, info in objects.items() if info.file not in removed}
 
 
 def get_record(bank: Bank, snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, ObjectInfo]]:

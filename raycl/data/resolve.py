@@ -21,7 +21,7 @@ from raycl.data.settings import ColumnNames, RecordedTask, StreamConfig, TaskSpe
 from raycl.data.sources.formats import LABEL_NAMES, TEXT_NAMES, Columns, detect
 from raycl.data.sources.ingest import Labels, Reading
 from raycl.data.sources.source import SourceFile
-from raycl.errors import ConfigError, DataError, StorageError
+from raycl.errors import ConfigError, DataError
 from raycl.storage import Storage
 
 _UNKNOWN = TaskInfo(labels="auto")
@@ -86,14 +86,18 @@ def resolve(config: StreamConfig) -> StreamPlan:
 
 
 def missing_files(config: StreamConfig) -> str:
-    """Why the data of a stream is out of reach, without reading it; "" if all files are there."""
+    """Which files of a stream are missing, without reading any; "" if all are there.
+
+    Raises:
+        RayclError: the store is out of reach.
+    """
     try:
-        for task in resolve(config).tasks:
-            for file in task.files.values():
-                file.require()
-    except (ConfigError, DataError, StorageError) as error:
+        files = [file for task in resolve(config).tasks for file in task.files.values()]
+    except (ConfigError, DataError) as error:
+        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+            raise
         return str(error)
-    return ""
+    return next((f"'{file.uri}' does not exist" for file in files if not file.folder.exists(file.name)), "")
 
 
 def _plans(

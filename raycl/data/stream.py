@@ -168,6 +168,10 @@ class Stream:
 
     def _chosen(self, task: Task, split: Split) -> Chosen:
         raws, rows = self._open[task.name].raws, self.rows(task, split)
+        if not raws:
+            raise DataError(
+                f"the data of learned task '{task.name}' is out of reach: restore it, or leave the task out"
+            )
         if not len(rows):
             raise DataError(
                 f"task '{task.name}' has no {split} rows: dev_fraction {self._config.dev_fraction} of its train rows "

@@ -60,8 +60,8 @@ def _revision(task: str, resume: str | None) -> list[str]:
     if isinstance(spec, dict):
         found.append(f"stream.tasks={json.dumps([spec])}")
     if resume:
-        run = driver.reopen(resume)
-        bank = open_bank(run.config.bank, run.storage).storage.address
-        found += [f"bank.start={bank}@{run.config.bank.branch}", f"bank.branch={run.config.bank.branch}"]
-        found += [f"output.dir={run.config.output.dir}"] if run.config.output.dir else []
+        storage, config, _ = driver.run_in(resume)
+        bank = open_bank(config.bank, storage).storage.address
+        found += [f"bank.start={bank}@{config.bank.branch}", f"bank.branch={config.bank.branch}"]
+        found += [f"output.dir={config.output.dir}"] if config.output.dir else []
     return found

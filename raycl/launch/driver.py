@@ -129,7 +129,7 @@ def reopen(folder: str, wanted: RunConfig | None = None, overrides: tuple[str, .
         ResumeError: there is no run, or a setting that changes what is learned differs.
         ConfigError: the run requests what `overrides` do not allow (`raycl.config.trust`).
     """
-    storage, old, state = _run_in(folder)
+    storage, old, state = run_in(folder)
     new = wanted or _allowed(_config_of(storage, state, overrides), overrides, storage)
     _refuse(folder, configs.differences(configs.as_tree(old), configs.as_tree(new), without=EXEMPT))
     return _continued(new, storage, state)
@@ -145,7 +145,7 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
         ResumeError: there is no run, its method takes no more tasks, or another setting differs.
         ConfigError, DataError: the tasks are not there.
     """
-    storage, old, state = _run_in(folder)
+    storage, old, state = run_in(folder)
     new = with_tasks(_allowed(_config_of(storage, state, overrides), overrides, storage), added)
     _refuse(folder, other_changes(old, new, len(added)))
     return _continued(new, storage, state)
@@ -157,7 +157,8 @@ def _continued(config: RunConfig, storage: Storage, state: RunState) -> Prepared
     return Prepared(config, stream, storage, storage.uri.rsplit("/", 1)[-1], singles, state.fingerprint)
 
 
-def _run_in(folder: str) -> tuple[Storage, RunConfig, RunState]:
+def run_in(folder: str) -> tuple[Storage, RunConfig, RunState]:
+    """Folder, config and state of a run (`ResumeError`: there is none); its data is not looked at."""
     storage = Storage.at(folder)
     if not storage.exists(CONFIG):
         raise ResumeError(f"'{folder}' holds no run (no {CONFIG}): give the run directory that an earlier run printed")

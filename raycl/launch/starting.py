@@ -9,9 +9,10 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from raycl.errors import BankError, StorageError
+from raycl.errors import BankError, RunError, StorageError
 from raycl.run.start import start_of
 from raycl.storage import Storage
+from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import load_parameters
 from raycl.training.phase.evaluation import Observations, evaluate_row
@@ -33,6 +34,7 @@ def scores_of(
     storage: Storage,
     world: DistributedContext,
     shared: SharedReader | None,
+    control: Control,
 ) -> dict[str, Score] | None:
     """Score of every task of the stream with the snapshot as it is. Collective; the context is used up.
 
@@ -57,7 +59,15 @@ def scores_of(
     if world.is_first:
         log.info("snapshot %d, before the task is learned again:", snapshot.number)
     last = replace(context.phases[-1], name=BEFORE)
-    return evaluate_row(context, last, world, storage, Observations())
+    phases = len(context.phases)
+    return evaluate_row(
+        context,
+        last,
+        world,
+        storage,
+        Observations(),
+        lambda task: control.progress("evaluating", phase=last.index, phases=phases, task=task),
+    )
 
 
 def start_from_bank(
@@ -82,6 +92,6 @@ def start_from_bank(
             bank, snapshot = start_of(str(config.start))
             revision = Revision(config.revise, config.revise_from == "previous", before) if config.revise else None
             start_from_snapshot(bank, snapshot, context, TensorObjects(storage, bank.storage, shared), revision)
-    except (BankError, StorageError) as raised:
+    except (BankError, RunError, StorageError) as raised:
         error = raised
     world.raise_any(error)

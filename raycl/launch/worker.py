@@ -32,7 +32,7 @@ from raycl.training.control import Control, hang_file
 from raycl.training.distributed import DistributedContext
 from raycl.training.memory import forget_peak, is_out_of_memory, out_of_memory
 from raycl.training.records.fork_points import save_fork_point
-from raycl.training.records.journal import last_attempt, read_state
+from raycl.training.records.journal import read_state
 from raycl.training.records.stop_signal import wait_for_decision
 from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.stream_loop import StreamLoop
@@ -110,10 +110,11 @@ def _learn(
     files = _weights(job["weights"])
     context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])
     shared = _shared_reader(config, world)
-    if config.bank.start and world.broadcast(not last_attempt(storage)):
+    state = read_state(storage) if world.is_first else None
+    if config.bank.start and world.broadcast(state is not None and not (state.checkpoints or state.phases)):
         before = None
         if config.bank.revise:
-            before = scores_of(config.bank.start, context, storage, world, shared)
+            before = scores_of(config.bank.start, context, storage, world, shared, control)
             context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])
         start_from_bank(config.bank, context, storage, world, shared, before)
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None

@@ -34,6 +34,8 @@ class PerTaskAdapter(Method, ABC):
     """
 
     own_adapters: ClassVar[bool] = True
+    revisable: ClassVar[bool] = True
+    """Whether a task can be learned again: nothing of it stays in the state where it would be in its own way."""
 
     def __init__(
         self,

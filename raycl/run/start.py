@@ -6,6 +6,7 @@ What it does not know: how such a run is started (`raycl.training.records.bank_s
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,18 @@ from raycl.config import Tree
 from raycl.data.resolve import missing_files
 from raycl.data.settings import StreamConfig
 from raycl.errors import BankError, ConfigError
+from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.methods.registry import method_class
 from raycl.training.records.bank_start import adapters_of_task
 from raycl.training.settings import EXEMPT
 
+log = logging.getLogger("raycl")
+
 OWN = ("launch", "tracking", "output", "bank")
 """Sections that say where and how a run runs: they are never taken over from the snapshot's run."""
+
+BY_TASK = (("train", "epochs_by_task"), ("stream", "train_rows_by_task"))
+"""Settings by the names of tasks."""
 
 STARTS = ("start", "revise", "revise_from")
 """Settings of the bank that say how such a run starts."""
@@ -99,6 +107,11 @@ def read_start(given: Tree) -> Start | None:
         specs = [spec for name, spec in zip(learned, specs, strict=True) if name != revised]
     else:
         added = _added(stream.get("tasks"), learned, snapshot, str(written))
+    names = [*learned, *map(_name, added)]
+    for section_name, key in BY_TASK:
+        by_task = base[section_name][key]
+        base[section_name][key] = {name: value for name, value in by_task.items() if name in names}
+    specs = _moved(specs, stream.get("tasks"), learned)
     tree = _merged({key: value for key, value in base.items() if key not in OWN}, given)
     tree["stream"]["tasks"] = [*_reachable(specs, snapshot, tree), *added]
     tree["bank"] = {**section, "dir": address, "start": f"{address}@{snapshot.sha256}"}
@@ -106,21 +119,43 @@ def read_start(given: Tree) -> Start | None:
 
 
 def _reachable(specs: Sequence[Any], snapshot: Snapshot, tree: Tree) -> list[Any]:
-    """The learned tasks; one whose data is out of reach becomes what the snapshot records of it."""
+    """The learned tasks; one whose files are not there any more gets what the snapshot records of it.
+
+    Raises:
+        StorageError: the store is out of reach, so nobody knows.
+    """
     recorded = {info.name: info for info in snapshot.tasks}
     found = []
-    for spec in specs:
+    for spec in map(_original, specs):
         alone = {**tree["stream"], "tasks": [spec], "unseen": None}
-        name = _name(spec)
-        if name in recorded and missing_files(configs.validate(StreamConfig, alone)):
-            info = recorded[name]
-            spec = {"name": name, "recorded": {"labels": info.labels, "metric": info.metric, "prompt": info.prompt}}
+        info = recorded.get(_name(spec))
+        if info is not None and (why := missing_files(configs.validate(StreamConfig, alone))):
+            log.warning("learned task '%s' is not evaluated, since its data is missing: %s", info.name, why)
+            known = {"labels": info.labels, "metric": info.metric, "prompt": info.prompt}
+            spec = {**(spec if isinstance(spec, dict) else {"name": info.name}), "recorded": known}
         found.append(spec)
     return found
 
 
+def _original(spec: Any) -> Any:
+    """A task's spec before `_reachable` added to it: its data may be back."""
+    if not isinstance(spec, dict) or not spec.get("recorded"):
+        return spec
+    left = {key: value for key, value in spec.items() if key != "recorded"}
+    return left if any(left.get(key) for key in ("path", "train")) else left["name"]
+
+
+def _moved(specs: Sequence[Any], given: Any, learned: Sequence[str]) -> list[Any]:
+    """Learned tasks, with the data that the user gives for them, if all are listed."""
+    if list(map(_name, given or ()))[: len(learned)] != list(learned):
+        return list(specs)
+    return [new if isinstance(new, dict) else old for old, new in zip(specs, given, strict=False)]
+
+
 def _added(tasks: Any, learned: Sequence[str], snapshot: Snapshot, written: str) -> list[Any]:
     """Tasks that the snapshot has not learned. A list that begins with those that it has is taken without them."""
+    if any(isinstance(task, dict) and task.get("recorded") for task in tasks or ()):
+        raise ConfigError("stream.tasks has `recorded`, which bank.start writes itself: give the task's data instead")
     names = list(map(_name, tasks or ()))
     if names[: len(learned)] == list(learned):
         tasks, names = tasks[len(learned) :], names[len(learned) :]
@@ -151,7 +186,18 @@ def _revised(task: str, given: Any, specs: Mapping[str, Any], snapshot: Snapshot
             f"'{task}' there with its new data, or leave stream.tasks out"
         )
     adapters_of_task(snapshot, task)
-    return list(given or [specs[task]])
+    method = method_class(_method_of(snapshot))
+    if not (issubclass(method, PerTaskAdapter) and method.revisable):
+        raise ConfigError(
+            f"bank.revise={task}: method '{_method_of(snapshot)}' cannot learn a task again, since what it keeps of "
+            "all tasks holds that task too: start a new run instead"
+        )
+    return list(given or [_original(specs[task])])
+
+
+def _method_of(snapshot: Snapshot) -> str:
+    """Name of the method of the snapshot's run."""
+    return str(snapshot.provenance["config"]["method"]["name"])
 
 
 def _name(task: Any) -> str:
@@ -194,7 +240,9 @@ def changes_beside_tasks(
 ) -> dict[str, tuple[Any, Any]]:
     """What differs beside the stream's tasks, and epochs and rows of `fresh` ones; dotted key -> (old, new)."""
     after = copy.deepcopy(after)
-    for section, key in (("train", "epochs_by_task"), ("stream", "train_rows_by_task")):
-        after[section][key] = {name: value for name, value in after[section][key].items() if name not in fresh}
+    before = copy.deepcopy(before)
+    for tree in (before, after):
+        for section, key in BY_TASK:
+            tree[section][key] = {name: value for name, value in tree[section][key].items() if name not in fresh}
     after["stream"]["tasks"] = before["stream"]["tasks"]
     return configs.differences(before, after, without=without)

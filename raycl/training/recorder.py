@@ -139,7 +139,7 @@ class Recorder:
         if self.journal is not None:
             self.journal.phase_done(record)
             self.storage.write_json("results.json", self.results())
-            if len(self.state.phases) == len(self.context.phases) and record["bank"]:
+            if len(self.state.phases) == len(self.context.phases) and (record["bank"] or self.context.bank.start):
                 release_lease(open_bank(self.context.bank, self.storage).storage, self.storage.address)
             times = record["times"]
             log.info("    trained %s, evaluated %s", clock(times["train_s"]), clock(times["eval_s"]))

@@ -15,14 +15,15 @@ from tiny import Lab, matrix, trace, work
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch, head_of, line_of
 from raycl.bank.operations.maintenance import prune, verify
+from raycl.bank.operations.unlearning import forget
 from raycl.bank.routers import get_router
 from raycl.bank.training_state import state_objects
-from raycl.errors import BankError, ConfigError, RayclError, RunError
+from raycl.errors import BankError, ConfigError, RayclError, RunError, UnreachableError
 from raycl.launch import driver, worker
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
-from raycl.training.records.journal import read_state
+from raycl.training.records.journal import Journal, read_state
 
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "lora": ("bert", "lora", {}),
@@ -121,6 +122,40 @@ def test_earlier_tasks_without_data_are_listed_and_their_cells_stay_empty(lab: L
         "stream": {"tasks": [{**third, "name": "fourth"}]},
     }
     assert matrix(begun(again, tmp_path / "runs/again"))[3][0] is None
+    shutil.copytree(lab.tasks[0]["path"], tmp_path / "old")
+    back = run_config.from_tree({**again, "bank": {**again["bank"], "branch": "back"}}).stream.tasks
+    assert back is not None and all(getattr(task, "recorded", None) is None for task in back), "it is there again"
+
+
+def test_a_run_that_died_before_its_first_record_starts_again(
+    lab: Lab, learned: Callable[[Path], Bank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from the bare backbone: the snapshot's phase is there, and only the new task is trained."""
+    bank = learned(tmp_path)
+    given = {"bank": {"start": f"{bank.storage.uri}@main"}, "stream": {"tasks": lab.tasks[1:]}}
+    tree = {**given, "output": {"dir": str(tmp_path), "name": "died"}}
+    prepared = driver.prepare(run_config.from_tree(tree))
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "begin_with", lambda *_: (_ for _ in ()).throw(UnreachableError("the store is away")))
+        with pytest.raises(UnreachableError):
+            work(prepared)
+    assert read_state(prepared.storage).attempts and not read_state(prepared.storage).checkpoints
+    work(driver.reopen(prepared.storage.uri))
+    assert {step[0] for step in trace(prepared.storage)} == {1}
+
+
+def test_settings_by_task_of_tasks_that_are_not_learned_are_left_out(lab: Lab, tmp_path: Path) -> None:
+    tree = tree_of(lab, "slm", lab.tasks, tmp_path / "bank")
+    tree["train"]["epochs_by_task"] = {"animal": 2}
+    tree["stream"]["train_rows_by_task"] = {"animal": 8}
+    begun(tree, tmp_path / "runs/first")
+    uri = str(tmp_path / "bank")
+    again = run_config.from_tree({"bank": {"start": f"{uri}@main", "revise": "animal"}})
+    assert again.stream.train_rows_by_task == {"animal": 8}
+    forgotten = forget(Bank.at(uri), Bank.at(uri).open(2), "animal", scores=False).new
+    for reference in ("1", str(forgotten)):
+        config = started(uri, [{**lab.tasks[1], "name": "third"}], reference)
+        assert config.stream.train_rows_by_task == {} == config.train.epochs_by_task
 
 
 def test_replay_needs_the_rows_of_earlier_tasks(lab: Lab, tmp_path: Path) -> None:

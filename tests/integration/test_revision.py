@@ -24,7 +24,7 @@ from raycl.report.tables import matrix_table
 from raycl.run import config as run_config
 from raycl.storage import Storage
 
-SAMPLE = ("slm", "inclora", "olora", "inflora", "sapt text", "separate tasks")
+SAMPLE = ("slm", "inclora", "olora", "sapt text", "separate tasks")
 METHODS = (*SAMPLE, "slm text", "sapt") if FULL else SAMPLE
 Learned = Callable[[str], tuple[Bank, Storage]]
 
@@ -160,6 +160,9 @@ def test_what_cannot_be_revised_is_refused(three: Learned, lab: Lab, tmp_path: P
         given = {"start": f"{bank.storage.uri}@3", **settings}
         with pytest.raises(ConfigError, match=message):
             run_config.from_tree({"bank": given, "stream": {"tasks": tasks}})
+    begun(tree_of(lab, "inflora", lab.tasks, tmp_path / "inflora"), tmp_path / "runs/inflora")
+    with pytest.raises(ConfigError, match="method 'inflora' cannot learn a task again, since what it keeps"):
+        run_config.from_tree({"bank": {"start": f"{tmp_path / 'inflora'}@main", "revise": "animal"}})
     begun(tree_of(lab, "lora", lab.tasks, tmp_path / "bank"), tmp_path / "runs/lora")
     shared = Bank.at(tmp_path / "bank")
     with pytest.raises(BankError, match=r"learned 'animal' together with colour, and no part of it is of one task"):

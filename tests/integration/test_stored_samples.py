@@ -9,16 +9,19 @@ from pathlib import Path
 
 import pytest
 from test_bank_start import begun, tree_of
-from tiny import Lab, matrix
+from tiny import Lab, matrix, work
 
+from raycl.backbone import load_codec
 from raycl.bank import Bank
 from raycl.bank.branches import head_of
 from raycl.bank.operations.commands import answer
 from raycl.bank.operations.maintenance import prune, verify
 from raycl.bank.operations.options import make_parser
-from raycl.bank.operations.samples import stored_samples
+from raycl.bank.operations.samples import sample_texts, stored_samples
 from raycl.bank.operations.unlearning import forget
 from raycl.errors import BankError
+from raycl.launch import driver
+from raycl.serve.snapshots.snapshot_model import backbone_of
 
 SampleBank = Callable[[Path], Bank]
 
@@ -69,6 +72,31 @@ def test_pruning_removes_what_is_older_than_its_run_allows(sampled: SampleBank, 
     assert matrix(later)[2][2] is not None
     assert stored_samples(bank, head_of(bank)) == {"third": 3}
     assert verify(bank).problems == []
+    done = forget(bank, bank.open(2), "animal", scores=False)
+    assert [info.name for info in bank.open(done.new).tasks] == ["colour"]
+
+
+def test_a_run_that_still_has_removed_samples_does_not_put_them_back(lab: Lab, tmp_path: Path) -> None:
+    tree = tree_of(lab, "sapt text", lab.tasks, tmp_path / "bank")
+    first, bank = begun(tree, tmp_path / "runs/first"), Bank.at(tmp_path / "bank")
+    removed = prune(bank, sample_days=0.0).samples
+    prepared = driver.extend(first.uri, [json.dumps({**lab.tasks[0], "name": "third"})])
+    work(prepared)
+    assert driver.finish(driver.reopen(first.uri))["finished"]
+    assert removed and not any(bank.storage.exists(file) for file in removed)
+    assert list(stored_samples(bank, head_of(bank))) == ["third"] and verify(bank).problems == []
+
+
+def test_exported_texts_have_no_prompt(lab: Lab, tmp_path: Path) -> None:
+    tree = tree_of(lab, "sapt text", lab.tasks[:1], tmp_path / "bank")
+    tree["stream"]["prompt"] = "superni"
+    begun(tree, tmp_path / "runs/first")
+    snapshot = Bank.at(tmp_path / "bank").open(1)
+    assert snapshot.tasks[0].prompt[0].startswith("Now complete")
+    codec = load_codec(backbone_of(snapshot), 1, 1)
+    texts = sample_texts(Bank.at(tmp_path / "bank"), snapshot, snapshot.adapters, codec)["colour"]
+    known = {json.loads(line)["text"] for line in (Path(lab.tasks[0]["path"]) / "train.jsonl").read_text().splitlines()}
+    assert {json.loads(line)["text"] for line in texts.splitlines()} <= known
 
 
 def test_a_forgotten_task_leaves_none(sampled: SampleBank, tmp_path: Path) -> None:

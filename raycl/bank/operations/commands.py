@@ -228,7 +228,7 @@ def _export(bank: Bank, options: Namespace) -> Answer:
     if options.with_samples:
         chosen = [snapshot.adapter(name) for name in weights]
         permitted = backbone_of(snapshot, options.backbone, _permissions(options))
-        texts = sample_texts(bank, chosen, load_codec(permitted, 1, 1))
+        texts = sample_texts(bank, snapshot, chosen, load_codec(permitted, 1, 1))
     if options.merged:
         backbone = backbone_of(snapshot, options.backbone, _permissions(options))
         storage = export_merged(state, card_metadata(snapshot, weights, backbone), backbone, options.to)

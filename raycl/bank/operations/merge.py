@@ -14,6 +14,7 @@ from torch import Tensor
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.manifest import AdapterManifest, AdapterRef, Layout, SnapshotAdapter
+from raycl.bank.pruning import removed_from
 from raycl.bank.routers import get_router, put_router
 from raycl.bank.training_state import get_state
 from raycl.errors import BankError
@@ -124,7 +125,9 @@ def _dev_queries(bank: Bank, snapshot: Snapshot) -> dict[str, Tensor]:
 def _copied(bank: Bank, other: Bank, entry: SnapshotAdapter, with_samples: bool) -> AdapterManifest:
     """The adapter of another bank, published here."""
     manifest = other.manifest(AdapterRef(name=entry.name, version=entry.version))
-    extras = {kind: other.get(info, f"{entry} ({kind})") for kind, info in entry.extras.items() if with_samples}
+    removed = removed_from(other.storage).samples
+    kept = {kind: info for kind, info in entry.extras.items() if with_samples and info.file not in removed}
+    extras = {kind: other.get(info, f"{entry} ({kind})") for kind, info in kept.items()}
     source = {"merged_from": f"{other.storage.address} {entry}"}
     return bank.publish(
         entry.name,

@@ -6,7 +6,8 @@ What it does not know: what they are used for.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 
 import torch
 
@@ -26,16 +27,27 @@ def stored_samples(bank: Bank, snapshot: Snapshot) -> dict[str, int]:
     return {task: len(samples) for task, samples in _kept(bank, snapshot.adapters)}
 
 
-def sample_texts(bank: Bank, adapters: Iterable[SnapshotAdapter], codec: HFCodec) -> dict[str, str]:
-    """Task -> lines `{"text": ...}`, as `method.arm.files` reads them.
+def sample_texts(bank: Bank, snapshot: Snapshot, adapters: Iterable[SnapshotAdapter], codec: HFCodec) -> dict[str, str]:
+    """Task -> lines `{"text": ...}`, as `method.arm.files` reads them: without the prompt around each text.
 
     Raises:
         BankError: see `stored_samples`.
     """
-    return {
-        task: "".join(json.dumps({"text": codec.decode(torch.tensor([ids]))[0]}) + "\n" for ids in samples.sources)
-        for task, samples in _kept(bank, adapters)
-    }
+    prompts = {info.name: info.prompt for info in snapshot.tasks}
+    found = {}
+    for task, samples in _kept(bank, adapters):
+        before, behind = codec.encode_source(list(prompts.get(task, ("", ""))))
+        texts = [codec.decode(torch.tensor([_inner(ids, before, behind)]))[0] for ids in samples.sources]
+        found[task] = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    return found
+
+
+def _inner(ids: Sequence[int], before: Sequence[int], behind: Sequence[int]) -> Sequence[int]:
+    """Ids between those of a prompt's two parts."""
+    first = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, before, strict=False))))
+    left = ids[first:]
+    last = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(reversed(left), reversed(behind), strict=False))))
+    return left[: len(left) - last]
 
 
 def _kept(bank: Bank, adapters: Iterable[SnapshotAdapter]) -> Iterator[tuple[str, PseudoSamples]]:

@@ -25,6 +25,7 @@ from raycl.eval.settings import EvalConfig
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import method_class
 from raycl.retrieval.routers import without
+from raycl.run.start import BY_TASK
 from raycl.serve.snapshots.scores import score_snapshot
 from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.training.records.bank_start import PARAMETERS, adapters_of_task, without_task
@@ -115,6 +116,9 @@ def _config_without(snapshot: Snapshot, task: str) -> dict[str, Any]:
         names = [spec["name"] if isinstance(spec, dict) else spec for spec in specs]
         left = [spec for spec, name in zip(specs, names, strict=True) if name != task]
         config["stream"] = {**config["stream"], "tasks": left}
+        for section, key in BY_TASK:
+            kept = {name: value for name, value in config[section][key].items() if name != task}
+            config[section] = {**config[section], key: kept}
     return config
 
 
@@ -139,7 +143,8 @@ def evaluate(
     for override in overrides:
         configs.apply_override(tree, override)
     stream = open_stream(configs.validate(StreamConfig, tree["stream"]), int(seed))
-    wanted = {info.name for info in snapshot.tasks} - {without}
+    wanted = {task.name for task in stream.tasks if stream.has_data(task)} & {info.name for info in snapshot.tasks}
+    wanted -= {without}
     log.info("snapshot %d:", snapshot.number)
     config = backbone_of(snapshot, backbone or None, permissions)
     model = SnapshotModel(_backbone(config, stream), snapshot, adapters_of(bank, snapshot), router_of(bank, snapshot))

@@ -114,6 +114,7 @@ class InfLora(IncLora):
     """IncLoRA with frozen A."""
 
     Config: ClassVar[type[MethodConfig]] = InfLoraConfig
+    revisable: ClassVar[bool] = False  # subspaces hold the task's own inputs, to which its new A would be orthogonal
 
     def __init__(self, config: InfLoraConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from raycl.backbone import Backbone, Output
 from raycl.data.loader import batch_of
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, RunError
 from raycl.methods.base import Learned, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora.lora import as_peft_draws
@@ -110,6 +110,12 @@ class Sapt(PerTaskAdapter):
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """The task's adapter and key are trained, and the shared projection; all else is frozen."""
         self.context = context
+        removed = [task for task in self._learned if task not in self.reflection.entries]
+        if removed and self.ablation.selects and not self.task_id_given:
+            raise RunError(
+                f"method.ablation={self.config.ablation} trains a selector on pseudo-samples of every task, and those "
+                f"of {', '.join(removed)} were removed: expected ablation none, or a bank that keeps its samples"
+            )
         is_first = not self._learned and not context.resumed
         super().begin_task(phase, context)
         if is_first and not self._is_alone and self.config.attention.standardize:
@@ -294,8 +300,10 @@ class Sapt(PerTaskAdapter):
         keys = list(values["attention"]["tasks"])
         left: dict[str, Tensor] = {}
         for name, one in tensors.items():
-            kind, _, rest = name.partition("/")
-            if rest in (task, f"key/{task}") or name.startswith(f"pseudo/{task}/"):
+            kind = name.partition("/")[0]
+            if name in (f"abar/{task}", f"attention/key/{task}", f"selector/key/{task}"):
+                continue
+            if name.startswith(f"pseudo/{task}/"):
                 continue
             if kind == "abar" and task in keys[: len(one)]:
                 one = torch.cat([one[: keys.index(task)], one[keys.index(task) + 1 :]])

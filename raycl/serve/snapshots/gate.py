@@ -77,6 +77,7 @@ def judge(config: ServeConfig, candidate: int, object_store_cache: bool = False)
         learned = known | {task.name for task in newer.snapshot.tasks}
         tasks = [task for task in stream.tasks if task.name in learned]
         _check_rows(stream, tasks, learned, config)
+        tasks = [task for task in tasks if stream.has_data(task)]
         settings = EvalConfig(split=config.gate.split, batch_size=config.max_batch)
         log.info("snapshot %d, which answers now:", active.snapshot.number)
         old = [task for task in tasks if task.name in known]
@@ -106,7 +107,10 @@ def _check_rows(stream: Stream, tasks: Sequence[Task], learned: set[str], config
             "activate the candidate without the gate if that is right"
         )
     split = config.gate.split
-    empty = [task.name for task in tasks if not len(stream.rows(task, split))]
+    for task in tasks:
+        if not stream.has_data(task):
+            log.warning("task '%s' is not evaluated: its data is out of reach", task.name)
+    empty = [task.name for task in tasks if stream.has_data(task) and not len(stream.rows(task, split))]
     if empty:
         raise BankError(
             f"{', '.join(empty)}: no {split} rows to evaluate on; train with stream.dev_fraction above 0, or set "
