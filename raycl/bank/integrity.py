@@ -45,7 +45,7 @@ class IntegrityCheck:
             BankError: something is missing or damaged.
         """
         fresh = {info.sha256: (what, info) for what, info in objects_of(snapshot) if info.sha256 not in self._known}
-        for group in _groups(list(fresh.values())):
+        for group in in_groups(list(fresh.values()), MAX_BYTES, MAX_OBJECTS):
             self._read(group)
             self._known |= {info.sha256 for _, info in group}
 
@@ -61,11 +61,14 @@ def objects_of(snapshot: Snapshot) -> list[NamedObject]:
     return adapters + ([(f"the router of snapshot {snapshot.number}", router)] if router else [])
 
 
-def _groups(wanted: Sequence[NamedObject]) -> Iterator[list[NamedObject]]:
+def in_groups(
+    wanted: Sequence[NamedObject], max_bytes: int, max_objects: int | None = None
+) -> Iterator[list[NamedObject]]:
+    """Neighbours that together are no more than that; a larger object is a group of its own."""
     group: list[NamedObject] = []
     size = 0
     for one in wanted:
-        if group and (len(group) == MAX_OBJECTS or size + one[1].bytes > MAX_BYTES):
+        if group and (len(group) == max_objects or size + one[1].bytes > max_bytes):
             yield group
             group, size = [], 0
         group.append(one)

@@ -33,6 +33,7 @@ from ray.exceptions import (
 )
 
 from raycl.bank.bank import Bank, NamedObject, unpack_entry
+from raycl.bank.integrity import in_groups
 from raycl.bank.manifest import ObjectInfo, Snapshot
 from raycl.errors import BankError, RayclError
 from raycl.storage import Storage
@@ -120,7 +121,7 @@ class CacheActor:
         """The location of each; those that are not in the object store are read and packed."""
         fresh = {info.sha256: (what, info) for what, info in wanted if info.sha256 not in self.locations}
         found = {info.sha256: self.locations.get(info.sha256) for _, info in wanted}
-        for group in _packs(list(fresh.values()), min(PACK_BYTES, self.capacity // 2)):
+        for group in in_groups(list(fresh.values()), min(PACK_BYTES, self.capacity // 2)):
             found |= self._pack(group)
         return [found[info.sha256] for _, info in wanted]
 
@@ -172,20 +173,6 @@ class CacheActor:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _packs(wanted: Sequence[NamedObject], limit: int) -> Iterator[list[NamedObject]]:
-    """Neighbours whose sizes add up to `limit` at most; a larger object is a pack of its own."""
-    group: list[NamedObject] = []
-    size = 0
-    for one in wanted:
-        if group and size + one[1].bytes > limit:
-            yield group
-            group, size = [], 0
-        group.append(one)
-        size += one[1].bytes
-    if group:
-        yield group
 
 
 class _Mapped(Mapping[str, AdapterState]):
@@ -363,7 +350,7 @@ class ObjectStoreCache:
                 ) from error
             except RayActorError:
                 lost = []
-                self._actor = self._open()  # the job that started it has ended, or somebody closed it
+                self._actor = self._open()  # the job that started it has ended, or another reader closed it
         raise BankError(
             f"the object-store cache of '{self.bank.storage.uri}' was lost {len(PAUSES_S)} times in a row: look at "
             "the cluster's nodes, or fetch from the bank itself"

@@ -18,7 +18,7 @@ DEFAULTS = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
 """How soon the end of a run is seen; Ray's: 2 s."""
 
 DEFAULTS_HERE = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
-"""On a Ray of this process alone: nobody takes nodes away from it one by one."""
+"""On a Ray of this process alone: its nodes end with it and not one by one."""
 
 
 class StreamTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no types

@@ -110,8 +110,7 @@ def _learn(
     files = _weights(job["weights"])
     context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])
     shared = _shared_reader(config, world)
-    state = read_state(storage) if world.is_first else None
-    if config.bank.start and world.broadcast(state is not None and not (state.checkpoints or state.phases)):
+    if config.bank.start and not world.broadcast(world.is_first and _has_begun(storage)):
         before = None
         if config.bank.revise:
             before = scores_of(config.bank.start, context, storage, world, shared, control)
@@ -137,6 +136,12 @@ def _learn(
     finally:  # the process may continue: with another trial
         if tracker is not None:
             tracker.close(failed)
+
+
+def _has_begun(storage: Storage) -> bool:
+    """Whether the run has a checkpoint; it has none if it died right after its claim."""
+    state = read_state(storage)
+    return bool(state.checkpoints or state.phases)
 
 
 def _shared_reader(config: RunConfig, world: DistributedContext) -> SharedReader | None:

@@ -111,9 +111,10 @@ def revision_of(result: Tree) -> tuple[str, dict[str, tuple[float | None, float 
     revision = result.get("revision")
     if not revision:
         return None
-    sides = [revision[side] for side in ("before", "after")]
-    scores = {task: tuple(side[task]["value"] if task in side else None for side in sides) for task in tasks_of(result)}
-    return revision["task"], scores  # type: ignore[return-value]
+    before, after = (
+        {task: float(cell["value"]) for task, cell in revision[side].items()} for side in ("before", "after")
+    )
+    return revision["task"], {task: (before.get(task), after.get(task)) for task in tasks_of(result)}
 
 
 def unseen_of(result: Tree) -> dict[str, float]:

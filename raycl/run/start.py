@@ -122,7 +122,7 @@ def _reachable(specs: Sequence[Any], snapshot: Snapshot, tree: Tree) -> list[Any
     """The learned tasks; one whose files are not there any more gets what the snapshot records of it.
 
     Raises:
-        StorageError: the store is out of reach, so nobody knows.
+        StorageError: the store is out of reach, so it is not known which files are there.
     """
     recorded = {info.name: info for info in snapshot.tasks}
     found = []
@@ -154,11 +154,11 @@ def _moved(specs: Sequence[Any], given: Any, learned: Sequence[str]) -> list[Any
 
 def _added(tasks: Any, learned: Sequence[str], snapshot: Snapshot, written: str) -> list[Any]:
     """Tasks that the snapshot has not learned. A list that begins with those that it has is taken without them."""
-    if any(isinstance(task, dict) and task.get("recorded") for task in tasks or ()):
-        raise ConfigError("stream.tasks has `recorded`, which bank.start writes itself: give the task's data instead")
     names = list(map(_name, tasks or ()))
     if names[: len(learned)] == list(learned):
         tasks, names = tasks[len(learned) :], names[len(learned) :]
+    if any(isinstance(task, dict) and task.get("recorded") for task in tasks or ()):
+        raise ConfigError("stream.tasks has `recorded` for a new task: give the task's data instead")
     if again := [name for name in names if name in learned]:
         raise ConfigError(
             f"stream.tasks names {', '.join(again)}, which snapshot {snapshot.number} has learned already: "
@@ -180,6 +180,9 @@ def _revised(task: str, given: Any, specs: Mapping[str, Any], snapshot: Snapshot
         )
     if len(specs) == 1:
         raise ConfigError(f"bank.revise={task}, but it is the only task that was learned: start a new run instead")
+    others = [name for name in specs if name != task]
+    if list(map(_name, given or ())) == [*others, task]:
+        given = given[-1:]  # the resolved config of such a run
     if given and [_name(one) for one in given] != [task]:
         raise ConfigError(
             f"bank.revise={task} learns that task alone, but stream.tasks names {', '.join(map(_name, given))}: name "

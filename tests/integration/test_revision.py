@@ -142,6 +142,8 @@ def test_on_the_command_line_a_finished_run_names_the_bank(three: Learned, lab: 
     assert config.bank.start == f"{bank.storage.address}@{bank.open(3).sha256}"
     assert (config.bank.revise, config.bank.revise_from, config.bank.branch) == ("animal", "previous", "mine")
     assert [phase.name for phase in prepared.phases] == ["colour", "third", "animal"]
+    resolved = run_config.from_tree(run_config.configs.as_tree(config))
+    assert run_config.fingerprint(resolved) == run_config.fingerprint(config), "the config of the run, given as it is"
     by_name = commands.prepared(None, [f"output.dir={tmp_path}", "bank.branch=mine"], first.uri, [], "animal").config
     assert run_config.fingerprint(by_name) == run_config.fingerprint(config)
     for added, task, message in (([], "{path: x}", "names no task"), (["x"], "animal", "use one after the other")):
