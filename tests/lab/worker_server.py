@@ -3,7 +3,7 @@
 A worker imports torch, transformers and DeepSpeed for four seconds, and the tests start about a hundred. `WorkerServer`
 imports them once; `site/sitecustomize.py`, which is first on PYTHONPATH, sends it what Ray starts. Ray itself is
 imported in the copy: it reads its settings from the environment when it is imported.
-Workers with a working folder of their own (`ray job submit`), and all of tests/chaos, start as they do for users.
+The workers of tests/ray/test_submit.py and of tests/chaos start as they do for users.
 What it does not know: what the workers do.
 """
 
