@@ -1,9 +1,9 @@
 """Starts Ray's workers of the tests as copies of a process that has imported the libraries.
 
 A worker imports torch, transformers and DeepSpeed for four seconds, and the tests start about a hundred. `WorkerServer`
-imports them once; `site/sitecustomize.py`, which is first on PYTHONPATH, sends it what Ray starts. Ray itself is
+imports them once; `startup/sitecustomize.py`, which is first on PYTHONPATH, sends it what Ray starts. Ray itself is
 imported in the copy: it reads its settings from the environment when it is imported.
-The workers of tests/ray/test_submit.py and of tests/chaos start as they do for users.
+Workers with more in their runtime environment than variables, and those of tests/chaos, start as they do for users.
 What it does not know: what the workers do.
 """
 
@@ -66,8 +66,8 @@ class WorkerServer:
         )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == b"ready\n", "the process that starts workers has ended"
-        site = str(Path(__file__).parent / "site")
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH")))))
+        startup = str(Path(__file__).parent / "startup")
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (startup, os.environ.get("PYTHONPATH")))))
         patch.setenv(SETTING, address)
 
     def close(self) -> None:

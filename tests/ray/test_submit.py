@@ -22,7 +22,6 @@ from time import monotonic, sleep
 import psutil
 import pytest
 from filelock import FileLock
-from worker_server import SETTING
 
 from raycl.launch.status import status_of
 
@@ -63,12 +62,12 @@ def end_with_children(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def head(one_at_a_time: FileLock) -> Iterator[str]:
-    """`ray start --head`, whose workers start as they do for users; yields the dashboard's address."""
+    """`ray start --head`; yields the dashboard's address."""
     folder, dashboard = tempfile.mkdtemp(prefix="r", dir="/tmp"), free_port()
     command = [RAY, "start", "--head", "--block", f"--port={free_port()}", "--num-cpus=2", f"--temp-dir={folder}"]
     command += ["--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
     command += ["--dashboard-agent-listen-port=0", "--include-dashboard=true", "--disable-usage-stats"]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", SETTING)}
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     environment["PATH"] = f"{Path(RAY).parent}{os.pathsep}{environment['PATH']}"  # as `source .venv/bin/activate` does
     with open(Path(folder) / "head.log", "wb") as log:
         one_at_a_time.acquire()
