@@ -4,6 +4,8 @@ Such a process asks `RAYCL_WORKER_SERVER` (tests/lab/worker_server.py) for a cop
 libraries already, and ends with the copy.
 """
 
+# ruff: noqa: PTH109, PTH119 - every process would import pathlib
+
 import os
 import sys
 
