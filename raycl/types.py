@@ -246,7 +246,7 @@ class AdapterState:
         """The largest rank of its linears; 0 if it has none."""
         return max((int(a.shape[0]) for a, _ in self.linears.values()), default=0)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor]:
         """Everything it holds by name: `<path>.lora_A`, `<path>.lora_B`, `prompt`, `head.weight`, `head.bias`."""
         found: dict[str, Tensor] = {}
         for path, (low, high) in self.linears.items():

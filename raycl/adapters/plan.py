@@ -112,8 +112,8 @@ def gate_of(weights_BN: Tensor, owners: Sequence[tuple[int, int, float]]) -> Ten
 
 def neighbours(rows: Tensor) -> slice | Tensor:
     """Ascending rows without gaps as a slice, which costs no copy; others as they are."""
-    first, last = int(rows[0]), int(rows[-1])
-    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
+    first = int(rows[0])
+    return slice(first, first + len(rows)) if bool((rows.diff() == 1).all()) else rows
 
 
 def own_form(

@@ -35,7 +35,7 @@ class RowPool:
         self._written: set[int] = set()
 
     def grow(self, rows: int) -> None:
-        """Make room for more rows; those that were written keep their values, the others take no memory on the CPU."""
+        """Make room for more rows; those that were written keep their values."""
         written = torch.tensor(sorted(self._written), dtype=torch.long)
         for block in (self.a, self.b):
             for shape, old in block.items():

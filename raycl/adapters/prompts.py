@@ -82,9 +82,7 @@ class MixedPrompts(nn.Module):
         for column, name in enumerate(names):
             if name in trainable and self.trainable is not None:
                 found[column] = self.trainable[trainable.index(name)]
-            elif name in self._stack.states and self._stack.states[name].prompt is not None:
-                prompt = self._stack.states[name].prompt
-                assert prompt is not None
+            elif name in self._stack.states and (prompt := self._stack.states[name].prompt) is not None:
                 if prompt.shape[1] != self.width:
                     raise AdapterError(
                         f"adapter '{name}' has a prompt of width {prompt.shape[1]}, the model's is {self.width}"

@@ -108,19 +108,31 @@ class AdapterStack:
 
     # ---- loaded adapters: frozen, on the device --------------------------------------------------------------
 
-    def load(self, name: str, state: AdapterState, keep: Sequence[str] = ()) -> None:
+    def load(self, name: str, state: AdapterState, keep: Sequence[str] = (), later: bool = False) -> None:
         """Load an adapter, evicting others if rows are short. Its weights are copied when a mixture first names it.
+
+        Args:
+            keep: adapters that must stay.
+            later: it gets its rows, and is checked, when a mixture first names it; for stacks without a limit.
 
         Raises:
             AdapterError: it does not fit the model or has another activation, its name is taken, or there is no room.
         """
         if name in self.states or name in self.trainable:
             raise AdapterError(f"adapter '{name}' is on the device already: drop it before loading another version")
-        if state.linears and state.activation != self.activation:
+        if state.rank and state.activation != self.activation:
             raise AdapterError(
                 f"adapter '{name}' has activation '{state.activation or 'none'}', but the adapters of this stack have "
                 f"'{self.activation or 'none'}' and are computed together: load it into a stack of its own kind"
             )
+        assert self.grows or not later, "rows are limited: load an adapter when it is used"
+        if not later:
+            self._place(name, state, keep)
+        self.states[name] = state
+        self._unwritten.add(name)
+
+    def _place(self, name: str, state: AdapterState, keep: Sequence[str]) -> None:
+        """Give an adapter that fits its rows."""
         check_fits(name, state, {path: (layer.inputs, layer.outputs) for path, layer in self.layers.items()})
         if self.grows and self.table.free < state.rank:
             more = max(2 * self.table.capacity, self.table.capacity + state.rank - self.table.free)
@@ -132,14 +144,13 @@ class AdapterStack:
             for gone in self.states.keys() - self.table.rows.keys():
                 del self.states[gone]
                 self._unwritten.discard(gone)
-        self.states[name] = state
-        self._unwritten.add(name)
 
     def drop(self, name: str) -> None:
         """Unload an adapter and free its rows."""
         del self.states[name]
         self._unwritten.discard(name)
-        self.table.remove(name)
+        if name in self.table.rows:
+            self.table.remove(name)
 
     def need(self, names: Sequence[str]) -> None:
         """All of `names` loaded and written; none of them evicts another."""
@@ -149,6 +160,8 @@ class AdapterStack:
                     known = ", ".join([*self.trainable, *self.states]) or "none"
                     raise AdapterError(f"adapter '{name}' is not loaded: expected some of {known}")
                 self.load(name, self.source(name), keep=names)
+            if name not in self.table.rows:
+                self._place(name, self.states[name], names)
             if name in self._unwritten:
                 self.pool.write(self.table.rows[name], self.states[name].linears)
                 self._unwritten.remove(name)
@@ -252,13 +265,13 @@ class AdapterStack:
     def _plan_loaded(self, plan: Plan, column: Mapping[str, int], names: Sequence[str]) -> None:
         self.need(names)
         plan.pool = self.pool  # loading may have replaced a pool that grows
-        names = sorted((name for name in names if self.states[name].rank), key=lambda name: self.table.rows[name][0])
+        names = self._in_order([name for name in names if self.states[name].rank])
         if not names:
             return
         rows = {column[name]: self.table.rows[name] for name in names}
         owners = [(column[name], len(self.table.rows[name]), self.states[name].scale) for name in names]
         flat = torch.tensor([row for own in rows.values() for row in own])
-        order = flat.argsort()
+        order = torch.arange(len(flat)) if self.grows else flat.argsort()
         weights = plan.mixture.weights
         plan.gate = gate_of(weights, owners)[:, order.to(weights.device)]
         if self.static is not None:
@@ -268,6 +281,14 @@ class AdapterStack:
         plan.index = neighbours(flat[order])
         if not weights.requires_grad:
             plan.own = own_form(weights, owners, rows)
+
+    def _in_order(self, names: Sequence[str]) -> list[str]:
+        """Sums of floats depend on their order. Without a limit it is that of loading, which a run that was resumed
+        has too, whichever adapters were used first; with one, that of the rows."""
+        if self.grows:
+            order = {name: number for number, name in enumerate(self.states)}
+            return sorted(names, key=lambda name: order[name])
+        return sorted(names, key=lambda name: self.table.rows[name][0])
 
     def preallocate(self, rows: int, sequences: int) -> None:
         """Inference at fixed shapes from now on, for torch.compile and CUDA graphs.

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
-from raycl.bank.manifest import Layout
+from raycl.bank.manifest import Layout, ObjectInfo
 from raycl.errors import BankError
 from raycl.storage.unfinished import Buffer
 from raycl.types import Activation, AdapterState
@@ -68,13 +68,111 @@ def views(buffer: Buffer, what: str) -> dict[str, Tensor]:
         BankError: it is not a whole safetensors file of dtypes that a bank holds.
     """
     memory = memoryview(buffer).cast("B")
+    header, start = _opened(memory, what)
+    flat = _flat(memory)
+    return {name: tensor for block in header.blocks for name, tensor in block.views(flat, start)}
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of one object by name: each is created when it is looked up, as a view of the object's bytes.
+
+    Nothing of what is created is kept: a thousand adapters of which few are used cost no more than their names.
+
+    Attributes:
+        info: the object.
+    """
+
+    __slots__ = ("_header", "_memory", "_start", "info")
+
+    def __init__(self, buffer: Buffer, what: str, info: ObjectInfo) -> None:
+        """Read the header; see `views`."""
+        self.info = info
+        self._memory = memoryview(buffer).cast("B")
+        self._header, self._start = _opened(self._memory, what)
+
+    def __getitem__(self, name: str) -> Tensor:
+        dtype, shape, first, last = self._header.places[name]
+        if first == last:
+            return torch.empty(shape, dtype=dtype)
+        return _flat(self._memory[self._start + first : self._start + last]).view(dtype).view(shape)
+
+    def __contains__(self, name: object) -> bool:
+        """Creates no tensor, unlike the default."""
+        return name in self._header.places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._header.places)
+
+    def __len__(self) -> int:
+        return len(self._header.places)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, without creating it."""
+        return self._header.places[name][1]
+
+
+class StoredAdapter(AdapterState):
+    """An adapter whose tensors are created each time they are looked at; see `StoredTensors`."""
+
+    _tensors: StoredTensors
+
+    def __init__(
+        self, tensors: StoredTensors, scale: float, labels: Sequence[str], activation: Activation = ""
+    ) -> None:
+        values = {"_tensors": tensors, "scale": scale, "labels": tuple(labels), "activation": activation}
+        self.__dict__.update(values)  # the base class is frozen
+
+    @property
+    def linears(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """As in `AdapterState`."""
+        paths = [name.removesuffix(A) for name in self._tensors if name.endswith(A)]
+        return {path: (self._tensors[path + A], self._tensors[path + B]) for path in paths}
+
+    @cached_property
+    def prompt(self) -> Tensor | None:
+        """As in `AdapterState`; kept, because every forward pass looks at it."""
+        return self._tensors.get(PROMPT)
+
+    @property
+    def head_weight(self) -> Tensor | None:
+        """As in `AdapterState`."""
+        return self._tensors.get(HEAD_WEIGHT)
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        """As in `AdapterState`."""
+        return self._tensors.get(HEAD_BIAS)
+
+    @property
+    def rank(self) -> int:
+        """As in `AdapterState`."""
+        return max((self._tensors.shape(name)[0] for name in self._tensors if name.endswith(A)), default=0)
+
+    def tensors(self) -> StoredTensors:
+        """As they are stored."""
+        return self._tensors
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a file holds.
+
+    Attributes:
+        places: name -> dtype, shape, first byte and the one after the last.
+    """
+
+    blocks: tuple[_Block, ...]
+    places: Mapping[str, tuple[torch.dtype, tuple[int, ...], int, int]]
+
+
+def _opened(memory: memoryview, what: str) -> tuple[_Header, int]:
+    """The header of a whole file, and where its tensors begin."""
     try:
         start = 8 + int.from_bytes(memory[:8], "little")
-        blocks = _blocks(bytes(memory[8:start]))
-        if blocks and blocks[-1].last > len(memory) - start:
-            raise ValueError(f"it ends after {len(memory)} bytes of {start + blocks[-1].last}")
-        flat = _flat(memory)
-        return {name: tensor for block in blocks for name, tensor in block.views(flat, start)}
+        header = _header(bytes(memory[8:start]))
+        if header.blocks and header.blocks[-1].last > len(memory) - start:
+            raise ValueError(f"it ends after {len(memory)} bytes of {start + header.blocks[-1].last}")
+        return header, start
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise BankError(f"{what} is no whole safetensors file of {', '.join(DTYPES)} tensors: {error}") from error
 
@@ -98,11 +196,12 @@ class _Block:
 
 
 @lru_cache(maxsize=64)
-def _blocks(header: bytes) -> tuple[_Block, ...]:
+def _header(header: bytes) -> _Header:
     """Adapters of one layout share one header, so a bank of thousands parses it once."""
     tree = json.loads(header)
     tree.pop("__metadata__", None)
     blocks: list[_Block] = []
+    places = {}
     end = 0
     for name, entry in sorted(tree.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (first, last) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
@@ -110,12 +209,13 @@ def _blocks(header: bytes) -> tuple[_Block, ...]:
         if min(shape, default=0) < 0 or first != end or last - first != size * dtype.itemsize:
             raise ValueError(f"{list(shape)} values of {entry['dtype']} do not fill bytes {first} to {last}")
         end = last
+        places[name] = (dtype, shape, first, last)
         if blocks and blocks[-1].dtype == dtype:
             old = blocks.pop()
             blocks.append(_Block(dtype, old.first, last, (*old.names, name), (*old.shapes, shape), (*old.sizes, size)))
         else:
             blocks.append(_Block(dtype, first, last, (name,), (shape,), (size,)))
-    return tuple(blocks)
+    return _Header(tuple(blocks), places)
 
 
 def _flat(memory: memoryview) -> Tensor:

@@ -11,7 +11,7 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,6 +26,7 @@ from raycl.bank.manifest import ModelInfo, RouterInfo, SnapshotAdapter
 from raycl.bank.object_store import ObjectStoreCache
 from raycl.bench import sharing
 from raycl.bench.figures import Figure, Report, machine
+from raycl.bench.sharing import PATHS
 from raycl.storage import Storage
 from raycl.types import AdapterState
 
@@ -34,8 +35,8 @@ DISK_SHARE, OPEN_LIMIT_S, MAP_LIMIT_S, PRIVATE_LIMIT = 0.5, 2.0, 0.2, 0.1
 BUSY = 0.5
 SETTINGS = ("dir", "large_mb", "large", "small", "rank", "opened", "rounds")
 MODEL = ModelInfo(name="bench", sha256="0" * 64)
-LINEARS, WIDTH = 12, 384
-"""Query and value of six layers, as in MiniLM: 0.3 MB at rank 8."""
+WIDTH = 384
+"""As in MiniLM: 0.3 MB at rank 8."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +71,7 @@ def _rates(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     bank = Bank.at(folder / "rates")
     times: dict[str, list[float]] = {"disk write": [], "publish": [], "disk read": [], "fetch": []}
     for number in range(options.large):
-        state = _adapter(1, options.large_mb * MIB // 8 // options.rank, options.rank, number)
+        state = _adapter(PATHS[:1], options.large_mb * MIB // 8 // options.rank, options.rank, number)
         plain, data = folder / f"plain{number}", os.urandom(MIB) * options.large_mb
         manifests: list[AdapterManifest] = []
 
@@ -94,7 +95,7 @@ def _rates(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
 
 def _opening(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     bank = Bank.at(folder / "opening")
-    first = bank.publish("a", _adapter(LINEARS, WIDTH, options.rank, 0), MODEL, ["a"])
+    first = bank.publish("a", _adapter(PATHS, WIDTH, options.rank, 0), MODEL, ["a"])
     one = bank.snapshot([first], MODEL, RouterInfo(kind="task"))
     entry = one.adapters[0]
     fields = entry.model_dump()
@@ -113,7 +114,7 @@ def _opening(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
 def _object_store_cache(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     """One reader fills the cache, a second one on the node maps what is there."""
     bank, run = Bank.at(folder / "object_store_cache"), Storage.at(folder / "run")
-    states = [_adapter(LINEARS, WIDTH, options.rank, number) for number in range(options.small)]
+    states = [_adapter(PATHS, WIDTH, options.rank, number) for number in range(options.small)]
     manifests: list[AdapterManifest] = []
     spent = _seconds(lambda: manifests.extend(bank.publish(f"s{n}", state, MODEL) for n, state in enumerate(states)))
     size = sum(manifest.tensors.bytes for manifest in manifests)
@@ -140,7 +141,7 @@ def _object_store_cache(folder: Path, options: argparse.Namespace) -> Iterator[F
     detail = f"{private / MIB:.1f} MiB private of {size / MIB:.0f} MiB mapped"
     yield Figure("second reader's own memory over what it maps", private / size, "x", PRIVATE_LIMIT, "<=", detail)
     yield Figure(
-        "second reader makes tensors of all of them", opening, "s", detail=f"{2 * LINEARS * len(names):,} tensors"
+        "second reader makes tensors of all of them", opening, "s", detail=f"{2 * len(PATHS) * len(names):,} tensors"
     )
     detail = f"{touched / MIB:.1f} MiB"
     yield Figure("the same after reading every weight", touched / size, "x", PRIVATE_LIMIT, "<=", detail)
@@ -168,13 +169,13 @@ def _read(address: str, number: int) -> tuple[float, int, float, int]:
     return took, private - before, opening, psutil.Process().memory_full_info().uss - before
 
 
-def _adapter(linears: int, width: int, rank: int, seed: int) -> AdapterState:
+def _adapter(paths: Sequence[str], width: int, rank: int, seed: int) -> AdapterState:
     draw = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw)
 
-    return AdapterState({f"l{n}": (drawn(rank, width), drawn(width, rank)) for n in range(linears)})
+    return AdapterState({path: (drawn(rank, width), drawn(width, rank)) for path in paths})
 
 
 def _seconds(work: Callable[[], Any]) -> float:

@@ -36,7 +36,7 @@ from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.phase.step import train_step
 from raycl.training.records.checkpoint import Checkpoint, write_checkpoint
-from raycl.training.records.tensor_objects import TensorObjects, grouped
+from raycl.training.records.tensor_objects import TensorObjects
 from raycl.types import AdapterState, Batch, Phase
 
 LIMITS = {"slm": (1.1, 1.5), "sapt": (2.0, 2.0)}
@@ -125,7 +125,7 @@ class Grown:
         self.table = self.context.stream.table(self.context.phases[0].tasks[0], "train", codec)
         self.draw = torch.Generator().manual_seed(0)
         self.learn(tasks)
-        self.before = grouped(self.method.state_dict()[1])
+        self.before = self.method.state_dict()[1].groups
         phase = self.context.phases[0]
         self.task_context = TaskContext(phase, batch_size, self.context.stream, codec)
         if isinstance(self.method, Slm):

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone, Output
+from raycl.bank.tensor_groups import TensorGroups
+from raycl.bank.tensors import StoredAdapter, StoredTensors
 from raycl.config import Section, Tree, as_tree
 from raycl.methods.context import TaskContext
 from raycl.retrieval.encoder import SentenceEncoder
 from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState, Task
 
-State = tuple[dict[str, Any], dict[str, Tensor]]
+State = tuple[dict[str, Any], TensorGroups]
 """JSON-able values, and tensors on the CPU."""
 
 
@@ -189,7 +191,7 @@ class Method:
 
     def state_dict(self) -> State:
         """State beside the learned parameters (`trained_names`): values that shape the model, and frozen tensors."""
-        return {"labels": [] if self.backbone.head is None else list(self.backbone.head.labels)}, {}
+        return {"labels": [] if self.backbone.head is None else list(self.backbone.head.labels)}, TensorGroups()
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Give model and method the shape and tensors of `state_dict`; parameters are filled in afterwards."""
@@ -239,9 +241,9 @@ def in_head(name: str, parameter: Tensor) -> bool:
     return name.startswith("head.") and parameter.numel() > 0
 
 
-def packed(states: Mapping[str, AdapterState], kind: str = "slot") -> dict[str, Tensor]:
+def packed(states: Mapping[str, AdapterState], kind: str = "slot") -> TensorGroups:
     """Frozen adapters as tensors of a checkpoint: `<kind>/<adapter>/<part>`."""
-    return {f"{kind}/{name}/{part}": value for name, state in states.items() for part, value in state.tensors().items()}
+    return TensorGroups({f"{kind}/{name}/": state.tensors() for name, state in states.items()})
 
 
 def unpacked(
@@ -251,17 +253,23 @@ def unpacked(
     activation: Activation = "",
     kind: str = "slot",
 ) -> dict[str, AdapterState]:
-    """Back from what `packed` gave.
+    """Back from what `packed` gave; tensors of what was read from a checkpoint are created when they are used.
 
     Args:
         labels: adapter -> labels of its head rows, in the order in which they were learned.
     """
-    return {
-        name: AdapterState.from_tensors(under(f"{kind}/{name}/", tensors), scale, rows, activation)
-        for name, rows in labels.items()
-    }
+    found: dict[str, AdapterState] = {}
+    for name, rows in labels.items():
+        held = under(f"{kind}/{name}/", tensors)
+        if isinstance(held, StoredTensors):
+            found[name] = StoredAdapter(held, scale, rows, activation)
+        else:
+            found[name] = AdapterState.from_tensors(held, scale, rows, activation)
+    return found
 
 
-def under(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def under(start: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The tensors whose names begin with `start`, by the rest of their names."""
+    if isinstance(tensors, TensorGroups):
+        return tensors.under(start)
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}

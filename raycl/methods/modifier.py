@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor
 
 from raycl.config import Section, Tree, as_tree
-from raycl.methods.base import Method
+from raycl.methods.base import Method, under
 from raycl.types import Batch, Phase
 
 Reduce = Callable[[Tensor], Tensor]
@@ -188,9 +188,7 @@ class Modifiers:
     def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """What `state` and `tensors` gave, to each its own."""
         for name, member in self.members.items():
-            start = f"modifier/{name}/"
-            own = {key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)}
-            member.load_state(state.get(name, {}), own)
+            member.load_state(state.get(name, {}), under(f"modifier/{name}/", tensors))
 
 
 def _observed_by(member: GradientModifier, forward: Callable[[Batch], T]) -> Callable[[Batch], T]:

@@ -18,6 +18,7 @@ from raycl.adapters.head import Rule as HeadRule
 from raycl.adapters.prompts import MixedPrompts
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
+from raycl.bank.tensor_groups import TensorGroups
 from raycl.methods.base import Learned, Method, MethodConfig, State, packed, phase_labels, under, unpacked
 from raycl.methods.context import TaskContext
 from raycl.methods.trained_adapters import end_training, is_trainable
@@ -134,10 +135,10 @@ class PerTaskAdapter(Method, ABC):
         self._load(states)
         return states
 
-    def _load(self, states: Mapping[str, AdapterState]) -> None:
+    def _load(self, states: Mapping[str, AdapterState], later: bool = False) -> None:
         self._learned |= states
         for name, state in states.items():
-            self.stack.load(name, state)
+            self.stack.load(name, state, later=later)
 
     def state_dict(self) -> State:
         """Label rows of each adapter, which task is trained, and frozen adapters."""
@@ -152,7 +153,8 @@ class PerTaskAdapter(Method, ABC):
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Frozen adapters as they were; the task's own in shape."""
         super().load_state_dict(values, tensors)
-        self._load(unpacked(dict(values["learned"]), tensors, self.scale, self.stack.activation))
+        learned = unpacked(dict(values["learned"]), tensors, self.scale, self.stack.activation)
+        self._load(learned, later=True)  # a checkpoint may hold thousands, of which few are used
         previous = dict(values.get("previous", ()))
         self._previous = unpacked(previous, tensors, self.scale, self.stack.activation, PREVIOUS)
         if values["task"]:
@@ -171,12 +173,11 @@ class PerTaskAdapter(Method, ABC):
             keep: a task whose adapters have these names, learned next, begins with their weights.
         """
         own = tuple(f"{kind}/{name}/" for kind in ("slot", PREVIOUS) for name in adapters)
-        left = {name: tensor for name, tensor in tensors.items() if not name.startswith(own)}
+        left = TensorGroups.of(tensors).select(lambda name: not name.startswith(own))
         learned = [pair for pair in values["learned"] if pair[0] not in adapters]
         previous = [pair for pair in values["learned"] if pair[0] in adapters] if keep else []
         for name, _ in previous:
-            parts = under(f"slot/{name}/", tensors)
-            left |= {f"{PREVIOUS}/{name}/{part}": tensor for part, tensor in parts.items()}
+            left |= TensorGroups({f"{PREVIOUS}/{name}/": under(f"slot/{name}/", tensors)})
         known = {label for _, labels in learned for label in labels}
         labels = [label for label in values["labels"] if label in known]
         return {**values, "learned": learned, "previous": previous, "labels": labels}, left

@@ -20,11 +20,12 @@ from raycl.bank.bank import info_of
 from raycl.bank.integrity import objects_of
 from raycl.bank.manifest import ModelInfo, RouterInfo
 from raycl.bank.object_store import NAMESPACE, Location, ObjectStoreCache, shared_readers
+from raycl.bank.tensor_groups import TensorGroups
 from raycl.errors import BankError
 from raycl.methods.base import packed
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from raycl.training.records.tensor_objects import TensorObjects, grouped, ungrouped
+from raycl.training.records.tensor_objects import TensorObjects
 from raycl.types import AdapterState
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -218,11 +219,11 @@ def test_training_workers_share_one_copy_of_frozen_adapters(
     bank, _ = snapshot
     frozen = packed({f"a{number}": adapter(number) for number in range(COUNT)})
     run, checkpoint = Storage.at(tmp_path / "run"), Checkpoint(0, 1, 1, {}, {})
-    groups = list(grouped(frozen).items())
+    groups = list(frozen.groups.items())
     for name, some in (("begin", groups[:1]), ("end", groups)):
         objects = TensorObjects(run, bank.storage)
         infos = {group: info_of(tensors) for group, tensors in some}
-        checkpoint.frozen_state = ungrouped(objects.get(infos) if where == "bank" else dict(some))
+        checkpoint.frozen_state = TensorGroups(objects.get(infos) if where == "bank" else dict(some))
         write_checkpoint(run, name, checkpoint, objects)
     assert bool(run.files("objects")) == (where == "run")
     workers = [TrainingWorker.remote() for _ in range(2)]  # type: ignore[attr-defined]

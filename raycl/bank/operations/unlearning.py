@@ -17,6 +17,7 @@ from raycl import config as configs
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.bank import Bank, Snapshot
 from raycl.bank.routers import get_router, put_router
+from raycl.bank.tensor_groups import TensorGroups
 from raycl.bank.training_state import get_state, put_state
 from raycl.config.trust import NONE_GIVEN, Permissions
 from raycl.data.stream import Stream, StreamConfig, open_stream
@@ -29,7 +30,6 @@ from raycl.run.start import BY_TASK
 from raycl.serve.snapshots.scores import score_snapshot
 from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.training.records.bank_start import PARAMETERS, adapters_of_task, without_task
-from raycl.training.records.tensor_objects import grouped, ungrouped
 from raycl.types import Score
 
 log = logging.getLogger("raycl")
@@ -104,8 +104,8 @@ def _training_without(bank: Bank, snapshot: Snapshot, task: str, adapters: Seque
         return None
     values, groups = get_state(bank, snapshot)
     parameters = {PARAMETERS: held} if (held := groups.pop(PARAMETERS, None)) else {}
-    values, frozen = without_task(values, ungrouped(groups), method, task, adapters)
-    return put_state(bank, values, {**parameters, **grouped(frozen)})
+    values, frozen = without_task(values, TensorGroups(groups), method, task, adapters)
+    return put_state(bank, values, {**parameters, **frozen.groups})
 
 
 def _config_without(snapshot: Snapshot, task: str) -> dict[str, Any]:

@@ -298,17 +298,12 @@ class Sapt(PerTaskAdapter):
         """Also without the task's key and pseudo-samples; mean weights of other tasks are shared among what is left."""
         values, tensors = super().without_task(values, tensors, task, adapters, keep)
         keys = list(values["attention"]["tasks"])
-        left: dict[str, Tensor] = {}
-        for name, one in tensors.items():
-            kind = name.partition("/")[0]
-            if name in (f"abar/{task}", f"attention/key/{task}", f"selector/key/{task}"):
-                continue
-            if name.startswith(f"pseudo/{task}/"):
-                continue
-            if kind == "abar" and task in keys[: len(one)]:
-                one = torch.cat([one[: keys.index(task)], one[keys.index(task) + 1 :]])
-                one = one / one.sum().clamp_min(torch.finfo(one.dtype).tiny)
-            left[name] = one
+        own = (f"abar/{task}", f"attention/key/{task}", f"selector/key/{task}")
+        left = tensors.select(lambda name: name not in own and not name.startswith(f"pseudo/{task}/"))
+        for name, abar in under("abar/", left).items():
+            if task in keys[: len(abar)]:
+                abar = torch.cat([abar[: keys.index(task)], abar[keys.index(task) + 1 :]])
+                left |= {f"abar/{name}": abar / abar.sum().clamp_min(torch.finfo(abar.dtype).tiny)}
         kept = [name for name in keys if name != task]
         changed = {kind: values[kind] and {**values[kind], "tasks": kept} for kind in ("attention", "selector")}
         return {**values, **changed}, left

@@ -258,16 +258,14 @@ class Slm(PerTaskAdapter):
         values, tensors = super().without_task(values, tensors, task, adapters, keep)
         router = values["router"]
         settings = {**router["settings"], "tasks": [name for name in router["settings"]["tasks"] if name != task]}
-        left = without(RouterState(router["kind"], settings, under("router/", tensors)), task).tensors
-        others = {
-            name: one for name, one in tensors.items() if not name.startswith("router/") and name != f"dev/{task}"
-        }
+        left = without(RouterState(router["kind"], settings, dict(under("router/", tensors))), task).tensors
+        others = tensors.select(lambda name: not name.startswith("router/") and name != f"dev/{task}")
         values = {**values, "router": {**router, "settings": settings}}
         return values, others | {f"router/{name}": one for name, one in left.items()}
 
 
 def _restored(state: RouterState, tensors: Mapping[str, Tensor]) -> SlotRouter:
-    router = SlotRouter.restored(replace(state, tensors=under("router/", tensors)))
+    router = SlotRouter.restored(replace(state, tensors=dict(under("router/", tensors))))
     for task in router.tasks:
         router.hold_out(task, tensors[f"dev/{task}"])
     return router

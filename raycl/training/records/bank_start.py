@@ -18,13 +18,14 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.bank import info_of
 from raycl.bank.leases import hold_lease
 from raycl.bank.manifest import dump
+from raycl.bank.tensor_groups import TensorGroups
 from raycl.bank.training_state import get_record, put_state, restore_record
 from raycl.errors import BankError, CheckpointError
-from raycl.methods.base import Method
+from raycl.methods.base import Method, State
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.training.records.checkpoint import Checkpoint, write_checkpoint
 from raycl.training.records.journal import Journal
-from raycl.training.records.tensor_objects import TensorObjects, grouped, ungrouped
+from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.training_context import TrainingContext
 from raycl.types import Score
 
@@ -54,9 +55,9 @@ def restore_training_state(bank: Bank, snapshot: Snapshot, done: Checkpoint, pha
     return restore_record(bank, snapshot, _values(done, phases), objects)
 
 
-def groups_of(done: Checkpoint) -> dict[str, dict[str, Tensor]]:
+def groups_of(done: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
     """The tensors of a training state."""
-    groups = {PARAMETERS: done.parameters, **grouped(done.frozen_state)}
+    groups = {PARAMETERS: done.parameters, **TensorGroups.of(done.frozen_state).groups}
     return {name: held for name, held in groups.items() if held}
 
 
@@ -73,7 +74,7 @@ def without_task(
     task: str,
     adapters: Collection[str],
     keep: bool = False,
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+) -> State:
     """Values and frozen tensors of a training state without a task, as far as the method keeps tasks apart.
 
     Args:
@@ -131,10 +132,10 @@ def read_training_state(
         values["steps"],
         values["steps"],
         values["method"],
-        groups.pop(PARAMETERS, {}),
+        dict(groups.pop(PARAMETERS, {})),
         spent={"train_s": 0.0, "tokens": 0.0},
         published={"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": versions},
-        frozen_state=ungrouped(groups),
+        frozen_state=TensorGroups(groups),
         modifiers=values["modifiers"],
         snapshot=dump(snapshot),
     )

@@ -9,18 +9,19 @@ What it does not know: which tensors a method learns, and which checkpoint count
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from safetensors.torch import load, save
 from torch import Tensor
 
+from raycl.bank.tensor_groups import TensorGroups
 from raycl.errors import CheckpointError, DamagedError, FormatError, RunError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.storage.records import read_record, seal
-from raycl.training.records.tensor_objects import TensorObjects, grouped, infos_of, ungrouped
+from raycl.training.records.tensor_objects import TensorObjects, infos_of
 
 FOLDER = "checkpoints"
 PARAMETERS, OPTIMIZER = "parameters.safetensors", "optimizer.safetensors"
@@ -53,7 +54,7 @@ class Checkpoint:
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
     published: dict[str, Any] = field(default_factory=dict)
-    frozen_state: dict[str, Tensor] = field(default_factory=dict)
+    frozen_state: Mapping[str, Tensor] = field(default_factory=dict)
     modifiers: dict[str, Any] = field(default_factory=dict)
     snapshot: bytes = b""
 
@@ -75,7 +76,8 @@ class Checkpoint:
 def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, objects: TensorObjects) -> None:
     """Write the folder `checkpoints/<name>`, and objects that it names and the run has neither written nor read."""
     folder = storage.sub(f"{FOLDER}/{name}")
-    named = {group: objects.put(group, tensors) for group, tensors in grouped(checkpoint.frozen_state).items()}
+    groups = TensorGroups.of(checkpoint.frozen_state).groups
+    named = {group: objects.put(group, tensors) for group, tensors in groups.items()}
     tensors = {PARAMETERS: checkpoint.parameters, OPTIMIZER: checkpoint.optimizer}
     files = {file: save({name: value.contiguous() for name, value in held.items()}) for file, held in tensors.items()}
     if checkpoint.snapshot:
@@ -122,7 +124,7 @@ def read_checkpoint(
         load(files[OPTIMIZER]),
         manifest["spent"],
         manifest["published"],
-        ungrouped(groups),
+        TensorGroups(groups),
         manifest["modifiers"],
         files.get(SNAPSHOT, b""),
     )

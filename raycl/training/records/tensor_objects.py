@@ -11,7 +11,6 @@ What it does not know: which checkpoints name an object.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -21,20 +20,13 @@ from torch import Tensor
 from raycl.bank.bank import ObjectReader, info_of
 from raycl.bank.manifest import ObjectInfo
 from raycl.bank.pruning import removed_from
-from raycl.bank.tensors import pack, views
+from raycl.bank.tensors import StoredTensors, pack, views
 from raycl.errors import BankError, CheckpointError
 from raycl.storage import Storage
+from raycl.storage.unfinished import Buffer
 
 CHANGING = "modifier/"
 """Groups whose tensors are changed in place."""
-
-ROUTERS = ("router", "attention", "selector")
-"""Kinds of tensors that are named as in `raycl.types.RouterState`."""
-
-_ADAPTER_NUMBER = re.compile(r"\.\d+(-\d+)?$")
-
-WHOLE = "tensor"
-"""Name of the tensor in a group that holds one."""
 
 
 SharedReader = Callable[[Storage], ObjectReader]
@@ -56,6 +48,8 @@ class TensorObjects:
 
     def info(self, group: str, tensors: Mapping[str, Tensor]) -> ObjectInfo:
         """The object of a group; tensors that have not changed since they were read or hashed are not hashed again."""
+        if isinstance(tensors, StoredTensors):
+            return tensors.info
         known = self._hashed.get(group)
         if known is not None and _are_same(known[0], _versions(tensors)):
             return known[1]
@@ -72,8 +66,8 @@ class TensorObjects:
             self._stored.add(info.sha256)
         return info
 
-    def get(self, infos: Mapping[str, ObjectInfo], partial: bool = False) -> dict[str, dict[str, Tensor]]:
-        """The tensors of each group, hash checked; shared ones are read-only.
+    def get(self, infos: Mapping[str, ObjectInfo], partial: bool = False) -> dict[str, Mapping[str, Tensor]]:
+        """The tensors of each group, hash checked. Those that are shared, and those of adapters, are read-only.
 
         Args:
             partial: groups that cannot be read are left out, as stored samples are that were removed on purpose.
@@ -91,16 +85,17 @@ class TensorObjects:
                 if not partial and not self._is_removed(info):
                     raise
         found = {group: found[group] for group in infos if group in found}
-        self._hashed |= {group: (_versions(tensors), infos[group]) for group, tensors in found.items()}
+        held = {group: tensors for group, tensors in found.items() if not isinstance(tensors, StoredTensors)}
+        self._hashed |= {group: (_versions(tensors), infos[group]) for group, tensors in held.items()}
         self._stored |= {infos[group].sha256 for group in found}
         return found
 
-    def _shared(self, shared: SharedReader, infos: Mapping[str, ObjectInfo]) -> dict[str, dict[str, Tensor]]:
+    def _shared(self, shared: SharedReader, infos: Mapping[str, ObjectInfo]) -> dict[str, Mapping[str, Tensor]]:
         """Those groups that can be shared: of the bank, which other runs read too, and of this run; one request each.
 
         What modifiers keep stays their own: they change it in place.
         """
-        found: dict[str, dict[str, Tensor]] = {}
+        found: dict[str, Mapping[str, Tensor]] = {}
         for storage in (self.bank, self.storage):
             files = storage.files("objects") if storage is not None else {}
             wanted = [
@@ -112,7 +107,9 @@ class TensorObjects:
                 continue
             with suppress(BankError):  # a damaged one: each is read on its own then, and looked for in both places
                 buffers = shared(storage).read_objects(wanted)
-                found |= {group: views(data, group) for (group, _), data in zip(wanted, buffers, strict=True)}
+                found |= {
+                    group: _tensors(data, group, info) for (group, info), data in zip(wanted, buffers, strict=True)
+                }
         return found
 
     @property
@@ -122,7 +119,7 @@ class TensorObjects:
     def _is_removed(self, info: ObjectInfo) -> bool:
         return self.bank is not None and info.file in removed_from(self.bank).samples
 
-    def _own(self, info: ObjectInfo, group: str) -> dict[str, Tensor]:
+    def _own(self, info: ObjectInfo, group: str) -> Mapping[str, Tensor]:
         data = self._whole(self.storage, info)
         if data is None and self.bank is not None:
             data = self._whole(self.bank, info)
@@ -134,9 +131,11 @@ class TensorObjects:
                 f"{info.sha256[:12]}){self._elsewhere}: restore a copy"
             )
         try:
-            return {name: tensor.clone() for name, tensor in views(data, group).items()}
+            found = _tensors(data, group, info)
         except BankError as error:
             raise CheckpointError(str(error)) from error
+        stored = isinstance(found, StoredTensors)
+        return found if stored else {name: tensor.clone() for name, tensor in found.items()}
 
     def _whole(self, storage: Storage, info: ObjectInfo) -> bytes | None:
         """The object's bytes; None: missing or damaged."""
@@ -159,6 +158,13 @@ class TensorObjects:
                 self.storage.delete(info.file)
 
 
+def _tensors(data: Buffer, group: str, info: ObjectInfo) -> Mapping[str, Tensor]:
+    """Those of an adapter, or of samples, are created when they are used: there may be thousands of them."""
+    if group.endswith("/") and not group.startswith(CHANGING):
+        return StoredTensors(data, group, info)
+    return views(data, group)
+
+
 def _versions(tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, int]]:
     """Each with the number of changes in place so far."""
     return [(tensor, tensor._version) for tensor in tensors.values()]
@@ -168,35 +174,6 @@ def _are_same(old: list[tuple[Tensor, int]], new: list[tuple[Tensor, int]]) -> b
     """Whether these are the same tensors, none changed in place."""
     same = (one is two and before == after for (one, before), (two, after) in zip(old, new, strict=False))
     return len(old) == len(new) and all(same)
-
-
-def grouped(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Tensors of a state by what they belong to, so that those of earlier tasks are groups that do not change.
-
-    Group `<kind>/<owner>/` holds `<kind>/<owner>/<part>`, an adapter for example. Group `<kind>//<owner>` holds
-    `<kind>/<part>/<owner>` of routers, whose names end with a task or with one of its adapters. Shorter names are each
-    a group.
-    """
-    groups: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition("/")
-        first, slash, last = rest.partition("/")
-        group, inner = (f"{kind}/{first}/", last) if slash else (name, WHOLE)
-        if slash and kind in ROUTERS:
-            group, inner = f"{kind}//{_ADAPTER_NUMBER.sub('', last)}", rest
-        groups.setdefault(group, {})[inner] = tensor
-    return groups
-
-
-def ungrouped(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Back from what `grouped` gave."""
-    found: dict[str, Tensor] = {}
-    for group, held in groups.items():
-        kind, is_router, _ = group.partition("//")
-        for inner, tensor in held.items():
-            name = f"{kind}/{inner}" if is_router else f"{group}{inner}" if group.endswith("/") else group
-            found[name] = tensor
-    return found
 
 
 def infos_of(manifest: Mapping[str, Any]) -> dict[str, ObjectInfo]:

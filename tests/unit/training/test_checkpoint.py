@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from raycl.bank import Bank
+from raycl.bank.tensor_groups import TensorGroups
 from raycl.errors import CheckpointError, RunError
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import Checkpoint, delete_checkpoints, read_checkpoint, write_checkpoint
-from raycl.training.records.tensor_objects import TensorObjects, grouped, ungrouped
+from raycl.training.records.tensor_objects import TensorObjects
 
 
 def made(step: int = 3) -> Checkpoint:
@@ -72,13 +73,13 @@ def test_what_is_frozen_is_stored_once_and_named(tmp_path: Path) -> None:
         checkpoint = made()
         checkpoint.frozen_state = tasks
         write_checkpoint(storage, name, checkpoint, objects)
-    assert len(storage.files("objects")) == len(grouped(state)) + 1
-    assert ungrouped(grouped(state)).keys() == state.keys()
+    assert len(storage.files("objects")) == len(TensorGroups.of(state).groups) + 1
+    assert TensorGroups.of(state).keys() == state.keys()
     found = read_checkpoint(storage, "b").frozen_state
     assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
     assert all(found[name].dtype == state[name].dtype for name in state)
     delete_checkpoints(storage, ["a", "b"], ["c"], objects)
-    assert storage.list("checkpoints") == ["c"] and len(storage.files("objects")) == len(grouped(state))
+    assert storage.list("checkpoints") == ["c"] and len(storage.files("objects")) == len(TensorGroups.of(state).groups)
     assert read_checkpoint(storage, "c").frozen_state.keys() == state.keys()
 
 
@@ -128,7 +129,7 @@ def test_tensors_of_routers_are_grouped_by_task() -> None:
     names = ["key/a.0", "key/a.1", "count/a", "scatter/b", "key/b.0-1", "projection"]
     state = {f"router/{name}": torch.tensor([float(number)]) for number, name in enumerate(names)}
     state |= {"slot/a.0/q.lora_A": torch.ones(1), "abar/a": torch.ones(2)}
-    groups = grouped(state)
+    groups = TensorGroups.of(state).groups
     assert set(groups) == {"router//a", "router//b", "router/projection", "slot/a.0/", "abar/a"}
-    back = ungrouped(groups)
+    back = TensorGroups(groups)
     assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)

@@ -1,0 +1,114 @@
+"""Tensors of a state by name, in groups of those that are stored together as one object.
+
+What it does not know: where the objects are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor
+
+ROUTERS = ("router", "attention", "selector")
+"""Kinds of tensors that are named as in `raycl.types.RouterState`."""
+
+WHOLE = "tensor"
+"""Name of the tensor in a group that holds one."""
+
+_ADAPTER_NUMBER = re.compile(r"\.\d+(-\d+)?$")
+
+
+class TensorGroups(Mapping[str, Tensor]):
+    """Tensors by name, grouped by what they belong to, so that those of earlier tasks are groups that do not change.
+
+    Group `<kind>/<owner>/` holds `<kind>/<owner>/<part>`, an adapter for example. Group `<kind>//<owner>` holds
+    `<kind>/<part>/<owner>` of routers, whose names end with a task or with one of its adapters. Shorter names are each
+    a group.
+
+    Attributes:
+        groups: group -> its tensors by the rest of their names; `StoredTensors` are created when they are looked up.
+    """
+
+    def __init__(self, groups: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
+        self.groups: dict[str, Mapping[str, Tensor]] = dict(groups or {})
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor]) -> TensorGroups:
+        """Tensors by name in their groups."""
+        if isinstance(tensors, TensorGroups):
+            return tensors
+        groups: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            group, inner = _place(name)
+            groups.setdefault(group, {})[inner] = tensor
+        return TensorGroups(groups)
+
+    def __getitem__(self, name: str) -> Tensor:
+        group, inner = _place(name)
+        if inner not in self.groups.get(group, ()):
+            raise KeyError(name)
+        return self.groups[group][inner]
+
+    def __contains__(self, name: object) -> bool:
+        """Creates no tensor, unlike the default."""
+        if not isinstance(name, str):
+            return False
+        group, inner = _place(name)
+        return inner in self.groups.get(group, ())
+
+    def __iter__(self) -> Iterator[str]:
+        return (_name(group, inner) for group, held in self.groups.items() for inner in held)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.groups.values()))
+
+    def __repr__(self) -> str:
+        return f"TensorGroups({list(self)})"
+
+    def __or__(self, other: Mapping[str, Tensor]) -> TensorGroups:
+        """As of two dicts; groups that only one of them has stay what they are."""
+        mine, theirs = self.groups, TensorGroups.of(other).groups
+        merged = {group: {**mine[group], **theirs[group]} for group in mine.keys() & theirs.keys()}
+        return TensorGroups({**mine, **theirs, **merged})
+
+    def under(self, start: str) -> Mapping[str, Tensor]:
+        """The tensors whose names begin with `start`, by the rest of their names."""
+        if start in self.groups:
+            return self.groups[start]
+        kind = start.partition("/")[0]
+        found = {}
+        for group, held in self.groups.items():
+            for inner in held if group.startswith(kind) else ():
+                name = _name(group, inner)
+                if name.startswith(start):
+                    found[name.removeprefix(start)] = held[inner]
+        return found
+
+    def select(self, keep: Callable[[str], bool]) -> TensorGroups:
+        """The tensors whose names are kept; groups of which all are kept stay what they are."""
+        found: dict[str, Mapping[str, Tensor]] = {}
+        for group, held in self.groups.items():
+            inner = [one for one in held if keep(_name(group, one))]
+            if inner:
+                found[group] = held if len(inner) == len(held) else {one: held[one] for one in inner}
+        return TensorGroups(found)
+
+
+def _place(name: str) -> tuple[str, str]:
+    """Group of a tensor, and its name there."""
+    kind, _, rest = name.partition("/")
+    first, slash, last = rest.partition("/")
+    if not slash:
+        return name, WHOLE
+    if kind in ROUTERS:
+        return f"{kind}//{_ADAPTER_NUMBER.sub('', last)}", rest
+    return f"{kind}/{first}/", last
+
+
+def _name(group: str, inner: str) -> str:
+    """Back from what `_place` gave."""
+    kind, is_router, _ = group.partition("//")
+    if is_router:
+        return f"{kind}/{inner}"
+    return f"{group}{inner}" if group.endswith("/") else group
