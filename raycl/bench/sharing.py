@@ -2,7 +2,7 @@
 
 Four are training workers that restore a checkpoint, four are trials of a sweep that start from the bank. Each gives
 what it reads to a method, IncLoRA on a small encoder, which could go on training, and reads the weights of a few
-adapters. A reader's memory is what becomes private to its process (USS) meanwhile: the state of all adapters. What the
+adapters. A reader's memory is what has become private to its process (USS) then: the state of all adapters. What the
 object store holds is added once; model, method and libraries were there before. Then it reads every weight of all
 adapters, one adapter after another. At last a mixture names the few: their weights are copied to the rows that layers
 read, on the device where the model is. Here that is the CPU, so those rows are given beside the figure, not in it.
@@ -11,6 +11,8 @@ What it does not know: what the adapters were learned for.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import time
 from collections.abc import Iterable, Iterator
 from statistics import median
@@ -64,7 +66,8 @@ class Reader:
         """Seconds to restore; private bytes after reading a few adapters, after reading all, after loading a few."""
         method = IncLora(self.config, make_backbone(self.width), 0)
         objects = TensorObjects(self.run, self.bank.storage, self.readers if shared else None)
-        before, began = private_bytes(), time.perf_counter()
+        before = private_bytes()
+        began = time.perf_counter()
         if trial:
             read_training_state(self.bank, self.bank.open(number), objects)
         self.held = read_checkpoint(self.run, checkpoint, objects)
@@ -76,12 +79,20 @@ class Reader:
         read_weights(states.values())
         read = private_bytes()
         method.stack.need(some)
+        loaded = private_bytes()
         self.method = method
-        return took, restored - before, read - before, private_bytes() - before
+        return took, restored - before, read - before, loaded - before
 
 
 def private_bytes() -> int:
-    """Of this process (USS)."""
+    """Of this process (USS), without what is freed and kept to be used again: records are read by way of larger trees.
+
+    Where the C library cannot return freed memory (`malloc_trim` is glibc's), it counts.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
     return int(psutil.Process().memory_full_info().uss)
 
 

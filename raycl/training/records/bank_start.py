@@ -17,7 +17,6 @@ from torch import Tensor
 from raycl.bank import Bank, Snapshot
 from raycl.bank.bank import info_of
 from raycl.bank.leases import hold_lease
-from raycl.bank.manifest import dump
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.bank.training_state import get_record, put_state, restore_record
 from raycl.errors import BankError, CheckpointError
@@ -137,7 +136,7 @@ def read_training_state(
         published={"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": versions},
         frozen_state=TensorGroups(groups),
         modifiers=values["modifiers"],
-        snapshot=dump(snapshot),
+        snapshot=bank.storage.read(snapshot.file),
     )
     return checkpoint, values["phases"]
 

@@ -228,6 +228,29 @@ def test_the_mixture_belongs_to_the_encoder_output() -> None:
             torch.testing.assert_close(split, whole)
 
 
+def test_adapters_that_are_loaded_later_give_the_same_bits_in_any_order_of_use() -> None:
+    """As in a run that was resumed: rows are given out in the order of use, sums are in the order of loading."""
+    model, stack, states = stacked("bert")
+    other, later, _ = stacked("bert")
+    for name, held in states.items():
+        later.drop(name)
+        later.load(name, held, later=True)
+    assert not later.table.rows
+    ids = torch.arange(4, 12)[None]
+    for names in (["c"], ["b"], ["c", "b"], ["a", "b", "c"]):
+        mixture = Mixture.same(dict.fromkeys(names, 0.7), 1)
+        with torch.no_grad(), stack.activate(mixture), later.activate(mixture):
+            assert torch.equal(model(ids).last_hidden_state, other(ids).last_hidden_state), names
+        assert {"c", *names} <= later.table.rows.keys()
+    assert [later.table.rows[name][0] for name in "cba"] == sorted(rows[0] for rows in later.table.rows.values())
+    later.load("d", states["a"], later=True)
+    later.drop("d")
+    later.load("d", AdapterState({"nowhere": (torch.ones(1, 2), torch.ones(2, 1))}), later=True)
+    for _ in range(2):
+        with pytest.raises(AdapterError, match="adapter 'd' adapts 'nowhere'"):
+            later.need(["d"])
+
+
 @each_activation
 def test_compiled_once_for_all_mixtures_and_for_adapters_learned_later(activation: Activation) -> None:
     backbone, stack, _states = stacked("llama", activation)
