@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from raycl.bank.bank import Bank, ObjectReader, info_of
+from raycl.bank.bank import Bank, info_of
 from raycl.bank.manifest import ObjectInfo, Snapshot
 from raycl.bank.pruning import removed_from
 from raycl.bank.tensors import views
@@ -76,13 +76,8 @@ def _sealed(values: Mapping[str, Any], objects: Mapping[str, ObjectInfo]) -> byt
     return seal({"format": FORMAT, "values": dict(values), "objects": named})
 
 
-def get_state(
-    bank: Bank, snapshot: Snapshot, reader: ObjectReader | None = None
-) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+def get_state(bank: Bank, snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """Values and tensors by group, which are read-only.
-
-    Args:
-        reader: reads the tensors; None: the bank itself.
 
     Raises:
         BankError: the snapshot has no training state, or a part of it is missing or damaged.
@@ -90,7 +85,7 @@ def get_state(
     values, objects = get_record(bank, snapshot)
     objects = _without_removed(bank, objects)
     wanted = [(f"the training state of snapshot {snapshot.number} ({group})", info) for group, info in objects.items()]
-    read = (reader or bank).read_objects(wanted)
+    read = bank.read_objects(wanted)
     tensors = [views(data, what) for (what, _), data in zip(wanted, read, strict=True)]
     return values, dict(zip(objects, tensors, strict=True))
 
