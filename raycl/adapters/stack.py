@@ -286,8 +286,8 @@ class AdapterStack:
         """Sums of floats depend on their order. Without a limit it is that of loading, which a run that was resumed
         has too, whichever adapters were used first; with one, that of the rows."""
         if self.grows:
-            order = {name: number for number, name in enumerate(self.states)}
-            return sorted(names, key=lambda name: order[name])
+            wanted = set(names)
+            return [name for name in self.states if name in wanted]
         return sorted(names, key=lambda name: self.table.rows[name][0])
 
     def preallocate(self, rows: int, sequences: int) -> None:

@@ -21,9 +21,10 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -90,61 +91,76 @@ def _serve(address: str) -> None:
     waiting.register(listener, selectors.EVENT_READ)
     waiting.register(sys.stdin, selectors.EVENT_READ)
     print("ready", flush=True)
-    workers: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor that tells of their end
+    workers: set[_Worker] = set()
     while True:
         for key, _ in waiting.select():
+            worker = key.data
             if key.fileobj is sys.stdin:
-                for pid, _connection in workers.values():
-                    os.kill(pid, signal.SIGKILL)
+                for worker in workers:
+                    os.kill(worker.pid, signal.SIGKILL)
                 return
             if key.fileobj is listener:
-                connection = listener.accept()[0]
-                pid = _started(connection, waiting, listener)
-                ended = os.pidfd_open(pid)
-                workers[ended] = pid, connection
-                waiting.register(ended, selectors.EVENT_READ, ended)
-                waiting.register(connection, selectors.EVENT_READ, ended)
-            elif key.fd == key.data and key.data in workers:
-                pid, connection = workers.pop(key.data)
-                _end(pid, connection, waiting)
-                waiting.unregister(key.data)
-                os.close(key.data)
-            elif key.data in workers:  # Ray has killed the process that waits for the worker
-                waiting.unregister(key.fileobj)
-                os.kill(workers[key.data][0], signal.SIGKILL)
+                worker = _started(listener.accept()[0], waiting, listener)
+                workers.add(worker)
+                waiting.register(worker.ended, selectors.EVENT_READ, worker)
+                waiting.register(worker.connection, selectors.EVENT_READ, worker)
+            elif worker not in workers:  # it ended in this round
+                continue
+            elif key.fileobj is worker.connection:  # Ray has killed the process that waits for the worker
+                waiting.unregister(worker.connection)
+                os.kill(worker.pid, signal.SIGKILL)
+            else:
+                workers.remove(worker)
+                _end(worker, waiting)
 
 
-def _end(pid: int, connection: socket.socket, waiting: selectors.BaseSelector) -> None:
+@dataclass(frozen=True, eq=False)
+class _Worker:
+    """A copy.
+
+    Attributes:
+        ended: descriptor that can be read when it has ended. connection: to the process that waits for it.
+    """
+
+    pid: int
+    ended: int
+    connection: socket.socket
+
+
+def _end(worker: _Worker, waiting: selectors.BaseSelector) -> None:
     """Pass the exit code on."""
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with connection:
-        if connection in waiting.get_map():
-            waiting.unregister(connection)
-            connection.sendall(bytes([code & 255]))
+    code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
+    waiting.unregister(worker.ended)
+    os.close(worker.ended)
+    with worker.connection:
+        if worker.connection in waiting.get_map():
+            waiting.unregister(worker.connection)
+            with suppress(OSError):  # Ray may have killed the process that waits in this moment
+                worker.connection.sendall(bytes([code & 255]))
 
 
-def _started(connection: socket.socket, waiting: selectors.BaseSelector, listener: socket.socket) -> int:
-    """The id of a new worker."""
+def _started(connection: socket.socket, waiting: selectors.BaseSelector, listener: socket.socket) -> _Worker:
+    """A new worker."""
     head, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
-    size, data = int.from_bytes(head, "big"), b""
-    while len(data) < size:
-        data += connection.recv(size - len(data))
+    with connection.makefile("rb") as stream:
+        data = stream.read(int.from_bytes(head, "big"))  # cut if Ray has killed the process that sends it
     pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)  # Ray ends a worker's whole group
         for opened in (connection, listener):
             opened.close()
         waiting.close()
-        _work(json.loads(data), descriptors)
+        _work(data, descriptors)
     for descriptor in descriptors:
         os.close(descriptor)
-    return pid
+    return _Worker(pid, os.pidfd_open(pid), connection)
 
 
-def _work(request: dict[str, Any], descriptors: list[int]) -> None:
+def _work(data: bytes, descriptors: list[int]) -> None:
     """Become the worker."""
     code = 1
     try:
+        request = json.loads(data)
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
             os.close(descriptor)
