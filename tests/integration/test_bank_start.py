@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from raycl.bank.operations.maintenance import prune, verify
 from raycl.bank.operations.unlearning import forget
 from raycl.bank.routers import get_router
 from raycl.bank.training_state import state_objects
-from raycl.errors import BankError, ConfigError, RayclError, RunError, UnreachableError
+from raycl.errors import BankError, ConfigError, RayclError, RunError, StorageError, UnreachableError
 from raycl.launch import driver, worker
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
@@ -222,6 +223,28 @@ def test_what_differs_from_the_snapshots_run_is_refused_with_both_values(
             started(uri, [new], reference)
     with pytest.raises(BankError, match="there is no bank at"):
         started(str(tmp_path / "nothing"), [new])
+
+
+def test_a_bank_without_permission_is_refused_before_anything_is_written(
+    lab: Lab, s3_uri: Callable[[str], str], tmp_path: Path
+) -> None:
+    uri = s3_uri("closed")
+    address = f"http://{uri.partition('endpoint_override=')[2].partition('&')[0]}/moto-api/reset-auth"
+
+    def allow(requests: bytes) -> None:
+        """So many without permission."""
+        headers = {"Content-Type": "text/plain"}
+        urllib.request.urlopen(urllib.request.Request(address, data=requests, headers=headers))
+
+    allow(b"0")
+    try:
+        with pytest.raises(StorageError, match=r"^cannot reach '[^\n]*closed[^\n]*ACCESS_DENIED[^\n]*$"):
+            started(uri, lab.tasks[:1])
+    finally:
+        allow(b"inf")  # the server's store belongs to all tests of this process
+    with pytest.raises(BankError, match="there is no bank at"):
+        started(uri, lab.tasks[:1])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("method", ["joint", "slm that reads ahead"])
