@@ -114,7 +114,7 @@ class Bank:
                 "extras": beside,
             }
             known = self.storage.exists(tensors.file)
-            if not known:
+            if not (known and self._is_whole(tensors)):
                 write_as(tensors.file)
         taken = self.versions(name)
         if version is not None:
@@ -143,6 +143,12 @@ class Bank:
         if not self.storage.exists(manifest.tensors.file):  # pruned between its writing and the manifest's
             raise BankError(f"the tensors of {manifest.ref} vanished while it was published: publish it again")
         return manifest
+
+    def _is_whole(self, info: ObjectInfo) -> bool:
+        with suppress(BankError):
+            self.read_object(info, "")
+            return True
+        return False
 
     def names(self) -> list[str]:
         """All adapters that have a version."""

@@ -64,7 +64,7 @@ class Recorder:
         self.context, self.storage = context, storage
         self.sink, self.on_phase = sink, on_phase
         bank = open_bank(context.bank, storage).storage if context.bank.publish or context.bank.start else None
-        self.objects = TensorObjects(storage, bank, shared)
+        self.objects = TensorObjects(storage, bank, shared, context.bank.copies)
         nodes = world.gather({"host": socket.gethostname(), "pid": os.getpid()})
         claims = partial(Journal.claim, storage, context.info, workers=world.size, driver=driver, nodes=nodes)
         self.journal = claims() if world.is_first else None
@@ -125,6 +125,7 @@ class Recorder:
         if checkpoint.published:  # only now: what the branch points at is never lost with a crash
             move_branch(self.context, self.storage, checkpoint.published)
             self._hold_lease(checkpoint)
+            self.objects.delete_copies()
 
     def _hold_lease(self, newest: Checkpoint) -> None:
         """Of the snapshots that the run's checkpoints continue from."""

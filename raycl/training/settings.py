@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from raycl.bank.branches import MAIN, BranchName
 from raycl.config import PathOrUri, Section
 
-EXEMPT = ("launch", "tracking", "output", "bank.dir", "bank.publish", "bank.branch", "bank.sample_days")
+EXEMPT = ("launch", "tracking", "output", "bank.dir", "bank.publish", "bank.branch", "bank.sample_days", "bank.copies")
 """What cannot change what a run learns: it may differ on resume and stays out of the fingerprint."""
 
 SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
@@ -134,6 +134,11 @@ class BankConfig(Section):
 
     dir: PathOrUri = Field(None, description="folder or URI of a bank; null: bank/ in the run's folder")
     publish: bool = Field(True, description="publish adapters and a snapshot at the end of every task")
+    copies: bool = Field(
+        False,
+        description="keep what is published in the run's folder too: a bank that lost tensors is completed from there "
+        "when the run continues; false: checkpoints name the bank's tensors",
+    )
     start: str | None = Field(
         None,
         description="BANK@REFERENCE: start from a snapshot (its branch, number or hash), whose config is taken over; "
@@ -162,4 +167,4 @@ class BankConfig(Section):
         if not self.revise:
             yield "revise_from", "revise=null"
         if not self.publish:
-            yield from ((name, "publish=false") for name in ("dir", "branch", "sample_days"))
+            yield from ((name, "publish=false") for name in ("dir", "branch", "copies", "sample_days"))

@@ -24,7 +24,7 @@ from raycl.training.phase.trainer import OpenEngine, TaskTrainer
 from raycl.training.recorder import OnPhase, Recorder
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState
-from raycl.training.records.publish import complete_bank
+from raycl.training.records.publish import complete_bank, restore_objects
 from raycl.training.records.resume import newest_resume_point
 from raycl.training.records.stop_request import StopRequested
 from raycl.training.records.tensor_objects import SharedReader
@@ -111,7 +111,8 @@ class StreamLoop:
             RunError: phases are recorded, but no checkpoint can be continued from.
             BankError: the bank has lost what the next phase needs.
         """
-        resume_point = newest_resume_point(self.storage, self.state, self.world, self.recorder.objects)
+        restore = partial(restore_objects, self.context, self.storage, self.state)
+        resume_point = newest_resume_point(self.storage, self.state, self.world, self.recorder.objects, restore)
         if resume_point.problems:
             self.recorder.go_back(resume_point.checkpoints, resume_point.phases, resume_point.explanation)
         found = resume_point.checkpoint

@@ -87,6 +87,7 @@ def test_it_equals_the_run_that_knew_all_tasks(
     later = begun(start, tmp_path / "runs/later")
     first_objects = {info.file for info in state_objects(bank, bank.open(2)).values()}
     assert not first_objects & later.files("objects").keys(), "a tensor of the snapshot was copied"
+    assert not whole.files("objects").keys() & other.storage.files("objects").keys(), "a published tensor was copied"
     assert matrix(later) == matrix(whole) and matrix(later)[:2] == [[*row, None] for row in before]
     assert trace(later) == [step for step in trace(whole) if step[0] == 2]
     head = head_of(bank)

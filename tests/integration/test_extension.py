@@ -20,6 +20,7 @@ from raycl.run.extension import with_tasks
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import read_checkpoint
 from raycl.training.records.journal import read_state
+from raycl.training.records.tensor_objects import TensorObjects
 
 
 def halves(lab: Lab, method: Any) -> tuple[RunConfig, RunConfig, str]:
@@ -46,7 +47,10 @@ def test_an_added_task_is_learned_as_if_configured_from_the_start(lab: Lab, meth
     assert results["finished"] and results["matrix"][0][0] == before["matrix"][0][0]
     assert trace(folder) == trace(Storage.at(tmp_path / "whole"))
     assert matrix(folder) == matrix(Storage.at(tmp_path / "whole"))
-    ends = [read_checkpoint(one, read_state(one).checkpoints[-1]) for one in (folder, Storage.at(tmp_path / "whole"))]
+    ends = [
+        read_checkpoint(one, read_state(one).checkpoints[-1], TensorObjects(one, one.sub("bank")))
+        for one in (folder, Storage.at(tmp_path / "whole"))
+    ]
     assert all(torch.equal(ends[0].parameters[name], value) for name, value in ends[1].parameters.items())
 
 

@@ -22,6 +22,7 @@ from raycl.sweep.trials.prefix import prefix_keys
 from raycl.training.records.checkpoint import read_checkpoint
 from raycl.training.records.fork_points import read_fork_point, save_fork_point, start_from
 from raycl.training.records.journal import read_state
+from raycl.training.records.tensor_objects import TensorObjects
 
 MIGU = {"name": "migu", "layers": ["attention", "ffn"]}
 
@@ -83,14 +84,15 @@ def test_a_run_from_a_fork_point_equals_a_full_run(
     assert fork_point is not None and len(fork_point["phases"]) == agreed
 
     second, alone = Storage.at(tmp_path / "borrower"), Storage.at(tmp_path / "alone")
-    start_from(place, second, fork_point["phases"])
+    start_from(place, second, fork_point["phases"], bank=Storage.at(tmp_path / "bank"))
     run(shared, second)
     run(borrower, alone)
     assert matrix(second) == matrix(alone)
     assert trace(second) == trace(alone) != trace(first)
     cells = [read_state(one).phases for one in (second, alone)]
     assert [record["row"] for record in cells[0]] == [record["row"] for record in cells[1]]
-    ends = [read_checkpoint(one, read_state(one).checkpoints[-1]) for one in (second, alone)]
+    objects = TensorObjects(second, Storage.at(tmp_path / "bank")), TensorObjects(alone, alone.sub("bank"))
+    ends = [read_checkpoint(one.storage, read_state(one.storage).checkpoints[-1], one) for one in objects]
     for kind in ("parameters", "frozen_state"):
         mine, theirs = getattr(ends[0], kind), getattr(ends[1], kind)
         assert mine.keys() == theirs.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import runpy
 import shutil
 from pathlib import Path
@@ -19,10 +20,12 @@ from raycl.bank.activations import Activations
 from raycl.bank.branches import Branch
 from raycl.bank.leases import release_lease
 from raycl.bank.operations.maintenance import prune, verify
-from raycl.errors import BankError
+from raycl.errors import BankError, RunError
 from raycl.launch import driver
 from raycl.launch.worker import CONFIG
+from raycl.run.config import RunConfig
 from raycl.storage import Storage
+from raycl.training.records.tensor_objects import infos_of
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -166,12 +169,61 @@ def damage(path: Path, harm: str) -> None:
         path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
 
 
-def resumed(done: Complete, tmp_path: Path, kind: str, method: str) -> tuple[Storage, Bank]:
-    """A copy of a finished run, with what `--resume` reads."""
+def resumed(done: Complete, tmp_path: Path, kind: str, method: str, copies: bool = False) -> tuple[Storage, Bank]:
+    """A copy of a finished run, with what `--resume` reads.
+
+    Args:
+        copies: as if it had been run with `bank.copies`.
+    """
     complete = done(kind, method, "torch")
     storage = complete.copy(tmp_path)
-    storage.write(CONFIG, configs.to_yaml(complete.config).encode())
-    return storage, Bank(storage.sub("bank"))
+    config = configs.validate(RunConfig, {**configs.as_tree(complete.config), "bank": {"copies": copies}})
+    storage.write(CONFIG, configs.to_yaml(config).encode())
+    bank = Bank(storage.sub("bank"))
+    for file in named(storage) & bank.storage.files().keys() if copies else ():
+        storage.write(file, bank.storage.read(file))
+    return storage, bank
+
+
+def named(storage: Storage) -> set[str]:
+    """Files of objects that the run's checkpoints name."""
+    manifests = [storage.read_json(f"checkpoints/{name}/manifest.json") for name in storage.list("checkpoints")]
+    return {info.file for manifest in manifests for info in infos_of(manifest["record"]).values()}
+
+
+def test_published_tensors_are_copied_where_that_is_asked_for(complete: Complete, tmp_path: Path) -> None:
+    """With `bank.copies` the run's folder has all tensors of its checkpoints, else those that no snapshot names."""
+    done = complete("bert", "sapt", "torch")
+    own = done.storage.files("objects").keys()
+    assert named(done.storage) > own and not own & done.storage.sub("bank").files().keys()
+    config = configs.validate(RunConfig, {**configs.as_tree(done.config), "bank": {"copies": True}})
+    storage = run(config, Storage.at(tmp_path)).storage
+    assert named(storage) == named(done.storage) == storage.files("objects").keys()
+    assert matrix(storage) == matrix(done.storage) and exported(storage) == exported(done.storage)
+
+
+@pytest.mark.parametrize("harm", ["gone", "flip"])
+def test_without_copies_the_newest_adapter_is_learned_again(complete: Complete, tmp_path: Path, harm: str) -> None:
+    """From the checkpoint before, which does not name it; an older one is in the bank alone."""
+    done = complete("bert", "inclora", "torch")
+    storage = Storage.at(tmp_path)
+    bank = Bank(storage.sub("bank"))
+    run(done.config, storage, on_phase=lambda record: False)
+    file = bank.open(1).adapter("colour").tensors.file
+    damage(Path(bank.storage.path(file)), harm)
+    with pytest.raises(Stop):
+        run(done.config, storage, after=5)
+    assert verify(bank).problems == []
+    whole = Path(bank.storage.path(file)).read_bytes()
+    damage(Path(bank.storage.path(file)), harm)
+    with pytest.raises(
+        RunError, match=rf"'{re.escape(bank.storage.uri)}/{file}' \(slot/colour/\) is missing or dam"
+    ) as raised:
+        run(done.config, storage, after=0)
+    assert "\n" not in str(raised.value)
+    Path(bank.storage.path(file)).write_bytes(whole)
+    run(done.config, storage)
+    assert matrix(storage) == matrix(done.storage) and exported(storage) == exported(done.storage)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -194,7 +246,7 @@ def test_tensors_that_a_checkpoint_holds_are_published_again(
     complete: Complete, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, method: str, harm: str
 ) -> None:
     """Adapters, routers and pseudo-samples of a finished run, byte for byte under the versions that they had."""
-    storage, bank = resumed(complete, tmp_path, kind, method)
+    storage, bank = resumed(complete, tmp_path, kind, method, copies=True)
     last = bank.open(2)
     objects = [entry.tensors for entry in last.adapters]
     objects += [summary for entry in last.adapters for summary in entry.extras.values()]
@@ -221,7 +273,7 @@ def test_tensors_that_no_checkpoint_holds_are_named_once(
     complete: Complete, tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
     """The first version of a LoRA that every task changes; and anything at all, once the checkpoints are damaged."""
-    storage, bank = resumed(complete, tmp_path, "bert", method)
+    storage, bank = resumed(complete, tmp_path, "bert", method, copies=True)
     second = bank.open(2)
     lost = {
         "lora": bank.open(1).adapters[0].tensors,
@@ -245,11 +297,12 @@ def test_tensors_that_no_checkpoint_holds_are_named_once(
 @pytest.mark.parametrize("method", ["lora", "olora", "slm", "sapt"])
 def test_an_unfinished_run_republishes_its_tensors(complete: Complete, tmp_path: Path, method: str) -> None:
     done, storage = complete("bert", method, "torch"), Storage.at(tmp_path)
-    run(done.config, storage, on_phase=lambda record: False)
+    config = configs.validate(RunConfig, {**configs.as_tree(done.config), "bank": {"copies": True}})
+    run(config, storage, on_phase=lambda record: False)
     bank = Bank(storage.sub("bank"))
     for file in [file for file in bank.storage.files() if file.startswith("objects/")]:
         damage(Path(bank.storage.path(file)), "gone")
-    run(done.config, storage)
+    run(config, storage)
     assert matrix(storage) == matrix(done.storage) and exported(storage) == exported(done.storage)
     assert verify(bank).problems == []
 

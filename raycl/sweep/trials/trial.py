@@ -36,6 +36,7 @@ from raycl.sweep.trials.single_tasks import singles_of
 from raycl.sweep.trials.weights import key_of
 from raycl.training.records.fork_points import read_fork_point, start_from
 from raycl.training.records.journal import last_attempt, read_state
+from raycl.training.records.publish import open_bank
 from raycl.training.records.stop_request import HostStop
 from raycl.training.records.stop_signal import is_stopped
 
@@ -153,7 +154,8 @@ class Trial:
                     continue
                 source_modifiers = read_state(Storage.at(fork_point["run"])).config.get("modifiers", {})
                 records = fork_records(fork_point["phases"], source_modifiers, configs.as_tree(config)["modifiers"])
-                start_from(folder, storage, records, run_config.info_of(config))
+                bank = open_bank(config.bank, storage).storage if config.bank.publish or config.bank.start else None
+                start_from(folder, storage, records, run_config.info_of(config), bank)
             except (DamagedError, RunError) as error:
                 log.warning("trial %d trains phases that it could have reused: %s", self.number, error)
                 continue

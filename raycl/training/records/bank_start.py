@@ -41,7 +41,9 @@ def put_training_state(bank: Bank, done: Checkpoint, phases: list[dict[str, Any]
     """
     groups = groups_of(done)
     infos = {group: objects.info(group, tensors) for group, tensors in groups.items()}
-    return put_state(bank, _values(done, phases), groups, infos)
+    sha256 = put_state(bank, _values(done, phases), groups, infos)
+    objects.are_published(infos.values())
+    return sha256
 
 
 def restore_training_state(bank: Bank, snapshot: Snapshot, done: Checkpoint, phases: list[dict[str, Any]]) -> bool:

@@ -11,6 +11,7 @@ import json
 import logging
 from typing import Any
 
+from raycl.bank.leases import hold_lease
 from raycl.config import Tree
 from raycl.errors import AlreadyExistsError, CheckpointError
 from raycl.storage import Storage
@@ -18,6 +19,7 @@ from raycl.storage.records import read_record, seal
 from raycl.training.records import checkpoint as checkpoints
 from raycl.training.records import progress
 from raycl.training.records.journal import Journal, read_state
+from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.training_context import RunInfo
 
 log = logging.getLogger("raycl")
@@ -51,12 +53,19 @@ def read_fork_point(fork_point: Storage) -> Tree | None:
     return read_record(fork_point, FORK_POINT, FORMAT) if fork_point.exists(FORK_POINT) else None
 
 
-def start_from(fork_point: Storage, storage: Storage, phases: list[dict[str, Any]], run: RunInfo | None = None) -> None:
+def start_from(
+    fork_point: Storage,
+    storage: Storage,
+    phases: list[dict[str, Any]],
+    run: RunInfo | None = None,
+    bank: Storage | None = None,
+) -> None:
     """Start the run in `storage`, which has not started yet, after the phases of `fork_point`.
 
     Args:
         phases: their journal records, without values that depend on the source run's own settings.
         run: the run that starts.
+        bank: holds what the source run published, if it did.
 
     Raises:
         CheckpointError: the fork point is damaged; the run has not started then.
@@ -67,7 +76,7 @@ def start_from(fork_point: Storage, storage: Storage, phases: list[dict[str, Any
     folder = f"{checkpoints.FOLDER}/{name}"
     try:
         checkpoints.copy_checkpoint(fork_point, name, storage, folder)
-        checkpoints.read_checkpoint(storage, name)
+        checkpoints.read_checkpoint(storage, name, TensorObjects(storage, bank))
     except CheckpointError:
         storage.delete(folder)
         raise
@@ -78,6 +87,8 @@ def start_from(fork_point: Storage, storage: Storage, phases: list[dict[str, Any
     steps = [json.dumps(step) for step in progress.read_trace(source_run) if step["phase"] < len(phases)]
     journal = Journal.claim(storage, run, workers=0, driver="", forked_from=source_run.uri)
     storage.write(f"{progress.FOLDER}/attempt-{journal.attempt:04d}.jsonl", ("\n".join(steps) + "\n").encode())
+    if bank is not None and phases[-1]["bank"]:
+        hold_lease(bank, storage.address, [phases[-1]["bank"]["snapshot"]])
     journal.begin_with([name], phases)
 
 

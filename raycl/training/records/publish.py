@@ -7,7 +7,7 @@ What it does not know: the readers of the bank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +24,7 @@ from raycl.training.distributed import DistributedContext
 from raycl.training.records.bank_start import put_training_state, restore_training_state
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, read_snapshot
 from raycl.training.records.journal import RunState
-from raycl.training.records.rebuild import lost_objects, objects_of, rebuild
+from raycl.training.records.rebuild import BankObject, lost_objects, objects_of, rebuild
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.settings import BankConfig
 from raycl.training.training_context import TrainingContext
@@ -151,6 +151,23 @@ def complete_bank(
     world.raise_any(error)
 
 
+def restore_objects(context: TrainingContext, storage: Storage, state: RunState) -> bool:
+    """Write tensors that the bank has lost again, as far as checkpoints hold them; whether any was written.
+
+    Checkpoints name what is published, so one that cannot be read may be readable then.
+    """
+    if not context.bank.publish or not state.checkpoints:
+        return False
+    bank = open_bank(context.bank, storage)
+    numbers, copies = set(bank.snapshots()), _copies(storage, state.checkpoints)
+    wanted = {record["bank"]["snapshot"] for record in state.phases if record["bank"]} | copies.keys()
+    there = {number: _opened(bank, number, numbers) for number in sorted(wanted)}
+    lost = lost_objects(bank, list(_with_copies(there, copies).values()))
+    again = rebuild(bank, storage, state.checkpoints, lost) if lost else set()
+    _log_restored(bank, lost, again)
+    return bool(again)
+
+
 def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool, keeps_adapters: bool = True) -> None:
     """Put back what the bank has lost of the run's snapshots, from the checkpoints that are left; the rest is logged.
 
@@ -167,7 +184,7 @@ def publish_again(bank: Bank, storage: Storage, state: RunState, continues: bool
     published |= {number: phase for number, (phase, _) in copies.items() if number not in published}
     last = max(published) if continues and published else None
     there = {n: _opened(bank, n, numbers) for n in sorted(published) if n not in removed or n == last}
-    known = {n: found or parse_snapshot(copies[n][1], None) for n, found in there.items() if found or n in copies}
+    known = _with_copies(there, copies)
     _states_again(bank, storage, state, list(known.values()))
     needed = objects_of(bank, known[last]) if last in known and keeps_adapters else []
     _objects_again(bank, storage, state, list(known.values()), {one.summary.sha256 for one in needed if one.adapter})
@@ -217,8 +234,7 @@ def _objects_again(
     if not lost:
         return
     again = rebuild(bank, storage, state.checkpoints, lost)
-    if back := [one.what for one in lost if one.summary.sha256 in again]:
-        log.warning("%s: published again from the run's checkpoints", _gone(back, bank))
+    _log_restored(bank, lost, again)
     left = [one for one in lost if one.summary.sha256 not in again]
     wanted = [one for one in left if one.summary.sha256 in needed]
     if found := wanted or left:
@@ -229,6 +245,11 @@ def _objects_again(
         if wanted:
             raise BankError(message)
         log.warning("%s", message)
+
+
+def _log_restored(bank: Bank, lost: Sequence[BankObject], again: Collection[str]) -> None:
+    if back := [one.what for one in lost if one.summary.sha256 in again]:
+        log.warning("%s: published again from the run's checkpoints", _gone(back, bank))
 
 
 def _gone(names: Sequence[str], bank: Bank) -> str:
@@ -250,6 +271,11 @@ def _copies(storage: Storage, checkpoints: Sequence[str]) -> dict[int, tuple[int
                 snapshot = parse_snapshot(record, None)
                 found[snapshot.number] = (int(snapshot.provenance["phase"]), record)
     return found
+
+
+def _with_copies(opened: Mapping[int, Snapshot | None], copies: Mapping[int, tuple[int, bytes]]) -> dict[int, Snapshot]:
+    """Snapshots, from the copies in checkpoints where the bank's are gone."""
+    return {n: found or parse_snapshot(copies[n][1], None) for n, found in opened.items() if found or n in copies}
 
 
 def _opened(bank: Bank, number: int, numbers: Collection[int]) -> Snapshot | None:

@@ -2,9 +2,9 @@
 
     objects/<2 hex>/<sha256>.safetensors     one group of tensors, for example a frozen adapter
 
-Checkpoints name them instead of copying them, so a checkpoint does not grow with the number of tasks. The bank of a run
-that publishes holds the same objects under the same hashes; one that is missing here is read from there, and one that
-is damaged here is written again as well. A run that starts from a bank names that bank's objects and copies none.
+Checkpoints name them instead of copying them, so a checkpoint does not grow with the number of tasks. What the run has
+published, or read from the bank that it started from, is in the bank alone; with `bank.copies=true`, what is published
+is stored here too. An object that is missing or damaged here is read from the bank.
 What it does not know: which checkpoints name an object.
 """
 
@@ -37,14 +37,18 @@ class TensorObjects:
     """The objects of one run.
 
     Attributes:
-        bank: storage of a bank with the same objects, or None.
+        bank: storage of a bank that holds objects of the run, or None.
         shared: None: every process reads objects into memory of its own.
+        copies: whether published objects are also stored in the run's folder.
     """
 
-    def __init__(self, storage: Storage, bank: Storage | None = None, shared: SharedReader | None = None) -> None:
-        self.storage, self.bank, self.shared = storage, bank, shared
+    def __init__(
+        self, storage: Storage, bank: Storage | None = None, shared: SharedReader | None = None, copies: bool = False
+    ) -> None:
+        self.storage, self.bank, self.shared, self.copies = storage, bank, shared, copies
         self._hashed: dict[str, tuple[list[tuple[Tensor, int]], ObjectInfo]] = {}
         self._stored: set[str] = set()
+        self._published: dict[str, str] = {}
 
     def info(self, group: str, tensors: Mapping[str, Tensor]) -> ObjectInfo:
         """The object of a group; tensors that have not changed since they were read or hashed are not hashed again."""
@@ -58,13 +62,25 @@ class TensorObjects:
         return info
 
     def put(self, group: str, tensors: Mapping[str, Tensor]) -> ObjectInfo:
-        """Store a group, unless this run has stored or read it."""
+        """Store a group, unless this run has stored, published or read it."""
         info = self.info(group, tensors)
         if info.sha256 not in self._stored:
             if not self.storage.exists(info.file):
                 self.storage.write(info.file, *pack(tensors))
             self._stored.add(info.sha256)
         return info
+
+    def are_published(self, infos: Iterable[ObjectInfo]) -> None:
+        """A snapshot of this run names these objects, so that they stay in the bank as long as the run needs them."""
+        if not self.copies:
+            self._published = {info.file: info.sha256 for info in infos}
+            self._stored |= set(self._published.values())
+
+    def delete_copies(self) -> None:
+        """Delete what an earlier checkpoint stored in the run's folder and a snapshot names since."""
+        for file in self.storage.files("objects").keys() & self._published.keys():
+            self.storage.delete(file)
+        self._published = {}
 
     def get(self, infos: Mapping[str, ObjectInfo], partial: bool = False) -> dict[str, Mapping[str, Tensor]]:
         """The tensors of each group, hash checked. Those that are shared, and those of adapters, are read-only.
@@ -112,10 +128,6 @@ class TensorObjects:
                 }
         return found
 
-    @property
-    def _elsewhere(self) -> str:
-        return "" if self.bank is None else f", and in the bank '{self.bank.uri}' too"
-
     def _is_removed(self, info: ObjectInfo) -> bool:
         return self.bank is not None and info.file in removed_from(self.bank).samples
 
@@ -126,9 +138,14 @@ class TensorObjects:
             if data is not None and self.storage.exists(info.file):
                 self.storage.write(info.file, data)
         if data is None:
+            where, elsewhere = self.storage.uri, ""
+            if self.bank is not None and self.storage.exists(info.file):
+                elsewhere = f", and in the bank '{self.bank.uri}' too"
+            elif self.bank is not None:
+                where = self.bank.uri
             raise CheckpointError(
-                f"'{self.storage.uri}/{info.file}' ({group}) is missing or damaged (expected SHA-256 "
-                f"{info.sha256[:12]}){self._elsewhere}: restore a copy"
+                f"'{where}/{info.file}' ({group}) is missing or damaged (expected SHA-256 "
+                f"{info.sha256[:12]}){elsewhere}: restore a copy"
             )
         try:
             found = _tensors(data, group, info)
