@@ -35,22 +35,21 @@ def scores_of(
     world: DistributedContext,
     shared: SharedReader | None,
     control: Control,
-) -> dict[str, Score] | None:
+) -> dict[str, Score]:
     """Score of every task of the stream with the snapshot as it is. Collective; the context is used up.
 
-    None where each task has a model of its own: the others keep their scores, and the run's records have them.
+    Where each task has a model of its own, the newest task's model is evaluated, and the run's records have the others'
+    scores.
 
     Raises:
         BankError: the snapshot is of another backbone, or its training state is missing or damaged.
     """
-    if context.schedule.one_model_per_task:
-        return None
     error = None
     try:
         bank, snapshot = start_of(start)
         if world.is_first:
             check_backbone(snapshot, context)
-        done, _ = read_training_state(bank, snapshot, TensorObjects(storage, bank.storage, shared))
+        done, phases = read_training_state(bank, snapshot, TensorObjects(storage, bank.storage, shared))
     except (BankError, StorageError) as raised:
         error = raised
     world.raise_any(error)
@@ -58,16 +57,19 @@ def scores_of(
     load_parameters(context.backbone, done.parameters)
     if world.is_first:
         log.info("snapshot %d, before the task is learned again:", snapshot.number)
-    last = replace(context.phases[-1], name=BEFORE)
-    phases = len(context.phases)
-    return evaluate_row(
+    newest = tuple(task for task in context.stream.tasks if task.name == snapshot.tasks[-1].name)
+    last = replace(context.phases[-1], name=BEFORE, tasks=newest)
+    row = evaluate_row(
         context,
         last,
         world,
         storage,
         Observations(),
-        lambda task: control.progress("evaluating", phase=last.index, phases=phases, task=task),
+        lambda task: control.progress("evaluating", phase=last.index, phases=len(context.phases), task=task),
     )
+    if context.schedule.one_model_per_task and phases:
+        row = {**{name: Score(**cell) for name, cell in phases[-1]["row"].items()}, **row}
+    return row
 
 
 def start_from_bank(
@@ -76,12 +78,12 @@ def start_from_bank(
     storage: Storage,
     world: DistributedContext,
     shared: SharedReader | None,
-    before: Mapping[str, Score] | None,
+    before: Mapping[str, Score],
 ) -> None:
     """Begin the run with the snapshot's training state. Collective: errors are raised by all workers.
 
     Args:
-        before: `scores_of` the snapshot, for a run that learns a task again.
+        before: `scores_of` the snapshot, for a run that learns a task again; empty for others.
 
     Raises:
         BankError: the snapshot is of another backbone, or its training state is missing or damaged.

@@ -36,6 +36,7 @@ from raycl.training.records.journal import read_state
 from raycl.training.records.stop_signal import wait_for_decision
 from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.stream_loop import StreamLoop
+from raycl.types import Score
 
 log = logging.getLogger("raycl")
 CONFIG = "config.yaml"
@@ -111,7 +112,7 @@ def _learn(
     context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])
     shared = _shared_reader(config, world)
     if config.bank.start and not world.broadcast(world.is_first and _has_begun(storage)):
-        before = None
+        before: dict[str, Score] = {}
         if config.bank.revise:
             before = scores_of(config.bank.start, context, storage, world, shared, control)
             context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])

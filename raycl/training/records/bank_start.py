@@ -106,12 +106,12 @@ class Revision:
 
     Attributes:
         keep: it begins with the weights of its adapters.
-        before: score of every task before, by its name; None: as the records of the snapshot's run have it.
+        before: score of every task before, by its name.
     """
 
     task: str
     keep: bool
-    before: Mapping[str, Score] | None
+    before: Mapping[str, Score]
 
 
 def read_training_state(
@@ -169,8 +169,7 @@ def start_from_snapshot(
         values, frozen = without_task(
             values, checkpoint.frozen_state, type(context.method), revision.task, adapters, revision.keep
         )
-        recorded = phases[-1]["row"]
-        before = recorded if revision.before is None else {n: asdict(one) for n, one in revision.before.items()}
+        before = {name: asdict(score) for name, score in revision.before.items()}
         phases = values["phases"]
         checkpoint = replace(checkpoint, phase=values["phase"], method=values["method"], frozen_state=frozen)
         summary["revised"] = {"task": revision.task, "snapshot": snapshot.number, "before": before}
