@@ -161,7 +161,8 @@ def restore_objects(context: TrainingContext, storage: Storage, state: RunState)
     bank = open_bank(context.bank, storage)
     numbers, copies = set(bank.snapshots()), _copies(storage, state.checkpoints)
     wanted = {record["bank"]["snapshot"] for record in state.phases if record["bank"]} | copies.keys()
-    there = {number: _opened(bank, number, numbers) for number in sorted(wanted)}
+    removed = removed_from(bank.storage).snapshots
+    there = {n: _opened(bank, n, numbers) for n in sorted(wanted) if n not in removed or n == max(wanted)}
     lost = lost_objects(bank, list(_with_copies(there, copies).values()))
     again = rebuild(bank, storage, state.checkpoints, lost) if lost else set()
     _log_restored(bank, lost, again)
