@@ -7,6 +7,7 @@ import logging
 import re
 import runpy
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.bank.branches import Branch
 from raycl.bank.leases import release_lease
+from raycl.bank.manifest import Layout, SnapshotAdapter
 from raycl.bank.operations.maintenance import prune, verify
 from raycl.errors import BankError, RunError
 from raycl.launch import driver
@@ -333,6 +335,30 @@ def test_pruned_snapshots_are_not_published_again(
     assert bank.snapshots() == [3] and caplog.records == []
 
 
+def prune_first(bank: Bank, storage: Storage, kept: Sequence[tuple[SnapshotAdapter, Layout]]) -> None:
+    """Another run goes on with these adapters on another branch, and the first run's snapshot is pruned."""
+    first = bank.open(1)
+    third = bank.snapshot(kept, first.backbone, first.router, provenance={"by": "another run"})
+    Branch(bank, "other").advance(third, "test")
+    Branch(bank).delete("test")
+    assert 1 not in prune(bank, keep_snapshots=1, grace_s=0.0).snapshots, "the run may continue from the first"
+    release_lease(bank.storage, storage.address)
+    prune(bank, keep_snapshots=1, grace_s=0.0)
+    assert bank.snapshots() == [third.number]
+
+
+def test_a_run_whose_snapshot_was_pruned_names_the_way_on(complete: Complete, tmp_path: Path) -> None:
+    done, storage = complete("bert", "slm", "torch"), Storage.at(tmp_path)
+    run(done.config, storage, on_phase=lambda record: False)
+    bank = Bank(storage.sub("bank"))
+    prune_first(bank, storage, [])
+    with pytest.raises(
+        BankError, match=r"snapshot 1, from which the run continues, was pruned .*bank.start="
+    ) as raised:
+        run(done.config, storage, after=0)
+    assert "\n" not in str(raised.value) and bank.snapshots() == [2]
+
+
 @pytest.mark.parametrize("way", ["deleted", "pruned"])
 def test_an_unfinished_run_republishes_its_last_snapshot(complete: Complete, tmp_path: Path, way: str) -> None:
     done, storage = complete("bert", "separate", "torch"), Storage.at(tmp_path)
@@ -342,13 +368,7 @@ def test_an_unfinished_run_republishes_its_last_snapshot(complete: Complete, tmp
         first = bank.open(1)
         bank.snapshot([], first.backbone, first.router, provenance={"by": "another run"})
         kept = [(entry, first.layouts[entry.layout]) for entry in first.adapters]
-        third = bank.snapshot(kept, first.backbone, first.router, provenance={"by": "another run"})
-        Branch(bank, "other").advance(third, "test")
-        Branch(bank).delete("test")
-        assert prune(bank, keep_snapshots=1, grace_s=0.0).snapshots == [2], "the run may continue from the first"
-        release_lease(bank.storage, storage.address)
-        prune(bank, keep_snapshots=1, grace_s=0.0)
-        assert bank.snapshots() == [3]
+        prune_first(bank, storage, kept)
     else:
         bank.storage.delete("snapshots/000001.json")
     run(done.config, storage)

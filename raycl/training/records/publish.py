@@ -155,17 +155,26 @@ def restore_objects(context: TrainingContext, storage: Storage, state: RunState)
     """Write tensors that the bank has lost again, as far as checkpoints hold them; whether any was written.
 
     Checkpoints name what is published, so one that cannot be read may be readable then.
+
+    Raises:
+        BankError: the snapshot that the run continues from was pruned, with tensors that no other snapshot names.
     """
     if not context.bank.publish or not state.checkpoints:
         return False
     bank = open_bank(context.bank, storage)
     numbers, copies = set(bank.snapshots()), _copies(storage, state.checkpoints)
     wanted = {record["bank"]["snapshot"] for record in state.phases if record["bank"]} | copies.keys()
-    removed = removed_from(bank.storage).snapshots
+    removed = removed_from(bank.storage).snapshots - numbers
     there = {n: _opened(bank, n, numbers) for n in sorted(wanted) if n not in removed or n == max(wanted)}
     lost = lost_objects(bank, list(_with_copies(there, copies).values()))
     again = rebuild(bank, storage, state.checkpoints, lost) if lost else set()
     _log_restored(bank, lost, again)
+    if len(again) < len(lost) and max(wanted) in removed:
+        raise BankError(
+            f"snapshot {max(wanted)}, from which the run continues, was pruned from the bank '{bank.storage.uri}': "
+            f"start a run from one that is there, with bank.start={bank.storage.address}@REFERENCE "
+            "(jobs/bank.py branches lists them)"
+        )
     return bool(again)
 
 
