@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "ready: $(VENV)"
 
 demo: venv  ## learn a short stream of tasks in two ways on this machine: one forgets, one does not
-	@$(OFFLINE) $(BIN)/python jobs/compare.py jobs/configs/compare/demo.yaml --png runs/demo.png
+	@$(OFFLINE) $(BIN)/raycl demo
 
 test: venv  ## all tests, two files at a time, one torch thread each
 	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -n 2 --dist loadfile \

@@ -13,9 +13,8 @@ import io
 import itertools
 import os
 import re
-import runpy
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +25,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from raycl.bank.operations.commands import COMMANDS
+from raycl.cli import commands as cli
+from raycl.cli import main
 from raycl.config import Section
 from raycl.config.reference import Group, groups
 from raycl.run.config import RunConfig
@@ -41,33 +42,31 @@ SETTINGS: dict[str, tuple[str, type[Section], str]] = {
         "Settings of a run",
         RunConfig,
         "A run is configured by a YAML file, by overrides on the command line, or by both: "
-        "`python jobs/train_stream.py jobs/configs/demo.yaml method=slm method.rank=4`. "
-        "`python jobs/train_stream.py --print-config` prints all settings with their values.",
+        "`raycl train jobs/configs/demo.yaml method=slm method.rank=4`. "
+        "`raycl train --print-config` prints all settings with their values.",
     ),
     "sweep": (
         "Settings of a sweep",
         SweepConfig,
-        "A sweep is configured by a YAML file: `python jobs/sweep.py sweeps/seeds.yaml`. `--set` overrides it.",
+        "A sweep is configured by a YAML file: `raycl sweep sweeps/seeds.yaml`. `--set` overrides it.",
     ),
     "comparison": (
         "Settings of a comparison",
         ComparisonConfig,
-        "A comparison is configured by a YAML file: `python jobs/compare.py jobs/configs/compare/demo.yaml`.",
+        "A comparison is configured by a YAML file: `raycl compare jobs/configs/compare/demo.yaml`.",
     ),
     "serve": (
         "Settings of the endpoint",
         ServeConfig,
         "The endpoint is configured by a YAML file, by overrides on the command line, or by both: "
-        "`python jobs/serve.py --bank RUN/bank port=9000`. "
-        "`python jobs/serve.py --bank RUN/bank --print-config` prints all settings with their values.",
+        "`raycl serve --bank RUN/bank port=9000`. "
+        "`raycl serve --bank RUN/bank --print-config` prints all settings with their values.",
     ),
 }
 """Page -> title, config class, introduction."""
 
 FOLDERS = {"jobs/configs": "Runs", "jobs/configs/compare": "Comparisons", "sweeps": "Sweeps"}
 """Folder of ready files -> heading."""
-
-JOBS = ("train_stream", "compare", "sweep", "report", "bank", "serve", "benchmark")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -146,30 +145,31 @@ def files_page() -> str:
 
 
 def commands_page() -> str:
-    """The help of every job, from its own parser."""
-    sections = [f"## `jobs/{job}.py`\n\n" + "\n\n".join(_helps(job)) for job in JOBS]
-    return "# Command line\n\nThe output of `--help` of each command.\n\n" + "\n\n".join(sections) + "\n"
+    """The help of every command, from its own parser."""
+    top = f"```text\n{_help(main.parser().parse_args, ['--help'])}\n```"
+    sections = [f"## `raycl {name}`\n\n" + "\n\n".join(_helps(name)) for name in cli.COMMANDS]
+    return "# Command line\n\nThe output of `--help` of each command.\n\n" + "\n\n".join([top, *sections]) + "\n"
 
 
-def _helps(job: str) -> Iterator[str]:
+def _helps(name: str) -> Iterator[str]:
     names: list[list[str]] = [[]]
-    found = runpy.run_path(str(REPO / f"jobs/{job}.py"))
-    if job == "bank":
-        names += [["--bank", "BANK", name] for name in COMMANDS]
-    elif job == "benchmark":
-        names += [[name] for name in found["BENCHMARKS"]]
+    module = cli.load(name)
+    if name == "bank":
+        names += [["--bank", "BANK", one] for one in COMMANDS]
+    elif name == "benchmark":
+        names += [[one] for one in module.BENCHMARKS]
     for words in names:
         title = f"### `{words[-1]}`\n\n" if words else ""
-        yield f"{title}```text\n{_help(job, found, [*words, '--help'])}\n```"
+        parse = partial(module.arguments, prog=f"raycl {name}")
+        yield f"{title}```text\n{_help(parse, [*words, '--help'])}\n```"
 
 
-def _help(job: str, found: dict[str, Any], words: list[str]) -> str:
+def _help(parse: Callable[[list[str]], Any], words: list[str]) -> str:
     output = io.StringIO()
     with (
-        patch.object(sys, "argv", [f"jobs/{job}.py", *words]),
         patch.dict(os.environ, COLUMNS="100"),
         contextlib.redirect_stdout(output),
         contextlib.suppress(SystemExit),
     ):
-        found["arguments"]() if "arguments" in found else found["_parse"](words)
+        parse(words)
     return output.getvalue().rstrip()

@@ -109,7 +109,7 @@ BROKEN = [
         "class Method:\n" + "".join(f"    def h{number}(self): ...\n" for number in range(11)),
         "Method has 11 public hooks, at most 10",
     ),
-    ("prints", "raycl/data/x.py", "print('x')", "print outside jobs/"),
+    ("prints", "raycl/data/x.py", "print('x')", "print outside raycl/cli/"),
     ("excepts", "raycl/data/x.py", "try:\n    f()\nexcept:\n    g()", "catches everything"),
     ("excepts", "raycl/data/x.py", "try:\n    f()\nexcept (OSError, Exception):\n    g()", "catches everything"),
     ("excepts", "jobs/x.py", "with contextlib.suppress(BaseException):\n    f()", "catches everything"),

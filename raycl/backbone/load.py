@@ -338,8 +338,8 @@ def _explained(name: str) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             raise BackboneError(
                 f"backbone '{name}' cannot be loaded: it brings code of its own, which runs only where the command "
-                "allows it: add backbone.trust_remote_code=true (jobs/serve.py: trust_remote_code=true, "
-                "jobs/bank.py: --trust-remote-code) if you trust its author"
+                "allows it: add backbone.trust_remote_code=true (raycl serve: trust_remote_code=true, "
+                "raycl bank: --trust-remote-code) if you trust its author"
             ) from error
         raise BackboneError(
             f"backbone '{name}' cannot be loaded: {reason}; expected 'minilm', a hub id or a folder with "

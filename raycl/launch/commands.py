@@ -1,4 +1,4 @@
-"""Which run `jobs/train_stream.py` starts or continues.
+"""Which run `raycl train` starts or continues.
 
 What it does not know: how a run is trained.
 """

@@ -265,8 +265,8 @@ def _command(files: _Files, state: State) -> str:
     if state in ("running", "stopping"):
         return ""
     if state == "finished":
-        return f"python jobs/report.py {shlex.quote(files.storage.address)}"
-    return f"python jobs/train_stream.py {resume_arguments(files.storage, files.config)}"
+        return f"raycl report {shlex.quote(files.storage.address)}"
+    return f"raycl train {resume_arguments(files.storage, files.config)}"
 
 
 def _at(moment: float) -> str:

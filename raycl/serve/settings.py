@@ -39,7 +39,7 @@ class AuthConfig(Section):
     """API keys: one a line in a file, or separated by commas in an environment variable; none: open, on loopback only.
 
     A line `admin:KEY` makes a key that may also activate snapshots; without such a key, snapshots are
-    activated by `jobs/serve.py activate` only.
+    activated by `raycl serve activate` only.
     """
 
     keys_file: str | None = Field(None, description="file with one API key per line; null: none")
@@ -57,7 +57,7 @@ class FollowConfig(Section):
 
 
 class GateConfig(Section):
-    """What a snapshot must pass before it is activated: `jobs/serve.py promote`, and following with `follow.gated`.
+    """What a snapshot must pass before it is activated: `raycl serve promote`, and following with `follow.gated`.
 
     Evaluating beside the endpoint takes a second backbone: the gate reserves room for it during the evaluation.
     """
@@ -97,7 +97,7 @@ class ServeConfig(Section):
         "auto",
         description="what listens on host:port. proxy: Ray Serve's proxy on every node, in front of replicas "
         "anywhere; direct: the replicas themselves, on one machine, which is much faster for small "
-        "models; auto: direct if jobs/serve.py starts Ray here for one replica, else proxy, which "
+        "models; auto: direct if raycl serve starts Ray here for one replica, else proxy, which "
         "balances by load",
     )
     layout: Literal["colocated", "disaggregated"] = Field(

@@ -16,8 +16,8 @@ from at_step import At
 from tiny import Complete, Done, Lab, work
 
 from raycl.errors import ResumeError, RunError
+from raycl.launch import console, status, termination
 from raycl.launch import driver as launch
-from raycl.launch import status
 from raycl.launch.status import Status, status_of
 from raycl.run import assembly
 from raycl.run.config import RunConfig
@@ -85,12 +85,12 @@ def test_status_of_a_running_and_a_killed_run(
     assert crashed.state == "crashed" and "may be starting again" in crashed.message
     assert crashed.details["step"].startswith("the last one recorded is 3 of 4 of task 2, 'animal', loss ")
     assert crashed.details["from"].startswith("it continues after step 2 of task 2 (phase001-step0000002")
-    assert crashed.command == f"python jobs/train_stream.py --resume {killed}"
+    assert crashed.command == f"raycl train --resume {killed}"
     assert "may be starting" not in later(killed, 3600, monkeypatch).message
     assert "1:00:0" in later(killed, 3600, monkeypatch).message
 
     finished = status_of(storage.uri)
-    assert finished.state == "finished" and finished.command == f"python jobs/report.py {storage.uri}"
+    assert finished.state == "finished" and finished.command == f"raycl report {storage.uri}"
     assert finished.details["tasks"] == "2 of 2 done: colour, animal"
 
 
@@ -115,7 +115,7 @@ def test_status_while_stopping_and_when_stopped(complete: Complete, tmp_path: Pa
     assert seen[0].state == "stopping" and seen[0].message.startswith("stop requested by SIGTERM")
     assert stopped.state == "stopped" and "by SIGTERM at 20" in stopped.message and "exit status 75" in stopped.message
     assert stopped.details["from"].startswith("it continues after step 3 of task 2")
-    assert stopped.command == f"python jobs/train_stream.py --resume {storage.uri}"
+    assert stopped.command == f"raycl train --resume {storage.uri}"
     work(launch.reopen(storage.uri))
     assert status_of(storage.uri).state == "finished"
 
@@ -137,7 +137,7 @@ def test_on_an_object_store_the_command_can_be_pasted(complete: Complete, s3_uri
     output = done.config.output.model_copy(update={"dir": s3_uri(""), "name": "mine"})
     prepared = launch.prepare(done.config.model_copy(update={"output": output}))
     found = status_of(prepared.storage.address)
-    assert found.command == f"python jobs/train_stream.py --resume '{prepared.storage.address}'"
+    assert found.command == f"raycl train --resume '{prepared.storage.address}'"
 
 
 def test_the_command_line(
@@ -146,8 +146,8 @@ def test_the_command_line(
     done = complete("bert", "lora", "torch")
     _, storage = started(done, tmp_path)
     job = runpy.run_path(str(REPO / "jobs" / "train_stream.py"))
-    monkeypatch.setattr(job["termination"], "exit_on_sigterm", lambda: None)
-    monkeypatch.setattr(job["console"], "log_to_stderr", lambda: None)
+    monkeypatch.setattr(termination, "exit_on_sigterm", lambda: None)
+    monkeypatch.setattr(console, "log_to_stderr", lambda: None)
 
     def said(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["train_stream.py", *arguments])
@@ -156,7 +156,7 @@ def test_the_command_line(
     code, out, err = said("--status", storage.uri)
     assert code == 0 and err == ""
     assert out.splitlines()[0] == f"run       {storage.uri}" and out.splitlines()[1].startswith("state     waiting: ")
-    assert out.splitlines()[-1] == f"next      python jobs/train_stream.py --resume {storage.uri}"
+    assert out.splitlines()[-1] == f"next      raycl train --resume {storage.uri}"
     code, out, err = said("--status", str(tmp_path))
     assert code == 1 and err.startswith("error: ") and "holds no run" in err and out == ""
     with pytest.raises(SystemExit) as ended:

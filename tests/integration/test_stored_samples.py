@@ -16,9 +16,9 @@ from raycl.bank import Bank
 from raycl.bank.branches import head_of
 from raycl.bank.operations.commands import answer
 from raycl.bank.operations.maintenance import prune, verify
-from raycl.bank.operations.options import make_parser
 from raycl.bank.operations.samples import sample_texts, stored_samples
 from raycl.bank.operations.unlearning import forget
+from raycl.cli.bank import parser
 from raycl.errors import BankError
 from raycl.launch import driver
 from raycl.serve.snapshots.snapshot_model import backbone_of
@@ -43,7 +43,7 @@ def sampled(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> SampleBank:
 
 
 def command(bank: Bank, *words: str) -> str:
-    return answer(make_parser("").parse_args(["--bank", bank.storage.uri, *words])).text
+    return answer(parser().parse_args(["--bank", bank.storage.uri, *words])).text
 
 
 def test_they_are_counted_by_task_and_exported_on_request_only(sampled: SampleBank, tmp_path: Path) -> None:

@@ -135,4 +135,4 @@ def test_a_stopped_submitted_run_has_that_status(head: str, tmp_path: Path) -> N
     until(lambda: status_of(folder).state not in ("running", "stopping"))
     stopped = status_of(folder)
     assert stopped.state == "stopped" and "by SIGTERM" in stopped.message and "exit status 75" in stopped.message
-    assert stopped.command == f"python jobs/train_stream.py --resume {folder}"
+    assert stopped.command == f"raycl train --resume {folder}"

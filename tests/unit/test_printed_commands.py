@@ -1,5 +1,5 @@
 """Every command that README, CONTRIBUTING, the documentation, cluster/README.md and the headers of config files print
-is one that works: raycl's own are parsed by the jobs themselves and their configs validated, others by their own
+is one that works: raycl's own are parsed by its own parsers and their configs validated, others by their own
 parsers or by the files that they name.
 
 What is not done: nothing is started, and data, runs and clusters that a command names need not be there.
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,6 +23,9 @@ from ray.serve.scripts import cli as serve_cli
 
 from raycl import config as configs
 from raycl.bank.operations.commands import COMMANDS
+from raycl.cli import main
+from raycl.cli.commands import COMMANDS as COMMANDS_OF_RAYCL
+from raycl.cli.commands import load
 from raycl.errors import ConfigError
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
@@ -34,10 +38,21 @@ REPO = Path(__file__).resolve().parents[2]
 TOP = ("README.md", "CONTRIBUTING.md", "cluster/README.md", "docs/hooks.py")
 PAGES = [*(REPO / name for name in TOP), *sorted(REPO.glob("docs/**/*.md"))]
 HEADED = [path for folder in ("jobs/configs", "sweeps", "cluster") for path in sorted((REPO / folder).glob("**/*"))]
-SPAN = re.compile(
-    r"`((?:python |make |ray |serve (?:run|deploy)|kubectl |export |sbatch |pip install |jobs/\w+\.py )[^`]+)`"
+SPAN = re.compile(r"`((?:raycl |python |make |ray |serve (?:run|deploy)|kubectl |export |sbatch |pip install )[^`]+)`")
+HEADS = (
+    "raycl ",
+    "python",
+    "make",
+    "ray ",
+    "serve",
+    "kubectl",
+    "export",
+    "sbatch",
+    "cluster/",
+    "curl",
+    "pip",
+    "source",
 )
-HEADS = ("python", "make", "ray", "serve", "kubectl", "export", "sbatch", "cluster/", "curl", "pip", "source", "jobs/")
 
 
 def commands(path: Path) -> Iterator[str]:
@@ -52,11 +67,11 @@ def commands(path: Path) -> Iterator[str]:
             yield from (line.strip() for line in lines if _is_command(line.strip()))
         yield from SPAN.findall(rest)
     elif path.suffix == ".py":
-        yield from (line for line in SPAN.findall(text) if line.startswith("python jobs/"))
+        yield from (line for line in SPAN.findall(text) if line.startswith("raycl ") and "{" not in line)
     elif path.suffix in (".yaml", ".sh"):
         comments = "\n".join(line[1:].strip() for line in text.splitlines() if line.startswith("#"))
         lines = re.sub(r"\\\n", "", comments).splitlines()
-        yield from (line for line in lines if line.startswith(("python jobs/", "cluster/local", "sbatch ")))
+        yield from (line for line in lines if line.startswith(("raycl ", "python jobs/", "cluster/local", "sbatch ")))
 
 
 def _is_command(line: str) -> bool:
@@ -72,9 +87,10 @@ def check(line: str, patch: pytest.MonkeyPatch) -> None:
         words = words[1:]
     head, *rest = words
     if head in ("python", ".venv/bin/python") and rest[0].startswith("jobs/"):
-        head, *rest = rest
-    if head.startswith("jobs/"):
-        JOBS[head](rest, patch)
+        assert (REPO / rest[0]).is_file()
+        head, rest = "raycl", [Path(rest[0]).stem.removesuffix("_stream"), *rest[1:]]
+    if head == "raycl":
+        by_raycl(rest)
     elif head == ".venv/bin/python":
         assert rest[:2] in (["-m", "pytest"], ["-m", "mkdocs"]) and all(
             (REPO / word).exists() for word in rest if word.endswith(".py")
@@ -89,7 +105,7 @@ def check(line: str, patch: pytest.MonkeyPatch) -> None:
         check(shlex.join(rest), patch)
     elif head == "sbatch":
         assert (REPO / rest[0]).is_file()
-        train(rest[1:], patch)
+        train(rest[1:])
     elif head == "kubectl":
         files = [rest[place + 1] for place, word in enumerate(rest) if word == "-f"]
         assert all(list(yaml.safe_load_all((REPO / file).read_text())) for file in files)
@@ -114,7 +130,7 @@ def _by_click(group: object, head: str, words: list[str], patch: pytest.MonkeyPa
         left.append("x")
         check(behind, patch)
     if left:  # else a sentence names the command
-        command.make_context(head, list(left))  # type: ignore[attr-defined]
+        command.make_context(head, list(left))
     for word in left:
         if word.endswith(".yaml"):
             assert yaml.safe_load((REPO / word).read_text())
@@ -129,11 +145,9 @@ def _tree(overrides: list[str]) -> configs.Tree:
     return tree
 
 
-def _options(job: str, words: list[str], patch: pytest.MonkeyPatch) -> object:
-    """What the job's own parser makes of the words."""
-    found = runpy.run_path(str(REPO / job))
-    patch.setattr("sys.argv", [job, *words])
-    return found["arguments"]() if "arguments" in found else found["_parse"](words)
+def _options(command: str, words: list[str]) -> Any:
+    """What the command's own parser makes of the words."""
+    return load(command).arguments(words)
 
 
 def _file(name: str) -> str:
@@ -142,12 +156,12 @@ def _file(name: str) -> str:
     return str(REPO / name)
 
 
-def train(words: list[str], patch: pytest.MonkeyPatch) -> None:
-    options: object = _options("jobs/train_stream.py", words, patch)
-    config, overrides = options.config, options.overrides  # type: ignore[attr-defined]
+def train(words: list[str]) -> None:
+    options = _options("train", words)
+    config, overrides = options.config, options.overrides
     if "key.path=value" in overrides:
         return
-    for added in options.add:  # type: ignore[attr-defined]
+    for added in options.add:
         _task(added)
     if any(word.startswith("bank.start=") for word in overrides):  # whose bank a reader is to have made
         configs.load(RunConfig, None, overrides)
@@ -158,42 +172,50 @@ def train(words: list[str], patch: pytest.MonkeyPatch) -> None:
         run_config.load_config(None, overrides)
 
 
-def compare(words: list[str], patch: pytest.MonkeyPatch) -> None:
-    options: object = _options("jobs/compare.py", words, patch)
-    load_comparison(_file(options.comparison), options.overrides)  # type: ignore[attr-defined]
+def compare(words: list[str]) -> None:
+    options = _options("compare", words)
+    load_comparison(_file(options.comparison), options.overrides)
 
 
-def sweep(words: list[str], patch: pytest.MonkeyPatch) -> None:
-    options: object = _options("jobs/sweep.py", words, patch)
-    load_sweep(_file(options.sweep), options.set)  # type: ignore[attr-defined]
+def sweep(words: list[str]) -> None:
+    options = _options("sweep", words)
+    load_sweep(_file(options.sweep), options.set)
 
 
-def bank(words: list[str], patch: pytest.MonkeyPatch) -> None:
+def bank(words: list[str]) -> None:
     several = [word for word in words if "|" in word]
     if several:
         assert set(several[0].split("|")) == COMMANDS.keys()
     else:
-        _options("jobs/bank.py", words, patch)
+        _options("bank", words)
 
 
-def serve(words: list[str], patch: pytest.MonkeyPatch) -> None:
-    options: object = _options("jobs/serve.py", words, patch)
-    configs.validate(ServeConfig, {"bank": "bank"} | _tree(options.overrides))  # type: ignore[attr-defined]
+def serve(words: list[str]) -> None:
+    options = _options("serve", words)
+    configs.validate(ServeConfig, {"bank": "bank"} | _tree(options.overrides))
 
 
-def parsed(job: str) -> Callable[[list[str], pytest.MonkeyPatch], None]:
-    return lambda words, patch: _options(job, words, patch) and None
+def no_command(words: list[str]) -> None:
+    main.parser().parse_args(words)
 
 
-JOBS: dict[str, Callable[[list[str], pytest.MonkeyPatch], None]] = {
-    "jobs/train_stream.py": train,
-    "jobs/compare.py": compare,
-    "jobs/sweep.py": sweep,
-    "jobs/bank.py": bank,
-    "jobs/serve.py": serve,
-    "jobs/report.py": parsed("jobs/report.py"),
-    "jobs/benchmark.py": parsed("jobs/benchmark.py"),
+CHECKS: dict[str, Callable[[list[str]], object]] = {
+    "train": train,
+    "compare": compare,
+    "sweep": sweep,
+    "bank": bank,
+    "serve": serve,
 }
+"""Of commands whose files and settings are looked at too."""
+
+
+def by_raycl(words: list[str]) -> None:
+    name, *rest = words
+    if name in ("COMMAND", "--help") or not rest:  # a sentence names the command
+        assert name in (*COMMANDS_OF_RAYCL, "COMMAND", "--help")
+        return
+    CHECKS.get(name, partial(_options, name))(rest) if name in COMMANDS_OF_RAYCL else no_command(words)
+
 
 READ = [*PAGES, *(path for path in HEADED if path.suffix in (".yaml", ".sh"))]
 PRINTED = [(path.relative_to(REPO).as_posix(), line) for path in READ for line in commands(path)]
@@ -208,7 +230,7 @@ def test_printed_commands_are_found() -> None:
         f"docs/guides/{name}.md" for name in ("runs", "data", "baselines", "slm", "sapt", "migu", "sweeps")
     } <= found
     heads = {shlex.split(line, comments=True)[0] for _, line in PRINTED}
-    assert {"python", "make", "ray", "kubectl", "sbatch", "serve", "curl"} <= heads
+    assert {"raycl", "python", "make", "ray", "kubectl", "sbatch", "serve", "curl"} <= heads
 
 
 @pytest.mark.parametrize(("path", "line"), PRINTED, ids=[f"{path}: {line[:60]}" for path, line in PRINTED])
@@ -221,11 +243,11 @@ def test_a_printed_command_works(path: str, line: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("config", ["jobs/configs/demo.yaml", "--config=jobs/configs/demo.yaml"])
 def test_a_config_file_is_named_first_or_by_its_flag(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: object = _options("jobs/train_stream.py", [config, "seed=7"], monkeypatch)
+    options = _options("train", [config, "seed=7"])
     monkeypatch.chdir(REPO)
-    found = run_config.load_config(options.config, options.overrides)  # type: ignore[attr-defined]
+    found = run_config.load_config(options.config, options.overrides)
     assert isinstance(found, RunConfig) and found.seed == 7
-    assert options.overrides == ["seed=7"]  # type: ignore[attr-defined]
+    assert options.overrides == ["seed=7"]
 
 
 @pytest.mark.parametrize(
@@ -236,15 +258,13 @@ def test_a_config_file_is_named_first_or_by_its_flag(config: str, monkeypatch: p
         (["--resume", "runs/x", "--config", "a.yaml"], "the run's own config"),
     ],
 )
-def test_an_extra_file_is_an_error(
-    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_extra_file_is_an_error(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        _options("jobs/train_stream.py", words, monkeypatch)
+        _options("train", words)
     assert message in capsys.readouterr().err
 
 
-def test_a_word_that_is_no_file_is_an_override(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: object = _options("jobs/train_stream.py", ["method.rank"], monkeypatch)
+def test_a_word_that_is_no_file_is_an_override() -> None:
+    options = _options("train", ["method.rank"])
     with pytest.raises(ConfigError, match=r"override 'method\.rank' is not of the form key\.path=value"):
-        run_config.load_config(options.config, options.overrides)  # type: ignore[attr-defined]
+        run_config.load_config(options.config, options.overrides)

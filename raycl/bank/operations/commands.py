@@ -1,4 +1,4 @@
-"""What `jobs/bank.py` does for each of its commands: an answer as text and as a tree for scripts.
+"""What `raycl bank` does for each of its commands: an answer as text and as a tree for scripts.
 
 What it does not know: how options are written on a command line.
 """

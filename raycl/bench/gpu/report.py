@@ -12,10 +12,10 @@ from typing import Any
 
 from raycl.bench.figures import Figure, cells
 
-COMMAND = "python jobs/benchmark.py gpu --json docs/gpu.json"
+COMMAND = "raycl benchmark gpu --json docs/gpu.json"
 HEAD = f"""# Measured on a GPU
 
-Made by `{COMMAND}` and `python jobs/benchmark.py gpu --report docs/gpu.md`.
+Made by `{COMMAND}` and `raycl benchmark gpu --report docs/gpu.md`.
 Ratios are medians over rounds in which the contenders take turns.
 Weights are random, and results are checked in the same run.
 """

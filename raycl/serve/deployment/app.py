@@ -160,7 +160,7 @@ class Front:
 
 
 def build(args: Mapping[str, Any]) -> Any:
-    """The application, for `serve run`, `serve deploy` and `jobs/serve.py`.
+    """The application, for `serve run`, `serve deploy` and `raycl serve`.
 
     Args:
         args: settings as a tree, or dotted keys with values as text.

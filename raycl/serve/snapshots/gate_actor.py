@@ -129,7 +129,7 @@ class GateActor:
             pending.again = time.monotonic() + pending.pause_s
             pending.problem = (
                 f"snapshot {pending.number} cannot be evaluated, snapshot {last.snapshot} stays active: {result} "
-                f"(evaluated again in {pending.pause_s:.0f} s; `jobs/serve.py activate` decides without the gate)"
+                f"(evaluated again in {pending.pause_s:.0f} s; `raycl serve activate` decides without the gate)"
             )
             pending.pause_s = min(2 * pending.pause_s, LONGEST_PAUSE_S)
             return

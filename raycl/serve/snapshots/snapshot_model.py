@@ -95,7 +95,7 @@ def backbone_of(snapshot: Snapshot, given: str | None = None, permissions: Permi
     for name in permissions.refused(name for name in RISKS if settings.get(name)):
         raise BankError(
             f"snapshot {snapshot.number} was made with backbone.{name}=true, which {RISKS[name]}: a bank cannot allow "
-            f"that; if you trust its author, allow it with {name}=true (jobs/bank.py: --{name.replace('_', '-')})"
+            f"that; if you trust its author, allow it with {name}=true (raycl bank: --{name.replace('_', '-')})"
         )
     config = BackboneConfig(**{**settings, **({"name": given} if given else {})})
     found = identity(config)

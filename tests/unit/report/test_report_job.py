@@ -61,7 +61,7 @@ def test_routing_is_printed_and_drawn_for_runs_that_have_it(
     text = capsys.readouterr().out
     assert text.count("discriminant *") == 2 and text.count("routers:") == 1
     assert report([str(tmp_path / "lora"), "--router-png", str(png)]) == 1
-    assert capsys.readouterr().err.startswith("report: 'lora on long-a, mini-t5, seed 0' has no router")
+    assert capsys.readouterr().err.startswith("error: 'lora on long-a, mini-t5, seed 0' has no router")
 
 
 def test_errors_are_one_line_and_status_one(
@@ -70,4 +70,4 @@ def test_errors_are_one_line_and_status_one(
     assert report([str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("report: no results.json") and captured.err.count("\n") == 1
+    assert captured.err.startswith("error: no results.json") and captured.err.count("\n") == 1

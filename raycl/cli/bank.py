@@ -1,23 +1,28 @@
-"""The command line of `jobs/bank.py`.
+"""Look into a bank of adapters, check it, move adapters in and out, clean up.
 
-What it does not know: what the commands do (`raycl.bank.operations.commands`).
+raycl bank --bank runs/mine/bank list
+raycl bank --bank runs/mine/bank export --adapters agnews=0.7,yelp=0.3 --to folder [--merged]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
 
 from raycl.bank.branches import MAIN
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
-    """Parser of all commands."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bank", required=True, metavar="PATH", help="folder or URI of the bank")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the backbone")
-    parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run code")
-    parser.add_argument("--json", action="store_true", help="for scripts")
-    names = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+def parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The command's parser."""
+    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--bank", required=True, metavar="PATH", help="folder or URI of the bank")
+    found.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the backbone")
+    found.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run code")
+    found.add_argument("--json", action="store_true", help="for scripts")
+    names = found.add_subparsers(dest="command", required=True, metavar="COMMAND")
     names.add_parser("list", help="snapshots and adapters")
     names.add_parser("branches", help="each branch, the snapshot that it points at, and what moved it there")
     log = names.add_parser("log", help="snapshots of a branch, newest first, with the tasks that each added")
@@ -72,4 +77,20 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     forgetting.add_argument("--without-scores", action="store_true", help="do not evaluate before and after")
     forgetting.add_argument("--set", action="append", default=[], metavar="stream.KEY=VALUE", help="data has moved")
     forgetting.add_argument("--backbone", help="where the backbone is now, if not where it was")
-    return parser
+    return found
+
+
+def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    return parser(prog).parse_args(words)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run one command; 1 if it found something wrong."""
+    from raycl.bank.operations.commands import answer
+
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("raycl").setLevel(logging.INFO)
+    found = answer(options)
+    print(json.dumps(found.tree, indent=1) if options.json else found.text)
+    return 0 if found.ok else 1

@@ -1,0 +1,57 @@
+"""The commands of `raycl` by name.
+
+A command's module has `parser(prog)`, `arguments(words, prog)` and `run(options)`, which returns the exit status. It
+imports what it needs in `run`, so that `--help` does not wait for heavy libraries.
+What it does not know: what the commands do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from raycl.errors import RayclError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its module and one line about it."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("raycl.cli.train", "train a model on tasks that arrive one after another"),
+    "sweep": Command("raycl.cli.sweep", "search settings: each trial is a run"),
+    "compare": Command("raycl.cli.compare", "several methods and seeds, and their table"),
+    "serve": Command("raycl.cli.serve", "answer from a bank, without task ids"),
+    "bank": Command("raycl.cli.bank", "look into a bank, check it, export, merge, clean up"),
+    "report": Command("raycl.cli.report", "tables and pictures of finished runs"),
+    "status": Command("raycl.cli.status", "state and progress of a run, and the next command"),
+    "benchmark": Command("raycl.cli.benchmark", "measured figures beside their targets"),
+    "demo": Command("raycl.cli.demo", "learn five short tasks in two ways: one forgets, one does not"),
+}
+
+
+def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run a command; returns the exit status.
+
+    Args:
+        words: its arguments; None: those of this process. prog: name for messages; None: the file that was started.
+    """
+    module = load(name)
+    options = module.arguments(sys.argv[1:] if words is None else words, prog)
+    try:
+        return int(module.run(options))
+    except RayclError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def load(name: str) -> Any:
+    """The module of a command."""
+    return import_module(COMMANDS[name].module)

@@ -1,0 +1,51 @@
+"""Run a whole comparison (several methods, several seeds) and print its table; repeat the command to continue.
+
+raycl compare jobs/configs/compare/builtin.yaml
+raycl compare jobs/configs/compare/builtin.yaml --only lora joint --png matrices.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from raycl.cli.files import local_or_installed
+
+
+def parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The command's parser."""
+    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("comparison", metavar="FILE", help="YAML with name, base, runs, seeds")
+    found.add_argument("overrides", nargs="*", metavar="key.path=value", help="for example base.train.epochs=1")
+    found.add_argument("--dir", default="runs", help="folder or URI for all runs (default: runs)")
+    found.add_argument("--only", nargs="+", default=[], metavar="RUN", help="just these rows")
+    found.add_argument("--png", metavar="FILE", help="write the matrices as heat maps side by side")
+    return found
+
+
+def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    return parser(prog).parse_intermixed_args(words)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run what is missing, print the table."""
+    from raycl.launch import console, termination
+    from raycl.report.plots import heatmaps
+    from raycl.report.tables import comparison_table, side_by_side
+    from raycl.sweep.comparison import load_comparison, run_comparison
+
+    console.log_to_stderr()
+    termination.exit_on_sigterm()
+    comparison = load_comparison(local_or_installed(options.comparison), options.overrides)
+    outcome = run_comparison(comparison, options.dir, tuple(options.only))
+    results = list(outcome.results.values())
+    if results:
+        print(side_by_side(results), end="\n\n")
+        print(comparison_table(results))
+    if options.png and results:
+        print(f"picture {heatmaps(results, options.png)}")
+    for name, reason in outcome.failed.items():
+        print(f"failed: {name}: {reason}", file=sys.stderr)
+    return 1 if outcome.failed else 0

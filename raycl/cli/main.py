@@ -1,0 +1,60 @@
+"""`raycl`: the entry point of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from raycl import __version__
+from raycl.cli.commands import COMMANDS, load, run
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command that the arguments name; returns the exit status."""
+    given = list(sys.argv[1:] if words is None else words)
+    if given and given[0] in COMMANDS:
+        return run(given[0], given[1:], f"raycl {given[0]}")
+    options = parser().parse_args(given)
+    if options.completion:
+        print(completion(options.completion))
+    else:
+        parser().print_help()
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Parser of what stands before a command."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:{width}}{command.summary}" for name, command in COMMANDS.items()]
+    found = argparse.ArgumentParser(
+        prog="raycl",
+        usage="raycl [-h] [--version] [--completion SHELL] COMMAND ...",
+        description="Continual learning of language models on Ray: train on tasks that arrive one after another, "
+        "measure what is kept, serve the result without task ids.",
+        epilog="\n".join(["commands:", *lines, "", "raycl COMMAND --help describes a command."]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    found.add_argument("--version", action="version", version=f"raycl {__version__}")
+    found.add_argument(
+        "--completion", choices=SHELLS, metavar="SHELL", help=f"print a completion script for {', '.join(SHELLS)}"
+    )
+    found.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
+    return found
+
+
+def completion(shell: str) -> str:
+    """A script that completes commands, options and files in a shell."""
+    import shtab
+
+    whole = argparse.ArgumentParser(prog="raycl")
+    names = whole.add_subparsers()
+    for name, command in COMMANDS.items():
+        names.add_parser(name, help=command.summary, parents=[load(name).parser(f"raycl {name}")], add_help=False)
+    return str(shtab.complete(whole, shell))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

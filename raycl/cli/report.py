@@ -1,0 +1,70 @@
+"""Print matrices, routing, attention, kept rows and a comparison of finished runs; on request as pictures and CSV.
+
+raycl report runs/sapt runs/lora
+raycl report runs --png matrices.png --csv comparison.csv
+raycl report runs/slm --router-png router.png
+raycl report runs/sapt --attention-png attention.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The command's parser."""
+    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("runs", nargs="+", help="run folder, folder of runs, or results.json (path or URI)")
+    found.add_argument("--png", type=Path, help="write the matrices as heat maps side by side")
+    found.add_argument(
+        "--router-png", type=Path, help="draw the routers of the runs that have one: keys, t-SNE, tasks found"
+    )
+    found.add_argument(
+        "--attention-png", type=Path, help="draw the adapters' weights for each task's texts in runs of sapt"
+    )
+    found.add_argument("--csv", type=Path, help="write the comparison with full precision")
+    return found
+
+
+def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    return parser(prog).parse_args(words)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the tables, write the files."""
+    from raycl.report.attention import has_attention
+    from raycl.report.attention_plots import attention_maps
+    from raycl.report.compare import to_csv
+    from raycl.report.plots import heatmaps
+    from raycl.report.results import find_results
+    from raycl.report.router_plots import router_maps
+    from raycl.report.routing import has_routing
+    from raycl.report.tables import comparison_table, routing_comparison, tables_of
+
+    results = [result for root in options.runs for result in find_results(root)]
+    routed = [result for result in results if has_routing(result)]
+    for result in results:
+        for table in tables_of(result):
+            print(table, end="\n\n")
+    if len(routed) > 1:
+        print(routing_comparison(routed), end="\n\n")
+    print(comparison_table(results))
+    if options.png:
+        print(f"wrote {heatmaps(results, options.png)}")
+    if options.router_png:
+        print(f"wrote {router_maps(routed or results, options.router_png)}")
+    if options.attention_png:
+        attending = [result for result in results if has_attention(result)]
+        print(f"wrote {attention_maps(attending or results, options.attention_png)}")
+    if options.csv:
+        _write(options.csv, to_csv(results))
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {path}")

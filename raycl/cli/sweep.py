@@ -1,0 +1,52 @@
+"""Search the settings of a stream: every trial is one whole run, several at a time; then the table and the best config.
+
+raycl sweep sweeps/migu_threshold.yaml             on this machine, or on the cluster it runs on
+raycl sweep sweeps/migu_threshold.yaml --set samples=4 base.train.epochs=1
+raycl sweep sweeps/migu_threshold.yaml --resume    continue it
+raycl train runs/migu-threshold/best.yaml          the best trial, alone: the same numbers
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from raycl.cli.files import local_or_installed
+
+
+def parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The command's parser."""
+    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("sweep", metavar="FILE", help="YAML with name, base, space, metric, search, scheduler, ...")
+    found.add_argument("--dir", help="folder or URI for sweeps (default: as output.dir of a run)")
+    found.add_argument("--resume", action="store_true", help="continue the sweep; failed trials are tried again")
+    found.add_argument("--set", nargs="+", action="extend", default=[], metavar="key.path=value")
+    return found
+
+
+def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    return parser(prog).parse_args(words)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the trials, sum up."""
+    from raycl.launch import console, termination
+    from raycl.run import config as run_config
+    from raycl.sweep.config import load_sweep
+    from raycl.sweep.drive import run_sweep
+    from raycl.sweep.write import write_outcome
+
+    console.log_to_stderr()
+    termination.exit_on_sigterm()
+    directory = options.dir or run_config.default_directory()
+    sweep = load_sweep(local_or_installed(options.sweep), options.set)
+    outcome = run_sweep(sweep, directory, options.resume)
+    text, files = write_outcome(outcome, directory)
+    print(text)
+    for file in files:
+        print(f"wrote {file}")
+    for number, reason in outcome.failed.items():
+        print(f"failed: trial {number + 1}: {reason}", file=sys.stderr)
+    return 1 if outcome.failed else 0

@@ -1,0 +1,84 @@
+"""Train one model on a stream of tasks, and report accuracy and forgetting for every task.
+
+raycl train                                 the built-in stream, LoRA, this machine
+raycl train FILE.yaml key.path=value ...    a config file, or --config FILE; then overrides
+raycl train --resume RUN_DIR                resume a run
+raycl train --resume RUN_DIR --add TASK     resume it with one more task
+raycl train --resume RUN_DIR --revise TASK  a new run that learns one of its tasks again
+
+On a cluster: ray job submit --working-dir . -- python jobs/train_stream.py, with the same arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from raycl.cli.files import local_or_installed
+
+SETTINGS = """settings that matter first (all: --print-config, and docs/reference):
+  method=lora|slm|sapt|...       how tasks are learned          stream.name, stream.tasks   what is learned
+  modifiers=[migu]               which rows are updated         train.epochs, train.learning_rate
+  backbone.name=FOLDER|HUB_ID    the pretrained model           launch.workers              of Ray Train
+  output.name, bank.dir          where the run and its bank go  engine.name=torch|deepspeed
+"""
+
+
+def parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The command's parser."""
+    found = argparse.ArgumentParser(
+        prog, description=__doc__, epilog=SETTINGS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("words", nargs="*", metavar="FILE.yaml key.path=value", help="for example method=lora")
+    found.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
+    found.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
+    found.add_argument("--status", metavar="RUN_DIR", help="state of a run on any machine; starts nothing")
+    found.add_argument("--add", metavar="TASK", action="append", default=[], help="with --resume: name or YAML")
+    found.add_argument("--revise", metavar="TASK", help="learn a task of a bank again: name or YAML with its new data")
+    found.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
+    found.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
+    return found
+
+
+def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    found = parser(prog)
+    options = found.parse_intermixed_args(words)
+    files = [word for word in options.words[:1] if word.endswith((".yaml", ".yml")) and "=" not in word]
+    options.overrides = options.words[len(files) :]
+    if files and options.config:
+        found.error(f"two config files, {files[0]} and {options.config}: give one")
+    options.config = options.config or next(iter(files), None)
+    if options.resume and options.config:
+        found.error(f"--resume takes the run's own config: leave {options.config} out")
+    if options.status and (options.words or options.config or options.resume):
+        found.error("--status takes no other options")
+    return options
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prepare, train, report."""
+    config = options.config and local_or_installed(options.config)
+    if options.print_config:
+        from raycl.config.reference import commented_yaml
+        from raycl.run import config as run_config
+
+        print(commented_yaml(run_config.load_config(config, options.overrides)), end="")
+        return 0
+    from raycl.launch import commands, console, driver, status, termination
+    from raycl.report.plots import heatmap
+    from raycl.report.tables import matrix_table
+
+    console.log_to_stderr()
+    termination.exit_on_sigterm()
+    if options.status:
+        print(status.status_of(options.status))
+        return 0
+    prepared = commands.prepared(config, options.overrides, options.resume, options.add, options.revise)
+    print(f"run {prepared.storage.uri}", flush=True)
+    results = driver.train(prepared)
+    print(matrix_table(results))
+    print(f"results {prepared.storage.uri}/results.json")
+    if options.png or prepared.storage.is_local:
+        print(f"picture {heatmap(results, options.png or f'{prepared.storage.uri}/matrix.png')}")
+    return 0

@@ -1,0 +1,85 @@
+"""The command line: what `raycl` prints without heavy libraries, and that each command is described and completed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raycl import __version__
+from raycl.cli import main
+from raycl.cli.commands import COMMANDS, load
+from raycl.cli.files import FOLDER, local_or_installed
+
+REPO = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "transformers", "ray", "numpy", "pydantic", "matplotlib")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_describes_itself_by_its_own_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main([name, "--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and text.startswith(f"usage: raycl {name}")
+    assert f"raycl {name}" in (load(name).__doc__ or "")
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"]):
+        if words:
+            with pytest.raises(SystemExit):
+                main.main(words)
+        else:
+            assert main.main(words) == 0
+        text = capsys.readouterr().out
+        assert all(f"  {name} " in text and command.summary in text for name, command in COMMANDS.items())
+
+
+def test_what_is_no_command_is_one_line_about_the_value(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["trian"])
+    text = capsys.readouterr().err
+    assert ended.value.code == 2 and "invalid choice: 'trian' (choose from " in text and "train" in text
+
+
+def test_an_error_of_raycl_is_one_sentence_and_its_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["train", "methd=lora"]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and "methd" in text and text.count("\n") == 1
+
+
+def test_help_and_import_need_no_heavy_library() -> None:
+    code = f"import sys; from raycl.cli import main; main.main([]); print(sorted(set({HEAVY}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_completion_knows_commands_and_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in (*COMMANDS, "--print-config", "--keep-snapshots", "--only"))
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["--version"])
+    assert capsys.readouterr().out == f"raycl {__version__}\n"
+
+
+def test_configs_of_the_package_are_found_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of the user comes first; what neither has stays as it is, for the error that names it."""
+    monkeypatch.chdir(tmp_path)
+    own = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml")} | {
+        path.relative_to(REPO).as_posix()
+        for folder in ("sweeps", "jobs/configs")
+        for path in (REPO / folder).rglob("*.yaml")
+    }
+    assert {"sweeps/seeds.yaml", "jobs/configs/demo.yaml", "jobs/configs/compare/demo.yaml"} <= own
+    assert all(Path(local_or_installed(name)).is_file() for name in own)
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps/seeds.yaml").write_text("name: mine\n")
+    assert local_or_installed("sweeps/seeds.yaml") == "sweeps/seeds.yaml"
+    assert local_or_installed("sweeps/none.yaml") == "sweeps/none.yaml"
