@@ -25,15 +25,17 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("raycl.cli.train", "train a model on tasks that arrive one after another"),
-    "sweep": Command("raycl.cli.sweep", "search settings: each trial is a run"),
-    "compare": Command("raycl.cli.compare", "several methods and seeds, and their table"),
-    "serve": Command("raycl.cli.serve", "answer from a bank, without task ids"),
-    "bank": Command("raycl.cli.bank", "look into a bank, check it, export, merge, clean up"),
-    "report": Command("raycl.cli.report", "tables and pictures of finished runs"),
-    "status": Command("raycl.cli.status", "state and progress of a run, and the next command"),
+    "train": Command("raycl.cli.runs.train", "train a model on tasks that arrive one after another"),
+    "sweep": Command("raycl.cli.runs.sweep", "search settings: each trial is a run"),
+    "compare": Command("raycl.cli.runs.compare", "several methods and seeds, and their table"),
+    "serve": Command("raycl.cli.banks.serve", "answer from a bank, without task ids"),
+    "bank": Command("raycl.cli.banks.bank", "look into a bank, check it, export, merge, clean up"),
+    "predict": Command("raycl.cli.banks.predict", "answer the rows of files, without a server"),
+    "evaluate": Command("raycl.cli.banks.evaluate", "score a snapshot on files: metric, confusion, routing"),
+    "report": Command("raycl.cli.runs.report", "tables and pictures of finished runs"),
+    "status": Command("raycl.cli.runs.status", "state and progress of a run, and the next command"),
     "benchmark": Command("raycl.cli.benchmark", "measured figures beside their targets"),
-    "demo": Command("raycl.cli.demo", "learn five short tasks in two ways: one forgets, one does not"),
+    "demo": Command("raycl.cli.runs.demo", "learn five short tasks in two ways: one forgets, one does not"),
 }
 
 

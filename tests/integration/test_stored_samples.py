@@ -18,7 +18,7 @@ from raycl.bank.operations.commands import answer
 from raycl.bank.operations.maintenance import prune, verify
 from raycl.bank.operations.samples import sample_texts, stored_samples
 from raycl.bank.operations.unlearning import forget
-from raycl.cli.bank import parser
+from raycl.cli.banks.bank import parser
 from raycl.errors import BankError
 from raycl.launch import driver
 from raycl.serve.snapshots.snapshot_model import backbone_of

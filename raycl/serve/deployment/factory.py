@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 
 from raycl.backbone import Backbone, load_backbone, load_codec
-from raycl.bank import Bank
+from raycl.bank import Bank, Snapshot
 from raycl.bank.activations import Activations
 from raycl.bank.object_store import ObjectStoreCache
 from raycl.errors import ConfigError, RayclError
@@ -47,9 +47,23 @@ def open_service(config: ServeConfig, object_store_cache: bool = False, routes: 
         BankError: no snapshot, or damaged. BackboneError: the backbone cannot be loaded, or is another one.
         ConfigError: the device does not exist.
     """
-    device = torch.device(_device(config.device))
     bank = Bank.at(config.bank)
     snapshot = readable_snapshot(bank, wanted_snapshots(bank, Activations(bank, config.branch), config))
+    engine = open_engine(config, snapshot)
+    snapshot_manager = SnapshotManager(
+        bank, engine, config, snapshot.backbone.sha256, ObjectStoreCache(bank) if object_store_cache else None
+    )
+    _warm(engine, snapshot_manager.active, routes)
+    return Service(config, engine, snapshot_manager)
+
+
+def open_engine(config: ServeConfig, snapshot: Snapshot) -> Engine:
+    """An engine with the snapshot's backbone, and without any snapshot.
+
+    Raises:
+        BackboneError: the backbone cannot be loaded, or is another one. ConfigError: the device does not exist.
+    """
+    device = torch.device(_device(config.device))
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
     settings = backbone_of(snapshot, config.backbone, config.permissions)
@@ -63,12 +77,7 @@ def open_service(config: ServeConfig, object_store_cache: bool = False, routes: 
     backbone = load_backbone(settings, load_codec(settings, source, target), device, 0)
     model = MultiSnapshotModel(backbone, config.max_loaded_rows)
     static_cache = uses_static_cache(config, backbone)
-    engine = Engine(model, config.max_batch, source, target, config.limits.prompt_tokens, static_cache)
-    snapshot_manager = SnapshotManager(
-        bank, engine, config, snapshot.backbone.sha256, ObjectStoreCache(bank) if object_store_cache else None
-    )
-    _warm(engine, snapshot_manager.active, routes)
-    return Service(config, engine, snapshot_manager)
+    return Engine(model, config.max_batch, source, target, config.limits.prompt_tokens, static_cache)
 
 
 def uses_static_cache(config: ServeConfig, backbone: Backbone) -> bool:

@@ -44,6 +44,7 @@ class EngineRequest(GenerationRequest):
         loaded: the snapshot that answers, from beginning to end.
         selection: which adapters are active.
         route_only: with `sampling` None, answer with nothing but the mixture; else a label.
+        scored: compute the out-of-distribution score too, as is always done where `route_only`.
         templated: the text is an input, and gets the prompt that its task was trained with.
         template: set by the engine: task whose template routing has read the text with; "" for none.
     """
@@ -51,6 +52,7 @@ class EngineRequest(GenerationRequest):
     loaded: LoadedSnapshot = field(kw_only=True)
     selection: AdapterSelection = field(kw_only=True)
     route_only: bool = False
+    scored: bool = False
     templated: bool = True
     template: str = ""
 

@@ -43,10 +43,9 @@ def mixtures_of(
 
 
 def ood_scores_of(loaded: LoadedSnapshot, requests: Sequence[EngineRequest]) -> dict[str, float]:
-    """Text -> out-of-distribution score, for requests that are only routed; {} if the router has no such score."""
-    texts = list(
-        dict.fromkeys(request.text for request in requests if request.route_only and request.selection.weights is None)
-    )
+    """Text -> out-of-distribution score, of requests that want it; {} if the router has no such score."""
+    wanted = (request for request in requests if request.route_only or request.scored)
+    texts = list(dict.fromkeys(request.text for request in wanted if request.selection.weights is None))
     scores = loaded.router.ood_score(texts) if texts else None
     return {} if scores is None else dict(zip(texts, scores, strict=True))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from raycl.cli import compare
+from raycl.cli.runs import compare
 
 FILE = "jobs/configs/compare/demo.yaml"
 

@@ -1,0 +1,1 @@
+"""Commands about banks: look into one, serve it, answer files from it."""

@@ -1,0 +1,54 @@
+"""Score a snapshot of a bank on rows of files, which need not be in its stream: metric, confusion, routing.
+
+raycl evaluate runs/mine/bank data/test.jsonl
+raycl evaluate runs/mine/bank@main test.csv --text body --label category --metric macro_f1 --png confusion.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+
+from raycl.cli.banks import predict
+
+
+def parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The command's parser."""
+    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    predict.add_input(found)
+    found.add_argument("--label", metavar="COLUMN", help="column of the answer (default: label or output)")
+    found.add_argument("--metric", help="default: accuracy of labels, exact_match of generated answers")
+    found.add_argument("--json", metavar="FILE", help="also write everything here")
+    found.add_argument("--png", metavar="FILE", help="draw the confusion of labels here")
+    return found
+
+
+def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    return predict.split(parser(prog), words)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answer all rows, print the scores."""
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from raycl.data.sources.formats import LABEL_NAMES
+    from raycl.report.evaluation import confusion_png, evaluation_table
+    from raycl.serve.evaluation import evaluate_rows
+
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    given = predict.input_of(options, (options.label,) if options.label else LABEL_NAMES)
+    with predict.open_model(options) as model:
+        found = evaluate_rows(model, given, options.metric, task=options.task, max_tokens=options.max_tokens)
+    tree = asdict(found)
+    print(evaluation_table(tree))
+    if options.json:
+        Path(options.json).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {options.json}")
+    if options.png:
+        print(f"wrote {confusion_png(tree, options.png)}")
+    return 0

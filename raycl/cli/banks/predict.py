@@ -1,0 +1,97 @@
+"""Answer the rows of files with a snapshot of a bank, without a server: labels or texts, as the endpoint would.
+
+raycl predict runs/mine/bank reviews.csv --text body            one JSON object for each row on standard output
+raycl predict runs/mine/bank@main DATA --to predictions         in parts; the same command goes on after a stop
+raycl predict s3://team/bank@7 s3://team/rows.parquet --to s3://team/answers device=cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raycl.serve.offline import OfflineModel
+    from raycl.serve.prediction_files import Input
+
+FORMATS = ("auto", "jsonl", "csv", "parquet", "text", "olora", "natural_instructions")
+
+
+def parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The command's parser."""
+    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_input(found)
+    found.add_argument("--to", metavar="FOLDER", help="folder or URI for parts; default: standard output")
+    found.add_argument("--part-rows", type=int, default=4096, help="rows of a part (default: 4096)")
+    return found
+
+
+def add_input(found: argparse.ArgumentParser) -> None:
+    """Arguments that name the snapshot and the rows."""
+    found.add_argument("bank", metavar="BANK[@REFERENCE]", help="branch, number or hash of a snapshot; default: main")
+    found.add_argument("words", nargs="+", metavar="FILE key.path=value", help="files or folders; settings of serving")
+    found.add_argument("--format", choices=FORMATS, default="auto", help="of the files (default: by their suffix)")
+    found.add_argument("--text", metavar="COLUMN", help="column of the text (default: text, input or sentence)")
+    found.add_argument("--task", help="task of all rows, if it is known")
+    found.add_argument("--max-tokens", type=int, help="of generated answers (default: as in training)")
+
+
+def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    return split(parser(prog), words)
+
+
+def split(found: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Parse, with files and settings apart."""
+    options = found.parse_intermixed_args(words)
+    options.files = [word for word in options.words if "=" not in word or word.startswith("s3://")]
+    options.overrides = [word for word in options.words if word not in options.files]
+    if not options.files:
+        found.error("no FILE: expected a file or folder with rows")
+    return options
+
+
+def open_model(options: argparse.Namespace) -> OfflineModel:
+    """The snapshot, ready to answer."""
+    from raycl.serve.offline import OfflineModel, snapshot_of
+    from raycl.serve.settings import load_serve_config
+
+    bank, snapshot = snapshot_of(options.bank)
+    config = load_serve_config(None, [f"bank={bank.storage.address}", *options.overrides])
+    return OfflineModel(bank, snapshot, config)
+
+
+def input_of(options: argparse.Namespace, label: tuple[str, ...] = ()) -> Input:
+    """The rows; with a label, which `predict` does not read."""
+    from raycl.data.sources.formats import TEXT_NAMES, Columns
+    from raycl.serve.prediction_files import Input, files_at
+
+    text = (options.text,) if options.text else TEXT_NAMES
+    return Input(files_at(options.files), Columns(text, label), options.format)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answer; a summary follows where parts are written."""
+    from raycl.serve.prediction_files import answered, write_predictions
+    from raycl.storage import Storage
+
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("raycl").setLevel(logging.INFO)
+    given = input_of(options)
+    settings = {"task": options.task, "max_tokens": options.max_tokens}
+    with open_model(options) as model:
+        if options.to is None:
+            for record in answered(model, given, given.rows(), **settings):
+                print(json.dumps(record, ensure_ascii=False))
+            return 0
+        to = Storage.at(options.to)
+        summary = write_predictions(model, given, to, options.part_rows, **settings)
+    speed = f", {summary['rows_per_s']:.0f} rows/s" if summary["rows_per_s"] else ""
+    print(f"{summary['rows']:,} rows in {to.uri}, {summary['answered_now']:,} answered now{speed}")
+    for name in ("answers", "tasks"):
+        print(f"{name:8}" + ", ".join(f"{key} {count:,}" for key, count in summary[name].items()))
+    return 0

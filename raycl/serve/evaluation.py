@@ -1,0 +1,89 @@
+"""Scores of a snapshot on rows of any files, which need not be of a task of its stream.
+
+What it does not know: how a text is answered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from raycl.errors import DataError
+from raycl.eval.metrics import check_metric, score
+from raycl.serve.offline import OfflineModel
+from raycl.serve.prediction_files import Input
+from raycl.types import Score
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How well a snapshot answers.
+
+    Attributes:
+        labels: true and predicted labels, the most frequent first; () for generated answers.
+        confusion: rows of each true label by predicted label, in that order.
+        by_label: label -> precision, recall, f1-score (0 to 1) and support.
+        tasks: task -> mean weight over the rows.
+        mean_ood_score: None: the router has no such score.
+    """
+
+    metric: str
+    score: Score
+    labels: tuple[str, ...] = ()
+    confusion: tuple[tuple[int, ...], ...] = ()
+    by_label: dict[str, dict[str, float]] = field(default_factory=dict)
+    tasks: dict[str, float] = field(default_factory=dict)
+    mean_ood_score: float | None = None
+
+
+def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, **settings: Any) -> Evaluation:
+    """Answer all rows and compare with their references.
+
+    Args:
+        metric: a name in `raycl.eval.metrics.METRICS`; None: `accuracy` of labels, `exact_match` of generated answers.
+        settings: of `OfflineModel.predict`.
+
+    Raises:
+        ConfigError: no such metric. DataError: no rows, or one cannot be used.
+    """
+    metric = metric or ("accuracy" if model.answers == "label" else "exact_match")
+    check_metric(metric)
+    references: list[tuple[str, ...]] = []
+
+    def texts() -> Iterator[str]:
+        for _, row in given.rows():
+            references.append(row.references)
+            yield row.text
+
+    answers, weights, ood_scores = [], Counter[str](), []
+    for prediction in model.predict(texts(), **settings):
+        answers.append(prediction.text)
+        weights.update(prediction.tasks)
+        ood_scores += [] if prediction.ood_score is None else [prediction.ood_score]
+    if not answers:
+        raise DataError(f"{', '.join(file.uri for file in given.files)}: no rows to evaluate: expected at least one")
+    found: dict[str, Any] = {}
+    if model.answers == "label":
+        truth = [one[0] for one in references]
+        found = dict(zip(("labels", "confusion", "by_label"), _by_label(truth, answers), strict=True))
+    return Evaluation(
+        metric,
+        score(metric, answers, references, sorted({one[0] for one in references}) if found else None),
+        tasks={task: total / len(answers) for task, total in weights.most_common()},
+        mean_ood_score=sum(ood_scores) / len(ood_scores) if ood_scores else None,
+        **found,
+    )
+
+
+def _by_label(
+    truth: list[str], answers: list[str]
+) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...], dict[str, dict[str, float]]]:
+    from sklearn.metrics import classification_report, confusion_matrix  # a second of imports
+
+    labels = tuple(label for label, _ in (Counter(truth) + Counter(answers)).most_common())
+    confusion = confusion_matrix(truth, answers, labels=list(labels))
+    report = classification_report(truth, answers, labels=list(labels), output_dict=True, zero_division=0)
+    by_label = {label: {key: float(value) for key, value in report[label].items()} for label in labels}
+    return labels, tuple(tuple(int(cell) for cell in row) for row in confusion), by_label

@@ -1,0 +1,167 @@
+"""Answers without a server: a snapshot of a bank as a model in this process, with the endpoint's engine.
+
+What it does not know: files, commands.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from types import TracebackType
+
+from raycl.bank import Bank, Snapshot
+from raycl.bank.branches import MAIN, resolve
+from raycl.errors import BankError, ConfigError
+from raycl.generation.requests import Event, Failed, Sampling
+from raycl.serve.deployment.factory import open_engine
+from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
+from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last
+from raycl.serve.service import Answer, take
+from raycl.serve.settings import ServeConfig
+from raycl.serve.snapshots.snapshot_model import adapters_of, router_of
+
+WINDOW = 16
+"""Batches of texts that are sorted by length together, so that a batch has little padding."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The answer to one text.
+
+    Attributes:
+        text: the label with the largest probability, or the generated answer.
+        scores: label -> probability, the largest first; {} for generated answers.
+        tasks: task -> sum of its adapters' weights. adapters: adapter -> weight. The largest come first.
+        ood_score: from 0 to 1, near 1 for a text unlike all learned tasks; None: the router has no such score.
+        cut_tokens: tokens cut from the end of the text, which was longer than in training.
+    """
+
+    text: str
+    scores: Mapping[str, float] = field(default_factory=dict)
+    tasks: Mapping[str, float] = field(default_factory=dict)
+    adapters: Mapping[str, float] = field(default_factory=dict)
+    ood_score: float | None = None
+    cut_tokens: int = 0
+
+
+def snapshot_of(reference: str) -> tuple[Bank, Snapshot]:
+    """The bank and the snapshot of `BANK` or `BANK@REFERENCE` (branch, number or hash); default: head of `main`.
+
+    Raises:
+        BankError: there is no such bank or snapshot.
+    """
+    address, at, name = reference.rpartition("@")
+    bank = Bank.at(address if at else reference)
+    if not bank.storage.exists("snapshots"):
+        raise BankError(f"there is no bank at '{bank.storage.uri}': expected BANK or BANK@REFERENCE, such as RUN/bank")
+    return bank, resolve(bank, name if at else MAIN)
+
+
+class OfflineModel:
+    """A snapshot that answers texts.
+
+    Attributes:
+        snapshot: whose adapters and router answer.
+        answers: `label` or `text`.
+    """
+
+    def __init__(self, bank: Bank, snapshot: Snapshot, config: ServeConfig | None = None) -> None:
+        """Load the backbone and the snapshot.
+
+        Args:
+            config: device, dtype, threads, batch size and the like; what concerns a server has no effect.
+
+        Raises:
+            BankError: the snapshot is damaged. BackboneError: the backbone cannot be loaded, or is another one.
+            ConfigError: the device does not exist.
+        """
+        config = config or ServeConfig(bank=bank.storage.address)
+        self.snapshot, self._max_batch = snapshot, config.max_batch
+        self._engine = open_engine(config, snapshot)
+        self.answers = self._engine.capabilities.answers
+        with ExitStack() as stack:
+            stack.callback(self._engine.close)
+            self._loaded = LoadedSnapshot.of(snapshot, router_of(bank, snapshot), adapters_of(bank, snapshot))
+            self._engine.load_snapshot(self._loaded)
+            stack.pop_all()  # it stays open
+
+    def predict(
+        self, texts: Iterable[str], task: str | None = None, max_tokens: int | None = None
+    ) -> Iterator[Prediction]:
+        """The answer to each text, in order; texts are read as answers are taken, a few batches ahead.
+
+        Generated answers take the most likely token, as in evaluation.
+
+        Args:
+            task: of all texts, if it is known. max_tokens: of generated answers; None: as in training.
+
+        Raises:
+            ConfigError: no such task. RayclError: a text cannot be answered.
+        """
+        if task is not None and task not in self._loaded.prompts:
+            names = ", ".join(self._loaded.prompts)
+            raise ConfigError(f"snapshot {self.snapshot.number} has no task '{task}': expected one of {names}")
+        sampling = None
+        if self.answers != "label":
+            sampling = Sampling(max_tokens or self._engine.max_target)
+        source = iter(texts)
+        while window := list(islice(source, WINDOW * self._max_batch)):
+            yield from self._window(window, task, sampling)
+
+    def _window(self, texts: Sequence[str], task: str | None, sampling: Sampling | None) -> list[Prediction]:
+        events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        began = time.perf_counter()
+
+        def send(number: int, event: Event) -> None:
+            events.put((number, event))
+
+        selection = AdapterSelection(None, task)
+        requests = [
+            EngineRequest(text, partial(send, number), sampling, loaded=self._loaded, selection=selection, scored=True)
+            for number, text in enumerate(texts)
+        ]
+        for request in sorted(requests, key=lambda one: -len(one.text)):
+            self._engine.submit(request)
+        answers = [Answer() for _ in texts]
+        left = len(texts)
+        try:
+            while left:
+                number, event = events.get()
+                if isinstance(event, Failed):
+                    raise event.error
+                take(answers[number], event, began)
+                left -= is_last(requests[number], event)
+        finally:
+            for request in requests:
+                request.cancelled = True
+        return [self._prediction(answer) for answer in answers]
+
+    def _prediction(self, answer: Answer) -> Prediction:
+        metadata = answer.metadata
+        assert metadata is not None, "an answer begins with its metadata"
+        keys = self._loaded.keys
+        return Prediction(
+            text=next(iter(answer.scores)) if answer.scores else answer.text,
+            scores=answer.scores,
+            tasks=self._loaded.shares({keys[name]: weight for name, weight in metadata.weights.items()}),
+            adapters=metadata.weights,
+            ood_score=metadata.ood_score,
+            cut_tokens=metadata.cut_tokens,
+        )
+
+    def close(self) -> None:
+        """Stop its thread."""
+        self._engine.close()
+
+    def __enter__(self) -> OfflineModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,234 @@
+"""Answers without a server equal the endpoint's, for files of every format; scores of files equal the run's matrix."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+from local_endpoint import Served
+from tiny import Complete, Lab, matrix, run
+
+from raycl.bank import Bank
+from raycl.cli import main
+from raycl.errors import ConfigError
+from raycl.serve.offline import WINDOW, OfflineModel, snapshot_of
+from raycl.serve.settings import ServeConfig
+from raycl.serve.snapshots.snapshot_model import router_of
+from raycl.storage import Storage
+
+Model = Callable[..., OfflineModel]
+
+
+@pytest.fixture
+def model(complete: Complete) -> Iterator[Model]:
+    """(backbone kind, settings of serving) -> the offline model of its complete run of SLM."""
+    opened = []
+
+    def get(kind: str, **settings: Any) -> OfflineModel:
+        bank, snapshot = snapshot_of(uri(complete, kind))
+        opened.append(OfflineModel(bank, snapshot, ServeConfig(bank=bank.storage.address, **settings)))
+        return opened[-1]
+
+    yield get
+    for one in opened:
+        one.close()
+
+
+def uri(complete: Complete, kind: str) -> str:
+    return complete(kind, "slm", "torch").storage.sub("bank").uri
+
+
+def texts_of(lab: Lab) -> list[str]:
+    return [json.loads(line)["text"] for task in lab.tasks for line in open_lines(Path(task["path"]) / "test.jsonl")]
+
+
+def open_lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+def test_labels_and_mixtures_equal_the_endpoints(model: Model, served: Callable[[str], Served], lab: Lab) -> None:
+    texts = texts_of(lab)
+    status, found = served("bert").ask("/v1/classify", {"input": texts})
+    routed = served("bert").ask("/v1/route", {"input": texts})[1]["data"]
+    predictions = list(model("bert", max_batch=5).predict(texts))
+    assert status == 200 and len(predictions) == len(texts)
+    for prediction, theirs, route in zip(predictions, found["data"], routed, strict=True):
+        assert prediction.text == theirs["label"]
+        assert prediction.scores == pytest.approx(theirs["scores"], abs=1e-5)
+        assert prediction.tasks == pytest.approx(theirs["raycl"]["tasks"], abs=1e-5)
+        assert prediction.adapters == pytest.approx(theirs["raycl"]["adapters"], abs=1e-5)
+        assert prediction.ood_score == pytest.approx(route["raycl"]["ood_score"], abs=1e-3)
+
+
+def test_out_of_distribution_scores_are_the_routers(lab: Lab, tmp_path: Path) -> None:
+    storage = run(lab.config("bert", "slm", stream={"dev_fraction": 0.3}), Storage.at(tmp_path)).storage
+    bank, snapshot = snapshot_of(storage.sub("bank").uri)
+    texts = [*texts_of(lab), "a a a a"]
+    with OfflineModel(bank, snapshot) as model:
+        found = [prediction.ood_score for prediction in model.predict(texts)]
+    wanted = router_of(bank, snapshot).ood_score(texts)
+    assert (
+        wanted is not None and found == pytest.approx(list(wanted)) and len({round(score, 3) for score in wanted}) > 1
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_generated_answers_equal_the_endpoints(
+    model: Model, served: Callable[[str], Served], lab: Lab, kind: str
+) -> None:
+    texts = texts_of(lab)[:5]
+    chats = [
+        served(kind).ask(
+            "/v1/chat/completions",
+            {"model": "auto", "temperature": 0, "messages": [{"role": "user", "content": text}]},
+        )[1]
+        for text in texts
+    ]
+    answers = [prediction.text for prediction in model(kind).predict(texts)]
+    assert answers == [chat["choices"][0]["message"]["content"] for chat in chats]
+
+
+def test_texts_are_read_as_answers_are_taken(model: Model) -> None:
+    read = count()
+
+    def texts() -> Iterator[str]:
+        while True:
+            next(read)
+            yield "the sky"
+
+    answers = model("bert", max_batch=2).predict(texts())
+    assert [next(answers).text for _ in range(3)] and next(read) == 2 * WINDOW
+    answers.close()  # type: ignore[attr-defined]
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main.main(list(words))
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("case", ["jsonl", "csv", "parquet", "folder"])
+def test_files_of_every_format_are_answered_row_by_row(
+    complete: Complete, model: Model, lab: Lab, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts, words = texts_of(lab), []
+    if case == "csv":
+        with (tmp_path / "rows.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("id", "body"), *enumerate(texts)])
+        words = [str(tmp_path / "rows.csv"), "--text", "body"]
+    elif case == "parquet":
+        pandas.DataFrame({"text": texts, "more": 1}).to_parquet(tmp_path / "rows.parquet")
+        words = [str(tmp_path / "rows.parquet")]
+    else:
+        for name, part in (("a.jsonl", texts[:4]), ("b.jsonl", texts[4:])):
+            (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+        (tmp_path / "notes.md").write_text("not data\n")
+        words = [str(tmp_path)] if case == "folder" else [str(tmp_path / "a.jsonl")]
+    status, out, err = command(capsys, "predict", uri(complete, "bert"), *words, "max_batch=4")
+    assert status == 0, err
+    records = [json.loads(line) for line in out.splitlines()]
+    wanted = [one.text for one in model("bert").predict(texts[:4] if case == "jsonl" else texts)]
+    assert [record["answer"] for record in records] == wanted
+    if case == "folder":
+        assert [(record["file"], record["row"]) for record in records][3:5] == [("a.jsonl", 4), ("b.jsonl", 1)]
+    assert all(record["tasks"] and record["scores"] for record in records)
+
+
+def test_parts_that_are_written_are_not_answered_again(
+    complete: Complete, lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, to = tmp_path / "rows.jsonl", tmp_path / "out"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts_of(lab)))
+    given = ["predict", uri(complete, "bert"), str(rows), "--to", str(to), "--part-rows", "5"]
+    status, out, _ = command(capsys, *given)
+    assert status == 0 and "12 rows in" in out and "12 answered now" in out
+    parts = sorted(path.name for path in to.glob("part-*"))
+    before = [path.read_bytes() for path in sorted(to.glob("part-*"))]
+    assert parts == ["part-000000.jsonl", "part-000001.jsonl", "part-000002.jsonl"]
+    assert sum(json.loads((to / "summary.json").read_text())["answers"].values()) == 12
+    (to / parts[1]).unlink()
+    (to / "summary.json").unlink()
+    status, out, _ = command(capsys, *given)
+    assert status == 0 and "5 answered now" in out
+    assert [path.read_bytes() for path in sorted(to.glob("part-*"))] == before
+    status, _, err = command(capsys, *given, "--task", "colour")
+    assert status == 1 and "holds answers of another settings" in err
+    given[1] += "@1"
+    status, _, err = command(capsys, *given)
+    assert status == 1 and "holds answers of another snapshot" in err
+    rows.write_text(json.dumps({"text": "the sky"}) + "\n")
+    status, _, err = command(capsys, *given)
+    assert status == 1 and "another input, snapshot" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere", "FILE"], "there is no bank at"),
+        (["BANK@none", "FILE"], "has no 'none': expected a branch"),
+        (["BANK", "none.jsonl"], "the file does not exist"),
+        (["BANK", "FILE", "--task", "none"], "has no task 'none': expected one of colour, animal"),
+        (["BANK", "FILE", "--text", "body"], "the body is a missing value: expected a string"),
+        (["BANK", "FILE", "max_btch=4"], "did you mean 'max_batch'"),
+        (["BANK", "EMPTY"], "row 1: the text is empty"),
+        (["BANK", "FILE", "--to", "FULL"], "is not empty and holds no predictions.json"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    complete: Complete, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "the sky"}\n')
+    (tmp_path / "empty.jsonl").write_text('{"text": "  "}\n')
+    known = {"BANK": uri(complete, "bert"), "FILE": str(tmp_path / "rows.jsonl"), "FULL": str(tmp_path)}
+    known |= {"EMPTY": str(tmp_path / "empty.jsonl"), "none.jsonl": str(tmp_path / "none.jsonl")}
+    known |= {"BANK@none": f"{known['BANK']}@none", "nowhere": str(tmp_path / "nowhere")}
+    status, out, err = command(capsys, "predict", *(known.get(word, word) for word in words))
+    assert status == 1 and out == "" and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_scores_of_files_equal_the_matrix(
+    complete: Complete, lab: Lab, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = matrix(complete(kind, "slm", "torch").storage)[-1]
+    for task, value in zip(lab.tasks, last, strict=True):
+        file = str(Path(task["path"]) / "test.jsonl")
+        given = ["evaluate", uri(complete, kind), file, "--json", str(tmp_path / "scores.json"), "--task", task["name"]]
+        status, out, err = command(capsys, *given)
+        found = json.loads((tmp_path / "scores.json").read_text())
+        assert status == 0, err
+        assert found["score"]["value"] == pytest.approx(value) and f"{value:.1f}   (6 rows)" in out
+        if kind == "bert":
+            truth = [json.loads(line)["label"] for line in open_lines(Path(file))]
+            assert {label: sum(row) for label, row in zip(found["labels"], found["confusion"], strict=True)} == {
+                label: truth.count(label) for label in found["labels"]
+            }
+            right = sum(row[place] for place, row in enumerate(found["confusion"]))
+            assert 100 * right / 6 == pytest.approx(value)
+
+
+def test_confusion_is_drawn_for_labels_alone(
+    complete: Complete, lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, png = str(Path(lab.tasks[0]["path"]) / "test.jsonl"), tmp_path / "confusion.png"
+    assert command(capsys, "evaluate", uri(complete, "bert"), file, "--png", str(png))[0] == 0
+    assert png.read_bytes()[:4] == b"\x89PNG"
+    status, _, err = command(capsys, "evaluate", uri(complete, "llama"), file, "--png", str(png))
+    assert status == 1 and "leave --png out" in err
+
+
+def test_an_unknown_task_is_refused_before_texts_are_read(model: Model) -> None:
+    with pytest.raises(ConfigError, match="has no task 'none'"):
+        next(model("bert").predict(iter(()), task="none"))
+
+
+def test_a_reference_is_a_branch_a_number_or_a_hash(complete: Complete) -> None:
+    address = uri(complete, "bert")
+    bank = Bank.at(address)
+    for reference, number in (("", 2), ("@main", 2), ("@1", 1), (f"@{bank.open(1).sha256[:12]}", 1)):
+        assert snapshot_of(address + reference)[1].number == number
