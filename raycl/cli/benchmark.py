@@ -9,6 +9,8 @@ raycl benchmark migu                          step time with and without MIGU, m
 raycl benchmark bank                          the bank against the disk, the object store against copying
 raycl benchmark sweep                         a trial above the run alone, ASHA against the full grid
 raycl benchmark serve                         the endpoint beside the model alone and Ray Serve alone
+raycl benchmark predict                       answers for files beside the model's own batch loop
+raycl benchmark startup                       how long commands take to begin
 raycl benchmark gpu                           all that only a GPU can answer, in 8 minutes of one
 raycl benchmark stream --json figures.json --check
 """
@@ -32,6 +34,8 @@ BENCHMARKS = {
     "growth": "raycl.bench.growth",
     "serve": "raycl.bench.serving.serving",
     "sweep": "raycl.bench.sweep",
+    "predict": "raycl.bench.predict",
+    "startup": "raycl.bench.startup",
     "gpu": "raycl.bench.gpu.suite",
 }
 """Name -> module with `add_flags(parser)` and `measure(options) -> Report`; perhaps `without_measuring(options)`, which
