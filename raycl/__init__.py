@@ -2,7 +2,23 @@
 
 Why it exists: one model learns tasks that arrive one after another; accuracy and forgetting are reported for
 every task.
-What it does not know: nothing is imported here, so that `import raycl` stays instant on every worker.
+`raycl.train`, `raycl.load`, `raycl.task`, `raycl.Run` and `raycl.Model` are imported when they are first used, so that
+`import raycl` stays instant on every worker.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raycl.api import Model, Run, load, task, train
+
 __version__ = "0.1.0"
+__all__ = ["Model", "Run", "__version__", "load", "task", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module("raycl.api"), name)
+    raise AttributeError(f"module 'raycl' has no attribute '{name}'")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from types import TracebackType
+from typing import Any
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import MAIN, resolve
@@ -113,7 +114,17 @@ class OfflineModel:
         while window := list(islice(source, WINDOW * self._max_batch)):
             yield from self._window(window, task, sampling)
 
-    def _window(self, texts: Sequence[str], task: str | None, sampling: Sampling | None) -> list[Prediction]:
+    def route(self, texts: Sequence[str]) -> list[dict[str, float]]:
+        """Task -> weight for each text, the largest first, without answers.
+
+        Raises:
+            RayclError: the router needs the task, or cannot read a text.
+        """
+        return [dict(one.tasks) for one in self._window(texts, None, None, route_only=True)]
+
+    def _window(
+        self, texts: Sequence[str], task: str | None, sampling: Sampling | None, route_only: bool = False
+    ) -> list[Prediction]:
         events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         began = time.perf_counter()
 
@@ -121,9 +132,14 @@ class OfflineModel:
             events.put((number, event))
 
         selection = AdapterSelection(None, task)
+        settings: dict[str, Any] = {
+            "loaded": self._loaded,
+            "selection": selection,
+            "scored": True,
+            "route_only": route_only,
+        }
         requests = [
-            EngineRequest(text, partial(send, number), sampling, loaded=self._loaded, selection=selection, scored=True)
-            for number, text in enumerate(texts)
+            EngineRequest(text, partial(send, number), sampling, **settings) for number, text in enumerate(texts)
         ]
         for request in sorted(requests, key=lambda one: -len(one.text)):
             self._engine.submit(request)

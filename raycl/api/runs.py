@@ -1,0 +1,218 @@
+"""Runs: train on a stream, look at what came of it, and go on.
+
+What it does not know: how a run is trained (`raycl.launch`).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycl.api.models import Model, load
+from raycl.api.tasks import InMemoryTask
+from raycl.config import Tree
+from raycl.launch import commands, console, driver
+from raycl.launch.driver import Prepared, RunOptions
+from raycl.report.plots import heatmap
+from raycl.report.results import read_results, tasks_of, values_of
+from raycl.report.tables import matrix_table
+from raycl.run import config as run_config
+from raycl.storage import Storage
+from raycl.training.records.journal import read_state
+from raycl.training.records.publish import open_bank
+
+POLL_S = 0.5
+
+OnPhase = Callable[[Mapping[str, Any]], None]
+"""Called in a thread of its own after each phase, with its journal record: `row` (scores by task), `times`, `bank`."""
+
+Task = str | Mapping[str, Any] | InMemoryTask
+"""A name of the stream's tasks, an entry of `stream.tasks`, or what `raycl.task` returns."""
+
+
+def train(
+    stream: str | Sequence[Task] | Mapping[str, Any] = "builtin",
+    method: str | Mapping[str, Any] = "lora",
+    *,
+    backbone: str | Mapping[str, Any] | None = None,
+    name: str | None = None,
+    dir: str | None = None,
+    on_phase: OnPhase | None = None,
+    quiet: bool = False,
+    in_process: bool = False,
+    **sections: Any,
+) -> Run:
+    """Train on a stream of tasks, one after another, to its end.
+
+    Args:
+        stream: name of a stream (builtin, long-C, ...), a list of tasks, or settings of the section `stream`.
+        method: its name, or settings of the section `method`.
+        backbone: folder or hub id, or settings of the section `backbone`; None: the packaged one.
+        name, dir: of the run's folder (`output.name`, `output.dir`).
+        on_phase: see `OnPhase`.
+        quiet: print no progress.
+        in_process: the only worker is this process.
+        sections: other sections of the config, for example train={"epochs": 3}, bank={"dir": "bank"}.
+
+    Raises:
+        ConfigError: a setting that does not exist or fit. RayclError: as of `raycl train`.
+    """
+    output = {**sections.pop("output", {}), **({"name": name} if name else {}), **({"dir": dir} if dir else {})}
+    directory = Storage.at(output.get("dir") or run_config.default_directory())
+    tree: Tree = {**sections, "output": output, "stream": _stream(stream, directory), "method": _named(method)}
+    if backbone is not None:
+        tree["backbone"] = _named(backbone)
+    return _trained(driver.prepare(run_config.from_tree(tree)), on_phase, quiet, in_process)
+
+
+class Run:
+    """A run in its folder, finished or not.
+
+    Attributes:
+        folder: its address.
+    """
+
+    def __init__(self, folder: str) -> None:
+        """The run in this folder.
+
+        Raises:
+            ResumeError: there is none.
+        """
+        self._storage, self._config, _ = driver.run_in(folder)
+        self.folder = self._storage.address
+
+    @property
+    def results(self) -> Tree:
+        """What `results.json` holds: the matrix so far, metrics, times.
+
+        Raises:
+            RunError: no task is finished yet.
+        """
+        return read_results(self.folder)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the tasks in their order."""
+        return tasks_of(self.results)
+
+    @property
+    def matrix(self) -> NDArray[np.float64]:
+        """Scores `[phases, tasks]`: row i after phase i, 0 to 100; NaN: not evaluated."""
+        rows = [[np.nan if value is None else value for value in row] for row in values_of(self.results)]
+        return np.array(rows, dtype=np.float64)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """ap, f_ra, bwt, fwt and others (docs/guides/metrics.md); None: undefined."""
+        return dict(self.results["metrics"])
+
+    @property
+    def bank(self) -> str:
+        """Address of its bank and its branch, for `raycl.load`."""
+        return f"{open_bank(self._config.bank, self._storage).storage.address}@{self._config.bank.branch}"
+
+    def load(self, **settings: Any) -> Model:
+        """What it has learned, as a model; see `raycl.load`."""
+        return load(self.bank, **settings)
+
+    def add(self, *tasks: Task, **options: Any) -> Run:
+        """Learn more tasks, and return the run with them; its older tasks are kept as they are.
+
+        Args:
+            options: on_phase, quiet, in_process: see `train`.
+        """
+        added = [json.dumps(one) if isinstance(one, dict) else one for one in _specs(tasks, self._directory)]
+        return _trained(driver.extend(self.folder, added), **options)
+
+    def revise(self, task: Task, name: str | None = None, **options: Any) -> Run:
+        """Learn one task again, with new data if given; returns a new run, this one stays as it is.
+
+        Args:
+            name: of the new run's folder. options: on_phase, quiet, in_process: see `train`.
+        """
+        (spec,) = _specs([task], self._directory)
+        given = json.dumps(spec) if isinstance(spec, dict) else spec
+        overrides = [f"output.name={name}"] if name else []
+        prepared = commands.prepared(None, overrides, self.folder, (), given)
+        return _trained(prepared, **options)
+
+    def resume(self, **options: Any) -> Run:
+        """Continue a run that was stopped; the result is that of a run that was not."""
+        return _trained(driver.reopen(self.folder), **options)
+
+    def plot(self, path: str | Path | None = None) -> Path:
+        """Draw the matrix as a heat map; returns the file (default: matrix.png in the run's folder)."""
+        return heatmap(self.results, path or f"{self._storage.path()}/matrix.png")
+
+    @property
+    def _directory(self) -> Storage:
+        return Storage.at(self.folder.rpartition("/")[0])
+
+    def __str__(self) -> str:
+        return matrix_table(self.results)
+
+    def __repr__(self) -> str:
+        return f"Run('{self.folder}')"
+
+
+def _trained(prepared: Prepared, on_phase: OnPhase | None = None, quiet: bool = False, in_process: bool = False) -> Run:
+    if not quiet:
+        console.log_to_stderr()
+    with _watched(prepared.storage, on_phase):
+        driver.train(prepared, RunOptions(in_process=in_process))
+    return Run(prepared.storage.address)
+
+
+@contextmanager
+def _watched(storage: Storage, on_phase: OnPhase | None) -> Iterator[None]:
+    """Call `on_phase` for each phase that is finished from now on."""
+    if on_phase is None:
+        yield
+        return
+    over, seen = threading.Event(), len(read_state(storage).phases)
+
+    def report() -> None:
+        nonlocal seen
+        for record in read_state(storage).phases[seen:]:
+            seen += 1
+            on_phase(record)
+
+    def watch() -> None:
+        while not over.wait(POLL_S):
+            report()
+
+    thread = threading.Thread(target=watch, name="raycl-phases", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        report()
+
+
+def _stream(stream: str | Sequence[Task] | Mapping[str, Any], directory: Storage) -> Tree:
+    if isinstance(stream, str):
+        return {"name": stream}
+    if isinstance(stream, Mapping):
+        tasks = stream.get("tasks")
+        return {**stream, **({"tasks": _specs(tasks, directory)} if tasks else {})}
+    return {"tasks": _specs(stream, directory)}
+
+
+def _specs(tasks: Sequence[Task], directory: Storage) -> list[Any]:
+    return [
+        one.saved(directory) if isinstance(one, InMemoryTask) else dict(one) if isinstance(one, Mapping) else one
+        for one in tasks
+    ]
+
+
+def _named(value: str | Mapping[str, Any]) -> Any:
+    return {"name": value} if isinstance(value, str) else dict(value)

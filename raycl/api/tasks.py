@@ -1,0 +1,125 @@
+"""Tasks of rows in memory, as files that a run can read again when it is resumed.
+
+What it does not know: what is learned from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+from raycl.errors import DataError
+from raycl.storage import Storage
+
+FOLDER = "data"
+"""Beside the runs: `data/NAME-HASH/train.jsonl` and so on."""
+
+
+@dataclass(frozen=True)
+class InMemoryTask:
+    """A task whose rows are here.
+
+    Attributes:
+        rows: split -> rows of `text` and `label`. settings: of `stream.tasks`.
+    """
+
+    name: str
+    rows: Mapping[str, list[dict[str, Any]]]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def saved(self, directory: Storage) -> dict[str, Any]:
+        """Its entry in `stream.tasks`; the rows are written once, under the hash of all of them."""
+        files = {
+            f"{split}.jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+            for split, rows in self.rows.items()
+        }
+        digest = hashlib.sha256()
+        for name in sorted(files):
+            digest.update(name.encode() + files[name])
+        folder = directory.sub(f"{FOLDER}/{self.name}-{digest.hexdigest()[:12]}")
+        for name, data in files.items():
+            if not folder.exists(name):
+                folder.write(name, data)
+        return {"name": self.name, "path": folder.address, **self.settings}
+
+
+Rows = Any
+"""A list of (text, label) pairs or of dicts, a mapping of columns, a pandas frame, or a `datasets.Dataset`."""
+
+
+def task(
+    name: str,
+    train: Rows,
+    test: Rows,
+    dev: Rows = None,
+    text: str = "text",
+    label: str = "label",
+    **settings: Any,
+) -> InMemoryTask | dict[str, Any]:
+    """A task for `raycl.train`, `Run.add` and `Run.revise`.
+
+    Args:
+        train, test, dev: rows as a list of (text, label) pairs or dicts, a pandas frame or a `datasets.Dataset`; or a
+            path or URI of a file, for all of them. dev: None: a part of train.
+        text, label: names of the columns.
+        settings: of `stream.tasks` (metric, labels, definition, format).
+
+    Raises:
+        DataError: rows without text or label, or files beside rows.
+    """
+    given = {"train": train, "test": test, "dev": dev}
+    there = {split: rows for split, rows in given.items() if rows is not None}
+    files = {split for split, rows in there.items() if isinstance(rows, str | PathLike)}
+    if files and files != there.keys():
+        raise DataError(
+            f"task '{name}': {', '.join(sorted(files))} is a file and "
+            f"{', '.join(sorted(there.keys() - files))} is not: give files for all splits, or rows for all"
+        )
+    if files:
+        columns = {} if (text, label) == ("text", "label") else {"columns": {"text": text, "label": label}}
+        return {"name": name, **{split: str(rows) for split, rows in there.items()}, **columns, **settings}
+    return InMemoryTask(name, {split: _rows(name, split, rows, text, label) for split, rows in there.items()}, settings)
+
+
+def _rows(name: str, split: str, rows: Rows, text: str, label: str) -> list[dict[str, Any]]:
+    found = []
+    for number, item in enumerate(_items(rows), 1):
+        if isinstance(item, Mapping):
+            pair = item.get(text), item.get(label)
+        elif isinstance(item, list | tuple) and len(item) == 2:
+            pair = item[0], item[1]
+        else:
+            raise DataError(
+                f"task '{name}', {split} row {number} is a {type(item).__name__}: expected (text, label), or a dict "
+                f"with {text} and {label}"
+            )
+        if not isinstance(pair[0], str) or pair[1] is None:
+            raise DataError(
+                f"task '{name}', {split} row {number}: expected a string under '{text}' and an answer under '{label}', "
+                f"got {pair[0]!r} and {pair[1]!r}"
+            )
+        found.append({"text": pair[0], "label": _answer(pair[1])})
+    if not found:
+        raise DataError(f"task '{name}' has no {split} rows: expected at least one")
+    return found
+
+
+def _items(rows: Rows) -> Iterable[Any]:
+    """Rows one by one; of pandas frames and mappings of columns too."""
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
+        return list(rows.to_dict("records"))
+    if isinstance(rows, Mapping):
+        names = list(rows)
+        return [dict(zip(names, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+    return list(rows)
+
+
+def _answer(value: Any) -> Any:
+    """A string or a list of accepted answers; numbers of numpy as Python's."""
+    if isinstance(value, list | tuple):
+        return [str(one) for one in value]
+    return value if isinstance(value, str) else str(value.item() if hasattr(value, "item") else value)

@@ -1,0 +1,82 @@
+"""Tasks from rows in memory: every kind of rows gives the same files, and what is wrong is one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas
+import pytest
+
+import raycl
+from raycl.errors import DataError
+from raycl.storage import Storage
+
+PAIRS = [("the sky", "blue"), ("the sea", "green")]
+
+
+def columns(text: str = "text", label: str = "label") -> dict[str, list[str]]:
+    return {text: [one for one, _ in PAIRS], label: [two for _, two in PAIRS]}
+
+
+ROWS: dict[str, Any] = {
+    "pairs": PAIRS,
+    "dicts": [{"text": text, "label": label, "more": 1} for text, label in PAIRS],
+    "columns": columns(),
+    "frame": pandas.DataFrame(columns()),
+    "dataset": datasets.Dataset.from_dict(columns()),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_rows_of_every_kind_become_the_same_files(kind: str, tmp_path: Path) -> None:
+    spec = raycl.task("mine", ROWS[kind], PAIRS, metric="macro_f1").saved(Storage.at(tmp_path))
+    same = raycl.task("mine", PAIRS, PAIRS, metric="macro_f1").saved(Storage.at(tmp_path))
+    assert spec == same and spec["name"] == "mine" and spec["metric"] == "macro_f1"
+    folder = Path(spec["path"])
+    assert sorted(path.name for path in folder.iterdir()) == ["test.jsonl", "train.jsonl"]
+    lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    assert lines == [{"text": text, "label": label} for text, label in PAIRS]
+    assert raycl.task("mine", PAIRS[:1], PAIRS).saved(Storage.at(tmp_path))["path"] != spec["path"]
+
+
+def test_columns_have_other_names_and_labels_are_numbers(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"body": ["the sky"], "kind": np.array([3])})
+    spec = raycl.task("mine", frame, frame, text="body", label="kind").saved(Storage.at(tmp_path))
+    assert json.loads((Path(spec["path"]) / "train.jsonl").read_text()) == {"text": "the sky", "label": "3"}
+
+
+def test_files_stay_where_they_are() -> None:
+    spec = raycl.task("mine", "a.csv", "b.csv", text="body", definition="Name the colour.")
+    assert spec == {
+        "name": "mine",
+        "train": "a.csv",
+        "test": "b.csv",
+        "definition": "Name the colour.",
+        "columns": {"text": "body", "label": "label"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "message"),
+    [
+        ([], PAIRS, "task 'mine' has no train rows: expected at least one"),
+        ([("the sky", None)], PAIRS, "train row 1: expected a string under 'text' and an answer under 'label'"),
+        ([*PAIRS, {"body": "x"}], PAIRS, "train row 3: expected a string under 'text'"),
+        (["the sky"], PAIRS, r"train row 1 is a str: expected \(text, label\)"),
+        (PAIRS, "b.csv", "test is a file and train is not"),
+    ],
+)
+def test_bad_rows_are_one_sentence(train: Any, test: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message) as raised:
+        raycl.task("mine", train, test)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_package_has_what_it_names() -> None:
+    assert all(getattr(raycl, name) is not None for name in raycl.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = raycl.nothing  # type: ignore[attr-defined]
