@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 from tiny import Lab
 
 import raycl
+from raycl.api import runs
 from raycl.errors import ConfigError, ResumeError
+from raycl.launch.driver import Prepared
+
+REPO = Path(__file__).resolve().parents[2]
 
 TRAIN = [("the sky is blue", "cold"), ("the sea is blue", "cold"), ("the sun is red", "warm"), ("red fire", "warm")] * 3
 TEST = [("blue sky", "cold"), ("red sun", "warm")]
@@ -46,17 +51,43 @@ def test_train_look_extend_revise_and_answer(ray_cluster: dict[str, str], lab: L
 
     longer = run.add(raycl.task("way", OTHER, [("blue sky", "down")]), **QUICK)
     assert longer.tasks == ["heat", "colour", "way"] and longer.folder == run.folder
-    assert np.array_equal(
-        longer.matrix[:2, :2], again.matrix if again.matrix.shape == (2, 2) else longer.matrix[:2, :2], True
-    )
+    assert np.array_equal(longer.matrix[:2, :2], before, equal_nan=True)
     better = longer.revise(raycl.task("heat", [*TRAIN, ("ice", "cold")], TEST), name="again", **QUICK)
     assert better.tasks == ["colour", "way", "heat"] and better.folder != run.folder
     with raycl.load(better.bank) as model, raycl.load(f"{better.bank.rpartition('@')[0]}@1") as first:
         assert set(model.tasks) == {"heat", "colour", "way"} and first.tasks == ("heat",)
 
 
+def test_the_guide_works_as_printed(
+    ray_cluster: dict[str, str], lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a tiny backbone and few rows, and without workers."""
+    blocks = re.findall(r"```python\n(.*?)```", (REPO / "docs/guides/python.md").read_text(), re.DOTALL)
+    settings = lab.tree("bert", "slm")
+    stream = {**settings["stream"], "train_rows": 16, "test_rows": 6}
+    train = raycl.train
+
+    def quick(tasks: Any, method: str = "lora", **given: Any) -> raycl.Run:
+        few: dict[str, Any] = {"backbone": settings["backbone"], "train": settings["train"], **QUICK}
+        return train({**stream, "tasks": tasks}, settings["method"] if method == "slm" else method, **{**given, **few})
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(raycl, "train", quick)
+    trained = runs._trained
+
+    def quickly(prepared: Prepared, on_phase: Any = None, quiet: bool = True, in_process: bool = True) -> raycl.Run:
+        return trained(prepared, on_phase, True, True)
+
+    monkeypatch.setattr(runs, "_trained", quickly)
+    namespace: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, namespace)
+    assert namespace["better"].tasks == ["topic", "sentiment", "tickets"] and len(blocks) == 5
+    assert (tmp_path / "first.png").is_file() and (tmp_path / "runs/watched/results.json").is_file()
+
+
 def test_errors_are_those_of_the_commands(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'train.epochs'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'train\.epochs'"):
         raycl.train(train={"epoch": 3}, dir=str(tmp_path))
     with pytest.raises(ResumeError, match="holds no run"):
         raycl.Run(str(tmp_path))
