@@ -29,6 +29,7 @@ QUIET = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one process less for each worker group: no node is taken away here
     "TRANSFORMERS_VERBOSITY": "error",
     "RAY_worker_niceness": "0",  # Ray's workers would wait for the tests that run beside them
+    "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # in tests/ray they are no children of the raylet
 }
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 """Token authentication as in real clusters, but without a token file in the home folder."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,24 @@ if TYPE_CHECKING:
     from tiny import Complete, Done, Lab, Taught
 
 SERVER = pytest.StashKey[ForkServer]()
+COPIES = pytest.StashKey["CopyServer"]()
+RAY = Path(__file__).resolve().parents[1] / "ray"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where there may be tests of tests/ray, the server for them starts before raycl and Ray are imported."""
+    hands_out = not hasattr(config, "workerinput") and config.getoption("numprocesses", None)
+    paths = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
+    if not hands_out and any(path == RAY or RAY in path.parents or path in RAY.parents for path in paths):
+        from copy_server import CopyServer
+
+        config.stash[COPIES] = CopyServer()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """No test has used it, or it has ended already."""
+    if COPIES in config.stash:
+        config.stash[COPIES].close()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

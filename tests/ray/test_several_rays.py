@@ -36,6 +36,9 @@ print("held", flush=True)
 time.sleep(300)
 """
 
+STARTED = "RAYCL_STARTED"
+"""Variable of what a process and all that it starts belong to."""
+
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -46,6 +49,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
         own = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | environment
+        own[STARTED] = str(tmp_path / str(len(started)))
         said, out = ((tmp_path / f"{name}{len(started)}.txt").open("w") for name in ("said", "out"))
         command = [sys.executable, *arguments]
         process = subprocess.Popen(
@@ -53,6 +57,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         )
         process.out = Path(out.name)  # type: ignore[attr-defined]
         process.said = Path(said.name)  # type: ignore[attr-defined]
+        process.started = own[STARTED]  # type: ignore[attr-defined]
         started.append(process)
         return process
 
@@ -82,14 +87,14 @@ def asked(port: int) -> int:
 
 
 def heads(process: subprocess.Popen[str]) -> dict[int, set[str]]:
-    """Ports on which heads of Ray below a process listen -> the addresses that they are bound to."""
+    """Ports on which heads of Ray that a process has started listen -> the addresses that they are bound to."""
     found: dict[int, set[str]] = {}
-    for child in psutil.Process(process.pid).children(recursive=True):
+    for one in psutil.process_iter():
         try:
-            if child.name() == "gcs_server":
-                for one in child.net_connections():
-                    if one.status == psutil.CONN_LISTEN:
-                        found.setdefault(one.laddr.port, set()).add(one.laddr.ip)
+            if one.name() == "gcs_server" and one.environ().get(STARTED) == process.started:  # type: ignore[attr-defined]
+                for connection in one.net_connections():
+                    if connection.status == psutil.CONN_LISTEN:
+                        found.setdefault(connection.laddr.port, set()).add(connection.laddr.ip)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found

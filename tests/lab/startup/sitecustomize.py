@@ -1,58 +1,94 @@
-"""Python imports this file at the start of every process of the tests; only Ray's workers do something with it.
+"""Python imports this file at the start of every process of tests/ray: jobs and Ray's processes become copies.
 
-Such a process asks `RAYCL_WORKER_SERVER` (tests/lab/worker_server.py) for a copy of a process that has imported the
-libraries already, and ends with the copy.
+Such a process asks one of the servers in the folder `RAYCL_COPY_SERVER` (tests/lab/copy_server.py) for a copy of a
+process that has imported the libraries already, passes the signals that it gets on to the copy, and ends with it.
 """
 
-# ruff: noqa: PTH109, PTH119 - every process would import pathlib
+# ruff: noqa: PTH109, PTH112, PTH119 - every process would import pathlib
 
 import os
 import sys
 
-SETUP, WORKER = "setup_worker.py", "default_worker.py"
+SETUP, WORKER = "ray/_private/workers/setup_worker.py", "ray/_private/workers/default_worker.py"
+DAEMONS = (
+    "ray/_private/log_monitor.py",
+    "ray/_private/runtime_env/agent/main.py",
+    "ray/autoscaler/_private/monitor.py",
+    "ray/dashboard/agent.py",
+    "ray/dashboard/dashboard.py",
+)
+REPO = os.path.realpath(os.path.join(os.path.dirname(os.path.realpath(__file__)), "../../.."))
 
 
-def _request() -> dict[str, object] | None:
-    """What Ray wants to start; None: not a worker, or one that is to start in another way than by its environment."""
-    script = sys.orig_argv[1] if len(sys.orig_argv) > 1 else ""
-    if os.path.basename(script) not in (SETUP, WORKER):
-        return None
+def _arguments() -> list[str] | None:
+    """The script and its arguments; None: nothing that is copied. What Ray sets for a worker is set here."""
+    found = [text for text in sys.orig_argv[1:3] if text != "-u"] + sys.orig_argv[3:]
+    script = found[0] if found else ""
+    if script.endswith(SETUP):
+        return _worker(found[1:])
+    is_job = os.path.basename(os.path.dirname(script)) == "jobs" and script.endswith(".py")
+    is_submission = os.path.basename(script) == "ray" and found[1:2] == ["job"]
+    return found if is_job or is_submission or script.endswith((WORKER, *DAEMONS)) else None
+
+
+def _worker(found: list[str]) -> list[str] | None:
+    """The same for a worker whose runtime environment is variables and a working directory, and nothing else."""
     import json
     import re
 
-    arguments, context = sys.orig_argv[1:], {}
-    if os.path.basename(script) == SETUP:
-        options = [
-            text for text in arguments[1:] if text.startswith(("--serialized-runtime-env-context=", "--language="))
-        ]
-        arguments = [text for text in arguments[1:] if text not in options]
-        values = dict(option.split("=", 1) for option in options)
-        context = json.loads(values.get("--serialized-runtime-env-context") or "{}")
-        is_plain = context.get("py_executable", sys.executable) == sys.executable and not context.get("command_prefix")
-        if values.get("--language") != "PYTHON" or not is_plain or context.get("override_worker_entrypoint"):
-            return None
-    if os.path.basename(arguments[0]) != WORKER:  # the server of Ray's client, which is set up in the same way
+    options = [text for text in found if text.startswith(("--serialized-runtime-env-context=", "--language="))]
+    values = dict(option.split("=", 1) for option in options)
+    context = json.loads(values.get("--serialized-runtime-env-context") or "{}")
+    prefix = context.get("command_prefix") or ["cd", os.getcwd(), "&&"]
+    is_plain = prefix[:1] + prefix[2:] == ["cd", "&&"] and os.path.isdir(prefix[1])
+    is_python = values.get("--language") == "PYTHON" and context.get("py_executable", sys.executable) == sys.executable
+    arguments = [text for text in found if text not in options]
+    if not (is_plain and is_python) or context.get("override_worker_entrypoint"):
+        return None
+    if not arguments[0].endswith(WORKER):  # the server of Ray's client, which is set up in the same way
         return None
     for name, value in context.get("env_vars", {}).items():  # as ray._private.utils.update_envs
         os.environ[name] = re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value))
-    return {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
+    os.chdir(prefix[1])
+    return arguments
 
 
-def _become(server: str) -> None:
-    request = _request()
-    if request is None:
+def _template(script: str) -> str:
+    """Name of the server: `libraries` for a process that imports raycl from another folder, as submitted jobs do."""
+    folders = [os.path.dirname(script), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    found = [folder for folder in folders if os.path.isdir(os.path.join(folder, "raycl"))]
+    return "libraries" if found and os.path.realpath(found[0]) != REPO else "package"
+
+
+def _become(servers: str) -> None:
+    arguments = _arguments()
+    if arguments is None:
         return
     import json
+    import signal
     import socket
 
+    request = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+    }
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(server)
+        connection.connect(os.path.join(servers, _template(arguments[0])))
         data = json.dumps(request).encode()
         socket.send_fds(connection, [len(data).to_bytes(4, "big")], [0, 1, 2])
         connection.sendall(data)
-        code = connection.recv(1)  # nothing: the server was ended
-    os._exit(code[0] if code else 1)
+        for passed in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            signal.signal(passed, lambda number, _: connection.sendall(bytes([number])))
+        answer = connection.recv(2)
+    code = int.from_bytes(answer, "big", signed=True) if answer else 1  # nothing: the server was ended
+    if code < 0 and -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code & 255)
 
 
-if "RAYCL_WORKER_SERVER" in os.environ:
-    _become(os.environ["RAYCL_WORKER_SERVER"])
+if "RAYCL_COPY_SERVER" in os.environ:
+    _become(os.environ["RAYCL_COPY_SERVER"])

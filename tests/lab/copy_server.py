@@ -1,0 +1,283 @@
+"""Starts jobs and Ray's processes of tests/ray as copies of processes that have imported the libraries.
+
+A worker or a job imports torch, transformers and DeepSpeed for four seconds, and these tests start more than a hundred.
+`CopyServer` is a copy of pytest's process from before it imports raycl; `startup/sitecustomize.py`, which is first on
+PYTHONPATH, sends it what is started. It has two processes: `libraries`, and a copy of that, `package`, with raycl too.
+What runs in a folder with a raycl of its own, as submitted jobs do, is a copy of the first. Ray is imported in the copy
+itself: it reads its settings from the environment then, and what it draws at random would be the same in all copies.
+Workers with more in their runtime environment than variables and a working directory, and all processes of tests/chaos,
+start as they do for users.
+What it does not know: what the processes do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import json
+import logging
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from _pytest.assertion.rewrite import AssertionRewritingHook
+
+LIBRARIES = (
+    "aiohttp_cors",
+    "colorful",
+    "deepspeed",
+    "faiss",
+    "fastapi",
+    "grpc",
+    "httptools",
+    "ijson",
+    "jsonschema",
+    "matplotlib.pyplot",
+    "omegaconf",
+    "opencensus.stats.stats",
+    "opentelemetry.exporter.prometheus",
+    "opentelemetry.sdk.metrics",
+    "optuna",
+    "pandas",
+    "peft",
+    "prometheus_client",
+    "pyarrow.fs",
+    "pyarrow.parquet",
+    "pydantic",
+    "requests",
+    "rich.console",
+    "safetensors.torch",
+    "sklearn.metrics",
+    "torch",
+    "transformers",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.t5.modeling_t5",
+    "uvicorn",
+)
+"""What jobs, workers, trials, replicas and Ray's own processes import, except Ray."""
+
+PACKAGE = ("raycl.run.start", "raycl.training.stream_loop", "raycl.report.plots")
+"""What jobs and workers import of raycl, except what imports Ray."""
+
+SETTING = "RAYCL_COPY_SERVER"
+READY = b"r"
+
+
+class CopyServer:
+    """The two processes, and the environment by which others find them; made before raycl and Ray are imported."""
+
+    def __init__(self) -> None:
+        for name in LIBRARIES:
+            import_module(name)
+        assert not {"ray", "raycl"} & {*sys.modules}, "Ray would keep the settings of now, and raycl its folder"
+        self._folder = tempfile.TemporaryDirectory(prefix="c", dir="/tmp")  # short: paths of sockets end at 107 bytes
+        self._control, theirs = socket.socketpair()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                self._control.close()
+                _main(Path(self._folder.name), theirs)
+            finally:
+                os._exit(1)
+        theirs.close()
+
+    def set_in(self, patch: pytest.MonkeyPatch) -> None:
+        """Processes that are started from now on are copies."""
+        startup = str(Path(__file__).parent / "startup")
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (startup, os.environ.get("PYTHONPATH")))))
+        patch.setenv(SETTING, self._folder.name)
+
+    def wait(self) -> None:
+        """Until both are ready."""
+        assert self._control.recv(1) == READY, "the process that starts others has ended"
+
+    def close(self) -> None:
+        """End both and, with them, the copies that are left."""
+        self._control.sendall(b"e")
+        os.waitpid(self._pid, 0)
+        self._control.close()
+        self._folder.cleanup()
+
+
+def _main(folder: Path, control: socket.socket) -> None:
+    """Become `libraries`, once a copy of it is `package`."""
+    _forget_pytest()
+    libraries = _listener(folder / "libraries")
+    mine, theirs = socket.socketpair()
+    package = os.fork()
+    if package == 0:
+        try:
+            for opened in (libraries, mine):
+                opened.close()
+            for name in PACKAGE:
+                import_module(name)
+            assert "ray" not in sys.modules, "Ray would keep the settings of this process"
+            listener = _listener(folder / "package")
+            control.sendall(READY)
+            control.close()
+            _serve(listener, theirs)
+        except BaseException:
+            traceback.print_exc()
+            raise
+        finally:
+            os._exit(1)
+    theirs.close()
+    _serve(libraries, control)
+    mine.close()
+    os.waitpid(package, 0)
+
+
+def _forget_pytest() -> None:
+    """Undo what pytest has set in its process, and a new interpreter would not have."""
+    atexit._clear()
+    faulthandler.disable()
+    logging.getLogger().handlers.clear()
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AssertionRewritingHook)]
+    sys.path[:] = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+
+
+def _listener(address: Path) -> socket.socket:
+    found = socket.socket(socket.AF_UNIX)
+    found.bind(str(address))
+    found.listen(64)
+    return found
+
+
+def _serve(listener: socket.socket, control: socket.socket) -> None:
+    """Until something comes by `control`, or its other end is closed."""
+    gc.collect()
+    gc.freeze()  # collecting garbage would write to pages that the copies share
+    waiting = selectors.DefaultSelector()
+    waiting.register(listener, selectors.EVENT_READ)
+    waiting.register(control, selectors.EVENT_READ)
+    copies: set[_Copy] = set()
+    while True:
+        for key, _ in waiting.select():
+            copy = key.data
+            if key.fileobj is control:
+                for copy in copies:
+                    os.kill(copy.pid, signal.SIGKILL)
+                return
+            if key.fileobj is listener:
+                copy = _started(listener.accept()[0], waiting, (listener, control))
+                copies.add(copy)
+                waiting.register(copy.ended, selectors.EVENT_READ, copy)
+                waiting.register(copy.connection, selectors.EVENT_READ, copy)
+            elif copy not in copies:  # it ended in this round
+                continue
+            elif key.fileobj is copy.connection:
+                _signal(copy, waiting)
+            else:
+                copies.remove(copy)
+                _end(copy, waiting)
+
+
+@dataclass(frozen=True, eq=False)
+class _Copy:
+    """A copy.
+
+    Attributes:
+        ended: descriptor that can be read when it has ended. connection: to the process that waits for it.
+    """
+
+    pid: int
+    ended: int
+    connection: socket.socket
+
+
+def _signal(copy: _Copy, waiting: selectors.BaseSelector) -> None:
+    """Pass a signal on: Ctrl-C to what the copy has started too, as a terminal does."""
+    numbers = b""
+    with suppress(ConnectionError):
+        numbers = copy.connection.recv(1)
+    if not numbers:  # the process that waits was killed
+        waiting.unregister(copy.connection)
+        os.kill(copy.pid, signal.SIGKILL)
+    elif numbers[0] == signal.SIGINT:
+        os.killpg(copy.pid, signal.SIGINT)
+    else:
+        os.kill(copy.pid, numbers[0])
+
+
+def _end(copy: _Copy, waiting: selectors.BaseSelector) -> None:
+    """Pass the exit code on; negative: a signal."""
+    code = os.waitstatus_to_exitcode(os.waitpid(copy.pid, 0)[1])
+    waiting.unregister(copy.ended)
+    os.close(copy.ended)
+    with copy.connection:
+        if copy.connection in waiting.get_map():
+            waiting.unregister(copy.connection)
+            with suppress(OSError):  # the process that waits may be killed in this moment
+                copy.connection.sendall(code.to_bytes(2, "big", signed=True))
+
+
+def _started(connection: socket.socket, waiting: selectors.BaseSelector, others: tuple[socket.socket, ...]) -> _Copy:
+    """A new copy."""
+    head, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
+    size, data = int.from_bytes(head, "big"), b""
+    while len(data) < size and (more := connection.recv(size - len(data))):  # cut if the process that sends is killed
+        data += more
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)  # Ray ends a worker's whole group
+        for opened in (connection, *others):
+            opened.close()
+        waiting.close()
+        _work(data, descriptors)
+    os.setpgid(pid, pid)  # both do it: whoever comes first
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return _Copy(pid, os.pidfd_open(pid), connection)
+
+
+def _work(data: bytes, descriptors: list[int]) -> None:
+    """Become the process that was requested."""
+    code = 1
+    try:
+        request = json.loads(data)
+        _set_up(request, descriptors)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+    finally:
+        try:
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+        finally:
+            os._exit(code & 255)
+
+
+def _set_up(request: dict[str, object], descriptors: list[int]) -> None:
+    """What a new interpreter would have: streams, environment, folder, arguments, paths, signals."""
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    sys.argv = request["arguments"]
+    sys.orig_argv = [sys.executable, *sys.argv]
+    paths = [str(Path(sys.argv[0]).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    sys.path[:] = dict.fromkeys([*filter(None, paths), *sys.path])
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
