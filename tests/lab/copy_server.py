@@ -72,6 +72,7 @@ LIBRARIES = (
 PACKAGE = ("raycl.run.start", "raycl.training.stream_loop", "raycl.report.plots")
 """What jobs and workers import of raycl, except what imports Ray."""
 
+REPO = Path(__file__).resolve().parents[2]
 SETTING = "RAYCL_COPY_SERVER"
 READY = b"r"
 
@@ -122,9 +123,7 @@ def _main(folder: Path, control: socket.socket) -> None:
         try:
             for opened in (libraries, mine):
                 opened.close()
-            for name in PACKAGE:
-                import_module(name)
-            assert "ray" not in sys.modules, "Ray would keep the settings of this process"
+            _import_package()
             listener = _listener(folder / "package")
             control.sendall(READY)
             control.close()
@@ -138,6 +137,15 @@ def _main(folder: Path, control: socket.socket) -> None:
     _serve(libraries, control)
     mine.close()
     os.waitpid(package, 0)
+
+
+def _import_package() -> None:
+    """Import the raycl beside these tests, wherever one is installed."""
+    sys.path.insert(0, str(REPO))
+    for name in PACKAGE:
+        import_module(name)
+    sys.path.remove(str(REPO))
+    assert "ray" not in sys.modules, "Ray would keep the settings of this process"
 
 
 def _forget_pytest() -> None:

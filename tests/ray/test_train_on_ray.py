@@ -38,14 +38,14 @@ pytestmark = [pytest.mark.usefixtures("s3_uri", "ray_cluster"), pytest.mark.time
 
 REPO = Path(__file__).resolve().parents[2]
 DASHBOARD = True
-STEPS = (400, 800)
+STEPS = (300, 600)
 """Optimizer steps of the two tasks: 4 an epoch. The second is long, since a run is stopped four times in it."""
 
 
 @pytest.fixture(scope="module")
 def small(lab: tiny.Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a small run on two workers."""
-    train = {"epochs_by_task": {"colour": STEPS[0] // 4, "animal": STEPS[1] // 4}, "log_every_s": 0.1}
+    train = {"epochs_by_task": {"colour": STEPS[0] // 4, "animal": STEPS[1] // 4}, "log_every_s": 0.3}
     tree = lab.tree("bert", "lora", train=train, checkpoint={"every_steps": 40}, launch={"workers": 2})
     file = tmp_path_factory.mktemp("small") / "small.yaml"
     file.write_text(yaml.safe_dump(tree))
@@ -72,7 +72,7 @@ def until(ready: Callable[[], bool], seconds: float = 280) -> None:
     end = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < end, f"it did not happen in {seconds:g} s"
-        time.sleep(0.1)
+        time.sleep(0.2)
 
 
 def in_second_task(storage: Storage, attempt: int) -> int:
