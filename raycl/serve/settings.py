@@ -69,6 +69,9 @@ class GateConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] | None = Field(None, description="device of the gate; null: as the endpoint")
     gpus: float = Field(1.0, gt=0, le=1, description="share of a GPU that the gate reserves")
+    report_after_s: float = Field(
+        15.0, gt=0, description="seconds that an evaluation waits for its CPUs and GPUs before that is a problem"
+    )
     timeout_s: float = Field(
         3600.0, gt=0, description="seconds for the evaluation of a snapshot at most; longer: it is tried again"
     )

@@ -40,7 +40,11 @@ LIBRARIES = (
     "deepspeed",
     "faiss",
     "fastapi",
+    "fsspec.implementations.local",
+    "google.protobuf.json_format",
+    "google.rpc.code_pb2",
     "grpc",
+    "grpc_reflection.v1alpha.reflection",
     "httptools",
     "ijson",
     "jsonschema",
@@ -48,14 +52,18 @@ LIBRARIES = (
     "omegaconf",
     "opencensus.stats.stats",
     "opentelemetry.exporter.prometheus",
+    "opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc",
     "opentelemetry.sdk.metrics",
+    "opentelemetry.sdk.trace.export",
     "optuna",
     "pandas",
+    "pdb",
     "peft",
     "prometheus_client",
     "pyarrow.fs",
+    "pyarrow.pandas_compat",
     "pyarrow.parquet",
-    "pydantic",
+    "pydantic.dataclasses",
     "requests",
     "rich.console",
     "safetensors.torch",
@@ -65,12 +73,24 @@ LIBRARIES = (
     "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
     "transformers.models.t5.modeling_t5",
-    "uvicorn",
+    "uvicorn.protocols.http.httptools_impl",
+    "uvloop",
 )
 """What jobs, workers, trials, replicas and Ray's own processes import, except Ray."""
 
-PACKAGE = ("raycl.run.start", "raycl.training.stream_loop", "raycl.report.plots")
-"""What jobs and workers import of raycl, except what imports Ray."""
+PACKAGE = (
+    "raycl.report.plots",
+    "raycl.report.tables",
+    "raycl.run.assembly",
+    "raycl.run.checks",
+    "raycl.run.extension",
+    "raycl.run.start",
+    "raycl.serve.engine.engine",
+    "raycl.serve.http.server",
+    "raycl.sweep.outcome",
+    "raycl.training.stream_loop",
+)
+"""What they import of raycl, except what imports Ray."""
 
 REPO = Path(__file__).resolve().parents[2]
 SETTING = "RAYCL_COPY_SERVER"

@@ -206,7 +206,8 @@ def test_following_with_a_gate(lab: Lab, tmp_path: Path) -> None:
     """
     learner = Learner(lab, "bert", tmp_path)
     bank = learner.learn_one()
-    settings = {"follow": {"enabled": True, "gated": True}, "gate": {"split": "test", "max_drop": 50.0}}
+    gate = {"split": "test", "max_drop": 50.0, "report_after_s": 2}
+    settings = {"follow": {"enabled": True, "gated": True}, "gate": gate}
     client = served(bank, **settings)
     blocker = Blocker.remote()
     ray.get(blocker.ready.remote())

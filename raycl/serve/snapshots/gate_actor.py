@@ -30,9 +30,6 @@ from raycl.serve.snapshots.gate import GateResult, judge
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 15.0
-"""Time for an evaluation worker to start; after it, waiting is reported."""
-
 PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
 """Before a failed evaluation is repeated; doubled each time."""
 
@@ -170,7 +167,7 @@ class GateActor:
             last, moves = self._activations.latest(), self._activations.branch.numbers()
             if last is None or pending.move <= last.seen or pending.move != moves[-1]:
                 return False
-            if time.monotonic() - began > PATIENCE_S:
+            if time.monotonic() - began > self.config.gate.report_after_s:
                 self._set_problem(f"snapshot {pending.number} waits for the gate, which needs {_room(self._takes)}")
         ray.get(ready)
         return True
