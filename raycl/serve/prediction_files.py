@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from raycl.config import Tree
@@ -139,7 +139,7 @@ def write_predictions(
     there = set(to.list())
     rows, began, done = given.rows(), time.monotonic(), 0
     logged = began
-    for number in range(1 << 62):
+    for number in count():
         part = list(islice(rows, part_rows))
         if not part:
             break

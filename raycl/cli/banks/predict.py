@@ -48,7 +48,7 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 def split(found: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """Parse, with files and settings apart."""
     options = found.parse_intermixed_args(words)
-    options.files = [word for word in options.words if "=" not in word or word.startswith("s3://")]
+    options.files = [word for word in options.words if "=" not in word or "://" in word.partition("=")[0]]
     options.overrides = [word for word in options.words if word not in options.files]
     if not options.files:
         found.error("no FILE: expected a file or folder with rows")
