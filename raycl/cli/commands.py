@@ -34,6 +34,7 @@ COMMANDS = {
     "evaluate": Command("raycl.cli.banks.evaluate", "score a snapshot on files: metric, confusion, routing"),
     "report": Command("raycl.cli.runs.report", "tables and pictures of finished runs"),
     "status": Command("raycl.cli.runs.status", "state and progress of a run, and the next command"),
+    "clean": Command("raycl.cli.runs.clean", "remove caches and checkpoints that are not needed any more"),
     "benchmark": Command("raycl.cli.benchmark", "measured figures beside their targets"),
     "demo": Command("raycl.cli.runs.demo", "learn five short tasks in two ways: one forgets, one does not"),
 }
