@@ -42,6 +42,11 @@ settings.load_profile("raycl")
 
 REPO = Path(__file__).resolve().parent.parent
 
+MEMORY = Path("/dev/shm")
+if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 * 1024**3:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+"""Folders of tests are kept in memory where it has room for them: raycl waits for the disk after each file."""
+
 LONGEST = ("test_train_on_ray", "test_sweep", "test_serve", "test_several_rays", "test_submit")
 """Files of tests/ray that take more than half a minute, the longest first."""
 

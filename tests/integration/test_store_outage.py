@@ -43,7 +43,7 @@ def test_every_operation_waits_for_the_store(store: Store, what: str, caplog: py
         "open": lambda: _whole(storage, "a"),
     }
     expected = {"read": b"1", "exists": True, "list": ["a"], "files": ["a"], "open": b"1"}
-    with caplog.at_level(logging.WARNING, logger="raycl"), store.away(1.0):
+    with caplog.at_level(logging.WARNING, logger="raycl"), store.away(0.3):
         assert operations[what]() == expected.get(what)
     assert "trying again" in caplog.text
     found = {name: storage.read(name) for name in storage.list()}
@@ -110,7 +110,7 @@ def test_a_run_continues_after_an_outage(complete: Complete, store: Store, tmp_p
             if step in (1, 8) and "loss" in metrics:
                 stopped.append(step)
                 store.stop()
-                threading.Timer(1.0, store.start).start()
+                threading.Timer(0.5, store.start).start()
 
         def table(self, step: int, name: str, columns: object, rows: object) -> None:
             """Nothing happens at a table."""
@@ -127,7 +127,7 @@ def test_a_run_continues_after_an_outage(complete: Complete, store: Store, tmp_p
 
 def test_a_run_that_gives_up_can_be_resumed(complete: Complete, store: Store) -> None:
     done = complete("bert", "lora", "torch")
-    settings = {"dir": store.uri(""), "name": "given-up", "retry_s": 2.0}
+    settings = {"dir": store.uri(""), "name": "given-up", "retry_s": 0.5}
     config = done.config.model_copy(update={"output": done.config.output.model_copy(update=settings)})
     prepared = driver.prepare(config)
     store.stop()

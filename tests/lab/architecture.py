@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import PurePosixPath
 
 from retired import EVERYWHERE, IN_FOLDER
@@ -100,6 +101,11 @@ class Module:
     tree: ast.Module
     beside: tuple[str, ...] = ()
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Of the whole tree."""
+        return list(ast.walk(self.tree))
+
     @staticmethod
     def of(path: str, text: str, beside: tuple[str, ...] = ()) -> Module:
         """Parsed.
@@ -121,7 +127,7 @@ class Module:
     def imports(self) -> Iterator[tuple[int, str]]:
         """Line and dotted name of everything imported, at any depth, for type checking and by name too."""
         package = _dotted(self.path) if self.path.endswith("__init__.py") else _dotted(self.path).rpartition(".")[0]
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((node.lineno, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -204,7 +210,7 @@ def doors(module: Module) -> Iterator[Finding]:
 
 @rule
 def pretrained(module: Module) -> Iterator[Finding]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         inside = module.path.startswith((f"{PRETRAINED}.py", f"{PRETRAINED}/"))
         if module.ours and not inside and isinstance(node, ast.Attribute) and node.attr == "from_pretrained":
             yield node.lineno, f"from_pretrained outside {PRETRAINED}: ask the backbone for the model or tokenizer"
@@ -216,7 +222,7 @@ def backbone_kinds(module: Module) -> Iterator[Finding]:
     if not module.ours or module.path.startswith(KINDS_KNOWN_AT):
         return
     branches: list[ast.expr | None] = []
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Compare):
             branches += [node.left, *node.comparators]
         elif isinstance(node, ast.MatchValue):
@@ -248,7 +254,7 @@ def router_kinds(module: Module) -> Iterator[Finding]:
     """Comparing `router.kind` counts, as do names of concrete classes."""
     if not module.ours or module.path.startswith(ROUTERS_KNOWN_AT):
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         names = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
         names |= {_name(node)} if isinstance(node, ast.Name | ast.Attribute) else set()
         for name in sorted(names & ROUTER_CLASSES):
@@ -265,7 +271,7 @@ def sizes(module: Module) -> Iterator[Finding]:
     limit = JOB_LINES if re.fullmatch(r"jobs/\w+\.py", module.path) else FILE_LINES
     if lines > limit:
         yield 1, f"{lines} lines, at most {limit}: split it along its nouns"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > FUNCTION_LINES:
@@ -288,7 +294,7 @@ def folders(module: Module) -> Iterator[Finding]:
 
 @rule
 def prints(module: Module) -> Iterator[Finding]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         inside = module.path.startswith("raycl/") and not module.path.startswith("raycl/cli/")
         if inside and isinstance(node, ast.Name) and node.id == "print":
             yield node.lineno, "print outside raycl/cli/: log it, or return it to the command"
@@ -296,7 +302,7 @@ def prints(module: Module) -> Iterator[Finding]:
 
 @rule
 def excepts(module: Module) -> Iterator[Finding]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ExceptHandler):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
         elif isinstance(node, ast.Call) and _name(node.func) == "suppress":
@@ -324,7 +330,7 @@ def names(module: Module) -> Iterator[Finding]:
 def _identifiers(module: Module) -> Iterator[tuple[int, str]]:
     """Line and name of modules, classes, functions, arguments and attributes, where they are defined or used."""
     yield from ((1, part) for part in _dotted(module.path).split("."))
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Name | ast.Attribute):
             yield node.lineno, _name(node)
         elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -369,7 +375,7 @@ def mutable_globals(module: Module) -> Iterator[Finding]:
     for line, name, is_table in _containers(module):
         if not is_table:
             yield line, f"{name} is a mutable global: only UPPER_CASE tables written out in full may be"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Global):
             yield node.lineno, f"global {', '.join(node.names)}: keep the state in an object that is passed on"
 
@@ -377,7 +383,7 @@ def mutable_globals(module: Module) -> Iterator[Finding]:
 @rule
 def changed_tables(module: Module) -> Iterator[Finding]:
     tables = {name for _, name, _ in _containers(module)} if module.ours else set()
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
             changed = node.value
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.nn import functional
 
 from raycl.backbone import Backbone, Output
 from raycl.methods.modifier import Modifiers
@@ -71,7 +72,7 @@ class DeepSpeedEngine:
         assert self.trained, "the method left no parameter to train"
         self.optimizer = adamw(self.trained, train)
         bf16 = backbone.dtype == torch.bfloat16
-        self._hooks = _module_hooks(backbone)
+        self._hooks, self._linear = _module_hooks(backbone), functional.linear
         self.engine, *_ = self.library.initialize(
             model=backbone,
             model_parameters=list(self.trained.values()),
@@ -243,6 +244,7 @@ class DeepSpeedEngine:
         self.engine = self.optimizer = self.schedule = None  # type: ignore[assignment]
         self.trained.clear()
         if self.stage == 3:
+            functional.linear = self._linear  # ZeRO-3 has replaced it for all modules of the process
             _clear_class_caches()
         gc.collect()  # the library's objects refer to each other, and they hold most of the memory
         _return_freed_memory()
