@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from fork_server import Call, ForkServer
 from service_client import bank_of, serving
 from tiny import Done, Taught, on_main
 
@@ -24,38 +22,17 @@ REPO = Path(__file__).resolve().parents[2]
 TEXTS = ("fire is warm very", "the barks runs much")
 WEIGHTS = {"animal.1": 2.0, "colour.0": -1.0}
 
-HARNESS = """
-import contextlib, io, json, os, re, sys
-from pathlib import Path
-sys.modules["raycl"] = None  # importing it fails
-folders, texts = json.loads(sys.argv[1])
-said = []
-for folder in folders:
-    os.chdir(folder)
-    (code,) = re.findall(r"```python\\n(.*?)```", Path("README.md").read_text(), re.S)
-    (line,) = re.findall(r'^text = ".*"$', code, re.M)
-    said.append({})
-    for text in [json.loads(line.removeprefix("text = ")), *texts]:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(code.replace(line, f"text = {json.dumps(text)}"), {})
-        said[-1][text] = out.getvalue()
-print(json.dumps(said))
-"""
-"""Each card's own example first, as printed; then the same with other texts."""
-
 
 def export(bank: Bank, folder: Path, adapters: str, *options: str) -> None:
     main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
     assert main(["--bank", bank.storage.uri, "export", "--adapters", adapters, "--to", str(folder), *options]) == 0
 
 
-def printed(*folders: Path) -> list[dict[str, str]]:
-    """For each folder: text -> what its card's lines print about it, in a process that has no raycl."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, "-c", HARNESS, json.dumps([list(map(str, folders)), TEXTS])]
-    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict[str, str]] = json.loads(done.stdout.splitlines()[-1])
+def printed(server: ForkServer, root: Path, folders: list[Path]) -> list[dict[str, str]]:
+    """For each folder: text -> what its card's lines print about it, in a process that cannot import raycl."""
+    call = Call("card_code:main", (list(map(str, folders)), list(TEXTS), root / "printed.json"), root / "log")
+    server.run([call], 240)
+    found: list[dict[str, str]] = json.loads((root / "printed.json").read_text())
     assert [len(one) for one in found] == [len(TEXTS) + 1] * len(folders)
     return found
 
@@ -78,7 +55,7 @@ class Cards:
 
 
 @pytest.fixture(scope="module")
-def cards(taught: Taught, tmp_path_factory: pytest.TempPathFactory) -> Cards:
+def cards(taught: Taught, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Cards:
     """All of them, read by one process; what the base models' folders recommend acts on none."""
     root = tmp_path_factory.mktemp("cards")
     adapters = ",".join(f"{name}={weight}" for name, weight in WEIGHTS.items())
@@ -98,7 +75,7 @@ def cards(taught: Taught, tmp_path_factory: pytest.TempPathFactory) -> Cards:
     for file, text in zip(files, before, strict=True):
         file.write_text(json.dumps({**json.loads(text), "repetition_penalty": 3.0}))
     try:
-        found = printed(*(root / "out" / name for name in exports))
+        found = printed(fork_server, root, [root / "out" / name for name in exports])
     finally:
         for file, text in zip(files, before, strict=True):
             file.write_text(text)

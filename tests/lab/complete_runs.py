@@ -5,9 +5,11 @@ The libraries are imported where they are needed: pytest's process that only han
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 SERVER = pytest.StashKey[ForkServer]()
 COPIES = pytest.StashKey["CopyServer"]()
+LATER = ("deepspeed", "peft", "sklearn.manifold", "torch._dynamo")
+"""Libraries that runs import when they need them: processes of the fork server find them imported."""
 RAY = Path(__file__).resolve().parents[1] / "ray"
 
 
@@ -42,6 +46,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Where tests need processes of their own, the server of those starts before the first test does."""
     if any("fork_server" in getattr(item, "fixturenames", ()) for item in session.items):
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        for library in LATER:
+            import_module(library)
         session.config.stash[SERVER] = ForkServer()
 
 
