@@ -54,6 +54,16 @@ pytest_plugins = ["complete_runs"]
 """Of tests/lab, which is on the path: tiny models, and complete runs that several tests read."""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What files of tests import is no garbage: a second of collecting in each process."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start clusters come first, the longest of them before the others: two processes then end together."""
 

@@ -22,6 +22,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -364,8 +365,9 @@ def to_yaml(config: BaseModel) -> str:
 
 
 def tree_to_yaml(tree: Tree) -> str:
-    """The same from a resolved tree."""
-    return MARK + OmegaConf.to_yaml(OmegaConf.create(_escape(tree)))
+    """The same from a resolved tree, as `OmegaConf.to_yaml` writes it, without the nodes that it would make first."""
+    dumper = get_omega_conf_dumper()
+    return MARK + yaml.dump(_escape(tree), Dumper=dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
 def _escape(value: Any) -> Any:

@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from pydantic import Field, field_validator
 
 from raycl import config
-from raycl.config import Section
+from raycl.config import Section, sections
 from raycl.errors import ConfigError
 from raycl.run.config import load_config
 
@@ -300,6 +301,8 @@ def test_any_text_survives_the_round_trip(tmp_path_factory: pytest.TempPathFacto
     path = written(tmp_path_factory.mktemp("config"), config.to_yaml(run))
     assert config.load(Run, path) == run
     assert config.from_yaml(config.to_yaml(run), "memory") == config.as_tree(run)
+    nodes = OmegaConf.create(sections._escape({"text": text}))
+    assert config.tree_to_yaml({"text": text}) == sections.MARK + OmegaConf.to_yaml(nodes)
 
 
 @pytest.mark.parametrize(
