@@ -23,13 +23,18 @@ def _files(*folders: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def modules() -> list[Module]:
-    paths = [path for path in _files("raycl", "jobs", "tests", "cluster") if path.endswith(".py")]
-    return [Module.of(path, (REPO / path).read_text(encoding="utf-8"), _beside(path, paths)) for path in paths]
-
-
-def _beside(path: str, paths: list[str]) -> tuple[str, ...]:
-    folder = str(Path(path).parent)
-    return tuple(Path(other).stem for other in paths if str(Path(other).parent) == folder and other != path)
+    paths = [Path(path) for path in _files("raycl", "jobs", "tests", "cluster") if path.endswith(".py")]
+    folders: dict[Path, list[str]] = {}
+    for path in paths:
+        folders.setdefault(path.parent, []).append(path.stem)
+    return [
+        Module.of(
+            path.as_posix(),
+            (REPO / path).read_text(encoding="utf-8"),
+            tuple(name for name in folders[path.parent] if name != path.stem),
+        )
+        for path in paths
+    ]
 
 
 @pytest.mark.parametrize("name", RULES)

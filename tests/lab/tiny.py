@@ -25,6 +25,7 @@ from raycl.bench.gpu import tiny as models
 from raycl.launch import driver
 from raycl.launch.worker import in_process_worker, worker_main
 from raycl.methods.registry import METHODS
+from raycl.retrieval.memory_slots import key_maps
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
 from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
@@ -73,6 +74,9 @@ SAPT-Prompt with the paper's queries, which are not standardized."""
 
 LINEAR = torch.nn.functional.linear
 """ZeRO-3 has one of its own in all modules until its engine is closed, for which a crash leaves no time."""
+
+key_maps.STEPS = 250
+"""Half of t-SNE's steps, the fewest that it takes: no test needs a better map."""
 
 TRAIN_ROWS, TEST_ROWS = 14, 6
 """14 rows in batches of 4 leave a last batch of 2."""

@@ -24,7 +24,9 @@ from raycl.training.stream_loop import StreamLoop
 def options(*flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     stream.add_flags(parser)
-    return parser.parse_args(["--rows", "24", "--test-rows", "8", "--dtype", "float32", *flags])
+    sizes = {"rows": 6, "test-rows": 4, "batch-size": 4, "micro-batch-size": 2}
+    given = [f"--{name}={size}" for name, size in sizes.items()]
+    return parser.parse_args([*given, "--dtype", "float32", *flags])
 
 
 def loop(config: RunConfig, folder: Path) -> Storage:
