@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 LOG := $(VENV)/install.log
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off -c constraints.txt
-OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
+OFFLINE := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-fast contract chaos check docs format clean
