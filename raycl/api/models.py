@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from raycl import config as configs
-from raycl.serve.offline import OfflineModel, Prediction, snapshot_of
+from raycl.serve.offline import OfflineModel, Prediction, settings_here, snapshot_of
 from raycl.serve.settings import ServeConfig
 
 
@@ -26,8 +26,8 @@ class Model:
     def __init__(self, bank: str, **settings: Any) -> None:
         """See `load`."""
         opened, snapshot = snapshot_of(bank)
-        tree = {"bank": opened.storage.address, **settings}
-        self._model = OfflineModel(opened, snapshot, configs.validate(ServeConfig, tree))
+        config = configs.validate(ServeConfig, {**settings_here(opened), **settings})
+        self._model = OfflineModel(opened, snapshot, config)
         self.bank, self.snapshot = opened.storage.address, snapshot.number
         self.tasks = tuple(task.name for task in snapshot.tasks)
         self.answers: Literal["label", "text"] = "label" if self._model.answers == "label" else "text"

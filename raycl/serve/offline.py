@@ -15,6 +15,8 @@ from itertools import islice
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import MAIN, resolve
 from raycl.errors import BankError, ConfigError
@@ -63,6 +65,11 @@ def snapshot_of(reference: str) -> tuple[Bank, Snapshot]:
     return bank, resolve(bank, name if at else MAIN)
 
 
+def settings_here(bank: Bank) -> dict[str, Any]:
+    """Settings of serving that fit this process: torch keeps its number of threads."""
+    return {"bank": bank.storage.address, "threads": torch.get_num_threads()}
+
+
 class OfflineModel:
     """A snapshot that answers texts.
 
@@ -75,13 +82,14 @@ class OfflineModel:
         """Load the backbone and the snapshot.
 
         Args:
-            config: device, dtype, threads, batch size and the like; what concerns a server has no effect.
+            config: device, dtype, threads, batch size and the like; what concerns a server has no effect. None: as
+                `settings_here`.
 
         Raises:
             BankError: the snapshot is damaged. BackboneError: the backbone cannot be loaded, or is another one.
             ConfigError: the device does not exist.
         """
-        config = config or ServeConfig(bank=bank.storage.address)
+        config = config or ServeConfig(**settings_here(bank))
         self.snapshot, self._max_batch = snapshot, config.max_batch
         self._engine = open_engine(config, snapshot)
         self.answers = self._engine.capabilities.answers

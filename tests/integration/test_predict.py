@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas
 import pytest
+import torch
 from local_endpoint import Served
 from tiny import Complete, Lab, matrix, run
 
@@ -220,6 +221,17 @@ def test_confusion_is_drawn_for_labels_alone(
     assert png.read_bytes()[:4] == b"\x89PNG"
     status, _, err = command(capsys, "evaluate", uri(complete, "llama"), file, "--png", str(png))
     assert status == 1 and "leave --png out" in err
+
+
+def test_torch_keeps_its_number_of_threads(complete: Complete) -> None:
+    bank, snapshot = snapshot_of(uri(complete, "bert"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with OfflineModel(bank, snapshot) as model:
+            assert list(model.predict(["the sky"])) and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_unknown_task_is_refused_before_texts_are_read(model: Model) -> None:

@@ -57,11 +57,12 @@ def split(found: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Name
 
 def open_model(options: argparse.Namespace) -> OfflineModel:
     """The snapshot, ready to answer."""
-    from raycl.serve.offline import OfflineModel, snapshot_of
+    from raycl.serve.offline import OfflineModel, settings_here, snapshot_of
     from raycl.serve.settings import load_serve_config
 
     bank, snapshot = snapshot_of(options.bank)
-    config = load_serve_config(None, [f"bank={bank.storage.address}", *options.overrides])
+    here = [f"{name}={value}" for name, value in settings_here(bank).items()]
+    config = load_serve_config(None, [*here, *options.overrides])
     return OfflineModel(bank, snapshot, config)
 
 
