@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from raycl import config as configs
 from raycl.config import Section, Tree, trust
 from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
-from raycl.errors import RayclError, StoppedError
+from raycl.errors import ConfigError, RayclError, StoppedError
 from raycl.launch import driver
 from raycl.launch.driver import RunOptions
 from raycl.run.config import RunConfig
@@ -106,8 +106,13 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
     """Run every row (or those named in `only`) for every seed on one cluster; a failed run does not stop the others.
 
     Raises:
-        ConfigError: any row's config is wrong; all are checked before the first one starts.
+        ConfigError: `only` names no row, or any row's config is wrong; all are checked before the first one starts.
     """
+    unknown = [name for name in only if name not in comparison.runs]
+    if unknown:
+        raise ConfigError(
+            f"the comparison has no row {', '.join(map(repr, unknown))}: expected some of {', '.join(comparison.runs)}"
+        )
     planned = {
         name: config
         for name, config in plan(comparison, directory).items()

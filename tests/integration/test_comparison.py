@@ -14,6 +14,7 @@ import pytest
 from tiny import Lab, run
 
 from raycl import config as configs
+from raycl.errors import ConfigError
 from raycl.launch import driver
 from raycl.launch.driver import Prepared, RunOptions
 from raycl.sweep.comparison import ComparisonConfig, run_comparison
@@ -50,5 +51,7 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
     assert {options.share for options in hostings} == {at_once}
     assert all(bool(options.label) is (at_once > 1) for options in hostings)
 
+    with pytest.raises(ConfigError, match="no row 'lroa': expected some of separate, lora, broken, finetune"):
+        run_comparison(comparison, str(tmp_path), only=("lora", "lroa"))
     again = run_comparison(comparison, str(tmp_path), only=("lora", "finetune"))
     assert len(done) == 3 and again.results["lora-s3"]["metrics"] == outcome.results["lora-s3"]["metrics"]

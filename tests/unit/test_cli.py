@@ -63,6 +63,11 @@ def test_completion_knows_commands_and_their_options(capsys: pytest.CaptureFixtu
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
+def test_settings_may_follow_the_rows_of_a_comparison() -> None:
+    options = load("compare").arguments(["c.yaml", "at_once=2", "--only", "lora", "slm", "seeds=[0]"])
+    assert options.only == ["lora", "slm"] and options.overrides == ["at_once=2", "seeds=[0]"]
+
+
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main(["--version"])

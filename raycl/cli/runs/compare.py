@@ -26,7 +26,10 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
     """The parsed command line."""
-    return parser(prog).parse_intermixed_args(words)
+    options = parser(prog).parse_intermixed_args(words)
+    options.overrides += [word for word in options.only if "=" in word]  # that follow the rows
+    options.only = [word for word in options.only if "=" not in word]
+    return options
 
 
 def run(options: argparse.Namespace) -> int:
