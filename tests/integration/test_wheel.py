@@ -27,16 +27,17 @@ def raycl(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
             shutil.copytree(path, sources / path.name, symlinks=True)
         else:
             shutil.copy(path, sources)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, sources], check=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
     (wheel,) = folder.glob("raycl-*.whl")
-    subprocess.run([*pip, "--python", python, "install", "--no-deps", wheel], check=True)
+    subprocess.run(
+        [*pip, "--python", python, "install", "--no-deps", "--ignore-installed", wheel], check=True, env=environment
+    )
     (packages,) = (folder / "venv/lib").glob("python*/site-packages")
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(*words: str) -> str:
         done = subprocess.run(
