@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Any, Literal
 
 from raycl import config as configs
-from raycl.serve.offline import OfflineModel, Prediction, settings_here, snapshot_of
+from raycl.bank.branches import snapshot_at
+from raycl.serve.offline import OfflineModel, Prediction, settings_here
 from raycl.serve.settings import ServeConfig
 
 
@@ -25,7 +26,7 @@ class Model:
 
     def __init__(self, bank: str, **settings: Any) -> None:
         """See `load`."""
-        opened, snapshot = snapshot_of(bank)
+        opened, snapshot = snapshot_at(bank)
         config = configs.validate(ServeConfig, {**settings_here(opened), **settings})
         self._model = OfflineModel(opened, snapshot, config)
         self.bank, self.snapshot = opened.storage.address, snapshot.number

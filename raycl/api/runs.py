@@ -148,12 +148,13 @@ class Run:
         return _trained(driver.reopen(self.folder), **options)
 
     def plot(self, path: str | Path | None = None) -> Path:
-        """Draw the matrix as a heat map; returns the file (default: matrix.png in the run's folder)."""
-        return heatmap(self.results, path or f"{self._storage.path()}/matrix.png")
+        """Draw the matrix as a heat map; returns the file (default: matrix.png, in the run's folder if it is local)."""
+        folder = f"{self._storage.path()}/" if self._storage.is_local else ""
+        return heatmap(self.results, path or f"{folder}matrix.png")
 
     @property
     def _directory(self) -> Storage:
-        return Storage.at(self.folder.rpartition("/")[0])
+        return run_config.directory(self._config)
 
     def __str__(self) -> str:
         return matrix_table(self.results)

@@ -21,11 +21,12 @@ import psutil
 import torch
 
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
+from raycl.bank.branches import snapshot_at
 from raycl.bench.figures import Figure, Report, machine
 from raycl.bench.serving.banks import drawn_bank, texts_of
 from raycl.data.loader import batch_of
 from raycl.data.sources.formats import Columns
-from raycl.serve.offline import WINDOW, OfflineModel, snapshot_of
+from raycl.serve.offline import WINDOW, OfflineModel
 from raycl.serve.prediction_files import Input, files_at, write_predictions
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, router_of
@@ -56,7 +57,7 @@ def _figures(folder: Path, options: argparse.Namespace) -> list[Figure]:
     texts = texts_of(options.rows * options.rounds)
     backbone = BackboneConfig()
     bank = drawn_bank(folder / "bank", backbone.name, options.adapters, texts[:64])
-    _, snapshot = snapshot_of(bank.storage.address)
+    _, snapshot = snapshot_at(bank.storage.address)
     config = ServeConfig(bank=bank.storage.address, device="cpu", threads=options.threads, max_batch=options.batch)
     with OfflineModel(bank, snapshot, config) as model:
         alone = load_backbone(backbone, load_codec(backbone, 64, 1), torch.device("cpu"), 0)

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
+from raycl.bank.branches import snapshot_at
 from raycl.errors import BankError, RunError, StorageError
-from raycl.run.start import start_of
 from raycl.storage import Storage
 from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext
@@ -46,7 +46,7 @@ def scores_of(
     """
     error = None
     try:
-        bank, snapshot = start_of(start)
+        bank, snapshot = snapshot_at(start)
         if world.is_first:
             check_backbone(snapshot, context)
         done, phases = read_training_state(bank, snapshot, TensorObjects(storage, bank.storage, shared))
@@ -91,7 +91,7 @@ def start_from_bank(
     error = None
     try:
         if world.is_first:
-            bank, snapshot = start_of(str(config.start))
+            bank, snapshot = snapshot_at(str(config.start))
             revision = Revision(config.revise, config.revise_from == "previous", before) if config.revise else None
             start_from_snapshot(bank, snapshot, context, TensorObjects(storage, bank.storage, shared), revision)
     except (BankError, RunError, StorageError) as raised:

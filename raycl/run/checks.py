@@ -8,7 +8,7 @@ from __future__ import annotations
 from raycl import config as configs
 from raycl.backbone import load_codec, load_skeleton
 from raycl.bank import Bank
-from raycl.bank.branches import Branch
+from raycl.bank.branches import Branch, snapshot_at
 from raycl.config import Tree
 from raycl.data.loader import check_batch
 from raycl.data.stream import Stream, StreamConfig, open_stream
@@ -20,7 +20,6 @@ from raycl.methods.registry import WRAPPERS, method_class, modifier_class
 from raycl.report.results import read_results
 from raycl.run.config import RunConfig
 from raycl.run.extension import check_takes_more_tasks
-from raycl.run.start import start_of
 from raycl.training.schedule import SCHEDULES
 from raycl.training.seeds import micro_batch_size
 from raycl.training.settings import (
@@ -85,7 +84,7 @@ def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:
     if config.bank.publish and config.bank.dir:
         bank, name = Bank.at(config.bank.dir), config.bank.branch
         head = Branch(bank, name).head()
-        start = start_of(config.bank.start)[1].number if config.bank.start else None
+        start = snapshot_at(config.bank.start)[1].number if config.bank.start else None
         if head not in (None, start):
             here = f"branch '{name}' of the bank '{bank.storage.uri}'"
             what = f"points at snapshot {head}, not at {start}, from which" if start else f"is at snapshot {head}, and"

@@ -13,7 +13,7 @@ from typing import Any
 
 from raycl import config as configs
 from raycl.bank import Bank, Snapshot
-from raycl.bank.branches import MAIN, resolve
+from raycl.bank.branches import snapshot_at
 from raycl.bank.training_state import state_objects
 from raycl.config import Tree
 from raycl.data.resolve import missing_files
@@ -37,19 +37,6 @@ STARTS = ("start", "revise", "revise_from")
 
 MAY_DIFFER = ("train", "engine", "checkpoint", "stream.root", "stream.cache_dir")
 """What acts on the tasks that are learned next and on nothing that was learned, and where data lies."""
-
-
-def start_of(bank_start: str) -> tuple[Bank, Snapshot]:
-    """The bank and the snapshot that `BANK@REFERENCE` names; without a reference, the head of branch `main`.
-
-    Raises:
-        BankError: there is no such bank or snapshot.
-    """
-    address, at, reference = bank_start.rpartition("@")
-    bank = Bank.at(address if at else reference)
-    if not bank.storage.exists("snapshots"):
-        raise BankError(f"bank.start={bank_start}: there is no bank at '{bank.storage.uri}', expected BANK@REFERENCE")
-    return bank, resolve(bank, reference if at else MAIN)
 
 
 @dataclass(frozen=True)
@@ -79,7 +66,7 @@ def read_start(given: Tree) -> Start | None:
     if not written:
         return None
     assert isinstance(section, dict)
-    bank, snapshot = start_of(str(written))
+    bank, snapshot = snapshot_at(str(written))
     address = bank.storage.address
     if section.get("dir") and Bank.at(str(section["dir"])).storage.address != address:
         raise ConfigError(

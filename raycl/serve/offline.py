@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from raycl.bank import Bank, Snapshot
-from raycl.bank.branches import MAIN, resolve
-from raycl.errors import BankError, ConfigError
+from raycl.errors import ConfigError
 from raycl.generation.requests import Event, Failed, Sampling
 from raycl.serve.deployment.factory import open_engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
@@ -50,19 +49,6 @@ class Prediction:
     adapters: Mapping[str, float] = field(default_factory=dict)
     ood_score: float | None = None
     cut_tokens: int = 0
-
-
-def snapshot_of(reference: str) -> tuple[Bank, Snapshot]:
-    """The bank and the snapshot of `BANK` or `BANK@REFERENCE` (branch, number or hash); default: head of `main`.
-
-    Raises:
-        BankError: there is no such bank or snapshot.
-    """
-    address, at, name = reference.rpartition("@")
-    bank = Bank.at(address if at else reference)
-    if not bank.storage.exists("snapshots"):
-        raise BankError(f"there is no bank at '{bank.storage.uri}': expected BANK or BANK@REFERENCE, such as RUN/bank")
-    return bank, resolve(bank, name if at else MAIN)
 
 
 def settings_here(bank: Bank) -> dict[str, Any]:

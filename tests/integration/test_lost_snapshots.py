@@ -336,7 +336,7 @@ def test_pruned_snapshots_are_not_published_again(
 
 
 def prune_first(bank: Bank, storage: Storage, kept: Sequence[tuple[SnapshotAdapter, Layout]]) -> None:
-    """Another run goes on with these adapters on another branch, and the first run's snapshot is pruned."""
+    """Another run continues with these adapters on another branch, and the first run's snapshot is pruned."""
     first = bank.open(1)
     third = bank.snapshot(kept, first.backbone, first.router, provenance={"by": "another run"})
     Branch(bank, "other").advance(third, "test")

@@ -16,9 +16,10 @@ from local_endpoint import Served
 from tiny import Complete, Lab, matrix, run
 
 from raycl.bank import Bank
+from raycl.bank.branches import snapshot_at
 from raycl.cli import main
 from raycl.errors import ConfigError
-from raycl.serve.offline import WINDOW, OfflineModel, snapshot_of
+from raycl.serve.offline import WINDOW, OfflineModel
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.snapshot_model import router_of
 from raycl.storage import Storage
@@ -32,7 +33,7 @@ def model(complete: Complete) -> Iterator[Model]:
     opened = []
 
     def get(kind: str, **settings: Any) -> OfflineModel:
-        bank, snapshot = snapshot_of(uri(complete, kind))
+        bank, snapshot = snapshot_at(uri(complete, kind))
         opened.append(OfflineModel(bank, snapshot, ServeConfig(bank=bank.storage.address, **settings)))
         return opened[-1]
 
@@ -69,7 +70,7 @@ def test_labels_and_mixtures_equal_the_endpoints(model: Model, served: Callable[
 
 def test_out_of_distribution_scores_are_the_routers(lab: Lab, tmp_path: Path) -> None:
     storage = run(lab.config("bert", "slm", stream={"dev_fraction": 0.3}), Storage.at(tmp_path)).storage
-    bank, snapshot = snapshot_of(storage.sub("bank").uri)
+    bank, snapshot = snapshot_at(storage.sub("bank").uri)
     texts = [*texts_of(lab), "a a a a"]
     with OfflineModel(bank, snapshot) as model:
         found = [prediction.ood_score for prediction in model.predict(texts)]
@@ -224,7 +225,7 @@ def test_confusion_is_drawn_for_labels_alone(
 
 
 def test_torch_keeps_its_number_of_threads(complete: Complete) -> None:
-    bank, snapshot = snapshot_of(uri(complete, "bert"))
+    bank, snapshot = snapshot_at(uri(complete, "bert"))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -243,4 +244,4 @@ def test_a_reference_is_a_branch_a_number_or_a_hash(complete: Complete) -> None:
     address = uri(complete, "bert")
     bank = Bank.at(address)
     for reference, number in (("", 2), ("@main", 2), ("@1", 1), (f"@{bank.open(1).sha256[:12]}", 1)):
-        assert snapshot_of(address + reference)[1].number == number
+        assert snapshot_at(address + reference)[1].number == number

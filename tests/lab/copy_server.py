@@ -266,7 +266,7 @@ def _started(connection: socket.socket, waiting: selectors.BaseSelector, others:
             opened.close()
         waiting.close()
         _work(data, descriptors)
-    os.setpgid(pid, pid)  # both do it: whoever comes first
+    os.setpgid(pid, pid)  # the copy does it too: it must be done before either continues
     for descriptor in descriptors:
         os.close(descriptor)
     return _Copy(pid, os.pidfd_open(pid), connection)

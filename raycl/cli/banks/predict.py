@@ -1,7 +1,7 @@
 """Answer the rows of files with a snapshot of a bank, without a server: labels or texts, as the endpoint would.
 
 raycl predict runs/mine/bank reviews.csv --text body            one JSON object for each row on standard output
-raycl predict runs/mine/bank@main DATA --to predictions         in parts; the same command goes on after a stop
+raycl predict runs/mine/bank@main DATA --to predictions         in parts; the same command continues after a stop
 raycl predict s3://team/bank@7 s3://team/rows.parquet --to s3://team/answers device=cuda
 """
 
@@ -57,10 +57,11 @@ def split(found: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Name
 
 def open_model(options: argparse.Namespace) -> OfflineModel:
     """The snapshot, ready to answer."""
-    from raycl.serve.offline import OfflineModel, settings_here, snapshot_of
+    from raycl.bank.branches import snapshot_at
+    from raycl.serve.offline import OfflineModel, settings_here
     from raycl.serve.settings import load_serve_config
 
-    bank, snapshot = snapshot_of(options.bank)
+    bank, snapshot = snapshot_at(options.bank)
     here = [f"{name}={value}" for name, value in settings_here(bank).items()]
     config = load_serve_config(None, [*here, *options.overrides])
     return OfflineModel(bank, snapshot, config)

@@ -173,7 +173,7 @@ def restore_objects(context: TrainingContext, storage: Storage, state: RunState)
         raise BankError(
             f"snapshot {max(wanted)}, from which the run continues, was pruned from the bank '{bank.storage.uri}': "
             f"start a run from one that is there, with bank.start={bank.storage.address}@REFERENCE "
-            "(raycl bank branches lists them)"
+            f"(raycl bank --bank {bank.storage.address} branches lists them)"
         )
     return bool(again)
 
