@@ -50,8 +50,8 @@ if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 * 1024**3:
 LONGEST = ("test_train_on_ray", "test_sweep", "test_serve", "test_several_rays", "test_submit")
 """Files of tests/ray that take more than half a minute, the longest first."""
 
-pytest_plugins = ["complete_runs"]
-"""Of tests/lab, which is on the path: tiny models, and complete runs that several tests read."""
+pytest_plugins = ["complete_runs", "chromium"]
+"""Of tests/lab, which is on the path: tiny models and complete runs that several tests read; a browser."""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -175,6 +175,20 @@ class Storage:
         except UnicodeDecodeError as error:
             raise StorageError(f"'{self._full(name)}' is not valid UTF-8: {error}") from error
 
+    def read_from(self, name: str, start: int) -> bytes:
+        """The bytes from `start` on of a file that only grows: whatever version is met, those before are the same.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+
+        def read() -> bytes:
+            with self.filesystem.open_input_file(self.path(name)) as stream:
+                stream.seek(min(start, stream.size()))
+                return bytes(stream.read())
+
+        return self._with_retries("read", name, read)
+
     @contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
         """A seekable binary stream of a file that is not replaced meanwhile (see `read`).

@@ -66,7 +66,9 @@ class Recorder:
         bank = open_bank(context.bank, storage).storage if context.bank.publish or context.bank.start else None
         self.objects = TensorObjects(storage, bank, shared, context.bank.copies)
         nodes = world.gather({"host": socket.gethostname(), "pid": os.getpid()})
-        claims = partial(Journal.claim, storage, context.info, workers=world.size, driver=driver, nodes=nodes)
+        tasks, phases = _names(context)
+        names = {"stream": context.stream.name, "tasks": tasks, "phases": phases}
+        claims = partial(Journal.claim, storage, context.info, workers=world.size, driver=driver, nodes=nodes, **names)
         self.journal = claims() if world.is_first else None
         self.state: RunState = world.broadcast(self.journal.state if self.journal else RunState())
         self.trace = Trace(storage, self.journal.attempt) if self.journal else None
@@ -151,7 +153,7 @@ class Recorder:
     def _track(self, phase: Phase, record: dict[str, Any], sink: MetricsSink) -> None:
         scores = {f"score/{name}": float(cell["value"]) for name, cell in record["row"].items()}
         scores |= {f"unseen/{name}": float(cell["value"]) for name, cell in record.get("unseen", {}).items()}
-        matrix = matrix_of(self.context.stream.tasks, self.context.phases, self.state)
+        matrix = matrix_of(*_names(self.context), self.state)
         step = self._steps_done(phase, record["times"]["steps"])
         sink.log(step, scores | curves(matrix, len(self.state.phases), self.context.info.singles))
         rows = [[name, *values] for name, values in zip(matrix.phases, matrix.values(), strict=True)]
@@ -166,3 +168,8 @@ class Recorder:
     def _steps_done(self, phase: Phase, step: int) -> int:
         """Optimizer steps of the whole run."""
         return step + sum(int(record["times"]["steps"]) for record in self.state.phases[: phase.index])
+
+
+def _names(context: TrainingContext) -> tuple[list[str], list[str]]:
+    """Of tasks and phases."""
+    return [task.name for task in context.stream.tasks], [phase.name for phase in context.phases]

@@ -15,8 +15,9 @@ import pytest
 from pydantic import ValidationError
 
 from raycl.errors import LaunchError
+from raycl.pages.address import bound, url_of
 from raycl.serve.http import server
-from raycl.serve.http.server import Listener, bound, claimed, url_of
+from raycl.serve.http.server import Listener, claimed
 from raycl.serve.settings import ServeConfig, load_serve_config
 
 

@@ -5,58 +5,32 @@ Why it exists: the page has no build step that could find its mistakes.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
-import shutil
 import time
-import tomllib
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from importlib import resources
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import recorded
 from local_endpoint import Served, serving
-from playground_page import CARDS, answer_text, expect_state, mixture, opened, recorded, send, shown
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playground_page import CARDS, answer_text, expect_state, mixture, opened, send, shown
+from playwright.sync_api import Page, Route, expect
 from tiny import Complete, on_main
 
 from raycl.bank import Bank
+from raycl.pages.files import TYPES, page_files
 from raycl.serve.engine.engine import Engine
-from raycl.serve.http.playground import TYPES
 
-REPO = Path(__file__).resolve().parents[2]
-QUIET = ("background-networking", "component-update", "sync", "quic", "gpu", "dev-shm-usage")
+FILES = page_files("raycl.serve.http.playground")
 COLOUR, ANIMAL = "the sea is cold", "it purrs a sleeps"
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
 
 Get = Callable[[str], Served]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    path = shutil.which("chromium")
-    if path is None:
-        pytest.skip("no 'chromium' on the path: install it with 'apt-get install chromium'")
-    arguments = ["--no-sandbox", "--no-first-run", *(f"--disable-{what}" for what in QUIET)]
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=path, args=arguments)
-        yield running
-        running.close()
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """A fresh window."""
-    context = browser.new_context(viewport={"width": 1280, "height": 800}, reduced_motion="reduce")
-    context.set_default_timeout(20_000)
-    expect.set_options(timeout=20_000)
-    yield context.new_page()
-    context.close()
 
 
 @pytest.fixture
@@ -74,20 +48,12 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[[Served], None]:
 # ---- the page and its files ----------------------------------------------------------------------------------------
 
 
-def test_every_file_is_served_and_packaged() -> None:
-    files = {file.name for file in resources.files("raycl.serve.http.playground").iterdir() if file.is_file()}
-    assert {name for name in files if not name.endswith(".py")} == set(TYPES)
-    setup = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]
-    patterns = setup["package-data"]["raycl.serve.http.playground"]
-    assert [name for name in TYPES if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []
-
-
 def test_files_come_with_type_policy_and_tag(served: Get) -> None:
     endpoint = served("llama")
-    for name, kind in TYPES.items():
+    for name in FILES:
         path = "/" if name == "index.html" else f"/playground/{name}"
         with urllib.request.urlopen(endpoint.url + path) as answer:
-            assert answer.headers["Content-Type"] == kind
+            assert answer.headers["Content-Type"] == TYPES[Path(name).suffix]
             assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
             assert "unsafe" not in answer.headers["Content-Security-Policy"]
         again = urllib.request.Request(endpoint.url + path, headers={"If-None-Match": answer.headers["ETag"]})
@@ -103,7 +69,7 @@ def test_the_page_loads_without_errors_and_sends_no_other_requests(page: Page, s
     assert shown(mixture(page)) == {"colour": "0.00", "animal": "0.00"}
     alone = page.locator("#pinned-choice option").all_text_contents()
     assert alone[:2] == ["colour", "animal"] and "colour.0@1" in alone[2:]
-    assert len(asked) >= len(TYPES) and [url for url in asked if not url.startswith(endpoint.url + "/")] == []
+    assert len(asked) >= len(FILES) and [url for url in asked if not url.startswith(endpoint.url + "/")] == []
     assert errors == []
 
 

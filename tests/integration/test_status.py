@@ -11,40 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from at_step import At
-from tiny import Complete, Done, Lab, work
+from at_step import learn, started
+from tiny import Complete, Lab, work
 
 from raycl.errors import ResumeError, RunError
-from raycl.launch import console, status, termination
+from raycl.launch import console, run_files, termination
 from raycl.launch import driver as launch
 from raycl.launch.status import Status, status_of
-from raycl.run import assembly
-from raycl.run.config import RunConfig
-from raycl.storage import Storage
 from raycl.training import control as controls
-from raycl.training.control import Control
-from raycl.training.distributed import DistributedContext
 from raycl.training.records.stop_request import request_stop
-from raycl.training.stream_loop import StreamLoop
 
-ALONE = DistributedContext.alone(torch.device("cpu"))
 REPO = Path(__file__).resolve().parents[2]
-
-
-def learn(config: RunConfig, storage: Storage, step: int, act: Callable[[], None]) -> None:
-    """A run as a worker does it, with `act` after so many optimizer steps."""
-    context, open_engine = assembly.build(config, ALONE)
-    with Control(storage, ALONE, "mine", poll_s=0.0) as control:
-        StreamLoop(context, open_engine, storage, ALONE, At(step, act), driver="mine", control=control).run()
-
-
-def started(done: Done, folder: Path) -> tuple[RunConfig, Storage]:
-    """The same run below another folder, prepared."""
-    output = done.config.output.model_copy(update={"dir": str(folder), "name": "mine"})
-    train = done.config.train.model_copy(update={"log_every_s": 0.001})
-    prepared = launch.prepare(done.config.model_copy(update={"output": output, "train": train}))
-    return prepared.config, prepared.storage
 
 
 def until(ready: Callable[[], bool]) -> None:
@@ -80,7 +57,7 @@ def test_status_of_a_running_and_a_killed_run(
     assert f"process {os.getpid()}" in running.details["workers"] and running.details["workers"].startswith("1 on ")
 
     killed = tmp_path / "killed"
-    monkeypatch.setattr(status, "FRESH_S", 0.0)
+    monkeypatch.setattr(run_files, "FRESH_S", 0.0)
     crashed = status_of(str(killed))
     assert crashed.state == "crashed" and "may be starting again" in crashed.message
     assert crashed.details["step"].startswith("the last one recorded is 3 of 4 of task 2, 'animal', loss ")
@@ -98,7 +75,7 @@ def later(folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Stat
     """The status as it will be then."""
     now = time.time() + seconds
     with monkeypatch.context() as patch:
-        patch.setattr(status.time, "time", lambda: now)
+        patch.setattr(run_files.time, "time", lambda: now)
         return status_of(str(folder))
 
 

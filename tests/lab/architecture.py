@@ -17,7 +17,7 @@ from retired import EVERYWHERE, IN_FOLDER
 
 LAYERS = (
     ("errors", "types"),
-    ("config", "storage", "pretrained"),
+    ("config", "storage", "pretrained", "pages"),
     ("backbone", "data", "adapters", "kernels", "retrieval", "bank", "eval", "tracking"),
     ("generation", "methods"),
     ("training", "report"),

@@ -1,8 +1,20 @@
-"""A tracker through which a test acts in the middle of a run."""
+"""A run in whose middle a test acts, through the run's tracker."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tiny import Done
+
+from raycl.launch import driver
+from raycl.run import assembly
+from raycl.run.config import RunConfig
+from raycl.storage import Storage
+from raycl.training.control import Control
+from raycl.training.distributed import DistributedContext
+from raycl.training.stream_loop import StreamLoop
 
 
 class At:
@@ -17,3 +29,19 @@ class At:
 
     def table(self, step: int, name: str, columns: object, rows: object) -> None:
         """Nothing happens at a table."""
+
+
+def learn(config: RunConfig, storage: Storage, step: int, act: Callable[[], None]) -> None:
+    """A run as a worker does it, with `act` after so many optimizer steps."""
+    alone = DistributedContext.alone(torch.device("cpu"))
+    context, open_engine = assembly.build(config, alone)
+    with Control(storage, alone, "mine", poll_s=0.0) as control:
+        StreamLoop(context, open_engine, storage, alone, At(step, act), driver="mine", control=control).run()
+
+
+def started(done: Done, folder: Path | str) -> tuple[RunConfig, Storage]:
+    """The same run below another folder, prepared."""
+    output = done.config.output.model_copy(update={"dir": str(folder), "name": "mine"})
+    train = done.config.train.model_copy(update={"log_every_s": 0.001})
+    prepared = driver.prepare(done.config.model_copy(update={"output": output, "train": train}))
+    return prepared.config, prepared.storage

@@ -15,14 +15,6 @@ CARDS = ("auto", "base", "pinned")
 """Names of the three cards."""
 
 
-def recorded(page: Page) -> list[str]:
-    """Errors from now on, of the console and of scripts."""
-    found: list[str] = []
-    page.on("console", lambda message: found.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: found.append(str(error)))
-    return found
-
-
 def opened(page: Page, served: Served) -> Page:
     """The page, after it has loaded the snapshots."""
     page.goto(served.url + "/")

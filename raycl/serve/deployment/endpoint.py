@@ -22,9 +22,10 @@ from raycl.bank.activations import Activations
 from raycl.bank.integrity import IntegrityCheck
 from raycl.errors import BankError, LaunchError
 from raycl.launch import cluster
+from raycl.pages.address import url_of
 from raycl.serve.deployment.app import NAME, build_from
 from raycl.serve.deployment.resources import gate_takes, total_resources
-from raycl.serve.http.server import PROXY_HOOK, claimed, limit_proxy, url_of
+from raycl.serve.http.server import PROXY_HOOK, claimed, limit_proxy
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.gate import GateResult, judge
 

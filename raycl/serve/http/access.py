@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import os
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from raycl.errors import ConfigError
+from raycl.pages.address import is_local, is_loopback
 from raycl.serve.errors import body_of
 from raycl.serve.http.disconnects import cancel_on_disconnect
 from raycl.serve.settings import AuthConfig, LimitsConfig, ServeConfig
@@ -73,23 +72,6 @@ def check_access(config: ServeConfig) -> Keys:
     return keys
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _is_local(host: bytes) -> bool:
-    """Whether a Host header names this machine: a web page elsewhere may have its name point here (DNS rebinding)."""
-    try:
-        name = urlsplit(f"//{host.decode('latin-1')}").hostname
-    except ValueError:
-        return False
-    return name is not None and is_loopback(name)
-
-
 class AccessMiddleware:
     """ASGI middleware: keys, size of bodies and time for them; behind it the whole body is there."""
 
@@ -103,7 +85,7 @@ class AccessMiddleware:
             await self.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        if not self.keys and not _is_local(headers.get(b"host", b"localhost")):
+        if not self.keys and not is_local(headers.get(b"host", b"localhost")):
             message = "without API keys only requests to 127.0.0.1 or localhost are answered: set auth.keys_file"
             await _answer(send, 403, message, "permission_error")
             return

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import socket
 import threading
 import time
@@ -23,6 +22,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from raycl.errors import LaunchError
+from raycl.pages.address import bind_error, bound, family_of, is_dual, url_of
 from raycl.serve.settings import ServeConfig
 
 KEEP_ALIVE_S = 75
@@ -135,60 +135,15 @@ def claimed(config: ServeConfig) -> Iterator[ServeConfig]:
     if ingress == "auto":  # the kernel does not know which of several replicas is busy
         several = config.scales or max(config.replicas, config.router_replicas) > 1
         ingress = "proxy" if several else "direct"
-    with socket.socket(_family(config.host)) as held:
+    with socket.socket(family_of(config.host)) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if held.family == socket.AF_INET6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(not _is_dual(config.host)))
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(not is_dual(config.host)))
         try:
             held.bind((config.host, port))
         except OSError as error:
-            raise _bind_error(config.host, port, error) from error
+            raise bind_error(config.host, port, error) from error
         yield config.model_copy(update={"port": port, "ingress": ingress})
-
-
-def bound(host: str, port: int, shared: bool = False) -> socket.socket:
-    """A socket that listens.
-
-    Args:
-        port: 0: any that is free.
-        shared: beside others of this user that share it too.
-
-    Raises:
-        LaunchError: the address is taken, or none of this machine's.
-    """
-    try:
-        return socket.create_server(
-            (host, port), family=_family(host), backlog=2048, reuse_port=shared, dualstack_ipv6=_is_dual(host)
-        )
-    except OSError as error:
-        raise _bind_error(host, port, error) from error
-
-
-def _bind_error(host: str, port: int, error: OSError) -> LaunchError:
-    reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-    return LaunchError(
-        f"{_written(host)}:{port} cannot be listened on ({reason}): choose a free port with port=NUMBER, and a host "
-        "that is an address of this machine"
-    )
-
-
-def url_of(host: str, port: int) -> str:
-    """Where a client finds it."""
-    return f"http://{_written(host)}:{port}"
-
-
-def _written(host: str) -> str:
-    """As it stands before a port."""
-    return f"[{host}]" if ":" in host else host
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _is_dual(host: str) -> bool:
-    """Whether IPv4 clients come in by the same socket."""
-    return host == "::" and socket.has_dualstack_ipv6()
 
 
 def _show_access() -> None:

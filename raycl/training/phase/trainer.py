@@ -109,10 +109,10 @@ class TaskTrainer:
         return resume.step, dict(resume.spent)
 
     def _announce(self, phase: Phase, order: GlobalOrder, start: int) -> None:
-        later = (order_of(self.context, one, rows_of(self.context, one)) for one in self.context.phases)
-        left = sum(one.steps for one in list(later)[phase.index + 1 :])
-        self.recorder.begin(phase, order.count, order.steps, start, left)
-        self.control.progress("training", step=start, steps=order.steps)
+        orders = (order_of(self.context, one, rows_of(self.context, one)) for one in self.context.phases)
+        by_phase = [one.steps for one in orders]
+        self.recorder.begin(phase, order.count, order.steps, start, sum(by_phase[phase.index + 1 :]))
+        self.control.progress("training", step=start, steps=order.steps, steps_by_phase=by_phase)
 
     def _checkpoint_if_due(self, phase: Phase, engine: Engine, step: int, steps: int, spent: dict[str, float]) -> None:
         """A checkpoint inside the phase: where one is due, or the run is to stop."""

@@ -15,6 +15,7 @@ What it does not know: what a checkpoint holds.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import socket
@@ -102,7 +103,7 @@ class Journal:
 
     def _catch_up(self, former: int) -> None:
         """Take over what the former attempt recorded while this one was claiming; from now on it records in vain."""
-        found = _state_of(self.storage, former)
+        found = JournalReader(self.storage).state_of(former)
         if (found.checkpoints, found.phases) != (self.state.checkpoints, self.state.phases):
             self._append({"checkpoints": found.checkpoints, "phases": found.phases})
 
@@ -180,22 +181,37 @@ def last_attempt(storage: Storage) -> int:
     return max(claimed, default=0)
 
 
+class JournalReader:
+    """Reads the journal of a run, again and again while it goes on: records never change, so each is read once."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._changes: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def state(self) -> RunState:
+        """The state that the newest attempt recorded; an empty one if the run never started.
+
+        Raises:
+            RunError: a record is damaged, missing, or of another version.
+        """
+        return self.state_of(last_attempt(self.storage))
+
+    def state_of(self, attempt: int) -> RunState:
+        """The state that an attempt recorded; 0: none."""
+        if attempt == 0:
+            return RunState()
+        tree: dict[str, Any] = {}
+        for number in _numbers(self.storage, attempt):
+            key = (attempt, number)
+            if key not in self._changes:
+                self._changes[key] = _change(self.storage, attempt, number)
+            tree.update(self._changes[key])
+        return RunState(**copy.deepcopy(tree))
+
+
 def read_state(storage: Storage) -> RunState:
-    """The state that the newest attempt recorded; an empty one if the run never started.
-
-    Raises:
-        RunError: a record is damaged, missing, or of another version.
-    """
-    return _state_of(storage, last_attempt(storage))
-
-
-def _state_of(storage: Storage, attempt: int) -> RunState:
-    if attempt == 0:
-        return RunState()
-    tree: dict[str, Any] = {}
-    for number in _numbers(storage, attempt):
-        tree.update(_change(storage, attempt, number))
-    return RunState(**tree)
+    """The state of a run (`JournalReader.state`)."""
+    return JournalReader(storage).state()
 
 
 def _numbers(storage: Storage, attempt: int) -> list[int]:

@@ -40,22 +40,52 @@ class Trace:
         self.storage.write(self.name, ("\n".join(self._lines) + "\n").encode())
 
 
+class TraceReader:
+    """Reads the steps of a run, again and again while it goes on: each time only the lines that are new."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._read: dict[str, int] = {}
+        self._lines: dict[str, int] = {}
+        self._merged: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {}
+
+    def steps(self) -> list[dict[str, Any]]:
+        """All steps so far in order; where attempts overlap, the record of the later one counts.
+
+        Raises:
+            StorageError: out of reach, or a line is not JSON.
+        """
+        for file, found in sorted(self.storage.files(FOLDER).items()):
+            name = file.rpartition("/")[2]
+            if _TRACE.fullmatch(name) and found.size != self._read.get(name):
+                self._add_new(name)
+        return [self._merged[key][1] for key in sorted(self._merged)]
+
+    def _add_new(self, name: str) -> None:
+        """Add the lines behind those that are known: the writer only ever adds lines to a file."""
+        found = self.storage.read_from(f"{FOLDER}/{name}", self._read.get(name, 0))
+        new = found[: found.rfind(b"\n") + 1]  # HDFS may show a part of a line
+        for record in self._records(name, new.decode(errors="replace")):
+            key = (record["phase"], record["step"])
+            if key not in self._merged or self._merged[key][0] <= name:
+                self._merged[key] = (name, record)
+        self._read[name] = self._read.get(name, 0) + len(new)
+
+    def _records(self, name: str, text: str) -> Iterator[dict[str, Any]]:
+        before = self._lines.get(name, 0)
+        lines = text.splitlines()
+        for number, line in enumerate(lines, before + 1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                where = f"'{self.storage.uri}/{FOLDER}/{name}' line {number}"
+                raise StorageError(f"{where} is not JSON: {error}") from error
+        self._lines[name] = before + len(lines)
+
+
 def read_trace(storage: Storage) -> list[dict[str, Any]]:
-    """The steps of a run in order; where attempts overlap, the record of the later one counts."""
-    merged: dict[tuple[int, int], dict[str, Any]] = {}
-    for name in storage.list(FOLDER):
-        if _TRACE.fullmatch(name):
-            for record in _records(storage, f"{FOLDER}/{name}"):
-                merged[record["phase"], record["step"]] = record
-    return [merged[key] for key in sorted(merged)]
-
-
-def _records(storage: Storage, name: str) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(storage.read_text(name).splitlines(), 1):
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise StorageError(f"'{storage.uri}/{name}' line {number} is not JSON: {error}") from error
+    """The steps of a run (`TraceReader.steps`)."""
+    return TraceReader(storage).steps()
 
 
 class Progress:

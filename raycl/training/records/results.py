@@ -31,7 +31,7 @@ def build_results(
     Args:
         name: of the stream. notes: what the stream left out.
     """
-    matrix = matrix_of(tasks, phases, state)
+    matrix = matrix_of([task.name for task in tasks], [phase.name for phase in phases], state)
     times = [record["times"] for record in state.phases]
     seconds = sum(entry["train_s"] for entry in times)
     return {
@@ -71,20 +71,25 @@ def wall_seconds(state: RunState) -> float | None:
     return spent
 
 
-def matrix_of(tasks: Sequence[Task], phases: Sequence[Phase], state: RunState) -> AccuracyMatrix:
-    """The accuracy matrix of a run, finished or not."""
-    matrix = AccuracyMatrix(tuple(task.name for task in tasks), tuple(phase.name for phase in phases))
+def matrix_of(tasks: Sequence[str], phases: Sequence[str], state: RunState) -> AccuracyMatrix:
+    """The accuracy matrix of a run, finished or not, by the names of its tasks and phases."""
+    matrix = AccuracyMatrix(tuple(tasks), tuple(phases))
     for i, record in enumerate(state.phases):
         for j, task in enumerate(tasks):
-            if task.name in record["row"]:
-                matrix.set(i, j, Score(**record["row"][task.name]))
+            if task in record["row"]:
+                matrix.set(i, j, Score(**record["row"][task]))
     return matrix
 
 
-def curves(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | None) -> dict[str, float]:
-    """`metrics/ap` and the other headline numbers that are defined, over the tasks of the first `done` phases."""
+def metrics_so_far(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | None) -> dict[str, float]:
+    """The headline numbers that are defined, over the tasks of the first `done` phases."""
     sofar = matrix.upto(done) if len(matrix.phases) == len(matrix.tasks) else matrix
-    return {f"metrics/{name}": value for name, value in summary(sofar, singles).items() if isinstance(value, float)}
+    return {name: value for name, value in summary(sofar, singles).items() if isinstance(value, float)}
+
+
+def curves(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | None) -> dict[str, float]:
+    """The same for trackers: `metrics/ap` and so on."""
+    return {f"metrics/{name}": value for name, value in metrics_so_far(matrix, done, singles).items()}
 
 
 def _unseen(state: RunState) -> dict[str, Any] | None:

@@ -1,0 +1,198 @@
+"""The state and progress of a run as one JSON tree: `GET /status.json` of the page.
+
+What it does not know: HTTP, and how the page draws it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raycl.eval.matrix import AccuracyMatrix
+from raycl.launch.run_files import RunFiles
+from raycl.launch.status import nodes_of, status_from
+from raycl.report.compare import METRICS
+from raycl.report.results import backbone_of, method_of, title_of
+from raycl.training.records.progress import TraceReader
+from raycl.training.records.results import matrix_of, metrics_so_far
+
+POINTS = 500
+"""Of the loss curve, at most, and the last one of each task."""
+
+LOG_LINES = 14
+
+Step = Mapping[str, Any]
+"""A record of the trace."""
+
+
+def progress_of(files: RunFiles, trace: TraceReader) -> dict[str, Any]:
+    """What is known of the run that wrote these files and this trace.
+
+    Keys: `run`, `title`, `state`, `message`, `command`, `details` (as the text of `raycl status`), `tasks` (each with
+    `state` done, current or waiting), `loss`, `matrix`, `left` (seconds, None where nothing runs), `nodes`, `workers`,
+    `attempts`, `hangs`, `log`, `time`.
+    """
+    status, steps = status_from(files, trace), trace.steps()
+    phases = _phases(files, steps)
+    tasks = _tasks(files, phases, steps)
+    name, lines = files.log
+    return {
+        "run": files.storage.address,
+        "title": _title(files),
+        "state": status.state,
+        "message": status.message,
+        "command": status.command,
+        "details": status.details,
+        "tasks": tasks,
+        "loss": _loss(tasks, steps),
+        "matrix": _matrix(files, phases),
+        "left": _left(files, tasks, steps) if files.is_alive else None,
+        "nodes": [{"host": host, "processes": pids} for host, pids in nodes_of(files.attempt).items()],
+        "workers": files.attempt.get("workers"),
+        "attempts": [{"started": one["started"], "host": one["host"]} for one in files.state.attempts],
+        "hangs": files.hangs,
+        "log": {"name": name, "lines": lines[-LOG_LINES:]},
+        "time": files.now,
+    }
+
+
+def _title(files: RunFiles) -> str:
+    """The run in one line. Streams of a user's files are named when they are read, so a waiting run has no name yet."""
+    named = {"name": files.attempt["stream"]} if "stream" in files.attempt else files.results.get("stream")
+    tree = {"config": files.config, "stream": named}
+    return title_of(tree) if named else f"{method_of(tree)}, {backbone_of(tree)}"
+
+
+def _phases(files: RunFiles, steps: Sequence[Step]) -> list[str]:
+    """Names of what is trained one after another, of which older runs record only what has begun."""
+    if found := files.attempt.get("phases") or files.results.get("phases"):
+        return list(map(str, found))
+    begun = {int(step["phase"]): str(step["task"]) for step in steps}
+    done = {record["phase"]: str(record["times"]["phase"]) for record in files.state.phases}
+    named = begun | done
+    return [named.get(number, f"task {number + 1}") for number in range(max(files.phases or 0, len(named)))]
+
+
+# ---- tasks -------------------------------------------------------------------------------------------------------
+
+
+def _tasks(files: RunFiles, phases: Sequence[str], steps: Sequence[Step]) -> list[dict[str, Any]]:
+    last = {int(step["phase"]): step for step in steps}
+    planned = files.heartbeat.get("steps_by_phase") or []
+    planned = planned if len(planned) == len(phases) else [None] * len(phases)
+    done = [_done(record, last.get(number)) for number, record in enumerate(files.state.phases)]
+    found = done[: len(phases)]
+    for number in range(len(found), len(phases)):
+        begun = number == len(done) and (number in last or _works_on(files, number))
+        step, total = (_step(files, number, last.get(number)) if begun else 0), planned[number]
+        beat = files.heartbeat
+        if begun and _works_on(files, number):
+            total = beat.get("steps", total)
+        one = {"state": "current" if begun else "waiting", "step": step, "steps": total, "loss": None}
+        if begun:
+            one["loss"] = _finite(last[number]["loss"]) if number in last else None
+            one["activity"] = beat.get("activity") if _works_on(files, number) and files.is_alive else None
+        found.append(one)
+    return [{"name": name, **one} for name, one in zip(phases, found, strict=True)]
+
+
+def _done(record: Mapping[str, Any], last: Step | None) -> dict[str, Any]:
+    times = record["times"]
+    return {
+        "state": "done",
+        "step": times["steps"],
+        "steps": times["steps"],
+        "loss": _finite(last["loss"]) if last else None,
+        "train_s": times["train_s"],
+        "eval_s": times["eval_s"],
+    }
+
+
+def _works_on(files: RunFiles, phase: int) -> bool:
+    return bool(files.heartbeat.get("phase") == phase)
+
+
+def _step(files: RunFiles, phase: int, last: Step | None) -> int:
+    """Steps that are done: the trace is written after the heartbeat, or before it."""
+    recorded = int(last["step"]) if last else 0
+    return max(recorded, int(files.heartbeat.get("step", 0))) if _trains(files, phase) else recorded
+
+
+def _trains(files: RunFiles, phase: int) -> bool:
+    """Whether the heartbeat's step is one of this phase: between two phases it is still the former's."""
+    return _works_on(files, phase) and files.heartbeat.get("activity") == "training" and files.is_alive
+
+
+# ---- loss --------------------------------------------------------------------------------------------------------
+
+
+def _loss(tasks: Sequence[Mapping[str, Any]], steps: Sequence[Step]) -> dict[str, Any]:
+    """Points `[step of the whole run, loss]`, how many steps the run has, and where each task begins."""
+    last = {int(step["phase"]): int(step["step"]) for step in steps}
+    starts, total = [], 0
+    for number, task in enumerate(tasks):
+        starts.append(total)
+        total += max(task["steps"] or 0, last.get(number, 0))
+    every = max(1, math.ceil(len(steps) / POINTS))
+    points = [
+        [starts[step["phase"]] + step["step"], _finite(step["loss"])]
+        for number, step in enumerate(steps)
+        if step["phase"] < len(starts) and (number % every == 0 or step["step"] == last[step["phase"]])
+    ]
+    return {"points": points, "recorded": len(steps), "steps": total, "starts": starts}
+
+
+def _finite(value: float) -> float | None:
+    """A number that JSON has."""
+    return value if math.isfinite(value) else None
+
+
+# ---- matrix ------------------------------------------------------------------------------------------------------
+
+
+def _matrix(files: RunFiles, phases: Sequence[str]) -> dict[str, Any]:
+    """Rows of phases, columns of tasks, None where nothing is measured yet; and the metrics of the rows so far."""
+    stream = files.results.get("stream") or {}
+    tasks = files.attempt.get("tasks") or stream.get("tasks") or phases
+    done = len(files.state.phases)
+    if not tasks or done > len(phases):
+        return {"tasks": [], "phases": [], "values": [], "metrics": {}}
+    matrix: AccuracyMatrix = matrix_of(tasks, phases, files.state)
+    numbers = metrics_so_far(matrix, done, files.results.get("singles")) if done else {}
+    metrics = {title: numbers[name] for name, title in METRICS.items() if name in numbers}
+    return {"tasks": list(tasks), "phases": list(phases), "values": matrix.values(), "metrics": metrics}
+
+
+# ---- time left ---------------------------------------------------------------------------------------------------
+
+
+def _left(files: RunFiles, tasks: Sequence[Mapping[str, Any]], steps: Sequence[Step]) -> dict[str, Any] | None:
+    """Seconds of training and evaluation to come, at the pace so far; None before the first step.
+
+    The pace of training is that of the task's own steps, that of evaluation the mean over the evaluations so far:
+    None before the first. What methods do between tasks is not counted.
+    """
+    current = next((number for number, task in enumerate(tasks) if task["state"] != "done"), None)
+    if current is None or not steps or any(task["steps"] is None for task in tasks):
+        return None
+    seconds = [step["seconds"] for step in steps if step["phase"] == current] or [step["seconds"] for step in steps]
+    pace = sum(seconds) / len(seconds)
+    training = pace * sum(task["steps"] - task["step"] for task in tasks[current:])
+    rows = [_cells(files, number, len(tasks)) for number in range(len(tasks))]
+    spent = [record["times"]["eval_s"] for record in files.state.phases]
+    evaluation = sum(spent) / sum(rows[:current]) * sum(rows[current:]) if spent else None
+    since = files.age + float(files.heartbeat["idle_s"])
+    if files.heartbeat.get("activity") == "evaluating" and evaluation is not None:
+        evaluation = max(0.0, evaluation - since)
+    else:
+        training = max(0.0, training - since)
+    return {"training_s": training, "evaluation_s": evaluation}
+
+
+def _cells(files: RunFiles, phase: int, phases: int) -> int:
+    """How many tasks are evaluated after a phase."""
+    if files.config["stream"].get("schedule") == "separate":
+        return 1
+    tasks = len(files.attempt.get("tasks") or range(phases))
+    return tasks if files.config["eval"].get("tasks") == "all" or phases < tasks else phase + 1

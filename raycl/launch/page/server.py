@@ -1,0 +1,119 @@
+"""The server of the page: `/` and its files, and `/status.json`, which the page requests every two seconds.
+
+What it does not know: what is read and how it is drawn.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from raycl.errors import LaunchError, RayclError
+from raycl.launch.page.progress import progress_of
+from raycl.launch.run_files import read_run
+from raycl.pages.address import bound, is_local, is_loopback
+from raycl.pages.files import add_page
+from raycl.storage import Storage
+from raycl.training.records.journal import JournalReader
+from raycl.training.records.progress import TraceReader
+
+PORT, PORTS = 8300, 20
+"""The first port that is tried where none is given, and how many."""
+
+FRESH_S = 1.0
+"""Age up to which what was read is answered again: several windows cost no more than one."""
+
+CLOSE_S = 2
+"""For answers that have begun when the server ends."""
+
+
+class RunReader:
+    """Reads one run whenever it is asked, and remembers the last reading.
+
+    Raises:
+        RayclError: there is no run, or it cannot be read now.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.storage = Storage.at(folder)
+        self._journal, self._trace = JournalReader(self.storage), TraceReader(self.storage)
+        self._lock = threading.Lock()
+        self._found = self._read()
+        self._looked = time.monotonic()
+
+    def progress(self) -> dict[str, Any]:
+        """What is known of the run (`progress_of`), with `problem`: why it is not what the files say now, or None."""
+        with self._lock:
+            if time.monotonic() - self._looked > FRESH_S:
+                try:
+                    self._found = self._read()
+                except RayclError as error:
+                    self._found = {**self._found, "problem": str(error)}
+                self._looked = time.monotonic()
+            return self._found
+
+    def _read(self) -> dict[str, Any]:
+        return {**progress_of(read_run(self.storage, self._journal), self._trace), "problem": None}
+
+
+def make_app(reader: RunReader, local_only: bool) -> FastAPI:
+    """The ASGI application.
+
+    Args:
+        local_only: requests for another host are refused: a web page elsewhere may have its name point here.
+    """
+    app = FastAPI(title="raycl status", docs_url=None, redoc_url=None, openapi_url=None)
+    add_page(app, __package__ or "", "/page")
+
+    @app.get("/status.json")
+    def status() -> Response:
+        return JSONResponse(reader.progress(), headers={"Cache-Control": "no-store"})
+
+    @app.middleware("http")
+    async def check_host(request: Request, call_next: Any) -> Response:
+        if local_only and not is_local(request.headers.get("host", "localhost").encode("latin-1")):
+            return PlainTextResponse("only requests to 127.0.0.1 or localhost are answered", 403)
+        answer: Response = await call_next(request)
+        return answer
+
+    return app
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """A socket on this port; without one, on the first of `PORTS` from `PORT` on that is free.
+
+    Raises:
+        LaunchError: the port is taken, or the host is none of this machine's.
+    """
+    tried = [port] if port is not None else range(PORT, PORT + PORTS)
+    for number in tried[:-1]:
+        with suppress(LaunchError):
+            return bound(host, number, setting="--port ")
+    return bound(host, tried[-1], setting="--port ")
+
+
+class PageServer:
+    """The page of one run on one socket."""
+
+    def __init__(self, reader: RunReader, listens: socket.socket, host: str) -> None:
+        self._listens = listens
+        app = make_app(reader, is_loopback(host))
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=CLOSE_S)
+        )
+
+    def run(self) -> None:
+        """Answer until Ctrl-C, or `stop` in another thread."""
+        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it has closed its connections
+            self._server.run([self._listens])
+
+    def stop(self) -> None:
+        """Let `run` return."""
+        self._server.should_exit = True

@@ -1,0 +1,135 @@
+"""What a run has written about itself: journal, heartbeat, results, errors, requests to stop, log.
+
+Why it exists: the text of `raycl status` and its page share one reading of a run's files.
+What it does not know: how it is said (`status`) or drawn (`page`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from raycl import config as configs
+from raycl.errors import ResumeError, StorageError
+from raycl.launch.worker import CONFIG, LOGS, is_log
+from raycl.storage import Storage
+from raycl.training.control import BEAT_S, HEARTBEAT
+from raycl.training.records.journal import JournalReader, RunState
+from raycl.training.records.stop_request import stop_of
+
+FRESH_S = 6 * BEAT_S
+"""Age of a heartbeat up to which its run is alive: a busy machine beats late, and clocks differ a little."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Contents of the run's files.
+
+    Attributes:
+        error: what ended the newest attempt, if an error of ours did. stop: the newest request to stop it.
+        hangs: messages of workers that made no progress.
+        log: name of the newest attempt's log, and its lines; both empty before there are any.
+        now: when they were read.
+    """
+
+    storage: Storage
+    state: RunState
+    config: dict[str, Any]
+    results: dict[str, Any]
+    heartbeat: dict[str, Any]
+    error: dict[str, Any]
+    stop: dict[str, Any]
+    hangs: list[str]
+    log: tuple[str, list[str]]
+    now: float
+
+    @property
+    def attempt(self) -> dict[str, Any]:
+        return self.state.attempts[-1] if self.state.attempts else {}
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last heartbeat."""
+        return max(0.0, self.now - float(self.heartbeat.get("time", 0.0)))
+
+    @property
+    def phases(self) -> int | None:
+        """How many there are in all."""
+        found = self.heartbeat.get("phases") or len(self.results.get("phases", ()))
+        return int(found) if found else None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.age < FRESH_S and self.heartbeat.get("activity") not in ("ended", "failed")
+
+    @property
+    def is_finished(self) -> bool:
+        done = len(self.state.phases)
+        return done > 0 and bool(self.results.get("finished")) and done == len(self.results["phases"])
+
+
+def read_run(storage: Storage, journal: JournalReader | None = None) -> RunFiles:
+    """The run in a folder.
+
+    Args:
+        journal: reads the journal of that folder, and has perhaps done so before.
+
+    Raises:
+        ResumeError: there is no run. RunError: its journal is damaged. StorageError: it is out of reach.
+    """
+    if not storage.exists(CONFIG):
+        raise ResumeError(
+            f"'{storage.address}' holds no run (no {CONFIG}): give the run directory that an earlier run printed"
+        )
+    state = (journal or JournalReader(storage)).state()
+    errors = [_json(storage, f"errors/{name}") for name in storage.list("errors")]
+    drivers = {name.removesuffix(".json"): found for name, found in zip(storage.list("errors"), errors, strict=True)}
+    driver = state.attempts[-1].get("driver", "") if state.attempts else ""
+    since = state.attempts[-1]["started"] if state.attempts else 0.0
+    ended = [
+        found
+        for name, found in drivers.items()
+        if found and "-hang-" not in name and (name == driver or found.get("time", 0.0) > since)
+    ]
+    heartbeat = _json(storage, HEARTBEAT)
+    return RunFiles(
+        storage,
+        state,
+        state.config or configs.from_yaml(storage.read_text(CONFIG), f"{storage.uri}/{CONFIG}"),
+        _json(storage, "results.json"),
+        heartbeat,
+        max(ended, key=lambda found: float(found.get("time", 0.0)), default={}),
+        _stop(storage, {driver, str(heartbeat.get("driver", ""))}),
+        [str(found["message"]) for name, found in drivers.items() if found and "-hang-" in name],
+        _log(storage),
+        time.time(),
+    )
+
+
+def _json(storage: Storage, name: str) -> dict[str, Any]:
+    """A file that may be absent, or no JSON: it is not needed to continue."""
+    try:
+        found = storage.read_json(name) if storage.exists(name) else {}
+    except StorageError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _stop(storage: Storage, drivers: set[str]) -> dict[str, Any]:
+    """The newest request to these drivers' workers."""
+    found: list[dict[str, Any]] = []
+    for driver in drivers - {""}:
+        try:
+            found += filter(None, [stop_of(storage, driver)])
+        except StorageError:
+            found.append({"reason": "a request that cannot be read", "time": 0.0})
+    return max(found, key=lambda request: float(request["time"]), default={})
+
+
+def _log(storage: Storage) -> tuple[str, list[str]]:
+    for name in reversed([name for name in storage.list(LOGS) if is_log(name)]):
+        lines = storage.read(f"{LOGS}/{name}").decode(errors="replace").splitlines()
+        if lines:
+            return name, lines
+    return "", []

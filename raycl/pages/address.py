@@ -1,0 +1,78 @@
+"""Addresses of HTTP servers: sockets that listen, URLs, and which ones are this machine's alone.
+
+What it does not know: what is served there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from urllib.parse import urlsplit
+
+from raycl.errors import LaunchError
+
+
+def bound(host: str, port: int, shared: bool = False, setting: str = "port=") -> socket.socket:
+    """A socket that listens.
+
+    Args:
+        port: 0: any that is free.
+        shared: beside others of this user that share it too.
+        setting: how a port is chosen, for the message.
+
+    Raises:
+        LaunchError: the address is taken, or none of this machine's.
+    """
+    try:
+        return socket.create_server(
+            (host, port), family=family_of(host), backlog=2048, reuse_port=shared, dualstack_ipv6=is_dual(host)
+        )
+    except OSError as error:
+        raise bind_error(host, port, error, setting) from error
+
+
+def bind_error(host: str, port: int, error: OSError, setting: str = "port=") -> LaunchError:
+    """The error of a user whose address cannot be listened on."""
+    reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+    return LaunchError(
+        f"{_written(host)}:{port} cannot be listened on ({reason}): choose a free port with {setting}NUMBER, and a "
+        "host that is an address of this machine"
+    )
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a client finds it."""
+    return f"http://{_written(host)}:{port}"
+
+
+def _written(host: str) -> str:
+    """As it stands before a port."""
+    return f"[{host}]" if ":" in host else host
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """IPv4 or IPv6."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def is_dual(host: str) -> bool:
+    """Whether IPv4 clients come in by the same socket."""
+    return host == "::" and socket.has_dualstack_ipv6()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_local(host: bytes) -> bool:
+    """Whether a Host header names this machine: a web page elsewhere may have its name point here (DNS rebinding)."""
+    try:
+        name = urlsplit(f"//{host.decode('latin-1')}").hostname
+    except ValueError:
+        return False
+    return name is not None and is_loopback(name)
