@@ -86,7 +86,7 @@ def evaluate_row(
     folder = f"{phase.index:03d}-{phase.name}"
     return {
         task.name: _score(context, task, world, storage, folder, observations, before)
-        for task in _tasks(context, phase)
+        for task in evaluated_tasks(context, phase)
         if context.stream.has_data(task)
     }
 
@@ -107,7 +107,7 @@ def evaluate_unseen(
     }
 
 
-def _tasks(context: TrainingContext, phase: Phase) -> list[Task]:
+def evaluated_tasks(context: TrainingContext, phase: Phase) -> list[Task]:
     """The phase's own tasks (one model per task), every task seen, or all."""
     if context.schedule.one_model_per_task:
         return list(phase.tasks)

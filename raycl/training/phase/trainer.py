@@ -5,6 +5,7 @@ What it does not know: which method and engine, evaluation, where checkpoints li
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from raycl.data.loader import GlobalOrder, Loader
 from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
 from raycl.methods.context import Step, TaskContext
 from raycl.training.control import Control
+from raycl.training.disk_space import growth, plan_of, shortage
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine
 from raycl.training.phase.data import PhaseData, order_of, rows_of
@@ -21,10 +23,13 @@ from raycl.training.phase.preparation import encode_texts
 from raycl.training.phase.step import train_step
 from raycl.training.recorder import Recorder
 from raycl.training.records.checkpoint import Checkpoint
+from raycl.training.records.publish import open_bank
 from raycl.training.records.stop_request import StopRequested
 from raycl.training.seeds import stable_seed
 from raycl.training.training_context import TrainingContext
 from raycl.types import Batch, Phase
+
+log = logging.getLogger("raycl")
 
 OpenEngine = Callable[[int, int], Engine]
 """(accumulation, steps) -> the engine of one phase."""
@@ -43,6 +48,7 @@ class TaskTrainer:
     ) -> None:
         self.context, self.open_engine, self.world = context, open_engine, world
         self.recorder, self.control = recorder, control
+        self._disk_is_checked = False
 
     def train(self, phase: Phase, resume: Checkpoint | None) -> Checkpoint:
         """Train a phase to its end and write its last checkpoint. Collective.
@@ -58,9 +64,11 @@ class TaskTrainer:
         loader, order = data.loader(task_context)
         if resume is None:
             self._observe_rows(data, loader, order)
+        by_phase = [order_of(self.context, one, rows_of(self.context, one)).steps for one in self.context.phases]
+        self._check_disk(phase, by_phase, resume)
         engine = self.open_engine(loader.accumulation, order.steps)
         start, spent = self._restore(engine, resume)
-        self._announce(phase, order, start)
+        self._announce(phase, order, start, by_phase)
         self.context.backbone.train()
         mask_check = GradientMaskCheck(engine, self.context.modifiers, self.context.train.betas[0])
         for index in range(start, order.steps):
@@ -108,9 +116,16 @@ class TaskTrainer:
             engine.restore(resume.parameters, resume.optimizer, resume.step)
         return resume.step, dict(resume.spent)
 
-    def _announce(self, phase: Phase, order: GlobalOrder, start: int) -> None:
-        orders = (order_of(self.context, one, rows_of(self.context, one)) for one in self.context.phases)
-        by_phase = [one.steps for one in orders]
+    def _check_disk(self, phase: Phase, steps: list[int], resume: Checkpoint | None) -> None:
+        """Warn once, before the first phase of this attempt is trained, if a disk will not hold what is written."""
+        if self.world.is_first and not self._disk_is_checked:
+            needed = growth(plan_of(self.context, phase, steps), phase.index, resume.step if resume else 0)
+            storage = self.recorder.storage
+            if warning := shortage(storage, open_bank(self.context.bank, storage).storage, needed):
+                log.warning("%s", warning)
+        self._disk_is_checked = True
+
+    def _announce(self, phase: Phase, order: GlobalOrder, start: int, by_phase: list[int]) -> None:
         self.recorder.begin(phase, order.count, order.steps, start, sum(by_phase[phase.index + 1 :]))
         self.control.progress("training", step=start, steps=order.steps, steps_by_phase=by_phase)
 
