@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --pro
 OFFLINE := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast contract chaos check docs format clean
+.PHONY: help venv demo test test-fast contract chaos compat check audit docs format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -49,11 +49,17 @@ contract: venv  ## tests of every method with every engine, backbone kind and nu
 chaos: venv  ## a stream and an endpoint through kills, outages and damage (about ten minutes; not part of make test)
 	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -s tests/chaos
 
+compat:  ## tests with the oldest and the newest Ray and transformers allowed (.compat/log.txt; ENDS=oldest TESTS=tests)
+	@$(PYTHON) tests/lab/compat.py $(ENDS) $(if $(TESTS),--tests $(TESTS))
+
 check: venv  ## format, lint, types, architecture
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -p no:cacheprovider -o addopts=-q tests/test_architecture.py
+
+audit: venv  ## known vulnerabilities of the pinned versions (asks PyPI about each, so it is no part of make check)
+	@$(BIN)/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 
 docs: venv  ## build the documentation into site/, strictly
 	@$(OFFLINE) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
@@ -63,5 +69,5 @@ format: venv  ## rewrite the files in the house style
 	@$(BIN)/ruff format .
 
 clean:  ## remove caches and build leftovers; the environment and runs/ stay
-	@rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf build dist site .compat *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The wheel, installed outside the checkout: the command, its configs, and files that code reads."""
+"""The wheel, installed outside the checkout: the command, its configs, files that code reads, and the metadata."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-SOURCES = ("raycl", "sweeps", "jobs", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("raycl", "sweeps", "jobs", "pyproject.toml", "README.md", "LICENSE", "CITATION.cff")
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 
 
 @pytest.fixture(scope="module")
-def raycl(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Runs the command of an environment that has raycl's wheel, and the libraries of this one."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     sources = folder / "sources"
     sources.mkdir()
@@ -27,14 +28,20 @@ def raycl(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
             shutil.copytree(path, sources / path.name, symlinks=True)
         else:
             shutil.copy(path, sources)
+    subprocess.run([*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, sources], check=True)
+    (built,) = folder.glob("raycl-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def raycl(wheel: Path) -> Callable[..., str]:
+    """Runs the command of an environment that has raycl's wheel, and the libraries of this one."""
+    folder = wheel.parent
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, sources], check=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
-    (wheel,) = folder.glob("raycl-*.whl")
     subprocess.run(
-        [*pip, "--python", python, "install", "--no-deps", "--ignore-installed", wheel], check=True, env=environment
+        [*PIP, "--python", python, "install", "--no-deps", "--ignore-installed", wheel], check=True, env=environment
     )
     (packages,) = (folder / "venv/lib").glob("python*/site-packages")
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -57,3 +64,14 @@ def raycl(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 def test_the_installed_command_reads_the_installed_configs(raycl: Callable[..., str]) -> None:
     assert raycl("--help").startswith("usage: raycl ")
     assert "max_source_tokens: 64" in raycl("train", "jobs/configs/demo.yaml", "--print-config")
+
+
+def test_the_wheel_has_types_and_the_package_alone(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        text = archive.read(metadata).decode()
+    assert "raycl/py.typed" in names, "mypy takes raycl's types from an installed package that has this file only"
+    assert {name.partition("/")[0] for name in names} == {"raycl", metadata.partition("/")[0]}
+    for line in ("License-Expression: Apache-2.0", "Classifier: Typing :: Typed", "Requires-Python: >=3.11"):
+        assert line in text.splitlines()
