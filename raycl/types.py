@@ -144,6 +144,8 @@ class TextCodec(Protocol):
     """Ids that are no part of a text."""
     vocabulary: int
     """Ids are below this."""
+    chat_template: str
+    """Jinja source that renders conversations; "" where the tokenizer has none."""
 
     def encode_source(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of whole prompts with the model's special tokens, **not** truncated."""
@@ -153,8 +155,22 @@ class TextCodec(Protocol):
         """Ids of answers, ending in the end-of-sequence id, not truncated; empty lists if `needs_labels`."""
         ...
 
+    def encode_chat(self, conversations: Sequence[Sequence[tuple[str, str]]], template: str) -> list[list[int]]:
+        """Ids of conversations of (role, content) up to where the assistant answers, **not** truncated."""
+        ...
+
+    def encode_chat_answers(
+        self, conversations: Sequence[Sequence[tuple[str, str]]], answers: Sequence[str], template: str
+    ) -> list[list[int]]:
+        """Ids of answers with what the template puts behind them, ending in the end-of-sequence id, not truncated."""
+        ...
+
     def clip(self, text: str, tokens: int) -> str:
         """The longest prefix of `text` that has at most `tokens` tokens (no special tokens counted)."""
+        ...
+
+    def shown(self, ids: Sequence[int]) -> str:
+        """The text of ids with special tokens, for people to read."""
         ...
 
 

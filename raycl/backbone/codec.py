@@ -7,12 +7,36 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from torch import Tensor
 
 from raycl.backbone.kinds import capabilities_of
 from raycl.errors import BackboneError
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The chat markup that many tokenizers have as their template."""
+
+
+def template_source(value: str | None) -> str | None:
+    """The Jinja source that `backbone.chat_template` names, so that every node and snapshot has the template itself.
+
+    Raises:
+        ValueError: the file does not exist.
+    """
+    if value is None or "{%" in value or "{{" in value:
+        return value
+    if value == "chatml":
+        return CHATML
+    file = Path(value).expanduser()
+    if not file.is_file():
+        raise ValueError(f"the chat template '{value}' is no file: expected a Jinja file, or chatml")
+    return file.read_text(encoding="utf-8")
 
 
 class HFCodec:
@@ -21,7 +45,9 @@ class HFCodec:
     Sources carry the special tokens the model was trained with; targets end in the end-of-sequence id.
     """
 
-    def __init__(self, tokenizer: Any, kind: str, max_source_tokens: int, max_target_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: Any, kind: str, max_source_tokens: int, max_target_tokens: int, chat_template: str = ""
+    ) -> None:
         if not tokenizer.is_fast:
             raise BackboneError(f"{type(tokenizer).__name__} is not a fast tokenizer: expected a tokenizer.json")
         self.tokenizer = tokenizer
@@ -40,6 +66,7 @@ class HFCodec:
         self.mask_id: int = -1 if tokenizer.mask_token_id is None else tokenizer.mask_token_id
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self.vocabulary = len(tokenizer)
+        self.chat_template = chat_template or _template_of(tokenizer)
         self.fingerprint = hashlib.sha256(
             f"{kind}|{self.pad_id}|{self.eos_id}|{tokenizer.backend_tokenizer.to_str()}".encode()
         ).hexdigest()[:16]
@@ -58,6 +85,55 @@ class HFCodec:
         ids = self.tokenizer(list(texts), add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
         return [[*answer, self.eos_id] for answer in ids]
 
+    def encode_chat(self, conversations: Sequence[Sequence[tuple[str, str]]], template: str) -> list[list[int]]:
+        """Ids of conversations up to where the assistant answers, not truncated.
+
+        A template writes a decoder-only model's special tokens itself; an encoder's are put around as around any text.
+
+        Raises:
+            BackboneError: the template cannot render a conversation.
+        """
+        if not conversations:
+            return []
+        texts = [self._render(conversation, template, answered=False) for conversation in conversations]
+        special = not self.capabilities.one_sequence
+        found = self.tokenizer(texts, add_special_tokens=special, truncation=False, padding=False, verbose=False)
+        ids: list[list[int]] = found["input_ids"]
+        return ids
+
+    def encode_chat_answers(
+        self, conversations: Sequence[Sequence[tuple[str, str]]], answers: Sequence[str], template: str
+    ) -> list[list[int]]:
+        """Ids of answers with what the template puts behind them, ending in the end-of-sequence id.
+
+        Raises:
+            BackboneError: the template cannot render a conversation.
+        """
+        texts = []
+        for conversation, answer in zip(conversations, answers, strict=True):
+            before = self._render(conversation, template, answered=False)
+            whole = self._render([*conversation, ("assistant", answer)], template, answered=True)
+            behind = whole[len(before) :].rstrip() if whole.startswith(before) else answer
+            texts.append(behind.removesuffix(self.tokenizer.eos_token or "\0"))
+        return self.encode_target(texts)
+
+    def _render(self, conversation: Sequence[tuple[str, str]], template: str, answered: bool) -> str:
+        messages = [{"role": role, "content": content} for role, content in conversation]
+        settings = {"chat_template": template, "tokenize": False, "add_generation_prompt": not answered}
+        try:
+            text: str = self.tokenizer.apply_chat_template(messages, **settings)
+        except TemplateError as error:
+            roles = ", ".join(role for role, _ in conversation)
+            raise BackboneError(
+                f"the chat template cannot render a conversation of {roles}: {error}; repair the data, or name another "
+                "template in backbone.chat_template"
+            ) from error
+        return text
+
+    def shown(self, ids: Sequence[int]) -> str:
+        """The text of ids with special tokens."""
+        return str(self.tokenizer.decode(list(ids)))
+
     def clip(self, text: str, tokens: int) -> str:
         """The longest prefix of `text` with at most `tokens` tokens (special tokens not counted)."""
         if tokens <= 0:
@@ -70,6 +146,12 @@ class HFCodec:
         """Texts of generated ids `[B, T]`, special tokens dropped, outer white space stripped."""
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [text.strip() for text in texts]
+
+
+def _template_of(tokenizer: Any) -> str:
+    """The tokenizer's chat template; of several the default one."""
+    found = getattr(tokenizer, "chat_template", None)
+    return str((found.get("default", "") if isinstance(found, dict) else found) or "")
 
 
 def _pad_id(tokenizer: Any) -> int:

@@ -30,7 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from raycl.backbone.base import Backbone
 from raycl.backbone.causal import CausalBackbone
-from raycl.backbone.codec import HFCodec
+from raycl.backbone.codec import HFCodec, template_source
 from raycl.backbone.encoder import EncoderBackbone
 from raycl.backbone.kinds import KINDS, Kind
 from raycl.backbone.language import LanguageHead
@@ -78,6 +78,10 @@ class BackboneConfig(Section):
     )
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
+    )
+    chat_template: Annotated[str | None, AfterValidator(template_source)] = Field(
+        None,
+        description="template for conversations: a Jinja file, or chatml; null: that of the tokenizer",
     )
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the model; only the command line may set it"
@@ -152,7 +156,7 @@ def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens
         )
     kind = _configured_kind(config, settings)
     _check_length(settings, kind, max_source_tokens, max_target_tokens)
-    return HFCodec(tokenizer, kind, max_source_tokens, max_target_tokens)
+    return HFCodec(tokenizer, kind, max_source_tokens, max_target_tokens, config.chat_template or "")
 
 
 def load_backbone(

@@ -143,6 +143,10 @@ class TaskInfo(Section):
     labels: tuple[str, ...] | None = None
     metric: str = "exact_match"
     prompt: tuple[str, str] = Field(("", ""), description="what stood before and behind every input text")
+    chat_template: str = Field(
+        "", description="Jinja source that rendered the inputs as conversations; empty: none did"
+    )
+    system: str = Field("", description="system message of conversations without one")
 
 
 class RouterInfo(Section):

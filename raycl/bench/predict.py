@@ -25,7 +25,7 @@ from raycl.bank.branches import snapshot_at
 from raycl.bench.figures import Figure, Report, machine
 from raycl.bench.serving.banks import drawn_bank, texts_of
 from raycl.data.loader import batch_of
-from raycl.data.sources.formats import Columns
+from raycl.data.sources.fields import Columns
 from raycl.serve.offline import WINDOW, OfflineModel
 from raycl.serve.prediction_files import Input, files_at, write_predictions
 from raycl.serve.settings import ServeConfig

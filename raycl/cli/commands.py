@@ -30,6 +30,7 @@ COMMANDS = {
     "compare": Command("raycl.cli.runs.compare", "several methods and seeds, and their table"),
     "serve": Command("raycl.cli.banks.serve", "answer from a bank, without task ids"),
     "bank": Command("raycl.cli.banks.bank", "look into a bank, check it, export, merge, clean up"),
+    "data": Command("raycl.cli.data", "look at data as a run would read it, before it trains"),
     "predict": Command("raycl.cli.banks.predict", "answer the rows of files, without a server"),
     "evaluate": Command("raycl.cli.banks.evaluate", "score a snapshot on files: metric, confusion, routing"),
     "report": Command("raycl.cli.runs.report", "tables and pictures of finished runs"),

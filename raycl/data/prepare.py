@@ -78,7 +78,7 @@ def check_codec(task: Task, prompt: Prompt, codec: TextCodec, lengths: Lengths) 
             f"task '{task.name}' has free-text answers: an encoder-only backbone needs a closed label set, "
             "choose a text-to-text backbone or give the task labels"
         )
-    template = len(codec.encode_source([prompt.around("")])[0])
+    template = len(prompt.encode([""], codec)[0])
     if template + MIN_TEXT_TOKENS > lengths.source:
         raise ConfigError(
             f"the prompt of task '{task.name}' takes {template} tokens before any input text, but sources hold "
@@ -134,7 +134,7 @@ def _tokenise(
         cut_sources += cut
         targets: list[list[int]] = [[]] * len(texts)
         if task.objective == "answer":
-            targets, cut = fit_targets([names[0] for names in references], codec, lengths.target)
+            targets, cut = fit_targets(texts, [names[0] for names in references], prompt, codec, lengths.target)
             cut_targets += cut
         labels = _codes(task, references)
         columns = [sources, targets, labels, references, raw.values("row", rows), texts]
@@ -162,16 +162,16 @@ def _codes(task: Task, references: Sequence[Sequence[str]]) -> list[int]:
 def fit_sources(texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int) -> tuple[list[list[int]], int]:
     """Prompt ids of `texts`, at most `limit` each, and how many texts were cut.
 
-    Only the input text is shortened. A tokenizer may split the joint of text and suffix otherwise than it split the
-    parts, so what still does not fit is shortened again by what it exceeds.
+    Only the input text is shortened (`Prompt.shortened`). A tokenizer may split the joint of text and suffix otherwise
+    than it split the parts, so what still does not fit is shortened again by what it exceeds.
     """
-    ids = codec.encode_source([prompt.around(text) for text in texts])
-    template = len(codec.encode_source([prompt.around("")])[0])
+    ids = prompt.encode(texts, codec)
+    template = len(prompt.encode([""], codec)[0])
     room = dict.fromkeys((row for row, found in enumerate(ids) if len(found) > limit), limit - template)
     cut = len(room)
     while room:
         rows = list(room)
-        shorter = codec.encode_source([prompt.around(codec.clip(texts[row], room[row])) for row in rows])
+        shorter = prompt.encode([prompt.shortened(texts[row], room[row], codec) for row in rows], codec)
         for row, found in zip(rows, shorter, strict=True):
             if len(found) <= limit:
                 ids[row] = found
@@ -182,8 +182,10 @@ def fit_sources(texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: i
     return ids, cut
 
 
-def fit_targets(answers: Sequence[str], codec: TextCodec, limit: int) -> tuple[list[list[int]], int]:
-    """Answer ids, at most `limit` each with the final end-of-sequence id kept, and how many were cut."""
-    ids = codec.encode_target(answers)
+def fit_targets(
+    texts: Sequence[str], answers: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int
+) -> tuple[list[list[int]], int]:
+    """Ids of the answers to `texts`, at most `limit` each, end-of-sequence id kept, and how many were cut."""
+    ids = prompt.encode_answers(texts, answers, codec)
     cut = sum(len(found) > limit for found in ids)
     return [found if len(found) <= limit else [*found[: limit - 1], found[-1]] for found in ids], cut

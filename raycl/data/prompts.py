@@ -1,7 +1,8 @@
 """Prompt templates: what stands before and behind an input text.
 
 Why it exists: each paper wraps its inputs differently (methods' published prompts), and truncation must cut only
-the input, so a template is a pair (prefix, suffix) and never a format string: braces in data stay braces.
+the input, so a template is a pair (prefix, suffix) and never a format string: braces in data stay braces. Inputs that
+are conversations get the chat template of a tokenizer instead.
 What it does not know: tokenizers, files.
 """
 
@@ -9,21 +10,97 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
-PromptName = Literal["auto", "superni", "long", "olora", "llama2_chat", "plain"]
+from raycl.data.conversation import Message, messages_of, text_of
+from raycl.types import TextCodec
+
+PromptName = Literal["auto", "superni", "long", "olora", "llama2_chat", "chat", "plain"]
+
+
+class PromptRecord(Protocol):
+    """What snapshots and configs keep of a prompt."""
+
+    @property
+    def prompt(self) -> tuple[str, str]: ...
+    @property
+    def chat_template(self) -> str: ...
+    @property
+    def system(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is put around an input text."""
+    """What is put around an input text.
+
+    Attributes:
+        chat_template: Jinja source, as tokenizers have it: the text is a conversation (`raycl.data.conversation`) that
+            it renders, and prefix and suffix are empty; "": none.
+        system: system message of conversations that have none of their own.
+    """
 
     prefix: str = ""
     suffix: str = ""
+    chat_template: str = ""
+    system: str = ""
+
+    @staticmethod
+    def of(record: PromptRecord) -> Prompt:
+        """The prompt that `record` describes."""
+        return Prompt(*record.prompt, record.chat_template, record.system)
+
+    def record(self) -> dict[str, Any]:
+        """Fields of a `PromptRecord`."""
+        return {"prompt": (self.prefix, self.suffix), "chat_template": self.chat_template, "system": self.system}
 
     def around(self, text: str) -> str:
-        """The whole prompt of one example."""
+        """The whole prompt of one example, where there is no chat template."""
         return f"{self.prefix}{text}{self.suffix}"
+
+    def messages(self, text: str) -> tuple[Message, ...]:
+        """The messages that the chat template renders."""
+        found = messages_of(text)
+        if self.system and found[0].role != "system":
+            return (Message("system", self.system), *found)
+        return found
+
+    def encode(self, texts: Sequence[str], codec: TextCodec) -> list[list[int]]:
+        """Ids of whole prompts, not truncated."""
+        if self.chat_template:
+            return codec.encode_chat([self.messages(text) for text in texts], self.chat_template)
+        return codec.encode_source([self.around(text) for text in texts])
+
+    def encode_answers(self, texts: Sequence[str], answers: Sequence[str], codec: TextCodec) -> list[list[int]]:
+        """Ids of the answers to `texts`, ending in the end-of-sequence id, not truncated."""
+        if self.chat_template:
+            return codec.encode_chat_answers([self.messages(text) for text in texts], answers, self.chat_template)
+        return codec.encode_target(answers)
+
+    def shortened(self, text: str, tokens: int, codec: TextCodec) -> str:
+        """About `tokens` tokens of `text`: its beginning; of a conversation the last message and what fits before.
+
+        A conversation loses its oldest turns first, then the end of its system message, then that of its last message.
+        """
+        messages = list(messages_of(text)) if self.chat_template else []
+        if len(messages) < 2:
+            return codec.clip(text, tokens)
+        system, turns = (messages[:1], messages[1:]) if messages[0].role == "system" else ([], messages)
+        last = turns[-1]._replace(content=codec.clip(turns[-1].content, tokens))
+        left = tokens - _tokens(last, codec)
+        system = [one._replace(content=codec.clip(one.content, left)) for one in system]
+        left -= sum(_tokens(one, codec) for one in system)
+        kept = [last]
+        for user, assistant in reversed(list(zip(turns[:-1:2], turns[1:-1:2], strict=True))):
+            left -= _tokens(user, codec) + _tokens(assistant, codec)
+            if left < 0:
+                break
+            kept = [user, assistant, *kept]
+        return text_of([*(one for one in system if one.content), *kept])
+
+
+def _tokens(message: Message, codec: TextCodec) -> int:
+    """Tokens of a content; those of its template are not counted."""
+    return len(codec.encode_target([message.content])[0])
 
 
 def superni(definition: str) -> Prompt:

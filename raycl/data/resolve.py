@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from raycl.data.benchmarks import builtin
 from raycl.data.benchmarks.knowledge import OLORA_INSTRUCTIONS, TASKS, TaskInfo, canonical
@@ -17,8 +18,11 @@ from raycl.data.benchmarks.layout import SPLITS, TaskFolder, check_name, locate,
 from raycl.data.benchmarks.orders import Benchmark, find, require
 from raycl.data.language import TOKEN_ACCURACY
 from raycl.data.prompts import PromptName
-from raycl.data.settings import ColumnNames, RecordedTask, StreamConfig, TaskSpec
-from raycl.data.sources.formats import LABEL_NAMES, TEXT_NAMES, Columns, detect
+from raycl.data.settings import ColumnNames, RecordedTask, SplitNames, StreamConfig, TaskSpec
+from raycl.data.sources.cache import cache_folder
+from raycl.data.sources.fields import LABEL_NAMES, TEXT_NAMES, Columns
+from raycl.data.sources.formats import Source, detect
+from raycl.data.sources.hub import HUB, SAVED, HubSplit, is_dataset_folder
 from raycl.data.sources.ingest import Labels, Reading
 from raycl.data.sources.source import SourceFile
 from raycl.errors import ConfigError, DataError
@@ -42,7 +46,7 @@ class TaskPlan:
     """
 
     name: str
-    files: Mapping[str, SourceFile]
+    files: Mapping[str, Source]
     reading: Reading
     metric: str | None = None
     definition: str | None = None
@@ -93,11 +97,11 @@ def missing_files(config: StreamConfig) -> str:
     """
     try:
         files = [file for task in resolve(config).tasks for file in task.files.values()]
+        return next((f"'{file.uri}' does not exist" for file in files if not file.exists()), "")
     except (ConfigError, DataError) as error:
         if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
             raise
         return str(error)
-    return next((f"'{file.uri}' does not exist" for file in files if not file.folder.exists(file.name)), "")
 
 
 def _plans(
@@ -209,15 +213,14 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
         return TaskPlan(
             spec.name, {}, Reading(labels=spec.recorded.labels), spec.recorded.metric, recorded=spec.recorded
         )
-    folder = None if spec.path is None else Storage.at(spec.path)
-    files = dict(_without_unused_dev(task_folder(folder).files, config)) if folder else {}
+    files, folder = _task_files(spec, config, needed)
     given = {"train": spec.train, "dev": spec.dev, "test": spec.test}
-    files |= {split: SourceFile.at(uri) for split, uri in given.items() if uri is not None}
+    files |= {split: _source(uri, config) for split, uri in given.items() if uri is not None}
     for split in needed:
         if split not in files:
             raise ConfigError(
                 f"task '{spec.name}' has no {split} file: expected {split}.json, .jsonl, .csv, .tsv, .parquet or .txt "
-                f"in '{spec.path}', or set its '{split}' to a file"
+                f"in '{spec.path}', or a dataset in the hub's layout there, or set its '{split}' to a file"
             )
     labels: Labels = spec.labels
     if labels == "auto" and folder is not None:
@@ -226,11 +229,52 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
     return TaskPlan(spec.name, files, reading, spec.metric, spec.definition, dataset=spec.name)
 
 
+def _task_files(
+    spec: TaskSpec, config: StreamConfig, needed: Sequence[str]
+) -> tuple[dict[str, Source], Storage | None]:
+    """Split -> where its rows are below the task's path, and the folder if it is one of files."""
+    if spec.path is None:
+        return {}, None
+    if spec.path.startswith(HUB):
+        return _hub_files(spec, config), None
+    folder = Storage.at(spec.path)
+    files = _without_unused_dev(task_folder(folder).files, config)
+    named = spec.config is not None or spec.splits != SplitNames()
+    given = {split for split in needed if getattr(spec, split) is not None}
+    if named or (not files.keys() | given >= set(needed) and folder.is_local and is_dataset_folder(Path(spec.path))):
+        if not folder.is_local:
+            raise ConfigError(
+                f"task '{spec.name}' names a config or splits of '{spec.path}': datasets in the hub's layout are read "
+                f"from local folders and {HUB} names, copy it to one"
+            )
+        return _hub_files(spec, config), None
+    return dict(files), folder
+
+
+def _hub_files(spec: TaskSpec, config: StreamConfig) -> dict[str, Source]:
+    """Splits of a dataset; one for dev only where dev comes from files."""
+    assert spec.path is not None, "a dataset has a path"
+    names = {"train": spec.splits.train, "test": spec.splits.test}
+    if config.dev == "file":
+        names["dev"] = spec.splits.dev
+    cache = None if spec.path.startswith(HUB) else str(cache_folder(config.cache_dir) / "hub")
+    return {split: HubSplit(spec.path, name, spec.config, spec.revision, cache) for split, name in names.items()}
+
+
+def _source(uri: str, config: StreamConfig) -> Source:
+    """A file, or a folder that `save_to_disk` wrote."""
+    if (Path(uri) / SAVED[1]).is_file():
+        return HubSplit(uri, "", cache=str(cache_folder(config.cache_dir) / "hub"))
+    return SourceFile.at(uri)
+
+
 def _columns(names: ColumnNames) -> Columns:
+    parts = names.text if isinstance(names.text, tuple) else ()
     return Columns(
-        TEXT_NAMES if names.text is None else (names.text,),
+        parts or (TEXT_NAMES if names.text is None else (str(names.text),)),
         LABEL_NAMES if names.label is None else (names.label,),
         names.header,
+        parts,
     )
 
 

@@ -20,9 +20,23 @@ Names = Annotated[tuple[str, ...], Field(min_length=1)]
 class ColumnNames(Section):
     """Column (or key) names of a custom task's files."""
 
-    text: str | None = Field(None, description="column of the input; null: the first of text, input, sentence")
-    label: str | None = Field(None, description="column of the answer; null: the first of label, output")
+    text: str | Names | None = Field(
+        None,
+        description="column of the input, or several that are the input together, one below the other; null: the first "
+        "of text, input, sentence, prompt, instruction with input, or messages of a conversation",
+    )
+    label: str | None = Field(
+        None, description="column of the answer; null: the first of label, output, completion, response"
+    )
     header: Names | None = Field(None, description="column names of a CSV file that has no header line")
+
+
+class SplitNames(Section):
+    """Names of a dataset's splits, or slices of them, for example `train[:90%]`."""
+
+    train: str = Field("train", description="split to train on")
+    test: str = Field("test", description="split to test on")
+    dev: str = Field("validation", description="split for dev, where `stream.dev` is file")
 
 
 class RecordedTask(Section):
@@ -31,13 +45,22 @@ class RecordedTask(Section):
     labels: tuple[str, ...] | None = Field(None, description="closed label set; null: free text")
     metric: str = Field(description="name of the score")
     prompt: tuple[str, str] = Field(("", ""), description="what stood before and behind every input text")
+    chat_template: str = Field("", description="Jinja source of the chat template; empty: none")
+    system: str = Field("", description="system message of conversations without one")
 
 
 class TaskSpec(Section):
     """A task of your own, in `stream.tasks`."""
 
     name: str = Field(description="name of the task, unique in its stream, without slashes")
-    path: PathOrUri = Field(None, description="folder (path or URI) with train.*, test.* and maybe dev.*")
+    path: PathOrUri = Field(
+        None,
+        description="folder (path or URI) with train.*, test.* and maybe dev.*; a dataset of the Hugging Face hub "
+        "(hf://fancyzhx/ag_news); or a local folder in the hub's layout or written by save_to_disk",
+    )
+    config: str | None = Field(None, description="configuration of the dataset, where it has several")
+    splits: SplitNames = Field(default_factory=SplitNames, description="splits of the dataset")
+    revision: str | None = Field(None, description="commit, branch or tag of a dataset on the hub; null: its newest")
     train: PathOrUri = Field(None, description="train file, instead of the one in path")
     test: PathOrUri = Field(None, description="test file, instead of the one in path")
     dev: PathOrUri = Field(None, description="dev file; null: dev is carved from train")
@@ -119,7 +142,10 @@ class StreamConfig(Section):
         "drop", description="rows whose label stands for 'no label' (mnli: '-')"
     )
     prompt: PromptName = Field(
-        "auto", description="template around the text; auto: the benchmark's, plain for encoders"
+        "auto",
+        description="template around the text; auto: the benchmark's, the chat template for conversations, plain for "
+        "encoders; chat: the tokenizer's chat template, with the text as the user's message and the task's definition "
+        "as the system message",
     )
     prompt_names: bool = Field(False, description="olora template: name group and dataset in the prompt (also at test)")
     references: Literal["first", "random"] = Field(

@@ -53,6 +53,11 @@ class OpenTask:
             return self.plan.definition
         return next(iter(self.raws.values())).definition
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether its inputs are conversations."""
+        return any(raw.is_chat for raw in self.raws.values())
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -93,6 +98,11 @@ class Stream:
         """Whether the task has rows; a learned task whose data is out of reach has none."""
         return bool(self._open[task.name].raws)
 
+    def source(self, task: Task, split: Split) -> RawRows | None:
+        """The rows that a split is taken from, which for a carved dev split are those of train; None: it has none."""
+        raws = self._open[task.name].raws
+        return raws.get(split) or (raws.get("train") if split == "dev" else None)
+
     @property
     def learns_texts(self) -> bool:
         """Whether texts themselves are learned, and not their answers."""
@@ -125,10 +135,12 @@ class Stream:
             return Prompt()
         found = self._open[task.name]
         if found.plan.recorded is not None:
-            return Prompt(*found.plan.recorded.prompt)
+            return Prompt.of(found.plan.recorded)
         name = self._config.prompt
         if name == "auto":
-            name = "plain" if codec.needs_labels else found.plan.prompt
+            name = "plain" if codec.needs_labels else "chat" if found.is_chat else found.plan.prompt
+        if name == "chat":
+            return _chat(task, found.definition, codec)
         if name == "superni":
             return prompts.superni(found.definition)
         if name == "long":
@@ -177,7 +189,8 @@ class Stream:
                 f"task '{task.name}' has no {split} rows: dev_fraction {self._config.dev_fraction} of its train rows "
                 "is none, or it comes without train rows; raise dev_fraction or give more rows"
             )
-        raw = raws[split] if split in raws else raws["train"]
+        raw = self.source(task, split)
+        assert raw is not None, "a split with rows has a source"
         if self._config.references == "first":
             return Chosen(raw, rows)
         counts = np.array([len(names) for names in raw.open().values("references", rows)], dtype=np.int64)
@@ -231,6 +244,16 @@ def _open_task(plan: TaskPlan, config: StreamConfig, seed: int, cache: Path) -> 
     labels = next(iter(raws.values())).labels if config.objective == "answer" else None
     metric = plan.metric or ("rouge_l" if labels is None else "exact_match")
     return OpenTask(Task(plan.name, labels, metric, config.objective), plan, raws)
+
+
+def _chat(task: Task, definition: str, codec: TextCodec) -> Prompt:
+    """The tokenizer's chat template, with the instruction as the system message."""
+    if not codec.chat_template:
+        raise ConfigError(
+            f"task '{task.name}' needs a chat template and the tokenizer of the backbone has none: choose a backbone "
+            "that was tuned on conversations, or set backbone.chat_template to a Jinja file or to chatml"
+        )
+    return Prompt(chat_template=codec.chat_template, system=definition)
 
 
 def _generate(plan: TaskPlan, split: str, config: StreamConfig, seed: int, cache: Path) -> RawRows:

@@ -16,6 +16,7 @@ from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import snapshot_at
 from raycl.bank.training_state import state_objects
 from raycl.config import Tree
+from raycl.data.prompts import Prompt
 from raycl.data.resolve import missing_files
 from raycl.data.settings import StreamConfig
 from raycl.errors import BankError, ConfigError
@@ -118,7 +119,7 @@ def _reachable(specs: Sequence[Any], snapshot: Snapshot, tree: Tree) -> list[Any
         info = recorded.get(_name(spec))
         if info is not None and (why := missing_files(configs.validate(StreamConfig, alone))):
             log.warning("learned task '%s' is not evaluated, since its data is missing: %s", info.name, why)
-            known = {"labels": info.labels, "metric": info.metric, "prompt": info.prompt}
+            known = {"labels": info.labels, "metric": info.metric, **Prompt.of(info).record()}
             spec = {**(spec if isinstance(spec, dict) else {"name": info.name}), "recorded": known}
         found.append(spec)
     return found

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from raycl.data.conversation import messages_of
 from raycl.errors import DataError
 from raycl.eval.metrics import check_metric, score
-from raycl.serve.offline import OfflineModel
+from raycl.serve.offline import OfflineModel, Text
 from raycl.serve.prediction_files import Input
 from raycl.types import Score
 
@@ -52,10 +53,10 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
     check_metric(metric)
     references: list[tuple[str, ...]] = []
 
-    def texts() -> Iterator[str]:
+    def texts() -> Iterator[Text]:
         for _, row in given.rows():
             references.append(row.references)
-            yield row.text
+            yield messages_of(row.text) if row.is_chat else row.text
 
     answers, weights, ood_scores = [], Counter[str](), []
     for prediction in model.predict(texts(), **settings):

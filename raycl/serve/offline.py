@@ -18,14 +18,18 @@ from typing import Any
 import torch
 
 from raycl.bank import Bank, Snapshot
+from raycl.data.conversation import Message, text_of
 from raycl.errors import ConfigError
 from raycl.generation.requests import Event, Failed, Sampling
 from raycl.serve.deployment.factory import open_engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
-from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last
+from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last, text_for
 from raycl.serve.service import Answer, take
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.snapshot_model import adapters_of, router_of
+
+Text = str | Sequence[Message]
+"""A text, or the messages of a conversation, whose last one is answered."""
 
 WINDOW = 16
 """Batches of texts that are sorted by length together, so that a batch has little padding."""
@@ -86,9 +90,9 @@ class OfflineModel:
             stack.pop_all()  # it stays open
 
     def predict(
-        self, texts: Iterable[str], task: str | None = None, max_tokens: int | None = None
+        self, texts: Iterable[Text], task: str | None = None, max_tokens: int | None = None
     ) -> Iterator[Prediction]:
-        """The answer to each text, in order; texts are read as answers are taken, a few batches ahead.
+        """The answer to each text or conversation, in order; texts are read as answers are taken, a few batches ahead.
 
         Generated answers take the most likely token, as in evaluation.
 
@@ -108,7 +112,7 @@ class OfflineModel:
         while window := list(islice(source, WINDOW * self._max_batch)):
             yield from self._window(window, task, sampling)
 
-    def route(self, texts: Sequence[str]) -> list[dict[str, float]]:
+    def route(self, texts: Sequence[Text]) -> list[dict[str, float]]:
         """Task -> weight for each text, the largest first, without answers.
 
         Raises:
@@ -117,7 +121,7 @@ class OfflineModel:
         return [dict(one.tasks) for one in self._window(texts, None, None, route_only=True)]
 
     def _window(
-        self, texts: Sequence[str], task: str | None, sampling: Sampling | None, route_only: bool = False
+        self, texts: Sequence[Text], task: str | None, sampling: Sampling | None, route_only: bool = False
     ) -> list[Prediction]:
         events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         began = time.perf_counter()
@@ -132,9 +136,11 @@ class OfflineModel:
             "scored": True,
             "route_only": route_only,
         }
-        requests = [
-            EngineRequest(text, partial(send, number), sampling, **settings) for number, text in enumerate(texts)
-        ]
+        requests = []
+        for number, text in enumerate(texts):
+            written = text if isinstance(text, str) else text_of(text)
+            read, is_chat = text_for(self._loaded, written, not isinstance(text, str))
+            requests.append(EngineRequest(read, partial(send, number), sampling, is_chat=is_chat, **settings))
         for request in sorted(requests, key=lambda one: -len(one.text)):
             self._engine.submit(request)
         answers = [Answer() for _ in texts]

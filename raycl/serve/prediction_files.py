@@ -19,11 +19,13 @@ from itertools import count, islice
 from typing import Any
 
 from raycl.config import Tree
+from raycl.data.conversation import messages_of
 from raycl.data.sources.cache import cache_folder
-from raycl.data.sources.formats import Columns, Format, Row, read_rows
+from raycl.data.sources.fields import Columns, Row
+from raycl.data.sources.formats import Format, read_rows
 from raycl.data.sources.source import SourceFile
 from raycl.errors import ConfigError, DataError, counted
-from raycl.serve.offline import OfflineModel, Prediction
+from raycl.serve.offline import OfflineModel, Prediction, Text
 from raycl.storage import Storage
 
 log = logging.getLogger("raycl")
@@ -109,12 +111,12 @@ def answered(
     """
     waiting: list[tuple[SourceFile, Row]] = []
 
-    def texts() -> Iterator[str]:
+    def texts() -> Iterator[Text]:
         for file, row in pairs:
             if not row.text.strip():
                 file.refuse("the text is empty: expected at least one word, complete or remove the row", row.number)
             waiting.append((file, row))
-            yield row.text
+            yield messages_of(row.text) if row.is_chat else row.text
 
     several = len(given.files) > 1
     for prediction in model.predict(texts(), **settings):

@@ -21,7 +21,7 @@ from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetada
 from raycl.serve.engine.disaggregated import RemoteEngine
 from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import MARK, LoadedSnapshot
-from raycl.serve.engine.requests import AdapterSelection, EngineRequest
+from raycl.serve.engine.requests import AdapterSelection, EngineRequest, text_for
 from raycl.serve.errors import BusyError, DeadlineExceededError, LimitExceededError, NotFoundError
 from raycl.serve.http.schema import MAX_NUMBER, Generation, Request, ResponseDetails
 from raycl.serve.settings import ServeConfig
@@ -213,15 +213,18 @@ class Service:
         if self.config.log_prompts:
             for text in dict.fromkeys(texts):
                 log.info("prompt: %r", text)
+        is_chat = settings.pop("is_chat", False)
+        inputs = [text_for(loaded, text, is_chat) for text in texts]
         samplings = settings.pop("sampling", None)
         mailbox = self._mailbox_of(asyncio.get_running_loop())
         requests, queues = [], []
-        for place, text in enumerate(texts):
+        for place, (text, chat) in enumerate(inputs):
             events: asyncio.Queue[Event] = asyncio.Queue()
             sampling = samplings[place] if isinstance(samplings, list) else samplings
             requests.append(
                 EngineRequest(
-                    text, partial(mailbox.post, events), sampling, loaded=loaded, selection=selection, **settings
+                    *(text, partial(mailbox.post, events), sampling),
+                    **{"loaded": loaded, "selection": selection, "is_chat": chat, **settings},
                 )
             )
             queues.append(events)

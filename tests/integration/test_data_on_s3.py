@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from data_samples import MiniLMCodec, news
 
-from raycl.data.sources.formats import Row, read_rows
+from raycl.data.sources.fields import Row
+from raycl.data.sources.formats import read_rows
 from raycl.data.sources.source import SourceFile
 from raycl.data.stream import StreamConfig, open_stream
 from raycl.errors import DataError, MissingTasksError

@@ -53,6 +53,8 @@ DOORS = {
     "boto3": ("raycl/storage/exclusive.py",),
     "botocore": ("raycl/storage/exclusive.py",),
     "google": ("raycl/storage/exclusive.py",),
+    "datasets": ("raycl/data/sources/hub.py",),
+    "jinja2": ("raycl/backbone/codec.py",),
     "faiss": ("raycl/retrieval/memory_slots/codes.py",),
     "optuna": ("raycl/sweep/search/searchers.py",),
     "sentence_transformers": ("raycl/retrieval/encoder.py",),

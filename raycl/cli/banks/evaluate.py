@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     from dataclasses import asdict
     from pathlib import Path
 
-    from raycl.data.sources.formats import LABEL_NAMES
+    from raycl.data.sources.fields import LABEL_NAMES
     from raycl.report.evaluation import confusion_png, evaluation_table
     from raycl.serve.evaluation import evaluate_rows
 

@@ -69,7 +69,7 @@ def open_model(options: argparse.Namespace) -> OfflineModel:
 
 def input_of(options: argparse.Namespace, label: tuple[str, ...] = ()) -> Input:
     """The rows; with a label, which `predict` does not read."""
-    from raycl.data.sources.formats import TEXT_NAMES, Columns
+    from raycl.data.sources.fields import TEXT_NAMES, Columns
     from raycl.serve.prediction_files import Input, files_at
 
     text = (options.text,) if options.text else TEXT_NAMES

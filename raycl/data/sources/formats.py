@@ -10,56 +10,33 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal, NoReturn
 
 import pyarrow.parquet as pq
 from pyarrow import ArrowException
 
+from raycl.data.sources.fields import Columns, Row, rows_of
+from raycl.data.sources.hub import HubSplit
 from raycl.data.sources.source import SourceFile
 
 Format = Literal["auto", "natural_instructions", "olora", "jsonl", "csv", "parquet", "text"]
 
-TEXT_NAMES = ("text", "input", "sentence")
-LABEL_NAMES = ("label", "output")
+Source = SourceFile | HubSplit
+"""Where the rows of a split come from."""
+
 _PEEK = 1 << 16
 
 
-@dataclass(frozen=True)
-class Row:
-    """One example as it is on disk.
-
-    Attributes:
-        number: 1-based place in its file: the line for JSON lines, the row below the header for CSV.
-        text: the input.
-        references: acceptable answers, at least one; an empty text where no answers are read.
-    """
-
-    number: int
-    text: str
-    references: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Names under which text and label are looked for (the first that a row has), and a missing CSV header.
-
-    No names for the label: texts alone are read.
-    """
-
-    text: tuple[str, ...] = TEXT_NAMES
-    label: tuple[str, ...] = LABEL_NAMES
-    header: tuple[str, ...] | None = None
-
-
-def read_rows(file: SourceFile, format: Format = "auto", columns: Columns | None = None) -> Iterator[Row]:
-    """The rows of `file` in order, streaming.
+def read_rows(file: Source, format: Format = "auto", columns: Columns | None = None) -> Iterator[Row]:
+    """The rows of `file` in order, streaming; `format` is of files alone.
 
     Raises:
         DataError: the file or a row cannot be used.
     """
     file.require()
+    if isinstance(file, HubSplit):
+        return file.rows(columns or Columns())
     reader = _READERS[detect(file) if format == "auto" else format]
     return reader(file, columns or Columns())
 
@@ -117,12 +94,12 @@ def read_definition(file: SourceFile) -> str:
 
 def _natural_instructions(file: SourceFile, columns: Columns) -> Iterator[Row]:
     for number, item in enumerate(_json_items(file, "Instances.item"), start=1):
-        yield _row(file, number, item, Columns(("input",), ("output",) if columns.label else ()))
+        yield from rows_of(item, number, Columns(("input",), ("output",) if columns.label else ()), file.refuse)
 
 
 def _olora(file: SourceFile, columns: Columns) -> Iterator[Row]:
     for number, item in enumerate(_json_items(file, "item"), start=1):
-        yield _row(file, number, item, columns)
+        yield from rows_of(item, number, columns, file.refuse)
 
 
 def _json_items(file: SourceFile, prefix: str) -> Iterator[Any]:
@@ -166,7 +143,7 @@ def _jsonl(file: SourceFile, columns: Columns) -> Iterator[Row]:
                 f"malformed JSON at column {error.colno} ({error.msg}): expected one object a line, repair the line",
                 number,
             )
-        yield _row(file, number, item, columns)
+        yield from rows_of(item, number, columns, file.refuse)
 
 
 def _csv(file: SourceFile, columns: Columns) -> Iterator[Row]:
@@ -179,14 +156,14 @@ def _csv(file: SourceFile, columns: Columns) -> Iterator[Row]:
         for cells in reader:
             if header is None:
                 header = cells
-                _require_columns(file, header, columns)
+                columns.needed(header, file.refuse)
                 continue
             number += 1
             if len(cells) != len(header):
                 file.refuse(
                     f"{len(cells)} cells: expected {len(header)} as in the header, quote cells with commas", number
                 )
-            yield _row(file, number, dict(zip(header, cells, strict=True)), columns)
+            yield from rows_of(dict(zip(header, cells, strict=True)), number, columns, file.refuse)
     except csv.Error as error:
         file.refuse(f"malformed CSV ({error}): expected quoted cells as in RFC 4180, re-export the file", number + 1)
 
@@ -196,13 +173,12 @@ def _parquet(file: SourceFile, columns: Columns) -> Iterator[Row]:
         try:
             parquet = pq.ParquetFile(stream)
             names = parquet.schema_arrow.names
-            _require_columns(file, names, columns)
-            wanted = [name for name in names if name in columns.text + columns.label]
+            wanted = columns.needed(names, file.refuse)
             number = 0
             for batch in parquet.iter_batches(batch_size=1024, columns=wanted):
                 for item in batch.to_pylist():
                     number += 1
-                    yield _row(file, number, item, columns)
+                    yield from rows_of(item, number, columns, file.refuse)
         except ArrowException as error:
             file.refuse(f"not a readable Parquet file ({' '.join(str(error).split())}): re-export the file")
 
@@ -214,50 +190,6 @@ def _text(file: SourceFile, columns: Columns) -> Iterator[Row]:
     for number, line in file.lines():
         if line.strip():
             yield Row(number, line.strip(), ("",))
-
-
-def _require_columns(file: SourceFile, names: Sequence[str], columns: Columns) -> None:
-    for role, wanted in (("text", columns.text), ("label", columns.label)):
-        if wanted and not set(wanted) & set(names):
-            file.refuse(
-                f"no {role} column among {', '.join(names) or 'no columns'}: expected {' or '.join(wanted)}, "
-                f"or set columns.{role}"
-            )
-
-
-def _row(file: SourceFile, number: int, item: Any, columns: Columns) -> Row:
-    if not isinstance(item, dict):
-        wanted = " and ".join((columns.text[0], *columns.label[:1]))
-        file.refuse(f"found a {_kind(item)}: expected an object with {wanted}", number)
-    text = _field(item, columns.text)
-    if not isinstance(text, str):
-        file.refuse(f"the {columns.text[0]} is a {_kind(text)}: expected a string, repair or remove the row", number)
-    if not columns.label:
-        return Row(number, text, ("",))
-    return Row(number, text, _references(file, number, _field(item, columns.label), columns.label[0]))
-
-
-def _field(item: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((item[name] for name in names if name in item), None)
-
-
-def _references(file: SourceFile, number: int, value: Any, name: str) -> tuple[str, ...]:
-    """A string, a whole number (as class ids are stored) or a list of these."""
-    if value is None:
-        file.refuse(f"no {name}: expected a string or a list of strings, complete or remove the row", number)
-    values = value if isinstance(value, list) else [value]
-    if not values:
-        file.refuse(
-            f"the list of references in {name} is empty: expected at least one, complete or remove the row", number
-        )
-    for item in values:
-        if isinstance(item, bool) or not isinstance(item, str | int):
-            file.refuse(f"the {name} is a {_kind(item)}: expected a string, repair or remove the row", number)
-    return tuple(str(item) for item in values)
-
-
-def _kind(value: Any) -> str:
-    return "missing value" if value is None else type(value).__name__
 
 
 _SUFFIXES: Mapping[str, Format] = {

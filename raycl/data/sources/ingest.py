@@ -6,8 +6,8 @@ What it does not know: which rows will be used, tokens, prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -18,16 +18,16 @@ import pyarrow as pa
 from raycl.data.selection import Indices
 from raycl.data.sources.cache import Entry, Info, entry, key_of
 from raycl.data.sources.chunks import ChunkedRows
-from raycl.data.sources.formats import Columns, Format, Row, detect, read_definition, read_rows
-from raycl.data.sources.source import SourceFile
+from raycl.data.sources.fields import Columns, Refuse, Row
+from raycl.data.sources.formats import Format, Source, detect, read_definition, read_rows
+from raycl.data.sources.hub import NO_LABEL, HubSplit
 
 Labels = tuple[str, ...] | Literal["auto"] | None
-Refuse = Callable[[str, int | None], NoReturn]
 
 MAX_AUTO_LABELS = 64
 """More distinct answers than this in a train file are free text, not a label set."""
 
-_VERSION = 1
+_VERSION = 2
 _BATCH = 1024
 _SCHEMA = pa.schema([("text", pa.string()), ("references", pa.list_(pa.string())), ("row", pa.int64())])
 
@@ -81,6 +81,11 @@ class RawRows:
         return None if labels is None else tuple(labels)
 
     @property
+    def is_chat(self) -> bool:
+        """Whether its texts are conversations."""
+        return bool(self.entry.info["is_chat"])
+
+    @property
     def definition(self) -> str:
         """The instruction that the file carries, or an empty text."""
         return str(self.entry.info["definition"])
@@ -96,7 +101,7 @@ class RawRows:
         return np.array([codes.get(names[0], -1) for names in references], dtype=np.int64)
 
 
-def ingest(file: SourceFile, reading: Reading, cache: Path) -> RawRows:
+def ingest(file: Source, reading: Reading, cache: Path) -> RawRows:
     """The rows of `file`, from the cache if this content was read this way before.
 
     Raises:
@@ -105,12 +110,24 @@ def ingest(file: SourceFile, reading: Reading, cache: Path) -> RawRows:
     key = key_of(_VERSION, "file", file.content_hash(cache), file.name, asdict(reading))
 
     def build(writer: pa.RecordBatchFileWriter) -> Info:
+        if isinstance(file, HubSplit):
+            rows = read_rows(file, columns=reading.columns)
+            return {**write_rows(rows, _with_classes(reading, file), writer, file.refuse), "definition": ""}
         format = detect(file) if reading.format == "auto" else reading.format
         rows = read_rows(file, format, reading.columns)
         definition = read_definition(file) if format == "natural_instructions" else ""
         return {**write_rows(rows, reading, writer, file.refuse), "definition": definition}
 
     return RawRows(key, file.uri, entry(cache / "raw", key, _SCHEMA, build))
+
+
+def _with_classes(reading: Reading, split: HubSplit) -> Reading:
+    """With the class names that the dataset declares, which rows without a label are not of."""
+    names = split.labels(reading.columns)
+    if names is None:
+        return reading
+    labels = names if reading.labels == "auto" else reading.labels
+    return replace(reading, labels=labels, unlabelled=(*reading.unlabelled, NO_LABEL))
 
 
 def ingest_pairs(
@@ -122,7 +139,7 @@ def ingest_pairs(
         rows = (Row(number, text, (label,)) for number, (text, label) in enumerate(pairs, start=1))
         return {**write_rows(rows, Reading(labels=labels), writer, refuse), "definition": ""}
 
-    def refuse(problem: str, row: int | None) -> NoReturn:
+    def refuse(problem: str, row: int | None = None) -> NoReturn:
         raise AssertionError(f"{where}, row {row}: {problem}")
 
     return RawRows(key, where, entry(cache / "raw", key, _SCHEMA, build))
@@ -139,9 +156,12 @@ def write_rows(rows: Iterator[Row], reading: Reading, writer: pa.RecordBatchFile
                 schema=_SCHEMA,
             )
         )
+    if not check.count and check.dropped:
+        refuse(f"none of its {check.dropped:,} rows has a label: expected labels, choose another split or file")
     if not check.count:
-        refuse("the split is empty: expected at least one row, fill the file or leave the task out", None)
-    return {"count": check.count, "dropped": check.dropped, "labels": check.labels()}
+        refuse("the split is empty: expected at least one row, fill the file or leave the task out")
+    found = {"count": check.count, "dropped": check.dropped, "labels": check.labels()}
+    return {**found, "is_chat": bool(check.is_chat)}
 
 
 class _Check:
@@ -153,8 +173,10 @@ class _Check:
         self._refuse = refuse
         self._allowed = set(reading.labels) if isinstance(reading.labels, tuple) else None
         self._gathered: set[str] | None = set() if reading.labels == "auto" else None
+        self.is_chat: bool | None = None
 
     def __call__(self, row: Row) -> Row | None:
+        self._check_kind(row)
         if row.references[0] in self._reading.unlabelled:
             if not self._reading.keep_unlabelled:
                 self.dropped += 1
@@ -164,6 +186,16 @@ class _Check:
             self._check_labels(row)
         self.count += 1
         return row
+
+    def _check_kind(self, row: Row) -> None:
+        """Conversations and texts have different prompts; answers of conversations are no label set."""
+        if self.is_chat is None:
+            self.is_chat = row.is_chat
+            if row.is_chat:
+                self._gathered = None
+        if row.is_chat != self.is_chat:
+            kinds = ("a conversation", "a text") if row.is_chat else ("a text", "a conversation")
+            self._refuse(f"found {kinds[0]}: expected {kinds[1]} as in the first row, split the file", row.number)
 
     def _named(self, row: Row) -> Row:
         """Class numbers replaced by the labels they stand for."""

@@ -51,6 +51,10 @@ class SourceFile:
         place = self.uri if row is None else f"{self.uri}, row {row}"
         raise DataError(f"{place}: {problem}")
 
+    def exists(self) -> bool:
+        """Whether the file is there."""
+        return self.folder.exists(self.name)
+
     def require(self) -> None:
         """Make sure that the file is there.
 

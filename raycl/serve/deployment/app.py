@@ -106,6 +106,7 @@ class Model:
             "templated": request.templated,
             "route_only": request.route_only,
             "sampling": request.sampling,
+            "is_chat": request.is_chat,
         }
         until = routed if request.route_only else labelled if request.sampling is None else finished_text
         answer, began = Answer(), time.perf_counter()

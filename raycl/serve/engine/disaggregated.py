@@ -35,6 +35,7 @@ class RemoteRequest:
     sampling: Sampling | None
     templated: bool
     route_only: bool
+    is_chat: bool
 
 
 Stream = Callable[[RemoteRequest], AsyncGenerator[Event, None]]
@@ -126,7 +127,8 @@ class RemoteEngine:
                 pairs = zip(mixture.names, mixture.weights[0].tolist(), strict=True)
                 selection = AdapterSelection({loaded.names[key]: weight for key, weight in pairs}, selection.task)
             remote_request = RemoteRequest(
-                request.text, loaded.snapshot.number, selection, request.sampling, request.templated, request.route_only
+                *(request.text, loaded.snapshot.number, selection, request.sampling),
+                *(request.templated, request.route_only, request.is_chat),
             )
             waited = (began - request.began) * 1e3
             retrieval = {"queue_ms": waited, "retrieval_ms": spent, "ood_score": ood_scores.get(request.text)}

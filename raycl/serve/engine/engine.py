@@ -27,7 +27,7 @@ from raycl.errors import AdapterError, RayclError
 from raycl.generation.continuous_batch import OVERFLOW, ContinuousBatch, PreparedRequest
 from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Started
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
-from raycl.serve.engine.requests import CLOSED, FAILURES, EngineRequest, is_last
+from raycl.serve.engine.requests import CLOSED, FAILURES, EngineRequest, input_of, is_last
 from raycl.serve.engine.routing import head_of, mixtures_of, ood_scores_of, template_of
 from raycl.serve.engine.truncation import PromptRequest, Truncation
 from raycl.serve.errors import InternalError
@@ -298,7 +298,7 @@ class Engine:
         for request, task in zip(requests, tasks, strict=True):
             prompt = loaded.prompts.get(task, Prompt()) if request.templated else Prompt()
             is_input = request.templated or request.sampling is None
-            prompts.append(PromptRequest(request.text, prompt, is_input, ahead))
+            prompts.append(PromptRequest(input_of(request, prompt), prompt, is_input, ahead))
         ids = [truncated.ids for truncated in self._truncation.fit(prompts)]
         batch = batch_of(ids, self.model.backbone.codec.pad_id).to(self.model.backbone.device)
         return self.model.route_embeddings(loaded, batch.source_ids, batch.source_mask)
@@ -316,7 +316,8 @@ class Engine:
         task = template_of(loaded, request, mixture) if request.templated else ""
         prompt = loaded.prompts.get(task, Prompt())
         ahead = loaded.prompt_positions(weights.keys())
-        prompt_request = PromptRequest(request.text, prompt, request.templated or request.sampling is None, ahead)
+        is_input = request.templated or request.sampling is None
+        prompt_request = PromptRequest(input_of(request, prompt), prompt, is_input, ahead)
         return RoutedPrompt(weights, task if prompt != Prompt() else "", prompt_request)
 
     # ---- labels ----------------------------------------------------------------------------------------------

@@ -76,13 +76,18 @@ class LoadedSnapshot:
             {key: name for name, key in keys.items()},
             {keys[entry.name]: entry.tasks for entry in snapshot.adapters},
             heads,
-            {task.name: Prompt(*task.prompt) for task in snapshot.tasks},
+            {task.name: Prompt.of(task) for task in snapshot.tasks},
         )
 
     @property
     def head_rule(self) -> Any:
         """How its label heads are mixed (`raycl.adapters.head.Rule`)."""
         return self.snapshot.router.settings.get("head_rule", "probability")
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether a task of it was learned from conversations."""
+        return any(prompt.chat_template for prompt in self.prompts.values())
 
     @property
     def concatenates_prompts(self) -> bool:

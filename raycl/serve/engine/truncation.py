@@ -64,8 +64,13 @@ class Truncation:
             PromptTooLongError: one that may not be truncated is too long. LimitExceededError: one has no token.
         """
         unlike = list(dict.fromkeys(prompt_request))
-        read = self.codec.encode_source([one.prompt.around(one.text) for one in unlike])
-        found = {one: self._truncate(one, ids) for one, ids in zip(unlike, read, strict=True)}
+        by_prompt: dict[Prompt, list[PromptRequest]] = {}
+        for one in unlike:
+            by_prompt.setdefault(one.prompt, []).append(one)
+        found: dict[PromptRequest, TruncatedPrompt] = {}
+        for prompt, requests in by_prompt.items():
+            read = prompt.encode([one.text for one in requests], self.codec)
+            found |= {one: self._truncate(one, ids) for one, ids in zip(requests, read, strict=True)}
         return [found[one] for one in prompt_request]
 
     def _truncate(self, prompt_request: PromptRequest, ids: list[int]) -> TruncatedPrompt:

@@ -11,6 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from raycl.data.conversation import Message as Turn
+from raycl.data.conversation import text_of
+
 MAX_STOPS, MAX_STOP, MAX_NAME, MAX_WEIGHT, MAX_NUMBER = 16, 256, 200, 1000.0, 10**9
 """Stops of an answer, characters of one, characters of a name, an adapter's weight either way, a snapshot's number."""
 
@@ -133,6 +136,11 @@ class Message(_Wire):
     content: AnyText | list[Part]
 
     @property
+    def turn(self) -> Turn:
+        """It, as tasks of conversations have it."""
+        return Turn("system" if self.role == "developer" else self.role, self.text)
+
+    @property
     def text(self) -> str:
         """Its text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -149,8 +157,9 @@ class ChatRequest(Generation):
 
     @property
     def prompt(self) -> str:
-        """All turns' texts, below each other: what was learned are single turns."""
-        return "\n".join(message.text for message in self.messages if message.text)
+        """The conversation as one text (`raycl.data.conversation`)."""
+        turns = [message.turn for message in self.messages if message.text]
+        return text_of(turns) if any(turn.content.strip() for turn in turns) else ""
 
 
 class CompletionRequest(Generation):

@@ -51,7 +51,11 @@ class GenerationOptions:
     def settings(self) -> dict[str, Any]:
         """Of every request to the engine."""
         template = self.request.pins.template
-        return {"sampling": self.samplings, "templated": self.chat if template is None else template}
+        return {
+            "sampling": self.samplings,
+            "templated": self.chat if template is None else template,
+            "is_chat": self.chat,
+        }
 
     @property
     def texts(self) -> list[str]:
@@ -77,7 +81,7 @@ def add_texts(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/chat/completions", response_model=None, responses={200: {"model": ChatAnswer, "content": STREAM}})
     async def chat(request: ChatRequest) -> Response:
-        """The answer to the messages, as one text with the prompt of the task that it belongs to."""
+        """The answer to the messages, with the prompt or chat template of the task that they belong to."""
         most = request.max_completion_tokens or request.max_tokens
         return await _answered(service, _options(service, request, [request.prompt], most, chat=True))
 

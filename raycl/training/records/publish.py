@@ -300,4 +300,4 @@ def _opened(bank: Bank, number: int, numbers: Collection[int]) -> Snapshot | Non
 
 def _task_info(context: TrainingContext, task: Task) -> TaskInfo:
     prompt = context.stream.prompt(task, context.backbone.codec)
-    return TaskInfo(name=task.name, labels=task.labels, metric=task.metric, prompt=(prompt.prefix, prompt.suffix))
+    return TaskInfo(name=task.name, labels=task.labels, metric=task.metric, **prompt.record())

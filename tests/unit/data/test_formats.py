@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raycl.data.sources.formats import Columns, Format, Row, detect, read_definition, read_rows
+from raycl.data.sources.fields import Columns, Row
+from raycl.data.sources.formats import Format, detect, read_definition, read_rows
 from raycl.data.sources.source import SourceFile
 from raycl.errors import DataError, StorageError
 from raycl.storage import Storage

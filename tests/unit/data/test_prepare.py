@@ -30,7 +30,7 @@ def test_only_the_input_text_is_cut(codec: MiniLMCodec, limit: int) -> None:
 
 
 def test_long_answers_keep_their_end(codec: MiniLMCodec) -> None:
-    ids, cut = fit_targets(["yes", "a very long answer indeed with many words"], codec, 4)
+    ids, cut = fit_targets(["", ""], ["yes", "a very long answer indeed with many words"], Prompt(), codec, 4)
     assert cut == 1 and len(ids[1]) == 4 and ids[1][-1] == ids[0][-1] == codec.eos_id
     assert codec.text(ids[1][:-1]) == "a very long"
 

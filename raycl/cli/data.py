@@ -1,0 +1,158 @@
+"""Look at data as a run would read it: rows, labels, lengths, what would be cut, duplicates, examples.
+
+raycl data check data/tickets                          a folder with train.*, test.*; a file; a dataset's folder
+raycl data check hf://fancyzhx/ag_news                 a dataset of the Hugging Face hub
+raycl data check rows.csv columns.text=body columns.label=team backbone.name=google/flan-t5-small
+raycl data check --config run.yaml                     all tasks of a run
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raycl.data.check import TaskCheck
+    from raycl.run.config import RunConfig
+
+LISTED = 12
+"""Labels that are listed."""
+
+
+def parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The command's parser."""
+    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("action", choices=("check",), help="check: describe data and warn of what is probably wrong")
+    found.add_argument(
+        "words",
+        nargs="*",
+        metavar="PATH key.path=value",
+        help="folder, file or hf:// name; settings of the task (columns.text, labels, format, config, splits.test, "
+        "...) and of the run (backbone.name, stream.max_source_tokens, ...)",
+    )
+    found.add_argument("--config", metavar="FILE", help="check the tasks of this run's config")
+    found.add_argument("--examples", type=int, default=5, metavar="N", help="examples of each task (default: 5)")
+    found.add_argument("--json", metavar="FILE", help="also write everything here")
+    return found
+
+
+def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    found = parser(prog)
+    options = found.parse_intermixed_args(words)
+    options.paths = [word for word in options.words if "=" not in word or "://" in word.partition("=")[0]]
+    options.overrides = [word for word in options.words if word not in options.paths]
+    if len(options.paths) > 1 or bool(options.paths) == bool(options.config):
+        found.error("expected one PATH, or --config FILE")
+    return options
+
+
+def run(options: argparse.Namespace) -> int:
+    """Describe each task; status 1 if a run could not start with the data."""
+    from dataclasses import asdict
+
+    from raycl.backbone import load_codec
+    from raycl.data.check import check_task
+    from raycl.data.stream import open_stream
+
+    config = _config(options)
+    codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
+    stream = open_stream(config.stream, config.seed)
+    tasks = [*stream.tasks, *stream.unseen]
+    found = []
+    for task in tasks:
+        one = check_task(stream, task, codec, config.seed, options.examples)
+        _print(one, config, len(options.paths) == 1)
+        found.append(one)
+    if options.json:
+        Path(options.json).write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {options.json}")
+    return int(any(one.problem for one in found))
+
+
+def _config(options: argparse.Namespace) -> RunConfig:
+    """The run that would read the data."""
+    from raycl.cli.files import local_or_installed
+    from raycl.data.settings import TaskSpec
+    from raycl.run.config import load_config
+
+    if options.config:
+        return load_config(local_or_installed(options.config), options.overrides)
+    (path,) = options.paths
+    of_task = [word for word in options.overrides if word.partition("=")[0].partition(".")[0] in TaskSpec.model_fields]
+    of_run = [word for word in options.overrides if word not in of_task]
+    return load_config(None, [f"stream.tasks={json.dumps([_spec(path, of_task)])}", *of_run])
+
+
+def _spec(path: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The task at a path, with its settings."""
+    from raycl import config as configs
+
+    spec: dict[str, Any] = {"name": path.rstrip("/").rpartition("/")[2].partition(".")[0] or "data"}
+    one_split = (Path(path) / "state.json").is_file() if Path(path).is_dir() else bool(Path(path).suffix)
+    if one_split and not path.startswith("hf://"):
+        spec |= {"train": path, "test": path}
+    else:
+        spec["path"] = path
+    return {**spec, **configs.load_tree(None, overrides)}
+
+
+def _print(one: TaskCheck, config: RunConfig, alone: bool) -> None:
+    from rich import box
+    from rich.console import Group, RenderableType
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    from raycl.report.tables import render
+
+    labels = f", {len(one.labels)} labels" if one.labels is not None else ""
+    blocks: list[RenderableType] = [Text(f"{one.name}: {one.kind}{labels}, metric {one.metric}")]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    headings = (
+        "split",
+        "rows",
+        "left out",
+        "no label",
+        "repeated",
+        "tokens: median",
+        "95 %",
+        "longest",
+        "cut",
+        "answers",
+    )
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    for name, split in one.splits.items():
+        lengths = split.sources
+        counts = (split.rows, split.left_out, split.unlabelled, split.repeated)
+        tokens = (
+            ("", "", "", "")
+            if lengths is None
+            else (f"{lengths.median:,}", f"{lengths.p95:,}", f"{lengths.longest:,}", f"{lengths.cut:.1%}")
+        )
+        answers = f"{split.answers:,}"
+        table.add_row(name, *(f"{count:,}" for count in counts), *tokens, answers)
+    blocks.append(table)
+    for name, split in one.splits.items():
+        if split.labels and name != "dev":
+            blocks.append(Text(f"labels of {name}: {_counts(split.labels)}"))
+    if one.examples:
+        limits = f"{config.stream.max_source_tokens} and {config.stream.max_target_tokens} tokens"
+        blocks.append(Text(f"\nas {config.backbone.name} reads it, with prompt and special tokens, up to {limits}:"))
+    for example in one.examples:
+        blocks.append(Padding(Text(f"row {example.row}: {example.source}\n     -> {example.target}"), (0, 0, 0, 2)))
+    blocks += [Text(f"warning: {warning}") for warning in one.warnings]
+    if one.problem:
+        blocks.append(Text(f"error: {one.problem}"))
+    elif not one.warnings:
+        blocks.append(Text("nothing to warn of"))
+    print(render(Group(*blocks)))
+
+
+def _counts(labels: dict[str, int]) -> str:
+    listed = ", ".join(f"{label} {count:,}" for label, count in list(labels.items())[:LISTED])
+    return listed if len(labels) <= LISTED else f"{listed} and {len(labels) - LISTED} more"

@@ -1,0 +1,181 @@
+"""From an item of a file to rows: which of its fields are the text and the answers.
+
+Why it exists: every format ends in items with named fields, and people name them differently: text and label,
+instruction with input and output, prompt and completion, messages of a conversation.
+What it does not know: files, formats, label sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from raycl.data.sources.chats import CHAT_NAMES, is_chat, turns_of
+
+TEXT_NAMES = ("text", "input", "sentence", "prompt")
+LABEL_NAMES = ("label", "output", "completion", "response")
+INSTRUCTION, INSTRUCTION_INPUT = "instruction", "input"
+PREFERENCE_NAMES = ("chosen", "rejected")
+
+
+class Refuse(Protocol):
+    """Raises a DataError about a source, and one row of it (1-based) if given."""
+
+    def __call__(self, problem: str, row: int | None = None) -> NoReturn: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """One example as it is on disk.
+
+    Attributes:
+        number: 1-based place in its file: the line for JSON lines, the row below the header for CSV.
+        text: the input.
+        references: acceptable answers, at least one; an empty text where no answers are read.
+        is_chat: the text stands for the messages of a conversation (`raycl.data.conversation`).
+    """
+
+    number: int
+    text: str
+    references: tuple[str, ...]
+    is_chat: bool = False
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names under which text and label are looked for (the first that a row has), and a missing CSV header.
+
+    A name with dots is a field of a field (`answers.text`). No names for the label: texts alone are read.
+
+    Attributes:
+        parts: fields that are the text together, one below the other, instead of `text`.
+    """
+
+    text: tuple[str, ...] = TEXT_NAMES
+    label: tuple[str, ...] = LABEL_NAMES
+    header: tuple[str, ...] | None = None
+    parts: tuple[str, ...] = ()
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the text is looked for under the usual names."""
+        return self.text == TEXT_NAMES and not self.parts
+
+    def needed(self, names: Sequence[str], refuse: Refuse) -> list[str]:
+        """Those of a table's columns that rows are made of.
+
+        Raises:
+            DataError: the text or the label has no column, or the table holds preferences.
+        """
+        refuse_preferences(names, self, refuse)
+        if self.is_default:
+            chats = [name for name in CHAT_NAMES if name in names]
+            if chats:
+                return chats[:1]
+        texts = self.parts or self.text
+        if self.is_default and INSTRUCTION in names:
+            texts = (INSTRUCTION, *texts)
+        for role, wanted, every in (("text", texts, bool(self.parts)), ("label", self.label, False)):
+            there = [name for name in wanted if _column(name, names)]
+            if wanted and (not there or (every and len(there) < len(wanted))):
+                refuse(
+                    f"no {role} column among {', '.join(names) or 'no columns'}: expected "
+                    f"{(' and ' if every else ' or ').join(wanted)}, or set columns.{role}"
+                )
+        columns = {_column(name, names) for name in texts + self.label}
+        return [name for name in names if name in columns]
+
+
+def _column(name: str, names: Sequence[str]) -> str | None:
+    """The column of a name, which may be a field of a field."""
+    return name if name in names else next((first for first in [name.partition(".")[0]] if first in names), None)
+
+
+def refuse_preferences(names: Sequence[str], columns: Columns, refuse: Refuse, row: int | None = None) -> None:
+    """Pairs of a chosen and a rejected answer are for preference optimisation, which no method here does.
+
+    Raises:
+        DataError: they are such pairs, and the columns that shall be read are not named.
+    """
+    if set(PREFERENCE_NAMES) <= set(names) and (columns.is_default or columns.label == LABEL_NAMES):
+        refuse(
+            "the rows hold preferences (chosen, rejected): expected an answer for each text; name the columns, for "
+            "example columns.text=prompt columns.label=chosen, to learn the chosen answers alone",
+            row,
+        )
+
+
+def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> Iterator[Row]:
+    """The row of an item; of a conversation, one for each of the assistant's turns.
+
+    Raises:
+        DataError: no object, or text or answer is missing or of another type.
+    """
+    if not isinstance(item, Mapping):
+        wanted = " and ".join((columns.text[0], *columns.label[:1]))
+        refuse(f"found a {kind_of(item)}: expected an object with {wanted}", number)
+    refuse_preferences(list(item), columns, refuse, number)
+    messages = _conversation(item, columns)
+    if messages is not None:
+        for text, answer in turns_of(messages, number, bool(columns.label), refuse):
+            yield Row(number, text, (answer,), is_chat=True)
+        return
+    text = _text(item, number, columns, refuse)
+    if not columns.label:
+        yield Row(number, text, ("",))
+        return
+    yield Row(number, text, _references(_field(item, columns.label), columns.label[0], number, refuse))
+
+
+def _conversation(item: Mapping[str, Any], columns: Columns) -> Any:
+    """The item's messages; None if it is no conversation."""
+    if columns.parts:
+        return None
+    value = _field(item, CHAT_NAMES if columns.is_default else columns.text)
+    return value if is_chat(value) else None
+
+
+def _text(item: Mapping[str, Any], number: int, columns: Columns, refuse: Refuse) -> str:
+    if columns.parts:
+        return "\n".join(_string(_field(item, (name,)), name, number, refuse) for name in columns.parts)
+    if columns.is_default and INSTRUCTION in item and not {"text", "sentence", "prompt"} & set(item):
+        instruction = _string(item[INSTRUCTION], INSTRUCTION, number, refuse)
+        more = _string(item.get(INSTRUCTION_INPUT) or "", INSTRUCTION_INPUT, number, refuse)
+        return f"{instruction}\n\n{more}" if more.strip() else instruction
+    return _string(_field(item, columns.text), columns.text[0], number, refuse)
+
+
+def _string(value: Any, name: str, number: int, refuse: Refuse) -> str:
+    if not isinstance(value, str):
+        refuse(f"the {name} is a {kind_of(value)}: expected a string, repair or remove the row", number)
+    return value
+
+
+def _field(item: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """The first of the named fields that the item has."""
+    for name in names:
+        if name in item:
+            return item[name]
+        first, dot, rest = name.partition(".")
+        if dot and isinstance(item.get(first), Mapping):
+            return _field(item[first], (rest,))
+    return None
+
+
+def _references(value: Any, name: str, number: int, refuse: Refuse) -> tuple[str, ...]:
+    """A string, a whole number (as class ids are stored) or a list of these."""
+    if value is None:
+        refuse(f"no {name}: expected a string or a list of strings, complete or remove the row", number)
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        refuse(f"the list of references in {name} is empty: expected at least one, complete or remove the row", number)
+    for item in values:
+        if isinstance(item, bool) or not isinstance(item, str | int):
+            refuse(f"the {name} is a {kind_of(item)}: expected a string, repair or remove the row", number)
+    return tuple(str(item) for item in values)
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for messages."""
+    return "missing value" if value is None else type(value).__name__

@@ -1,0 +1,207 @@
+"""Datasets as the hub has them: by name, as a local folder in the hub's layout, or saved with `save_to_disk`.
+
+Why it exists: the library `datasets` knows the layouts (shards, configurations, class names, split slices); here its
+splits become sources of rows like files.
+What it does not know: which rows will be used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from raycl.data.sources.fields import Columns, Row, rows_of
+from raycl.data.sources.source import SourceFile
+from raycl.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+HUB = "hf://"
+NO_LABEL = "-1"
+"""What the hub's datasets have where a label is not known, as in public test sets."""
+SAVED = ("dataset_dict.json", "state.json")
+"""Files of a folder that `save_to_disk` wrote: of several splits, and of one."""
+_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class HubSplit:
+    """A split of a dataset.
+
+    Attributes:
+        path: `hf://NAME`, or an absolute local folder.
+        split: its name, or a slice as `datasets` writes it (`train[:90%]`); "" for a folder that is one split.
+        config: name of the dataset's configuration; None: its only or default one.
+        revision: commit, branch or tag on the hub.
+        cache: folder for what is converted; None: that of `datasets`.
+    """
+
+    path: str
+    split: str
+    config: str | None = None
+    revision: str | None = None
+    cache: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The split."""
+        return self.split
+
+    @property
+    def uri(self) -> str:
+        """What error messages call it."""
+        return " ".join(filter(None, (self.path, self.config, self.split and f"split '{self.split}'")))
+
+    def refuse(self, problem: str, row: int | None = None) -> NoReturn:
+        """Raise a DataError about this split, and one row of it (1-based) if given."""
+        raise DataError(f"{self.uri}{'' if row is None else f', row {row}'}: {problem}")
+
+    def exists(self) -> bool:
+        """Whether it can be read; raises what `require` does where it cannot."""
+        self.require()
+        return True
+
+    def require(self) -> None:
+        """Make sure that it can be read; what is not on this machine is downloaded.
+
+        Raises:
+            DataError: it cannot.
+        """
+        self.dataset()
+
+    def dataset(self) -> Dataset:
+        """The split, memory-mapped.
+
+        Raises:
+            DataError: no such dataset, configuration or split, or it is damaged or out of reach.
+        """
+        return _open(self)
+
+    def content_hash(self, cache: Path) -> str:
+        """SHA-256 in hex of its files on this machine and its columns; remembered as those of files are."""
+        found = self.dataset()
+        parts = [SourceFile.at(file["filename"]).content_hash(cache) for file in found.cache_files]
+        described = json.dumps([self.split, str(found.features), len(found), *parts])
+        return hashlib.sha256(described.encode()).hexdigest()
+
+    def labels(self, columns: Columns) -> tuple[str, ...] | None:
+        """Class names of the label column, in order; None where it has none."""
+        names = _class_names(self.dataset(), columns)
+        return None if names is None else tuple(names)
+
+    def rows(self, columns: Columns) -> Iterator[Row]:
+        """The rows in order, with class names for class numbers.
+
+        Raises:
+            DataError: a row cannot be used.
+        """
+        dataset = self.dataset()
+        needed = columns.needed(dataset.column_names, self.refuse)
+        classes = {name: _names(dataset.features[name]) for name in needed}
+        number = 0
+        for batch in dataset.select_columns(needed).iter(batch_size=_BATCH):
+            for values in zip(*(batch[name] for name in needed), strict=True):
+                number += 1
+                item = {name: _label(value, classes[name]) for name, value in zip(needed, values, strict=True)}
+                yield from rows_of(item, number, columns, self.refuse)
+
+
+def is_dataset_folder(folder: Path) -> bool:
+    """Whether `datasets` would find something in a local folder: files of data, a card, or what it saved."""
+    if not folder.is_dir():
+        return False
+    marks = (*SAVED, "dataset_infos.json", "README.md", "data")
+    return any((folder / name).exists() for name in marks) or any(folder.glob("*.parquet")) or _has_splits(folder)
+
+
+def _has_splits(folder: Path) -> bool:
+    words = ("train", "test", "valid", "dev")
+    return any(path.name.lower().startswith(words) for path in folder.iterdir())
+
+
+def _names(feature: Any) -> list[str] | None:
+    """Names of a column of classes, or of lists of these."""
+    inner = getattr(feature, "feature", feature)
+    return list(inner.names) if type(inner).__name__ == "ClassLabel" else None
+
+
+def _class_names(dataset: Dataset, columns: Columns) -> list[str] | None:
+    there = [name for name in columns.label if name in dataset.features]
+    return _names(dataset.features[there[0]]) if there else None
+
+
+def _label(value: Any, names: list[str] | None) -> Any:
+    if names is None or value is None:
+        return value
+    if isinstance(value, list):
+        return [names[one] if one >= 0 else NO_LABEL for one in value]
+    return names[value] if value >= 0 else NO_LABEL
+
+
+@lru_cache(maxsize=32)
+def _open(split: HubSplit) -> Dataset:
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    with _explained(split):
+        folder = Path(split.path)
+        if any((folder / name).is_file() for name in SAVED):
+            return _saved(split, datasets.load_from_disk(split.path))
+        name = split.path.removeprefix(HUB).removeprefix("datasets/")
+        config = split.config or _only_config(split, datasets.get_dataset_config_names(name, revision=split.revision))
+        found: Dataset = datasets.load_dataset(
+            name, config, split=split.split, revision=split.revision, cache_dir=split.cache
+        )
+        return found
+
+
+def _saved(split: HubSplit, found: Any) -> Dataset:
+    """The split of what `save_to_disk` wrote."""
+    if not hasattr(found, "keys"):
+        if split.split:
+            split.refuse("the folder is one split: expected a folder of several (DatasetDict), or name it as a file")
+        return found
+    name, bracket, part = split.split.partition("[")
+    if bracket:
+        split.refuse(f"slices are not read from folders that save_to_disk wrote: expected '{name}' without '[{part}'")
+    if name not in found:
+        raise ValueError(f'Unknown split "{name}". Should be one of {list(found)}.')
+    chosen: Dataset = found[name]
+    return chosen
+
+
+def _only_config(split: HubSplit, names: list[str]) -> str | None:
+    if len(names) > 1 and "default" not in names:
+        split.refuse(f"the dataset has {len(names)} configurations: set config to one of {', '.join(names)}")
+    return None if "default" in names else names[0]
+
+
+@contextmanager
+def _explained(split: HubSplit) -> Iterator[None]:
+    """Turn the library's errors into one sentence."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
+    except (DatasetsError, OSError, ValueError) as error:
+        cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
+        text = " ".join(str(cause).split())[:300]
+        if "nknown split" in text:
+            there = text.partition("one of ")[2].strip("[]. ").replace("'", "")
+            raise DataError(
+                f"{split.uri}: there is no such split: expected one of {there}; name them in splits, for example "
+                f"splits.train='train[:90%]' splits.test='train[90%:]'"
+            ) from error
+        raise DataError(
+            f"cannot read {split.uri}: {text}; expected a dataset of the Hugging Face hub or a local folder in its "
+            "layout, check name, config and revision"
+        ) from error
