@@ -104,7 +104,7 @@ class HFCodec:
     def encode_chat_answers(
         self, conversations: Sequence[Sequence[tuple[str, str]]], answers: Sequence[str], template: str
     ) -> list[list[int]]:
-        """Ids of answers with what the template puts behind them, ending in the end-of-sequence id.
+        """Ids of answers, ending in the end-of-sequence id, before which stand special tokens of the template's end.
 
         Raises:
             BackboneError: the template cannot render a conversation.
@@ -113,9 +113,14 @@ class HFCodec:
         for conversation, answer in zip(conversations, answers, strict=True):
             before = self._render(conversation, template, answered=False)
             whole = self._render([*conversation, ("assistant", answer)], template, answered=True)
-            behind = whole[len(before) :].rstrip() if whole.startswith(before) else answer
-            texts.append(behind.removesuffix(self.tokenizer.eos_token or "\0"))
+            head, _, behind = (whole[len(before) :] if whole.startswith(before) else "").partition(answer)
+            end = behind.strip().removesuffix(self.tokenizer.eos_token or "\0")
+            texts.append(f"{head}{answer}{end if self._is_special(end) else ''}")
         return self.encode_target(texts)
+
+    def _is_special(self, text: str) -> bool:
+        """Whether a text is special tokens alone, which no answer shows."""
+        return set(self.tokenizer(text, add_special_tokens=False)["input_ids"]) <= self.special_ids
 
     def _render(self, conversation: Sequence[tuple[str, str]], template: str, answered: bool) -> str:
         messages = [{"role": role, "content": content} for role, content in conversation]

@@ -238,17 +238,17 @@ def _task_files(
     if spec.path.startswith(HUB):
         return _hub_files(spec, config), None
     folder = Storage.at(spec.path)
-    files = _without_unused_dev(task_folder(folder).files, config)
     named = spec.config is not None or spec.splits != SplitNames()
-    given = {split for split in needed if getattr(spec, split) is not None}
-    if named or (not files.keys() | given >= set(needed) and folder.is_local and is_dataset_folder(Path(spec.path))):
-        if not folder.is_local:
-            raise ConfigError(
-                f"task '{spec.name}' names a config or splits of '{spec.path}': datasets in the hub's layout are read "
-                f"from local folders and {HUB} names, copy it to one"
-            )
+    if named and not folder.is_local:
+        raise ConfigError(
+            f"task '{spec.name}' names a config or splits of '{spec.path}': datasets in the hub's layout are read from "
+            f"local folders and {HUB} names, copy it to one"
+        )
+    files: dict[str, Source] = {} if named else dict(_without_unused_dev(task_folder(folder).files, config))
+    absent = [split for split in needed if split not in files and getattr(spec, split) is None]
+    if named or (absent and folder.is_local and is_dataset_folder(Path(spec.path))):
         return _hub_files(spec, config), None
-    return dict(files), folder
+    return files, folder
 
 
 def _hub_files(spec: TaskSpec, config: StreamConfig) -> dict[str, Source]:

@@ -16,13 +16,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
+from raycl.bank import Snapshot
 from raycl.config import Tree
 from raycl.data.conversation import messages_of
 from raycl.data.sources.cache import cache_folder
 from raycl.data.sources.fields import Columns, Row
-from raycl.data.sources.formats import Format, read_rows
+from raycl.data.sources.formats import Format, Source, read_rows
+from raycl.data.sources.hub import HUB, SAVED, HubSplit, is_dataset_folder
 from raycl.data.sources.source import SourceFile
 from raycl.errors import ConfigError, DataError, counted
 from raycl.serve.offline import OfflineModel, Prediction, Text
@@ -44,11 +47,11 @@ class Input:
         columns: where text (and label) are. format: of all files.
     """
 
-    files: tuple[SourceFile, ...]
+    files: tuple[Source, ...]
     columns: Columns
     format: Format = "auto"
 
-    def rows(self) -> Iterator[tuple[SourceFile, Row]]:
+    def rows(self) -> Iterator[tuple[Source, Row]]:
         """Each row with its file.
 
         Raises:
@@ -64,27 +67,39 @@ class Input:
         return {"files": hashes, "format": self.format, "columns": [list(self.columns.text), list(self.columns.label)]}
 
 
-def files_at(addresses: Sequence[str]) -> tuple[SourceFile, ...]:
-    """Files at paths or URIs; of a folder, those with a known suffix, in the order of their names.
+def files_at(addresses: Sequence[str], split: str = "test", config: str | None = None) -> tuple[Source, ...]:
+    """Files at paths or URIs; of a folder, those with a known suffix, in the order of their names; datasets.
+
+    Args:
+        split, config: of a dataset: an `hf://` name, or a local folder in the hub's layout.
 
     Raises:
         DataError: a file does not exist, or a folder has none.
     """
-    found: list[SourceFile] = []
+    found: list[Source] = []
     for address in addresses:
+        if address.startswith(HUB) and not address.endswith(SUFFIXES):
+            found.append(HubSplit(address, split, config))
+            continue
         file, folder = SourceFile.at(address), Storage.at(address)
         if address.partition("?")[0].endswith(SUFFIXES):
             file.require()
             found.append(file)
             continue
         names = sorted(name for name in folder.list() if name.endswith(SUFFIXES))
+        local = Path(folder.root) if folder.is_local else None
+        is_saved = local is not None and any((local / name).is_file() for name in SAVED)
+        if local is not None and is_dataset_folder(local) and (config or is_saved or not names):
+            name = "" if (local / SAVED[1]).is_file() else split
+            found.append(HubSplit(str(local), name, config, cache=str(cache_folder(None) / "hub")))
+            continue
         if not names:
-            file.refuse(f"expected a file, or a folder with files, that end with {', '.join(SUFFIXES)}")
+            file.refuse(f"expected a file, or a folder with files, that end with {', '.join(SUFFIXES)}, or a dataset")
         found += [SourceFile(folder, name) for name in names]
     return tuple(found)
 
 
-def record_of(file: SourceFile, row: Row, prediction: Prediction, names_file: bool) -> Tree:
+def record_of(file: Source, row: Row, prediction: Prediction, names_file: bool) -> Tree:
     """A row of the output."""
     found: Tree = {"file": file.name} if names_file else {}
     found |= {"row": row.number, "answer": prediction.text}
@@ -98,9 +113,7 @@ def record_of(file: SourceFile, row: Row, prediction: Prediction, names_file: bo
     return found
 
 
-def answered(
-    model: OfflineModel, given: Input, pairs: Iterable[tuple[SourceFile, Row]], **settings: Any
-) -> Iterator[Tree]:
+def answered(model: OfflineModel, given: Input, pairs: Iterable[tuple[Source, Row]], **settings: Any) -> Iterator[Tree]:
     """The record of each row, in order.
 
     Args:
@@ -109,7 +122,7 @@ def answered(
     Raises:
         DataError: a row cannot be used. RayclError: a text cannot be answered.
     """
-    waiting: list[tuple[SourceFile, Row]] = []
+    waiting: list[tuple[Source, Row]] = []
 
     def texts() -> Iterator[Text]:
         for file, row in pairs:
@@ -135,28 +148,64 @@ def write_predictions(
         ConfigError: the folder holds answers to other files, of another snapshot or with other settings.
         DataError, RayclError: see `answered`. Parts that are written stay.
     """
-    snapshot = {"number": model.snapshot.number, "sha256": model.snapshot.sha256}
-    manifest = {"input": given.tree(), "snapshot": snapshot, "part_rows": part_rows, "settings": settings}
-    _claim(to, manifest)
-    there = set(to.list())
-    rows, began, done = given.rows(), time.monotonic(), 0
-    logged = began
+    claim(to, given, model.snapshot, part_rows, settings)
+    done, began, progress = done_parts(to), time.monotonic(), Progress()
+    for number, part in parts_of(given, part_rows):
+        if number not in done:
+            write_part(model, given, number, part, to, settings)
+            progress.add(len(part))
+    return summarise(to, progress.rows, time.monotonic() - began)
+
+
+def parts_of(given: Input, part_rows: int) -> Iterator[tuple[int, list[tuple[Source, Row]]]]:
+    """The rows in numbered parts, in order.
+
+    Raises:
+        DataError: a file or row cannot be used.
+    """
+    rows = given.rows()
     for number in count():
         part = list(islice(rows, part_rows))
         if not part:
-            break
-        name = part_name(number)
-        if name not in there:
-            lines = [json.dumps(record, ensure_ascii=False) for record in answered(model, given, part, **settings)]
-            to.write(name, ("\n".join(lines) + "\n").encode())
-            done += len(part)
+            return
+        yield number, part
+
+
+def write_part(
+    model: OfflineModel, given: Input, number: int, part: list[tuple[Source, Row]], to: Storage, settings: Tree
+) -> None:
+    """Answer one part and write it.
+
+    Raises:
+        DataError, RayclError: see `answered`.
+    """
+    lines = [json.dumps(record, ensure_ascii=False) for record in answered(model, given, part, **settings)]
+    to.write(part_name(number), ("\n".join(lines) + "\n").encode())
+
+
+def done_parts(to: Storage) -> frozenset[int]:
+    """Numbers of the parts that are written."""
+    return frozenset(int(name[len("part-") : -len(".jsonl")]) for name in to.list() if name.startswith("part-"))
+
+
+class Progress:
+    """Logs how many rows are answered now and then.
+
+    Attributes:
+        rows: answered so far.
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._began = self._logged = time.monotonic()
+
+    def add(self, rows: int) -> None:
+        """Some more."""
+        self.rows += rows
         now = time.monotonic()
-        if now - logged >= LOG_EVERY_S:
-            logged = now
-            log.info("%s answered, %.0f rows/s", f"{number * part_rows + len(part):,}", done / (now - began))
-    summary = _summary(to, done, time.monotonic() - began)
-    to.write_json(SUMMARY, summary)
-    return summary
+        if now - self._logged >= LOG_EVERY_S:
+            self._logged = now
+            log.info("%s answered, %.0f rows/s", f"{self.rows:,}", self.rows / (now - self._began))
 
 
 def part_name(number: int) -> str:
@@ -164,8 +213,14 @@ def part_name(number: int) -> str:
     return f"part-{number:06d}.jsonl"
 
 
-def _claim(to: Storage, manifest: Tree) -> None:
-    """The folder is this input's, or is it from now on."""
+def claim(to: Storage, given: Input, snapshot: Snapshot, part_rows: int, settings: Tree) -> None:
+    """The folder is this input's, or is it from now on.
+
+    Raises:
+        ConfigError: it is that of another input, snapshot or other settings, or holds something else.
+    """
+    named = {"number": snapshot.number, "sha256": snapshot.sha256}
+    manifest = {"input": given.tree(), "snapshot": named, "part_rows": part_rows, "settings": settings}
     if to.exists(MANIFEST):
         there = to.read_json(MANIFEST)
         changed = [key for key, value in manifest.items() if there.get(key) != value]
@@ -179,7 +234,12 @@ def _claim(to: Storage, manifest: Tree) -> None:
     to.write_json(MANIFEST, manifest)
 
 
-def _summary(to: Storage, answered_now: int, seconds: float) -> Tree:
+def summarise(to: Storage, answered_now: int, seconds: float) -> Tree:
+    """Write the summary of all parts, and return it.
+
+    Raises:
+        DataError: there are none.
+    """
     rows, answers, tasks, scores, scored = 0, Counter[str](), Counter[str](), 0.0, 0
     for name in to.list():
         if not name.startswith("part-"):
@@ -193,7 +253,7 @@ def _summary(to: Storage, answered_now: int, seconds: float) -> Tree:
                 scores, scored = scores + record["ood_score"], scored + 1
     if not rows:
         raise DataError(f"there are no rows to answer: expected at least one ({counted(0, 'row')} read)")
-    return {
+    summary = {
         "rows": rows,
         "answered_now": answered_now,
         "rows_per_s": answered_now / seconds if answered_now else None,
@@ -201,3 +261,5 @@ def _summary(to: Storage, answered_now: int, seconds: float) -> Tree:
         "tasks": dict(tasks.most_common()),
         "mean_ood_score": scores / scored if scored else None,
     }
+    to.write_json(SUMMARY, summary)
+    return summary

@@ -37,6 +37,7 @@ class MiniLMCodec:
         self.special_ids = frozenset(map(self.tokenizer.token_to_id, ("[PAD]", "[CLS]", SEP, "[MASK]")))
         self.vocabulary = self.tokenizer.get_vocab_size()
         self.fingerprint = "minilm"
+        self.chat_template = ""
         self.calls = 0
 
     def encode_source(self, texts: Sequence[str]) -> list[list[int]]:

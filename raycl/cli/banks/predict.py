@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from raycl.bank import Bank, Snapshot
     from raycl.serve.offline import OfflineModel
     from raycl.serve.prediction_files import Input
+    from raycl.serve.settings import ServeConfig
 
 FORMATS = ("auto", "jsonl", "csv", "parquet", "text", "olora", "natural_instructions")
 
@@ -26,6 +28,9 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_input(found)
     found.add_argument("--to", metavar="FOLDER", help="folder or URI for parts; default: standard output")
+    found.add_argument(
+        "--workers", type=int, metavar="N", help="answer parts on N workers of the Ray cluster at RAY_ADDRESS, or here"
+    )
     found.add_argument("--part-rows", type=int, default=4096, help="rows of a part (default: 4096)")
     return found
 
@@ -36,6 +41,8 @@ def add_input(found: argparse.ArgumentParser) -> None:
     found.add_argument("words", nargs="+", metavar="FILE key.path=value", help="files or folders; settings of serving")
     found.add_argument("--format", choices=FORMATS, default="auto", help="of the files (default: by their suffix)")
     found.add_argument("--text", metavar="COLUMN", help="column of the text (default: text, input or sentence)")
+    found.add_argument("--split", default="test", help="of a dataset (default: test)")
+    found.add_argument("--config", metavar="NAME", help="configuration of a dataset that has several")
     found.add_argument("--task", help="task of all rows, if it is known")
     found.add_argument("--max-tokens", type=int, help="of generated answers (default: as in training)")
 
@@ -52,19 +59,29 @@ def split(found: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Name
     options.overrides = [word for word in options.words if word not in options.files]
     if not options.files:
         found.error("no FILE: expected a file or folder with rows")
+    if getattr(options, "workers", None) and not options.to:
+        found.error("--workers write parts: name their folder with --to")
     return options
 
 
-def open_model(options: argparse.Namespace) -> OfflineModel:
-    """The snapshot, ready to answer."""
+def snapshot_of(options: argparse.Namespace) -> tuple[Bank, Snapshot, ServeConfig]:
+    """What answers, and how."""
     from raycl.bank.branches import snapshot_at
-    from raycl.serve.offline import OfflineModel, settings_here
+    from raycl.serve.offline import settings_here
     from raycl.serve.settings import load_serve_config
 
     bank, snapshot = snapshot_at(options.bank)
     here = [f"{name}={value}" for name, value in settings_here(bank).items()]
-    config = load_serve_config(None, [*here, *options.overrides])
-    return OfflineModel(bank, snapshot, config)
+    if getattr(options, "workers", None):
+        here = here[:1]  # each worker reserves its threads
+    return bank, snapshot, load_serve_config(None, [*here, *options.overrides])
+
+
+def open_model(options: argparse.Namespace) -> OfflineModel:
+    """The snapshot, ready to answer."""
+    from raycl.serve.offline import OfflineModel
+
+    return OfflineModel(*snapshot_of(options))
 
 
 def input_of(options: argparse.Namespace, label: tuple[str, ...] = ()) -> Input:
@@ -73,7 +90,7 @@ def input_of(options: argparse.Namespace, label: tuple[str, ...] = ()) -> Input:
     from raycl.serve.prediction_files import Input, files_at
 
     text = (options.text,) if options.text else TEXT_NAMES
-    return Input(files_at(options.files), Columns(text, label), options.format)
+    return Input(files_at(options.files, options.split, options.config), Columns(text, label), options.format)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -85,13 +102,21 @@ def run(options: argparse.Namespace) -> int:
     logging.getLogger("raycl").setLevel(logging.INFO)
     given = input_of(options)
     settings = {"task": options.task, "max_tokens": options.max_tokens}
-    with open_model(options) as model:
-        if options.to is None:
+    if options.to is None:
+        with open_model(options) as model:
             for record in answered(model, given, given.rows(), **settings):
                 print(json.dumps(record, ensure_ascii=False))
-            return 0
-        to = Storage.at(options.to)
-        summary = write_predictions(model, given, to, options.part_rows, **settings)
+        return 0
+    to = Storage.at(options.to)
+    if options.workers:
+        from raycl.serve.prediction_workers import write_on_workers
+
+        bank, snapshot, config = snapshot_of(options)
+        sizes = {"workers": options.workers, "part_rows": options.part_rows}
+        summary = write_on_workers(bank, snapshot, config, given, to, **sizes, **settings)
+    else:
+        with open_model(options) as model:
+            summary = write_predictions(model, given, to, options.part_rows, **settings)
     speed = f", {summary['rows_per_s']:.0f} rows/s" if summary["rows_per_s"] else ""
     print(f"{summary['rows']:,} rows in {to.uri}, {summary['answered_now']:,} answered now{speed}")
     for name in ("answers", "tasks"):

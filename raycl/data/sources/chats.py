@@ -50,7 +50,7 @@ def turns_of(value: Any, number: int, answered: bool, refuse: Refuse) -> Iterato
     messages = _messages(value, number, refuse)
     users = [place for place, message in enumerate(messages) if message.role == "user"]
     if not users or (answered and messages[-1].role == "user" and len(users) == 1):
-        wanted = "an answer of the assistant" if users else "a user message"
+        wanted = "answer of the assistant" if users else "user message"
         refuse(f"the conversation has no {wanted}: expected user and assistant in turn, complete or remove it", number)
     if not answered:
         yield text_of(messages[: users[-1] + 1]), ""

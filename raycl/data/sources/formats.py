@@ -36,7 +36,7 @@ def read_rows(file: Source, format: Format = "auto", columns: Columns | None = N
     """
     file.require()
     if isinstance(file, HubSplit):
-        return file.rows(columns or Columns())
+        return file.open().rows(columns or Columns())
     reader = _READERS[detect(file) if format == "auto" else format]
     return reader(file, columns or Columns())
 

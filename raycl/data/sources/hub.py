@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -75,26 +74,38 @@ class HubSplit:
         Raises:
             DataError: it cannot.
         """
-        self.dataset()
+        self.open()
 
-    def dataset(self) -> Dataset:
+    def open(self) -> OpenSplit:
         """The split, memory-mapped.
 
         Raises:
             DataError: no such dataset, configuration or split, or it is damaged or out of reach.
         """
-        return _open(self)
+        return OpenSplit(self, _open(self))
+
+    def content_hash(self, cache: Path) -> str:
+        """As `OpenSplit.content_hash`."""
+        return self.open().content_hash(cache)
+
+
+@dataclass(frozen=True)
+class OpenSplit:
+    """A split whose rows are on this machine."""
+
+    source: HubSplit
+    dataset: Dataset
 
     def content_hash(self, cache: Path) -> str:
         """SHA-256 in hex of its files on this machine and its columns; remembered as those of files are."""
-        found = self.dataset()
-        parts = [SourceFile.at(file["filename"]).content_hash(cache) for file in found.cache_files]
-        described = json.dumps([self.split, str(found.features), len(found), *parts])
+        parts = [SourceFile.at(file["filename"]).content_hash(cache) for file in self.dataset.cache_files]
+        described = json.dumps([self.source.split, str(self.dataset.features), len(self.dataset), *parts])
         return hashlib.sha256(described.encode()).hexdigest()
 
     def labels(self, columns: Columns) -> tuple[str, ...] | None:
         """Class names of the label column, in order; None where it has none."""
-        names = _class_names(self.dataset(), columns)
+        there = [name for name in columns.label if name in self.dataset.features]
+        names = _names(self.dataset.features[there[0]]) if there else None
         return None if names is None else tuple(names)
 
     def rows(self, columns: Columns) -> Iterator[Row]:
@@ -103,15 +114,14 @@ class HubSplit:
         Raises:
             DataError: a row cannot be used.
         """
-        dataset = self.dataset()
-        needed = columns.needed(dataset.column_names, self.refuse)
-        classes = {name: _names(dataset.features[name]) for name in needed}
+        needed = columns.needed(self.dataset.column_names, self.source.refuse)
+        classes = {name: _names(self.dataset.features[name]) for name in needed}
         number = 0
-        for batch in dataset.select_columns(needed).iter(batch_size=_BATCH):
+        for batch in self.dataset.select_columns(needed).iter(batch_size=_BATCH):
             for values in zip(*(batch[name] for name in needed), strict=True):
                 number += 1
                 item = {name: _label(value, classes[name]) for name, value in zip(needed, values, strict=True)}
-                yield from rows_of(item, number, columns, self.refuse)
+                yield from rows_of(item, number, columns, self.source.refuse)
 
 
 def is_dataset_folder(folder: Path) -> bool:
@@ -133,11 +143,6 @@ def _names(feature: Any) -> list[str] | None:
     return list(inner.names) if type(inner).__name__ == "ClassLabel" else None
 
 
-def _class_names(dataset: Dataset, columns: Columns) -> list[str] | None:
-    there = [name for name in columns.label if name in dataset.features]
-    return _names(dataset.features[there[0]]) if there else None
-
-
 def _label(value: Any, names: list[str] | None) -> Any:
     if names is None or value is None:
         return value
@@ -146,7 +151,6 @@ def _label(value: Any, names: list[str] | None) -> Any:
     return names[value] if value >= 0 else NO_LABEL
 
 
-@lru_cache(maxsize=32)
 def _open(split: HubSplit) -> Dataset:
     import datasets
 

@@ -20,7 +20,7 @@ from raycl.data.sources.cache import Entry, Info, entry, key_of
 from raycl.data.sources.chunks import ChunkedRows
 from raycl.data.sources.fields import Columns, Refuse, Row
 from raycl.data.sources.formats import Format, Source, detect, read_definition, read_rows
-from raycl.data.sources.hub import NO_LABEL, HubSplit
+from raycl.data.sources.hub import NO_LABEL, HubSplit, OpenSplit
 
 Labels = tuple[str, ...] | Literal["auto"] | None
 
@@ -107,21 +107,22 @@ def ingest(file: Source, reading: Reading, cache: Path) -> RawRows:
     Raises:
         DataError: the file, a row or a label cannot be used, or there are no rows.
     """
-    key = key_of(_VERSION, "file", file.content_hash(cache), file.name, asdict(reading))
+    opened = file.open() if isinstance(file, HubSplit) else file
+    key = key_of(_VERSION, "file", opened.content_hash(cache), file.name, asdict(reading))
 
     def build(writer: pa.RecordBatchFileWriter) -> Info:
-        if isinstance(file, HubSplit):
-            rows = read_rows(file, columns=reading.columns)
-            return {**write_rows(rows, _with_classes(reading, file), writer, file.refuse), "definition": ""}
-        format = detect(file) if reading.format == "auto" else reading.format
-        rows = read_rows(file, format, reading.columns)
-        definition = read_definition(file) if format == "natural_instructions" else ""
+        if isinstance(opened, OpenSplit):
+            rows = opened.rows(reading.columns)
+            return {**write_rows(rows, _with_classes(reading, opened), writer, file.refuse), "definition": ""}
+        format = detect(opened) if reading.format == "auto" else reading.format
+        rows = read_rows(opened, format, reading.columns)
+        definition = read_definition(opened) if format == "natural_instructions" else ""
         return {**write_rows(rows, reading, writer, file.refuse), "definition": definition}
 
     return RawRows(key, file.uri, entry(cache / "raw", key, _SCHEMA, build))
 
 
-def _with_classes(reading: Reading, split: HubSplit) -> Reading:
+def _with_classes(reading: Reading, split: OpenSplit) -> Reading:
     """With the class names that the dataset declares, which rows without a label are not of."""
     names = split.labels(reading.columns)
     if names is None:

@@ -1,0 +1,109 @@
+"""Rows as people store them: conversations, instructions, preferences; each becomes the texts and answers it means."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raycl.data.conversation import Message, messages_of, plain_text, text_of
+from raycl.data.sources.fields import Columns, Row
+from raycl.data.sources.formats import read_rows
+from raycl.data.sources.source import SourceFile
+from raycl.errors import DataError
+
+SYSTEM, USER, BOT = Message("system", "be brief"), Message("user", "hi"), Message("assistant", "hello")
+contents = st.lists(st.sampled_from(["a b", "", "<|user|>", "\\<|user|>", "\\", "<|system|> x", "  "])).map("\n".join)
+conversations = st.lists(
+    st.builds(Message, st.sampled_from(["system", "user", "assistant"]), contents), min_size=1, max_size=5
+)
+
+
+@given(conversations)
+def test_a_conversation_is_one_text_and_comes_back(messages: list[Message]) -> None:
+    assert list(messages_of(text_of(messages))) == messages
+
+
+def test_a_single_user_message_is_its_own_text() -> None:
+    assert text_of([USER]) == "hi" and messages_of("hi") == (USER,)
+    assert text_of([SYSTEM, USER]) == "<|system|>\nbe brief\n<|user|>\nhi"
+    assert plain_text(messages_of(text_of([SYSTEM, USER, BOT]))) == "be brief\nhi\nhello"
+
+
+def rows(folder: Path, *items: Any, columns: Columns | None = None) -> list[Row]:
+    (folder / "x.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    return list(read_rows(SourceFile.at(folder / "x.jsonl"), columns=columns))
+
+
+OPENAI = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": [{"type": "text", "text": "and "}, {"type": "text", "text": "now"}]},
+    {"role": "assistant", "content": "bye"},
+]
+TURNS = [
+    Row(1, text_of([SYSTEM, USER]), ("hello",), is_chat=True),
+    Row(1, text_of([SYSTEM, USER, BOT, Message("user", "and now")]), ("bye",), is_chat=True),
+]
+
+
+def test_each_turn_of_the_assistant_is_an_answer_to_all_before_it(tmp_path: Path) -> None:
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    shared = [{"from": names[one["role"]], "value": one["content"]} for one in OPENAI]
+    shared[3]["value"] = "and now"
+    assert rows(tmp_path, {"messages": OPENAI}) == TURNS
+    assert rows(tmp_path, {"id": 7, "conversations": shared}) == TURNS
+    assert rows(tmp_path, {"dialog": OPENAI}, columns=Columns(text=("dialog",))) == TURNS
+    assert rows(tmp_path, {"messages": [*OPENAI, {"role": "user", "content": "more"}]}) == TURNS
+    with (tmp_path / "x.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["id", "messages"], [1, json.dumps(OPENAI)]])
+    assert list(read_rows(SourceFile.at(tmp_path / "x.csv"))) == TURNS
+
+
+def test_without_answers_a_conversation_is_what_the_assistant_shall_answer(tmp_path: Path) -> None:
+    texts = Columns(label=())
+    (whole,) = rows(tmp_path, {"messages": OPENAI}, columns=texts)
+    (asked,) = rows(tmp_path, {"messages": OPENAI[:2]}, columns=texts)
+    assert (whole.text, asked.text) == (TURNS[1].text, TURNS[0].text) and whole.is_chat
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([{"role": "tool", "content": "x"}], "a message is of 'tool': expected one of system, user, assistant"),
+        ([{"role": "user", "content": None}], "the content of a message is a NoneType: expected text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "the content of a message is a NoneType"),
+        ([{"role": "user", "content": "x"}], "has no answer of the assistant: expected user and assistant in turn"),
+        ([{"role": "system", "content": "x"}], "has no user message"),
+        ([OPENAI[1], OPENAI[1]], "message 2 of the conversation is of user: expected assistant"),
+        ([OPENAI[2], OPENAI[1]], "message 1 of the conversation is of assistant: expected user"),
+        ([OPENAI[0], OPENAI[2]], "message 2 of the conversation is of assistant: expected user"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_its_row(tmp_path: Path, messages: Any, problem: str) -> None:
+    with pytest.raises(DataError, match=f"x.jsonl, row 2: .*({problem})"):
+        rows(tmp_path, {"messages": OPENAI}, {"messages": messages})
+
+
+def test_instructions_prompts_and_fields_of_fields(tmp_path: Path) -> None:
+    alpaca = {"instruction": "Add.", "input": "1 2", "output": "3"}
+    assert rows(tmp_path, alpaca, {**alpaca, "input": ""}) == [Row(1, "Add.\n\n1 2", ("3",)), Row(2, "Add.", ("3",))]
+    assert rows(tmp_path, {"prompt": "1 2", "completion": "3"}) == [Row(1, "1 2", ("3",))]
+    columns = Columns(label=("answers.text",), parts=("question", "context"))
+    squad = {"question": "who", "context": "me", "answers": {"text": ["I", "me"], "answer_start": [0, 1]}}
+    assert rows(tmp_path, squad, columns=columns) == [Row(1, "who\nme", ("I", "me"))]
+    with pytest.raises(DataError, match=r"row 1: the context is a missing value: expected a string"):
+        rows(tmp_path, {"question": "who", "answers": {"text": ["I"]}}, columns=columns)
+
+
+def test_preferences_are_refused_unless_their_columns_are_named(tmp_path: Path) -> None:
+    pair = {"prompt": "1 2", "chosen": "3", "rejected": "4"}
+    with pytest.raises(DataError, match=r"hold preferences \(chosen, rejected\): .*columns.label=chosen"):
+        rows(tmp_path, pair)
+    assert rows(tmp_path, pair, columns=Columns(("prompt",), ("chosen",))) == [Row(1, "1 2", ("3",))]
