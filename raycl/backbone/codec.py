@@ -120,7 +120,8 @@ class HFCodec:
 
     def _is_special(self, text: str) -> bool:
         """Whether a text is special tokens alone, which no answer shows."""
-        return set(self.tokenizer(text, add_special_tokens=False)["input_ids"]) <= self.special_ids
+        ids = set(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return ids <= self.special_ids - {self.tokenizer.unk_token_id}
 
     def _render(self, conversation: Sequence[tuple[str, str]], template: str, answered: bool) -> str:
         messages = [{"role": role, "content": content} for role, content in conversation]

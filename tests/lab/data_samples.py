@@ -55,6 +55,9 @@ class MiniLMCodec:
             return text
         return text[: offsets[tokens - 1][1]] if tokens > 0 else ""
 
+    def shown(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
     def text(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids)))
 

@@ -1,0 +1,112 @@
+"""A stream with conversations: what is evaluated, served, and answered for files is one and the same prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_endpoint import serving
+from tiny import Lab, run
+
+from raycl.backbone import load_codec
+from raycl.bank.branches import snapshot_at
+from raycl.cli import main
+from raycl.data.conversation import messages_of
+from raycl.data.stream import StreamConfig, open_stream
+from raycl.run.config import RunConfig
+from raycl.serve.offline import OfflineModel
+from raycl.storage import Storage
+
+TEMPLATE = (
+    "{% for m in messages %}{{ {'system': 'very', 'user': 'a', 'assistant': 'much'}[m['role']] }} {{ m['content'] }} "
+    "{% endfor %}{% if add_generation_prompt %}Output : {% endif %}"
+)
+"""Of words that the tiny tokenizer knows."""
+
+WORDS = {"chat": {"sky": "blue", "fire": "red"}, "talk": {"purrs": "cat", "barks": "dog"}}
+"""Task -> (word of a question -> its answer)."""
+
+
+def conversation(answers: dict[str, str], number: int) -> dict[str, Any]:
+    """Two turns; some have a system message."""
+    first, second = list(answers)[:: 1 - 2 * (number % 2)]
+    turns = [("user", f"the {first} is"), ("assistant", answers[first])]
+    turns += [("user", f"the {second} is very"), ("assistant", answers[second])]
+    system = [("system", "runs warm")] if number % 3 == 0 else []
+    return {"messages": [{"role": role, "content": content} for role, content in system + turns]}
+
+
+Config = Callable[[str], RunConfig]
+
+
+@pytest.fixture(scope="module")
+def config(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Name of the second task -> a stream of two tasks, the first of conversations, learned by SLM: it reads texts."""
+    folder = tmp_path_factory.mktemp("chats")
+    specs = {"animal": lab.tasks[1]}
+    for task, answers in WORDS.items():
+        (folder / task).mkdir()
+        for split, rows in (("train", 12), ("test", 4)):
+            lines = [json.dumps(conversation(answers, number)) for number in range(rows)]
+            (folder / task / f"{split}.jsonl").write_text("\n".join(lines))
+        specs[task] = {"name": task, "path": str(folder / task)}
+
+    def get(second: str) -> RunConfig:
+        stream = {"tasks": [specs["chat"], specs[second]], "max_source_tokens": 16}
+        train = {"epochs": 10, "learning_rate": 0.005}
+        return lab.config("llama", "slm", stream=stream, backbone={"chat_template": TEMPLATE}, train=train)
+
+    return get
+
+
+def test_the_endpoint_and_files_get_the_answers_of_the_evaluation(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = run(config("talk"), Storage.at(tmp_path / "run")).storage
+    (last,) = (name for name in storage.files("predictions") if name.endswith("chat.jsonl") and "/001" in name)
+    measured = [json.loads(line) for line in storage.read_text(last).splitlines()]
+    bank, snapshot = snapshot_at(storage.sub("bank").uri)
+    assert snapshot.tasks[0].chat_template == TEMPLATE and snapshot.tasks[0].prompt == ("", "")
+    texts = [row["text"] for row in measured]
+    assert len(texts) == 8 and sum(len(messages_of(text)) > 1 for text in texts) >= 5
+    with OfflineModel(bank, snapshot) as model:
+        offline = list(model.predict([messages_of(text) for text in texts]))
+        mixtures = model.route([messages_of(text) for text in texts])
+    assert [one.text for one in offline] == [row["answer"] for row in measured]
+    assert any(one.text for one in offline)
+    assert [one.tasks for one in offline] == mixtures
+    with serving(bank.storage.uri) as served:
+        for text, row, ours in zip(texts, measured, offline, strict=True):
+            messages = [message._asdict() for message in messages_of(text)]
+            body = {"model": "auto", "temperature": 0, "messages": messages}
+            status, found = served.ask("/v1/chat/completions", body)
+            assert status == 200 and found["choices"][0]["message"]["content"] == row["answer"]
+            assert found["raycl"]["tasks"] == pytest.approx(ours.tasks, abs=1e-5)
+    folder = config("talk").stream.tasks[0].path  # type: ignore[index, union-attr]
+    assert main.main(["predict", bank.storage.uri, f"{folder}/test.jsonl"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["row"] for record in records] == [1, 2, 3, 4]
+    assert [record["answer"] for record in records] == [row["answer"] for row in measured[1::2]], "the last turns"
+
+
+def test_a_task_that_is_no_conversation_gets_the_plain_contents(config: Config, tmp_path: Path) -> None:
+    bank, snapshot = snapshot_at(run(config("animal"), Storage.at(tmp_path / "run")).storage.sub("bank").uri)
+    with OfflineModel(bank, snapshot) as model:
+        plain = next(iter(model.predict(["it purrs\na sleeps"], task="animal")))
+        (of_chat,) = model.predict([messages_of("<|system|>\nit purrs\n<|user|>\na sleeps")], task="animal")
+    assert of_chat.text == plain.text and of_chat.cut_tokens == plain.cut_tokens
+
+
+def test_answers_are_learned_by_turn_and_cut_ones_keep_their_last_message(config: Config) -> None:
+    found = config("talk")
+    codec = load_codec(found.backbone, 16, 4)
+    stream = open_stream(StreamConfig(tasks=found.stream.tasks, max_source_tokens=14, dev_fraction=0), seed=0)
+    table = stream.table(stream.tasks[0], "train", codec)
+    assert len(table) == 24 and 0 < table.truncated_sources < 24
+    columns = table.columns(range(24))
+    for ids, text in zip(columns.source_ids, table.texts(range(24)), strict=True):
+        shown = codec.shown(ids.tolist())
+        assert len(ids) <= 14 and shown.endswith("Output :") and messages_of(text)[-1].content in shown
