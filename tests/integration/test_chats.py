@@ -86,6 +86,7 @@ def test_the_endpoint_and_files_get_the_answers_of_the_evaluation(
             assert status == 200 and found["choices"][0]["message"]["content"] == row["answer"]
             assert found["raycl"]["tasks"] == pytest.approx(ours.tasks, abs=1e-5)
     folder = config("talk").stream.tasks[0].path  # type: ignore[index, union-attr]
+    capsys.readouterr()  # what training printed
     assert main.main(["predict", bank.storage.uri, f"{folder}/test.jsonl"]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [record["row"] for record in records] == [1, 2, 3, 4]
@@ -95,9 +96,10 @@ def test_the_endpoint_and_files_get_the_answers_of_the_evaluation(
 def test_a_task_that_is_no_conversation_gets_the_plain_contents(config: Config, tmp_path: Path) -> None:
     bank, snapshot = snapshot_at(run(config("animal"), Storage.at(tmp_path / "run")).storage.sub("bank").uri)
     with OfflineModel(bank, snapshot) as model:
-        plain = next(iter(model.predict(["it purrs\na sleeps"], task="animal")))
-        (of_chat,) = model.predict([messages_of("<|system|>\nit purrs\n<|user|>\na sleeps")], task="animal")
-    assert of_chat.text == plain.text and of_chat.cut_tokens == plain.cut_tokens
+        words = "it purrs a sleeps " * 4
+        (plain,) = model.predict([f"{words}\n{words}"], task="animal")
+        (of_chat,) = model.predict([messages_of(f"<|system|>\n{words}\n<|user|>\n{words}")], task="animal")
+    assert of_chat.cut_tokens == plain.cut_tokens > 0, "the model reads no role lines"
 
 
 def test_answers_are_learned_by_turn_and_cut_ones_keep_their_last_message(config: Config) -> None:
