@@ -5,14 +5,18 @@ What it does not know: how anything was learned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 from raycl import config as configs
 from raycl.bank.branches import snapshot_at
+from raycl.data.sources.chats import conversation_of
 from raycl.serve.offline import OfflineModel, Prediction, settings_here
 from raycl.serve.settings import ServeConfig
+
+Text = str | Sequence[Mapping[str, str]]
+"""A text, or a conversation as messages with role and content."""
 
 
 class Model:
@@ -34,29 +38,30 @@ class Model:
         self.answers: Literal["label", "text"] = "label" if self._model.answers == "label" else "text"
 
     def predict(
-        self, texts: str | Sequence[str], task: str | None = None, max_tokens: int | None = None
+        self, texts: Text | Sequence[Text], task: str | None = None, max_tokens: int | None = None
     ) -> list[Prediction]:
-        """The answer to each text, with the weights of the tasks that gave it.
+        """The answer to each text or conversation, with the weights of the tasks that gave it.
 
         Args:
+            texts: one or several; a conversation is a list of messages, `{"role": "user", "content": ...}`.
             task: of all texts, where it is known. max_tokens: of generated answers; None: as in training.
 
         Raises:
             ConfigError: no such task. RayclError: a text cannot be answered.
         """
-        return list(self._model.predict([texts] if isinstance(texts, str) else texts, task, max_tokens))
+        return list(self._model.predict(_several(texts), task, max_tokens))
 
-    def generate(self, texts: str | Sequence[str], **settings: Any) -> list[str]:
+    def generate(self, texts: Text | Sequence[Text], **settings: Any) -> list[str]:
         """As `predict`, the answers alone."""
         return [prediction.text for prediction in self.predict(texts, **settings)]
 
-    def route(self, texts: str | Sequence[str]) -> list[dict[str, float]]:
+    def route(self, texts: Text | Sequence[Text]) -> list[dict[str, float]]:
         """Task -> weight for each text, the largest first; nothing is answered."""
-        return self._model.route([texts] if isinstance(texts, str) else texts)
+        return self._model.route(_several(texts))
 
-    def stream(self, texts: Iterable[str], **settings: Any) -> Iterable[Prediction]:
+    def stream(self, texts: Iterable[Text], **settings: Any) -> Iterable[Prediction]:
         """As `predict`, for more texts than fit into memory: they are read as answers are taken."""
-        return self._model.predict(texts, **settings)
+        return self._model.predict(map(_read, texts), **settings)
 
     def close(self) -> None:
         """Free its memory and its thread."""
@@ -72,6 +77,16 @@ class Model:
 
     def __repr__(self) -> str:
         return f"Model('{self.bank}@{self.snapshot}', tasks={list(self.tasks)})"
+
+
+def _several(texts: Text | Sequence[Text]) -> list[Any]:
+    """One text or conversation, or several of them, as the engine reads them."""
+    alone = isinstance(texts, str) or (bool(texts) and isinstance(texts[0], Mapping))
+    return [_read(text) for text in ([texts] if alone else texts)]  # type: ignore[arg-type]
+
+
+def _read(text: Text) -> Any:
+    return text if isinstance(text, str) else conversation_of(text)
 
 
 def load(bank: str, **settings: Any) -> Model:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny import Lab
+from datasets import Dataset
+from tiny import Lab, run
 
 import raycl
 from raycl.api import runs
+from raycl.cli import main
 from raycl.errors import ConfigError, ResumeError
 from raycl.launch.driver import Prepared
+from raycl.storage import Storage
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -26,7 +30,7 @@ QUICK: dict[str, Any] = {"quiet": True, "in_process": True}
 def test_train_look_extend_revise_and_answer(ray_cluster: dict[str, str], lab: Lab, tmp_path: Path) -> None:
     settings = lab.tree("bert", "slm")
     phases: list[str] = []
-    run = raycl.train(
+    trained = raycl.train(
         {**settings["stream"], "tasks": [raycl.task("heat", TRAIN, TEST), lab.tasks[0]]},
         settings["method"],
         backbone=settings["backbone"],
@@ -36,24 +40,24 @@ def test_train_look_extend_revise_and_answer(ray_cluster: dict[str, str], lab: L
         on_phase=lambda record: phases.append(record["times"]["phase"]),
         **QUICK,
     )
-    assert run.tasks == phases == ["heat", "colour"]
-    assert run.matrix.shape == (2, 2) and np.isnan(run.matrix[0, 1]) and not np.isnan(run.matrix[1]).any()
-    assert run.metrics["ap"] == pytest.approx(run.matrix[1].mean()) and "after colour" in str(run)
-    assert run.plot(tmp_path / "matrix.png").read_bytes()[:4] == b"\x89PNG"
-    before, texts = run.matrix, [text for text, _ in TEST]
-    with run.load() as model:
+    assert trained.tasks == phases == ["heat", "colour"]
+    assert trained.matrix.shape == (2, 2) and np.isnan(trained.matrix[0, 1]) and not np.isnan(trained.matrix[1]).any()
+    assert trained.metrics["ap"] == pytest.approx(trained.matrix[1].mean()) and "after colour" in str(trained)
+    assert trained.plot(tmp_path / "matrix.png").read_bytes()[:4] == b"\x89PNG"
+    before, texts = trained.matrix, [text for text, _ in TEST]
+    with trained.load() as model:
         assert model.tasks == ("heat", "colour") and model.answers == "label"
         answers = model.predict(texts)
         assert model.generate(texts[0]) == [answers[0].text] == [one.text for one in model.stream(texts[:1])]
         assert model.route(texts) == [pytest.approx(dict(answer.tasks)) for answer in answers]
-    again = raycl.Run(run.folder)
-    assert np.array_equal(again.matrix, run.matrix, equal_nan=True) and again.bank == run.bank
+    again = raycl.Run(trained.folder)
+    assert np.array_equal(again.matrix, trained.matrix, equal_nan=True) and again.bank == trained.bank
 
-    longer = run.add(raycl.task("way", OTHER, [("blue sky", "down")]), **QUICK)
-    assert longer.tasks == ["heat", "colour", "way"] and longer.folder == run.folder
+    longer = trained.add(raycl.task("way", OTHER, [("blue sky", "down")]), **QUICK)
+    assert longer.tasks == ["heat", "colour", "way"] and longer.folder == trained.folder
     assert np.array_equal(longer.matrix[:2, :2], before, equal_nan=True)
     better = longer.revise(raycl.task("heat", [*TRAIN, ("ice", "cold")], TEST), name="again", **QUICK)
-    assert better.tasks == ["colour", "way", "heat"] and better.folder != run.folder
+    assert better.tasks == ["colour", "way", "heat"] and better.folder != trained.folder
     with raycl.load(better.bank) as model, raycl.load(f"{better.bank.rpartition('@')[0]}@1") as first:
         assert set(model.tasks) == {"heat", "colour", "way"} and first.tasks == ("heat",)
 
@@ -92,3 +96,29 @@ def test_errors_are_those_of_the_commands(tmp_path: Path) -> None:
     with pytest.raises(ResumeError, match="holds no run"):
         raycl.Run(str(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_workers_write_what_one_process_writes(
+    ray_cluster: dict[str, str], lab: Lab, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On hub data and files, resumed part by part; an error of a worker is the sentence that one process gives."""
+    bank = run(lab.config("bert", "slm"), Storage.at(tmp_path / "run")).storage.sub("bank").uri
+    texts = [text for text, _ in TRAIN]
+    (tmp_path / "data").mkdir()
+    Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "data" / "test-00000-of-00001.parquet")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = ["predict", bank, str(tmp_path / "data"), str(tmp_path / "rows.jsonl"), "--part-rows", "5", "--to"]
+    assert main.main([*words, str(tmp_path / "one")]) == 0
+    assert main.main([*words, str(tmp_path / "two"), "--workers", "2"]) == 0
+    assert "24 answered now" in capfd.readouterr().out
+    parts = {path.name: path.read_text() for path in (tmp_path / "one").glob("part-*")}
+    assert len(parts) == 5 and parts == {path.name: path.read_text() for path in (tmp_path / "two").glob("part-*")}
+    (tmp_path / "two" / "part-000003.jsonl").unlink()
+    assert main.main([*words, str(tmp_path / "two"), "--workers", "1"]) == 0
+    assert "5 answered now" in capfd.readouterr().out
+    assert (tmp_path / "two" / "part-000003.jsonl").read_text() == parts["part-000003.jsonl"]
+    (tmp_path / "bad.jsonl").write_text('{"text": "red"}\n{"text": 7}\n')
+    given = ["predict", bank, str(tmp_path / "bad.jsonl"), "--to", str(tmp_path / "bad"), "--workers", "1"]
+    assert main.main(given) == 1
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.endswith("bad.jsonl, row 2: the text is a int: expected a string, repair or remove the row")

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from raycl.data.conversation import Message, Role, text_of
+from raycl.errors import DataError
 
 if TYPE_CHECKING:
     from raycl.data.sources.fields import Refuse
@@ -58,6 +59,19 @@ def turns_of(value: Any, number: int, answered: bool, refuse: Refuse) -> Iterato
     for place in users:
         if place + 1 < len(messages):
             yield text_of(messages[: place + 1]), messages[place + 1].content
+
+
+def conversation_of(value: Any) -> list[Message]:
+    """The messages of a conversation in memory, in any of the forms that files have.
+
+    Raises:
+        DataError: roles that are not known or do not alternate, contents that are no texts.
+    """
+
+    def refuse(problem: str, row: int | None = None) -> NoReturn:
+        raise DataError(problem)
+
+    return _messages(value, 1, refuse)
 
 
 def _messages(value: Any, number: int, refuse: Refuse) -> list[Message]:
