@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
     from raycl.data.check import check_task
     from raycl.data.stream import open_stream
 
+    logging.getLogger("raycl.data.prepare").setLevel(logging.ERROR)  # what is cut is in the table
     config = _config(options)
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)

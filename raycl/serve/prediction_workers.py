@@ -39,8 +39,8 @@ READER_CPUS = 0.0
 """Of the one task that reads the files: it must run beside workers that take all CPUs, and uses little of one."""
 
 
-class Parts(ray.data.Datasource):  # type: ignore[misc]
-    """Parts that are not answered yet: one row each, in a block of its own, read as workers take them."""
+class PartReader(ray.data.Datasource):  # type: ignore[misc]
+    """PartReader that are not answered yet: one row each, in a block of its own, read as workers take them."""
 
     def __init__(self, given: Input, part_rows: int, done: frozenset[int]) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def write_on_workers(
     work = Work(bank.storage.address, snapshot.number, configs.as_tree(config), given, to.address, settings)
     began, progress = time.monotonic(), Progress()
     requested = {"CPU": workers * takes["num_cpus"], "GPU": workers * takes["num_gpus"]}
-    dataset = ray.data.read_datasource(Parts(given, part_rows, done_parts(to)), num_cpus=READER_CPUS).map_batches(
+    dataset = ray.data.read_datasource(PartReader(given, part_rows, done_parts(to)), num_cpus=READER_CPUS).map_batches(
         PartWorker,
         fn_constructor_args=(work,),
         batch_size=1,

@@ -211,7 +211,7 @@ CHECKS: dict[str, Callable[[list[str]], object]] = {
 
 def by_raycl(words: list[str]) -> None:
     name, *rest = words
-    if name in ("COMMAND", "--help") or not rest:  # a sentence names the command
+    if name in ("COMMAND", "--help") or rest in ([], ["check"]):  # a sentence names the command
         assert name in (*COMMANDS_OF_RAYCL, "COMMAND", "--help")
         return
     CHECKS.get(name, partial(_options, name))(rest) if name in COMMANDS_OF_RAYCL else no_command(words)
