@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
+from raycl.data.sources.chats import CHAT_NAMES, conversation_of, is_chat
+from raycl.data.sources.hub import NO_LABEL, class_names, named
 from raycl.errors import DataError
 from raycl.storage import Storage
+
+log = logging.getLogger("raycl")
 
 FOLDER = "data"
 """Beside the runs: `data/NAME-HASH/train.jsonl` and so on."""
@@ -48,13 +53,14 @@ class InMemoryTask:
 
 
 Rows = Any
-"""A list of (text, label) pairs or of dicts, a mapping of columns, a pandas frame, or a `datasets.Dataset`."""
+"""A list of (text, label) pairs, of dicts or of conversations, a mapping of columns, a pandas frame, or a
+`datasets.Dataset`."""
 
 
 def task(
     name: str,
     train: Rows,
-    test: Rows,
+    test: Rows = None,
     dev: Rows = None,
     text: str = "text",
     label: str = "label",
@@ -64,7 +70,9 @@ def task(
 
     Args:
         train, test, dev: rows as a list of (text, label) pairs or dicts, a pandas frame or a `datasets.Dataset`; or a
-            path or URI of a file, for all of them. dev: None: a part of train.
+            path or URI of a file, for all of them. dev: None: a part of train. train alone: a folder, a dataset's
+            folder or a name on the hub (`hf://fancyzhx/ag_news`), as `path` of `stream.tasks`. Rows with `messages`
+            are conversations.
         text, label: names of the columns.
         settings: of `stream.tasks` (metric, labels, definition, format).
 
@@ -81,13 +89,24 @@ def task(
         )
     if files:
         columns = {} if (text, label) == ("text", "label") else {"columns": {"text": text, "label": label}}
-        return {"name": name, **{split: str(rows) for split, rows in there.items()}, **columns, **settings}
+        paths = {"path": str(train)} if test is None else {split: str(rows) for split, rows in there.items()}
+        return {"name": name, **paths, **columns, **settings}
+    if test is None:
+        raise DataError(f"task '{name}' has no test rows: expected rows to test on, which are never trained on")
+    names = _class_names(train, label)
+    if names is not None:
+        settings = {"labels": names, **settings}
     return InMemoryTask(name, {split: _rows(name, split, rows, text, label) for split, rows in there.items()}, settings)
 
 
 def _rows(name: str, split: str, rows: Rows, text: str, label: str) -> list[dict[str, Any]]:
-    found = []
+    names = _class_names(rows, label)
+    found: list[dict[str, Any]] = []
+    unlabelled = 0
     for number, item in enumerate(_items(rows), 1):
+        if isinstance(item, Mapping) and is_chat(item.get(CHAT_NAMES[0])):
+            found.append({CHAT_NAMES[0]: [message._asdict() for message in conversation_of(item[CHAT_NAMES[0]])]})
+            continue
         if isinstance(item, Mapping):
             pair = item.get(text), item.get(label)
         elif isinstance(item, list | tuple) and len(item) == 2:
@@ -102,10 +121,22 @@ def _rows(name: str, split: str, rows: Rows, text: str, label: str) -> list[dict
                 f"task '{name}', {split} row {number}: expected a string under '{text}' and an answer under '{label}', "
                 f"got {pair[0]!r} and {pair[1]!r}"
             )
-        found.append({"text": pair[0], "label": _answer(pair[1])})
+        answer = named(pair[1], names) if names else _answer(pair[1])
+        if names and answer == NO_LABEL:
+            unlabelled += 1
+            continue
+        found.append({"text": pair[0], "label": answer})
+    if unlabelled:
+        log.warning("task '%s': %d %s rows without a class are left out", name, unlabelled, split)
     if not found:
         raise DataError(f"task '{name}' has no {split} rows: expected at least one")
     return found
+
+
+def _class_names(rows: Rows, label: str) -> list[str] | None:
+    """Names of the classes of a `datasets.Dataset`."""
+    feature = (getattr(rows, "features", None) or {}).get(label)
+    return None if feature is None else class_names(feature)
 
 
 def _items(rows: Rows) -> Iterable[Any]:

@@ -146,7 +146,8 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
         ConfigError, DataError: the tasks are not there.
     """
     storage, old, state = run_in(folder)
-    new = with_tasks(_allowed(_config_of(storage, state, overrides), overrides, storage), added)
+    learned = [str(record["times"]["phase"]) for record in state.phases]
+    new = with_tasks(_allowed(_config_of(storage, state, overrides), overrides, storage), added, learned)
     _refuse(folder, other_changes(old, new, len(added)))
     return _continued(new, storage, state)
 

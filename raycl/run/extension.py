@@ -7,7 +7,7 @@ What it does not know: workers, folders.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import yaml
@@ -21,11 +21,13 @@ from raycl.run.config import RunConfig
 from raycl.run.start import changes_beside_tasks
 
 
-def with_tasks(config: RunConfig, added: Sequence[str]) -> RunConfig:
+def with_tasks(config: RunConfig, added: Sequence[str], learned: Collection[str] = ()) -> RunConfig:
     """The config with tasks at the end of its stream.
 
     Args:
         added: names below the stream's root, or tasks of your own as YAML (`{name: tickets, path: data/tickets}`).
+        learned: tasks that the run has learned. Others that are in its stream already, because an earlier attempt to
+            add them has failed, may be added again as they are.
 
     Raises:
         ConfigError: no such task, or it is no YAML. ResumeError: the method cannot take more tasks.
@@ -34,8 +36,18 @@ def with_tasks(config: RunConfig, added: Sequence[str]) -> RunConfig:
     tree = configs.as_tree(config)
     given = tree["stream"]["tasks"]
     known = given if given is not None else [task.name for task in open_stream(config.stream, config.seed).tasks]
-    tree["stream"]["tasks"] = [*known, *map(_task, added)]
+    new = list(map(_task, added))
+    names = list(map(_name, new))
+    if list(map(_name, known[-len(new) :])) == names and not set(names) & set(learned):
+        tree["stream"]["tasks"] = [*known[: -len(new)], *new]
+        if configs.validate(RunConfig, tree) == config:
+            return config
+    tree["stream"]["tasks"] = [*known, *new]
     return configs.validate(RunConfig, tree)
+
+
+def _name(task: Any) -> str:
+    return str(task.get("name", "")) if isinstance(task, dict) else str(task)
 
 
 def _task(text: str) -> Any:

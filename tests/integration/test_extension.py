@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tiny import Lab, matrix, run, trace, work
+from tiny import Lab, Stop, matrix, run, trace, work
 
 from raycl import config as configs
 from raycl.errors import ConfigError, ResumeError
@@ -52,6 +52,24 @@ def test_an_added_task_is_learned_as_if_configured_from_the_start(lab: Lab, meth
         for one in (folder, Storage.at(tmp_path / "whole"))
     ]
     assert all(torch.equal(ends[0].parameters[name], value) for name, value in ends[1].parameters.items())
+
+
+def test_a_task_whose_training_failed_can_be_added_again(lab: Lab, tmp_path: Path) -> None:
+    """As it is; with other data it would go on from what the first data taught."""
+    _, first, later = halves(lab, "lora")
+    folder = Storage.at(tmp_path / "run")
+    folder.write(CONFIG, configs.to_yaml(first).encode())
+    run(first, folder)
+    taught = driver.extend(str(tmp_path / "run"), [later])
+    with pytest.raises(Stop):
+        run(taught.config, folder, after=1, takes_over=True)
+    again = driver.extend(str(tmp_path / "run"), [later])
+    assert again.config == taught.config and again.replaces == read_state(folder).fingerprint
+    with pytest.raises(ConfigError, match="more than once"):
+        driver.extend(str(tmp_path / "run"), [later.replace("{", "{labels: [cat, dog, cow], ", 1)])
+    run(again.config, folder)
+    with pytest.raises(ConfigError, match="more than once"):
+        driver.extend(str(tmp_path / "run"), [later])
 
 
 def test_impossible_extensions_are_refused_and_change_nothing(lab: Lab, tmp_path: Path) -> None:

@@ -60,9 +60,25 @@ def test_files_stay_where_they_are() -> None:
     }
 
 
+def test_classes_conversations_and_datasets_on_disk(tmp_path: Path) -> None:
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["b", "a"])})
+    rows = datasets.Dataset.from_dict({"text": ["x", "y", "z"], "label": [1, 0, -1]}, features=features)
+    spec = raycl.task("mine", rows.select([0, 1]), rows).saved(Storage.at(tmp_path))
+    assert spec["labels"] == ["b", "a"], "in the order of the classes"
+    lines = [json.loads(line)["label"] for line in (Path(spec["path"]) / "test.jsonl").read_text().splitlines()]
+    assert lines == ["a", "b"]
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}], "id": 1}
+    spec = raycl.task("chat", [chat], datasets.Dataset.from_list([chat])).saved(Storage.at(tmp_path))
+    for split in ("train", "test"):
+        (line,) = (Path(spec["path"]) / f"{split}.jsonl").read_text().splitlines()
+        assert json.loads(line) == {"messages": chat["messages"]}
+    assert raycl.task("news", "hf://fancyzhx/ag_news") == {"name": "news", "path": "hf://fancyzhx/ag_news"}
+
+
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
+        (PAIRS, None, "task 'mine' has no test rows: expected rows to test on"),
         ([], PAIRS, "task 'mine' has no train rows: expected at least one"),
         ([("the sky", None)], PAIRS, "train row 1: expected a string under 'text' and an answer under 'label'"),
         ([*PAIRS, {"body": "x"}], PAIRS, "train row 3: expected a string under 'text'"),

@@ -12,8 +12,6 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from raycl.bank.branches import MAIN
-
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The command's parser."""
@@ -26,10 +24,10 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     names.add_parser("list", help="snapshots and adapters")
     names.add_parser("branches", help="each branch, the snapshot that it points at, and what moved it there")
     log = names.add_parser("log", help="snapshots of a branch, newest first, with the tasks that each added")
-    log.add_argument("branch", nargs="?", default=MAIN, help=f"branch, snapshot's number or hash; default: {MAIN}")
+    log.add_argument("branch", nargs="?", help="branch, snapshot's number or hash; default: main")
     promoting = names.add_parser("promote", help="move a branch forward to where another one is")
     promoting.add_argument("branch", help="branch, snapshot's number or hash")
-    promoting.add_argument("--to", default=MAIN, metavar="BRANCH", help=f"default: {MAIN}")
+    promoting.add_argument("--to", metavar="BRANCH", help="default: main")
     merging = names.add_parser(
         "merge", help="a snapshot with the tasks of two, where tasks do not depend on each other"
     )
@@ -46,7 +44,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     verifying = names.add_parser("verify", help="read everything and check every hash")
     verifying.add_argument("--run", metavar="RUN", help="what this run published must be there, or have been pruned")
     export = names.add_parser("export", help="a mixture as a PEFT folder, or merged into the backbone")
-    export.add_argument("--snapshot", default=MAIN, help=f"branch, number or hash; default: {MAIN}")
+    export.add_argument("--snapshot", help="branch, number or hash; default: main")
     export.add_argument(
         "--adapters", help="name, or name=weight,name=weight; default: all that are active for every text"
     )
@@ -72,7 +70,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     diff.add_argument("new", type=int)
     forgetting = names.add_parser("forget", help="a new snapshot without a task, and what that cost the others")
     forgetting.add_argument("task")
-    forgetting.add_argument("--snapshot", default=MAIN, help=f"branch, number or hash; default: {MAIN}")
+    forgetting.add_argument("--snapshot", help="branch, number or hash; default: main")
     forgetting.add_argument("--rows", type=int, help="test rows of each task; default: as many as the run used")
     forgetting.add_argument("--without-scores", action="store_true", help="do not evaluate before and after")
     forgetting.add_argument("--set", action="append", default=[], metavar="stream.KEY=VALUE", help="data has moved")
@@ -87,8 +85,12 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 def run(options: argparse.Namespace) -> int:
     """Run one command; 1 if it found something wrong."""
+    from raycl.bank.branches import MAIN
     from raycl.bank.operations.commands import answer
 
+    for name in ("branch", "snapshot", *(["to"] if options.command == "promote" else [])):
+        if getattr(options, name, MAIN) is None:
+            setattr(options, name, MAIN)
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("raycl").setLevel(logging.INFO)
     found = answer(options)

@@ -105,7 +105,7 @@ class OpenSplit:
     def labels(self, columns: Columns) -> tuple[str, ...] | None:
         """Class names of the label column, in order; None where it has none."""
         there = [name for name in columns.label if name in self.dataset.features]
-        names = _names(self.dataset.features[there[0]]) if there else None
+        names = class_names(self.dataset.features[there[0]]) if there else None
         return None if names is None else tuple(names)
 
     def rows(self, columns: Columns) -> Iterator[Row]:
@@ -115,12 +115,12 @@ class OpenSplit:
             DataError: a row cannot be used.
         """
         needed = columns.needed(self.dataset.column_names, self.source.refuse)
-        classes = {name: _names(self.dataset.features[name]) for name in needed}
+        classes = {name: class_names(self.dataset.features[name]) for name in needed}
         number = 0
         for batch in self.dataset.select_columns(needed).iter(batch_size=_BATCH):
             for values in zip(*(batch[name] for name in needed), strict=True):
                 number += 1
-                item = {name: _label(value, classes[name]) for name, value in zip(needed, values, strict=True)}
+                item = {name: named(value, classes[name]) for name, value in zip(needed, values, strict=True)}
                 yield from rows_of(item, number, columns, self.source.refuse)
 
 
@@ -137,13 +137,14 @@ def _has_splits(folder: Path) -> bool:
     return any(path.name.lower().startswith(words) for path in folder.iterdir())
 
 
-def _names(feature: Any) -> list[str] | None:
+def class_names(feature: Any) -> list[str] | None:
     """Names of a column of classes, or of lists of these."""
     inner = getattr(feature, "feature", feature)
     return list(inner.names) if type(inner).__name__ == "ClassLabel" else None
 
 
-def _label(value: Any, names: list[str] | None) -> Any:
+def named(value: Any, names: list[str] | None) -> Any:
+    """Class names for the class numbers of a field; other values as they are."""
     if names is None or value is None:
         return value
     if isinstance(value, list):
