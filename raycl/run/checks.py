@@ -144,6 +144,11 @@ def check_engine(config: RunConfig) -> None:
         ConfigError: one of these combinations.
     """
     engine = config.engine
+    if isinstance(engine, DeepSpeedConfig) and config.train.optimizer != "adamw":
+        raise ConfigError(
+            f"train.optimizer={config.train.optimizer} runs in plain PyTorch: expected adamw with engine=deepspeed, or "
+            "engine=torch"
+        )
     is_sharded = isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 3
     if is_sharded and method_class(config.method.name).computes_gradients:
         raise ConfigError(

@@ -22,8 +22,8 @@ from raycl.training.phase.evaluation import evaluated_tasks
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase
 
-MOMENTS = 2
-"""Tensors that AdamW keeps for each parameter."""
+MOMENTS = {"adamw": 2, "sgd": 1, "adafactor": 0}
+"""Tensors as large as a parameter that an optimizer keeps for it, at most."""
 
 SAMPLE = 64
 """Rows whose text is measured."""
@@ -146,7 +146,7 @@ def plan_of(context: TrainingContext, phase: Phase, steps: Sequence[int]) -> Pla
         steps=steps,
         every=context.checkpoint.every_steps,
         keep=context.checkpoint.keep,
-        inside=(1 + MOMENTS) * trained + modifiers,
+        inside=(1 + MOMENTS[context.train.optimizer]) * trained + modifiers,
         end=end,
         published=published if publishes else [0] * count,
         stays=[stored + answers[number] + model * (number in exports) for number in range(count)],

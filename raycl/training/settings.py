@@ -27,7 +27,12 @@ class TrainConfig(Section):
     micro_batch_size: int | None = Field(
         None, ge=1, description="examples per worker per forward pass; null: no accumulation"
     )
-    learning_rate: float = Field(1e-3, gt=0, description="learning rate of AdamW at its highest")
+    optimizer: Literal["adamw", "adafactor", "sgd"] = Field(
+        "adamw",
+        description="adamw; adafactor: at the configured rate, without relative steps or scaling by the parameter, as "
+        "in the Hugging Face trainer; sgd: with momentum; engine=deepspeed has adamw",
+    )
+    learning_rate: float = Field(1e-3, gt=0, description="learning rate at its highest")
     head_learning_rate: float | None = Field(
         None,
         gt=0,
@@ -35,7 +40,7 @@ class TrainConfig(Section):
         "learning_rate",
     )
     attention_learning_rate: float | None = Field(
-        None, gt=0, description="learning rate of SAPT's keys and projection (its attn_lr); null: learning_rate"
+        None, gt=0, description="learning rate of SAPT's projection D and U (its attn_lr); null: learning_rate"
     )
     label_loss: Literal["seen", "task"] = Field(
         "seen",
@@ -50,7 +55,8 @@ class TrainConfig(Section):
     warmup_ratio: float = Field(
         0.0, ge=0, lt=1, description="share of the task's steps with a rising learning rate; used if warmup_steps is 0"
     )
-    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay of the optimizer")
+    momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd")
     betas: tuple[float, float] = Field((0.9, 0.999), description="decay rates of AdamW's running averages")
     epsilon: float = Field(1e-8, gt=0, description="epsilon of AdamW")
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are clipped to this norm; 0: no clipping")
@@ -73,7 +79,12 @@ class TrainConfig(Section):
         return self
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """A share of the steps beside their number."""
+        """A share of the steps beside their number, and what belongs to another optimizer."""
+        reason = f"optimizer={self.optimizer}"
+        others = {"adamw": ("momentum",), "sgd": ("betas", "epsilon")}.get(
+            self.optimizer, ("momentum", "betas", "epsilon")
+        )
+        yield from ((name, reason) for name in others)
         if self.warmup_steps:
             yield "warmup_ratio", f"warmup_steps={self.warmup_steps}"
 

@@ -27,7 +27,8 @@ from torch.nn import functional
 from raycl.backbone import Backbone, Output
 from raycl.methods.modifier import Modifiers
 from raycl.training.distributed import DistributedContext
-from raycl.training.engines.engine import MOMENTS, NONE, Transform, adamw, advance, schedule
+from raycl.training.engines.engine import NONE, Transform, advance, schedule
+from raycl.training.engines.optimizers import MOMENTS, optimizer_of
 from raycl.training.settings import DeepSpeedConfig, TrainConfig
 from raycl.types import Batch
 
@@ -70,7 +71,7 @@ class DeepSpeedEngine:
         self.library = _library(world)
         self.trained = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
         assert self.trained, "the method left no parameter to train"
-        self.optimizer = adamw(self.trained, train)
+        self.optimizer = optimizer_of(self.trained, train)
         bf16 = backbone.dtype == torch.bfloat16
         self._hooks, self._linear = _module_hooks(backbone), functional.linear
         self.engine, *_ = self.library.initialize(

@@ -7,18 +7,19 @@ What it does not know: methods, tasks, data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from raycl.backbone import Backbone, Output
 from raycl.kernels.row_gradient import adamw_rows
 from raycl.methods.modifier import Modifiers
 from raycl.training.distributed import DistributedContext
+from raycl.training.engines.optimizers import MOMENTS, hold, optimizer_of, release, set_state, state_names, state_of
 from raycl.training.settings import TrainConfig
 from raycl.types import Batch
 
@@ -26,9 +27,6 @@ NONE = Modifiers()
 
 Transform = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """Whole gradients by parameter name -> those that the optimizer uses."""
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's state tensors, by torch's names; DeepSpeed uses the same."""
 
 
 class Engine(Protocol):
@@ -63,7 +61,7 @@ class Engine(Protocol):
         ...
 
     def optimizer_state(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """`<parameter>/exp_avg`, `<parameter>/exp_avg_sq` whole on the CPU; None: of all that train. Collective."""
+        """`<parameter>/<state>` (exp_avg, ...) whole on the CPU; None: of all that train. Collective."""
         ...
 
     def restore(self, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], steps: int) -> None:
@@ -75,28 +73,7 @@ class Engine(Protocol):
         ...
 
 
-def adamw(trained: Mapping[str, nn.Parameter], train: TrainConfig) -> AdamW:
-    """Torch's AdamW with the run's settings; label head and attention are groups of their own where they have rates.
-
-    On a CPU it is torch's fused kernel: one pass over memory instead of ten, a sixth of the time.
-    """
-    rates = {"head.": train.head_learning_rate, "attention.": train.attention_learning_rate}
-    own = {start: rate for start, rate in rates.items() if rate is not None}
-    body = [parameter for name, parameter in trained.items() if not name.startswith(tuple(own))]
-    groups: list[dict[str, Any]] = [{"params": body}]
-    for start, rate in own.items():
-        groups.append({"params": [p for name, p in trained.items() if name.startswith(start)], "lr": rate})
-    return AdamW(
-        [group for group in groups if group["params"]],
-        lr=train.learning_rate,
-        betas=train.betas,
-        eps=train.epsilon,
-        weight_decay=train.weight_decay,
-        fused=True if all(p.device.type == "cpu" for p in trained.values()) else None,
-    )
-
-
-def schedule(optimizer: AdamW, train: TrainConfig, steps: int) -> LambdaLR:
+def schedule(optimizer: Optimizer, train: TrainConfig, steps: int) -> LambdaLR:
     """The Hugging Face schedule of that name over `steps` optimizer steps."""
     from transformers import get_scheduler  # brings peft: a third of a driver's start, which makes none
 
@@ -120,7 +97,7 @@ class TorchEngine:
         assert self.trained, "the method left no parameter to train"
         for parameter in self.trained.values():
             parameter.data = parameter.data.float()
-        self.optimizer = adamw(self.trained, train)
+        self.optimizer = optimizer_of(self.trained, train)
         self.schedule = schedule(self.optimizer, train, steps)
 
     def forward(self, batch: Batch) -> Output:
@@ -147,9 +124,14 @@ class TorchEngine:
             assert parameter.grad is not None
             parameter.grad = _laid_out_as(parameter, modifiers(name, parameter.grad))
         norm = nn.utils.clip_grad_norm_(self.trained.values(), self.max_grad_norm or float("inf"))
+        kept = []
         for name in modifiers.names:
-            self._step_rows(modifiers, name)
+            if isinstance(self.optimizer, AdamW):
+                self._step_rows(modifiers, name)
+            elif (held := modifiers.held(name)) is not None:
+                kept += hold(self.optimizer, self.trained[name], held)
         self.optimizer.step()
+        release(kept)
         self.schedule.step()
         self.optimizer.zero_grad()
         return float(norm)
@@ -187,20 +169,20 @@ class TorchEngine:
         return {name: own[name].detach().cpu().clone() for name in names}
 
     def optimizer_state(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Adam's moments on the CPU; zeros before the first step."""
-        wanted = {name: self.trained[name] for name in (self.trained if names is None else names)}
+        """The optimizer's state on the CPU; zeros before the first step."""
         return {
-            f"{name}/{moment}": self.optimizer.state[p].get(moment, torch.zeros_like(p)).detach().cpu().clone()
-            for name, p in wanted.items()
-            for moment in MOMENTS
+            f"{name}/{moment}": value.detach().cpu().clone()
+            for name in (self.trained if names is None else names)
+            for moment, value in state_of(self.optimizer, self.trained[name]).items()
         }
 
     def restore(self, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], steps: int) -> None:
-        """Fill parameters and Adam's state, and move the schedule on."""
+        """Fill parameters and the optimizer's state, and move the schedule on."""
         load_parameters(self.backbone, parameters)
         for name, parameter in self.trained.items():
-            moments = {moment: _laid_out_as(parameter, optimizer[f"{name}/{moment}"]) for moment in MOMENTS}
-            self.optimizer.state[parameter] = {"step": torch.tensor(float(steps)), **moments}
+            wanted = state_names(self.optimizer, parameter)
+            found = {moment: _laid_out_as(parameter, optimizer[f"{name}/{moment}"]) for moment in wanted}
+            set_state(self.optimizer, parameter, found, steps)
         advance(self.schedule, steps)
 
     def close(self) -> None:
@@ -212,6 +194,8 @@ class TorchEngine:
 def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
     """On the parameter's device, with its strides: AdamW's fused kernel reads memory as it lies."""
     value = value.to(parameter.device)
+    if value.shape != parameter.shape:
+        return value
     return value if value.stride() == parameter.stride() else torch.empty_like(parameter).copy_(value)
 
 

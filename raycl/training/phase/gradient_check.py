@@ -2,10 +2,10 @@
 
 Why it exists: some engines copy gradients before they can be edited (DeepSpeed 0.14.2 at ZeRO 0 in bfloat16, which the
 authors of MIGU pinned; 0.19.8 at ZeRO 1 in bfloat16 with float32 accumulation), and then a mask does nothing, silently.
-Adam's first moment shows it: where the gradient was zero it has only decayed, whatever the learning rate, weight decay,
-clipping or precision. It is read around the first steps of every task, until one has a gradient, and nothing
-is changed: a trial step beforehand would have to put weights, moments, schedule and partitions back under five engines,
-and would prove less, since it is not the step that counts.
+The running average of gradients (Adam's first moment) shows it: where the gradient was zero it has only decayed,
+whatever the learning rate, weight decay, clipping or precision. It is read around the first steps of every task, until
+one has a gradient, and nothing is changed: a trial step beforehand would have to put weights, moments, schedule and
+partitions back under five engines, and would prove less, since it is not the step that counts.
 What it does not know: which engine, which modifier.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raycl.errors import RunError
 from raycl.methods.modifier import Modifiers
-from raycl.training.engines.engine import MOMENTS, Engine
+from raycl.training.engines.engine import Engine
 
 TOLERANCE = 1e-5
 """Of the decayed moment's largest entry; exactly 0 where it was zero before, as at the start of every task."""
@@ -33,14 +33,16 @@ class GradientMaskCheck:
         steps_left: steps that may still be checked; 0 if the check has passed, or there is nothing to check.
     """
 
-    def __init__(self, engine: Engine, modifiers: Modifiers, decay: float) -> None:
+    def __init__(self, engine: Engine, modifiers: Modifiers, moment: tuple[str, float] | None) -> None:
         """For the engine of one task.
 
         Args:
-            decay: Adam's beta1.
+            moment: name and decay rate of the optimizer's running average of gradients; None: it has none, and nothing
+                is checked.
         """
-        self.engine, self.modifiers, self.decay = engine, modifiers, decay
-        self.names = _sampled_names(modifiers.parameter_names)
+        self.engine, self.modifiers = engine, modifiers
+        self.moment, self.decay = moment or ("", 0.0)
+        self.names = _sampled_names(modifiers.parameter_names) if moment else []
         self.steps_left = STEPS if self.names else 0
         self._before: dict[str, Tensor] = {}
 
@@ -60,7 +62,7 @@ class GradientMaskCheck:
         after = self.engine.optimizer_state(self.names)
         masked = [name for name in self.names if self.modifiers.masked(name) is not None]
         conclusive = [
-            self._is_conclusive(name, *(state[f"{name}/{MOMENTS[0]}"] for state in (self._before, after)))
+            self._is_conclusive(name, *(state[f"{name}/{self.moment}"] for state in (self._before, after)))
             for name in masked
         ]
         self.steps_left = 0 if any(conclusive) or not masked else self.steps_left - 1

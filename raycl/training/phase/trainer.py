@@ -17,6 +17,7 @@ from raycl.training.control import Control
 from raycl.training.disk_space import growth, plan_of, shortage
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine
+from raycl.training.engines.optimizers import first_moment
 from raycl.training.phase.data import PhaseData, order_of, rows_of
 from raycl.training.phase.gradient_check import GradientMaskCheck
 from raycl.training.phase.preparation import encode_texts
@@ -70,7 +71,7 @@ class TaskTrainer:
         start, spent = self._restore(engine, resume)
         self._announce(phase, order, start, by_phase)
         self.context.backbone.train()
-        mask_check = GradientMaskCheck(engine, self.context.modifiers, self.context.train.betas[0])
+        mask_check = GradientMaskCheck(engine, self.context.modifiers, first_moment(self.context.train))
         for index in range(start, order.steps):
             began = time.perf_counter()
             batches = loader.micro_batches(index)

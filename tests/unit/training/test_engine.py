@@ -12,7 +12,7 @@ import torch
 from phases import begin_phase
 from tiny import ENGINES, Lab, run, trace
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from raycl.backbone import Backbone
 from raycl.data.loader import Collate
@@ -20,7 +20,8 @@ from raycl.methods.base import activate_trainable, trained_names
 from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
-from raycl.training.engines.engine import adamw, advance, schedule
+from raycl.training.engines.engine import advance, schedule
+from raycl.training.engines.optimizers import optimizer_of
 from raycl.training.phase.step import train_step
 from raycl.training.settings import SCHEDULERS, TrainConfig
 from raycl.types import AdapterState, Mixture
@@ -31,20 +32,23 @@ WORLD, LINEAR = DistributedContext.alone(torch.device("cpu")), nn.functional.lin
 @pytest.mark.parametrize(
     ("settings", "rates"),
     [
-        ({}, {"body": 0.1, "head.bias": 0.1, "attention.key": 0.1}),
-        ({"attention_learning_rate": 0.3}, {"body": 0.1, "head.bias": 0.1, "attention.key": 0.3}),
+        ({}, {}),
+        ({"attention_learning_rate": 0.3}, {"attention.down": 0.3, "attention.up": 0.3}),
         (
             {"attention_learning_rate": 0.3, "head_learning_rate": 0.5},
-            {"body": 0.1, "head.bias": 0.5, "attention.key": 0.3},
+            {"head.bias": 0.5, "attention.down": 0.3, "attention.up": 0.3},
         ),
     ],
     ids=["one", "attention", "both"],
 )
-def test_label_head_and_attention_learn_at_rates_of_their_own(
+def test_label_head_and_projection_learn_at_rates_of_their_own(
     settings: dict[str, float], rates: dict[str, float]
 ) -> None:
+    """Keys and layer norm of SAPT's attention learn at the main rate, as in its released code."""
+    names = ("body", "head.bias", "attention.down", "attention.up", "attention.key", "attention.norm_weight")
+    rates = {name: rates.get(name, 0.1) for name in names}
     trained = {name: nn.Parameter(torch.zeros(2)) for name in rates}
-    groups = adamw(trained, TrainConfig(learning_rate=0.1, **settings)).param_groups
+    groups = optimizer_of(trained, TrainConfig(learning_rate=0.1, **settings)).param_groups
     found = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
     assert {name: found[id(parameter)] for name, parameter in trained.items()} == rates
 
@@ -54,8 +58,10 @@ def test_label_head_and_attention_learn_at_rates_of_their_own(
 def test_advance_equals_stepping(name: str, done: int) -> None:
     train = TrainConfig(lr_scheduler=name, warmup_steps=0 if name == "constant" else 3, head_learning_rate=0.5)
 
-    def fresh() -> tuple[AdamW, Any]:
-        optimizer = adamw({"body": nn.Parameter(torch.zeros(2)), "head.bias": nn.Parameter(torch.zeros(2))}, train)
+    def fresh() -> tuple[Optimizer, Any]:
+        optimizer = optimizer_of(
+            {"body": nn.Parameter(torch.zeros(2)), "head.bias": nn.Parameter(torch.zeros(2))}, train
+        )
         return optimizer, schedule(optimizer, train, 10)
 
     (slow, stepped), (fast, jumped) = fresh(), fresh()
