@@ -53,5 +53,10 @@ def plain_text(messages: Sequence[Message]) -> str:
     return "\n".join(message.content for message in messages if message.content)
 
 
+def last_contents(texts: Sequence[str]) -> list[str]:
+    """Of conversations what their last message says; other texts as they are."""
+    return [messages_of(text)[-1].content for text in texts]
+
+
 def _escape(line: re.Match[str]) -> str:
     return f"\\{line[0]}"

@@ -36,12 +36,15 @@ def evaluate(
     references: Sequence[Sequence[str]],
     other_labels: Collection[str],
     gather: Callable[[Predictions], Sequence[Predictions]] = lambda share: [share],
+    *,
+    sources: Sequence[str] = (),
 ) -> tuple[list[str], Score]:
     """Answers in row order and their score by the task's own metric.
 
     Args:
         batches: this worker's share. gather: all workers' answers from this worker's.
         other_labels: label words of other tasks, which count as off-task answers.
+        sources: the input texts, for metrics that compare with them.
     """
     answers = merge(gather(predict_share(batches, predict)), len(references))
-    return answers, score(task.metric, answers, references, task.labels, other_labels)
+    return answers, score(task.metric, answers, references, task.labels, other_labels, sources=sources)

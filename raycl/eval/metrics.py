@@ -6,8 +6,8 @@ What it does not know: how predictions were made, the order of tasks, what is do
 
 Off-task answers: SLM (section 4.3) states that replies outside the task score 0, though its code has no such rule.
 Here a reply counts as off-task when it is, after normalisation, a label word of another task and neither a label of
-its own task nor one of its own references (`yes` belongs to several tasks). Off-task and empty replies score 0 under
-every metric and are counted in `Score.extra`.
+its own task nor one of its own references (`yes` belongs to several tasks). Such replies score 0, except under
+metrics of overlapping text (`OVERLAP`), and are counted in `Score.extra` under every metric.
 """
 
 from __future__ import annotations
@@ -16,31 +16,28 @@ import difflib
 import importlib.util
 import re
 import string
-from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 from raycl.errors import BackboneError, ConfigError, DataError
+from raycl.eval.answers import Answers, Labels, Metric, References, mean_best
+from raycl.eval.overlap import bleu, edit_similarity, rouge, rouge_ascii
+from raycl.eval.sari import sari
 from raycl.types import Score
 
-if TYPE_CHECKING:
-    from rouge_score.rouge_scorer import RougeScorer
-
-Predictions = Sequence[str]
-References = Sequence[Sequence[str]]
-Labels = Sequence[str] | None
-Metric = Callable[[Predictions, References, Labels], tuple[float, dict[str, float]]]
-"""Predictions (`""` = off-task or empty, must count as wrong), references, labels -> value 0-100, extra numbers."""
-
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_NO_LABEL = "<off task>"
+"""What F1 reads for an off-task answer."""
 
 
 def score(
     metric: str,
-    predictions: Predictions,
+    predictions: Sequence[str],
     references: References,
     labels: Labels = None,
     other_labels: Collection[str] = (),
+    *,
+    sources: Sequence[str] = (),
+    off_task_is_wrong: bool = True,
 ) -> Score:
     """Score one task; the best of several references counts.
 
@@ -49,7 +46,9 @@ def score(
         predictions: one text per example, markers and prompt already cut off.
         references: per example one or more accepted texts.
         labels: the task's closed label set, None for free text.
-        other_labels: label words of the other tasks; replies equal to one of them score 0.
+        other_labels: label words of the other tasks; replies equal to one of them are off-task.
+        sources: the input texts, for metrics in `NEED_SOURCES`.
+        off_task_is_wrong: off-task replies score 0, unless the metric is in `OVERLAP`; else they are only counted.
 
     Returns:
         Value 0-100, count, and in `extra` at least `off_task` and `empty` (numbers of examples).
@@ -60,12 +59,13 @@ def score(
     """
     check_metric(metric)
     _check_examples(predictions, references)
-    empty = [not prediction.strip() for prediction in predictions]
     foreign = _foreign(labels, other_labels)
     off_task = [_is_off_task(*example, foreign) for example in zip(predictions, references, strict=True)]
-    judged = ["" if e or o else p for p, e, o in zip(predictions, empty, off_task, strict=True)]
-    value, extra = METRICS[metric](judged, references, labels)
-    return Score(value, len(predictions), {"off_task": float(sum(off_task)), "empty": float(sum(empty)), **extra})
+    zeroed = off_task if off_task_is_wrong and metric not in OVERLAP else [False] * len(off_task)
+    judged = tuple(None if wrong else text for text, wrong in zip(predictions, zeroed, strict=True))
+    value, extra = METRICS[metric](Answers(judged, references, labels, sources))
+    empty = sum(not prediction.strip() for prediction in predictions)
+    return Score(value, len(predictions), {"off_task": float(sum(off_task)), "empty": float(empty), **extra})
 
 
 def check_metric(name: str) -> None:
@@ -78,8 +78,11 @@ def check_metric(name: str) -> None:
         near = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.5)
         hint = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(sorted(METRICS))}"
         raise ConfigError(f"unknown metric '{name}': {hint}")
-    if name == "bertscore" and importlib.util.find_spec("bert_score") is None:
-        raise ConfigError("metric 'bertscore' needs the library bert-score: pip install 'raycl[bertscore]'")
+    library, extra = _LIBRARIES.get(name, ("", ""))
+    if library and importlib.util.find_spec(library) is None:
+        raise ConfigError(
+            f"metric '{name}' needs the library {library.replace('_', '-')}: pip install 'raycl[{extra}]'"
+        )
 
 
 def normalize(text: str) -> str:
@@ -96,7 +99,7 @@ def _words(text: str) -> list[str]:
     return re.sub(r"\W", " ", text).split()
 
 
-def _check_examples(predictions: Predictions, references: References) -> None:
+def _check_examples(predictions: Sequence[str], references: References) -> None:
     assert len(predictions) == len(references), f"{len(predictions)} predictions for {len(references)} references"
     if not predictions:
         raise DataError("there are 0 examples to score: expected at least one, check the task's test split")
@@ -115,38 +118,12 @@ def _is_off_task(prediction: str, accepted: Sequence[str], foreign: frozenset[st
     return reply in foreign and all(reply != normalize(reference) for reference in accepted)
 
 
-def _mean_best(match: Callable[[str, str], float]) -> Metric:
-    """A metric out of a rule for one prediction and one reference: best reference, mean over examples, times 100."""
-
-    def metric(predictions: Predictions, references: References, labels: Labels) -> tuple[float, dict[str, float]]:
-        del labels
-        total = sum(
-            max(match(prediction, reference) for reference in accepted)
-            for prediction, accepted in zip(predictions, references, strict=True)
-            if prediction
-        )
-        return 100.0 * total / len(predictions), {}
-
-    return metric
-
-
 def _exact(prediction: str, reference: str) -> float:
     return float(normalize(prediction) == normalize(reference))
 
 
 def _equal(prediction: str, reference: str) -> float:
     return float(prediction == reference)
-
-
-def _rouge(prediction: str, reference: str) -> float:
-    return float(_rouge_scorer().score(target=reference, prediction=prediction)["rougeL"].fmeasure)
-
-
-@lru_cache(maxsize=1)
-def _rouge_scorer() -> RougeScorer:
-    from rouge_score.rouge_scorer import RougeScorer  # two seconds of imports, only paid by tasks that need it
-
-    return RougeScorer(["rougeL"], use_stemmer=True)
 
 
 def _first(prediction: str, reference: str) -> float:
@@ -170,65 +147,93 @@ def _label_word(reference: str) -> str:
     return words[0]
 
 
-def _macro_f1(predictions: Predictions, references: References, labels: Labels) -> tuple[float, dict[str, float]]:
+def _macro_f1(answers: Answers) -> tuple[float, dict[str, float]]:
     """Unweighted mean over the classes that occur; replies that are no label count as misses, not as a class."""
-    truth = _single_truth(predictions, references)
-    classes = sorted(set(truth) | (set(labels or ()) & set(predictions)))
+    predictions = _predicted(answers)
+    truth = _single_truth(predictions, answers.references)
+    classes = sorted(set(truth) | (set(answers.labels or ()) & set(predictions)))
     return _f1(truth, predictions, classes, "macro"), {}
 
 
-def _micro_f1(predictions: Predictions, references: References, labels: Labels) -> tuple[float, dict[str, float]]:
+def _micro_f1(answers: Answers) -> tuple[float, dict[str, float]]:
     """Over pooled decisions; a reply that is no label is a wrong decision, so this equals the share of right ones."""
-    del labels
-    truth = _single_truth(predictions, references)
+    predictions = _predicted(answers)
+    truth = _single_truth(predictions, answers.references)
     return _f1(truth, predictions, sorted(set(truth) | set(predictions)), "micro"), {}
 
 
-def _f1(truth: Sequence[str], predictions: Predictions, classes: Sequence[str], average: str) -> float:
+def _predicted(answers: Answers) -> list[str]:
+    return [_NO_LABEL if text is None else text for text in answers.predictions]
+
+
+def _f1(truth: Sequence[str], predictions: Sequence[str], classes: Sequence[str], average: str) -> float:
     from sklearn.metrics import f1_score  # a second of imports, only paid by tasks that need it
 
     value = f1_score(list(truth), list(predictions), labels=list(classes), average=average, zero_division=0)
     return 100.0 * float(value)
 
 
-def _single_truth(predictions: Predictions, references: References) -> list[str]:
+def _single_truth(predictions: Sequence[str], references: References) -> list[str]:
     """F1 needs one truth per example: the reference that was met, else the first."""
     pairs = zip(predictions, references, strict=True)
     return [prediction if prediction in accepted else accepted[0] for prediction, accepted in pairs]
 
 
-def _bertscore(predictions: Predictions, references: References, labels: Labels) -> tuple[float, dict[str, float]]:
+def _bertscore(answers: Answers) -> tuple[float, dict[str, float]]:
     """English BERTScore (roberta-large, layer 17, no idf, no rescaling); the best reference per number."""
-    del labels
     from bert_score import score as bert_score
 
-    rows = [row for row, prediction in enumerate(predictions) if prediction]
-    if not rows:
-        return 0.0, {"precision": 0.0, "recall": 0.0, "f1": 0.0}
-    try:
-        parts = bert_score([predictions[row] for row in rows], [list(references[row]) for row in rows], lang="en")
-    except OSError as error:
-        raise BackboneError(
-            f"metric 'bertscore' cannot load roberta-large: {error}; put the model into the local cache"
-        ) from error
-    means = [100.0 * float(part.sum()) / len(predictions) for part in parts]
+    examples = list(zip(answers.predictions, answers.references, strict=True))
+    met = sum(text is not None and not text.strip() and "" in accepted for text, accepted in examples)
+    judged = [(text, list(accepted)) for text, accepted in examples if text is not None and text.strip()]
+    sums = [float(met)] * 3
+    if judged:
+        try:
+            parts = bert_score([text for text, _ in judged], [accepted for _, accepted in judged], lang="en")
+        except OSError as error:
+            raise BackboneError(
+                f"metric 'bertscore' cannot load roberta-large: {error}; put the model into the local cache"
+            ) from error
+        sums = [met + float(part.sum()) for part in parts]
+    means = [100.0 * total / len(examples) for total in sums]
     return means[2], dict(zip(("precision", "recall", "f1"), means, strict=True))
 
 
 METRICS: dict[str, Metric] = {
     # SAPT, O-LoRA and MIGU: normalised whole-string equality (SAPT src/compute_metrics.py).
-    "exact_match": _mean_best(_exact),
+    "exact_match": mean_best(_exact),
     # Equality of label texts as they are, for label heads (SLM's BERT: argmax over the head) and DAS.
-    "accuracy": _mean_best(_equal),
-    # SAPT, SuperNI tasks: rouge_score, stemming on, F-measure.
-    "rouge_l": _mean_best(_rouge),
+    "accuracy": mean_best(_equal),
+    # SAPT, SuperNI tasks: rouge_score, stemming on, F-measure; words of every script. The published numbers are of
+    # rouge_l_ascii, which reads ASCII letters and digits alone; both agree on ASCII texts.
+    "rouge_l": rouge,
+    "rouge_l_ascii": rouge_ascii,
     # SLM, T5 and LLaMA choice tasks: first words compared case-sensitively.
-    "first_word": _mean_best(_first),
-    "first_word_lower": _mean_best(_first_lower),
+    "first_word": mean_best(_first),
+    "first_word_lower": mean_best(_first_lower),
     # DAS (MIGU section on continual pre-training): sklearn's F1 over label texts; ChemProt reports micro-F1.
     "macro_f1": _macro_f1,
     "micro_f1": _micro_f1,
     # SLM, medical task.
     "bertscore": _bertscore,
+    # Papineni et al. 2002, over the whole task, by sacrebleu.
+    "bleu": bleu,
+    # Xu et al. 2016, simplification (TRACE: 20Minuten).
+    "sari": sari,
+    # rapidfuzz: 200 * longest common subsequence of characters / characters of both (TRACE: Py150).
+    "edit_similarity": edit_similarity,
 }
 """Metric name -> how it is computed."""
+
+OVERLAP = frozenset({"rouge_l", "rouge_l_ascii", "bleu", "sari", "edit_similarity"})
+"""Metrics of overlapping text, to which the off-task rule does not apply."""
+
+NEED_SOURCES = frozenset({"sari"})
+"""Metrics that compare with the input text."""
+
+_LIBRARIES = {
+    "bertscore": ("bert_score", "bertscore"),
+    **dict.fromkeys(("bleu", "sari"), ("sacrebleu", "scores")),
+    "edit_similarity": ("rapidfuzz", "scores"),
+}
+"""Metric -> the optional library that it needs, and the extra that installs it."""

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from raycl.data.conversation import messages_of
+from raycl.data.conversation import last_contents, messages_of
 from raycl.errors import DataError
-from raycl.eval.metrics import check_metric, score
+from raycl.eval.metrics import NEED_SOURCES, check_metric, score
 from raycl.serve.offline import OfflineModel, Text
 from raycl.serve.prediction_files import Input
 from raycl.types import Score
@@ -52,10 +52,13 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
     metric = metric or ("accuracy" if model.answers == "label" else "exact_match")
     check_metric(metric)
     references: list[tuple[str, ...]] = []
+    sources: list[str] = []
 
     def texts() -> Iterator[Text]:
         for _, row in given.rows():
             references.append(row.references)
+            if metric in NEED_SOURCES:
+                sources.extend(last_contents([row.text]) if row.is_chat else [row.text])
             yield messages_of(row.text) if row.is_chat else row.text
 
     answers, weights, ood_scores = [], Counter[str](), []
@@ -69,9 +72,10 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
     if model.answers == "label":
         truth = [one[0] for one in references]
         found = dict(zip(("labels", "confusion", "by_label"), _by_label(truth, answers), strict=True))
+    labels = sorted({one[0] for one in references}) if found else None
     return Evaluation(
         metric,
-        score(metric, answers, references, sorted({one[0] for one in references}) if found else None),
+        score(metric, answers, references, labels, sources=sources),
         tasks={task: total / len(answers) for task, total in weights.most_common()},
         mean_ood_score=sum(ood_scores) / len(ood_scores) if ood_scores else None,
         **found,

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from raycl.backbone import Backbone
+from raycl.data.conversation import last_contents
 from raycl.data.loader import eval_batches
 from raycl.data.stream import Stream
 from raycl.errors import BankError, counted
 from raycl.eval.evaluator import evaluate
+from raycl.eval.metrics import NEED_SOURCES
 from raycl.eval.settings import EvalConfig
 from raycl.types import Batch, Score, Task
 
@@ -55,6 +57,7 @@ def _score(model: Answering, stream: Stream, task: Task, settings: EvalConfig) -
 
     batches = eval_batches(table, None, 0, 1, settings.batch_size, codec.pad_id)
     others = {label for other in stream.tasks if other is not task for label in other.labels or ()}
-    _, score = evaluate(task, batches, answers, table.references(range(len(table))), others)
+    sources = last_contents(table.texts(range(len(table)))) if task.metric in NEED_SOURCES else ()
+    _, score = evaluate(task, batches, answers, table.references(range(len(table))), others, sources=sources)
     log.info("    %-36s %5.1f  (%s)", task.name, score.value, counted(score.count, "example"))
     return score

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raycl.data.conversation import last_contents
 from raycl.data.loader import eval_batches
 from raycl.data.tokens import TokenTable
 from raycl.eval.evaluator import evaluate
 from raycl.eval.language import score_texts
+from raycl.eval.metrics import NEED_SOURCES
 from raycl.generation.answers import predict
 from raycl.methods.base import activate
 from raycl.storage import Storage
@@ -150,6 +152,7 @@ def _score(
             references,
             others,
             world.gather,
+            sources=last_contents(table.texts(range(len(table)))) if task.metric in NEED_SOURCES else (),
         )
     cell.extra |= {"truncated_sources": float(table.truncated_sources)}
     if world.is_first:

@@ -65,13 +65,41 @@ def test_value_is_the_mean_over_examples() -> None:
 
 def test_off_task_and_empty_replies_score_nothing_and_are_counted() -> None:
     result = score(
-        "rouge_l",
+        "exact_match",
         ["Positive.", "  ", "a positive day"],
         [["it was positive"], ["a day"], ["a positive day"]],
         other_labels=["positive", "negative"],
     )
     assert result.extra == {"off_task": 1, "empty": 1}
     assert result.value == pytest.approx(100 / 3)
+
+
+@pytest.mark.parametrize("metric", ["rouge_l", "rouge_l_ascii", "edit_similarity", "bleu"])
+def test_the_off_task_rule_leaves_overlapping_text_alone(metric: str) -> None:
+    replies = (["Positive. It was fine"], [["Positive. It was fine, all of the time"]])
+    told = score(metric, *replies, other_labels=["positive it was fine"])
+    assert told.extra["off_task"] == 1
+    assert told.value == score(metric, *replies).value > 0
+
+
+def test_the_off_task_rule_can_be_switched_off() -> None:
+    replies = (["good day"], [["good"]])  # the first word is right, the whole answer is a label of another task
+    ruled = score("first_word", *replies, other_labels=["good day"])
+    free = score("first_word", *replies, other_labels=["good day"], off_task_is_wrong=False)
+    assert (ruled.value, free.value) == (0, 100)
+    assert (ruled.extra["off_task"], free.extra["off_task"]) == (1, 1)
+
+
+@pytest.mark.parametrize("metric", ["exact_match", "accuracy", "rouge_l", "rouge_l_ascii", "edit_similarity"])
+def test_an_empty_answer_to_an_empty_reference_is_right(metric: str) -> None:
+    result = score(metric, ["", "", "x"], [[""], ["a"], [""]])
+    assert (result.value, result.extra["empty"]) == (pytest.approx(100 / 3), 2)
+
+
+def test_an_off_task_answer_is_no_empty_answer() -> None:
+    replies = (["yes"], [["", "no"]])
+    assert score("accuracy", *replies, other_labels=["yes"]).value == 0
+    assert score("micro_f1", *replies, other_labels=["yes"]).value == 0
 
 
 def test_labels_shared_by_tasks_and_right_answers_are_never_off_task() -> None:
@@ -126,7 +154,7 @@ def test_bertscore_reports_precision_recall_and_f1(monkeypatch: pytest.MonkeyPat
     assert result.extra == pytest.approx({"off_task": 0, "empty": 1, "precision": 25, "recall": 35, "f1": 30})
 
 
-@pytest.mark.parametrize("metric", sorted(set(METRICS) - {"bertscore"}))
+@pytest.mark.parametrize("metric", sorted(set(METRICS) - {"bertscore", "bleu", "sari"}))
 def test_perfect_and_hopeless_answers(metric: str) -> None:
     right: Callable[[str], float] = lambda text: score(metric, [text, text], [["good"], ["good"]]).value  # noqa: E731
     assert right("good") == pytest.approx(100)
