@@ -91,7 +91,7 @@ def test_a_printed_config_loads_unchanged(
     file = tmp_path / "printed.yaml"
     file.write_text(printed)
     assert load_config(str(file), []) == load_config(None, written)
-    assert "# learning rate of AdamW" in printed
+    assert "# learning rate at its highest" in printed
 
 
 def test_the_printed_config_of_the_endpoint_loads_unchanged(

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from raycl.config import Section
 from raycl.errors import RetrievalError
 
+DECAY, DECAY_EPOCHS = 0.1, 2
+"""Of the rate in the authors' scripts."""
+
 
 class KeyConfig(Section):
     """How a task's keys are learned (SLM section 3.2 and its scripts; the paper's defaults unless stated)."""
@@ -28,7 +31,8 @@ class KeyConfig(Section):
     update: Literal["paper", "adam", "official"] = Field(
         "paper",
         description="paper: k += rate * gradient of the cosine, for chosen keys alone; adam: the same loss by Adam, "
-        "keys without a hit left alone; official: AdamW, decay 0.01, clip 0.1",
+        "keys without a hit left alone; official: AdamW, weight decay 0.01, clip 0.1, and with keys.epochs the rate "
+        "x0.1 after every 2 epochs",
     )
     rate: float = Field(1e-3, gt=0, description="gamma, or the optimizer's learning rate")
     steps: int = Field(
@@ -107,19 +111,21 @@ def learn_keys(queries_BC: Tensor, config: KeyConfig, top_k: int, seed: int) -> 
         keys = semi_orthogonal(config.slots, config.groups, queries_BgH.shape[2], seed)
     draw = torch.Generator().manual_seed(seed)
     step = _paper_step if config.update == "paper" else _OptimizerStep(keys, config)
-    for rows in _batches(len(queries_BgH), config, draw):
+    for epoch, rows in _batches(len(queries_BgH), config, draw):
+        if isinstance(step, _OptimizerStep):
+            step.set_rate(config, epoch)
         chosen = choose(cosines(queries_BgH[rows], keys), top_k, config.mask, draw)
         keys = step(keys, queries_BgH[rows], chosen, config)
     return keys
 
 
-def _batches(texts: int, config: KeyConfig, draw: torch.Generator) -> Iterator[Tensor]:
-    """Rows of each step, every pass in a new order."""
+def _batches(texts: int, config: KeyConfig, draw: torch.Generator) -> Iterator[tuple[int, Tensor]]:
+    """Epoch and rows of each step, every epoch in a new order."""
     a_pass = -(-texts // config.batch_size)
     left = config.steps if config.epochs is None else config.epochs * a_pass
-    while left > 0:
-        yield from torch.split(torch.randperm(texts, generator=draw), config.batch_size)[:left]
-        left -= a_pass
+    for epoch in range(-(-left // a_pass)):
+        for rows in torch.split(torch.randperm(texts, generator=draw), config.batch_size)[: left - epoch * a_pass]:
+            yield epoch, rows
 
 
 def check_keys(config: KeyConfig, top_k: int) -> None:
@@ -165,6 +171,12 @@ class _OptimizerStep:
         official = config.update == "official"
         kind = torch.optim.AdamW if official else torch.optim.Adam
         self.optimizer = kind([self.parameter], lr=config.rate, weight_decay=0.01 if official else 0.0)
+
+    def set_rate(self, config: KeyConfig, epoch: int) -> None:
+        """The rate of an epoch: the authors' code multiplies it by 0.1 after every second one."""
+        decays = config.update == "official" and config.epochs is not None
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.rate * (DECAY ** (epoch // DECAY_EPOCHS) if decays else 1.0)
 
     def __call__(self, keys: Tensor, queries_BgH: Tensor, chosen_BgK: Tensor, config: KeyConfig) -> Tensor:
         before = self.parameter.detach().clone()

@@ -60,12 +60,36 @@ def test_one_step_of_the_papers_rule() -> None:
 @pytest.mark.parametrize("start", ["orthogonal", "data"])
 def test_every_rule_pulls_keys_to_the_texts(update: str, start: str) -> None:
     queries = drawn(1, 24, seed=5) + 0.2 * drawn(60, 24)
-    config = KeyConfig(groups=3, slots=4, update=update, start=start, rate=5e-3, epochs=20)  # type: ignore[arg-type]
+    config = KeyConfig(groups=3, slots=4, update=update, start=start, rate=5e-3, steps=80)  # type: ignore[arg-type]
     first = learn_keys(queries, KeyConfig(groups=3, slots=4, start=start, epochs=0), 2, seed=0)  # type: ignore[arg-type]
     keys = learn_keys(queries, config, 2, seed=0)
     near = [float(cosines(split_groups(queries, 3), held).topk(2).values.mean()) for held in (first, keys)]
     assert near[1] > near[0] and near[1] > 0.8
     assert torch.equal(keys, learn_keys(queries, config, 2, seed=0)), "the same seed gives the same keys"
+
+
+def test_official_keys_are_those_of_the_published_loop() -> None:
+    """AdamW on minus the mean of the chosen cosines, clipped, with the rate x0.1 after every second epoch."""
+    queries = torch.randn(37, 12, generator=torch.Generator().manual_seed(1))
+    config = KeyConfig(groups=3, slots=4, mask=0.2, update="official", rate=0.05, epochs=5, batch_size=8)
+    split = split_groups(queries, 3)
+    keys = torch.nn.Parameter(semi_orthogonal(4, 3, 4, seed=7))
+    optimizer = torch.optim.AdamW([keys], lr=0.05, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+    draw = torch.Generator().manual_seed(7)
+    for _ in range(5):
+        for rows in torch.split(torch.randperm(37, generator=draw), 8):
+            similar = torch.nn.functional.cosine_similarity(split[rows][:, None], keys[None], dim=-1).transpose(1, 2)
+            chosen = choose(similar.detach(), 2, 0.2, draw)
+            optimizer.zero_grad()
+            (-similar.gather(2, chosen).mean()).backward()
+            torch.nn.utils.clip_grad_norm_([keys], 0.1)
+            optimizer.step()
+        schedule.step()
+    found = learn_keys(queries, config, top_k=2, seed=7)
+    assert torch.allclose(found, keys.detach(), atol=1e-4)
+    by_steps = config.model_copy(update={"epochs": None, "steps": 25})
+    assert not torch.allclose(learn_keys(queries, by_steps, top_k=2, seed=7), found, atol=1e-3), "its rate is constant"
 
 
 def test_keys_without_a_hit_are_left_alone_unless_official() -> None:
