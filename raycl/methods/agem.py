@@ -38,10 +38,10 @@ class AgemConfig(WrapperConfig):
     )
     batch: int = Field(64, ge=1, description="stored rows of all earlier tasks behind each reference gradient")
 
-    def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
+    def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
         """In the first phase nothing is stored yet."""
-        settings = super().cache_key(index, tasks)
-        settings["learner"] = self.learner.cache_key(index, tasks)
+        settings = super().cache_key(index, tasks, learns_texts)
+        settings["learner"] = self.learner.cache_key(index, tasks, learns_texts)
         if index == 0:
             del settings["share"], settings["batch"]
         return settings

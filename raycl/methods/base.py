@@ -51,14 +51,14 @@ class MethodConfig(Section):
         if not has_label_head:
             yield from ((name, reason) for name in self.label_head)
 
-    def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
+    def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
         """The settings that can change anything about phase `index`: what is learned, kept or measured in it.
 
         Runs whose keys agree up to some phase are the same run up to there, bit for bit, and sweeps train that part
         once. Leave out only what provably has no effect; by default nothing is left out.
 
         Args:
-            tasks: names of the phases.
+            tasks: names of the phases. learns_texts: texts themselves are learned, not their answers.
         """
         return as_tree(self)
 

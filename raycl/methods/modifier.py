@@ -29,7 +29,7 @@ class ModifierConfig(Section):
 
     name: str
 
-    def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
+    def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
         """The settings that can change what phase `index` learns; see `MethodConfig.cache_key`."""
         return as_tree(self)
 

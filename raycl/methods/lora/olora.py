@@ -40,9 +40,9 @@ class OLoraConfig(IncLoraSettings):
         default_factory=dict, description="task name -> lambda_2, where it differs"
     )
 
-    def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
+    def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
         """The first task has nothing to be at right angles to; each task has one lambda_1 and one lambda_2."""
-        settings = super().cache_key(index, tasks)
+        settings = super().cache_key(index, tasks, learns_texts)
         settings["lambda_1"] = settings.pop("lambda_1_by_task").get(tasks[index], self.lambda_1)
         settings["lambda_2"] = settings.pop("lambda_2_by_task").get(tasks[index], self.lambda_2)
         if index == 0:

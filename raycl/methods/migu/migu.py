@@ -63,7 +63,8 @@ class MiguConfig(ModifierConfig):
     bias: bool = Field(False, description="also mask the bias of a masked row")
     skip_first_task: bool | None = Field(
         None,
-        description="do not mask the run's first task, as in the authors' T5 runs; null: skip it if there are others",
+        description="do not mask the run's first task, as in the authors' T5 runs; null: skip it if there are others, "
+        "except in continual pre-training, where every domain is masked",
     )
     mask_scope: Literal["step", "micro_batch"] = Field(
         "step",
@@ -94,15 +95,19 @@ class MiguConfig(ModifierConfig):
         elif self.cluster_by != "co_magnitude":
             yield "cluster_samples", f"cluster_by={self.cluster_by}"
 
-    def masks(self, index: int, only: bool) -> bool:
-        """Whether a phase is masked at all; `only`: the run has no other."""
-        skip = self.skip_first_task if self.skip_first_task is not None else not only
+    def masks(self, index: int, only: bool, learns_texts: bool) -> bool:
+        """Whether a phase is masked at all.
+
+        Args:
+            only: the run has no other. learns_texts: texts themselves are learned, not their answers.
+        """
+        skip = self.skip_first_task if self.skip_first_task is not None else not (only or learns_texts)
         return not (skip and index == 0)
 
-    def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
+    def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
         """Without the settings of the mask while nothing is masked."""
-        settings = super().cache_key(index, tasks)
-        if self.masks(index, only=len(tasks) == 1):
+        settings = super().cache_key(index, tasks, learns_texts)
+        if self.masks(index, len(tasks) == 1, learns_texts):
             return settings | {"skip_first_task": False}
         without = ("threshold", "mask_update", "random_update")
         return {key: value for key, value in settings.items() if key not in without} | {"skip_first_task": True}
@@ -146,7 +151,7 @@ class Migu(GradientModifier):
             RunError: there is none.
         """
         config, backbone = self.config, self.method.backbone
-        self._active = config.masks(phase.index, only)
+        self._active = config.masks(phase.index, only, phase.tasks[0].objective != "answer")
         layers = observed_layers(backbone, config.layers, config.include_lm_head)
         self._layout = layout_of(backbone, layers, config.bias)
         if not self._layout.rows:

@@ -54,9 +54,9 @@ class SaptConfig(MethodConfig):
 
     label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
 
-    def cache_key(self, index: int, tasks: Sequence[str]) -> Tree:
+    def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
         """In the first task there is nothing to reflect on."""
-        settings = super().cache_key(index, tasks)
+        settings = super().cache_key(index, tasks, learns_texts)
         if index == 0:
             kept = ("source", "fraction", "max_samples", "files", "abar_split")
             settings["arm"] = {name: settings["arm"][name] for name in kept}

@@ -60,11 +60,12 @@ def _whole(config: RunConfig, tasks: Sequence[str]) -> Tree:
 
 def _phase(config: RunConfig, index: int, tasks: Sequence[str]) -> Tree:
     """What acts in one phase beside that."""
+    texts = config.stream.objective != "answer"
     return {
         "task": tasks[index],
         "epochs": config.train.epochs_of(tasks[index]),
-        "method": config.method.cache_key(index, tasks),
-        "modifiers": {name: chosen.cache_key(index, tasks) for name, chosen in config.modifiers.items()},
+        "method": config.method.cache_key(index, tasks, texts),
+        "modifiers": {name: chosen.cache_key(index, tasks, texts) for name, chosen in config.modifiers.items()},
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from raycl.methods.modifier import Modifiers
 from raycl.run.checks import check
 from raycl.training.phase.step import train_step
 from raycl.training.training_context import TrainingContext
-from raycl.types import Phase
+from raycl.types import Objective, Phase
 
 # ---- adapters ------------------------------------------------------------------------------------------------------
 
@@ -126,21 +127,24 @@ def test_mask_scope_sets_which_batches_are_summed(lab: Lab, scope: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "only", "index", "masks"),
+    ("setting", "only", "index", "objective", "masks"),
     [
-        (None, False, 0, False),
-        (None, True, 0, True),
-        (True, True, 0, False),
-        (False, False, 0, True),
-        (True, False, 1, True),
+        (None, False, 0, "answer", False),
+        (None, True, 0, "answer", True),
+        (True, True, 0, "answer", False),
+        (False, False, 0, "answer", True),
+        (True, False, 1, "answer", True),
+        (None, False, 0, "mlm", True),
+        (True, False, 0, "mlm", False),
     ],
 )
-def test_the_first_task_is_skipped_where_there_are_others(
-    lab: Lab, setting: bool | None, only: bool, index: int, masks: bool
+def test_the_first_task_is_skipped_where_there_are_others_that_have_answers(
+    lab: Lab, setting: bool | None, only: bool, index: int, objective: Objective, masks: bool
 ) -> None:
     started = Started(lab, skip_first_task=setting)
     started.parts.modifiers.end_task()
-    started.parts.modifiers.begin_task(Phase(index, "x", started.phase.tasks), only, resumed=False)
+    tasks = tuple(replace(task, objective=objective) for task in started.phase.tasks)
+    started.parts.modifiers.begin_task(Phase(index, "x", tasks), only, resumed=False)
     started.step(started.batch([0, 1]))
     name = next(iter(started.migu._layout.rows))
     assert (started.parts.modifiers.masked(name) is not None) is masks

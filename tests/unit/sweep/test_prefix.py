@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from raycl import config as configs
+from raycl.methods.migu.migu import MiguConfig
 from raycl.methods.registry import METHODS, MODIFIERS, method_class, modifier_class
 from raycl.run.config import RunConfig
 from raycl.sweep.trials.prefix import fork_records, prefix_keys, shared_keys
@@ -114,3 +115,12 @@ def test_cache_keys_name_settings_of_the_method(name: str) -> None:
 def test_modifiers_act_with_all_settings_later(name: str) -> None:
     config = modifier_class(name).Config(name=name)
     assert set(config.cache_key(1, TASKS)) == {*type(config).model_fields}
+
+
+def test_pre_training_masks_its_first_domain_so_thresholds_are_not_shared() -> None:
+    keys = [
+        config.cache_key(0, ("a", "b"), learns_texts=texts)
+        for config in (MiguConfig(threshold=0.1), MiguConfig(threshold=0.9))
+        for texts in (False, True)
+    ]
+    assert keys[0] == keys[2] and keys[1] != keys[3]
