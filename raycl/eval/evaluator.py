@@ -6,6 +6,7 @@ What it does not know: backbones, data files, process groups; it is given functi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 from raycl.eval.metrics import score
 from raycl.types import Batch, Score, Task
@@ -38,6 +39,7 @@ def evaluate(
     gather: Callable[[Predictions], Sequence[Predictions]] = lambda share: [share],
     *,
     sources: Sequence[str] = (),
+    off_task_is_wrong: bool = True,
 ) -> tuple[list[str], Score]:
     """Answers in row order and their score by the task's own metric.
 
@@ -45,6 +47,8 @@ def evaluate(
         batches: this worker's share. gather: all workers' answers from this worker's.
         other_labels: label words of other tasks, which count as off-task answers.
         sources: the input texts, for metrics that compare with them.
+        off_task_is_wrong: see `score`.
     """
     answers = merge(gather(predict_share(batches, predict)), len(references))
-    return answers, score(task.metric, answers, references, task.labels, other_labels, sources=sources)
+    rules: dict[str, Any] = {"sources": sources, "off_task_is_wrong": off_task_is_wrong}
+    return answers, score(task.metric, answers, references, task.labels, other_labels, **rules)

@@ -20,7 +20,7 @@ _ORDERS = (1, 2, 3, 4)
 _Grams = Counter[tuple[str, ...]]
 
 
-class _Parts(NamedTuple):
+class _Scores(NamedTuple):
     add: float
     keep: float
     delete: float
@@ -44,16 +44,16 @@ def sari(answers: Answers) -> tuple[float, dict[str, float]]:
         _example(words(source), words(prediction), [words(reference) for reference in accepted])
         for source, (prediction, accepted) in zip(answers.sources, answers.pairs(), strict=True)
     ]
-    means = _Parts(*(100.0 * sum(part[place] for part in parts) / len(parts) for place in range(3)))
+    means = _Scores(*(100.0 * sum(part[place] for part in parts) / len(parts) for place in range(3)))
     return sum(means) / 3, means._asdict()
 
 
-def _example(source: list[str], prediction: list[str], references: Sequence[list[str]]) -> _Parts:
+def _example(source: list[str], prediction: list[str], references: Sequence[list[str]]) -> _Scores:
     found = [_order(n, source, prediction, references) for n in _ORDERS]
-    return _Parts(*(sum(part[place] for part in found) / len(_ORDERS) for place in range(3)))
+    return _Scores(*(sum(part[place] for part in found) / len(_ORDERS) for place in range(3)))
 
 
-def _order(n: int, source: list[str], prediction: list[str], references: Sequence[list[str]]) -> _Parts:
+def _order(n: int, source: list[str], prediction: list[str], references: Sequence[list[str]]) -> _Scores:
     """Sequences of `n` words. Counts of source and prediction are taken once for each reference."""
     times = len(references)
     wanted = sum((_grams(reference, n) for reference in references), _Grams())
@@ -65,7 +65,7 @@ def _order(n: int, source: list[str], prediction: list[str], references: Sequenc
     added, missing = has.keys() - had.keys(), wanted.keys() - had.keys()
     good = len(added & wanted.keys())
     add = _f1(_ratio(good, len(added)), _ratio(good, len(missing)))
-    return _Parts(add, keep, _share(deleted - wanted, deleted))
+    return _Scores(add, keep, _share(deleted - wanted, deleted))
 
 
 def _grams(words: list[str], n: int) -> _Grams:

@@ -23,6 +23,11 @@ class EvalConfig(Section):
         "(class-incremental); task: the task's own labels (task-incremental; van de Ven and Tolias "
         "2019). Tasks without labels have no limit",
     )
+    off_task: Literal["wrong", "count"] = Field(
+        "wrong",
+        description="answers that are a label of another task, and not of their own. wrong: they score 0, as SLM "
+        "states, except under metrics of overlapping text (rouge_l); count: they are counted only",
+    )
     split: Literal["test", "dev"] = Field(
         "test", description="rows that are scored: dev for choosing settings, test for reporting"
     )

@@ -58,6 +58,8 @@ def _score(model: Answering, stream: Stream, task: Task, settings: EvalConfig) -
     batches = eval_batches(table, None, 0, 1, settings.batch_size, codec.pad_id)
     others = {label for other in stream.tasks if other is not task for label in other.labels or ()}
     sources = last_contents(table.texts(range(len(table)))) if task.metric in NEED_SOURCES else ()
-    _, score = evaluate(task, batches, answers, table.references(range(len(table))), others, sources=sources)
+    references = table.references(range(len(table)))
+    is_wrong = settings.off_task == "wrong"
+    _, score = evaluate(task, batches, answers, references, others, sources=sources, off_task_is_wrong=is_wrong)
     log.info("    %-36s %5.1f  (%s)", task.name, score.value, counted(score.count, "example"))
     return score

@@ -153,6 +153,7 @@ def _score(
             others,
             world.gather,
             sources=last_contents(table.texts(range(len(table)))) if task.metric in NEED_SOURCES else (),
+            off_task_is_wrong=settings.off_task == "wrong",
         )
     cell.extra |= {"truncated_sources": float(table.truncated_sources)}
     if world.is_first:
