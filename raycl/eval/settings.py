@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -31,6 +32,12 @@ class EvalConfig(Section):
     split: Literal["test", "dev"] = Field(
         "test", description="rows that are scored: dev for choosing settings, test for reporting"
     )
+    select: Literal["last", "best_dev"] = Field(
+        "last",
+        description="weights that a task ends with. last: those of its last step; best_dev: those with the best score "
+        "on the task's dev rows (of equal ones the first)",
+    )
+    select_epochs: int = Field(1, ge=1, description="select=best_dev: epochs between two scores")
     batch_size: int = Field(64, ge=1, description="examples per worker per forward pass")
     max_new_tokens: int | None = Field(
         None, ge=1, description="tokens of a generated answer at most; null: stream.max_target_tokens"
@@ -39,3 +46,8 @@ class EvalConfig(Section):
     singles: PathOrUri = Field(
         None, description="run directory (or results.json) of `method=separate`, whose scores FWT compares with"
     )
+
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
+        """When dev rows are scored, where they choose nothing."""
+        if self.select == "last":
+            yield "select_epochs", "select=last"

@@ -55,6 +55,7 @@ def check(config: RunConfig) -> Stream:
     stream.check(codec)
     method.check(stream.tasks)
     check_data(config, stream)
+    check_selection(config, stream)
     check_unseen(config, stream, codec)
     for task in (*stream.tasks, *stream.unseen):
         if task.objective == "answer":
@@ -110,6 +111,27 @@ def check_data(config: RunConfig, stream: Stream) -> None:
         )
     if missing and not config.bank.start:
         raise ConfigError(f"tasks {', '.join(missing)} have no data: `recorded` is for runs with bank.start")
+
+
+def check_selection(config: RunConfig, stream: Stream) -> None:
+    """Weights are chosen by dev rows, with whole weights on every worker.
+
+    Raises:
+        ConfigError: a task without dev rows, or an engine that shards the weights.
+    """
+    if config.eval.select == "last":
+        return
+    without = [task.name for task in stream.tasks if stream.has_data(task) and not len(stream.rows(task, "dev"))]
+    if without:
+        raise ConfigError(
+            f"eval.select=best_dev, but {', '.join(without)} has no dev rows: raise stream.dev_fraction, give dev "
+            "files with stream.dev=file, or use eval.select=last"
+        )
+    if isinstance(config.engine, DeepSpeedConfig) and config.engine.zero_stage == 3:
+        raise ConfigError(
+            "eval.select=best_dev evaluates inside a task, where engine.zero_stage=3 has no whole weights: use "
+            "zero_stage 0, 1 or 2, or engine=torch"
+        )
 
 
 def check_unseen(config: RunConfig, stream: Stream, codec: TextCodec) -> None:

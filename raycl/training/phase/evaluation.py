@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raycl.data.conversation import last_contents
 from raycl.data.loader import eval_batches
-from raycl.data.tokens import TokenTable
+from raycl.data.tokens import Split, TokenTable
 from raycl.eval.evaluator import evaluate
 from raycl.eval.language import score_texts
 from raycl.eval.metrics import NEED_SOURCES
@@ -109,6 +109,11 @@ def evaluate_unseen(
     }
 
 
+def dev_score(context: TrainingContext, task: Task, world: DistributedContext) -> float:
+    """Score of the task's dev rows by the model in training. Collective; nothing is logged or written."""
+    return _score(context, task, world, None, "", Observations(), _no_check, "dev").value
+
+
 def evaluated_tasks(context: TrainingContext, phase: Phase) -> list[Task]:
     """The phase's own tasks (one model per task), every task seen, or all."""
     if context.schedule.one_model_per_task:
@@ -122,14 +127,16 @@ def _score(
     context: TrainingContext,
     task: Task,
     world: DistributedContext,
-    storage: Storage,
+    storage: Storage | None,
     folder: str,
     observations: Observations,
     before: Before,
+    split: Split | None = None,
 ) -> Score:
+    """One cell; without a storage nothing is logged or written. split: None: as configured."""
     before(task.name)
     settings, codec = context.evaluation, context.backbone.codec
-    table = context.stream.table(task, settings.split, codec)
+    table = context.stream.table(task, split or settings.split, codec)
     encoder = context.method.encoder
     if encoder is not None:
         encoder.embed_all(table.texts(range(len(table))), (world.rank, world.size), world.gather)
@@ -140,7 +147,7 @@ def _score(
     if task in context.stream.unseen:
         batches = map(_without_task, batches)
     if text_objective is not None:
-        return _text_score(context, task, table, batches, world, observations)
+        return _text_score(context, task, table, batches, world, observations, storage is not None)
     limit = settings.max_new_tokens or codec.max_target_tokens
     references = table.references(range(len(table)))
     others = {label for other in context.stream.tasks if other is not task for label in other.labels or ()}
@@ -156,7 +163,7 @@ def _score(
             off_task_is_wrong=settings.off_task == "wrong",
         )
     cell.extra |= {"truncated_sources": float(table.truncated_sources)}
-    if world.is_first:
+    if world.is_first and storage is not None:
         off = f", {cell.extra['off_task']:g} off task" if cell.extra.get("off_task") else ""
         log.info("    %-36s %5.1f  (%d examples%s)", task.name, cell.value, cell.count, off)
         if settings.save_predictions:
@@ -172,6 +179,7 @@ def _text_score(
     batches: Iterable[Batch],
     world: DistributedContext,
     observations: Observations,
+    shown: bool,
 ) -> Score:
     """Where texts themselves are learned."""
 
@@ -182,9 +190,9 @@ def _text_score(
 
     cell = score_texts(batches, read, len(table), world.gather)
     cell.extra |= {"truncated_sources": float(table.truncated_sources)}
-    if world.is_first:
-        shown = (task.name, cell.value, cell.extra["perplexity"], cell.extra["tokens"])
-        log.info("    %-36s %5.1f  (perplexity %.4g, %d tokens)", *shown)
+    if world.is_first and shown:
+        values = (task.name, cell.value, cell.extra["perplexity"], cell.extra["tokens"])
+        log.info("    %-36s %5.1f  (perplexity %.4g, %d tokens)", *values)
     return cell
 
 

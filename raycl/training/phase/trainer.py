@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from torch import Tensor
+
 from raycl.data.loader import GlobalOrder, Loader
 from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
 from raycl.methods.context import Step, TaskContext
@@ -21,6 +23,7 @@ from raycl.training.engines.optimizers import first_moment
 from raycl.training.phase.data import PhaseData, order_of, rows_of
 from raycl.training.phase.gradient_check import GradientMaskCheck
 from raycl.training.phase.preparation import encode_texts
+from raycl.training.phase.selection import Selection
 from raycl.training.phase.step import train_step
 from raycl.training.recorder import Recorder
 from raycl.training.records.checkpoint import Checkpoint
@@ -71,6 +74,7 @@ class TaskTrainer:
         start, spent = self._restore(engine, resume)
         self._announce(phase, order, start, by_phase)
         self.context.backbone.train()
+        selection = Selection(self.context, phase, self.world, order.steps_per_epoch, resume)
         mask_check = GradientMaskCheck(engine, self.context.modifiers, first_moment(self.context.train))
         for index in range(start, order.steps):
             began = time.perf_counter()
@@ -84,10 +88,12 @@ class TaskTrainer:
             spent = {"train_s": spent["train_s"] + seconds, "tokens": spent["tokens"] + result.tokens}
             self.control.progress("training", step=index + 1, steps=order.steps, loss=result.loss)
             self.recorder.step(phase, index + 1, order.steps, result, seconds)
-            self._checkpoint_if_due(phase, engine, index + 1, order.steps, spent)
-        done = self._checkpoint(phase, engine, order.steps, order.steps, spent)
+            selection.after_step(engine, index + 1, order.steps)
+            self._checkpoint_if_due(phase, engine, index + 1, order.steps, spent | selection.spent, selection.tensors())
+        done = self._checkpoint(phase, engine, order.steps, order.steps, spent | selection.spent)
         self.context.modifiers.end_task()
         engine.close()
+        selection.end(done)
         self._end(phase, task_context, done)
         return done
 
@@ -115,7 +121,7 @@ class TaskTrainer:
             return 0, {"train_s": 0.0, "tokens": 0.0}
         with activate_trainable(self.context.method, 1):
             engine.restore(resume.parameters, resume.optimizer, resume.step)
-        return resume.step, dict(resume.spent)
+        return resume.step, {key: resume.spent[key] for key in ("train_s", "tokens")}
 
     def _check_disk(self, phase: Phase, steps: list[int], resume: Checkpoint | None) -> None:
         """Warn once, before the first phase of this attempt is trained, if a disk will not hold what is written."""
@@ -130,17 +136,33 @@ class TaskTrainer:
         self.recorder.begin(phase, order.count, order.steps, start, sum(by_phase[phase.index + 1 :]))
         self.control.progress("training", step=start, steps=order.steps, steps_by_phase=by_phase)
 
-    def _checkpoint_if_due(self, phase: Phase, engine: Engine, step: int, steps: int, spent: dict[str, float]) -> None:
+    def _checkpoint_if_due(
+        self,
+        phase: Phase,
+        engine: Engine,
+        step: int,
+        steps: int,
+        spent: dict[str, float],
+        more: dict[str, Tensor],
+    ) -> None:
         """A checkpoint inside the phase: where one is due, or the run is to stop."""
         stops = step < steps and self.control.stop_requested()
         if stops or is_due(step, steps, self.context.checkpoint.every_steps):
-            self.recorder.save(self._checkpoint(phase, engine, step, steps, spent))
+            self.recorder.save(self._checkpoint(phase, engine, step, steps, spent, more))
         if stops:
             engine.close()
             raise StopRequested
 
-    def _checkpoint(self, phase: Phase, engine: Engine, step: int, steps: int, spent: dict[str, float]) -> Checkpoint:
-        """A checkpoint of now. Collective."""
+    def _checkpoint(
+        self,
+        phase: Phase,
+        engine: Engine,
+        step: int,
+        steps: int,
+        spent: dict[str, float],
+        more: dict[str, Tensor] | None = None,
+    ) -> Checkpoint:
+        """A checkpoint of now, with `more` tensors. Collective."""
         method, modifiers = self.context.method, self.context.modifiers
         parameters = engine.parameters(trained_names(self.context.backbone))
         optimizer = {} if step == steps else engine.optimizer_state()
@@ -153,7 +175,7 @@ class TaskTrainer:
             parameters,
             optimizer,
             spent,
-            frozen_state=tensors | modifiers.tensors(),
+            frozen_state=tensors | modifiers.tensors() | (more or {}),
             modifiers=modifiers.state(),
         )
 
