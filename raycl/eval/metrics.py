@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 
 from raycl.errors import BackboneError, ConfigError, DataError
 from raycl.eval.answers import Answers, Labels, Metric, References, mean_best
+from raycl.eval.averages import ACCURACY
 from raycl.eval.overlap import bleu, edit_similarity, rouge, rouge_ascii
 from raycl.eval.sari import sari
 from raycl.types import Score
@@ -152,14 +153,21 @@ def _macro_f1(answers: Answers) -> tuple[float, dict[str, float]]:
     predictions = _predicted(answers)
     truth = _single_truth(predictions, answers.references)
     classes = sorted(set(truth) | (set(answers.labels or ()) & set(predictions)))
-    return _f1(truth, predictions, classes, "macro"), {}
+    return _f1(truth, predictions, classes, "macro"), _accuracy(truth, predictions)
 
 
 def _micro_f1(answers: Answers) -> tuple[float, dict[str, float]]:
     """Over pooled decisions; a reply that is no label is a wrong decision, so this equals the share of right ones."""
     predictions = _predicted(answers)
     truth = _single_truth(predictions, answers.references)
-    return _f1(truth, predictions, sorted(set(truth) | set(predictions)), "micro"), {}
+    value = _f1(truth, predictions, sorted(set(truth) | set(predictions)), "micro")
+    return value, _accuracy(truth, predictions)
+
+
+def _accuracy(truth: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
+    """The share of right answers, which DAS reports beside F1."""
+    right = sum(answer == wanted for answer, wanted in zip(predictions, truth, strict=True))
+    return {ACCURACY: 100.0 * right / len(truth)}
 
 
 def _predicted(answers: Answers) -> list[str]:

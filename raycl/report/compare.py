@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raycl.config import Tree, flatten
-from raycl.report.results import backbone_of, method_of, metric_of, stream_of, title_of, unseen_mean
+from raycl.report.results import averages_of, backbone_of, method_of, metric_of, stream_of, title_of, unseen_mean
 
 NOT_COMPARED = frozenset(
     {"seed", "launch", "tracking", "output", "checkpoint", "eval.singles", "eval.save_predictions"}
@@ -26,9 +26,16 @@ NOT_COMPARED = frozenset(
 METRICS = {"ap": "AP", "f_ra": "F.Ra", "fwt": "FWT", "bwt": "BWT"}
 """Headline number -> column title."""
 
-
 UNSEEN = "unseen"
-"""The mean over tasks that were never trained: a column only where some run has such tasks."""
+
+OPTIONAL = {
+    "accuracy": "accuracy",
+    "accuracy_first_two": "of the first two",
+    "accuracy_last_two": "of the last two",
+    UNSEEN: "unseen",
+}
+"""Means that not every run has -> column title: of accuracies beside F1 scores, and over tasks that were never trained.
+They are columns only where some run has them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Line:
         method: with its modifiers.
         settings: `key=value` where it differs from other lines of the same method, stream and backbone.
         runs: how many runs the numbers are means of, one a seed.
-        numbers: `ap`, `f_ra`, `fwt`, `bwt`, `unseen` (points), `wall_s` (seconds), `tokens_per_s`.
+        numbers: `ap`, `f_ra`, `fwt`, `bwt`, those in `OPTIONAL` (points), `wall_s` (seconds), `tokens_per_s`.
     """
 
     method: str
@@ -73,8 +80,8 @@ def compare(results: Sequence[Tree]) -> list[Line]:
 
 def points_of(lines: Sequence[Line]) -> dict[str, str]:
     """Numbers in points that these lines show -> column title."""
-    shown = any(line.numbers[UNSEEN] for line in lines)
-    return METRICS | {UNSEEN: UNSEEN} if shown else METRICS
+    shown = {name: title for name, title in OPTIONAL.items() if any(line.numbers[name] for line in lines)}
+    return METRICS | shown
 
 
 def grouped(results: Sequence[Tree]) -> list[tuple[str, list[Tree]]]:
@@ -116,9 +123,20 @@ def _cells(spread: Spread | None) -> list[float | None]:
 def _line(group: Sequence[Tree], settings: str) -> Line:
     first = group[0]
     numbers = {name: Spread.over([metric_of(result, name) for result in group]) for name in METRICS}
-    numbers[UNSEEN] = Spread.over([unseen_mean(result) for result in group])
+    optional = [_optional(result) for result in group]
+    numbers |= {name: Spread.over([found[name] for found in optional]) for name in OPTIONAL}
     numbers |= {name: Spread.over([result.get(name) for result in group]) for name in ("wall_s", "tokens_per_s")}
     return Line(method_of(first), settings, stream_of(first), backbone_of(first), len(group), numbers)
+
+
+def _optional(result: Tree) -> dict[str, float | None]:
+    accuracy = averages_of(result, "accuracy")
+    return {
+        "accuracy": accuracy.get("all"),
+        "accuracy_first_two": accuracy.get("first_two"),
+        "accuracy_last_two": accuracy.get("last_two"),
+        UNSEEN: unseen_mean(result),
+    }
 
 
 def _compared(result: Tree) -> Tree:

@@ -106,6 +106,20 @@ def metric_of(result: Tree, name: str) -> float | None:
     return None if value is None else float(value)
 
 
+def averages_of(result: Tree, number: str) -> dict[str, float | None]:
+    """Means of the last row over all tasks, the first two and the last two.
+
+    Args:
+        number: `score`, or `accuracy` where that stands beside the scores; {} where the run has no such number.
+    """
+    return dict((result.get("averages") or {}).get(number) or {})
+
+
+def last_accuracies(result: Tree) -> list[float | None]:
+    """Of each task in the last row, None where its score has no accuracy beside it."""
+    return [cell["extra"].get("accuracy") if cell else None for cell in result["matrix"][-1]]
+
+
 def revision_of(result: Tree) -> tuple[str, dict[str, tuple[float | None, float | None]]] | None:
     """A task that was learned again, and each task's score before and after; None for other runs."""
     revision = result.get("revision")

@@ -20,7 +20,9 @@ from raycl.report.attention import AttentionWeights, has_attention
 from raycl.report.compare import METRICS, Spread, compare, grouped, points_of
 from raycl.report.output_rows import OutputRows, has_output_rows
 from raycl.report.results import (
+    averages_of,
     backbone_of,
+    last_accuracies,
     method_of,
     metric_of,
     revision_of,
@@ -193,8 +195,23 @@ def _matrix(result: Tree) -> RenderableType:
         table.add_column(name, justify="right")
     for phase, row in zip(result["phases"], values_of(result), strict=True):
         table.add_row(f"after {phase}", *("" if value is None else f"{value:.1f}" for value in row))
-    numbers = [Text(metrics_line(result)), *_unseen(result)]
+    numbers = [Text(metrics_line(result)), *_accuracies(result), *_unseen(result)]
     return Group(Text(title_of(result)), table, *numbers, *_revision(result), *_routing(result), *_notes(result))
+
+
+def _accuracies(result: Tree) -> list[RenderableType]:
+    """Scores and the accuracies beside them after the last phase, with the means of the first and last two tasks."""
+    if not averages_of(result, "accuracy"):
+        return []
+    tasks = tasks_of(result)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("at the end")
+    for name in [*short_names(tasks, 14 if len(tasks) <= 6 else 8), "mean", "first two", "last two"]:
+        table.add_column(name, justify="right")
+    for number, row in (("score", values_of(result)[-1]), ("accuracy", last_accuracies(result))):
+        means = averages_of(result, number)
+        table.add_row(number, *map(_number, [*row, means["all"], means["first_two"], means["last_two"]]))
+    return [table]
 
 
 def _revision(result: Tree) -> list[RenderableType]:

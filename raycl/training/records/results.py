@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from raycl import __version__
+from raycl.eval.averages import averages
 from raycl.eval.matrix import AccuracyMatrix, summary
 from raycl.eval.variants import compute_variants
 from raycl.training.records.journal import RunState
@@ -46,6 +47,7 @@ def build_results(
         "unseen": _unseen(state) if len(state.phases) == len(phases) else None,
         "revision": _revision(state) if len(state.phases) == len(phases) else None,
         "metrics": summary(matrix, info.singles),
+        "averages": averages(matrix),
         "variants": compute_variants(matrix, info.singles),
         "phase_times": times,
         "phase_summaries": [record.get("summary", {}) for record in state.phases],

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from raycl.errors import RunError
+from raycl.eval.averages import averages
+from raycl.eval.matrix import AccuracyMatrix
 from raycl.report.compare import Spread, compare, to_csv
 from raycl.report.tables import comparison_table, matrix_table, routing_comparison, routing_table, side_by_side
+from raycl.types import Score
 
 Make = Callable[..., dict[str, Any]]
 
@@ -96,6 +99,31 @@ def test_csv_keeps_full_precision(make_result: Make) -> None:
     (row,) = csv.DictReader(io.StringIO(to_csv([make_result(ap=81.23456789)])))
     assert row["ap"] == "81.23456789"
     assert (row["ap_std"], row["fwt"], row["runs"]) == ("", "", "1")
+
+
+def accuracies(result: dict[str, Any]) -> dict[str, Any]:
+    """The run with accuracies beside its scores, and their means."""
+    for cell, accuracy in zip(result["matrix"][-1], (80.0, 90.0, 97.0), strict=True):
+        cell["extra"]["accuracy"] = accuracy
+    cells = [[cell and Score(**cell) for cell in row] for row in result["matrix"]]
+    return result | {"averages": dict(averages(AccuracyMatrix(tuple(result["stream"]["tasks"]), (), cells)))}
+
+
+def test_accuracy_stands_beside_f1_with_means_of_the_first_and_last_two_tasks(make_result: Make) -> None:
+    result = accuracies(make_result())
+    lines = [cells(line) for line in matrix_table(result).splitlines()]
+    assert ["score", "70.0", "80.0", "95.0", "81.7", "75.0", "87.5"] in lines
+    assert ["accuracy", "80.0", "90.0", "97.0", "89.0", "85.0", "93.5"] in lines
+    assert "accuracy" not in matrix_table(make_result())
+
+
+def test_a_comparison_has_accuracies_where_a_run_has_them(make_result: Make) -> None:
+    results = [accuracies(make_result()), make_result("lora")]
+    (with_them, without) = csv.DictReader(io.StringIO(to_csv(results)))
+    names = ("accuracy", "accuracy_first_two", "accuracy_last_two")
+    assert [float(with_them[name]) for name in names] == [89.0, 85.0, 93.5]
+    assert [without[name] for name in names] == ["", "", ""]
+    assert "of the first two" in comparison_table(results) and "accuracy" not in comparison_table(results[1:])
 
 
 def test_routers_stand_below_the_matrix(make_result: Make) -> None:
