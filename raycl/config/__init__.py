@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from raycl.config.assignment import Tree, apply_override, assign, read_override
 from raycl.config.sections import (
     MARK,
     ConfigT,
     PathOrUri,
     Section,
-    Tree,
-    apply_override,
     as_tree,
-    assign,
     from_yaml,
     load,
     load_tree,
     named,
     named_each,
-    read_override,
     read_tree,
     read_yaml,
     to_yaml,

@@ -17,7 +17,8 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from raycl.config.sections import Tree, sections_in, to_yaml
+from raycl.config.assignment import Tree
+from raycl.config.sections import sections_in, to_yaml
 
 COLUMN = 36
 """Where comments begin, unless a setting is longer."""

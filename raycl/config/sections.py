@@ -9,6 +9,9 @@ Named nodes: `method=lora method.rank=8` is short for `method: {name: lora, rank
 choice drops the keys of the former one, since they belong to it; naming the same one keeps them.
 Interpolations (`${data.path}`) are resolved last: they see the overrides, and only what is written, never a
 default; `\\${` is a literal `${`.
+
+A file may begin with another one: `extends: base.yaml`, relative to its own folder. What it writes is laid over that
+file's tree as overrides are: mappings key by key, all else replaced (`assignment.overlay`).
 """
 
 from __future__ import annotations
@@ -27,9 +30,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
+from raycl.config.assignment import Tree, apply_override, name_of, one_line, overlay, without_name
 from raycl.errors import ConfigError
-
-Tree = dict[str, Any]
 
 
 def _absolute(path: str | None) -> str | None:
@@ -94,8 +96,29 @@ def from_yaml(text: str, source: str) -> Tree:
     return _resolve(_mapping(text, f"'{source}'"), f"'{source}'")
 
 
-def read_tree(path: str) -> Tree:
-    """The tree as written, interpolations still in it."""
+def read_tree(path: str, below: Sequence[str] = ()) -> Tree:
+    """The tree as written, with what the file extends; interpolations still in it.
+
+    Args:
+        below: resolved paths of files that extend this one.
+    """
+    own = _read_file(path)
+    if "extends" not in own:
+        return own
+    base, place = own.pop("extends"), str(Path(path).resolve())
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"config file '{path}' extends {base!r}: expected the path of a YAML file from its folder")
+    target, chain = Path(path).parent / base, [*below, place]
+    if str(target.resolve()) in chain:
+        raise ConfigError(f"config file '{path}' extends '{base}', which extends it in turn: leave one of the two out")
+    if not target.is_file():
+        raise ConfigError(f"config file '{path}' extends '{base}', and '{target}' does not exist: correct the name")
+    tree = read_tree(str(target), chain)
+    overlay(tree, own)
+    return tree
+
+
+def _read_file(path: str) -> Tree:
     if not Path(path).is_file():
         raise ConfigError(f"config file '{path}' does not exist: give the path of a YAML file")
     try:
@@ -109,7 +132,7 @@ def _mapping(text: str, source: str) -> Tree:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
-        raise ConfigError(f"{source} is not valid YAML: {_one_line(error)}") from error
+        raise ConfigError(f"{source} is not valid YAML: {one_line(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{source} holds a {type(tree).__name__}: expected a mapping of sections")
     return {str(key): value for key, value in tree.items()}
@@ -119,92 +142,9 @@ def _resolve(tree: Tree, source: str) -> Tree:
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{source} cannot be resolved: {_one_line(error)}") from error
+        raise ConfigError(f"{source} cannot be resolved: {one_line(error)}") from error
     assert isinstance(resolved, dict), "a mapping resolves to a mapping"
     return {str(key): value for key, value in resolved.items()}
-
-
-def apply_override(tree: Tree, override: str) -> None:
-    """Set one `key.path=value` in `tree`, in place; interpolations in the value stay as they are.
-
-    Raises:
-        ConfigError: no `=`, an empty key, or a value that is not YAML.
-    """
-    key, value = read_override(override)
-    assign(tree, key, value, f"override '{override}'")
-
-
-def read_override(override: str) -> tuple[str, Any]:
-    """Dotted key and value of `key.path=value`.
-
-    Raises:
-        ConfigError: see `apply_override`.
-    """
-    key, sign, text = override.partition("=")
-    if not sign or not all(key.strip().split(".")):
-        raise ConfigError(f"override '{override}' is not of the form key.path=value, for example method.rank=8")
-    try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[call-overload, index]
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"override '{override}': the value is not valid YAML: {_one_line(error)}") from error
-    if isinstance(value, dict) and not re.search(r"[\s{]", text):  # an IPv6 address such as `::`, and no mapping
-        return key.strip(), text
-    return key.strip(), value
-
-
-def assign(tree: Tree, key: str, value: Any, source: str) -> None:
-    """Set the value at a dotted key in `tree`, in place, as an override does; `source` names it in errors.
-
-    Raises:
-        ConfigError: a value stands where keys are expected.
-    """
-    parts, node = key.split("."), tree
-    for position, part in enumerate(parts[:-1]):
-        child = _as_mapping(node.get(part))
-        if child is None:
-            path = ".".join(parts[: position + 1])
-            raise ConfigError(f"{source}: '{path}' is {node[part]!r} and has no keys below it")
-        node[part] = child
-        node = child
-    _assign(node, parts[-1], value)
-
-
-def _as_mapping(node: Any) -> Tree | None:
-    """A node that can hold keys: a name or a list of names becomes a mapping; None for other scalars."""
-    if node is None:
-        return {}
-    if isinstance(node, str):
-        return {"name": node} if "${" not in node else None
-    if isinstance(node, list):
-        names = [_name_of(item) for item in node]
-        return (
-            {name: _without_name(item) for name, item in zip(names, node, strict=True) if name} if all(names) else None
-        )
-    return node if isinstance(node, dict) else None
-
-
-def _name_of(item: Any) -> str | None:
-    """Of an item in a list of names or of mappings that carry theirs; None for anything else."""
-    name = item.get("name") if isinstance(item, dict) else item
-    return name if isinstance(name, str) else None
-
-
-def _without_name(item: Any) -> Tree:
-    return {key: value for key, value in item.items() if key != "name"} if isinstance(item, dict) else {}
-
-
-def _assign(node: Tree, key: str, value: Any) -> None:
-    """Set a value; where it names what is there already, or nothing was named yet, the keys below stay."""
-    old = node.get(key)
-    if isinstance(old, dict) and isinstance(value, str) and old.get("name", value) == value:
-        value = {"name": value, **old}
-    elif isinstance(old, dict) and isinstance(value, list) and any(_is_key(item, old) for item in value):
-        value = {item: old.get(item, {}) for item in value}
-    node[key] = value
-
-
-def _is_key(item: Any, node: Tree) -> bool:
-    return isinstance(item, str) and item in node
 
 
 def validate(model: type[ConfigT], tree: Tree) -> ConfigT:
@@ -292,7 +232,7 @@ def _place(model: type[BaseModel], tree: Any, loc: Sequence[int | str]) -> tuple
         parts.append(str(part))
         owners, left_out = here, others
         if written and isinstance(node, list) and isinstance(part, str):
-            node = next(item for item in node if _name_of(item) == part)
+            node = next(item for item in node if name_of(item) == part)
         else:
             node = node[part] if written else None
         here, others = (sections_in(field.annotation), []) if field is not None else (here, others)
@@ -303,7 +243,7 @@ def _is_written(part: int | str, node: Any) -> bool:
     """Whether the user's tree has that key, place in a list, or name in a list of names."""
     if isinstance(node, dict):
         return part in node
-    return isinstance(node, list) and (isinstance(part, int) or part in [_name_of(item) for item in node])
+    return isinstance(node, list) and (isinstance(part, int) or part in [name_of(item) for item in node])
 
 
 def _names(kind: type[BaseModel], part: int | str) -> bool:
@@ -338,7 +278,7 @@ def named_each(value: Any, known: Iterable[str]) -> Any:
         ValueError: a name that is not `known`, twice, or not the one that its settings carry.
     """
     if isinstance(value, list | tuple):
-        pairs = [(_name_of(item), _without_name(item)) for item in value]
+        pairs = [(name_of(item), without_name(item)) for item in value]
     elif isinstance(value, dict):
         pairs = [(name, item) for name, item in value.items() if item is not None]
     else:
@@ -377,8 +317,3 @@ def _escape(value: Any) -> Any:
     if isinstance(value, list):
         return [_escape(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def _one_line(error: BaseException) -> str:
-    """The message of a library on one line; OmegaConf's `full_key: x object_type=dict` becomes `at 'x'`."""
-    return re.sub(r" full_key: (\S+) object_type=\S+$", r", at '\1'", " ".join(str(error).split()))

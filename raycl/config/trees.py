@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from raycl.config.sections import Tree, as_tree
+from raycl.config.assignment import Tree
+from raycl.config.sections import as_tree
 
 
 def flatten(tree: Tree, prefix: str = "") -> Tree:
