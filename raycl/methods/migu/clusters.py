@@ -63,11 +63,17 @@ def spectral(affinity_SS: Tensor, count: int, seed: int) -> Tensor:
     return balanced_kmeans(vectors[:, -min(count, len(affinity)) :], count, seed)
 
 
-def weight_clusters(layout: Layout, layers: Mapping[str, nn.Module], count: int, seed: int) -> Tensor:
-    """`[F]` cluster of every unit within its group: outputs by rows of `W + s B A`, units of a slot by rows of A."""
+def weight_clusters(
+    layout: Layout, layers: Mapping[str, nn.Module], count: int, seed: int, alone: bool = False
+) -> Tensor:
+    """`[F]` cluster of every unit within its group: outputs by rows of `W + s B A`, units of a slot by rows of A.
+
+    Args:
+        alone: outputs of a layer with a LoRA by rows of its B.
+    """
     found = []
     for (path, part), units in layout.units.items():
-        rows = _low(layers[path]) if part == "low" else _merged(layers[path])
+        rows = _low(layers[path]) if part == "low" else _merged(layers[path], alone)
         found += [balanced_kmeans(own, count, seed) for own in torch.split(rows, list(units.groups))]
     return torch.cat(found)
 
@@ -82,7 +88,10 @@ def _low(layer: Any) -> Tensor:
     return low
 
 
-def _merged(layer: Any) -> Tensor:
+def _merged(layer: Any, alone: bool) -> Tensor:
+    if alone and isinstance(layer, StackedLora) and layer.lora_B is not None:
+        own: Tensor = layer.lora_B.detach().float()
+        return own
     base: Any = layer.base if isinstance(layer, StackedLora) else layer
     weight: Tensor = base.weight.detach().float()
     weight = weight if isinstance(base, nn.Linear) else weight.T

@@ -66,6 +66,9 @@ class MiguConfig(ModifierConfig):
         description="do not mask the run's first task, as in the authors' T5 runs; null: skip it if there are others, "
         "except in continual pre-training, where every domain is masked",
     )
+    count_pads: bool = Field(
+        False, description="also add up the magnitudes of padding, as in the authors' code: results depend on the batch"
+    )
     mask_scope: Literal["step", "micro_batch"] = Field(
         "step",
         description="forward passes that decide the mask. step: all of the optimizer step; micro_batch (a "
@@ -75,9 +78,10 @@ class MiguConfig(ModifierConfig):
     clusters: int | None = Field(
         None, ge=1, description="number of clusters of a layer's rows that share one mask bit; null: no clusters"
     )
-    cluster_by: Literal["weight", "co_magnitude", "sequential"] = Field(
+    cluster_by: Literal["weight", "lora_b", "co_magnitude", "sequential"] = Field(
         "weight",
-        description="weight: rows with similar weights; co_magnitude: rows that are large together (over the "
+        description="weight: rows with similar weights; lora_b: similar rows of a LoRA's B alone (those of a new one "
+        "are all zero, and stand in their order); co_magnitude: rows that are large together (over the "
         "task's first cluster_samples examples); sequential: neighbouring rows",
     )
     cluster_samples: int = Field(
@@ -178,7 +182,8 @@ class Migu(GradientModifier):
             return None
         if how == "sequential":
             return sequential_clusters(self._layout, count)
-        return weight_clusters(self._layout, layers, count, self.method.seed + phase.index)
+        seed = self.method.seed + phase.index
+        return weight_clusters(self._layout, layers, count, seed, alone=how == "lora_b")
 
     def _group(self) -> None:
         sizes = [size for units in self._layout.units.values() for size in units.groups]
@@ -246,6 +251,9 @@ class Migu(GradientModifier):
         if not self._passes_left and self._co_magnitude is None:
             return forward(batch)
         self._real, self._counts = self.method.backbone.real_tokens(batch), True
+        if self.config.count_pads:
+            of_example = (batch.weight > 0).unsqueeze(1)
+            self._real = {side: of_example.expand(real.shape) for side, real in self._real.items()}
         try:
             output = forward(batch)
         finally:

@@ -221,7 +221,12 @@ class SlotRouter:
     @property
     def _is_large(self) -> bool:
         """Too many slots to work out every cosine, and a rule that needs no others than the chosen ones."""
-        plain = self.config.rule == "group_union" and self.config.scope == "instance" and not self.per_group
+        plain = (
+            self.config.rule == "group_union"
+            and self.config.similarity == "cosine"
+            and self.config.scope == "instance"
+            and not self.per_group
+        )
         return plain and len(self._joined) > EXACT_UP_TO
 
     def _searched(self, queries_BC: Tensor) -> Mixture:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from raycl.config import Section
 
+TEMPERATURE = 0.1
+"""Of the softmax over slots (the authors' code)."""
+
 Rule = Literal["group_union", "group_mean", "vote"]
 
 
@@ -33,6 +36,11 @@ class RetrievalConfig(Section):
     task_id: bool = Field(
         False, description="the task id is given, and only the task's own slots are selected (SLM-TI)"
     )
+    similarity: Literal["cosine", "softmax"] = Field(
+        "cosine",
+        description="what slots are weighted by. softmax: of the cosines over all slots of a group, divided by 0.1, as "
+        "the authors' code has it as an option",
+    )
     clamp: bool = Field(True, description="count negative cosines as 0; false: as released, weights may be negative")
 
 
@@ -50,6 +58,9 @@ def slot_weights(
     assert not per_group or config.rule == "group_union", "only group_union weighs every group's slots"
     if candidates_BN is not None:
         similar_BgN = similar_BgN.masked_fill(~candidates_BN[:, None, :], -torch.inf)
+    if config.similarity == "softmax":
+        chances = (similar_BgN / TEMPERATURE).softmax(dim=2)
+        similar_BgN = torch.where(torch.isneginf(similar_BgN), similar_BgN, chances)
     if config.scope == "batch":
         similar_BgN = similar_BgN.mean(0, keepdim=True).expand_as(similar_BgN)
     if config.rule == "vote":

@@ -9,12 +9,12 @@ import torch
 from migu_started import Started
 from tiny import Lab, Stop, run, trace
 
-from raycl.methods.migu.clusters import CoMagnitude, balanced_kmeans, sequential, spectral
-from raycl.methods.migu.observed_layers import LayerUnits, Layout
+from raycl.methods.migu.clusters import CoMagnitude, balanced_kmeans, sequential, spectral, weight_clusters
+from raycl.methods.migu.observed_layers import LayerUnits, Layout, observed_layers
 from raycl.methods.migu.row_selection import Groups, kept, masked_count
 from raycl.storage import Storage
 
-WAYS = ("weight", "co_magnitude", "sequential")
+WAYS = ("weight", "lora_b", "co_magnitude", "sequential")
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -85,6 +85,22 @@ def test_clusters_stay_for_the_task_and_survive_a_stop(lab: Lab, tmp_path: Any, 
         run(config, Storage.at(tmp_path / "left"), after=3)
     run(config, Storage.at(tmp_path / "left"))
     assert trace(Storage.at(tmp_path / "left")) == trace(Storage.at(tmp_path / "whole"))
+
+
+def test_rows_of_b_alone_make_other_clusters_than_the_merged_weight(lab: Lab) -> None:
+    found = {}
+    for way in ("weight", "lora_b"):
+        started = Started(lab, "bert", "lora", clusters=4, cluster_by=way, layers=["attention.query"])
+        layers = observed_layers(started.migu.method.backbone, started.migu.config.layers, False)
+        for path, layer in layers.items():
+            if getattr(layer, "lora_B", None) is not None:
+                draw = torch.Generator().manual_seed(len(path))
+                layer.lora_B.data = torch.randn(layer.lora_B.shape, generator=draw)
+        found[way] = weight_clusters(started.migu._layout, layers, 4, 0, alone=way == "lora_b")
+        units = next(units for (_, part), units in started.migu._layout.units.items() if part == "output")
+        if way == "lora_b":
+            assert torch.equal(found[way][units.place], balanced_kmeans(layers[units.path].lora_B.detach(), 4, 0))
+    assert not torch.equal(found["weight"], found["lora_b"])
 
 
 def test_members_share_a_bit(lab: Lab) -> None:

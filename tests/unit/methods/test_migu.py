@@ -97,6 +97,16 @@ def test_only_real_tokens_of_real_examples_count(lab: Lab, kind: str, path: str,
     torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "path", "side"), PLACES[:3])
+def test_pads_count_on_demand(lab: Lab, kind: str, path: str, side: str) -> None:
+    started = Started(lab, kind, count_pads=True)
+    batch = started.batch([0, 1, 5], size=5)
+    assert side == "source" and not batch.source_mask.all()
+    everywhere = torch.ones_like(batch.source_mask, dtype=torch.bool) & (batch.weight > 0).unsqueeze(1)
+    found = started.magnitudes(batch)[started.migu._layout.units[path, "output"].place]
+    torch.testing.assert_close(found, by_hand(started, path, batch, everywhere), rtol=1e-5, atol=1e-5)
+
+
 def test_accumulation_and_joined_batches_see_the_same(lab: Lab) -> None:
     started = Started(lab, "t5")
     joined = started.magnitudes(started.batch([0, 1, 2, 3]))

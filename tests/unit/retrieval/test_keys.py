@@ -113,6 +113,23 @@ def test_the_mask_keeps_k_slots_without_bias(mask: float) -> None:
     assert float(keys.abs().max()) < 10
 
 
+def test_softmax_weighs_by_shares_of_all_slots() -> None:
+    """The authors' similarity_type=softmax: cosines of a group over 0.1, normalised over its slots, then as cosines."""
+    similar, config = drawn(5, 3, 6).clamp(-1, 1), RetrievalConfig(top_k=2, similarity="softmax")
+    chances = torch.softmax(similar / 0.1, dim=2)
+    wanted = torch.zeros(5, 6)
+    for row in range(5):
+        for group in range(3):
+            for slot in similar[row, group].topk(2).indices.tolist():
+                wanted[row, slot] += chances[row, group, slot]
+    found = slot_weights(similar, config)
+    assert torch.allclose(found, wanted / wanted.sum(1, keepdim=True), atol=1e-6)
+    mean = slot_weights(similar, RetrievalConfig(top_k=6, rule="group_mean", similarity="softmax"))
+    assert torch.allclose(mean, chances.mean(1), atol=1e-6)
+    mine = torch.tensor([[True, True, False, False, False, False]]).expand(5, 6)
+    assert (slot_weights(similar, config, mine)[:, 2:] == 0).all(), "shares are of the candidates alone"
+
+
 UNION, MEAN = RetrievalConfig(top_k=1), RetrievalConfig(top_k=1, rule="group_mean")
 
 
