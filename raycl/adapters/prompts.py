@@ -1,7 +1,7 @@
 """Soft prompts as adapters: a few learned positions in front of the text, mixed per example.
 
 `sum`: P(x) = sum_i w_i P_i, the length stays (SAPT-Prompt: SAPT, eq. 3). `concat`: the prompts of all adapters
-that are active for an example, one after another, unweighted (progressive prompts, L2P).
+that are active for an example, one after another in the order of their names, unweighted (DTKR+Prompt, L2P).
 An example without an active adapter has its prompt positions masked.
 What it does not know: which model reads the positions.
 """
@@ -28,6 +28,7 @@ class MixedPrompts(nn.Module):
 
     Attributes:
         trainable: `[M, P, D]` prompts in training, one for each of the stack's adapters in training; None without.
+        names: adapter -> its name, where the stack has it under another one (of several snapshots); it gives the order.
         concatenated: adapters whose prompts are concatenated even where `how` sums the others.
     """
 
@@ -35,6 +36,7 @@ class MixedPrompts(nn.Module):
         super().__init__()
         self.width, self.how = width, how
         self.concatenated: set[str] = set()
+        self.names: dict[str, str] = {}
         self.register_parameter("trainable", None)
         self.trainable: nn.Parameter | None
         self._stack = stack
@@ -71,7 +73,7 @@ class MixedPrompts(nn.Module):
         if len(apart) < len(prompts):
             summed = {column: prompt for column, prompt in prompts.items() if column not in apart}
             parts.append(self._summed(summed, weights[:, list(summed)]))
-        for column in sorted(apart):
+        for column in sorted(apart, key=lambda column: self.names.get(names[column], names[column])):
             parts.append(self._summed({column: prompts[column]}, (weights[:, [column]] != 0).to(weights)))
         return _left_padded(torch.cat([part for part, _ in parts], 1), torch.cat([mask for _, mask in parts], 1))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
 from raycl.adapters.head import Rule as HeadRule
+from raycl.adapters.prompts import How as PromptMixing
 from raycl.adapters.prompts import MixedPrompts
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
@@ -47,14 +48,14 @@ class PerTaskAdapter(Method, ABC):
         scale: float,
         head_rule: HeadRule,
         activation: Activation = "",
-        prompts: bool = False,
+        prompts: PromptMixing | None = None,
     ) -> None:
         """Attach the stack, and where there are any, prompts and label heads.
 
         Args:
             targets: roles or regular expressions of linear paths; empty for none.
             scale: of every update (see `AdapterState`).
-            prompts: adapters are soft prompts.
+            prompts: adapters are soft prompts, mixed in this way; None: they are not.
 
         Raises:
             BackboneError: `targets` matches no linear.
@@ -66,8 +67,9 @@ class PerTaskAdapter(Method, ABC):
         self._learned: dict[str, AdapterState] = {}
         self._previous: dict[str, AdapterState] = {}
         self._task = ""
-        if prompts:
-            backbone.prefix = MixedPrompts(self.stack, int(backbone.model.get_input_embeddings().weight.shape[1]))
+        if prompts is not None:
+            width = int(backbone.model.get_input_embeddings().weight.shape[1])
+            backbone.prefix = MixedPrompts(self.stack, width, prompts)
         if backbone.head is not None:
             backbone.head = MixedHead(self.stack, int(backbone.model.config.hidden_size), head_rule)
 

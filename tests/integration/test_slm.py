@@ -27,6 +27,7 @@ from raycl.methods.slm.slm import Slm
 from raycl.report.routing import Routing
 from raycl.retrieval.memory_slots.slots import SlotRouter
 from raycl.run.assembly import build
+from raycl.serve.offline import OfflineModel
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.types import AdapterState, Batch, Mixture
@@ -268,12 +269,20 @@ def test_forgetting_a_task_removes_its_keys(complete: Complete, tmp_path: Path, 
     assert result.after["animal"].value >= result.before["animal"].value, "one task less to be confused with"
 
 
+@pytest.mark.parametrize("mixing", ["concat", "sum"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_slots_can_hold_prompts(lab: Lab, tmp_path: Path, kind: str) -> None:
-    """The ablation DTKR+Prompt: same keys, no weight is touched."""
+def test_slots_can_hold_prompts(lab: Lab, tmp_path: Path, kind: str, mixing: str) -> None:
+    """The ablation DTKR+Prompt: same keys, no weight is touched; retrieved prompts stand one after another."""
     storage = Storage.at(tmp_path)
     settings = {"name": "slm", "value": "prompt", "prompt_length": 3, "retrieval": {"rule": "vote"}}
-    run(lab.config(kind, settings), storage)
+    loop = run(lab.config(kind, {**settings, "prompt_mixing": mixing}), storage)
+    context = loop.trainer.context
+    table = context.stream.table(context.stream.tasks[0], "test", context.backbone.codec)
+    batch = next(iter(eval_batches(table, None, 0, 1, 4, context.backbone.codec.pad_id, True)))
+    with activate_batch(context.method, batch):
+        inputs, positions = context.backbone.prefixed(batch.source_ids, batch.source_mask)
+    assert positions == (6 if mixing == "concat" else 3), "two slots of three positions"
+    assert inputs["attention_mask"][:, :positions].bool().all()
     bank = Bank(storage.sub("bank"))
     newest = bank.newest()
     assert newest is not None and len(newest.adapters) == 8
@@ -282,6 +291,12 @@ def test_slots_can_hold_prompts(lab: Lab, tmp_path: Path, kind: str) -> None:
     assert all(entry.rank == 0 for entry in newest.adapters)
     evaluated = evaluate(bank, newest)
     assert [evaluated[task].value for task in ("colour", "animal")] == matrix(storage)[-1]
+    assert newest.router.settings.get("prompt_mixing", "sum") == mixing
+    texts = table.texts(range(len(table)))
+    with OfflineModel(bank, newest) as model:
+        served = [one.text for one in model.predict(texts)]
+    (last,) = (name for name in storage.files("predictions") if name.endswith("colour.jsonl") and "/001" in name)
+    assert served == [json.loads(line)["answer"] for line in storage.read_text(last).splitlines()]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -72,7 +72,7 @@ class Sapt(PerTaskAdapter):
         is_prompt = config.value == "prompt"
         targets = () if is_prompt else config.targets
         scale = config.alpha / config.rank
-        super().__init__(config, backbone, seed, targets, scale, config.head_rule, prompts=is_prompt)
+        super().__init__(config, backbone, seed, targets, scale, config.head_rule, prompts="sum" if is_prompt else None)
         self.config: SaptConfig
         self.needs_texts = True  # evaluation reports attention by task
         self.stack.detach_loaded = config.stop_grad_old_blocks

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from raycl.adapters.head import MixedHead
 from raycl.adapters.head import Rule as HeadRule
+from raycl.adapters.prompts import How as PromptMixing
 from raycl.backbone import Backbone
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import ConfigError
@@ -49,6 +50,11 @@ class SlmConfig(MethodConfig):
         "retrieval.rule=vote in the paper, without distance weights",
     )
     prompt_length: int = Field(10, ge=1, description="positions of a slot's soft prompt")
+    prompt_mixing: PromptMixing = Field(
+        "concat",
+        description="value=prompt: concat: the prompts of all selected slots stand in front of the text, one after "
+        "another, without weights (the paper's DTKR+Prompt); sum: their weighted sum, whose length stays",
+    )
     targets: tuple[str, ...] = Field(
         ("attention.out",), min_length=1, description="roles or regular expressions of linear paths"
     )
@@ -79,7 +85,7 @@ class SlmConfig(MethodConfig):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """What slots of another kind hold."""
-        others = ("rank", "a_init_std", "targets") if self.value == "prompt" else ("prompt_length",)
+        others = ("rank", "a_init_std", "targets") if self.value == "prompt" else ("prompt_length", "prompt_mixing")
         yield from ((name, f"value={self.value}") for name in others)
 
     @property
@@ -123,7 +129,16 @@ class Slm(PerTaskAdapter):
         encoder = SentenceEncoder(config.encoder, cache_folder(None) / "queries", device)
         split_groups(torch.zeros(1, encoder.width), config.keys.groups)
         targets = () if is_prompt else config.targets
-        super().__init__(config, backbone, seed, targets, 1.0, config.head_rule, activation, is_prompt)
+        super().__init__(
+            config,
+            backbone,
+            seed,
+            targets,
+            1.0,
+            config.head_rule,
+            activation,
+            config.prompt_mixing if is_prompt else None,
+        )
         self.encoder: SentenceEncoder = encoder
         self.needs_texts = True
         per_group = config.value_layout == "per_group"
@@ -217,6 +232,9 @@ class Slm(PerTaskAdapter):
         settings = self.router.settings()
         settings["retrieval"]["task_id"] = self._knows_task
         settings["head_rule"] = self.config.head_rule
+        if self.config.value == "prompt" and self.config.prompt_mixing == "concat":
+            groups = 1 if self.config.retrieval.rule != "group_union" else self.config.keys.groups
+            settings |= {"prompt_mixing": "concat", "top_k": groups * self.config.retrieval.top_k}
         encoder = self.config.encoder.model_dump(mode="json")
         return RouterState(self.router.kind, settings, self.router.tensors(), encoder, self.encoder.fingerprint)
 

@@ -218,6 +218,7 @@ class MultiSnapshotModel:
             self.backbone.prefix = MixedPrompts(self.stack, width)
         if isinstance(self.backbone.prefix, MixedPrompts) and loaded.concatenates_prompts:
             self.backbone.prefix.concatenated |= set(loaded.keys.values())
+            self.backbone.prefix.names |= loaded.names
         for name, key in loaded.keys.items():
             self._sources.setdefault(key, (loaded.source, name))
         self._ranks |= {loaded.keys[entry.name]: entry.rank for entry in snapshot.adapters}

@@ -176,6 +176,22 @@ def test_the_length_of_a_sum_stays_and_prompts_that_cannot_be_mixed_are_refused(
             prefix(1, torch.device("cpu"))
 
 
+def test_concatenated_prompts_have_an_order_of_their_own(lab: Lab) -> None:
+    """That of their names: which adapter a batch names first depends on the other texts in it."""
+    backbone, stack = prompted(lab, "bert", "concat")
+    prefix, found = backbone.prefix, []
+    assert isinstance(prefix, MixedPrompts)
+    for names in ("ab", "ba"):
+        with stack.activate(Mixture(tuple(names), torch.ones(1, 2))):
+            found.append(prefix(1, torch.device("cpu")))
+    assert found[0] is not None and found[1] is not None and torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][0][0, :3], stack.states["a"].prompt)  # type: ignore[arg-type]
+    prefix.names = {"a": "z", "b": "y"}
+    with stack.activate(Mixture(("a", "b"), torch.ones(1, 2))):
+        renamed = prefix(1, torch.device("cpu"))
+    assert renamed is not None and torch.equal(renamed[0][0, :3], stack.states["b"].prompt)  # type: ignore[arg-type]
+
+
 def test_concatenated_prompts_stand_behind_the_sum_of_the_others(lab: Lab) -> None:
     """What an example does not have is padded on the left, and costs nothing where no example has it."""
     backbone, stack = prompted(lab, "bert", "sum")
