@@ -53,13 +53,22 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 def run(options: argparse.Namespace) -> int:
     """Describe each task; status 1 if a run could not start with the data."""
+    logger = logging.getLogger("raycl.data.prepare")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # what is cut is in the table
+    try:
+        return _check(options)
+    finally:
+        logger.setLevel(level)
+
+
+def _check(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from raycl.backbone import load_codec
     from raycl.data.check import check_task
     from raycl.data.stream import open_stream
 
-    logging.getLogger("raycl.data.prepare").setLevel(logging.ERROR)  # what is cut is in the table
     config = _config(options)
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)
