@@ -65,7 +65,12 @@ SETTINGS: dict[str, tuple[str, type[Section], str]] = {
 }
 """Page -> title, config class, introduction."""
 
-FOLDERS = {"jobs/configs": "Runs", "jobs/configs/compare": "Comparisons", "sweeps": "Sweeps"}
+FOLDERS = {
+    "jobs/configs": "Runs",
+    "jobs/configs/paper": "Published rows",
+    "jobs/configs/compare": "Comparisons",
+    "sweeps": "Sweeps",
+}
 """Folder of ready files -> heading."""
 
 

@@ -18,6 +18,9 @@ from raycl.errors import ConfigError
 
 Tree = dict[str, Any]
 
+CHOICES = frozenset({"method", "learner", "engine", "search", "scheduler"})
+"""Keys of nodes whose `name` decides which other keys there are; a stream or a backbone only has a name."""
+
 
 def apply_override(tree: Tree, override: str) -> None:
     """Set one `key.path=value` in `tree`, in place; interpolations in the value stay as they are.
@@ -67,10 +70,11 @@ def assign(tree: Tree, key: str, value: Any, source: str) -> None:
 def overlay(tree: Tree, own: Tree) -> None:
     """Lay `own` over `tree`, in place: mappings key by key, all else replaces what is there.
 
-    A named node with another name replaces the whole node, since the keys below belong to the former name.
+    Another choice (`CHOICES`) replaces the whole node, since the keys below belong to the former one.
     """
     for key, value in own.items():
-        node = as_mapping(tree.get(key)) if isinstance(value, dict) and not _renames(tree.get(key), value) else None
+        merges = isinstance(value, dict) and not (key in CHOICES and _renames(tree.get(key), value))
+        node = as_mapping(tree.get(key)) if merges else None
         if node is None:
             _assign(tree, key, value)
         else:

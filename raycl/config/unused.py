@@ -7,13 +7,13 @@ What it does not know: what a setting means.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raycl import config as configs
 from raycl.config import Section, Tree
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, RayclError
 
 
 def unused_in(config: Section, prefix: str = "") -> dict[str, str]:
@@ -35,6 +35,29 @@ def written(path: str | None, overrides: Sequence[str] = ()) -> Tree:
     for override in overrides:
         configs.apply_override(tree, override)
     return leaves(tree)
+
+
+def unused_written(
+    path: str | None, overrides: Sequence[str], config: Section, by_file: Callable[[], Section]
+) -> dict[str, str]:
+    """What a person wrote that acts on nothing, `path=value` -> the reason.
+
+    A setting of the file that has its effect until an override switches it off is none of these: that is what the
+    override asks for.
+
+    Args:
+        by_file: the config of the file without overrides; may raise where the file needs them.
+    """
+    unused = unused_in(config)
+    found = found_in(written(path, overrides), unused)
+    if not found or path is None:
+        return found
+    try:
+        in_file = found_in(written(path), unused_in(by_file()))
+    except RayclError:
+        return found
+    typed = found_in(written(None, overrides), unused)
+    return {setting: reason for setting, reason in found.items() if setting in in_file or setting in typed}
 
 
 def leaves(tree: Tree) -> Tree:

@@ -16,7 +16,7 @@ from raycl import config as configs
 from raycl.backbone import BackboneConfig
 from raycl.backbone.load import because_of_kind, known_capabilities
 from raycl.config import Section, Tree, trust
-from raycl.config.unused import found_in, refuse, unused_in, written
+from raycl.config.unused import refuse, unused_written
 from raycl.data.stream import Stream, StreamConfig
 from raycl.eval.settings import EvalConfig
 from raycl.methods.lora.lora import LoraConfig
@@ -142,7 +142,7 @@ def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
     config = from_tree(configs.load_tree(path, overrides))
     source = "the config" if path is None else f"config file '{path}'"
     trust.require(trust.requested(configs.as_tree(config)), overrides, source)
-    refuse(found_in(written(path, overrides), unused_in(config)), source)
+    refuse(unused_written(path, overrides, config, lambda: from_tree(configs.load_tree(path, []))), source)
     return config
 
 

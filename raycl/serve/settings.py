@@ -14,7 +14,7 @@ from raycl import config as configs
 from raycl.bank.branches import MAIN, BranchName
 from raycl.config import Section, trust
 from raycl.config.trust import Permissions
-from raycl.config.unused import found_in, refuse, unused_in, written
+from raycl.config.unused import refuse, unused_written
 
 
 class LimitsConfig(Section):
@@ -191,5 +191,5 @@ def load_serve_config(path: str | None, overrides: Sequence[str]) -> ServeConfig
     config = configs.load(ServeConfig, path, overrides)
     source = "the config" if path is None else f"config file '{path}'"
     trust.require(trust.requested(configs.as_tree(config)), overrides, source)
-    refuse(found_in(written(path, overrides), unused_in(config)), source)
+    refuse(unused_written(path, overrides, config, lambda: configs.load(ServeConfig, path)), source)
     return config

@@ -5,14 +5,22 @@ What it does not know: which settings exist beyond a few that it uses.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, get_origin
 
 import pytest
+from pydantic import BaseModel
 
 from raycl import config as configs
-from raycl.config.assignment import overlay
+from raycl.config import Section
+from raycl.config.assignment import CHOICES, overlay
+from raycl.config.sections import sections_in
 from raycl.errors import ConfigError
-from raycl.run.config import load_config
+from raycl.run.config import RunConfig, load_config
+from raycl.serve.settings import ServeConfig
+from raycl.sweep.comparison import ComparisonConfig
+from raycl.sweep.config import SweepConfig
 
 BASE = """
 seed: 1
@@ -20,6 +28,7 @@ method: {name: slm, rank: 4, keys: {groups: 3, slots: 2}}
 modifiers: [migu]
 train: {epochs: 2, epochs_by_task: {topic: 5}}
 """
+PROMPT = "method: {name: sapt, value: prompt, prompt_length: 3}\n"
 
 
 def files(folder: Path, **texts: str) -> str:
@@ -66,12 +75,9 @@ def test_a_chain_is_read_from_its_end_and_relative_to_each_file(tmp_path: Path) 
 
 
 def test_settings_of_the_base_without_effect_are_refused_too(tmp_path: Path) -> None:
-    own = files(
-        tmp_path, own="extends: base.yaml\nmethod: {value: prompt}\n", base="method: {name: sapt, prompt_length: 3}\n"
-    )
-    assert load_config(own, []).method.prompt_length == 3
-    with pytest.raises(ConfigError, match=r"method\.prompt_length=3 acts on nothing"):
-        load_config(own, ["method.value=lora"])
+    own = files(tmp_path, own="extends: base.yaml\nmethod: {value: lora}\n", base=PROMPT)
+    with pytest.raises(ConfigError, match=r"own\.yaml': method\.prompt_length=3 acts on nothing"):
+        load_config(own, [])
 
 
 @pytest.mark.parametrize(
@@ -93,3 +99,30 @@ def test_overlay_replaces_lists_and_values() -> None:
     tree = {"a": [1, 2], "b": {"c": 1}, "d": {"e": 1}, "f": 2}
     overlay(tree, {"a": [3], "b": 4, "d": {"g": 5}, "f": {"h": 6}})
     assert tree == {"a": [3], "b": 4, "d": {"e": 1, "g": 5}, "f": {"h": 6}}
+
+
+def test_a_name_that_chooses_nothing_leaves_the_keys_beside_it(tmp_path: Path) -> None:
+    base = "stream: {name: long-A, root: /data}\nbackbone: {name: a/b, dropout: 0.1}\n"
+    own = "extends: base.yaml\nstream: {name: long-C}\nbackbone: {name: c/d}\n"
+    config = load_config(files(tmp_path, own=own, base=base), [])
+    assert (config.stream.name, config.stream.root) == ("long-C", "/data")
+    assert (config.backbone.name, config.backbone.dropout) == ("c/d", 0.1)
+
+
+def choices(model: type[BaseModel]) -> Iterator[str]:
+    """Keys of single nodes below a model whose `name` is one of several."""
+    for key, field in model.model_fields.items():
+        for section in sections_in(field.annotation):
+            name = section.model_fields.get("name")
+            if name is not None and get_origin(name.annotation) is Literal and get_origin(field.annotation) is not dict:
+                yield key
+            yield from choices(section)
+
+
+@pytest.mark.parametrize("model", [RunConfig, SweepConfig, ComparisonConfig, ServeConfig])
+def test_all_nodes_with_a_choice_are_known(model: type[Section]) -> None:
+    assert set(choices(model)) <= CHOICES
+
+
+def test_only_nodes_with_a_choice_are_known() -> None:
+    assert {*choices(RunConfig), *choices(SweepConfig)} == CHOICES

@@ -62,6 +62,25 @@ def test_an_unused_setting_is_refused_with_the_reason(override: str, tmp_path: P
         load_config(file(tmp_path, tree), [])
 
 
+SAPT = {"method": {"name": "sapt", "arm": {"weight": 2.0, "every": 2}}}
+
+
+@pytest.mark.parametrize("override", ["method.ablation=arm", "stream.schedule=separate"])
+def test_an_override_may_switch_off_what_the_file_sets(override: str, tmp_path: Path) -> None:
+    load_config(file(tmp_path, SAPT), [override])
+    with pytest.raises(ConfigError, match=r"method\.arm\.every=3 acts on nothing"):
+        load_config(file(tmp_path, SAPT), [override, "method.arm.every=3"])
+    alone = SAPT["method"] | {"ablation": "arm"}
+    with pytest.raises(ConfigError, match=r"method\.arm\.every=2 acts on nothing"):
+        load_config(file(tmp_path, {"method": alone}), [override])
+
+
+def test_a_file_that_needs_its_overrides_is_held_to_all_it_sets(tmp_path: Path) -> None:
+    path = file(tmp_path, SAPT | {"stream": {"name": "${stream.root}"}})
+    with pytest.raises(ConfigError, match=r"method\.arm\.every=2 acts on nothing"):
+        load_config(path, ["method.ablation=arm", "stream.root=/data"])
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -1,0 +1,350 @@
+"""What SLM, O-LoRA and MIGU and their released code say of each published row, with the place where they say it.
+
+What it does not know: how a config file is laid out, which file extends which.
+"""
+
+from __future__ import annotations
+
+from published_sapt import QV, Row
+
+# ---- SLM: arXiv 2404.07470, code github.com/Pbihao/SLM at bef385c ---------------------------------------------------
+
+SLM_TEXT = (
+    "paper: algorithm 1, sections 3.2, 3.3 and 4.2, table 10, appendix A.4 (AdamW in all experiments)",
+    {
+        "method.name": "slm",
+        "method.value": "jare",
+        "method.router": "keys",
+        "method.train_scope": "own",
+        "method.value_layout": "shared",
+        "method.targets": ["attention.out"],
+        "method.keys.mask": 0.2,
+        "method.keys.rate": 1e-3,
+        "method.keys.update": "official",
+        "method.retrieval.rule": "group_union",
+        "method.retrieval.scope": "instance",
+        "method.retrieval.task_id": False,
+        "stream.max_source_tokens": 512,
+        "train.optimizer": "adamw",
+        "train.weight_decay": 0.01,
+        "eval.off_task": "wrong",
+        "eval.labels": "all",
+    },
+)
+SLM_KEYS = (
+    "paper: tables 12 and 14 (6 groups, 2 chosen); code: vectordb/ (4 slots a task, 3 epochs, semi-orthogonal start)",
+    {
+        "method.keys.groups": 6,
+        "method.keys.slots": 4,
+        "method.keys.epochs": 3,
+        "method.keys.start": "orthogonal",
+        "method.retrieval.top_k": 2,
+        "method.encoder.layer": "last",
+        "method.a_init_std": 1.0,
+    },
+)
+MPNET = ("code: SLM-bert/models/retriever.py", {"method.encoder.name": "sentence-transformers/nli-mpnet-base-v2"})
+
+# ---- O-LoRA: arXiv 2310.14152, code github.com/cmnfriend/O-LoRA at 07117e1 ------------------------------------------
+
+CL_DATA = (
+    "code: scripts/ of O-LoRA and MIGU (lengths, names in the prompt, no evaluation before the end)",
+    {
+        "stream.prompt": "olora",
+        "stream.prompt_names": True,
+        "stream.dev_fraction": 0.0,
+        "stream.unlabelled": "keep",
+        "stream.max_source_tokens": 512,
+        "stream.max_target_tokens": 50,
+        "stream.train_rows": None,
+        "eval.off_task": "count",
+        "eval.select": "last",
+        "backbone.name": "google-t5/t5-large",
+        "backbone.dropout": 0.1,
+        "train.epochs": 1,
+        "train.micro_batch_size": 8,
+        "train.optimizer": "adamw",
+        "train.lr_scheduler": "constant",
+        "train.weight_decay": 0.0,
+    },
+)
+STANDARD = ("MIGU, table 7", {"stream.name": "std-1"})
+ADAPTER = (
+    "code: src/run_uie_lora.py of both (PEFT's own layers for T5)",
+    {"method.rank": 8, "method.alpha": 32, "method.dropout": 0.1, "method.targets": QV},
+)
+OLORA = (
+    "code: scripts/order_1.sh of O-LoRA",
+    {
+        "method.name": "olora",
+        "method.lambda_1": 0.5,
+        "method.lambda_2": 0.0,
+        "train.learning_rate": 1e-3,
+        "train.batch_size": 64,
+        "engine.name": "deepspeed",
+        "engine.zero_stage": 2,
+        "launch.workers": 8,
+        "backbone.dtype": "float32",
+    },
+)
+OLORA_LONG = (
+    "code: scripts/long.sh of O-LoRA",
+    {
+        "stream.name": "long-C",
+        "train.epochs_by_task": {"mnli": 2},
+        "method.lambda_1_by_task": {"dbpedia": 5, "agnews": 5, "yahoo": 5, "multirc": 5, "boolq": 5, "wic": 5},
+        "method.lambda_2_by_task": {
+            "copa": 0.1,
+            "qqp": 0.1,
+            "rte": 0.3,
+            "sst2": 0.1,
+            "yahoo": 0.1,
+            "boolq": 0.1,
+            "wic": 0.3,
+        },
+    },
+)
+
+# ---- MIGU: arXiv 2406.17245, code github.com/wenyudu/MIGU at 3f3b9f0 ------------------------------------------------
+
+MIGU_TEXT = (
+    "paper: sections 3.2 and 5.1 (formula, layers)",
+    {
+        "modifiers.migu.rule": "floor",
+        "modifiers.migu.layers": ["attention", "ffn"],
+        "modifiers.migu.include_lm_head": False,
+        "modifiers.migu.random_update": False,
+        "modifiers.migu.clusters": None,
+    },
+)
+MIGU_CODE = (
+    "code: scripts/full_tuning/, scripts/lora_tuning/, configs/ds_configs/stage0.config, src/uie_trainer_ft.py",
+    {
+        "modifiers.migu.skip_first_task": True,
+        "modifiers.migu.mask_update": False,
+        "train.learning_rate": 1e-4,
+        "train.epochs_by_task": {},
+        "backbone.dtype": "bfloat16",
+        "engine.name": "deepspeed",
+    },
+)
+
+
+def _threshold(value: float) -> tuple[str, dict[str, float]]:
+    return ("paper: section 5.1, figure 4", {"modifiers.migu.threshold": value})
+
+
+_MIGU = (CL_DATA, STANDARD, MIGU_TEXT, MIGU_CODE)
+_LORA_LEARNER = {f"method.learner.{path.partition('.')[2]}": value for path, value in ADAPTER[1].items()}
+
+DAS = (
+    "code: ContinualLM (DAS, which MIGU follows)",
+    {"stream.name": "das", "stream.max_source_tokens": 164, "train.optimizer": "adamw"},
+)
+
+OTHERS: dict[str, Row] = {
+    "slm-bert": Row(
+        "bert",
+        (
+            SLM_TEXT,
+            SLM_KEYS,
+            MPNET,
+            (
+                "paper: sections 4.1 and 4.2, table 10 (four GPUs)",
+                {
+                    "stream.name": "bert-4",
+                    "stream.train_rows": 115000,
+                    "stream.test_rows": 7600,
+                    "backbone.name": "google-bert/bert-base-uncased",
+                    "train.learning_rate": 2e-4,
+                    "train.batch_size": 32,
+                    "train.epochs": 5,
+                    "train.warmup_steps": 100,
+                    "launch.workers": 4,
+                },
+            ),
+            (
+                "code: SLM-bert/models/config.py, SLM-bert/train.py, vectordb/script.sh",
+                {
+                    "method.rank": 12,
+                    "method.head_rule": "label_count",
+                    "method.keys.batch_size": 16,
+                    "backbone.dropout": 0.1,
+                    "backbone.dtype": "float32",
+                    "backbone.pooling": "cls",
+                },
+            ),
+        ),
+        ("lr_scheduler",),
+        ("79.2, 78.8, 79.0, 79.2", "79.1", "80.0"),
+    ),
+    "slm-t5-large": Row(
+        "t5",
+        (
+            SLM_TEXT,
+            SLM_KEYS,
+            (
+                "paper: sections 4.1 and 4.2, table 10 (four GPUs)",
+                {
+                    "stream.name": "std-1",
+                    "stream.per_class": 16,
+                    "backbone.name": "google-t5/t5-large",
+                    "train.learning_rate": 2e-2,
+                    "train.batch_size": 16,
+                    "train.micro_batch_size": 4,
+                    "train.epochs": 100,
+                    "train.warmup_steps": 100,
+                    "launch.workers": 4,
+                },
+            ),
+            ("code: SLM-llama/vecordb/script.sh (keys of T5: 4 a GPU, 2 GPUs)", {"method.keys.batch_size": 8}),
+        ),
+        ("dev_fraction", "max_target_tokens", "dtype", "dropout", "rank", "encoder", "lr_scheduler"),
+        ("73.1, 72.9, 73.3", "73.1"),
+    ),
+    "slm-llama2-7b": Row(
+        "llama",
+        (
+            SLM_TEXT,
+            SLM_KEYS,
+            (
+                "paper: sections 4.1 and 4.2, table 10, appendix A.4 (answers of at most 512 tokens)",
+                {
+                    "stream.name": "llama-9",
+                    "train.learning_rate": 2e-4,
+                    "train.micro_batch_size": 2,
+                    "train.epochs": 3,
+                    "train.warmup_ratio": 0.03,
+                    "launch.workers": 4,
+                    "eval.max_new_tokens": 512,
+                },
+            ),
+            (
+                "code: SLM-llama/train.py, SLM-llama/models/, SLM-llama/dataset/dataset.py",
+                {
+                    "stream.prompt": "llama2_chat",
+                    "stream.max_target_tokens": 512,
+                    "backbone.name": "meta-llama/Llama-2-7b-chat-hf",
+                    "backbone.dtype": "bfloat16",
+                    "method.rank": 8,
+                    "method.encoder.name": "sentence-transformers/nli-roberta-base-v2",
+                    "method.keys.batch_size": 16,
+                    "train.batch_size": 64,
+                    "train.lr_scheduler": "cosine",
+                    "engine.name": "deepspeed",
+                    "engine.zero_stage": 1,
+                },
+            ),
+        ),
+        scores=("89.0", "72.4", "85.4", "85.1", "72.5", "89.1", "82.3"),
+    ),
+    "olora-standard-t5-large": Row("t5", (CL_DATA, STANDARD, ADAPTER, OLORA), scores=("75.8",)),
+    "olora-long-t5-large": Row("t5", (CL_DATA, ADAPTER, OLORA, OLORA_LONG), scores=("69.6",)),
+    "migu-ft-t5-large": Row(
+        "t5",
+        (*_MIGU, _threshold(0.7), ("paper: section 4.1", {"method.name": "finetune"})),
+        ("batch_size",),
+        ("78.8 / 75.7", "73.8 / 68.3"),
+    ),
+    "migu-lora-t5-large": Row(
+        "t5",
+        (*_MIGU, ADAPTER, _threshold(0.7), ("paper: section 4.1", {"method.name": "lora"})),
+        scores=("73.3 / 67.9", "61.2 / 46.0"),
+    ),
+    "migu-inclora-t5-large": Row(
+        "t5",
+        (*_MIGU, ADAPTER, _threshold(0.7), ("paper: section 4.1", {"method.name": "inclora"})),
+        scores=("76.4 / 68.8", "68.7 / 64.7"),
+    ),
+    "migu-olora-t5-large": Row(
+        "t5",
+        (
+            *_MIGU,
+            ADAPTER,
+            _threshold(0.1),
+            (OLORA[0], {path: OLORA[1][path] for path in OLORA[1] if path[:7] == "method." or "rate" in path}),
+        ),
+        scores=("76.6 / 75.8", "70.0 / 69.6"),
+    ),
+    "migu-lorareplay-t5-large": Row(
+        "t5",
+        (
+            *_MIGU,
+            _threshold(0.4),
+            (ADAPTER[0], _LORA_LEARNER),
+            (
+                "paper: section 4.1 (2 %)",
+                {"method.name": "replay", "method.share": 0.02, "method.learner.name": "lora"},
+            ),
+        ),
+        scores=("76.2 / 74.5", "76.5 / 75.2"),
+    ),
+    "migu-das-roberta": Row(
+        "roberta",
+        (
+            DAS,
+            MIGU_TEXT,
+            (
+                DAS[0],
+                {
+                    "stream.objective": "mlm",
+                    "stream.mask_share": 0.15,
+                    "stream.train_rows": 640000,
+                    "train.epochs": 1,
+                    "train.batch_size": 248,
+                    "train.micro_batch_size": 62,
+                    "train.learning_rate": 1e-4,
+                    "launch.workers": 4,
+                },
+            ),
+            (
+                "paper: section 4.2",
+                {
+                    "backbone.name": "FacebookAI/roberta-base",
+                    "method.name": "finetune",
+                    "modifiers.migu.skip_first_task": False,
+                },
+            ),
+        ),
+        ("migu", "lr_scheduler", "weight_decay"),
+        ("76.73 / 81.19", "76.36 / 80.77", "80.14 / 82.41", "79.69 / 82.07"),
+    ),
+    "migu-das-end-tasks": Row(
+        "roberta",
+        (
+            DAS,
+            (
+                DAS[0],
+                {
+                    "stream.schedule": "separate",
+                    "method.name": "finetune",
+                    "train.epochs": 5,
+                    "train.epochs_by_task": {"acl": 10, "pubmed": 10, "phone": 15, "camera": 15},
+                    "train.batch_size": 16,
+                    "train.learning_rate": 3e-5,
+                    "train.weight_decay": 0.01,
+                },
+            ),
+        ),
+        ("pooling", "lr_scheduler"),
+    ),
+    "migu-code-llama2-7b": Row(
+        "llama",
+        (
+            (
+                "paper: section 4.3, appendix B.1",
+                {
+                    "backbone.name": "meta-llama/Llama-2-7b-hf",
+                    "method.name": "lora",
+                    "train.epochs": 32,
+                },
+            ),
+            MIGU_TEXT,
+        ),
+        (
+            *("prompt", "max_source_tokens", "max_target_tokens", "dtype", "rank", "alpha", "dropout", "targets"),
+            *("migu", "batch_size", "learning_rate", "lr_scheduler"),
+        ),
+        ("59.4", "58.4"),
+    ),
+}
