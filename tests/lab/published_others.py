@@ -121,6 +121,7 @@ MIGU_CODE = (
     "code: scripts/full_tuning/, scripts/lora_tuning/, configs/ds_configs/stage0.config, src/uie_trainer_ft.py",
     {
         "modifiers.migu.skip_first_task": True,
+        "modifiers.migu.count_pads": True,
         "modifiers.migu.mask_update": False,
         "train.learning_rate": 1e-4,
         "train.epochs_by_task": {},

@@ -1,0 +1,65 @@
+"""Files of published rows train from end to end: tiny models and tasks stand in, every other setting is the file's.
+
+What it does not know: what the settings are (`tests/unit/test_paper_configs.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny import Lab, exported, matrix, run, trace
+
+from raycl.bank import Bank
+from raycl.run.config import load_config
+from raycl.storage import Storage
+
+FOLDER = Path(__file__).resolve().parents[2] / "jobs/configs/paper"
+NAMES = ("mnli", "copa")
+"""What the two tasks are called: some files have settings for these."""
+
+SMALL = (
+    *("stream.max_source_tokens=56", "train.epochs=1", "train.batch_size=4", "train.micro_batch_size=2"),
+    *("train.log_every_s=1000", "launch.workers=1"),
+)
+CARVED = ("stream.dev=carve", "stream.dev_fraction=0.25", "eval.select_epochs=1", "stream.max_target_tokens=4")
+SAPT = (*CARVED, "method.generator.max_tokens=8", "method.arm.batch=2")
+SLM = ("method.keys.groups=4", "method.keys.epochs=1", "method.encoder.max_tokens=64")
+ANSWERS = ("stream.max_target_tokens=4",)
+
+ROWS = {
+    "sapt-lora-long-t5-large": ("t5", (*SAPT, "method.generator.steps=2")),
+    "sapt-lora-superni-llama2-7b": ("llama", (*SAPT, "method.generator.steps=2")),
+    "sapt-prompt-long-t5-large": ("t5", (*SAPT, "method.generator.epochs=1")),
+    "slm-bert": ("bert", SLM),
+    "slm-t5-large": ("t5", (*SLM, *ANSWERS, "stream.per_class=4")),
+    "slm-llama2-7b": ("llama", (*SLM, *ANSWERS, "eval.max_new_tokens=4")),
+    "olora-long-t5-large": ("t5", ANSWERS),
+    "migu-ft-t5-large": ("t5", ANSWERS),
+    "migu-lorareplay-t5-large": ("t5", ANSWERS),
+    "migu-olora-t5-large": ("t5", ANSWERS),
+    "migu-das-roberta": ("masked", ()),
+    "migu-das-end-tasks": ("bert", ("train.epochs_by_task={}",)),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_published_row_trains(row: str, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYCL_DATA", str(lab.root))
+    kind, settings = ROWS[row]
+    tasks = [{"name": name, "path": one["path"]} for name, one in zip(NAMES, lab.tasks, strict=True)]
+    given = [*SMALL, *settings, f"backbone.name={lab.model_folder(kind)}", f"stream.tasks={json.dumps(tasks)}"]
+    if row.startswith("slm"):
+        given.append(f"method.encoder.name={lab.model_folder('bert')}")
+    config = load_config(str(FOLDER / f"{row}.yaml"), given)
+
+    storage = Storage.at(str(tmp_path / "run"))
+    run(config, storage)
+
+    assert trace(storage)
+    assert [[score is not None for score in scores] for scores in matrix(storage)] == [[True, False], [True, True]]
+    if config.method.name == "finetune":
+        assert bool(exported(storage)) == (config.checkpoint.export == "last")
+    else:
+        assert Bank(storage.sub("bank")).newest() is not None
