@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --pro
 OFFLINE := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast contract chaos compat check audit docs format clean
+.PHONY: help venv demo test test-fast contract chaos compat check audit docs docs-run format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -63,6 +63,10 @@ audit: venv  ## known vulnerabilities of the pinned versions (asks PyPI about ea
 
 docs: venv  ## build the documentation into site/, strictly
 	@$(OFFLINE) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+docs-run: venv  ## do every tutorial as printed, and renew the notebook's outputs (about 20 minutes; not part of make test)
+	@$(PIP) -q -e '.[notebook]'
+	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -s tests/tutorials
 
 format: venv  ## rewrite the files in the house style
 	@$(BIN)/ruff check --fix-only .

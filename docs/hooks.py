@@ -1,7 +1,10 @@
-"""What MkDocs generates and includes: the reference of settings and commands, and excerpts of the source.
+"""What MkDocs generates and includes: the reference of settings and commands, notebooks, and excerpts of the source.
 
 A line `::: raycl/retrieval/routers.py SumRouter` in a page becomes that class of that file, and `::: cluster/README.md`
 becomes the whole file. A file or name that does not exist fails the build.
+
+A notebook becomes a page by nbconvert, as Markdown: so it has the theme's look, and its links are checked as those of
+all pages. (mkdocs-jupyter would insert HTML that is not checked, with scripts from the network.)
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from nbconvert import MarkdownExporter
 
 from raycl.bank.operations.commands import COMMANDS
 from raycl.cli import commands as cli
@@ -80,12 +84,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, f"reference/{name}.md", content=settings_page(title, model, text)))
     files.append(File.generated(config, "reference/commands.md", content=commands_page()))
     files.append(File.generated(config, "reference/files.md", content=files_page()))
+    for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        page, pictures = notebook_page(Path(config.docs_dir, notebook.src_uri))
+        files.append(File.generated(config, str(Path(notebook.src_uri).with_suffix(".md")), content=page))
+        for name, picture in pictures.items():
+            files.append(File.generated(config, f"{Path(notebook.src_uri).parent}/{name}", content=picture))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put excerpts in."""
     return EXCERPT.sub(lambda found: excerpt(found[1], found[2]), markdown)
+
+
+def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
+    """A notebook with its stored outputs as Markdown, and its pictures by name."""
+    resources = {"unique_key": path.stem, "output_files_dir": f"{path.stem}_files"}
+    page, found = MarkdownExporter().from_filename(str(path), resources)
+    return page, found["outputs"]
 
 
 def excerpt(path: str, name: str | None) -> str:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from raycl.api.models import Model, load
 from raycl.api.tasks import InMemoryTask
 from raycl.config import Tree
+from raycl.errors import RunError
 from raycl.launch import commands, console, driver
 from raycl.launch.driver import Prepared, RunOptions
 from raycl.report.plots import heatmap
@@ -151,6 +153,15 @@ class Run:
         """Draw the matrix as a heat map; returns the file (default: matrix.png, in the run's folder if it is local)."""
         folder = f"{self._storage.path()}/" if self._storage.is_local else ""
         return heatmap(self.results, path or f"{folder}matrix.png")
+
+    def _repr_png_(self) -> bytes | None:
+        """The matrix as a picture, where a notebook shows the run; None: no task is finished yet."""
+        try:
+            results = self.results
+        except RunError:
+            return None
+        with TemporaryDirectory() as folder:
+            return heatmap(results, f"{folder}/matrix.png").read_bytes()
 
     @property
     def _directory(self) -> Storage:

@@ -320,5 +320,8 @@ def _duration(spread: Spread | None) -> str:
 def render(content: RenderableType) -> str:
     """Plain text without empty ends, on a page so wide that no table is squeezed."""
     text = io.StringIO()
-    Console(file=text, width=10_000, markup=False, highlight=False, emoji=False, color_system=None).print(content)
+    console = Console(  # force_jupyter: a notebook would show the table itself, and the file would stay empty
+        file=text, width=10_000, markup=False, highlight=False, emoji=False, color_system=None, force_jupyter=False
+    )
+    console.print(content)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")

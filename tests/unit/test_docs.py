@@ -39,6 +39,10 @@ def test_the_documentation_builds_strictly(tmp_path: Path) -> None:
     ready = (tmp_path / "reference/files/index.html").read_text()
     assert [path for path in REPO.glob("jobs/configs/**/*.yaml") if path.name not in ready] == []
     assert "SumRouter" in (tmp_path / "extending/router/index.html").read_text()
+    notebook = (tmp_path / "tutorials/from-python/index.html").read_text()
+    (picture,) = re.findall(r'src="([^"]*from-python_\d+_0\.png)"', notebook)
+    assert (tmp_path / "tutorials/from-python" / picture).read_bytes()[:4] == b"\x89PNG"
+    assert "after tickets" in notebook and '<table border="1" class="dataframe">' in notebook
     pages = [path.read_text() for path in tmp_path.rglob("*.html")]
     assert all("fonts.googleapis.com" not in page and 'src="http' not in page for page in pages)
 

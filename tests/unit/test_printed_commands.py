@@ -36,6 +36,7 @@ from raycl.sweep.config import load_sweep
 
 REPO = Path(__file__).resolve().parents[2]
 TOP = ("README.md", "CONTRIBUTING.md", "cluster/README.md", "docs/hooks.py")
+TUTORIALS = sorted(REPO.glob("docs/tutorials/*.md"))
 PAGES = [*(REPO / name for name in TOP), *sorted(REPO.glob("docs/**/*.md"))]
 HEADED = [path for folder in ("jobs/configs", "sweeps", "cluster") for path in sorted((REPO / folder).glob("**/*"))]
 SPAN = re.compile(r"`((?:raycl |python |make |ray |serve (?:run|deploy)|kubectl |export |sbatch |pip install )[^`]+)`")
@@ -82,7 +83,7 @@ def _is_command(line: str) -> bool:
 
 def check(line: str, patch: pytest.MonkeyPatch) -> None:
     """Go through a command as its tool would before it begins."""
-    words = shlex.split(line, comments=True)
+    words = shlex.split(line.removesuffix(" &"), comments=True)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
     head, *rest = words
@@ -151,8 +152,9 @@ def _options(command: str, words: list[str]) -> Any:
 
 
 def _file(name: str) -> str:
-    """A file of the repository; of a run that a reader is to have made, none."""
-    assert (REPO / name).is_file() or name.startswith("runs/"), f"there is no '{name}'"
+    """A file of the repository; of a run that a reader is to have made, or of a tutorial that has its content, none."""
+    made = name.startswith("runs/") or any(f'title="{name}"' in page.read_text() for page in TUTORIALS)
+    assert (REPO / name).is_file() or made, f"there is no '{name}'"
     return str(REPO / name)
 
 
@@ -179,7 +181,9 @@ def compare(words: list[str]) -> None:
 
 def sweep(words: list[str]) -> None:
     options = _options("sweep", words)
-    load_sweep(_file(options.sweep), options.set)
+    file = Path(_file(options.sweep))
+    if file.is_file():
+        load_sweep(str(file), options.set)
 
 
 def bank(words: list[str]) -> None:

@@ -23,6 +23,13 @@ def cells(line: str) -> list[str]:
     return line.split()
 
 
+def test_a_table_is_text_in_a_notebook_too(make_result: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There rich would show it instead of writing it."""
+    printed = matrix_table(make_result())
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert matrix_table(make_result()) == printed != ""
+
+
 def test_matrix_table_shows_every_cell_once(make_result: Make) -> None:
     lines = matrix_table(make_result()).splitlines()
     assert lines[0] == "sapt on long-a, mini-t5, seed 0"

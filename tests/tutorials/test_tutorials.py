@@ -1,0 +1,51 @@
+"""`make docs-run`: every tutorial does what it says, typed as it is printed, and the notebook's outputs are of today.
+
+It is no part of `make test`: models are trained as a reader trains them, for about fifteen minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from tutorial_page import FOLDER, run_page
+
+TUTORIALS = Path(__file__).resolve().parents[2] / "docs/tutorials"
+NOTEBOOK = TUTORIALS / "from-python.ipynb"
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.mark.parametrize("page", sorted(TUTORIALS.glob("*.md")), ids=lambda page: page.stem)
+def test_a_tutorial_does_what_it_says(page: Path, tmp_path: Path) -> None:
+    run_page(page, tmp_path)
+
+
+def test_the_notebook_runs_and_its_outputs_are_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # times
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if not _is_hint(output)]
+        for output in cell.get("outputs", []):
+            _as_of_a_reader(output, str(tmp_path))
+    notebook.metadata.get("language_info", {}).pop("version", None)
+    nbformat.write(notebook, NOTEBOOK)
+
+
+def _is_hint(output: Any) -> bool:
+    """Of a library, on widgets or trackers that are not installed: no part of a result."""
+    return output.get("name") == "stderr" or output.get("text", "").startswith("[INFO]")
+
+
+def _as_of_a_reader(output: Any, folder: str) -> None:
+    """The folder is called as in the other tutorials, and terminal colours are left out."""
+    texts = output.get("data", output)
+    for key in ("text", "text/plain", "text/html"):
+        if key in texts:
+            texts[key] = re.sub(r"\x1b\[[0-9;]*m", "", texts[key].replace(folder, FOLDER))
