@@ -64,7 +64,7 @@ audit: venv  ## known vulnerabilities of the pinned versions (asks PyPI about ea
 docs: venv  ## build the documentation into site/, strictly
 	@$(OFFLINE) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-docs-run: venv  ## do every tutorial as printed, and renew the notebook's outputs (about 20 minutes; not part of make test)
+docs-run: venv  ## do every tutorial as printed, and renew the notebook's outputs (about nine minutes; not part of make test)
 	@$(PIP) -q -e '.[notebook]'
 	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -s tests/tutorials
 

@@ -1,6 +1,6 @@
 """`make docs-run`: every tutorial does what it says, typed as it is printed, and the notebook's outputs are of today.
 
-It is no part of `make test`: models are trained as a reader trains them, for about fifteen minutes on two cores.
+It is no part of `make test`: models are trained as a reader trains them, for about nine minutes on two cores.
 """
 
 from __future__ import annotations
@@ -30,22 +30,18 @@ def test_the_notebook_runs_and_its_outputs_are_renewed(tmp_path: Path, monkeypat
     NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times
-        if "outputs" in cell:
-            cell.outputs = [output for output in cell.outputs if not _is_hint(output)]
         for output in cell.get("outputs", []):
             _as_of_a_reader(output, str(tmp_path))
+        if "outputs" in cell:  # without warnings of libraries, on widgets that are not installed
+            cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr" and one.get("text") != ""]
     notebook.metadata.get("language_info", {}).pop("version", None)
     nbformat.write(notebook, NOTEBOOK)
 
 
-def _is_hint(output: Any) -> bool:
-    """Of a library, on widgets or trackers that are not installed: no part of a result."""
-    return output.get("name") == "stderr" or output.get("text", "").startswith("[INFO]")
-
-
 def _as_of_a_reader(output: Any, folder: str) -> None:
-    """The folder is called as in the other tutorials, and terminal colours are left out."""
+    """The folder is called as in the other tutorials; without log lines of libraries and terminal colours."""
     texts = output.get("data", output)
     for key in ("text", "text/plain", "text/html"):
         if key in texts:
-            texts[key] = re.sub(r"\x1b\[[0-9;]*m", "", texts[key].replace(folder, FOLDER))
+            plain = re.sub(r"\x1b\[[0-9;]*m|^\[INFO\].*\n", "", texts[key], flags=re.MULTILINE)
+            texts[key] = plain.replace(folder, FOLDER)
