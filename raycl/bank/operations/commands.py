@@ -19,7 +19,7 @@ from rich.table import Table
 
 from raycl.backbone import BackboneConfig, load_codec
 from raycl.bank import AdapterRef, Bank, Snapshot
-from raycl.bank.branches import Branch, branch_names, head_of, is_branch_name, resolve
+from raycl.bank.branches import MAIN, Branch, branch_names, head_of, is_branch_name, resolve
 from raycl.bank.manifest import snapshot_file
 from raycl.bank.operations.exchange import card_metadata, export_merged, export_peft, import_peft, mixed
 from raycl.bank.operations.maintenance import Named, diff, prune, verify
@@ -335,6 +335,9 @@ def answer(options: Namespace) -> Answer:
     Raises:
         RayclError: there is no such bank, or the command failed.
     """
+    for name in ("branch", "snapshot", *(["to"] if options.command == "promote" else [])):
+        if getattr(options, name, MAIN) is None:
+            setattr(options, name, MAIN)
     bank = Bank.at(options.bank)
     if options.command != "import" and not is_bank(bank.storage):
         inner = bank.storage.sub("bank")

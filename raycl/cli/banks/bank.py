@@ -85,12 +85,8 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 def run(options: argparse.Namespace) -> int:
     """Run one command; 1 if it found something wrong."""
-    from raycl.bank.branches import MAIN
     from raycl.bank.operations.commands import answer
 
-    for name in ("branch", "snapshot", *(["to"] if options.command == "promote" else [])):
-        if getattr(options, name, MAIN) is None:
-            setattr(options, name, MAIN)
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("raycl").setLevel(logging.INFO)
     found = answer(options)
