@@ -95,17 +95,18 @@ def _config(options: argparse.Namespace) -> RunConfig:
     (path,) = options.paths
     of_task = [word for word in options.overrides if word.partition("=")[0].partition(".")[0] in TaskSpec.model_fields]
     of_run = [word for word in options.overrides if word not in of_task]
-    return load_config(None, [f"stream.tasks={json.dumps([_spec(path, of_task)])}", *of_run])
+    carves = any(word.startswith("stream.test_fraction=") for word in of_run)
+    return load_config(None, [f"stream.tasks={json.dumps([_spec(path, of_task, carves)])}", *of_run])
 
 
-def _spec(path: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """The task at a path, with its settings."""
+def _spec(path: str, overrides: Sequence[str], carves_test: bool) -> dict[str, Any]:
+    """The task at a path, with its settings; one file is test too, unless test rows are taken from it."""
     from raycl import config as configs
 
     spec: dict[str, Any] = {"name": path.rstrip("/").rpartition("/")[2].partition(".")[0] or "data"}
     one_split = (Path(path) / "state.json").is_file() if Path(path).is_dir() else bool(Path(path).suffix)
     if one_split and not path.startswith("hf://"):
-        spec |= {"train": path, "test": path}
+        spec |= {"train": path} if carves_test else {"train": path, "test": path}
     else:
         spec["path"] = path
     return {**spec, **configs.load_tree(None, overrides)}

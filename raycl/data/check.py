@@ -107,7 +107,8 @@ def check_task(stream: Stream, task: Task, codec: TextCodec, seed: int, examples
     """Read the rows of a task, and tokenise them as a run would."""
     raws = {split: stream.source(task, split) for split in SPLITS}
     train, test = raws["train"], raws["test"]
-    if train is not None and test is not None and train.where == test.where:
+    carved = stream.carves_test(task)
+    if train is not None and test is not None and train.where == test.where and not carved:
         raws["test"] = None
     is_chat = any(raw is not None and raw.is_chat for raw in raws.values())
     kind = "conversations" if is_chat else "free text" if task.labels is None else "labels"
@@ -116,8 +117,9 @@ def check_task(stream: Stream, task: Task, codec: TextCodec, seed: int, examples
     for split, raw in raws.items():
         rows = stream.rows(task, split)
         if raw is not None and len(rows):
-            others = len(stream.rows(task, "dev")) if split == "train" and raw is raws["dev"] else 0
-            unused = 0 if split == "dev" and raw is train else raw.count - len(rows) - others
+            others = [one for one in SPLITS if one != split and raw is raws[one]] if split == "train" else []
+            taken = sum(len(stream.rows(task, one)) for one in others)
+            unused = 0 if split != "train" and raw is train else raw.count - len(rows) - taken
             found.splits[split], digests[split] = _split(raw, rows, task, unused)
     _duplicates(found, digests, raws, stream, task)
     try:

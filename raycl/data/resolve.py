@@ -6,6 +6,7 @@ What it does not know: the rows in the files (`ingest`), what is done with them 
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from raycl.data.benchmarks import builtin
 from raycl.data.benchmarks.knowledge import OLORA_INSTRUCTIONS, TASKS, TaskInfo, canonical
-from raycl.data.benchmarks.layout import SPLITS, TaskFolder, check_name, locate, task_folder
+from raycl.data.benchmarks.layout import LABELS_FILE, SPLITS, TaskFolder, check_name, locate, task_folder
 from raycl.data.benchmarks.orders import Benchmark, find, require
 from raycl.data.language import TOKEN_ACCURACY
 from raycl.data.prompts import PromptName
@@ -29,7 +30,6 @@ from raycl.errors import ConfigError, DataError
 from raycl.storage import Storage
 
 _UNKNOWN = TaskInfo(labels="auto")
-_LABELS_FILE = "labels.json"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _plans(
     if config.root is None:
         named = {name: _builtin(name, config) for name in names}
     else:
-        folders = locate(Storage.at(config.root), names, needed, config.allow_missing)
+        folders = locate(Storage.at(config.root), names, needed, config.allow_missing, _one_file(config))
         named = {name: _known(name, folder, config) for name, folder in folders.items()}
     plans = [_custom(task, config, needed) if isinstance(task, TaskSpec) else named.get(task) for task in wanted]
     kept = tuple(plan for plan in plans if plan is not None)
@@ -178,7 +178,13 @@ def _refuse_trained(wanted: Sequence[str | TaskSpec], unseen: Sequence[str | Tas
 def _needed(config: StreamConfig, benchmark: Benchmark | None) -> tuple[str, ...]:
     if benchmark is not None and benchmark.test_only:
         return ("test",)
-    return SPLITS if config.dev == "file" else ("train", "test")
+    splits = SPLITS if config.dev == "file" else ("train", "test")
+    return tuple(split for split in splits if split != "test" or not _one_file(config))
+
+
+def _one_file(config: StreamConfig) -> bool:
+    """Whether a task may come as one file, from which test rows are taken."""
+    return config.test_fraction is not None
 
 
 def _builtin(name: str, config: StreamConfig) -> TaskPlan:
@@ -198,12 +204,13 @@ def _known(name: str, place: TaskFolder, config: StreamConfig) -> TaskPlan:
     """A task found by name below the root."""
     info = TASKS.get(name, _UNKNOWN)
     files = _without_unused_dev(place.files, config)
-    labels, prompt, definition = info.labels, info.prompt, None
-    if _is_olora(files):
+    labels, prompt, definition = info.labels, info.prompt, info.instruction
+    if info.prompt != "llama2_chat" and _is_olora(files):
         labels, prompt = _labels_file(place.folder) or labels, "olora"
         definition = OLORA_INSTRUCTIONS.get(info.group, "")
-    reading = Reading("auto", Columns(), labels, info.unlabelled, config.unlabelled == "keep")
-    metric = info.metric if name in TASKS else None
+    keep = config.unlabelled == "keep"
+    reading = Reading("auto", info.columns, labels, info.unlabelled, keep, words=_words(info.words, config))
+    metric = _metric(info.metric if name in TASKS else None, labels, config)
     return TaskPlan(name, files, reading, metric, definition, info.group, place.folder.uri.rpartition("/")[2], prompt)
 
 
@@ -218,15 +225,46 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
     files |= {split: _source(uri, config) for split, uri in given.items() if uri is not None}
     for split in needed:
         if split not in files:
+            carved = " or stream.test_fraction to take test rows from train" if split == "test" else ""
             raise ConfigError(
                 f"task '{spec.name}' has no {split} file: expected {split}.json, .jsonl, .csv, .tsv, .parquet or .txt "
-                f"in '{spec.path}', or a dataset in the hub's layout there, or set its '{split}' to a file"
+                f"in '{spec.path}', or a dataset in the hub's layout there, or set its '{split}' to a file{carved}"
             )
+    info = _like(spec)
     labels: Labels = spec.labels
-    if labels == "auto" and folder is not None:
-        labels = _labels_file(folder) or labels
-    reading = Reading(spec.format, _columns(spec.columns), labels, first_label=spec.first_label)
-    return TaskPlan(spec.name, files, reading, spec.metric, spec.definition, dataset=spec.name)
+    if labels == "auto":
+        labels = (_labels_file(folder) if folder is not None else None) or (info.labels if spec.like else labels)
+    columns = info.columns if spec.columns == ColumnNames() else _columns(spec.columns)
+    words = _words(spec.words or info.words, config)
+    reading = Reading(spec.format, columns, labels, info.unlabelled, False, spec.first_label, words)
+    metric = _metric(spec.metric or (info.metric if spec.like else None), labels, config)
+    definition = info.instruction if spec.definition is None else spec.definition
+    return TaskPlan(spec.name, files, reading, metric, definition, dataset=spec.name, prompt=info.prompt)
+
+
+def _like(spec: TaskSpec) -> TaskInfo:
+    """What is known of the task that `like` names."""
+    if spec.like is None:
+        return _UNKNOWN
+    info = TASKS.get(canonical(spec.like))
+    if info is None:
+        near = difflib.get_close_matches(canonical(spec.like), TASKS, n=3, cutoff=0.3) or list(TASKS)[:3]
+        raise ConfigError(
+            f"task '{spec.name}' is like '{spec.like}', which is no known task: expected one of a benchmark, for "
+            f"example {', '.join(near)}"
+        )
+    return info
+
+
+def _words(words: Mapping[str, str], config: StreamConfig) -> tuple[tuple[str, str], ...]:
+    return tuple(words.items()) if config.answers == "words" else ()
+
+
+def _metric(metric: str | None, labels: Labels, config: StreamConfig) -> str | None:
+    """Of a task with labels the first word is scored where answers are one word."""
+    if config.answers == "words" and labels is not None and metric in (None, "exact_match", "accuracy"):
+        return "first_word"
+    return metric
 
 
 def _task_files(
@@ -244,7 +282,8 @@ def _task_files(
             f"task '{spec.name}' names a config or splits of '{spec.path}': datasets in the hub's layout are read from "
             f"local folders and {HUB} names, copy it to one"
         )
-    files: dict[str, Source] = {} if named else dict(_without_unused_dev(task_folder(folder).files, config))
+    found = {} if named else task_folder(folder, _one_file(config)).files
+    files: dict[str, Source] = dict(_without_unused_dev(found, config))
     absent = [split for split in needed if split not in files and getattr(spec, split) is None]
     if named or (absent and folder.is_local and is_dataset_folder(Path(spec.path))):
         return _hub_files(spec, config), None
@@ -254,7 +293,9 @@ def _task_files(
 def _hub_files(spec: TaskSpec, config: StreamConfig) -> dict[str, Source]:
     """Splits of a dataset; one for dev only where dev comes from files."""
     assert spec.path is not None, "a dataset has a path"
-    names = {"train": spec.splits.train, "test": spec.splits.test}
+    names = {"train": spec.splits.train}
+    if spec.splits.test is not None:
+        names["test"] = spec.splits.test
     if config.dev == "file":
         names["dev"] = spec.splits.dev
     cache = None if spec.path.startswith(HUB) else str(cache_folder(config.cache_dir) / "hub")
@@ -278,13 +319,13 @@ def _columns(names: ColumnNames) -> Columns:
     )
 
 
-def _without_unused_dev(files: Mapping[str, SourceFile], config: StreamConfig) -> Mapping[str, SourceFile]:
+def _without_unused_dev(files: Mapping[str, Source], config: StreamConfig) -> Mapping[str, Source]:
     return {split: file for split, file in files.items() if split != "dev" or config.dev == "file"}
 
 
-def _is_olora(files: Mapping[str, SourceFile]) -> bool:
+def _is_olora(files: Mapping[str, Source]) -> bool:
     first = next(iter(files.values()))
-    return first.name.endswith(".json") and detect(first) == "olora"
+    return isinstance(first, SourceFile) and first.name.endswith(".json") and detect(first) == "olora"
 
 
 def _labels_file(folder: Storage) -> tuple[str, ...] | None:
@@ -293,8 +334,8 @@ def _labels_file(folder: Storage) -> tuple[str, ...] | None:
     Raises:
         DataError: it is not a list of different strings.
     """
-    file = SourceFile(folder, _LABELS_FILE)
-    if not folder.exists(_LABELS_FILE):
+    file = SourceFile(folder, LABELS_FILE)
+    if not folder.exists(LABELS_FILE):
         return None
     with file.open() as stream:
         content = stream.read()

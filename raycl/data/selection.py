@@ -28,6 +28,16 @@ def carve_dev(seed: int, task: str, count: int, fraction: float, limit: int) -> 
     return np.sort(order[size:]), np.sort(order[:size])
 
 
+def carve_test(seed: int, task: str, count: int, fraction: float) -> tuple[Indices, Indices]:
+    """Split `count` rows of a task that comes as one file into (the others, test), both ascending.
+
+    Test holds `fraction` of them, rounded, and at least one; each row once (the files of SLM's split draw rows twice).
+    """
+    size = max(1, round(fraction * count))
+    order = generator(seed, task, "carve test").permutation(count).astype(np.int64)
+    return np.sort(order[size:]), np.sort(order[:size])
+
+
 def sample(seed: int, task: str, split: str, rows: Indices, limit: int | None) -> Indices:
     """At most `limit` of `rows` without replacement, ascending; all of them if `limit` is None."""
     if limit is None or limit >= len(rows):
@@ -35,13 +45,14 @@ def sample(seed: int, task: str, split: str, rows: Indices, limit: int | None) -
     return np.sort(generator(seed, task, split, "sample").permutation(rows)[:limit])
 
 
-def per_class(seed: int, task: str, rows: Indices, labels: Indices, limit: int) -> Indices:
+def per_class(seed: int, task: str, rows: Indices, labels: Indices, limit: int, *words: str) -> Indices:
     """At most `limit` of `rows` for each label, ascending.
 
     Args:
         labels: class of each of `rows`, same length.
+        words: of the draw, where a task has several.
     """
-    order = generator(seed, task, "per_class").permutation(len(rows))
+    order = generator(seed, task, "per_class", *words).permutation(len(rows))
     chosen = [order[labels[order] == label][:limit] for label in np.unique(labels)]
     return np.sort(rows[np.concatenate(chosen)]) if chosen else rows
 

@@ -35,7 +35,9 @@ class SplitNames(Section):
     """Names of a dataset's splits, or slices of them, for example `train[:90%]`."""
 
     train: str = Field("train", description="split to train on")
-    test: str = Field("test", description="split to test on")
+    test: str | None = Field(
+        "test", description="split to test on; null: test rows are taken from train, see `stream.test_fraction`"
+    )
     dev: str = Field("validation", description="split for dev, where `stream.dev` is file")
 
 
@@ -77,6 +79,14 @@ class TaskSpec(Section):
     definition: str | None = Field(
         None, description="instruction of the prompt; null: the one in the file, if there is one"
     )
+    like: str | None = Field(
+        None,
+        description="a known task (mmlu, finance, agnews, ...) from which columns, labels, metric, definition, words "
+        "and prompt are taken where this task names none",
+    )
+    words: dict[str, str] = Field(
+        default_factory=dict, description="label -> the word that is its answer, where `stream.answers` is words"
+    )
 
     recorded: RecordedTask | None = Field(
         None, description="a learned task without data: it is neither trained nor evaluated; null: it has data"
@@ -84,8 +94,10 @@ class TaskSpec(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if self.recorded is None and self.path is None and (self.train is None or self.test is None):
+        if self.recorded is None and self.path is None and self.train is None:
             raise ValueError(f"task '{self.name}' has no data: give 'path', or both 'train' and 'test'")
+        if set(self.words) & set(self.words.values()) - {label for label, word in self.words.items() if label == word}:
+            raise ValueError(f"task '{self.name}' has words that are labels with other words: choose other words")
         if self.first_label is not None and not isinstance(self.labels, tuple):
             raise ValueError(f"task '{self.name}' sets first_label without a list of labels: name the labels in order")
         return self
@@ -132,12 +144,27 @@ class StreamConfig(Section):
     )
     dev_rows: int | None = Field(200, ge=1, description="upper limit of dev rows; null: no limit")
     dev_fraction: float = Field(0.1, ge=0, lt=1, description="share of the train rows that is set aside as dev")
+    test_fraction: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="share of the rows that is set aside as test, drawn by seed, for tasks that come as one file "
+        "(SLM: 0.15); tasks with test files keep these; null: every task needs test rows of its own",
+    )
     dev: Literal["carve", "file"] = Field(
         "carve",
         description="carve: dev rows are taken from train; file: dev files are used, which equal the test files "
         "in the public release",
     )
     per_class: int | None = Field(None, ge=1, description="few-shot: train rows for each label, for example 16")
+    dev_per_class: int | None = Field(
+        None, ge=1, description="dev rows for each label, instead of dev_fraction and dev_rows, for example 16"
+    )
+    answers: Literal["labels", "words"] = Field(
+        "labels",
+        description="answers of tasks with labels. labels: as they are; words: one word for each, which known tasks "
+        "have and others name in `words`, and the first word of an answer is scored (SLM with T5)",
+    )
     unlabelled: Literal["drop", "keep"] = Field(
         "drop", description="rows whose label stands for 'no label' (mnli: '-')"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from raycl.data.language import TextObjective, text_objective
 from raycl.data.prepare import Chosen, Lengths, check_codec, prepare
 from raycl.data.prompts import Prompt
 from raycl.data.resolve import StreamPlan, TaskPlan, resolve
-from raycl.data.selection import Indices, carve_dev, per_class, pick_reference, sample
+from raycl.data.selection import Indices, carve_dev, carve_test, per_class, pick_reference, sample
 from raycl.data.settings import ColumnNames, StreamConfig, TaskSpec
 from raycl.data.sources.cache import cache_folder, key_of
 from raycl.data.sources.ingest import RawRows, ingest, ingest_pairs
@@ -99,9 +100,14 @@ class Stream:
         return bool(self._open[task.name].raws)
 
     def source(self, task: Task, split: Split) -> RawRows | None:
-        """The rows that a split is taken from, which for a carved dev split are those of train; None: it has none."""
+        """The rows that a split is taken from, which for carved splits are those of train; None: it has none."""
         raws = self._open[task.name].raws
-        return raws.get(split) or (raws.get("train") if split == "dev" else None)
+        return raws.get(split) or raws.get("train")
+
+    def carves_test(self, task: Task) -> bool:
+        """Whether test rows are taken from the task's one file."""
+        raws = self._open[task.name].raws
+        return "train" in raws and "test" not in raws
 
     @property
     def learns_texts(self) -> bool:
@@ -157,16 +163,32 @@ class Stream:
         raws, config, seed = self._open[task.name].raws, self._config, self._seed
         if not raws:
             return np.arange(0)
+        pool, test = self._parted(task)
         if split == "test":
-            return sample(seed, task.name, split, np.arange(raws["test"].count), config.test_rows)
+            return sample(seed, task.name, split, test, config.test_rows)
         if "train" not in raws:
             return np.arange(0)
-        if split == "dev" and "dev" in raws:
-            return sample(seed, task.name, split, np.arange(raws["dev"].count), config.dev_rows)
-        count = raws["train"].count
-        limit = 0 if "dev" in raws else count if config.dev_rows is None else config.dev_rows
-        train, dev = carve_dev(seed, task.name, count, config.dev_fraction, limit)
-        return dev if split == "dev" else self._limited(task, train)
+        if "dev" in raws:
+            dev = np.arange(raws["dev"].count)
+            if split == "train":
+                return self._limited(task, pool)
+            if config.dev_per_class is None:
+                return sample(seed, task.name, split, dev, config.dev_rows)
+            return per_class(seed, task.name, dev, raws["dev"].label_codes(dev), config.dev_per_class, "dev")
+        if config.dev_per_class is not None:
+            dev = per_class(seed, task.name, pool, raws["train"].label_codes(pool), config.dev_per_class, "dev")
+            return dev if split == "dev" else self._limited(task, np.setdiff1d(pool, dev))
+        limit = len(pool) if config.dev_rows is None else config.dev_rows
+        train, carved = carve_dev(seed, task.name, len(pool), config.dev_fraction, limit)
+        return pool[carved] if split == "dev" else self._limited(task, pool[train])
+
+    def _parted(self, task: Task) -> tuple[Indices, Indices]:
+        """Rows for train and dev, and rows for test, each in its source."""
+        raws, fraction = self._open[task.name].raws, self._config.test_fraction
+        if "test" in raws:
+            return np.arange(raws["train"].count if "train" in raws else 0), np.arange(raws["test"].count)
+        assert fraction is not None, "a task without test rows of its own takes them from train"
+        return carve_test(self._seed, task.name, raws["train"].count, fraction)
 
     def _limited(self, task: Task, train: Indices) -> Indices:
         config = self._config
@@ -219,11 +241,12 @@ def open_stream(config: StreamConfig, seed: int) -> Stream:
     tasks = {task.name: _open_task(task, config, seed, cache) for task in plan.tasks}
     unseen = {task.name: _open_task(task, config, seed, cache) for task in plan.unseen}
     for found in tasks.values():
-        if config.per_class is not None and found.task.labels is None:
-            raise ConfigError(
-                f"per_class is {config.per_class}, but the answers of task '{found.task.name}' are free text: "
-                "use train_rows"
-            )
+        for key, other in (("per_class", "train_rows"), ("dev_per_class", "dev_rows")):
+            if getattr(config, key) is not None and found.task.labels is None:
+                raise ConfigError(
+                    f"{key} is {getattr(config, key)}, but the answers of task '{found.task.name}' are free text: "
+                    f"use {other}"
+                )
     ordered, never = (tuple(found.task for found in opened.values()) for opened in (tasks, unseen))
     stream = Stream(plan.name, ordered, never, [], config, seed, tasks | unseen, cache)
     stream.notes.extend(_notes(stream, plan, config))
@@ -242,8 +265,25 @@ def _open_task(plan: TaskPlan, config: StreamConfig, seed: int, cache: Path) -> 
         elif not plan.files and split != "dev":
             raws[split] = _generate(plan, split, config, seed, cache)
     labels = next(iter(raws.values())).labels if config.objective == "answer" else None
+    if config.answers == "words":
+        _check_words(plan.name, labels)
     metric = plan.metric or ("rouge_l" if labels is None else "exact_match")
     return OpenTask(Task(plan.name, labels, metric, config.objective), plan, raws)
+
+
+def _check_words(task: str, labels: tuple[str, ...] | None) -> None:
+    """Refuse answers that are not one word, or not different.
+
+    Raises:
+        ConfigError: some are not.
+    """
+    long = [label for label in labels or () if not re.fullmatch(r"\w+", label)]
+    if long or len(set(labels or ())) < len(labels or ()):
+        what = f"label '{long[0]}' is not one word" if long else "several labels have the same word"
+        raise ConfigError(
+            f"stream.answers is words, and of task '{task}' {what}: give it a word for each of its labels in 'words', "
+            "for example words={'Science & Mathematics': science}"
+        )
 
 
 def _chat(task: Task, definition: str, codec: TextCodec) -> Prompt:
@@ -277,6 +317,9 @@ def _notes(stream: Stream, plan: StreamPlan, config: StreamConfig) -> list[str]:
     if config.dev == "file":
         notes.append("dev comes from files; where they equal the test files, results chosen by dev are test-selected")
     for found in stream._open.values():
+        if stream.carves_test(found.task):
+            count, rows = len(stream._parted(found.task)[1]), found.raws["train"].count
+            notes.append(f"{found.task.name}: comes as one file, {count:,} of its {rows:,} rows are set aside as test")
         dropped = {split: raw.dropped for split, raw in found.raws.items() if raw.dropped}
         if dropped:
             listing = ", ".join(f"{count} {split}" for split, count in dropped.items())

@@ -86,6 +86,20 @@ def check_metric(name: str) -> None:
         )
 
 
+def check_labels(metric: str, task: str, labels: Labels) -> None:
+    """Refuse labels that the metric cannot tell apart.
+
+    Raises:
+        ConfigError: the metric reads first words, and a label has several.
+    """
+    long = [label for label in labels or () if len(_words(label)) != 1]
+    if metric in ("first_word", "first_word_lower") and long:
+        raise ConfigError(
+            f"task '{task}' is scored by '{metric}' and its label '{long[0]}' is not one word: use exact_match, or "
+            "stream.answers=words with a word for each label"
+        )
+
+
 def normalize(text: str) -> str:
     """Lower case, ASCII punctuation deleted, runs of white space made one space (SAPT `compute_metrics.py`)."""
     return " ".join(text.lower().translate(_PUNCTUATION).split())

@@ -13,7 +13,7 @@ from raycl.config import Tree
 from raycl.data.loader import check_batch
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.errors import ConfigError, RunError
-from raycl.eval.metrics import check_metric
+from raycl.eval.metrics import check_labels, check_metric
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import WRAPPERS, method_class, modifier_class
@@ -60,6 +60,7 @@ def check(config: RunConfig) -> Stream:
     for task in (*stream.tasks, *stream.unseen):
         if task.objective == "answer":
             check_metric(task.metric)
+            check_labels(task.metric, task.name, task.labels)
     by_task = {
         "train.epochs_by_task": config.train.epochs_by_task,
         "stream.train_rows_by_task": config.stream.train_rows_by_task,

@@ -33,7 +33,7 @@ ROWS = {
     "sapt-lora-superni-llama2-7b": ("llama", (*SAPT, "method.generator.steps=2")),
     "sapt-prompt-long-t5-large": ("t5", (*SAPT, "method.generator.epochs=1")),
     "slm-bert": ("bert", SLM),
-    "slm-t5-large": ("t5", (*SLM, *ANSWERS, "stream.per_class=4")),
+    "slm-t5-large": ("t5", (*SLM, *ANSWERS, "stream.per_class=4", "stream.dev_per_class=2")),
     "slm-llama2-7b": ("llama", (*SLM, *ANSWERS, "eval.max_new_tokens=4")),
     "olora-long-t5-large": ("t5", ANSWERS),
     "migu-ft-t5-large": ("t5", ANSWERS),

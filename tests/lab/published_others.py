@@ -189,6 +189,8 @@ OTHERS: dict[str, Row] = {
                 {
                     "stream.name": "std-1",
                     "stream.per_class": 16,
+                    "stream.dev_per_class": 16,
+                    "stream.answers": "words",
                     "backbone.name": "google-t5/t5-large",
                     "train.learning_rate": 2e-2,
                     "train.batch_size": 16,
@@ -200,7 +202,7 @@ OTHERS: dict[str, Row] = {
             ),
             ("code: SLM-llama/vecordb/script.sh (keys of T5: 4 a GPU, 2 GPUs)", {"method.keys.batch_size": 8}),
         ),
-        ("dev_fraction", "max_target_tokens", "dtype", "dropout", "rank", "encoder", "lr_scheduler"),
+        ("max_target_tokens", "dtype", "dropout", "rank", "encoder", "lr_scheduler"),
         ("73.1, 72.9, 73.3", "73.1"),
     ),
     "slm-llama2-7b": Row(
@@ -212,6 +214,7 @@ OTHERS: dict[str, Row] = {
                 "paper: sections 4.1 and 4.2, table 10, appendix A.4 (answers of at most 512 tokens)",
                 {
                     "stream.name": "llama-9",
+                    "stream.test_fraction": 0.15,
                     "train.learning_rate": 2e-4,
                     "train.micro_batch_size": 2,
                     "train.epochs": 3,

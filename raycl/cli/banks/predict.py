@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from raycl.serve.prediction_files import Input
     from raycl.serve.settings import ServeConfig
 
-FORMATS = ("auto", "jsonl", "csv", "parquet", "text", "olora", "natural_instructions")
+FORMATS = ("auto", "jsonl", "csv", "parquet", "text", "olora", "natural_instructions", "phrasebank")
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
 from raycl.data.prompts import PromptName
+from raycl.data.sources.fields import CHOICES_HEADER, Columns
 
 _GRADES = ("very negative", "negative", "neutral", "positive", "very positive")
 _TRUTH = ("True", "False")
@@ -30,6 +31,9 @@ class TaskInfo:
         group: O-LoRA's task group, which chooses the instruction; empty outside that benchmark.
         prompt: what `prompt: auto` means for text backbones (O-LoRA's file layout means `olora`).
         unlabelled: label texts that mark a row without a label.
+        instruction: what the paper writes before every input; None: what the file has, if it has one.
+        columns: where its published files have text and answer.
+        words: label -> the one word that stands for it where answers are one word each.
     """
 
     labels: tuple[str, ...] | Literal["auto"] | None
@@ -38,6 +42,9 @@ class TaskInfo:
     group: str = ""
     prompt: PromptName = "long"
     unlabelled: tuple[str, ...] = ()
+    instruction: str | None = None
+    columns: Columns = field(default_factory=Columns)
+    words: Mapping[str, str] = field(default_factory=dict)
 
 
 OLORA_GROUPS = ("SC", "TC", "NLI", "QQP", "BoolQA", "COPA", "MultiRC", "WiC")
@@ -59,12 +66,44 @@ OLORA_INSTRUCTIONS: Mapping[str, str] = MappingProxyType(
 )
 """O-LoRA paper, appendix table of instructions, word for word; COPA has none."""
 
+_GRADE_WORDS = MappingProxyType(dict(zip(_GRADES, ("terrible", "bad", "middle", "good", "wonderful"), strict=True)))
+"""These words and those below: the labels of LFPT5's few-shot files, cut to their first word (SLM, appendix A.4)."""
+
+_AG_WORDS = MappingProxyType(
+    {"World": "world", "Sports": "sports", "Business": "business", "Science or Technology": "science"}
+)
+_DBPEDIA_WORDS = MappingProxyType(
+    {
+        **{name: name.lower() for name in ("Company", "Artist", "Athlete", "Building", "Village", "Animal", "Plant")},
+        **{name: name.lower().replace(" ", "") for name in ("Educational Institution", "Office Holder")},
+        **{name: name.lower().replace(" ", "") for name in ("Mean of Transportation", "Natural Place", "Written Work")},
+        "Album": "album",
+        "Film": "film",
+    }
+)
+_YAHOO_WORDS = MappingProxyType(
+    {
+        "Society & Culture": "society",
+        "Science & Mathematics": "science",
+        "Health": "health",
+        "Education & Reference": "education",
+        "Computers & Internet": "computers",
+        "Sports": "sports",
+        "Business & Finance": "business",
+        "Entertainment & Music": "entertainment",
+        "Family & Relationships": "family",
+        "Politics & Government": "politics",
+    }
+)
+
 _LONG: Mapping[str, TaskInfo] = {
-    "yelp": TaskInfo(_GRADES, group="SC"),
-    "amazon": TaskInfo(_GRADES, group="SC"),
+    "yelp": TaskInfo(_GRADES, group="SC", words=_GRADE_WORDS),
+    "amazon": TaskInfo(_GRADES, group="SC", words=_GRADE_WORDS),
     "sst2": TaskInfo(("Good", "Bad"), group="SC"),
     "imdb": TaskInfo(("Good", "Bad"), group="SC"),
-    "agnews": TaskInfo(("World", "Sports", "Business", "Science or Technology"), folders=("ag",), group="TC"),
+    "agnews": TaskInfo(
+        ("World", "Sports", "Business", "Science or Technology"), folders=("ag",), group="TC", words=_AG_WORDS
+    ),
     "dbpedia": TaskInfo(
         (
             *("Company", "Educational Institution", "Artist", "Athlete", "Office Holder"),
@@ -73,6 +112,7 @@ _LONG: Mapping[str, TaskInfo] = {
         ),
         folders=("db", "dbpedia14"),
         group="TC",
+        words=_DBPEDIA_WORDS,
     ),
     "yahoo": TaskInfo(
         (
@@ -81,6 +121,7 @@ _LONG: Mapping[str, TaskInfo] = {
             *("Family & Relationships", "Politics & Government"),
         ),
         group="TC",
+        words=_YAHOO_WORDS,
     ),
     "mnli": TaskInfo(("contradiction", "entailment", "neutral"), group="NLI", unlabelled=("-",)),
     "cb": TaskInfo(("contradiction", "entailment", "neutral"), group="NLI"),
@@ -122,10 +163,30 @@ _SUPERNI: Mapping[str, TaskInfo] = {
 }
 
 _LLAMA: Mapping[str, TaskInfo] = {
-    "medical": TaskInfo(None, "bertscore", ("chatdoctor", "chatdoctor200k"), prompt="llama2_chat"),
-    "mmlu": TaskInfo(("A", "B", "C", "D"), folders=("history",), prompt="llama2_chat"),
-    "finance": TaskInfo("auto", prompt="llama2_chat"),
+    "medical": TaskInfo(
+        None,
+        "bertscore",
+        ("chatdoctor", "chatdoctor200k"),
+        prompt="llama2_chat",
+        instruction="If you are a doctor, please answer the medical questions based on the patient's description.",
+        columns=Columns(("input", "text"), ("output", "label")),
+    ),
+    "mmlu": TaskInfo(
+        ("A", "B", "C", "D"),
+        "first_word",
+        ("history",),
+        prompt="llama2_chat",
+        columns=Columns(header=CHOICES_HEADER),
+    ),
+    "finance": TaskInfo(
+        "auto",
+        "first_word",
+        prompt="llama2_chat",
+        instruction="What is the sentiment of this tweet? Please choose an answer from {negative/neutral/positive}",
+        columns=Columns(("input", "sentence", "text"), ("output", "label")),
+    ),
 }
+"""SLM's benchmark for LLaMA; instructions of its table 9 (MMLU has none), first words scored (appendix A.4)."""
 
 _DAS: Mapping[str, TaskInfo] = {
     **{name: TaskInfo("auto", "macro_f1") for name in ("restaurant", "acl", "ai", "phone", "camera")},

@@ -1,7 +1,8 @@
 """Where the files of a benchmark's tasks lie below a root folder.
 
 Why it exists: two releases share the name `CL_Benchmark` and lay it out differently, and people unpack them at
-different depths; a task's folder may be in the root, in `SuperNI` or `Long_Sequence`, or in an O-LoRA group.
+different depths; a task's folder may be in the root, in `SuperNI` or `Long_Sequence`, or in an O-LoRA group. Other
+tasks come as one file, or with a folder of CSV files for each split (MMLU).
 What it does not know: what is in the files.
 """
 
@@ -12,14 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from raycl.data.benchmarks.knowledge import OLORA_GROUPS, fold, folder_names
-from raycl.data.sources.source import SourceFile
+from raycl.data.sources.source import SourceFile, SourceFiles
 from raycl.errors import DataError, MissingTasksError, counted
 from raycl.storage import Storage
 
 log = logging.getLogger(__name__)
 
+LABELS_FILE = "labels.json"
 SPLITS = ("train", "dev", "test")
 _SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
+_SPLIT_FOLDERS = {"train": ("train", "auxiliary_train"), "dev": ("val", "validation", "dev"), "test": ("test",)}
 _CONTAINERS = frozenset(fold(name) for name in ("CL_Benchmark", "SuperNI", "Long_Sequence", *OLORA_GROUPS))
 
 
@@ -28,7 +31,7 @@ class TaskFolder:
     """A task's folder and the split files in it."""
 
     folder: Storage
-    files: Mapping[str, SourceFile]
+    files: Mapping[str, SourceFile | SourceFiles]
 
 
 def check_name(name: str) -> None:
@@ -44,23 +47,46 @@ def check_name(name: str) -> None:
         )
 
 
-def task_folder(folder: Storage) -> TaskFolder:
-    """The split files `{train,dev,test}.*` directly in `folder`."""
+def task_folder(folder: Storage, one_file: bool = False) -> TaskFolder:
+    """The split files `{train,dev,test}.*` directly in `folder`, else folders of CSV files for each split.
+
+    Args:
+        one_file: without any, a single data file is train.
+    """
     names = _list(folder)
-    files = {
+    files: dict[str, SourceFile | SourceFiles] = {
         split: SourceFile(folder, f"{split}{suffix}")
         for split in SPLITS
         for suffix in reversed(_SUFFIXES)
         if f"{split}{suffix}" in names
     }
+    files = files or _split_folders(folder, names)
+    data = [name for name in names if name.endswith(_SUFFIXES) and name != LABELS_FILE]
+    if one_file and not files and len(data) == 1:
+        files["train"] = SourceFile(folder, data[0])
     return TaskFolder(folder, files)
 
 
-def locate(root: Storage, tasks: Sequence[str], needed: Sequence[str], allow_missing: bool) -> dict[str, TaskFolder]:
+def _split_folders(folder: Storage, names: Sequence[str]) -> dict[str, SourceFile | SourceFiles]:
+    """Split -> the CSV files in its folder, by name, as MMLU is published: a file for each subject."""
+    found: dict[str, SourceFile | SourceFiles] = {}
+    for split, candidates in _SPLIT_FOLDERS.items():
+        for name in (name for name in candidates if name in names and split not in found):
+            inside = folder.sub(name)
+            files = tuple(SourceFile(inside, one) for one in sorted(_list(inside)) if one.endswith(".csv"))
+            if files:
+                found[split] = SourceFiles(inside, files)
+    return found
+
+
+def locate(
+    root: Storage, tasks: Sequence[str], needed: Sequence[str], allow_missing: bool, one_file: bool = False
+) -> dict[str, TaskFolder]:
     """The folders of `tasks` (canonical names) below `root`, in their order.
 
     Args:
         needed: splits that each task must have a file for.
+        one_file: a task may be a single file, in its folder or by its name.
         allow_missing: leave missing tasks out with a warning instead of raising.
 
     Raises:
@@ -69,7 +95,7 @@ def locate(root: Storage, tasks: Sequence[str], needed: Sequence[str], allow_mis
     for name in tasks:
         check_name(name)
     candidates = _candidates(root)
-    found = {name: _best(candidates, name, needed) for name in tasks}
+    found = {name: _best(candidates, name, needed, one_file) for name in tasks}
     missing = {name: lack for name, lack in found.items() if isinstance(lack, str)}
     if missing:
         listing = ", ".join(f"{name} ({lack})" for name, lack in missing.items())
@@ -83,12 +109,20 @@ def locate(root: Storage, tasks: Sequence[str], needed: Sequence[str], allow_mis
     return {name: place for name, place in found.items() if isinstance(place, TaskFolder)}
 
 
-def _best(candidates: Mapping[str, list[Storage]], name: str, needed: Sequence[str]) -> TaskFolder | str:
+def _best(
+    candidates: Mapping[str, list[Storage]], name: str, needed: Sequence[str], one_file: bool
+) -> TaskFolder | str:
     """The first candidate folder with all needed files, or what is lacking."""
     lack = "no folder"
     for folded in sorted(folder_names(name), key=lambda other: other != fold(name)):
         for folder in candidates.get(folded, []):
-            place = task_folder(folder)
+            if folder.root.endswith(_SUFFIXES):
+                file = SourceFile.at(folder.uri)
+                if one_file:
+                    return TaskFolder(file.folder, {"train": file})
+                lack = "one file, from which stream.test_fraction takes test rows"
+                continue
+            place = task_folder(folder, one_file)
             absent = [split for split in needed if split not in place.files]
             if not absent:
                 return place
@@ -101,7 +135,8 @@ def _candidates(root: Storage) -> dict[str, list[Storage]]:
     """Folded name -> folders of that name, nearest to the root first."""
     result: dict[str, list[Storage]] = {}
     for folder, name in _walk(root, depth=2):
-        result.setdefault(fold(name), []).append(folder.sub(name))
+        stem = next((name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix)), name)
+        result.setdefault(fold(stem), []).append(folder.sub(name))
     return result
 
 

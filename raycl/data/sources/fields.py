@@ -7,7 +7,7 @@ What it does not know: files, formats, label sets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -16,6 +16,9 @@ from raycl.data.sources.chats import CHAT_NAMES, is_chat, turns_of
 TEXT_NAMES = ("text", "input", "sentence", "prompt")
 LABEL_NAMES = ("label", "output", "completion", "response")
 INSTRUCTION, INSTRUCTION_INPUT = "instruction", "input"
+QUESTION, CHOICES, ANSWER, LETTERS = "question", "choices", "answer", "ABCDEFGHIJ"
+CHOICES_HEADER = (QUESTION, *LETTERS[:4], ANSWER)
+"""Columns of MMLU's CSV files, which have no header line."""
 PREFERENCE_NAMES = ("chosen", "rejected")
 
 
@@ -73,6 +76,8 @@ class Columns:
             chats = [name for name in CHAT_NAMES if name in names]
             if chats:
                 return chats[:1]
+            if has_choices(names):
+                return [name for name in names if name in (*CHOICES_HEADER, CHOICES)]
         texts = self.parts or self.text
         if self.is_default and INSTRUCTION in names:
             texts = (INSTRUCTION, *texts)
@@ -85,6 +90,11 @@ class Columns:
                 )
         columns = {_column(name, names) for name in texts + self.label}
         return [name for name in names if name in columns]
+
+
+def has_choices(names: Collection[str]) -> bool:
+    """Whether rows are questions with choices, in one column of lists or in columns A to D (MMLU)."""
+    return {QUESTION, ANSWER} <= set(names) and (CHOICES in names or set(CHOICES_HEADER) <= set(names))
 
 
 def _column(name: str, names: Sequence[str]) -> str | None:
@@ -116,6 +126,9 @@ def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> Iterato
         wanted = " and ".join((columns.text[0], *columns.label[:1]))
         refuse(f"found a {kind_of(item)}: expected an object with {wanted}", number)
     refuse_preferences(list(item), columns, refuse, number)
+    if columns.is_default and has_choices(item):
+        yield _with_choices(item, number, bool(columns.label), refuse)
+        return
     messages = _conversation(item, columns)
     if messages is not None:
         for text, answer in turns_of(messages, number, bool(columns.label), refuse):
@@ -126,6 +139,24 @@ def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> Iterato
         yield Row(number, text, ("",))
         return
     yield Row(number, text, _references(_field(item, columns.label), columns.label[0], number, refuse))
+
+
+def _with_choices(item: Mapping[str, Any], number: int, answered: bool, refuse: Refuse) -> Row:
+    """A question and its choices, as SLM's table 9 writes them; the answer is a letter."""
+    choices = item[CHOICES] if CHOICES in item else [item[letter] for letter in CHOICES_HEADER[1:-1]]
+    if not isinstance(choices, list) or not 0 < len(choices) <= len(LETTERS):
+        refuse(f"the choices are a {kind_of(choices)}: expected a list of 1 to {len(LETTERS)} texts", number)
+    texts = [_string(choice, CHOICES, number, refuse) for choice in choices]
+    text = f"Question: {_string(item[QUESTION], QUESTION, number, refuse)}\nChoices: [{', '.join(texts)}]"
+    if not answered:
+        return Row(number, text, ("",))
+    letters, answer = LETTERS[: len(texts)], item[ANSWER]
+    found = str(answer).strip()
+    if found.isdigit() and int(found) < len(letters):
+        found = letters[int(found)]
+    if isinstance(answer, bool) or len(found) != 1 or found not in letters:
+        refuse(f"the answer is '{answer}': expected a letter from A to {letters[-1]} or a number from 0", number)
+    return Row(number, text, (found,))
 
 
 def _conversation(item: Mapping[str, Any], columns: Columns) -> Any:

@@ -1,4 +1,4 @@
-"""Readers: a file of one of six formats becomes a stream of rows, one at a time.
+"""Readers: a file of one of seven formats becomes a stream of rows, one at a time.
 
 Why it exists: data comes as NaturalInstructions objects, lists of sentences, JSON lines, CSV, Parquet or plain
 text, and everything behind the reader should see one thing. Every error names file and row, what was found, what
@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, Literal, NoReturn
 
@@ -18,13 +19,14 @@ from pyarrow import ArrowException
 
 from raycl.data.sources.fields import Columns, Row, rows_of
 from raycl.data.sources.hub import HubSplit
-from raycl.data.sources.source import SourceFile
+from raycl.data.sources.source import SourceFile, SourceFiles
 
-Format = Literal["auto", "natural_instructions", "olora", "jsonl", "csv", "parquet", "text"]
+Format = Literal["auto", "natural_instructions", "olora", "jsonl", "csv", "parquet", "text", "phrasebank"]
 
-Source = SourceFile | HubSplit
+Source = SourceFile | SourceFiles | HubSplit
 """Where the rows of a split come from."""
 
+_SENTIMENTS = ("negative", "neutral", "positive")
 _PEEK = 1 << 16
 
 
@@ -37,8 +39,16 @@ def read_rows(file: Source, format: Format = "auto", columns: Columns | None = N
     file.require()
     if isinstance(file, HubSplit):
         return file.open().rows(columns or Columns())
+    if isinstance(file, SourceFiles):
+        return _joined(file, format, columns)
     reader = _READERS[detect(file) if format == "auto" else format]
     return reader(file, columns or Columns())
+
+
+def _joined(source: SourceFiles, format: Format, columns: Columns | None) -> Iterator[Row]:
+    """The rows of all files, numbered through."""
+    rows = (row for file in source.files for row in read_rows(file, format, columns))
+    return (replace(row, number=number) for number, row in enumerate(rows, start=1))
 
 
 def detect(file: SourceFile) -> Format:
@@ -48,6 +58,8 @@ def detect(file: SourceFile) -> Format:
         DataError: neither is of a known format.
     """
     suffix = PurePosixPath(file.name).suffix.lower()
+    if suffix == ".txt" and _is_phrasebank(file):
+        return "phrasebank"
     if suffix in _SUFFIXES:
         return _SUFFIXES[suffix]
     if suffix != ".json":
@@ -60,6 +72,13 @@ def detect(file: SourceFile) -> Format:
     if head.startswith(b"["):
         return "olora"
     return "jsonl" if _is_json_line(head) else "natural_instructions"
+
+
+def _is_phrasebank(file: SourceFile) -> bool:
+    """Whether the first line ends like one of the Financial PhraseBank."""
+    with file.open() as stream:
+        first = stream.read(_PEEK).partition(b"\n")[0].decode("latin-1").strip()
+    return first.rpartition("@")[2] in _SENTIMENTS and "@" in first
 
 
 def _is_json_line(head: bytes) -> bool:
@@ -154,6 +173,8 @@ def _csv(file: SourceFile, columns: Columns) -> Iterator[Row]:
     number = 0
     try:
         for cells in reader:
+            if header is not None and not number and tuple(cells) == tuple(header):
+                continue  # the file has a header line after all
             if header is None:
                 header = cells
                 columns.needed(header, file.refuse)
@@ -183,6 +204,15 @@ def _parquet(file: SourceFile, columns: Columns) -> Iterator[Row]:
             file.refuse(f"not a readable Parquet file ({' '.join(str(error).split())}): re-export the file")
 
 
+def _phrasebank(file: SourceFile, columns: Columns) -> Iterator[Row]:
+    """`sentence@sentiment` on each line, in Latin-1, as the Financial PhraseBank is published."""
+    for number, line in file.lines("latin-1"):
+        sentence, at, label = line.strip().rpartition("@")
+        if not at or not sentence.strip() or label not in _SENTIMENTS:
+            file.refuse(f"'{line[-30:]}' is no end of a line: expected sentence@{'|'.join(_SENTIMENTS)}", number)
+        yield Row(number, sentence.strip(), (label if columns.label else "",))
+
+
 def _text(file: SourceFile, columns: Columns) -> Iterator[Row]:
     """A text on each line; empty lines are left out."""
     if columns.label:
@@ -208,4 +238,5 @@ _READERS: Mapping[str, Callable[[SourceFile, Columns], Iterator[Row]]] = {
     "csv": _csv,
     "parquet": _parquet,
     "text": _text,
+    "phrasebank": _phrasebank,
 }

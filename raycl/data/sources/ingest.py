@@ -21,6 +21,7 @@ from raycl.data.sources.chunks import ChunkedRows
 from raycl.data.sources.fields import Columns, Refuse, Row
 from raycl.data.sources.formats import Format, Source, detect, read_definition, read_rows
 from raycl.data.sources.hub import NO_LABEL, HubSplit, OpenSplit
+from raycl.data.sources.source import SourceFiles
 
 Labels = tuple[str, ...] | Literal["auto"] | None
 
@@ -41,6 +42,7 @@ class Reading:
         unlabelled: labels that mark a row as having none.
         keep_unlabelled: keep such rows; else they are dropped and counted.
         first_label: number of the first label where files hold class numbers, else None.
+        words: (label, word) pairs: the word is the answer instead of the label.
     """
 
     format: Format = "auto"
@@ -49,6 +51,13 @@ class Reading:
     unlabelled: tuple[str, ...] = ()
     keep_unlabelled: bool = False
     first_label: int | None = None
+    words: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def answers(self) -> Labels:
+        """The label set with the words in place of their labels."""
+        words = dict(self.words)
+        return tuple(words.get(name, name) for name in self.labels) if isinstance(self.labels, tuple) else self.labels
 
 
 @dataclass(frozen=True)
@@ -114,9 +123,10 @@ def ingest(file: Source, reading: Reading, cache: Path) -> RawRows:
         if isinstance(opened, OpenSplit):
             rows = opened.rows(reading.columns)
             return {**write_rows(rows, _with_classes(reading, opened), writer, file.refuse), "definition": ""}
-        format = detect(opened) if reading.format == "auto" else reading.format
+        first = opened.files[0] if isinstance(opened, SourceFiles) else opened
+        format = detect(first) if reading.format == "auto" else reading.format
         rows = read_rows(opened, format, reading.columns)
-        definition = read_definition(opened) if format == "natural_instructions" else ""
+        definition = read_definition(first) if format == "natural_instructions" else ""
         return {**write_rows(rows, reading, writer, file.refuse), "definition": definition}
 
     return RawRows(key, file.uri, entry(cache / "raw", key, _SCHEMA, build))
@@ -172,7 +182,8 @@ class _Check:
         self.count = self.dropped = 0
         self._reading = reading
         self._refuse = refuse
-        self._allowed = set(reading.labels) if isinstance(reading.labels, tuple) else None
+        self._words = dict(reading.words)
+        self._allowed = set(reading.answers) if isinstance(reading.answers, tuple) else None
         self._gathered: set[str] | None = set() if reading.labels == "auto" else None
         self.is_chat: bool | None = None
 
@@ -184,6 +195,7 @@ class _Check:
                 return None
         else:
             row = self._named(row)
+            row = replace(row, references=tuple(self._words.get(name, name) for name in row.references))
             self._check_labels(row)
         self.count += 1
         return row
@@ -226,6 +238,6 @@ class _Check:
 
     def labels(self) -> list[str] | None:
         """The closed label set in its order (sorted if gathered), None for free text."""
-        if isinstance(self._reading.labels, tuple):
-            return list(self._reading.labels)
+        if isinstance(self._reading.answers, tuple):
+            return list(self._reading.answers)
         return None if self._gathered is None else sorted(self._gathered)

@@ -83,7 +83,7 @@ class SourceFile:
         except (StorageError, OSError) as error:
             raise DataError(f"cannot read '{self.uri}': {error}") from error
 
-    def lines(self) -> Iterator[tuple[int, str]]:
+    def lines(self, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
         """Numbered lines (1-based, without line end), decoded one by one.
 
         Raises:
@@ -92,7 +92,7 @@ class SourceFile:
         with self.open() as stream:
             for number, line in enumerate(_split_lines(stream), start=1):
                 try:
-                    yield number, line.decode("utf-8")
+                    yield number, line.decode(encoding)
                 except UnicodeDecodeError as error:
                     self.refuse(
                         f"invalid UTF-8 (byte {error.object[error.start]:#04x} at byte {error.start + 1} of the line): "
@@ -120,6 +120,42 @@ class SourceFile:
         if info.mtime_ns is not None and time.time_ns() - info.mtime_ns > _SETTLED_NS:
             write_atomically(memo, digest.hexdigest().encode())
         return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """Files of one format whose rows are one split, in this order."""
+
+    folder: Storage
+    files: tuple[SourceFile, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the first file."""
+        return self.files[0].name
+
+    @property
+    def uri(self) -> str:
+        """What error messages call it."""
+        return f"{self.folder.uri} ({len(self.files)} files)"
+
+    def refuse(self, problem: str, row: int | None = None) -> NoReturn:
+        """Raise a DataError about these files, and one row of all together (1-based) if given."""
+        raise DataError(f"{self.uri}{'' if row is None else f', row {row} of all'}: {problem}")
+
+    def exists(self) -> bool:
+        """Whether all files are there."""
+        return all(file.exists() for file in self.files)
+
+    def require(self) -> None:
+        """As `SourceFile.require`, for each."""
+        for file in self.files:
+            file.require()
+
+    def content_hash(self, cache: Path) -> str:
+        """SHA-256 in hex of the files' names and hashes."""
+        parts = [(file.name, file.content_hash(cache)) for file in self.files]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _split_lines(stream: IO[bytes]) -> Iterator[bytes]:
