@@ -57,12 +57,14 @@ class Task:
         name: unique in its stream, safe as a file name.
         labels: the closed label set in a fixed order, or None for free text.
         metric: name of its score in `raycl.eval.metrics`; `token_accuracy` where texts themselves are learned.
+        type: of what kind it is (dialogue, summary, ...), for means by type; "" where nobody says.
     """
 
     name: str
     labels: tuple[str, ...] | None
     metric: str
     objective: Objective = "answer"
+    type: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from raycl.data.benchmarks import builtin
 from raycl.data.benchmarks.knowledge import OLORA_INSTRUCTIONS, TASKS, TaskInfo, canonical
@@ -43,6 +44,7 @@ class TaskPlan:
         group, dataset: what `prompt_names` writes.
         prompt: what `prompt: auto` means for a text backbone.
         recorded: the task has no data; this is what is known of it.
+        type: of what kind the task is.
     """
 
     name: str
@@ -54,6 +56,7 @@ class TaskPlan:
     dataset: str = ""
     prompt: PromptName = "long"
     recorded: RecordedTask | None = None
+    type: str = ""
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,8 @@ def _known(name: str, place: TaskFolder, config: StreamConfig) -> TaskPlan:
     keep = config.unlabelled == "keep"
     reading = Reading("auto", info.columns, labels, info.unlabelled, keep, words=_words(info.words, config))
     metric = _metric(info.metric if name in TASKS else None, labels, config)
-    return TaskPlan(name, files, reading, metric, definition, info.group, place.folder.uri.rpartition("/")[2], prompt)
+    folder = place.folder.uri.rpartition("/")[2]
+    return TaskPlan(name, files, reading, metric, definition, info.group, folder, prompt, type=info.type)
 
 
 def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> TaskPlan:
@@ -239,7 +243,8 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
     reading = Reading(spec.format, columns, labels, info.unlabelled, False, spec.first_label, words)
     metric = _metric(spec.metric or (info.metric if spec.like else None), labels, config)
     definition = info.instruction if spec.definition is None else spec.definition
-    return TaskPlan(spec.name, files, reading, metric, definition, dataset=spec.name, prompt=info.prompt)
+    more: dict[str, Any] = {"dataset": spec.name, "prompt": info.prompt, "type": spec.type or info.type}
+    return TaskPlan(spec.name, files, reading, metric, definition, **more)
 
 
 def _like(spec: TaskSpec) -> TaskInfo:

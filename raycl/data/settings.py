@@ -79,6 +79,7 @@ class TaskSpec(Section):
     definition: str | None = Field(
         None, description="instruction of the prompt; null: the one in the file, if there is one"
     )
+    type: str = Field("", description="kind of task, for example dialogue: unseen tasks have a mean for each type")
     like: str | None = Field(
         None,
         description="a known task (mmlu, finance, agnews, ...) from which columns, labels, metric, definition, words "

@@ -268,7 +268,7 @@ def _open_task(plan: TaskPlan, config: StreamConfig, seed: int, cache: Path) -> 
     if config.answers == "words":
         _check_words(plan.name, labels)
     metric = plan.metric or ("rouge_l" if labels is None else "exact_match")
-    return OpenTask(Task(plan.name, labels, metric, config.objective), plan, raws)
+    return OpenTask(Task(plan.name, labels, metric, config.objective, plan.type), plan, raws)
 
 
 def _check_words(task: str, labels: tuple[str, ...] | None) -> None:

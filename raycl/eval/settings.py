@@ -24,6 +24,9 @@ class EvalConfig(Section):
         "(class-incremental); task: the task's own labels (task-incremental; van de Ven and Tolias "
         "2019). Tasks without labels have no limit",
     )
+    untrained: bool = Field(
+        False, description="also evaluate every task, unseen ones too, by the backbone before any training"
+    )
     off_task: Literal["wrong", "count"] = Field(
         "wrong",
         description="answers that are a label of another task, and not of their own. wrong: they score 0, as SLM "

@@ -259,9 +259,9 @@ def finish(prepared: Prepared) -> dict[str, Any]:
     Raises:
         ResumeError: what is in the journal is another run's.
     """
-    stream, state = prepared.stream, read_state(prepared.storage)
+    state = read_state(prepared.storage)
     check_owner(prepared.storage, state, prepared.info)
-    results = build_results(prepared.info, stream.name, stream.notes, stream.tasks, prepared.phases, state)
+    results = build_results(prepared.info, prepared.stream, prepared.phases, state)
     prepared.storage.write_json("results.json", results)
     return results
 

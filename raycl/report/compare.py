@@ -13,10 +13,20 @@ import io
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raycl.config import Tree, flatten
-from raycl.report.results import averages_of, backbone_of, method_of, metric_of, stream_of, title_of, unseen_mean
+from raycl.report.results import (
+    averages_of,
+    backbone_of,
+    method_of,
+    metric_of,
+    stream_of,
+    title_of,
+    unseen_mean,
+    unseen_types,
+    untrained_of,
+)
 
 NOT_COMPARED = frozenset(
     {"seed", "launch", "tracking", "output", "checkpoint", "eval.singles", "eval.save_predictions"}
@@ -26,7 +36,7 @@ NOT_COMPARED = frozenset(
 METRICS = {"ap": "AP", "f_ra": "F.Ra", "fwt": "FWT", "bwt": "BWT"}
 """Headline number -> column title."""
 
-UNSEEN = "unseen"
+UNSEEN, UNTRAINED, _OF_TYPE = "unseen", "untrained", "unseen_"
 
 OPTIONAL = {
     "accuracy": "accuracy",
@@ -62,7 +72,8 @@ class Line:
         method: with its modifiers.
         settings: `key=value` where it differs from other lines of the same method, stream and backbone.
         runs: how many runs the numbers are means of, one a seed.
-        numbers: `ap`, `f_ra`, `fwt`, `bwt`, those in `OPTIONAL` (points), `wall_s` (seconds), `tokens_per_s`.
+        numbers: `ap`, `f_ra`, `fwt`, `bwt`, those in `OPTIONAL`, `unseen_<type>` for the types of tasks that were never
+            trained (points), `wall_s` (seconds), `tokens_per_s`.
     """
 
     method: str
@@ -74,14 +85,24 @@ class Line:
 
 
 def compare(results: Sequence[Tree]) -> list[Line]:
-    """One line per setting, by stream and backbone, in order of first appearance within them."""
-    return [_line(group, settings) for settings, group in grouped(results)]
+    """One line per setting, by stream and backbone, in order of first appearance within them.
+
+    Before those of a stream and backbone stands the untrained backbone, where a run evaluated it.
+    """
+    lines: list[Line] = []
+    for settings, group in grouped(results):
+        bare = _untrained(results, group[0])
+        if bare is not None and bare not in lines:
+            lines.append(bare)
+        lines.append(_line(group, settings))
+    return lines
 
 
 def points_of(lines: Sequence[Line]) -> dict[str, str]:
     """Numbers in points that these lines show -> column title."""
     shown = {name: title for name, title in OPTIONAL.items() if any(line.numbers[name] for line in lines)}
-    return METRICS | shown
+    types = [name for line in lines for name in line.numbers if name.startswith(_OF_TYPE)]
+    return METRICS | shown | {name: name.removeprefix(_OF_TYPE) for name in dict.fromkeys(types)}
 
 
 def grouped(results: Sequence[Tree]) -> list[tuple[str, list[Tree]]]:
@@ -111,7 +132,7 @@ def to_csv(results: Sequence[Tree]) -> str:
     spreads = [title for name in names for title in (name, f"{name}_std")]
     writer.writerow(["method", "settings", "stream", "backbone", "runs", *spreads])
     for line in lines:
-        cells = [cell for name in names for cell in _cells(line.numbers[name])]
+        cells = [cell for name in names for cell in _cells(line.numbers.get(name))]
         writer.writerow([line.method, line.settings, line.stream, line.backbone, line.runs, *cells])
     return text.getvalue()
 
@@ -125,8 +146,17 @@ def _line(group: Sequence[Tree], settings: str) -> Line:
     numbers = {name: Spread.over([metric_of(result, name) for result in group]) for name in METRICS}
     optional = [_optional(result) for result in group]
     numbers |= {name: Spread.over([found[name] for found in optional]) for name in OPTIONAL}
+    types = [unseen_types(result) for result in group]
+    numbers |= {f"{_OF_TYPE}{name}": Spread.over([found.get(name) for found in types]) for name in types[0]}
     numbers |= {name: Spread.over([result.get(name) for result in group]) for name in ("wall_s", "tokens_per_s")}
     return Line(method_of(first), settings, stream_of(first), backbone_of(first), len(group), numbers)
+
+
+def _untrained(results: Sequence[Tree], like: Tree) -> Line | None:
+    """The backbone before any training on this run's stream, over the seeds that evaluated it; None: none did."""
+    same = [one for one in results if (stream_of(one), backbone_of(one)) == (stream_of(like), backbone_of(like))]
+    by_seed = {one["config"].get("seed"): found for one in same if (found := untrained_of(one)) is not None}
+    return replace(_line(list(by_seed.values()), ""), method=UNTRAINED) if by_seed else None
 
 
 def _optional(result: Tree) -> dict[str, float | None]:

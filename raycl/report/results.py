@@ -142,6 +142,31 @@ def unseen_mean(result: Tree) -> float | None:
     return None if value is None else float(value)
 
 
+def unseen_types(result: Tree) -> dict[str, float]:
+    """Type -> mean over the tasks of that type that were never trained; empty where no type is known."""
+    return {str(name): float(value) for name, value in ((result.get("unseen") or {}).get("types") or {}).items()}
+
+
+def untrained_of(result: Tree) -> Tree | None:
+    """The run's scores before any training as a result of their own, with `metrics.ap`, `unseen`; None without them.
+
+    Its matrix has one row.
+    """
+    found = result.get("untrained")
+    if not found:
+        return None
+    never = unseen_of(result)
+    cells = {task: cell for task, cell in found["cells"].items() if task in never}
+    return {
+        **result,
+        "phases": ["nothing"],
+        "matrix": [[found["cells"].get(task) for task in tasks_of(result)]],
+        "metrics": {"ap": found["mean"]},
+        "unseen": {"cells": cells, **found["unseen"]} if found["unseen"] else None,
+        **dict.fromkeys(("averages", "revision", "phase_summaries", "wall_s", "tokens_per_s", "untrained")),
+    }
+
+
 def method_of(result: Tree) -> str:
     """The method with its gradient modifiers and its schedule, unless that is sequential: `lora+migu, joint`."""
     modifiers = result["config"].get("modifiers") or {}

@@ -7,7 +7,7 @@ What it does not know: how numbers were computed, where results lie.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.cells import cell_len, set_cell_size
@@ -32,6 +32,8 @@ from raycl.report.results import (
     title_of,
     unseen_mean,
     unseen_of,
+    unseen_types,
+    untrained_of,
     values_of,
 )
 from raycl.report.routing import KINDS, Routing, has_routing, mean_of
@@ -71,7 +73,7 @@ def comparison_table(results: Sequence[Tree]) -> str:
         table.add_column(column, justify="right")
     for line in lines:
         method = f"{line.method} ({line.settings})" if line.settings else line.method
-        points = [_points(line.numbers[name]) for name in shown]
+        points = [_points(line.numbers.get(name)) for name in shown]
         cost = [_duration(line.numbers["wall_s"]), _rate(line.numbers["tokens_per_s"])]
         table.add_row(method, line.stream, line.backbone, str(line.runs), *points, *cost)
     return render(table)
@@ -193,6 +195,9 @@ def _matrix(result: Tree) -> RenderableType:
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right")
+    bare = untrained_of(result)
+    if bare is not None:
+        table.add_row("untrained", *map(_number, values_of(bare)[0]))
     for phase, row in zip(result["phases"], values_of(result), strict=True):
         table.add_row(f"after {phase}", *("" if value is None else f"{value:.1f}" for value in row))
     numbers = [Text(metrics_line(result)), *_accuracies(result), *_unseen(result)]
@@ -240,7 +245,25 @@ def _unseen(result: Tree) -> list[RenderableType]:
     table.add_column("")
     for name in [*short_names(list(scores), 14 if len(scores) <= 6 else 8), "mean"]:
         table.add_column(name, justify="right")
-    table.add_row("never trained", *map(_number, [*scores.values(), unseen_mean(result)]))
+    bare = untrained_of(result)
+    rows = {"never trained": result} if bare is None else {"untrained": bare, "never trained": result}
+    for name, one in rows.items():
+        found = unseen_of(one)
+        table.add_row(name, *map(_number, [*(found.get(task) for task in scores), unseen_mean(one)]))
+    return [table, *_unseen_types(rows)]
+
+
+def _unseen_types(rows: Mapping[str, Tree]) -> list[RenderableType]:
+    """Their means by type, where types are known."""
+    types = list(dict.fromkeys(name for result in rows.values() for name in unseen_types(result)))
+    if not types:
+        return []
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("by type")
+    for name in types:
+        table.add_column(name, justify="right")
+    for title, result in rows.items():
+        table.add_row(title, *(_number(unseen_types(result).get(name)) for name in types))
     return [table]
 
 

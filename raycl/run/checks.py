@@ -57,6 +57,7 @@ def check(config: RunConfig) -> Stream:
     check_data(config, stream)
     check_selection(config, stream)
     check_unseen(config, stream, codec)
+    check_untrained(config, stream, codec)
     for task in (*stream.tasks, *stream.unseen):
         if task.objective == "answer":
             check_metric(task.metric)
@@ -155,6 +156,19 @@ def check_unseen(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
                 f"encoder-only backbone '{config.backbone.name}' answers with learned labels alone: leave it out of "
                 "stream.unseen, add a task with these labels to the stream, or use a backbone that writes its answers"
             )
+
+
+def check_untrained(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
+    """A label head has no labels before it is trained.
+
+    Raises:
+        ConfigError: `eval.untrained` asks for its answers.
+    """
+    if config.eval.untrained and codec.needs_labels and not stream.learns_texts:
+        raise ConfigError(
+            f"eval.untrained is set and encoder-only backbone '{config.backbone.name}' answers with labels that it has "
+            "learned: leave it at false, or use a backbone that writes its answers"
+        )
 
 
 def check_engine(config: RunConfig) -> None:

@@ -161,9 +161,8 @@ class Recorder:
 
     def results(self) -> dict[str, Any]:
         """The result tree so far, from the journal."""
-        context, stream = self.context, self.context.stream
-        state = read_state(self.storage)
-        return build_results(context.info, stream.name, stream.notes, stream.tasks, context.phases, state)
+        context, state = self.context, read_state(self.storage)
+        return build_results(context.info, context.stream, context.phases, state)
 
     def _steps_done(self, phase: Phase, step: int) -> int:
         """Optimizer steps of the whole run."""

@@ -19,12 +19,13 @@ from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import load_parameters
 from raycl.training.memory import peak_memory_mb, resident_memory_mb
-from raycl.training.phase.evaluation import Observations, evaluate_row, evaluate_unseen
+from raycl.training.phase.evaluation import Observations, evaluate_row, evaluate_unseen, evaluate_untrained
 from raycl.training.phase.trainer import OpenEngine, TaskTrainer
 from raycl.training.recorder import OnPhase, Recorder
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState
 from raycl.training.records.publish import complete_bank, restore_objects
+from raycl.training.records.results import untrained_cells
 from raycl.training.records.resume import newest_resume_point
 from raycl.training.records.stop_request import StopRequested
 from raycl.training.records.tensor_objects import SharedReader
@@ -61,6 +62,7 @@ class StreamLoop:
         self.context, self.storage, self.world = context, storage, world
         self.control = control or Control(storage, world)
         self.recorder = Recorder(context, storage, world, sink, on_phase, driver, shared)
+        self._untrained: dict[str, Any] = {}
         self.trainer = TaskTrainer(context, open_engine, world, self.recorder, self.control)
 
     @property
@@ -76,9 +78,10 @@ class StreamLoop:
     def run(self, stop_after: int | None = None) -> None:
         """Continue from the journal, for `stop_after` phases at most (None: to the end)."""
         last = None if stop_after is None else len(self.state.phases) + stop_after
-        pending = self._restore()
-        first = len(self.state.phases)
         try:
+            self._evaluate_untrained()
+            pending = self._restore()
+            first = len(self.state.phases)
             for phase in self.context.phases[first:last]:
                 self._pause("preparing", phase, phase.name)
                 done = pending if pending and pending.is_phase_end else self.trainer.train(phase, pending)
@@ -89,6 +92,15 @@ class StreamLoop:
         except StopRequested:
             if self.journal is not None:
                 log.info("stopped as requested")
+
+    def _evaluate_untrained(self) -> None:
+        """What `eval.untrained` asks for, while the backbone is as it was loaded; kept for the next phase's record."""
+        context = self.context
+        self._untrained = untrained_cells(self.state)
+        if context.evaluation.untrained and len(self.state.phases) < len(context.phases):
+            before = partial(self._pause, "evaluating", context.phases[len(self.state.phases)])
+            found = evaluate_untrained(context, self._untrained, self.world, self.storage, before)
+            self._untrained |= {name: asdict(cell) for name, cell in found.items()}
 
     def results(self) -> dict[str, Any]:
         """The result tree so far."""
@@ -147,6 +159,9 @@ class StreamLoop:
         record = {"phase": phase.index, "row": cells, "times": times, "bank": done.published, "summary": summary}
         if unseen:
             record["unseen"] = {name: asdict(cell) for name, cell in unseen.items()}
+        known = untrained_cells(self.state)
+        if untrained := {name: cell for name, cell in self._untrained.items() if name not in known}:
+            record["untrained"] = untrained
         return {**record, "ended": time.time()}
 
     def _times(self, phase: Phase, done: Checkpoint, eval_s: float) -> dict[str, Any]:

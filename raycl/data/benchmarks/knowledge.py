@@ -33,6 +33,7 @@ class TaskInfo:
         unlabelled: label texts that mark a row without a label.
         instruction: what the paper writes before every input; None: what the file has, if it has one.
         columns: where its published files have text and answer.
+        type: of what kind it is, in SAPT's table 3.
         words: label -> the one word that stands for it where answers are one word each.
     """
 
@@ -44,6 +45,7 @@ class TaskInfo:
     unlabelled: tuple[str, ...] = ()
     instruction: str | None = None
     columns: Columns = field(default_factory=Columns)
+    type: str = ""
     words: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -141,6 +143,10 @@ _SUPERNI_TEXT = (
     *("task748_glucose_reverse_cause_event_detection", "task511_reddit_tifu_long_text_summarization"),
     "task591_sciq_answer_generation",
 )
+_SENTIMENT: tuple[str, ...] = (
+    *("task1687_sentiment140_classification", "task421_persent_sentence_sentiment_classification"),
+    *("task833_poem_sentiment_classification", "task929_products_reviews_classification"),
+)
 _UNSEEN_TEXT = (
     *("task360_spolin_yesand_response_generation", "task574_air_dialogue_sentence_generation"),
     *("task1714_convai3_sentence_generation", "task180_intervention_extraction"),
@@ -150,16 +156,29 @@ _UNSEEN_TEXT = (
     *("task1356_xlsum_title_generation", "task1499_dstc3_summarization"),
 )
 
+_TYPES: Mapping[str, tuple[int, ...]] = {
+    "dialogue": (639, 1590, 1729, 360, 574, 1714),
+    "extraction": (181, 748, 1510, 180, 678, 1410),
+    "question answering": (2, 73, 591, 339, 670, 1327),
+    "summary": (511, 1290, 1572, 522, 1356, 1499),
+    "sentiment": (363, 875, 1687, 421, 833, 929),
+}
+
+
+def _superni(name: str, labels: tuple[str, ...] | Literal["auto"] | None, metric: str = "exact_match") -> TaskInfo:
+    number = int(name.partition("_")[0].removeprefix("task"))
+    return TaskInfo(
+        labels, metric, prompt="superni", type=next(kind for kind, numbers in _TYPES.items() if number in numbers)
+    )
+
+
 _SUPERNI: Mapping[str, TaskInfo] = {
-    **{name: TaskInfo(None, "rouge_l", prompt="superni") for name in _SUPERNI_TEXT + _UNSEEN_TEXT},
-    "task363_sst2_polarity_classification": TaskInfo(("POS", "NEG"), prompt="superni"),
-    "task875_emotion_classification": TaskInfo(
-        ("sadness", "joy", "love", "anger", "fear", "surprise"), prompt="superni"
+    **{name: _superni(name, None, "rouge_l") for name in _SUPERNI_TEXT + _UNSEEN_TEXT},
+    **{name: _superni(name, "auto") for name in _SENTIMENT},
+    "task363_sst2_polarity_classification": _superni("task363_sst2_polarity_classification", ("POS", "NEG")),
+    "task875_emotion_classification": _superni(
+        "task875_emotion_classification", ("sadness", "joy", "love", "anger", "fear", "surprise")
     ),
-    "task1687_sentiment140_classification": TaskInfo("auto", prompt="superni"),
-    "task421_persent_sentence_sentiment_classification": TaskInfo("auto", prompt="superni"),
-    "task833_poem_sentiment_classification": TaskInfo("auto", prompt="superni"),
-    "task929_products_reviews_classification": TaskInfo("auto", prompt="superni"),
 }
 
 _LLAMA: Mapping[str, TaskInfo] = {

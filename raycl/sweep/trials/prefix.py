@@ -6,9 +6,9 @@ effect on the first phases; settings classes remove what a method or modifier do
 What it does not know: where the shared phases are kept.
 
 Removed: tasks to come (their names stay, as a set: answers are also compared with the labels of all other tasks),
-epochs of tasks to come, `stream.unseen` (evaluated after the last phase), `eval.singles` (it is read when results are
-written), sections about where a run writes and is followed. Kept besides the config: raycl's version, the number of
-phases, workers and their CPUs (sums of floats depend on both).
+epochs of tasks to come, `stream.unseen` (evaluated after the last phase, and before the first with `eval.untrained`),
+`eval.singles` (it is read when results are written), sections about where a run writes and is followed. Kept besides
+the config: raycl's version, the number of phases, workers and their CPUs (sums of floats depend on both).
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def _whole(config: RunConfig, tasks: Sequence[str]) -> Tree:
     kept = configs.remaining(tree, (*EXEMPT, "method", "modifiers"))
     kept = {**kept, "stream": dict(kept["stream"]), "eval": dict(kept["eval"])}
     given = kept["stream"].pop("tasks")
-    kept["stream"].pop("unseen")
+    unseen = kept["stream"].pop("unseen")
+    if config.eval.untrained:  # the first phase's record has their scores
+        kept["stream"]["untrained"] = unseen
     specs = [json.dumps(task, sort_keys=True) for task in given or tasks]
     ordered = config.method.fits_ahead or config.eval.tasks == "all"
     kept["stream"]["all"] = specs if ordered else sorted(specs)

@@ -27,6 +27,7 @@ def separate_tree(config: RunConfig) -> Tree:
     tree["method"] = tree["method"]["learner"] if config.method.name in WRAPPERS else tree["method"]
     tree["stream"]["schedule"] = "separate"
     tree["eval"]["singles"] = tree["stream"]["unseen"] = None
+    tree["eval"]["untrained"] = False
     tree["bank"]["publish"] = False
     tree["checkpoint"]["export"] = "none"
     if tree["stream"]["tasks"] is not None and not tree["modifiers"]:  # a modifier may leave the first task out

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ OBJECTIVE_SEED = 0
 """Hides the same words of a text in every evaluation of every run, so that scores can be compared."""
 
 
-UNSEEN = "unseen"
-"""Folder of the answers to tasks that were never trained."""
+UNSEEN, UNTRAINED = "unseen", "untrained"
+"""Folders of the answers to tasks that were never trained, and of the backbone before any training."""
 
 Before = Callable[[str], None]
 """Called on every worker before a task is evaluated, with its name; what it raises ends the evaluation."""
@@ -71,6 +71,25 @@ class Observations:
         return {task: total / count for task, (total, count) in found.items()}
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """An evaluation of some tasks.
+
+    Attributes:
+        storage: where the answers are kept; None: nothing is logged or written.
+        folder: of the answers. observations: gets the routing weights of all texts.
+        split: None: as configured. is_bare: by the backbone alone, without adapters.
+    """
+
+    world: DistributedContext
+    storage: Storage | None = None
+    folder: str = ""
+    observations: Observations = field(default_factory=Observations)
+    before: Before = _no_check
+    split: Split | None = None
+    is_bare: bool = False
+
+
 def evaluate_row(
     context: TrainingContext,
     phase: Phase,
@@ -85,9 +104,9 @@ def evaluate_row(
         observations: gets the routing weights of all texts.
     """
     context.backbone.eval()
-    folder = f"{phase.index:03d}-{phase.name}"
+    row = _Pass(world, storage, f"{phase.index:03d}-{phase.name}", observations, before)
     return {
-        task.name: _score(context, task, world, storage, folder, observations, before)
+        task.name: _score(context, task, row)
         for task in evaluated_tasks(context, phase)
         if context.stream.has_data(task)
     }
@@ -103,15 +122,34 @@ def evaluate_unseen(
     context.backbone.eval()
     if context.stream.unseen and world.is_first:
         log.info("    never trained:")
-    observations = Observations()
-    return {
-        task.name: _score(context, task, world, storage, UNSEEN, observations, before) for task in context.stream.unseen
-    }
+    row = _Pass(world, storage, UNSEEN, before=before)
+    return {task.name: _score(context, task, row) for task in context.stream.unseen}
+
+
+def evaluate_untrained(
+    context: TrainingContext,
+    known: Collection[str],
+    world: DistributedContext,
+    storage: Storage,
+    before: Before = _no_check,
+) -> dict[str, Score]:
+    """Task name -> score by the backbone before any training, unseen tasks included; as `evaluate_row`.
+
+    Args:
+        known: tasks whose scores an earlier attempt has measured.
+    """
+    context.backbone.eval()
+    tasks = [*(task for task in context.stream.tasks if context.stream.has_data(task)), *context.stream.unseen]
+    missing = [task for task in tasks if task.name not in known]
+    if missing and world.is_first:
+        log.info("    before any training:")
+    row = _Pass(world, storage, UNTRAINED, before=before, is_bare=True)
+    return {task.name: _score(context, task, row) for task in missing}
 
 
 def dev_score(context: TrainingContext, task: Task, world: DistributedContext) -> float:
     """Score of the task's dev rows by the model in training. Collective; nothing is logged or written."""
-    return _score(context, task, world, None, "", Observations(), _no_check, "dev").value
+    return _score(context, task, _Pass(world, split="dev")).value
 
 
 def evaluated_tasks(context: TrainingContext, phase: Phase) -> list[Task]:
@@ -123,22 +161,13 @@ def evaluated_tasks(context: TrainingContext, phase: Phase) -> list[Task]:
     return [task for seen in context.phases[: phase.index + 1] for task in seen.tasks]
 
 
-def _score(
-    context: TrainingContext,
-    task: Task,
-    world: DistributedContext,
-    storage: Storage | None,
-    folder: str,
-    observations: Observations,
-    before: Before,
-    split: Split | None = None,
-) -> Score:
-    """One cell; without a storage nothing is logged or written. split: None: as configured."""
-    before(task.name)
-    settings, codec = context.evaluation, context.backbone.codec
-    table = context.stream.table(task, split or settings.split, codec)
+def _score(context: TrainingContext, task: Task, row: _Pass) -> Score:
+    """One cell."""
+    row.before(task.name)
+    world, settings, codec = row.world, context.evaluation, context.backbone.codec
+    table = context.stream.table(task, row.split or settings.split, codec)
     encoder = context.method.encoder
-    if encoder is not None:
+    if encoder is not None and not row.is_bare:
         encoder.embed_all(table.texts(range(len(table))), (world.rank, world.size), world.gather)
     reads = context.method.needs_texts
     text_objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
@@ -147,7 +176,7 @@ def _score(
     if task in context.stream.unseen:
         batches = map(_without_task, batches)
     if text_objective is not None:
-        return _text_score(context, task, table, batches, world, observations, storage is not None)
+        return _text_score(context, task, table, batches, row)
     limit = settings.max_new_tokens or codec.max_target_tokens
     references = table.references(range(len(table)))
     others = {label for other in context.stream.tasks if other is not task for label in other.labels or ()}
@@ -155,7 +184,7 @@ def _score(
         answers, cell = evaluate(
             task,
             batches,
-            lambda batch: _answers(context, batch.to(world.device), limit, observations),
+            lambda batch: _answers(context, batch.to(world.device), limit, row),
             references,
             others,
             world.gather,
@@ -163,12 +192,12 @@ def _score(
             off_task_is_wrong=settings.off_task == "wrong",
         )
     cell.extra |= {"truncated_sources": float(table.truncated_sources)}
-    if world.is_first and storage is not None:
+    if world.is_first and row.storage is not None:
         off = f", {cell.extra['off_task']:g} off task" if cell.extra.get("off_task") else ""
         log.info("    %-36s %5.1f  (%d examples%s)", task.name, cell.value, cell.count, off)
         if settings.save_predictions:
-            name = f"predictions/{folder}/{task.name}.jsonl"
-            storage.write(name, _jsonl(table.texts(range(len(table))), references, answers))
+            name = f"predictions/{row.folder}/{task.name}.jsonl"
+            row.storage.write(name, _jsonl(table.texts(range(len(table))), references, answers))
     return cell
 
 
@@ -177,20 +206,18 @@ def _text_score(
     task: Task,
     table: TokenTable,
     batches: Iterable[Batch],
-    world: DistributedContext,
-    observations: Observations,
-    shown: bool,
+    row: _Pass,
 ) -> Score:
     """Where texts themselves are learned."""
 
     def read(batch: Batch) -> Tensor:
-        batch = batch.to(world.device)
-        with _routed(context, batch, observations):
+        batch = batch.to(row.world.device)
+        with _routed(context, batch, row):
             return context.backbone.read(batch).cpu()
 
-    cell = score_texts(batches, read, len(table), world.gather)
+    cell = score_texts(batches, read, len(table), row.world.gather)
     cell.extra |= {"truncated_sources": float(table.truncated_sources)}
-    if world.is_first and shown:
+    if row.world.is_first and row.storage is not None:
         values = (task.name, cell.value, cell.extra["perplexity"], cell.extra["tokens"])
         log.info("    %-36s %5.1f  (perplexity %.4g, %d tokens)", *values)
     return cell
@@ -211,16 +238,16 @@ def _allow_labels(context: TrainingContext, task: Task) -> Iterator[None]:
         context.backbone.allowed_labels = ()
 
 
-def _answers(context: TrainingContext, batch: Batch, limit: int, observations: Observations) -> list[str]:
-    with _routed(context, batch, observations):
+def _answers(context: TrainingContext, batch: Batch, limit: int, row: _Pass) -> list[str]:
+    with _routed(context, batch, row):
         return predict(context.backbone, batch, limit)
 
 
-def _routed(context: TrainingContext, batch: Batch, observations: Observations) -> AbstractContextManager[None]:
-    """The batch's mixture is active, and its weights are observed."""
+def _routed(context: TrainingContext, batch: Batch, row: _Pass) -> AbstractContextManager[None]:
+    """The batch's mixture is active, and its weights are observed; none, for the bare backbone."""
     method = context.method
-    mixture = None if method.stack is None else method.route(batch)
-    observations.add(batch.tasks, mixture)
+    mixture = None if method.stack is None or row.is_bare else method.route(batch)
+    row.observations.add(batch.tasks, mixture)
     return activate(method, mixture)
 
 

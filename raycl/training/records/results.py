@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from raycl import __version__
+from raycl.data.stream import Stream
 from raycl.eval.averages import averages
 from raycl.eval.matrix import AccuracyMatrix, summary
 from raycl.eval.variants import compute_variants
@@ -24,14 +25,11 @@ from raycl.types import Phase, Score, Task
 PACKAGES = ("ray", "torch", "transformers", "peft", "deepspeed", "numpy", "pyarrow")
 
 
-def build_results(
-    info: RunInfo, name: str, notes: Sequence[str], tasks: Sequence[Task], phases: Sequence[Phase], state: RunState
-) -> dict[str, Any]:
-    """The result tree of a run, finished or not, from its journal.
-
-    Args:
-        name: of the stream. notes: what the stream left out.
-    """
+def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state: RunState) -> dict[str, Any]:
+    """The result tree of a run, finished or not, from its journal."""
+    tasks, never = stream.tasks, stream.unseen
+    types = {task.name: task.type for task in (*tasks, *never) if task.type}
+    untrained = untrained_cells(state)
     matrix = matrix_of([task.name for task in tasks], [phase.name for phase in phases], state)
     times = [record["times"] for record in state.phases]
     seconds = sum(entry["train_s"] for entry in times)
@@ -40,15 +38,16 @@ def build_results(
         "fingerprint": info.fingerprint,
         "finished": len(state.phases) == len(phases),
         "config": info.tree,
-        "stream": {"name": name, "tasks": list(matrix.tasks), "notes": list(notes)},
+        "stream": {"name": stream.name, "tasks": list(matrix.tasks), "notes": list(stream.notes)},
         "phases": list(matrix.phases),
         "matrix": matrix.to_json()["cells"],
         "singles": info.singles,
-        "unseen": _unseen(state) if len(state.phases) == len(phases) else None,
+        "unseen": _unseen(state, types) if len(state.phases) == len(phases) else None,
+        "untrained": _untrained(untrained, tasks, never, types),
         "revision": _revision(state) if len(state.phases) == len(phases) else None,
         "metrics": summary(matrix, info.singles),
         "averages": averages(matrix),
-        "variants": compute_variants(matrix, info.singles),
+        "variants": compute_variants(matrix, info.singles, {task: cell["value"] for task, cell in untrained.items()}),
         "phase_times": times,
         "phase_summaries": [record.get("summary", {}) for record in state.phases],
         "tokens_per_s": sum(entry["tokens"] for entry in times) / seconds if seconds else None,
@@ -94,15 +93,43 @@ def curves(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | Non
     return {f"metrics/{name}": value for name, value in metrics_so_far(matrix, done, singles).items()}
 
 
-def _unseen(state: RunState) -> dict[str, Any] | None:
-    """Cells of the tasks that were never trained, and their mean; None where the stream has none.
+def untrained_cells(state: RunState) -> dict[str, Any]:
+    """Cells of every task before any training, as far as `eval.untrained` measured them."""
+    return {task: cell for record in state.phases for task, cell in record.get("untrained", {}).items()}
+
+
+def _untrained(
+    cells: Mapping[str, Any], tasks: Sequence[Task], never: Sequence[Task], types: Mapping[str, str]
+) -> dict[str, Any] | None:
+    """Cells before any training: their mean over the tasks that are trained, and what `_unseen` has of the others."""
+    if not cells:
+        return None
+    own = [cells[task.name]["value"] for task in tasks if task.name in cells]
+    others = {task.name: cells[task.name] for task in never if task.name in cells}
+    mean = statistics.fmean(own) if len(own) == len(tasks) else None
+    unseen = _means(others, types) if others and len(others) == len(never) else None
+    return {"cells": dict(cells), "mean": mean, "unseen": unseen}
+
+
+def _means(cells: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
+    """Over all tasks, and over those of each type."""
+    by_type: dict[str, list[float]] = {}
+    for task, cell in cells.items():
+        if task in types:
+            by_type.setdefault(types[task], []).append(cell["value"])
+    mean = statistics.fmean(cell["value"] for cell in cells.values())
+    return {"mean": mean, "types": {name: statistics.fmean(values) for name, values in by_type.items()}}
+
+
+def _unseen(state: RunState, types: Mapping[str, str]) -> dict[str, Any] | None:
+    """Cells of the tasks that were never trained, their mean and those by type; None where the stream has none.
 
     A run that was extended with tasks has older results in the records of former last phases.
     """
     cells = state.phases[-1].get("unseen")
     if not cells:
         return None
-    return {"cells": cells, "mean": statistics.fmean(cell["value"] for cell in cells.values())}
+    return {"cells": cells, **_means(cells, types)}
 
 
 def _revision(state: RunState) -> dict[str, Any] | None:
