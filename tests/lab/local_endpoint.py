@@ -68,7 +68,10 @@ def serving(bank: str, **settings: Any) -> Iterator[Served]:
 def on_a_port(web: Any) -> Iterator[int]:
     """An ASGI application behind uvicorn, on a free loopback port."""
     with socket.create_server(("127.0.0.1", 0)) as door:
-        config = uvicorn.Config(web, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=2)
+        # Without log_config=None uvicorn closes the handlers there are, and absl's (of rouge_score) closes the stream
+        # that pytest had set as stderr when absl was imported.
+        config = uvicorn.Config(web, log_level="warning", log_config=None, lifespan="off", ws="none")
+        config.timeout_graceful_shutdown = 2
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([door],), name="endpoint", daemon=True)
         thread.start()
