@@ -12,10 +12,11 @@ import csv
 import io
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from raycl.config import Tree, flatten
+from raycl.report.published import OF_TYPE, numbers_of, source_of
 from raycl.report.results import (
     averages_of,
     backbone_of,
@@ -36,7 +37,7 @@ NOT_COMPARED = frozenset(
 METRICS = {"ap": "AP", "f_ra": "F.Ra", "fwt": "FWT", "bwt": "BWT"}
 """Headline number -> column title."""
 
-UNSEEN, UNTRAINED, _OF_TYPE = "unseen", "untrained", "unseen_"
+UNSEEN, UNTRAINED = "unseen", "untrained"
 
 OPTIONAL = {
     "accuracy": "accuracy",
@@ -74,6 +75,7 @@ class Line:
         runs: how many runs the numbers are means of, one a seed.
         numbers: `ap`, `f_ra`, `fwt`, `bwt`, those in `OPTIONAL`, `unseen_<type>` for the types of tasks that were never
             trained (points), `wall_s` (seconds), `tokens_per_s`.
+        published: what a paper printed of some of these numbers. source: which paper and table.
     """
 
     method: str
@@ -82,6 +84,8 @@ class Line:
     backbone: str
     runs: int
     numbers: dict[str, Spread | None]
+    published: Mapping[str, float] = field(default_factory=dict)
+    source: str = ""
 
 
 def compare(results: Sequence[Tree]) -> list[Line]:
@@ -101,8 +105,13 @@ def compare(results: Sequence[Tree]) -> list[Line]:
 def points_of(lines: Sequence[Line]) -> dict[str, str]:
     """Numbers in points that these lines show -> column title."""
     shown = {name: title for name, title in OPTIONAL.items() if any(line.numbers[name] for line in lines)}
-    types = [name for line in lines for name in line.numbers if name.startswith(_OF_TYPE)]
-    return METRICS | shown | {name: name.removeprefix(_OF_TYPE) for name in dict.fromkeys(types)}
+    types = [name for line in lines for name in line.numbers if name.startswith(OF_TYPE)]
+    return METRICS | shown | {name: name.removeprefix(OF_TYPE) for name in dict.fromkeys(types)}
+
+
+def has_published(lines: Sequence[Line], name: str) -> bool:
+    """Whether a paper printed this number for some line."""
+    return any(name in line.published for line in lines)
 
 
 def grouped(results: Sequence[Tree]) -> list[tuple[str, list[Tree]]]:
@@ -130,10 +139,13 @@ def to_csv(results: Sequence[Tree]) -> str:
     lines = compare(results)
     names = [*points_of(lines), "wall_s", "tokens_per_s"]
     spreads = [title for name in names for title in (name, f"{name}_std")]
-    writer.writerow(["method", "settings", "stream", "backbone", "runs", *spreads])
+    known = [name for name in names if has_published(lines, name)]
+    given = [f"{name}_published" for name in known] + (["published"] if known else [])
+    writer.writerow(["method", "settings", "stream", "backbone", "runs", *spreads, *given])
     for line in lines:
         cells = [cell for name in names for cell in _cells(line.numbers.get(name))]
-        writer.writerow([line.method, line.settings, line.stream, line.backbone, line.runs, *cells])
+        printed = [line.published.get(name) for name in known] + ([line.source] if known else [])
+        writer.writerow([line.method, line.settings, line.stream, line.backbone, line.runs, *cells, *printed])
     return text.getvalue()
 
 
@@ -147,16 +159,17 @@ def _line(group: Sequence[Tree], settings: str) -> Line:
     optional = [_optional(result) for result in group]
     numbers |= {name: Spread.over([found[name] for found in optional]) for name in OPTIONAL}
     types = [unseen_types(result) for result in group]
-    numbers |= {f"{_OF_TYPE}{name}": Spread.over([found.get(name) for found in types]) for name in types[0]}
+    numbers |= {f"{OF_TYPE}{name}": Spread.over([found.get(name) for found in types]) for name in types[0]}
     numbers |= {name: Spread.over([result.get(name) for result in group]) for name in ("wall_s", "tokens_per_s")}
-    return Line(method_of(first), settings, stream_of(first), backbone_of(first), len(group), numbers)
+    title = method_of(first), settings, stream_of(first), backbone_of(first)
+    return Line(*title, len(group), numbers, numbers_of(first), source_of(first))
 
 
 def _untrained(results: Sequence[Tree], like: Tree) -> Line | None:
     """The backbone before any training on this run's stream, over the seeds that evaluated it; None: none did."""
     same = [one for one in results if (stream_of(one), backbone_of(one)) == (stream_of(like), backbone_of(like))]
     by_seed = {one["config"].get("seed"): found for one in same if (found := untrained_of(one)) is not None}
-    return replace(_line(list(by_seed.values()), ""), method=UNTRAINED) if by_seed else None
+    return replace(_line(list(by_seed.values()), ""), method=UNTRAINED, published={}, source="") if by_seed else None
 
 
 def _optional(result: Tree) -> dict[str, float | None]:

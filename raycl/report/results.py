@@ -17,6 +17,7 @@ from pyarrow import fs
 
 from raycl.config import Tree
 from raycl.errors import RunError
+from raycl.report.published import Published, read_published, row_of
 from raycl.storage import Storage
 
 RESULT_FILE = "results.json"
@@ -52,7 +53,10 @@ def find_results(root: str | Path) -> list[Tree]:
     """
     if str(root).endswith(".json"):
         return [read_results(root)]
-    found = [_read(folder, RESULT_FILE) for folder in _run_folders(Storage.at(root))]
+    found = []
+    for folder, published in _run_folders(Storage.at(root)):
+        result = _read(folder, RESULT_FILE)
+        found.append(result if published is None else published.beside(result, row_of(result)))
     if not found:
         raise RunError(f"no {RESULT_FILE} at or below '{root}': give the folder of a run, or one that holds runs")
     return found
@@ -65,14 +69,16 @@ def _split(path: str) -> tuple[str, str]:
     return folder or ".", name
 
 
-def _run_folders(storage: Storage) -> Iterator[Storage]:
+def _run_folders(storage: Storage, published: Published | None = None) -> Iterator[tuple[Storage, Published | None]]:
+    """Folders of runs, each with what the comparison around it has as published."""
     if storage.exists(RESULT_FILE):
-        yield storage
+        yield storage, published
         return
+    published = read_published(storage)
     selector = fs.FileSelector(storage.path(), allow_not_found=True)
     infos = storage.filesystem.get_file_info(selector)
     for name in sorted(info.base_name for info in infos if info.type == fs.FileType.Directory):
-        yield from _run_folders(storage.sub(name))
+        yield from _run_folders(storage.sub(name), published)
 
 
 def _problem(tree: Any) -> str:

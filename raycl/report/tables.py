@@ -7,7 +7,7 @@ What it does not know: how numbers were computed, where results lie.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rich import box
 from rich.cells import cell_len, set_cell_size
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from raycl.config import Tree
 from raycl.report.attention import AttentionWeights, has_attention
-from raycl.report.compare import METRICS, Spread, compare, grouped, points_of
+from raycl.report.compare import METRICS, Line, Spread, compare, grouped, has_published, points_of
 from raycl.report.output_rows import OutputRows, has_output_rows
 from raycl.report.results import (
     averages_of,
@@ -41,6 +41,9 @@ from raycl.report.routing import KINDS, Routing, has_routing, mean_of
 NOTHING = "–"
 """Stands where a number is undefined."""
 
+PUBLISHED = "published"
+"""Title of a column of a paper's numbers."""
+
 GAP = " " * 4
 """Between matrices that stand side by side."""
 
@@ -63,20 +66,31 @@ def side_by_side(results: Sequence[Tree], width: int = 160) -> str:
 
 
 def comparison_table(results: Sequence[Tree]) -> str:
-    """One line per setting: AP, F.Ra, FWT, BWT, unseen, time, tokens/s; mean ± standard deviation over seeds."""
+    """One line per setting: AP, F.Ra, FWT, BWT, unseen, time, tokens/s; mean ± standard deviation over seeds.
+
+    Beside a number that a paper printed for some line stands the paper's, and below the table its source.
+    """
     lines = compare(results)
     shown = points_of(lines)
+    printed = {name for name in shown if has_published(lines, name)}
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     for column in ("method", "stream", "backbone"):
         table.add_column(column)
-    for column in ("runs", *shown.values(), "time", "tokens/s"):
+    points = [title for name in shown for title in ([shown[name], PUBLISHED] if name in printed else [shown[name]])]
+    for column in ("runs", *points, "time", "tokens/s"):
         table.add_column(column, justify="right")
     for line in lines:
         method = f"{line.method} ({line.settings})" if line.settings else line.method
-        points = [_points(line.numbers.get(name)) for name in shown]
+        points = [cell for name in shown for cell in _beside_published(line, name, printed)]
         cost = [_duration(line.numbers["wall_s"]), _rate(line.numbers["tokens_per_s"])]
         table.add_row(method, line.stream, line.backbone, str(line.runs), *points, *cost)
-    return render(table)
+    sources = dict.fromkeys(line.source for line in lines if line.source)
+    return render(Group(table, *(Text(f"{PUBLISHED}: {source}") for source in sources)))
+
+
+def _beside_published(line: Line, name: str, printed: Collection[str]) -> list[str]:
+    own = _points(line.numbers.get(name))
+    return [own, _number(line.published.get(name), ".2f")] if name in printed else [own]
 
 
 def routing_table(result: Tree) -> str:

@@ -24,6 +24,7 @@ from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError, RayclError, StoppedError
 from raycl.launch import driver
 from raycl.launch.driver import RunOptions
+from raycl.report.published import Published, row_of
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
 
@@ -45,6 +46,14 @@ class ComparisonConfig(Section):
     runs: dict[str, Entry] = Field(description="name of a row -> what it sets")
     seeds: tuple[int, ...] = Field((42,), min_length=1, description="every run is repeated with each of these seeds")
     at_once: int = Field(1, ge=1, description="runs at a time; small models gain more from this than from workers")
+    published: Published | None = Field(None, description="numbers of a paper for some rows, shown beside ours")
+
+    @model_validator(mode="after")
+    def _published_rows_exist(self) -> ComparisonConfig:
+        unknown = [row for row in (self.published.rows if self.published else ()) if row not in self.runs]
+        if unknown:
+            raise ValueError(f"published.rows names '{unknown[0]}': expected some of {', '.join(self.runs)}")
+        return self
 
     @model_validator(mode="after")
     def _singles_come_first(self) -> ComparisonConfig:
@@ -120,10 +129,17 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
     }
     if not planned:
         return Outcome({}, {})
+    if comparison.published is not None:
+        comparison.published.write(Storage.at(directory).sub(comparison.name))
     with driver.cluster(next(iter(planned.values()))):
         if comparison.at_once > 1:
-            return _side_by_side(comparison, planned)
-        return _outcome({name: partial(_run, name, config, None, 1) for name, config in planned.items()})
+            outcome = _side_by_side(comparison, planned)
+        else:
+            outcome = _outcome({name: partial(_run, name, config, None, 1) for name, config in planned.items()})
+    if comparison.published is None:
+        return outcome
+    shown = {name: comparison.published.beside(tree, row_of(tree)) for name, tree in outcome.results.items()}
+    return Outcome(shown, outcome.failed)
 
 
 def _side_by_side(comparison: ComparisonConfig, planned: Mapping[str, RunConfig]) -> Outcome:

@@ -17,6 +17,8 @@ from raycl import config as configs
 from raycl.errors import ConfigError
 from raycl.launch import driver
 from raycl.launch.driver import Prepared, RunOptions
+from raycl.report.results import find_results
+from raycl.report.tables import comparison_table
 from raycl.sweep.comparison import ComparisonConfig, run_comparison
 
 
@@ -40,7 +42,9 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
         "broken": {"set": ["stream.tasks=[nowhere]"]},
         "finetune": {"set": ["method=finetune"]},
     }
-    tree = {"name": "table", "base": lab.tree("bert"), "runs": runs, "seeds": [3], "at_once": at_once}
+    published = {"source": "a paper, its table 2", "rows": {"lora": {"ap": 82.02}}}
+    tree: dict[str, Any] = {"name": "table", "base": lab.tree("bert"), "runs": runs, "seeds": [3], "at_once": at_once}
+    tree["published"] = published
     comparison = configs.validate(ComparisonConfig, tree)
     outcome = run_comparison(comparison, str(tmp_path))
     assert list(outcome.results) == ["separate-s3", "lora-s3", "finetune-s3"] and sorted(done) == sorted(
@@ -48,6 +52,9 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
     )
     assert list(outcome.failed) == ["broken-s3"] and "nowhere" in outcome.failed["broken-s3"]
     assert outcome.results["lora-s3"]["metrics"]["fwt"] is not None
+    later = find_results(tmp_path / "table")
+    for results in (later, list(outcome.results.values())):
+        assert "82.02" in comparison_table(results) and "published: a paper, its table 2" in comparison_table(results)
     assert {options.share for options in hostings} == {at_once}
     assert all(bool(options.label) is (at_once > 1) for options in hostings)
 
@@ -55,3 +62,12 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
         run_comparison(comparison, str(tmp_path), only=("lora", "lroa"))
     again = run_comparison(comparison, str(tmp_path), only=("lora", "finetune"))
     assert len(done) == 3 and again.results["lora-s3"]["metrics"] == outcome.results["lora-s3"]["metrics"]
+
+
+def test_published_numbers_are_checked() -> None:
+    tree = {"name": "table", "runs": {"lora": {}}, "published": {"source": "a paper", "rows": {"lroa": {"ap": 1.0}}}}
+    with pytest.raises(ConfigError, match=r"published.rows names 'lroa': expected some of lora"):
+        configs.validate(ComparisonConfig, tree)
+    tree["published"] = {"source": "a paper", "rows": {"lora": {"average": 1.0}}}
+    with pytest.raises(ConfigError, match=r"row 'lora' has the number 'average': expected ap, f_ra, fwt, bwt"):
+        configs.validate(ComparisonConfig, tree)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from raycl.errors import RunError
 from raycl.eval.averages import averages
 from raycl.eval.matrix import AccuracyMatrix
 from raycl.report.compare import Spread, compare, to_csv
+from raycl.report.published import Published
+from raycl.report.results import find_results
 from raycl.report.tables import comparison_table, matrix_table, routing_comparison, routing_table, side_by_side
+from raycl.storage import Storage
 from raycl.types import Score
 
 Make = Callable[..., dict[str, Any]]
@@ -106,6 +110,29 @@ def test_csv_keeps_full_precision(make_result: Make) -> None:
     (row,) = csv.DictReader(io.StringIO(to_csv([make_result(ap=81.23456789)])))
     assert row["ap"] == "81.23456789"
     assert (row["ap_std"], row["fwt"], row["runs"]) == ("", "", "1")
+
+
+def test_a_papers_numbers_stand_beside_ours(make_result: Make, tmp_path: Path) -> None:
+    """In tables and CSV, also later from the comparison's folder; a line that the paper has not is blank there."""
+    published = Published(source="SAPT, table 2", rows={"full": {"ap": 82.02, "bwt": -1.25}})
+    folder = Storage.at(tmp_path)
+    published.write(folder)
+    for row, method in (("full", "sapt"), ("lora", "lora")):
+        for seed in range(2):
+            result = make_result(method, seed)
+            result["config"]["output"] = {"name": f"{row}-s{seed}"}
+            folder.sub(f"{row}-s{seed}").write_json("results.json", result)
+    results = find_results(tmp_path)
+    head, _, sapt, lora, _, source = comparison_table(results).splitlines()
+    assert cells(head)[4:11] == ["AP", "published", "F.Ra", "FWT", "BWT", "published", "time"]
+    assert " ".join(cells(sapt)[4:]).startswith("81.7 ± 0.0 82.02 12.5 ± 0.0 – -12.5 ± 0.0 -1.25 75.0 s")
+    assert " ".join(cells(lora)[4:]).startswith("81.7 ± 0.0 – 12.5 ± 0.0 – -12.5 ± 0.0 – 75.0 s")
+    assert source.strip() == "published: SAPT, table 2"
+    row, other = csv.DictReader(io.StringIO(to_csv(results)))
+    assert [row["ap_published"], row["bwt_published"], row["published"]] == ["82.02", "-1.25", "SAPT, table 2"]
+    assert [other["ap_published"], other["published"]] == ["", ""] and "f_ra_published" not in row
+    alone = find_results(tmp_path / "full-s0")
+    assert "published" not in comparison_table(alone) and "published" not in to_csv(alone)
 
 
 def accuracies(result: dict[str, Any]) -> dict[str, Any]:
