@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from raycl.config import Tree
-from raycl.report.sweep_plots import parallel_coordinates, pareto_front, sensitivity
-from raycl.report.sweeps import group_table, sweep_csv, sweep_table
+from raycl.report.sweeps.plots import parallel_coordinates, pareto_front, sensitivity
+from raycl.report.sweeps.tables import group_table, sweep_csv, sweep_table
 from raycl.storage import Storage
 from raycl.sweep.folder import SweepFolder
 from raycl.sweep.outcome import Outcome

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from raycl.report import sweep_plots
-from raycl.report.sweep_plots import parallel_coordinates, pareto_front, sensitivity
+from raycl.report.sweeps.plots import parallel_coordinates, pareto_front, sensitivity
 
 Settings = dict[str, Any]
 

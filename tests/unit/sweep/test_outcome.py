@@ -13,8 +13,8 @@ import yaml
 
 from raycl import config as configs
 from raycl.report.plots import new_figure
-from raycl.report.sweep_plots import draw_setting, kinds_of, parallel_coordinates, pareto_front, sensitivity
-from raycl.report.sweeps import group_table, sweep_csv, sweep_table, text
+from raycl.report.sweeps.plots import draw_setting, kinds_of, parallel_coordinates, pareto_front, sensitivity
+from raycl.report.sweeps.tables import group_table, sweep_csv, sweep_table, text
 from raycl.run.config import RunConfig
 from raycl.sweep.config import SweepConfig
 from raycl.sweep.folder import SweepFolder

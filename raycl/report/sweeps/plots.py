@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from raycl.config import Tree
 from raycl.errors import RunError
 from raycl.report.plots import COLOUR_MAP, COLOURS, new_figure, save_png
-from raycl.report.sweeps import text
+from raycl.report.sweeps.tables import text
 
 PANEL, HEIGHT = 3.2, 3.0
 """Inches of one setting's panel."""
