@@ -10,7 +10,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from raycl.report import sweep_plots
+from raycl.report.sweeps import plots as sweep_plots
 from raycl.report.sweeps.plots import parallel_coordinates, pareto_front, sensitivity
 
 Settings = dict[str, Any]
