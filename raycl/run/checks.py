@@ -246,9 +246,9 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
 
 def _single_differences(expected: Tree, found: Tree) -> list[str]:
     """Dotted keys that matter for a task trained alone: the order of tasks does not."""
-    unused = {("method", key) for key in method_class(str(expected["method"]["name"])).Config.unused_for_single_task}
-    unused |= {("stream", "name"), ("stream", "tasks"), ("stream", "unseen"), ("stream", "schedule")}
-    return [key for key in configs.differences(found, expected) if tuple(key.split(".")[:2]) not in unused]
+    unused = method_class(str(expected["method"]["name"])).Config.unused_for_single_task
+    stream = ("stream.name", "stream.tasks", "stream.unseen", "stream.schedule")
+    return list(configs.differences(found, expected, without=(*(f"method.{name}" for name in unused), *stream)))
 
 
 def make_modifiers(config: RunConfig, method: Method) -> Modifiers:

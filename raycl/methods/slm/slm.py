@@ -22,6 +22,7 @@ from raycl.adapters.head import MixedHead
 from raycl.adapters.head import Rule as HeadRule
 from raycl.adapters.prompts import How as PromptMixing
 from raycl.backbone import Backbone
+from raycl.config import Tree
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, MethodConfig, State, under
@@ -83,6 +84,16 @@ class SlmConfig(MethodConfig):
 
     label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
 
+    unused_for_single_task: ClassVar[tuple[str, ...]] = ("keys.centrifugal",)
+    """There are no keys of other tasks."""
+
+    def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
+        """The first task has no earlier keys."""
+        settings = super().cache_key(index, tasks, learns_texts)
+        if index == 0 and not self.fits_ahead:
+            settings["keys"] = {key: value for key, value in settings["keys"].items() if key != "centrifugal"}
+        return settings
+
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """What slots of another kind hold."""
         others = ("rank", "a_init_std", "targets") if self.value == "prompt" else ("prompt_length", "prompt_mixing")
@@ -95,8 +106,8 @@ class SlmConfig(MethodConfig):
 
     @property
     def independent_tasks(self) -> bool:
-        """Slots that are trained alone, with label heads of their own."""
-        return self.train_scope == "own" and self.head_rule != "label_count"
+        """Slots that are trained alone, with keys and label heads of their own."""
+        return self.train_scope == "own" and self.head_rule != "label_count" and not self.keys.centrifugal
 
     @property
     def selects_router(self) -> bool:
@@ -164,8 +175,10 @@ class Slm(PerTaskAdapter):
 
     def fit(self, phase: Phase, queries_NC: Tensor, dev_MC: Tensor) -> None:
         """Keys of a phase from queries of its training texts; those of its dev texts are kept to compare routers."""
-        router = self._ahead if self.config.fits_ahead else self.router
-        router.fit(phase.name, queries_NC, self.config.keys, self.seed + phase.index)
+        router, config = self._ahead if self.config.fits_ahead else self.router, self.config.keys
+        if self.task_id_given:  # keys of other tasks never compete
+            config = config.model_copy(update={"centrifugal": 0.0})
+        router.fit(phase.name, queries_NC, config, self.seed + phase.index)
         router.hold_out(phase.name, dev_MC)
 
     def _create(self, task: str) -> None:

@@ -46,6 +46,13 @@ class KeyConfig(Section):
         "orthogonal",
         description="initial keys; data: mean query of a random part of the task's texts (the authors' utility)",
     )
+    centrifugal: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the mean cosine between the task's keys and those of earlier tasks, which is added to "
+        "minus the mean of the chosen cosines; every key then moves. 0: as in the authors' scripts, whose code has "
+        "that loss and never adds it",
+    )
 
 
 def split_groups(queries_BC: Tensor, groups: int) -> Tensor:
@@ -95,8 +102,13 @@ def cosines(queries_BgH: Tensor, keys_NgH: Tensor) -> Tensor:
     return torch.einsum("bgh,ngh->bgn", unit_q, unit_k)
 
 
-def learn_keys(queries_BC: Tensor, config: KeyConfig, top_k: int, seed: int) -> Tensor:
+def learn_keys(
+    queries_BC: Tensor, config: KeyConfig, top_k: int, seed: int, earlier_NgH: Tensor | None = None
+) -> Tensor:
     """Preparation phase of one task: `[m, g, h]` keys moved towards the task's queries; labels are not used.
+
+    Args:
+        earlier_NgH: keys of earlier tasks, from which `centrifugal` moves them away; None: there are none.
 
     Raises:
         RetrievalError: K > m, g does not divide c, no texts.
@@ -110,12 +122,13 @@ def learn_keys(queries_BC: Tensor, config: KeyConfig, top_k: int, seed: int) -> 
     else:
         keys = semi_orthogonal(config.slots, config.groups, queries_BgH.shape[2], seed)
     draw = torch.Generator().manual_seed(seed)
+    earlier_NgH = earlier_NgH if config.centrifugal else None
     step = _paper_step if config.update == "paper" else _OptimizerStep(keys, config)
     for epoch, rows in _batches(len(queries_BgH), config, draw):
         if isinstance(step, _OptimizerStep):
             step.set_rate(config, epoch)
         chosen = choose(cosines(queries_BgH[rows], keys), top_k, config.mask, draw)
-        keys = step(keys, queries_BgH[rows], chosen, config)
+        keys = step(keys, _gradient(keys, queries_BgH[rows], chosen, config, earlier_NgH), chosen, config)
     return keys
 
 
@@ -146,20 +159,43 @@ def choose(similar_BgN: Tensor, top_k: int, mask: float, draw: torch.Generator |
     return similar_BgN.topk(top_k, dim=-1).indices
 
 
-def _paper_step(keys: Tensor, queries_BgH: Tensor, chosen_BgK: Tensor, config: KeyConfig) -> Tensor:
+def _paper_step(keys: Tensor, gradient_MgH: Tensor, chosen_BgK: Tensor, config: KeyConfig) -> Tensor:
     """`k += rate * grad cos(q, k)` for every text and each key that it chose (SLM, eq. 5)."""
-    return keys + config.rate * _gradient(keys, queries_BgH, chosen_BgK)
+    return keys + config.rate * gradient_MgH
 
 
-def _gradient(keys_MgH: Tensor, queries_BgH: Tensor, chosen_BgK: Tensor) -> Tensor:
-    """Sum over texts of the gradient of chosen cosines; exactly 0 for keys that were not chosen."""
-    unit_q = nn.functional.normalize(queries_BgH, dim=-1)
+def _gradient(
+    keys_MgH: Tensor, queries_BgH: Tensor, chosen_BgK: Tensor, config: KeyConfig, earlier_NgH: Tensor | None
+) -> Tensor:
+    """Sum over texts of the gradient of chosen cosines; exactly 0 for keys that were not chosen.
+
+    With earlier keys also minus `centrifugal` times that of the mean cosine with them, times the number of cosines in
+    that sum: divided by it, both are means, as in the authors' code.
+    """
+    gradient = _pull(keys_MgH, _chosen_sum(queries_BgH, chosen_BgK, len(keys_MgH)))
+    if earlier_NgH is None:
+        return gradient
+    towards_gH = nn.functional.normalize(earlier_NgH, dim=-1).mean(0)
+    away = _pull(keys_MgH, towards_gH.expand_as(keys_MgH)) / (keys_MgH.shape[0] * keys_MgH.shape[1])
+    return gradient - config.centrifugal * chosen_BgK.numel() * away
+
+
+def _chosen_sum(queries_BgH: Tensor, chosen_BgK: Tensor, slots: int) -> Tensor:
+    """`[m, g, h]`: sum of the unit queries that chose each key."""
+    return torch.einsum("bgm,bgh->mgh", _hits(chosen_BgK, slots), nn.functional.normalize(queries_BgH, dim=-1))
+
+
+def _hits(chosen_BgK: Tensor, slots: int) -> Tensor:
+    """`[B, g, m]`: 1 where a key was chosen."""
+    return torch.zeros(*chosen_BgK.shape[:2], slots).scatter_(2, chosen_BgK, 1.0)
+
+
+def _pull(keys_MgH: Tensor, pulled_MgH: Tensor) -> Tensor:
+    """Gradient of the cosines of each key with the unit vectors whose sum is given."""
     norm = keys_MgH.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     unit_k = keys_MgH / norm
-    hits_BgM = torch.zeros(*chosen_BgK.shape[:2], len(keys_MgH)).scatter_(2, chosen_BgK, 1.0)
-    pulled = torch.einsum("bgm,bgh->mgh", hits_BgM, unit_q)
-    along = (pulled * unit_k).sum(-1, keepdim=True)
-    gradient: Tensor = (pulled - along * unit_k) / norm
+    along = (pulled_MgH * unit_k).sum(-1, keepdim=True)
+    gradient: Tensor = (pulled_MgH - along * unit_k) / norm
     return gradient
 
 
@@ -178,18 +214,16 @@ class _OptimizerStep:
         for group in self.optimizer.param_groups:
             group["lr"] = config.rate * (DECAY ** (epoch // DECAY_EPOCHS) if decays else 1.0)
 
-    def __call__(self, keys: Tensor, queries_BgH: Tensor, chosen_BgK: Tensor, config: KeyConfig) -> Tensor:
+    def __call__(self, keys: Tensor, gradient_MgH: Tensor, chosen_BgK: Tensor, config: KeyConfig) -> Tensor:
         before = self.parameter.detach().clone()
-        hits = torch.zeros(len(keys), keys.shape[1])
-        for group in range(keys.shape[1]):
-            hits[:, group] = torch.bincount(chosen_BgK[:, group].reshape(-1), minlength=len(keys)).float()
-        self.parameter.grad = -_gradient(before, queries_BgH, chosen_BgK) / chosen_BgK.numel()
+        self.parameter.grad = -gradient_MgH / chosen_BgK.numel()
         if config.update == "official":
             nn.utils.clip_grad_norm_([self.parameter], 0.1)
         self.optimizer.step()
         moved = self.parameter.detach()
         if config.update == "adam":
-            moved = torch.where(hits[:, :, None] > 0, moved, before)
+            acts = (_hits(chosen_BgK, len(keys)).any(0).T | (gradient_MgH != 0).any(-1))[:, :, None]
+            moved = torch.where(acts, moved, before)
             self.parameter.data.copy_(moved)
         return moved.clone()
 

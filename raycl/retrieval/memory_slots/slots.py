@@ -58,7 +58,8 @@ class SlotRouter:
             RetrievalError: see `learn_keys`.
         """
         assert task not in self._keys, f"'{task}' has keys already"
-        self.add(task, learn_keys(queries_BC, config, self.config.top_k, seed), Statistics.of(queries_BC))
+        earlier = torch.cat(list(self._keys.values())) if self._keys else None
+        self.add(task, learn_keys(queries_BC, config, self.config.top_k, seed, earlier), Statistics.of(queries_BC))
 
     def add(self, task: str, keys_MgH: Tensor, statistics: Statistics) -> None:
         """A task whose keys and statistics are known."""

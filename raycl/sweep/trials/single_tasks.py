@@ -39,7 +39,7 @@ def separate_key(tree: Tree) -> str:
     """The same for settings that give the same scores."""
     kept = {key: tree[key] for key in ("seed", "stream", "backbone", "method", "modifiers", "train", "engine", "eval")}
     unused = method_class(kept["method"]["name"]).Config.unused_for_single_task
-    kept["method"] = {key: value for key, value in kept["method"].items() if key not in unused}
+    kept["method"] = configs.remaining(kept["method"], unused)
     workers = {key: tree["launch"][key] for key in ("workers", "cpus_per_worker", "gpus_per_worker")}
     return hashlib.sha256(json.dumps([kept, workers, __version__], sort_keys=True).encode()).hexdigest()[:24]
 

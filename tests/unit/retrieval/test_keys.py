@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycl.errors import RetrievalError
+from raycl.methods.slm.slm import SlmConfig
 from raycl.retrieval.memory_slots.keys import (
     KeyConfig,
     choose,
@@ -18,6 +19,7 @@ from raycl.retrieval.memory_slots.keys import (
     semi_orthogonal,
     split_groups,
 )
+from raycl.retrieval.memory_slots.slots import SlotRouter
 from raycl.retrieval.memory_slots.weights import RetrievalConfig, slot_weights
 
 
@@ -99,6 +101,53 @@ def test_keys_without_a_hit_are_left_alone_unless_official() -> None:
         config = KeyConfig(groups=1, slots=4, mask=0.0, epochs=3, update=update)  # type: ignore[arg-type]
         before, after = semi_orthogonal(4, 1, 8, seed=3), learn_keys(query, config, 1, seed=3)
         assert sum(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == (3 if stays else 0)
+
+
+@pytest.mark.parametrize("update", ["paper", "adam", "official"])
+def test_the_centrifugal_term_is_that_of_the_published_code(update: str) -> None:
+    """Mean over groups and pairs of cosines of new and earlier keys (SLM's released retriever), by autograd."""
+    queries, earlier = drawn(8, 12, seed=2), drawn(5, 3, 4, seed=9)
+    config = KeyConfig(groups=3, slots=4, mask=0.0, update=update, rate=0.05, epochs=1, batch_size=8, centrifugal=0.7)  # type: ignore[arg-type]
+    keys = torch.nn.Parameter(semi_orthogonal(4, 3, 4, seed=7))
+    similar = torch.nn.functional.cosine_similarity(split_groups(queries, 3)[:, None], keys[None], dim=-1)
+    chosen = choose(similar.transpose(1, 2).detach(), 2, 0.0)
+    new, old = (torch.nn.functional.normalize(held.transpose(0, 1)[None], dim=-1) for held in (keys, earlier))
+    away = torch.einsum("bgxc,bgyc->bgxy", new, old).mean()
+    loss = -similar.transpose(1, 2).gather(2, chosen).mean() + 0.7 * away
+    if update == "paper":
+        (loss * chosen.numel()).backward()
+        wanted = keys.detach() - 0.05 * keys.grad
+    else:
+        kind = torch.optim.AdamW if update == "official" else torch.optim.Adam
+        optimizer = kind([keys], lr=0.05, weight_decay=0.01 if update == "official" else 0.0)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([keys], 0.1 if update == "official" else 1e9)
+        optimizer.step()
+        wanted = keys.detach()
+    assert torch.allclose(learn_keys(queries, config, 2, 7, earlier), wanted, atol=1e-5)
+    without = config.model_copy(update={"centrifugal": 0.0})
+    assert torch.equal(learn_keys(queries, config, 2, 7), learn_keys(queries, without, 2, 7, earlier))
+    assert not torch.allclose(learn_keys(queries, without, 2, 7, earlier), wanted, atol=1e-3)
+
+
+def test_keys_of_a_second_task_keep_away_from_the_first_ones() -> None:
+    """In the router, whose keys of earlier tasks stay as they are."""
+    first = drawn(1, 24, seed=5) + drawn(60, 24, seed=1)
+    second = drawn(1, 24, seed=5) + drawn(60, 24, seed=2)
+    found = {}
+    for weight in (0.0, 0.5):
+        config = KeyConfig(groups=3, slots=4, update="official", rate=5e-2, steps=60, centrifugal=weight)
+        router = SlotRouter("keys", 3, RetrievalConfig(top_k=2))
+        router.fit("one", first, config, 0)
+        router.fit("two", second, config, 1)
+        keys = router.keys()
+        one, two = (torch.nn.functional.normalize(keys[task], dim=-1) for task in ("one", "two"))
+        found[weight] = keys["one"], float(torch.einsum("xgh,ygh->xyg", one, two).mean())
+    assert torch.equal(found[0.0][0], found[0.5][0]) and found[0.5][1] < found[0.0][1] - 0.1
+    chosen = SlmConfig(keys=KeyConfig(centrifugal=0.5))
+    assert SlmConfig().independent_tasks and not chosen.independent_tasks
+    keys = [[config.cache_key(index, ["a", "b"]) for config in (SlmConfig(), chosen)] for index in (0, 1)]
+    assert keys[0][0] == keys[0][1] and keys[1][0] != keys[1][1], "the first task has no earlier keys"
 
 
 @pytest.mark.parametrize("mask", [0.0, 0.99, 0.999999])
