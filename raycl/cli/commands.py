@@ -34,6 +34,7 @@ COMMANDS = {
     "predict": Command("raycl.cli.banks.predict", "answer the rows of files, without a server"),
     "evaluate": Command("raycl.cli.banks.evaluate", "score a snapshot on files: metric, confusion, routing"),
     "report": Command("raycl.cli.runs.report", "tables and pictures of finished runs"),
+    "probe": Command("raycl.cli.runs.probe", "large outputs of finished models that tasks share, layer by layer"),
     "status": Command("raycl.cli.runs.status", "state and progress of a run, and the next command"),
     "clean": Command("raycl.cli.runs.clean", "remove caches and checkpoints that are not needed any more"),
     "benchmark": Command("raycl.cli.benchmark", "measured figures beside their targets"),

@@ -54,9 +54,23 @@ def find_results(root: str | Path) -> list[Tree]:
     if str(root).endswith(".json"):
         return [read_results(root)]
     found = []
-    for folder, published in _run_folders(Storage.at(root)):
+    for folder, published in _found(root):
         result = _read(folder, RESULT_FILE)
         found.append(result if published is None else published.beside(result, row_of(result)))
+    return found
+
+
+def run_folders(root: str | Path) -> list[Storage]:
+    """The folders of all runs at or below `root` that have results, by path.
+
+    Raises:
+        RunError: there is none.
+    """
+    return [folder for folder, _ in _found(root)]
+
+
+def _found(root: str | Path) -> list[tuple[Storage, Published | None]]:
+    found = list(_run_folders(Storage.at(root)))
     if not found:
         raise RunError(f"no {RESULT_FILE} at or below '{root}': give the folder of a run, or one that holds runs")
     return found

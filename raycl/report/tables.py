@@ -18,7 +18,7 @@ from rich.text import Text
 from raycl.config import Tree
 from raycl.report.attention import AttentionWeights, has_attention
 from raycl.report.compare import METRICS, Line, Spread, compare, grouped, has_published, points_of
-from raycl.report.output_rows import OutputRows, has_output_rows
+from raycl.report.output_rows.training import OutputRows, has_output_rows
 from raycl.report.results import (
     averages_of,
     backbone_of,

@@ -13,7 +13,7 @@ from tiny import ENGINES, TASKS, WITH_WEIGHTS, Complete, Lab, Stop, exported, ma
 from raycl import config as configs
 from raycl.errors import ConfigError, RunError
 from raycl.methods.modifier import Modifiers
-from raycl.report.output_rows import OutputRows
+from raycl.report.output_rows.training import OutputRows
 from raycl.report.tables import output_rows_table
 from raycl.run.checks import read_singles
 from raycl.run.config import RunConfig

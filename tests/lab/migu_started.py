@@ -63,7 +63,7 @@ class Started:
         for batch in batches:
             with activate_batch(self.parts.method, batch):
                 migu.observe_forward(self.parts.backbone, batch)
-        return migu._sums.clone()
+        return migu._magnitudes.sums.clone()
 
     def mask(self) -> Tensor:
         return self.migu._mask.clone()

@@ -14,7 +14,6 @@ What it does not know: engines, the method it works with, files.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -23,10 +22,10 @@ from torch import Tensor, nn
 
 from raycl.config import Tree
 from raycl.errors import RunError
-from raycl.kernels.magnitude import summed_gated_magnitude, summed_magnitude
 from raycl.kernels.row_gradient import RowChoice, choose_rows
 from raycl.methods.base import Method
 from raycl.methods.migu.clusters import CoMagnitude, sequential_clusters, weight_clusters
+from raycl.methods.migu.magnitudes import Magnitudes
 from raycl.methods.migu.observed_layers import LayerPart, LayerUnits, Layout, layout_of, observed_layers
 from raycl.methods.migu.row_selection import Groups, Rule, by_size
 from raycl.methods.migu.summary import RowCounts
@@ -137,14 +136,11 @@ class Migu(GradientModifier):
         self._layout = Layout({}, {}, 0)
         self._groups: list[Groups] = []
         self._clusters: Tensor | None = None
-        self._co_magnitude: CoMagnitude | None = None
-        self._active = self._measured = self._counts = False
+        self._active = self._measured = False
         self._passes_left, self._seed = 0, 0
         self._reduce: Reduce = _identity
-        self._sums = self._mask = self._masked_rows = torch.zeros(0)
-        self._weights: dict[tuple[str, int], Tensor | None] = {}
-        self._tokens: dict[tuple[str, int], Tensor] = {}
-        self._real: Mapping[Any, Tensor] = {}
+        self._magnitudes = Magnitudes(method.backbone, self._layout, {})
+        self._mask = self._masked_rows = torch.zeros(0)
 
     # ---- a task ----------------------------------------------------------------------------------------------
 
@@ -168,11 +164,11 @@ class Migu(GradientModifier):
         if not resumed:
             self._clusters = self._first_clusters(phase, layers)
         self._group()
-        self._sums = torch.zeros(self._layout.size, device=backbone.device)
+        self._magnitudes = Magnitudes(backbone, self._layout, layers, config.count_pads)
         self._mask = torch.ones(self._layout.size, device=backbone.device, dtype=torch.bool)
         self._masked_rows = ~self._mask
         self.record.begin(self._layout, backbone.device, resumed)
-        self._attach(layers)
+        self._choose_rows(layers)
 
     def _first_clusters(self, phase: Phase, layers: Mapping[str, nn.Module]) -> Tensor | None:
         """Those that need no data; they stay for the whole task."""
@@ -194,23 +190,19 @@ class Migu(GradientModifier):
     def observe_rows(self, run_examples: Callable[[], None], reduce: Reduce) -> None:
         """Co-magnitude clusters."""
         assert self.config.clusters is not None, "nothing to study"
-        self._co_magnitude = CoMagnitude(self._layout, self.method.backbone.device)
+        self._magnitudes.co_magnitude = found = CoMagnitude(self._layout, self.method.backbone.device)
         run_examples()
-        self._clusters = self._co_magnitude.clusters(reduce, self.config.clusters, self.method.seed)
-        self._co_magnitude = None
+        self._clusters = found.clusters(reduce, self.config.clusters, self.method.seed)
+        self._magnitudes.co_magnitude = None
         self._group()
 
-    def _attach(self, layers: Mapping[str, nn.Module]) -> None:
-        """Hooks of our own on the layers; whatever hooks there are stay."""
+    def _choose_rows(self, layers: Mapping[str, nn.Module]) -> None:
+        """Layers whose backward can form some rows of their weights' gradients only."""
+        if not (self._active and self.config.row_sparse and self.config.threshold):
+            return
         for (path, part), units in self._layout.units.items():
             layer: Any = layers[path]
-            if part == "low":
-                layer.low_observer = partial(self._observe_low, units)
-                self._hook_removers.append(partial(setattr, layer, "low_observer", None))
-            else:
-                handle = layer.register_forward_hook(partial(self._observe_output, units))
-                self._hook_removers.append(handle.remove)
-            if self._active and self.config.row_sparse and self.config.threshold and self._owns_rows(layer, units):
+            if part == "output" and self._owns_rows(layer, units):
                 self._choices[path, part] = RowChoice()
                 self._hook_removers.append(choose_rows(layer, self._choices[path, part]))
 
@@ -224,11 +216,13 @@ class Migu(GradientModifier):
         for stop in self._hook_removers:
             stop()
         self._hook_removers.clear()
+        self._magnitudes.close()
         self._choices.clear()
         self.record.end(self._layout)
         self.parameter_names = self.names = ()
         self._layout, self._groups, self._clusters = Layout({}, {}, 0), [], None
-        self._sums = self._mask = self._masked_rows = torch.zeros(0)
+        self._magnitudes = Magnitudes(self.method.backbone, self._layout, {})
+        self._mask = self._masked_rows = torch.zeros(0)
 
     # ---- a step ----------------------------------------------------------------------------------------------
 
@@ -237,7 +231,7 @@ class Migu(GradientModifier):
         self._measured = self.record.steps < FIRST or seed % MEASURED == 0
         self._passes_left = (1 if self.config.mask_scope == "micro_batch" else micro_batches) * self._makes_mask
         self._seed, self._reduce = seed, reduce
-        self._sums.zero_()
+        self._magnitudes.sums.zero_()
         self._set_row_choices(None)
         self.names = self.parameter_names if self._makes_mask else ()
 
@@ -248,72 +242,24 @@ class Migu(GradientModifier):
 
     def observe_forward(self, forward: Callable[[Batch], T], batch: Batch) -> T:
         """Add up magnitudes while `forward` runs; the mask is known when the last pass that decides has ended."""
-        if not self._passes_left and self._co_magnitude is None:
+        clusters_are_made = self._magnitudes.co_magnitude is not None
+        if not self._passes_left and not clusters_are_made:
             return forward(batch)
-        self._real, self._counts = self.method.backbone.real_tokens(batch), True
-        if self.config.count_pads:
-            of_example = (batch.weight > 0).unsqueeze(1)
-            self._real = {side: of_example.expand(real.shape) for side, real in self._real.items()}
-        try:
-            output = forward(batch)
-        finally:
-            self._counts = False
-            self._weights.clear()
-            self._tokens.clear()
-        self._passes_left -= self._co_magnitude is None
-        if not self._passes_left and self._co_magnitude is None:
+        output = self._magnitudes.observe(forward, batch)
+        self._passes_left -= not clusters_are_made
+        if not self._passes_left and not clusters_are_made:
             self._choose()
         return output
-
-    def _observe_output(self, units: LayerUnits, layer: nn.Module, given: Any, y: Tensor) -> None:
-        """Forward hook: `y` is `[B, S, O]`."""
-        if self._counts and self._co_magnitude is not None:
-            self._co_magnitude.add((units.path, "output"), y, self._weight(units, y))
-        elif self._counts:
-            weight = self._weight(units, y)
-            flat = None if weight is None else weight.reshape(-1)
-            rows = None if flat is None or y.device.type == "cpu" else self._rows_of(units, y, flat)
-            self._sums[units.place] += summed_magnitude(y.detach().reshape(-1, y.shape[-1]), flat, rows)
-
-    def _observe_low(self, units: LayerUnits, h: Tensor, gate_BR: Tensor) -> None:
-        """`h` is `[B, S, R]`."""
-        if self._counts and self._co_magnitude is not None:
-            self._co_magnitude.add((units.path, "low"), h, self._weight(units, h))
-        elif self._counts:
-            weight = self._weight(units, h)
-            self._sums[units.place] += summed_gated_magnitude(h.detach(), gate_BR.detach(), weight)
-
-    def _weight(self, units: LayerUnits, y: Tensor) -> Tensor | None:
-        """`[B, S]` float32, 1 on real tokens; None where all are. A prefix in front of the text is no text."""
-        real_BS = self._real[units.side]
-        before = y.shape[1] - real_BS.shape[1] if y.dim() == 3 else -1
-        if before < 0 or y.shape[0] != real_BS.shape[0]:
-            raise RunError(
-                f"modifiers.migu: layer '{units.path}' gives {tuple(y.shape)} for a batch of {tuple(real_BS.shape)} "
-                "tokens, so padding cannot be identified: leave it out of modifiers.migu.layers"
-            )
-        key = (units.side, before)
-        if key not in self._weights:
-            whole = bool(real_BS.all()) and not before
-            self._weights[key] = None if whole else nn.functional.pad(real_BS.float(), (before, 0))
-        return self._weights[key]
-
-    def _rows_of(self, units: LayerUnits, y: Tensor, weight_N: Tensor) -> Tensor:
-        """Tokens that count, found once for all layers of a pass."""
-        key = (units.side, y.shape[1])
-        if key not in self._tokens:
-            self._tokens[key] = weight_N.nonzero().squeeze(1)
-        return self._tokens[key]
 
     def _choose(self) -> None:
         """One sum over workers for all layers, then every group's rows."""
         if self.config.random_update:
             draw = torch.Generator().manual_seed(self._seed)
-            self._sums.copy_(torch.rand(self._layout.size, generator=draw))
+            self._magnitudes.sums.copy_(torch.rand(self._layout.size, generator=draw))
         else:
-            self._sums = self._reduce(self._sums)
+            self._magnitudes.sums = self._reduce(self._magnitudes.sums)
         for groups in self._groups:
-            groups.choose(self._sums, self.config.threshold, self.config.rule, self._mask)
+            groups.choose(self._magnitudes.sums, self.config.threshold, self.config.rule, self._mask)
         self._masked_rows = ~self._mask
         self.record.count(self._mask)
         if self._choices and not self._measured:  # what is measured must be whole

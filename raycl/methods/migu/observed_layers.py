@@ -117,8 +117,19 @@ def layout_of(backbone: Backbone, layers: Mapping[str, nn.Module], bias: bool) -
     return Layout(units, rows, size)
 
 
+def layout_of_outputs(backbone: Backbone, layers: Mapping[str, nn.Module]) -> Layout:
+    """All outputs of every layer, one layer after another, whether or not it trains something."""
+    units: dict[tuple[str, LayerPart], LayerUnits] = {}
+    size = 0
+    for path, layer in layers.items():
+        part, groups, _ = _parts(layer, bias=False)[-1]
+        units[path, part] = LayerUnits(path, slice(size, size + sum(groups)), backbone.side(path), groups)
+        size += sum(groups)
+    return Layout(units, {}, size)
+
+
 def _parts(layer: Any, bias: bool) -> list[tuple[LayerPart, tuple[int, ...], list[tuple[Tensor, int]]]]:
-    """(part, sizes of its groups, parameters that it masks with the axis of its units)."""
+    """(part, sizes of its groups, parameters that it masks with the axis of its units); the outputs come last."""
     base: Any = layer.base if isinstance(layer, StackedLora) else layer
     axis = 0 if isinstance(base, nn.Linear) else 1  # Conv1D keeps [in, out]
     output: list[tuple[Tensor, int]] = [(base.weight, axis)]

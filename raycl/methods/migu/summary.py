@@ -87,6 +87,12 @@ class RowCounts:
 def _most_often(counts_O: Tensor, steps: int) -> dict[str, Any]:
     """As many rows as a step keeps, those that were kept in most steps; of equal ones the first."""
     size = round(float(counts_O.sum()) / steps)
-    bits = np.zeros(len(counts_O), dtype=np.uint8)
-    bits[torch.argsort(counts_O, descending=True, stable=True)[:size].numpy()] = 1
-    return {"rows": len(counts_O), "kept": base64.b64encode(np.packbits(bits).tobytes()).decode()}
+    kept_O = torch.zeros(len(counts_O), dtype=torch.bool)
+    kept_O[torch.argsort(counts_O, descending=True, stable=True)[:size]] = True
+    return packed_rows(kept_O)
+
+
+def packed_rows(kept_O: Tensor) -> dict[str, Any]:
+    """`{rows, kept}` of a layer, as in `RowCounts.summary`."""
+    bits = np.packbits(kept_O.numpy().astype(np.uint8))
+    return {"rows": len(kept_O), "kept": base64.b64encode(bits.tobytes()).decode()}

@@ -113,4 +113,4 @@ def test_members_share_a_bit(lab: Lab) -> None:
         of_cluster = torch.stack([bits[own == number].float().mean() for number in range(8)])
         assert set(of_cluster.tolist()) == {0.0, 1.0}
         assert int((of_cluster == 0).sum()) == masked_count(0.5, 8)
-        assert not torch.equal(bits, kept(started.migu._sums[units.place].unsqueeze(0), 0.5, "floor")[0])
+        assert not torch.equal(bits, kept(started.migu._magnitudes.sums[units.place].unsqueeze(0), 0.5, "floor")[0])

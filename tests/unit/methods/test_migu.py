@@ -125,9 +125,14 @@ def test_sign_does_not_matter_and_tokens_do_not_cancel(lab: Lab) -> None:
         layer.bias.neg_()
     assert torch.equal(started.magnitudes(batch)[units.place], first)
     started.migu.begin_step(1, 1, lambda tensor: tensor)
-    started.migu._real, started.migu._counts = {"source": torch.ones(1, 2, dtype=torch.bool)}, True
-    started.migu._observe_output(units, layer, None, torch.tensor([3.0, -3.0]).view(1, 2, 1).expand(1, 2, 32))
-    assert started.migu._sums[units.place].tolist() == [6.0] * 32
+    started.migu._magnitudes._real, started.migu._magnitudes._counts = (
+        {"source": torch.ones(1, 2, dtype=torch.bool)},
+        True,
+    )
+    started.migu._magnitudes._observe_output(
+        units, layer, None, torch.tensor([3.0, -3.0]).view(1, 2, 1).expand(1, 2, 32)
+    )
+    assert started.migu._magnitudes.sums[units.place].tolist() == [6.0] * 32
 
 
 def test_evaluation_and_recomputation_do_not_count(lab: Lab) -> None:
@@ -136,11 +141,11 @@ def test_evaluation_and_recomputation_do_not_count(lab: Lab) -> None:
     units = started.magnitudes(batch)
     predict(started.parts.backbone, batch, 3)
     started.parts.backbone(batch)
-    assert torch.equal(started.migu._sums, units)
+    assert torch.equal(started.migu._magnitudes.sums, units)
     plain, saving = Started(lab), Started(lab, backbone={"gradient_checkpointing": True})
     for one in (plain, saving):
         one.step(one.batch([0, 1, 2]))
-    assert torch.equal(plain.migu._sums, saving.migu._sums)
+    assert torch.equal(plain.migu._magnitudes.sums, saving.migu._magnitudes.sums)
     assert all(torch.equal(value, saving.values()[name]) for name, value in plain.values().items())
 
 

@@ -1,0 +1,60 @@
+"""Measure which outputs of each layer are large for the texts of each task, in finished runs (MIGU's figure 5).
+
+raycl probe runs/finetune runs/finetune-migu --png overlap.png
+raycl probe runs --rows 50 --threshold 0.9 --csv overlap.csv
+raycl probe runs --layer 'encoder.block.5.*wi'
+
+It works with every method, with the modifier migu and without. A run's probe.json keeps what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The command's parser."""
+    found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("runs", nargs="+", help="run folder, or folder of runs (path or URI)")
+    found.add_argument("--rows", type=int, default=100, metavar="N", help="test rows of each task (default: 100)")
+    found.add_argument(
+        "--threshold", type=float, default=0.7, metavar="T", help="share of outputs that are not large (default: 0.7)"
+    )
+    found.add_argument(
+        "--layer", default="", metavar="REGEX", help="show layers whose path ends so (default: all of them)"
+    )
+    found.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of a run's config, such as stream.root=/data"
+    )
+    found.add_argument("--again", action="store_true", help="measure runs again that were measured before")
+    found.add_argument("--png", type=Path, help="write the overlaps of tasks as heat maps side by side")
+    found.add_argument("--csv", type=Path, help="write the overlaps with full precision")
+    return found
+
+
+def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    return parser(prog).parse_args(words)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure what is missing, print the tables, write the files."""
+    from raycl.launch.probe import ProbeSettings, probe
+    from raycl.report.output_rows.plots import probe_maps
+    from raycl.report.output_rows.probe import probe_csv, probe_table, probes_of
+    from raycl.report.results import read_results, run_folders
+
+    settings = ProbeSettings(options.rows, options.threshold)
+    folders = [folder.address for root in options.runs for folder in run_folders(root)]
+    measured = [probe(folder, settings, options.set, options.again) for folder in folders]
+    found = probes_of([read_results(folder) for folder in folders], measured, options.layer)
+    print("\n\n".join(map(probe_table, found)))
+    if options.png:
+        print(f"wrote {probe_maps(found, options.png)}")
+    if options.csv:
+        options.csv.parent.mkdir(parents=True, exist_ok=True)
+        options.csv.write_text(probe_csv(found), encoding="utf-8")
+        print(f"wrote {options.csv}")
+    return 0

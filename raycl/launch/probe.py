@@ -1,0 +1,117 @@
+"""The large outputs of a finished run's model for each task's texts, measured in this process and kept in its folder.
+
+What it does not know: how a text is run through the model (`raycl.training.phase.output_probe`), how overlaps are
+shown (`raycl.report.output_rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from raycl import config as configs
+from raycl.bank import Bank
+from raycl.config import Tree, trust
+from raycl.errors import ConfigError, RunError
+from raycl.launch.driver import run_in
+from raycl.run.assembly import build
+from raycl.run.config import RunConfig
+from raycl.storage import Storage
+from raycl.training.distributed import DistributedContext
+from raycl.training.engines.engine import load_parameters
+from raycl.training.phase.output_probe import as_tree, large_outputs, probed_tasks
+from raycl.training.records.bank_start import read_training_state
+from raycl.training.records.checkpoint import Checkpoint
+from raycl.training.records.journal import RunState
+from raycl.training.records.publish import open_bank
+from raycl.training.records.resume import newest_resume_point
+from raycl.training.records.tensor_objects import TensorObjects
+
+FILE = "probe.json"
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """What is measured.
+
+    Attributes:
+        rows: test rows of each task. threshold: share of a layer's outputs that are not large.
+        layers: roles or regular expressions, as `modifiers.migu.layers`.
+    """
+
+    rows: int = 100
+    threshold: float = 0.7
+    layers: tuple[str, ...] = ("attention", "ffn")
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ConfigError(f"the probe is to read {self.rows} rows of each task: expected at least 1")
+        if not 0 <= self.threshold < 1:
+            raise ConfigError(f"the probe's threshold is {self.threshold:g}: expected at least 0 and less than 1")
+
+
+def probe(folder: str, settings: ProbeSettings, overrides: Sequence[str] = (), again: bool = False) -> Tree:
+    """The run's `probe.json`; measured unless it is there with the same settings.
+
+    Args:
+        overrides: `key.path=value` of the run's config, such as `stream.root=` where its data lies now.
+        again: measure in any case.
+
+    Raises:
+        ResumeError: there is no run. RunError: it is not finished, has a model for each task, or its weights are gone.
+        ConfigError: an override or a layer does not exist. RayclError: data or backbone cannot be read.
+    """
+    storage, config, state = run_in(folder)
+    wanted: Tree = {**asdict(settings), "layers": list(settings.layers), "overrides": list(overrides)}
+    wanted |= {"phases": len(state.phases), "fingerprint": state.fingerprint}
+    if not again and storage.exists(FILE) and (found := storage.read_json(FILE)).get("settings") == wanted:
+        return dict(found)
+    tree = configs.as_tree(config)
+    for override in overrides:
+        configs.apply_override(tree, override)
+    trust.require(trust.requested(tree), overrides, f"the run '{storage.uri}'", "")
+    measured = {"settings": wanted, **_measured(configs.validate(RunConfig, tree), storage, state, settings)}
+    storage.write_json(FILE, measured)
+    return measured
+
+
+def _measured(config: RunConfig, storage: Storage, state: RunState, settings: ProbeSettings) -> dict[str, Any]:
+    world = DistributedContext.alone()
+    context, _ = build(config, world)
+    if context.schedule.one_model_per_task:
+        raise RunError(f"the run '{storage.uri}' has a model for each task: give runs of one model for all tasks")
+    if not state.phases or len(state.phases) < len(context.phases):
+        raise RunError(
+            f"the run '{storage.uri}' has finished {len(state.phases)} of {len(context.phases)} phases: continue it "
+            f"with raycl train --resume {storage.address}"
+        )
+    tasks = probed_tasks(context, len(state.phases))
+    wanted = (settings.rows, settings.threshold, settings.layers)
+    untrained = large_outputs(context, tasks, *wanted, is_bare=True)
+    done = _last(config, storage, state, world)
+    context.method.load_state_dict(done.method, done.frozen_state)
+    load_parameters(context.backbone, done.parameters)
+    return as_tree(tasks, untrained=untrained, trained=large_outputs(context, tasks, *wanted))
+
+
+def _last(config: RunConfig, storage: Storage, state: RunState, world: DistributedContext) -> Checkpoint:
+    """The end of the last phase: its checkpoint, or what the bank keeps of it."""
+    bank = open_bank(config.bank, storage)
+    objects = TensorObjects(storage, bank.storage)
+    published = state.phases[-1].get("bank")
+    if not any(storage.exists(f"checkpoints/{name}") for name in state.checkpoints):
+        if not published:
+            raise RunError(
+                f"the weights of '{storage.uri}' are gone: its checkpoints were removed, and a method that trains the "
+                "whole model publishes to no bank; train it again"
+            )
+        at = Bank.at(published["bank"])
+        return read_training_state(at, at.open(published["snapshot"]), TensorObjects(storage, at.storage))[0]
+    found = newest_resume_point(storage, state, world, objects).checkpoint
+    assert found is not None, "phases are recorded"
+    if found.covers < len(state.phases):
+        raise RunError(
+            f"the last checkpoint of '{storage.uri}' is damaged: repair it with raycl train --resume {storage.address}"
+        )
+    return found

@@ -1,0 +1,93 @@
+"""Which outputs of each layer are large for the texts of each task, in a model as it is evaluated (MIGU's figure 5).
+
+The magnitudes are those of the modifier `migu`, by the same code: |output| summed over the real tokens of a task's test
+rows, of source and answer. The rows of a weight that it would update for all of these texts are the large ones.
+What it does not know: where a model comes from, files, how overlaps are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raycl.config import Tree
+from raycl.data.loader import eval_batches
+from raycl.errors import RunError
+from raycl.methods.base import activate
+from raycl.methods.migu.magnitudes import Magnitudes, large_units
+from raycl.methods.migu.observed_layers import layout_of_outputs, observed_layers
+from raycl.methods.migu.row_selection import Rule
+from raycl.methods.migu.summary import packed_rows
+from raycl.training.distributed import DistributedContext
+from raycl.training.phase.evaluation import OBJECTIVE_SEED
+from raycl.training.training_context import TrainingContext
+from raycl.types import Batch, Task
+
+
+def large_outputs(
+    context: TrainingContext,
+    tasks: Sequence[Task],
+    rows: int,
+    threshold: float,
+    layers: Sequence[str],
+    rule: Rule = "floor",
+    is_bare: bool = False,
+) -> dict[str, Any]:
+    """Layer -> for each task, the large outputs as `packed_rows`; the model's weights stay as they are.
+
+    Args:
+        rows: test rows of each task, the first ones. threshold: share of outputs that are not large.
+        layers: roles or regular expressions, as `modifiers.migu.layers`.
+        is_bare: the backbone alone is measured, without adapters.
+
+    Raises:
+        ConfigError: `layers` names none. RunError: a task has no test rows.
+    """
+    backbone = context.backbone
+    backbone.eval()
+    found = observed_layers(backbone, layers, include_lm_head=False)
+    layout = layout_of_outputs(backbone, found)
+    magnitudes = Magnitudes(backbone, layout, found)
+    try:
+        sums = [_measured(context, task, rows, magnitudes, is_bare) for task in tasks]
+    finally:
+        magnitudes.close()
+    kept = [large_units(layout, sums_F, threshold, rule) for sums_F in sums]
+    return {path: [packed_rows(of_task[path]) for of_task in kept] for path in found}
+
+
+@torch.no_grad()
+def _measured(context: TrainingContext, task: Task, rows: int, magnitudes: Magnitudes, is_bare: bool) -> Tensor:
+    """`[F]` magnitudes of all outputs for the texts of a task."""
+    backbone, method, codec = context.backbone, context.method, context.backbone.codec
+    table = context.stream.table(task, "test", codec)
+    if not len(table):
+        raise RunError(f"task '{task.name}' has no test rows: give a run whose tasks all have some")
+    table = table.part(np.arange(min(rows, len(table))))
+    alone = DistributedContext.alone(backbone.device)
+    if method.encoder is not None and not is_bare:
+        method.encoder.embed_all(table.texts(range(len(table))), (alone.rank, alone.size), alone.gather)
+    objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
+    read: Callable[[Batch], object] = backbone.score_labels if codec.needs_labels and objective is None else backbone
+    sizes = (alone.rank, alone.size, context.evaluation.batch_size)
+    magnitudes.sums.zero_()
+    for batch in eval_batches(table, None, *sizes, codec.pad_id, method.needs_texts, objective):
+        batch = batch.to(backbone.device)
+        mixture = None if method.stack is None or is_bare else method.route(batch)
+        with activate(method, mixture):
+            magnitudes.observe(read, batch)
+    return magnitudes.sums.clone()
+
+
+def probed_tasks(context: TrainingContext, phases: int) -> list[Task]:
+    """Tasks of the first `phases` phases, in the order in which they were learned."""
+    return [task for phase in context.phases[:phases] for task in phase.tasks]
+
+
+def as_tree(tasks: Sequence[Task], **models: dict[str, Any]) -> Tree:
+    """The names of the tasks, and for each model its layers."""
+    return {"tasks": [task.name for task in tasks], "models": models}
