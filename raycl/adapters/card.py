@@ -54,6 +54,7 @@ class CardMetadata:
         tasks: the one whose prompt the mixture gets first.
         pooling: mean or cls, of encoders.
         source_tokens, target_tokens: what prompts were cut to, and how long answers were.
+        bos: whether the tokenizer's first token stood in front of inputs ("tokenizer" or "none").
     """
 
     kind: str
@@ -67,6 +68,7 @@ class CardMetadata:
     pooling: str = "mean"
     source_tokens: int | None = None
     target_tokens: int | None = None
+    bos: str = "tokenizer"
 
     @property
     def on_hub(self) -> bool:
@@ -180,13 +182,16 @@ def _loading(metadata: CardMetadata, merged: bool) -> list[str]:
 
 
 def _input_code(metadata: CardMetadata) -> list[str]:
+    without_bos = ["inputs = {name: held[:, 1:] for name, held in inputs.items()}  # trained without its first token"]
+    cut = without_bos if metadata.bos == "none" else []
     if not metadata.tasks:
-        return ["", f"text = {json.dumps(TEXT)}", 'inputs = tokenizer(text, return_tensors="pt")']
+        return ["", f"text = {json.dumps(TEXT)}", 'inputs = tokenizer(text, return_tensors="pt")', *cut]
     return [
         "",
         f"text = {json.dumps(TEXT)}",
         f'task = next(task for task in about["tasks"] if task["name"] == {json.dumps(metadata.tasks[0].name)})',
         'inputs = tokenizer(task["prompt"][0] + text + task["prompt"][1], return_tensors="pt")',
+        *cut,
     ]
 
 

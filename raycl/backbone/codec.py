@@ -8,13 +8,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 from torch import Tensor
 
 from raycl.backbone.kinds import capabilities_of
 from raycl.errors import BackboneError
+
+Bos = Literal["tokenizer", "none"]
+"""What stands first in a source of a decoder-only model: what the tokenizer puts there, or nothing."""
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -43,10 +46,20 @@ class HFCodec:
     """Tokenizer of one backbone kind.
 
     Sources carry the special tokens the model was trained with; targets end in the end-of-sequence id.
+
+    Attributes:
+        bos: none: sources are without the begin-of-sequence token that the tokenizer puts first. What a chat template
+            writes stays.
     """
 
     def __init__(
-        self, tokenizer: Any, kind: str, max_source_tokens: int, max_target_tokens: int, chat_template: str = ""
+        self,
+        tokenizer: Any,
+        kind: str,
+        max_source_tokens: int,
+        max_target_tokens: int,
+        chat_template: str = "",
+        bos: Bos = "tokenizer",
     ) -> None:
         if not tokenizer.is_fast:
             raise BackboneError(f"{type(tokenizer).__name__} is not a fast tokenizer: expected a tokenizer.json")
@@ -67,16 +80,32 @@ class HFCodec:
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self.vocabulary = len(tokenizer)
         self.chat_template = chat_template or _template_of(tokenizer)
-        self.fingerprint = hashlib.sha256(
-            f"{kind}|{self.pad_id}|{self.eos_id}|{tokenizer.backend_tokenizer.to_str()}".encode()
-        ).hexdigest()[:16]
+        self.bos: Bos = bos
+        if bos == "none":
+            self._check_bos()
+        ids = f"{kind}|{self.pad_id}|{self.eos_id}|{'' if bos == 'tokenizer' else 'bos=none|'}"
+        self.fingerprint = hashlib.sha256(f"{ids}{tokenizer.backend_tokenizer.to_str()}".encode()).hexdigest()[:16]
+
+    def _check_bos(self) -> None:
+        """Whether there is a first token to leave out."""
+        if not self.capabilities.one_sequence:
+            raise BackboneError(
+                f"backbone.bos is 'none' on a backbone of kind {self.kind}, but only decoder-only models were trained "
+                "without that token (SAPT's LLaMA): expected bos=tokenizer"
+            )
+        bos_id = self.tokenizer.bos_token_id
+        if bos_id is None or self.tokenizer("")["input_ids"][:1] != [bos_id]:
+            raise BackboneError(
+                "backbone.bos is 'none', but this tokenizer puts no begin-of-sequence token in front of a text: "
+                "expected bos=tokenizer"
+            )
 
     def encode_source(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of whole prompts with special tokens, not truncated."""
         if not texts:
             return []
         ids: list[list[int]] = self.tokenizer(list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
-        return ids
+        return ids if self.bos == "tokenizer" else [found[1:] for found in ids]
 
     def encode_target(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of answers ending in the end-of-sequence id, not truncated; empty lists for encoder-only."""

@@ -30,7 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from raycl.backbone.base import Backbone
 from raycl.backbone.causal import CausalBackbone
-from raycl.backbone.codec import HFCodec, template_source
+from raycl.backbone.codec import Bos, HFCodec, template_source
 from raycl.backbone.encoder import EncoderBackbone
 from raycl.backbone.kinds import KINDS, Kind
 from raycl.backbone.language import LanguageHead
@@ -83,6 +83,12 @@ class BackboneConfig(Section):
         None,
         description="template for conversations: a Jinja file, or chatml; null: that of the tokenizer",
     )
+    bos: Bos = Field(
+        "tokenizer",
+        description="begin-of-sequence token in front of the inputs of a decoder-only model. tokenizer: as its "
+        "tokenizer puts it; none: left out, as SAPT's released code does for LLaMA (its prompts are tokenized without "
+        "special tokens)",
+    )
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the model; only the command line may set it"
     )
@@ -92,10 +98,12 @@ class BackboneConfig(Section):
     )
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """What only the label head of encoder-only models reads."""
+        """What only the label head of encoder-only models reads, and what only decoder-only ones do."""
         known = known_capabilities(self)
         if known is not None and known.answers == "text":
             yield "pooling", because_of_kind(self)
+        if known is not None and not known.one_sequence:
+            yield "bos", f"{_named_kind(self)}, and only decoder-only models read inputs without it"
 
 
 def known_kind(config: BackboneConfig) -> Kind | None:
@@ -134,10 +142,14 @@ def known_capabilities(config: BackboneConfig) -> Capabilities | None:
 
 def because_of_kind(config: BackboneConfig) -> str:
     """Why settings for another kind of model act on nothing, as a path from the backbone's section and a reason."""
+    lacks = "generates no text" if known_kind(config) == "encoder" else "has no label head"
+    return f"{_named_kind(config)}, which {lacks}"
+
+
+def _named_kind(config: BackboneConfig) -> str:
     kind = known_kind(config)
     called = {"encoder": "an encoder-only", "decoder": "a decoder-only"}.get(str(kind), "an encoder-decoder")
-    named = f"kind={kind}" if config.kind != "auto" else f"name={config.name}, {called} model"
-    return f"{named}, which {'generates no text' if kind == 'encoder' else 'has no label head'}"
+    return f"kind={kind}" if config.kind != "auto" else f"name={config.name}, {called} model"
 
 
 def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens: int) -> HFCodec:
@@ -156,7 +168,7 @@ def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens
         )
     kind = _configured_kind(config, settings)
     _check_length(settings, kind, max_source_tokens, max_target_tokens)
-    return HFCodec(tokenizer, kind, max_source_tokens, max_target_tokens, config.chat_template or "")
+    return HFCodec(tokenizer, kind, max_source_tokens, max_target_tokens, config.chat_template or "", config.bos)
 
 
 def load_backbone(

@@ -149,6 +149,10 @@ LLAMA_CODE = (
         "backbone.dropout": 0.0,
     },
 )
+LLAMA_BOS = (
+    "code: src/cl_collator.py, decoder_call (prompts are tokenized with add_special_tokens=False)",
+    {"backbone.bos": "none"},
+)
 LLAMA = ("paper: appendix C", {"method.rank": 4, "method.arm.weight": 2.0, "train.batch_size": 32})
 LONG_LLAMA_CODE = ("code: gen_script_long_llama.py", {"train.epochs": 20})
 FOUR = (
@@ -202,8 +206,8 @@ LLAMA_7B, LLAMA_13B = "meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-13b-hf"
 
 _LORA = (SAPT_DATA, SAPT_CODE, SAPT_TEXT, SAPT_LORA, SAPT_LORA_CODE)
 _LORA_SUPERNI_T5, _LORA_LONG_T5 = (*_LORA, SUPERNI, T5, SUPERNI_T5), (*_LORA, LONG, T5, LONG_T5, LONG_CODE)
-_LORA_SUPERNI_LLAMA = (*_LORA, SUPERNI, LLAMA_CODE, LLAMA)
-_LORA_LONG_LLAMA = (*_LORA, LONG, LLAMA_CODE, LONG_LLAMA_CODE, LLAMA)
+_LORA_SUPERNI_LLAMA = (*_LORA, SUPERNI, LLAMA_CODE, LLAMA_BOS, LLAMA)
+_LORA_LONG_LLAMA = (*_LORA, LONG, LLAMA_CODE, LLAMA_BOS, LONG_LLAMA_CODE, LLAMA)
 _PROMPT = (SAPT_DATA, SAPT_CODE, SAPT_TEXT, SAPT_PROMPT)
 _PROMPT_SUPERNI_T5, _PROMPT_LONG_T5 = (*_PROMPT, SUPERNI, T5, PROMPT_SUPERNI), (*_PROMPT, LONG, T5, PROMPT_LONG)
 _PROMPT_LONG_FOUR = (*_PROMPT_LONG_T5, ("paper: appendix C (always 32 in all, four A800)", {"launch.workers": 4}))
@@ -245,12 +249,12 @@ SAPT: dict[str, Row] = {
     "sapt-prompt-superni-t5-xxl": Row("t5", (*_PROMPT_SUPERNI_T5, PROMPT_FOUR, _model(XXL))),
     "sapt-prompt-superni-llama2-7b": Row(
         "llama",
-        (*_PROMPT_SUPERNI_T5, PROMPT_FOUR, PROMPT_LLAMA, _model(LLAMA_7B)),
+        (*_PROMPT_SUPERNI_T5, PROMPT_FOUR, PROMPT_LLAMA, LLAMA_BOS, _model(LLAMA_7B)),
         scores=("47.39 / 2.12 / 0.92 / -2.02",),
     ),
     "sapt-prompt-superni-llama2-13b": Row(
         "llama",
-        (*_PROMPT_SUPERNI_T5, PROMPT_FOUR, PROMPT_LLAMA, _model(LLAMA_13B)),
+        (*_PROMPT_SUPERNI_T5, PROMPT_FOUR, PROMPT_LLAMA, LLAMA_BOS, _model(LLAMA_13B)),
         scores=("52.31 / 1.57 / 1.49 / -1.41",),
     ),
     "sapt-prompt-long-t5-large": Row(
@@ -261,9 +265,13 @@ SAPT: dict[str, Row] = {
     "sapt-prompt-long-t5-xl": Row("t5", (*_PROMPT_LONG_FOUR, _model(XL))),
     "sapt-prompt-long-t5-xxl": Row("t5", (*_PROMPT_LONG_FOUR, _model(XXL))),
     "sapt-prompt-long-llama2-7b": Row(
-        "llama", (*_PROMPT_LONG_FOUR, PROMPT_LLAMA, _model(LLAMA_7B)), scores=("77.62 / 3.29 / 0.33 / -2.98",)
+        "llama",
+        (*_PROMPT_LONG_FOUR, PROMPT_LLAMA, LLAMA_BOS, _model(LLAMA_7B)),
+        scores=("77.62 / 3.29 / 0.33 / -2.98",),
     ),
     "sapt-prompt-long-llama2-13b": Row(
-        "llama", (*_PROMPT_LONG_FOUR, PROMPT_LLAMA, _model(LLAMA_13B)), scores=("78.54 / 3.26 / 0.14 / -2.98",)
+        "llama",
+        (*_PROMPT_LONG_FOUR, PROMPT_LLAMA, LLAMA_BOS, _model(LLAMA_13B)),
+        scores=("78.54 / 3.26 / 0.14 / -2.98",),
     ),
 }

@@ -87,6 +87,7 @@ def card_metadata(
         pooling="mean" if pooling == "auto" else pooling,
         source_tokens=limits.get("max_source_tokens"),
         target_tokens=limits.get("max_target_tokens"),
+        bos=settings.get("bos", "tokenizer"),
     )
 
 

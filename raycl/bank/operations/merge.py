@@ -24,6 +24,9 @@ from raycl.types import RouterState
 
 Entry = AdapterManifest | tuple[SnapshotAdapter, Layout]
 
+READING = {"pooling": "auto", "bos": "tokenizer"}
+"""Settings of the backbone that change what adapters read, and what snapshots without them have."""
+
 
 def merge(bank: Bank, ours: Snapshot, theirs: Snapshot, other: Bank, with_samples: bool = False) -> Snapshot:
     """A snapshot of `bank` with the tasks of both; it answers as if one run had learned all of them.
@@ -80,6 +83,11 @@ def _check(ours: Snapshot, theirs: Snapshot) -> None:
     configs = [snapshot.provenance.get("config") for snapshot in (ours, theirs)]
     if None in configs:
         raise BankError(f"{both} cannot be merged: one of them was not published by a run")
+    backbones = [config.get("backbone", {}) for config in configs if config is not None]
+    for key, default in READING.items():
+        values = [settings.get(key, default) for settings in backbones]
+        if values[0] != values[1]:
+            raise BankError(f"{both} cannot be merged: backbone.{key} is '{values[0]}' and '{values[1]}'")
     methods = [(config["method"], config["stream"]["schedule"]) for config in configs if config is not None]
     if methods[0] != methods[1]:
         named = [f"{method['name']} (schedule {schedule})" for method, schedule in methods]

@@ -198,10 +198,11 @@ class MultiSnapshotModel:
         """Load a snapshot; no mixture may be active.
 
         Raises:
-            BankError: it was made for a backbone without some of its linears, or its adapters have another activation
-                than those loaded (or than each other).
+            BankError: it was made for a backbone without some of its linears, it reads texts otherwise, or its
+                adapters have another activation than those loaded (or than each other).
         """
         snapshot = loaded.snapshot
+        self._check_bos(snapshot)
         self.stack.activation = self._activation(snapshot)
         paths = sorted({path for layout in snapshot.layouts.values() for path in layout})
         try:
@@ -223,6 +224,14 @@ class MultiSnapshotModel:
             self._sources.setdefault(key, (loaded.source, name))
         self._ranks |= {loaded.keys[entry.name]: entry.rank for entry in snapshot.adapters}
         self._all.append(loaded)
+
+    def _check_bos(self, snapshot: Snapshot) -> None:
+        learned = snapshot.provenance.get("config", {}).get("backbone", {}).get("bos", "tokenizer")
+        if learned != (here := self.backbone.codec.bos):
+            raise BankError(
+                f"snapshot {snapshot.number} was learned with backbone.bos={learned} and this model reads texts with "
+                f"bos={here}: serve the snapshot on its own"
+            )
 
     def _activation(self, snapshot: Snapshot) -> Activation:
         """The activation of all loaded adapters; adapters of a head or prompt alone have none."""

@@ -11,11 +11,15 @@ from tiny import KINDS, WORDS, tokenizer
 from raycl.backbone.codec import HFCodec
 from raycl.errors import BackboneError
 
-NAMES = {"bert": "encoder", "t5": "encoder-decoder", "llama": "decoder"}
+NAMES = {"bert": "encoder", "t5": "encoder-decoder", "llama": "decoder", "gpt2": "decoder"}
 
 
 def codec(kind: str) -> HFCodec:
     return HFCodec(tokenizer(kind), NAMES[kind], 24, 4)
+
+
+def without_bos(kind: str) -> HFCodec:
+    return HFCodec(tokenizer(kind), NAMES[kind], 24, 4, bos="none")
 
 
 TEXTS = st.lists(st.sampled_from([*WORDS, "unheard"]), max_size=9).map("  ".join)
@@ -28,6 +32,29 @@ def test_sources_have_the_models_special_tokens_and_are_not_cut(kind: str) -> No
     extra = {"bert": 2, "t5": 1, "llama": 1}[kind]
     assert [len(ids) for ids in made.encode_source(["red cat", "the " * 50])] == [2 + extra, 50 + extra]
     assert made.encode_source([]) == []
+
+
+def test_without_bos_sources_are_those_of_the_released_sapt_code() -> None:
+    """Its collator: `tokenizer(text, add_special_tokens=False)` for prompts, and for answers with end-of-sequence."""
+    plain, bare = HFCodec(tokenizer("llama"), "decoder", 24, 4), without_bos("llama")
+    texts = ["red cat", "the " * 50, "<s> the sea", ""]
+    assert bare.encode_source(texts) == bare.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    assert [[bare.tokenizer.bos_token_id, *ids] for ids in bare.encode_source(texts)] == plain.encode_source(texts)
+    assert bare.encode_target(["red cat"]) == plain.encode_target(["red cat"])
+    assert bare.fingerprint != plain.fingerprint, "tokenized data must not be shared"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("bert", "is 'none' on a backbone of kind encoder, but only decoder-only"),
+        ("t5", "is 'none' on a backbone of kind encoder-decoder, but only decoder-only"),
+        ("gpt2", "puts no begin-of-sequence token in front of a text: expected bos=tokenizer"),
+    ],
+)
+def test_where_no_bos_stands_none_can_be_left_out(kind: str, said: str) -> None:
+    with pytest.raises(BackboneError, match=said):
+        without_bos(kind)
 
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])
