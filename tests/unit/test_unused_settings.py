@@ -117,7 +117,6 @@ def model(folder: Path, kind: str) -> str:
     [
         ("decoder", "backbone.pooling=cls", HEADLESS, []),
         ("encoder-decoder", "backbone.pooling=cls", HEADLESS, []),
-        ("encoder-decoder", "backbone.bos=none", "only decoder-only models read inputs without it", []),
         ("encoder", "backbone.bos=none", "only decoder-only models read inputs without it", []),
         ("decoder", "train.head_learning_rate=0.5", HEADLESS, []),
         ("decoder", "train.label_loss=task", HEADLESS, []),
