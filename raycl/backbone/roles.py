@@ -18,6 +18,27 @@ ROLES: dict[str, tuple[str, ...]] = {
     "attention.value": (r"attention\.(self\.)?value", r"attention\.v_lin", r"Attention\.v", r"attn\.v_proj"),
     "attention.qkv": (r"attn\.c_attn", r"attn\.qkv_proj", r"attn\.Wqkv", r"attention\.query_key_value"),
     "attention.out": (r"attention\.(output\.)?dense", r"attention\.out_lin", r"Attention\.o", r"attn\.(o|out|c)_proj"),
+    "ffn.in": (
+        r"intermediate\.dense",
+        r"DenseReluDense\.wi\w*",
+        r"mlp\.(gate|up|gate_up)_proj",
+        r"mlp\.(c_fc|dense_h_to_4h|fc1|Wi)",
+        r"ffn\.lin1",
+        r"(?<!mlp\.)fc1",
+    ),
+    "ffn.out": (
+        r"(?<!attention\.)output\.dense",
+        r"DenseReluDense\.wo",
+        r"mlp\.(down_proj|c_proj|dense_4h_to_h|fc2|Wo)",
+        r"ffn\.lin2",
+        r"(?<!mlp\.)fc2",
+    ),
+}
+"""Role -> how a module's path ends (BERT, RoBERTa, DistilBERT, T5, LLaMA, GPT-2, NeoX, Phi and their kin). The first
+linears of a feed-forward block, which widen, are `ffn.in`; where it is gated there are two."""
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "attention": tuple(end for role, ends in ROLES.items() if role.startswith("attention.") for end in ends),
     "ffn": (
         r"(intermediate|(?<!attention\.)output)\.dense",
         r"DenseReluDense\.\w+",
@@ -26,15 +47,15 @@ ROLES: dict[str, tuple[str, ...]] = {
         r"fc\d",
     ),
 }
-"""Role -> how a module's path ends (BERT, RoBERTa, DistilBERT, T5, LLaMA, GPT-2, NeoX, Phi and their kin)."""
+"""All roles of one kind; `ffn` has linears of feed-forward blocks under other names too."""
 
 
 def linear_names(model: nn.Module, targets: Sequence[str]) -> list[str]:
     """Paths of the linear layers that `targets` select.
 
     Args:
-        targets: roles (`attention.query`, ... `attention` for all of attention, `ffn`) or regular expressions
-            for the end of a path (`layer\\.0\\..*query`).
+        targets: roles (`attention.query`, `ffn.in`, ...), all roles of a kind (`attention`, `ffn`), or regular
+            expressions for the end of a path (`layer\\.0\\..*query`).
 
     Raises:
         BackboneError: a target matches nothing; the message lists the linears there are.
@@ -53,8 +74,9 @@ def matching(linears: Sequence[str], targets: Sequence[str]) -> list[str]:
         found = {name for name in linears if any(re.search(f"{pattern}$", name) for pattern in _patterns(target))}
         if not found:
             kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in linears})
+            roles = ", ".join((*ROLES, *GROUPS))
             raise BackboneError(
-                f"target '{target}' matches no linear layer: expected a role ({', '.join(ROLES)}) or the end of one of "
+                f"target '{target}' matches no linear layer: expected a role ({roles}) or the end of one of "
                 f"{', '.join(kinds)}"
             )
         chosen |= found
@@ -74,9 +96,7 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _patterns(target: str) -> tuple[str, ...]:
-    if target == "attention":
-        return tuple(pattern for role, ends in ROLES.items() if role.startswith("attention.") for pattern in ends)
-    return ROLES.get(target, (rf"(^|\.){target}",))
+    return GROUPS.get(target) or ROLES.get(target) or (rf"(^|\.){target}",)
 
 
 def is_linear(module: nn.Module) -> bool:

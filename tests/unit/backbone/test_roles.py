@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raycl.backbone.roles import ROLES, linear_names
+from raycl.backbone.roles import GROUPS, ROLES, linear_names
 from raycl.bench.gpu.tiny import tiny_model
 from raycl.errors import BackboneError
 
@@ -18,6 +18,8 @@ EXPECTED = {
         "attention.value": [BERT + "attention.self.value"],
         "attention.out": [BERT + "attention.output.dense"],
         "ffn": [BERT + "intermediate.dense", BERT + "output.dense"],
+        "ffn.in": [BERT + "intermediate.dense"],
+        "ffn.out": [BERT + "output.dense"],
     },
     "llama": {
         "attention.query": ["model.layers.{}.self_attn.q_proj"],
@@ -25,11 +27,15 @@ EXPECTED = {
         "attention.value": ["model.layers.{}.self_attn.v_proj"],
         "attention.out": ["model.layers.{}.self_attn.o_proj"],
         "ffn": [f"model.layers.{{}}.mlp.{name}_proj" for name in ("gate", "up", "down")],
+        "ffn.in": [f"model.layers.{{}}.mlp.{name}_proj" for name in ("gate", "up")],
+        "ffn.out": ["model.layers.{}.mlp.down_proj"],
     },
     "gpt2": {
         "attention.qkv": ["transformer.h.{}.attn.c_attn"],
         "attention.out": ["transformer.h.{}.attn.c_proj"],
         "ffn": ["transformer.h.{}.mlp.c_fc", "transformer.h.{}.mlp.c_proj"],
+        "ffn.in": ["transformer.h.{}.mlp.c_fc"],
+        "ffn.out": ["transformer.h.{}.mlp.c_proj"],
     },
 }
 T5 = [
@@ -47,15 +53,18 @@ CASES = [
         for role, names in EXPECTED[kind].items()
     ),
     *(("t5", f"attention.{role}", [f"{path}.{role[0]}" for path in T5]) for role in ("query", "key", "value", "out")),
-    (
-        "t5",
-        "ffn",
-        [
-            f"{side}.block.{i}.layer.{place}.DenseReluDense.{name}"
-            for side, place in (("encoder", 1), ("decoder", 2))
-            for i in range(2)
-            for name in ("wi", "wo")
-        ],
+    *(
+        (
+            "t5",
+            role,
+            [
+                f"{side}.block.{i}.layer.{place}.DenseReluDense.{name}"
+                for side, place in (("encoder", 1), ("decoder", 2))
+                for i in range(2)
+                for name in names
+            ],
+        )
+        for role, names in (("ffn", ("wi", "wo")), ("ffn.in", ("wi",)), ("ffn.out", ("wo",)))
     ),
 ]
 
@@ -71,7 +80,7 @@ def test_a_role_is_exactly_these_layers(models: dict[str, Any], kind: str, role:
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama", "gpt2"])
-def test_attention_is_all_roles_of_attention_and_no_layer_has_two_roles(models: dict[str, Any], kind: str) -> None:
+def test_a_kind_is_all_of_its_roles_and_no_layer_has_two_roles(models: dict[str, Any], kind: str) -> None:
     found = {}
     for role in ROLES:
         try:
@@ -79,8 +88,9 @@ def test_attention_is_all_roles_of_attention_and_no_layer_has_two_roles(models: 
         except BackboneError:
             continue
     assert sum(map(len, found.values())) == len(set().union(*found.values()))
-    attention = set().union(*(names for role, names in found.items() if role != "ffn"))
-    assert set(linear_names(models[kind], ["attention"])) == attention
+    for kind_of_role in GROUPS:
+        mine = set().union(*(names for role, names in found.items() if role.startswith(f"{kind_of_role}.")))
+        assert set(linear_names(models[kind], [kind_of_role])) == mine
 
 
 def test_regular_expressions_choose_by_the_end_of_the_path(models: dict[str, Any]) -> None:
