@@ -3,16 +3,23 @@
 `sum`: P(x) = sum_i w_i P_i, the length stays (SAPT-Prompt: SAPT, eq. 3). `concat`: the prompts of all adapters
 that are active for an example, one after another in the order of their names, unweighted (DTKR+Prompt, L2P).
 An example without an active adapter has its prompt positions masked.
+
+Prompts in training may have another form (SLM, appendix A.5): with an MLP beside them, P' = MLP(P) + P (eq. 10,
+Progressive Prompts), or behind a gate that starts at zero, P' = gate P (eq. 11, LLaMA-Adapter). What is learned is kept
+as P', so frozen prompts are plain, and no task id is needed to find a task's MLP.
 What it does not know: which model reads the positions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from raycl.errors import AdapterError
 from raycl.types import AdapterState
@@ -22,12 +29,34 @@ if TYPE_CHECKING:
 
 How = Literal["sum", "concat"]
 
+Form = Literal["plain", "mlp", "gate"]
+
+MLP = ("mlp_in", "mlp_in_bias", "mlp_out", "mlp_out_bias")
+"""Parameters of the MLP: `[H, D]`, `[H]`, `[D, H]`, `[D]`."""
+
+
+@dataclass(frozen=True)
+class PromptForm:
+    """What is trained in the place of prompts.
+
+    Attributes:
+        kind: plain: the prompts; mlp: also an MLP, which the prompts of a task share; gate: also a factor for each.
+        width: hidden units of the MLP.
+    """
+
+    kind: Form = "plain"
+    width: int = 800
+
+
+PLAIN = PromptForm()
+
 
 class MixedPrompts(nn.Module):
     """Prompt positions of the active mixture.
 
     Attributes:
         trainable: `[M, P, D]` prompts in training, one for each of the stack's adapters in training; None without.
+        gate: `[M]` their factors, where the form has them. mlp_in, mlp_in_bias, mlp_out, mlp_out_bias: see `MLP`.
         names: adapter -> its name, where the stack has it under another one (of several snapshots); it gives the order.
         concatenated: adapters whose prompts are concatenated even where `how` sums the others.
     """
@@ -37,25 +66,49 @@ class MixedPrompts(nn.Module):
         self.width, self.how = width, how
         self.concatenated: set[str] = set()
         self.names: dict[str, str] = {}
-        self.register_parameter("trainable", None)
+        for name in ("trainable", "gate", *MLP):
+            self.register_parameter(name, None)
         self.trainable: nn.Parameter | None
+        self.gate: nn.Parameter | None
+        self.mlp_out: nn.Parameter | None
+        self.mlp_out_bias: nn.Parameter | None
         self._stack = stack
 
-    def begin_training(self, start_MPD: Tensor) -> None:
-        """Train these prompts, one per adapter in training."""
+    def begin_training(self, start_MPD: Tensor, form: PromptForm = PLAIN) -> None:
+        """Train these prompts, one per adapter in training.
+
+        An MLP is drawn as torch draws linears; a gate starts at zero.
+        """
         assert len(start_MPD) == len(self._stack.trainable), "one prompt for each adapter in training"
         self.trainable = nn.Parameter(start_MPD.clone())
+        device, width = start_MPD.device, start_MPD.shape[2]
+        if form.kind == "gate":
+            self.gate = nn.Parameter(torch.zeros(len(start_MPD), device=device))
+        if form.kind == "mlp":
+            shapes = ((form.width, width), (form.width,), (width, form.width), (width,))
+            for name, shape, inputs in zip(MLP, shapes, (width, width, form.width, form.width), strict=True):
+                drawn = nn.init.uniform_(
+                    torch.empty(shape, device="cpu"), -1 / math.sqrt(inputs), 1 / math.sqrt(inputs)
+                )
+                setattr(self, name, nn.Parameter(drawn.to(device)))
 
     def fill(self, states: Mapping[str, AdapterState]) -> None:
-        """Prompts in training begin as those of these adapters."""
+        """Prompts in training begin as those of these adapters, whatever their form."""
         for number, name in enumerate(self._stack.trainable):
             prompt = states[name].prompt if name in states else None
-            if prompt is not None and self.trainable is not None:
-                self.trainable.data[number].copy_(prompt)
+            if prompt is None or self.trainable is None:
+                continue
+            self.trainable.data[number].copy_(prompt)
+            if self.gate is not None:
+                self.gate.data[number] = 1.0
+            for layer in (self.mlp_out, self.mlp_out_bias):
+                if layer is not None:
+                    layer.data.zero_()
 
     def end_training(self) -> None:
         """Drop the prompts in training."""
-        self.trainable = None
+        for name in ("trainable", "gate", *MLP):
+            setattr(self, name, None)
 
     def forward(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Prompt positions `[rows, P, D]` and their mask `[rows, P]`; None if no adapter of the batch has a prompt."""
@@ -80,10 +133,12 @@ class MixedPrompts(nn.Module):
     def _prompts(self, names: tuple[str, ...], device: torch.device) -> dict[int, Tensor]:
         """Column of the mixture -> prompt `[P, D]`."""
         trainable = list(self._stack.trainable)
+        is_trained = self.trainable is not None and not self._stack.trainable.keys().isdisjoint(names)
+        formed_MPD = formed(dict(self.named_parameters())) if is_trained else None
         found: dict[int, Tensor] = {}
         for column, name in enumerate(names):
-            if name in trainable and self.trainable is not None:
-                found[column] = self.trainable[trainable.index(name)]
+            if name in trainable and formed_MPD is not None:
+                found[column] = formed_MPD[trainable.index(name)]
             elif name in self._stack.states and (prompt := self._stack.states[name].prompt) is not None:
                 if prompt.shape[1] != self.width:
                     raise AdapterError(
@@ -100,6 +155,17 @@ class MixedPrompts(nn.Module):
         summed_BPD = torch.einsum("bn,npd->bpd", weights_BN.to(stacked_NPD.dtype), stacked_NPD)
         active_B1 = (weights_BN.detach() != 0).any(1, keepdim=True)
         return summed_BPD, active_B1.long().expand(-1, summed_BPD.shape[1])
+
+
+def formed(values: Mapping[str, Tensor]) -> Tensor:
+    """`[M, P, D]` prompts as the model reads them, from what is trained of them (parameters of `MixedPrompts`)."""
+    prompts_MPD = values["trainable"]
+    if "gate" in values:
+        return prompts_MPD * values["gate"][:, None, None]
+    if "mlp_in" in values:
+        inner_MPH = linear(prompts_MPD, values["mlp_in"], values["mlp_in_bias"]).tanh()
+        return linear(inner_MPH, values["mlp_out"], values["mlp_out_bias"]) + prompts_MPD
+    return prompts_MPD
 
 
 def _left_padded(prompts_BPD: Tensor, mask_BP: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
 from raycl.adapters.head import Rule as HeadRule
+from raycl.adapters.prompts import PLAIN, MixedPrompts, PromptForm
 from raycl.adapters.prompts import How as PromptMixing
-from raycl.adapters.prompts import MixedPrompts
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
 from raycl.bank.tensor_groups import TensorGroups
@@ -119,12 +119,12 @@ class PerTaskAdapter(Method, ABC):
                 part.fill(self._previous)
         self._previous = {}
 
-    def _begin_prompts(self, adapters: int, length: int) -> None:
-        """Prompts of the task's adapters begin as embeddings of drawn tokens."""
+    def _begin_prompts(self, adapters: int, length: int, form: PromptForm = PLAIN) -> None:
+        """Prompts of the task's adapters begin as embeddings of drawn tokens (SLM, eq. 12; SAPT, appendix C)."""
         words = self.backbone.model.get_input_embeddings().weight.detach()
         rows = torch.randint(len(words), (adapters, length)).to(words.device)
         assert isinstance(self.backbone.prefix, MixedPrompts), "the adapters are no prompts"
-        self.backbone.prefix.begin_training(words[rows].float())
+        self.backbone.prefix.begin_training(words[rows].float(), form)
 
     def end_task(self, context: TaskContext) -> Learned:
         """The task's adapters are frozen, and go to the bank with their label rows."""

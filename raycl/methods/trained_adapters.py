@@ -12,9 +12,9 @@ from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
-from raycl.adapters.prompts import MixedPrompts
+from raycl.adapters.prompts import MixedPrompts, formed
 from raycl.backbone import Backbone
-from raycl.methods.base import in_head
+from raycl.methods.base import in_head, under
 from raycl.types import AdapterState
 
 
@@ -27,7 +27,7 @@ def end_training(backbone: Backbone, stack: AdapterStack, tensors: Mapping[str, 
     states = stack.trainable_states(tensors)
     head, prefix = backbone.head, backbone.prefix
     if isinstance(prefix, MixedPrompts):
-        prompts = tensors["prefix.trainable"].clone()
+        prompts = formed(under("prefix.", tensors)).clone()
         pairs = zip(states.items(), prompts, strict=True)
         states = {name: replace(state, prompt=prompt) for (name, state), prompt in pairs}
         prefix.end_training()
@@ -41,4 +41,4 @@ def end_training(backbone: Backbone, stack: AdapterStack, tensors: Mapping[str, 
 
 def is_trainable(name: str, parameter: Tensor) -> bool:
     """Whether a parameter of the backbone belongs to the adapters in training."""
-    return ".lora_" in name or name == "prefix.trainable" or in_head(name, parameter)
+    return ".lora_" in name or name.startswith("prefix.") or in_head(name, parameter)

@@ -67,10 +67,20 @@ ENGINES: dict[str, Any] = {
 
 VARIANTS: dict[str, Any] = {
     "slm-adapter": {"name": "slm", "value": "adapter", "retrieval": {"rule": "vote"}},
+    "slm-prompt-mlp": {
+        "name": "slm",
+        "value": "prompt",
+        "prompt_length": 2,
+        "retrieval": {"rule": "vote"},
+        "prompt_form": "mlp",
+        "prompt_mlp_width": 5,
+    },
+    "sapt-prompt-gate": {"name": "sapt", "value": "prompt", "prompt_length": 3, "prompt_form": "gate"},
     "sapt-prompt": {"name": "sapt", "value": "prompt", "prompt_length": 3, "attention": {"standardize": False}},
 }
-"""Short name -> settings that must keep what their method promises: the ablation DTKR+Adapter (SLM, section 4.4), and
-SAPT-Prompt with the paper's queries, which are not standardized."""
+"""Short name -> settings that must keep what their method promises: the ablations DTKR+Adapter and DTKR+Prompt (SLM,
+section 4.4) with a residual MLP, and SAPT-Prompt behind a gate, and with the paper's queries, which are not
+standardized."""
 
 LINEAR = torch.nn.functional.linear
 """ZeRO-3 has one of its own in all modules until its engine is closed, for which a crash leaves no time."""

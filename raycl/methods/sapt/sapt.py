@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raycl.adapters.prompts import PromptForm
 from raycl.backbone import Backbone, Output
 from raycl.data.loader import batch_of
 from raycl.errors import ConfigError, RunError
@@ -135,7 +136,7 @@ class Sapt(PerTaskAdapter):
         config = self.config
         self.stack.begin_training({task: config.rank}, self.scale, as_peft_draws, config.dropout)
         if config.value == "prompt":
-            self._begin_prompts(1, config.prompt_length)
+            self._begin_prompts(1, config.prompt_length, PromptForm(config.prompt_form, config.prompt_mlp_width))
         self.attention.begin(task, self.seed + 1 + len(self._learned))
 
     def _is_trained(self, name: str, parameter: Tensor) -> bool:

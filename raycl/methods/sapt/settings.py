@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from raycl.adapters.prompts import Form
 from raycl.config import Tree
 from raycl.methods.base import MethodConfig
 from raycl.methods.sapt.ablations import ABLATIONS, Name
@@ -31,6 +32,14 @@ class SaptConfig(MethodConfig):
         ("attention.query", "attention.value"), min_length=1, description="roles or regular expressions of linear paths"
     )
     prompt_length: int = Field(10, ge=1, description="positions of a soft prompt, and of the weighted sum of all")
+    prompt_form: Form = Field(
+        "plain",
+        description="value=prompt: what is trained. plain: the prompt P; mlp: also a residual MLP, P' = MLP(P) + P; "
+        "gate: also a factor that starts at zero, P' = gate P (SLM, appendix A.5, eq. 10 and 11); the bank keeps P'",
+    )
+    prompt_mlp_width: int = Field(
+        800, ge=1, description="prompt_form=mlp: hidden units of the MLP (as in the code of Progressive Prompts)"
+    )
     attention: AttentionConfig = AttentionConfig()
     arm: ReflectionConfig = ReflectionConfig()
     head_rule: Literal["probability", "logit"] = Field(
@@ -64,8 +73,11 @@ class SaptConfig(MethodConfig):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Settings of the other kind of adapter, of a component that is left out, or of a source that is not used."""
-        others = ("rank", "alpha", "dropout", "targets") if self.value == "prompt" else ("prompt_length",)
+        prompt = ("prompt_length", "prompt_form", "prompt_mlp_width")
+        others = ("rank", "alpha", "dropout", "targets") if self.value == "prompt" else prompt
         yield from ((name, f"value={self.value}") for name in others)
+        if self.value == "prompt" and self.prompt_form != "mlp":
+            yield "prompt_mlp_width", f"prompt_form={self.prompt_form}"
         reflection = ("weight", "batch", "every", "skip_steps", "kl_reduction", "kl_scale_with_accum")
         if not ABLATIONS[self.ablation].reflects:
             yield from ((f"arm.{name}", f"ablation={self.ablation}") for name in reflection)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from raycl.adapters.head import MixedHead
 from raycl.adapters.head import Rule as HeadRule
+from raycl.adapters.prompts import Form, PromptForm
 from raycl.adapters.prompts import How as PromptMixing
 from raycl.backbone import Backbone
 from raycl.config import Tree
@@ -55,6 +56,14 @@ class SlmConfig(MethodConfig):
         "concat",
         description="value=prompt: concat: the prompts of all selected slots stand in front of the text, one after "
         "another, without weights (the paper's DTKR+Prompt); sum: their weighted sum, whose length stays",
+    )
+    prompt_form: Form = Field(
+        "plain",
+        description="value=prompt: what is trained. plain: the prompt P; mlp: also a residual MLP, P' = MLP(P) + P; "
+        "gate: also a factor that starts at zero, P' = gate P (SLM, appendix A.5, eq. 10 and 11); the bank keeps P'",
+    )
+    prompt_mlp_width: int = Field(
+        800, ge=1, description="prompt_form=mlp: hidden units of the MLP (as in the code of Progressive Prompts)"
     )
     targets: tuple[str, ...] = Field(
         ("attention.out",), min_length=1, description="roles or regular expressions of linear paths"
@@ -96,8 +105,11 @@ class SlmConfig(MethodConfig):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """What slots of another kind hold."""
-        others = ("rank", "a_init_std", "targets") if self.value == "prompt" else ("prompt_length", "prompt_mixing")
+        prompt = ("prompt_length", "prompt_mixing", "prompt_form", "prompt_mlp_width")
+        others = ("rank", "a_init_std", "targets") if self.value == "prompt" else prompt
         yield from ((name, f"value={self.value}") for name in others)
+        if self.value == "prompt" and self.prompt_form != "mlp":
+            yield "prompt_mlp_width", f"prompt_form={self.prompt_form}"
 
     @property
     def needs_task(self) -> bool:
@@ -185,7 +197,8 @@ class Slm(PerTaskAdapter):
         ranks = dict.fromkeys(self.router.adapters(task), self.config.rank)
         self.stack.begin_training(ranks, self.scale, partial(_normal, std=self.config.a_init_std))
         if self.config.value == "prompt":
-            self._begin_prompts(len(ranks), self.config.prompt_length)
+            form = PromptForm(self.config.prompt_form, self.config.prompt_mlp_width)
+            self._begin_prompts(len(ranks), self.config.prompt_length, form)
 
     def _number(self) -> int:
         return len(self.router.tasks)

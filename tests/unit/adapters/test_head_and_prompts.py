@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
-from raycl.adapters.prompts import MixedPrompts
+from raycl.adapters.prompts import MLP, MixedPrompts, PromptForm
 from raycl.backbone import Backbone, load_backbone, load_codec
 from raycl.errors import AdapterError
 from raycl.generation.answers import predict
+from raycl.methods.trained_adapters import end_training
 from raycl.types import IGNORE, AdapterState, Batch, Mixture
 
 WIDTH = 6
@@ -160,6 +161,51 @@ def test_generation_reads_the_prompt_once_for_every_sequence(lab: Lab, kind: str
         with stack.activate(Mixture(("a", "b"), weights[row : row + 1])):
             alone += predict(backbone, batch_of(TEXTS[row : row + 1], backbone), 4)
     assert together == alone
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gate"])
+def test_prompts_in_training_have_the_form_of_the_paper(lab: Lab, kind: Any) -> None:
+    """SLM, eq. 10 and 11, by torch's own layers: what the model reads, and what is kept of it."""
+    backbone, stack = prompted(lab, "bert", "concat")
+    prefix = backbone.prefix
+    assert isinstance(prefix, MixedPrompts)
+    stack.begin_training({"new": 0, "more": 0}, 1.0, lambda low, outputs: None)
+    start = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(7))
+    prefix.begin_training(start, PromptForm(kind, 11))
+    held = {name: value.detach() for name, value in prefix.named_parameters()}
+    if kind == "gate":
+        assert held["gate"].tolist() == [0.0, 0.0]
+        prefix.gate.data.copy_(torch.tensor([0.5, -2.0]))  # type: ignore[union-attr]
+        wanted = start * torch.tensor([0.5, -2.0])[:, None, None]
+    else:
+        network = nn.Sequential(nn.Linear(32, 11), nn.Tanh(), nn.Linear(11, 32))
+        names = dict(zip(("0.weight", "0.bias", "2.weight", "2.bias"), MLP, strict=True))
+        network.load_state_dict({theirs: held[ours] for theirs, ours in names.items()})
+        wanted = network(start).detach() + start
+        assert all(0 < float(held[name].abs().max()) <= 32**-0.5 for name in MLP[:2])
+        assert all(0 < float(held[name].abs().max()) <= 11**-0.5 for name in MLP[2:])
+    with stack.activate(Mixture(("new", "more"), torch.ones(1, 2))):
+        found = prefix(1, torch.device("cpu"))
+        assert found is not None
+        found[0].square().sum().backward()
+    torch.testing.assert_close(found[0][0], wanted.flip(0).flatten(0, 1), atol=1e-5, rtol=1e-5)  # "more" < "new"
+    assert all(value.grad is not None and value.grad.any() for value in prefix.parameters())
+    states = end_training(backbone, stack, {f"prefix.{n}": one.detach() for n, one in prefix.named_parameters()})
+    torch.testing.assert_close(torch.stack([state.prompt for state in states.values()]), wanted)  # type: ignore[arg-type]
+    assert not list(prefix.parameters())
+
+
+@pytest.mark.parametrize("kind", ["plain", "mlp", "gate"])
+def test_a_task_that_is_learned_again_begins_with_its_prompts_in_every_form(lab: Lab, kind: Any) -> None:
+    backbone, stack = prompted(lab, "bert", "sum")
+    prefix, before = backbone.prefix, AdapterState(prompt=torch.randn(3, 32))
+    assert isinstance(prefix, MixedPrompts)
+    stack.begin_training({"new": 0}, 1.0, lambda low, outputs: None)
+    prefix.begin_training(torch.ones(1, 3, 32), PromptForm(kind, 4))
+    prefix.fill({"new": before})
+    with stack.activate(Mixture(("new",), torch.ones(1, 1))):
+        found = prefix(1, torch.device("cpu"))
+    assert found is not None and before.prompt is not None and torch.equal(found[0][0], before.prompt)
 
 
 def test_the_length_of_a_sum_stays_and_prompts_that_cannot_be_mixed_are_refused(lab: Lab) -> None:
