@@ -207,6 +207,19 @@ class AdapterStack:
             layer.lora_A = layer.lora_B = None
         self.trainable = {}
 
+    @contextmanager
+    def training_aside(self) -> Iterator[None]:
+        """Put the adapters in training aside, so that others can be trained; afterwards they are back as they were."""
+        held = {path: (layer.lora_A, layer.lora_B) for path, layer in self.layers.items()}
+        settings = self.trainable, self.trainable_scale, self.dropout
+        self.end_training()
+        try:
+            yield
+        finally:
+            for path, layer in self.layers.items():
+                layer.lora_A, layer.lora_B = held[path]
+            self.trainable, self.trainable_scale, self.dropout = settings
+
     def trainable_states(self, values: Mapping[str, Tensor], prefix: str = "model.") -> dict[str, AdapterState]:
         """Adapter in training -> what it holds.
 

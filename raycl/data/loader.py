@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raycl.data.language import TextObjective
 from raycl.data.selection import Indices
-from raycl.data.tokens import TokenTable
+from raycl.data.tokens import Rows
 from raycl.errors import ConfigError
 from raycl.types import IGNORE, Batch
 
@@ -88,7 +88,7 @@ class Loader:
 
     def __init__(
         self,
-        tables: Sequence[TokenTable],
+        tables: Sequence[Rows],
         label_ids: Mapping[str, int] | None,
         order: GlobalOrder,
         rank: int,
@@ -127,7 +127,7 @@ class Loader:
 
 
 def eval_batches(
-    table: TokenTable,
+    table: Rows,
     label_ids: Mapping[str, int] | None,
     rank: int,
     world_size: int,
@@ -152,7 +152,7 @@ class Collate:
 
     def __init__(
         self,
-        tables: Sequence[TokenTable],
+        tables: Sequence[Rows],
         label_ids: Mapping[str, int] | None,
         pad_id: int,
         texts: bool = False,
@@ -225,7 +225,7 @@ class Collate:
         columns = table.columns([row - int(self._starts[number])])
         return columns.source_ids[0], columns.target_ids[0], self._label_id(table, int(columns.labels[0]))
 
-    def _label_id(self, table: TokenTable, code: int) -> int:
+    def _label_id(self, table: Rows, code: int) -> int:
         if self._label_ids is None or table.task.labels is None or code < 0:
             return IGNORE
         label = table.task.labels[code]

@@ -110,6 +110,11 @@ def prepare(
     return TokenTable(task, split, entry(cache / "tokens", key, _SCHEMA, build))
 
 
+def leaves_room(prompt: Prompt, codec: TextCodec, limit: int) -> bool:
+    """Whether a prompt leaves room for text in so many tokens."""
+    return len(prompt.encode([""], codec)[0]) + MIN_TEXT_TOKENS <= limit
+
+
 def _report(task: Task, split: Split, info: Info, lengths: Lengths) -> None:
     for side, limit in (("sources", lengths.source), ("targets", lengths.target)):
         cut = info[f"truncated_{side}"]

@@ -135,8 +135,20 @@ class Stream:
         for task in (*self.tasks, *self.unseen):
             check_codec(task, self.prompt(task, codec), codec, self._lengths(codec))
 
-    def prompt(self, task: Task, codec: TextCodec) -> Prompt:
-        """The template around the inputs of `task`."""
+    def instruction(self, task: Task, codec: TextCodec) -> str:
+        """The instruction in the prompts of `task`; "" where they have none."""
+        found = self._open[task.name]
+        if found.plan.recorded is not None or not found.definition:
+            return ""
+        prompt = self.prompt(task, codec)
+        return found.definition if found.definition in prompt.prefix + prompt.system else ""
+
+    def prompt(self, task: Task, codec: TextCodec, instruction: str | None = None) -> Prompt:
+        """The template around the inputs of `task`.
+
+        Args:
+            instruction: in the place of the task's own.
+        """
         if self.learns_texts:
             return Prompt()
         found = self._open[task.name]
@@ -145,17 +157,18 @@ class Stream:
         name = self._config.prompt
         if name == "auto":
             name = "plain" if codec.needs_labels else "chat" if found.is_chat else found.plan.prompt
+        definition = found.definition if instruction is None else instruction
         if name == "chat":
-            return _chat(task, found.definition, codec)
+            return _chat(task, definition, codec)
         if name == "superni":
-            return prompts.superni(found.definition)
+            return prompts.superni(definition)
         if name == "long":
-            return prompts.long(found.definition)
+            return prompts.long(definition)
         if name == "llama2_chat":
-            return prompts.llama2_chat(found.definition)
+            return prompts.llama2_chat(definition)
         if name == "olora":
             plan = found.plan
-            return prompts.olora(found.definition, task.labels, plan.group, plan.dataset, self._config.prompt_names)
+            return prompts.olora(definition, task.labels, plan.group, plan.dataset, self._config.prompt_names)
         return Prompt()
 
     def rows(self, task: Task, split: Split) -> Indices:

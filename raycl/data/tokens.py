@@ -5,9 +5,10 @@ What it does not know: how the ids were made (`prepare`), batches (`loader`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,20 @@ class TokenColumns:
     source_ids: list[NDArray[np.int32]]
     target_ids: list[NDArray[np.int32]]
     labels: NDArray[np.int32]
+
+
+class Rows(Protocol):
+    """What a loader reads: tokenised rows of one task, numbered from 0."""
+
+    task: Task
+
+    def __len__(self) -> int: ...
+    @property
+    def has_targets(self) -> bool: ...
+    @property
+    def source_lengths(self) -> NDArray[np.int64]: ...
+    def columns(self, rows: RowIndices) -> TokenColumns: ...
+    def texts(self, rows: RowIndices) -> list[str]: ...
 
 
 class TokenTable:
@@ -113,3 +128,44 @@ class TokenTable:
     def row_numbers(self, rows: RowIndices) -> NDArray[np.int64]:
         """`[len(rows)]` 1-based number of each row in its source file."""
         return self._rows.numbers("row", self._places(rows))
+
+
+class HeldRows:
+    """Rows that are in no file, held in memory: samples of an earlier task, of which no text is kept."""
+
+    def __init__(
+        self, task: Task, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], labels: Sequence[int]
+    ) -> None:
+        """Hold them.
+
+        Args:
+            sources: prompt ids. targets: answer ids; empty lists where there is a label head.
+            labels: index in the task's labels, -1 for free text.
+        """
+        self.task = task
+        self._sources = [np.array(ids, dtype=np.int32) for ids in sources]
+        self._targets = [np.array(ids, dtype=np.int32) for ids in targets]
+        self._labels = np.array(labels, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether answers are token ids (False: rows of a label head)."""
+        return any(len(ids) for ids in self._targets)
+
+    @property
+    def source_lengths(self) -> NDArray[np.int64]:
+        """`[len]` prompt tokens of each row."""
+        return np.array([len(ids) for ids in self._sources], dtype=np.int64)
+
+    def columns(self, rows: RowIndices) -> TokenColumns:
+        """Ids and labels of `rows`, in their order."""
+        places = np.asarray(rows, dtype=np.int64)
+        pick = places.tolist()
+        return TokenColumns([self._sources[n] for n in pick], [self._targets[n] for n in pick], self._labels[places])
+
+    def texts(self, rows: RowIndices) -> list[str]:
+        """Blanks."""
+        return [""] * len(rows)

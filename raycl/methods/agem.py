@@ -24,7 +24,7 @@ from raycl.backbone import Backbone
 from raycl.config import Tree
 from raycl.data.selection import Indices, generator
 from raycl.methods.context import TaskContext
-from raycl.methods.replay_buffer import RowBuffer
+from raycl.methods.replay.buffer import RowBuffer
 from raycl.methods.wrapper import Wrapper, WrapperConfig
 from raycl.types import Phase, Task
 

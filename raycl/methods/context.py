@@ -12,10 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raycl.data.prepare import fit_sources
+from raycl.data.prepare import fit_sources, fit_targets, leaves_room
+from raycl.data.prompts import Prompt
 from raycl.data.selection import Indices
 from raycl.data.stream import Stream
-from raycl.data.tokens import Split, TokenTable
+from raycl.data.tokens import HeldRows, Rows, Split, TokenTable
 from raycl.types import Batch, Phase, Task, TextCodec
 
 
@@ -64,7 +65,7 @@ class TaskContext:
         phases: all phases whose queries are there and new, in order.
         earlier_tasks: tasks of all earlier phases, in the order of learning.
         parameters: learned parameters by name, whole and on the CPU; set before `Method.end_task`.
-        added: rows of earlier tasks that are trained in this phase too (`add_rows`).
+        added: rows and samples of earlier tasks that are trained in this phase too (`add_rows`, `add_samples`).
     """
 
     phase: Phase
@@ -77,7 +78,7 @@ class TaskContext:
     phases: tuple[Phase, ...] = ()
     earlier_tasks: tuple[Task, ...] = ()
     parameters: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    added: list[tuple[Task, Indices]] = field(default_factory=list, repr=False)
+    added: list[Rows] = field(default_factory=list, repr=False)
     worker: Worker | None = field(default=None, repr=False)
 
     def tables(self, split: Split) -> list[TokenTable]:
@@ -89,10 +90,34 @@ class TaskContext:
         """Rows of all its tasks."""
         return sum(map(len, self.tables(split)))
 
-    def prompts(self, task: Task, texts: Sequence[str]) -> list[list[int]]:
-        """Prompt ids of texts with the task's template, cut as its own rows are."""
-        limit = min(self.stream.token_limits[0], self.codec.max_source_tokens)
-        return fit_sources(texts, self.stream.prompt(task, self.codec), self.codec, limit)[0]
+    def prompts(self, task: Task, texts: Sequence[str], instruction: str | None = None) -> list[list[int]]:
+        """Prompt ids of texts with the task's template, cut as its own rows are.
+
+        Args:
+            instruction: in the place of the task's own; see `takes_instruction`.
+        """
+        return fit_sources(texts, self.stream.prompt(task, self.codec, instruction), self.codec, self._source_limit)[0]
+
+    def instruction(self, task: Task) -> str:
+        """The instruction in the task's prompts; "" where they have none."""
+        return self.stream.instruction(task, self.codec)
+
+    def takes_instruction(self, task: Task, instruction: str) -> bool:
+        """Whether prompts with this instruction leave room for a text."""
+        return leaves_room(self.stream.prompt(task, self.codec, instruction), self.codec, self._source_limit)
+
+    @property
+    def _source_limit(self) -> int:
+        return min(self.stream.token_limits[0], self.codec.max_source_tokens)
+
+    @property
+    def target_limit(self) -> int:
+        """Most tokens of an answer."""
+        return min(self.stream.token_limits[1], self.codec.max_target_tokens)
+
+    def targets(self, answers: Sequence[str]) -> list[list[int]]:
+        """Ids of answers, cut as those of rows are; empty lists for encoder-only backbones."""
+        return fit_targets([""] * len(answers), answers, Prompt(), self.codec, self.target_limit)[0]
 
     def stored_rows(self, task: Task, share: float) -> Indices:
         """Training rows of a task that a replay buffer of this share holds (`Stream.stored`)."""
@@ -100,7 +125,11 @@ class TaskContext:
 
     def add_rows(self, task: Task, rows: Indices) -> None:
         """Train on rows of an earlier task too: they join the shuffle of every epoch."""
-        self.added.append((task, rows))
+        self.added.append(self.stream.table(task, "train", self.codec).part(rows))
+
+    def add_samples(self, rows: HeldRows) -> None:
+        """Train on samples of an earlier task too, as on rows."""
+        self.added.append(rows)
 
     def generator(self, offset: int = 0) -> torch.Generator:
         """A random stream that depends on the phase and the offset alone."""

@@ -28,7 +28,7 @@ LEARNERS: dict[str, str] = {
 """Method name -> class."""
 
 WRAPPERS: dict[str, str] = {
-    "replay": "raycl.methods.replay:Replay",
+    "replay": "raycl.methods.replay.replay:Replay",
     "agem": "raycl.methods.agem:Agem",
 }
 """Name of a method around another one (its `learner`) -> class."""

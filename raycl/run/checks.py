@@ -58,6 +58,7 @@ def check(config: RunConfig) -> Stream:
     check_selection(config, stream)
     check_unseen(config, stream, codec)
     check_untrained(config, stream, codec)
+    check_instructions(config, stream, codec)
     for task in (*stream.tasks, *stream.unseen):
         if task.objective == "answer":
             check_metric(task.metric)
@@ -72,6 +73,22 @@ def check(config: RunConfig) -> Stream:
             names = ", ".join(task.name for task in stream.tasks)
             raise ConfigError(f"{key} names {sorted(unknown)}, which the stream lacks: expected some of {names}")
     return stream
+
+
+def check_instructions(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
+    """A generator can only write instructions that prompts have.
+
+    Raises:
+        ConfigError: no task's prompt has one.
+    """
+    generator = getattr(config.method, "generator", None)
+    if getattr(generator, "writes", "input") == "input":
+        return
+    if not any(stream.instruction(task, codec) for task in stream.tasks):
+        raise ConfigError(
+            "method.generator.writes=instruction_and_input, but no task has an instruction in its prompt: choose a "
+            "prompt that has (stream.prompt=superni or long), or method.generator.writes=input"
+        )
 
 
 def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:

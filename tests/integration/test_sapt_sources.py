@@ -20,14 +20,13 @@ from raycl.bank.routers import get_router
 from raycl.errors import BackboneError, ConfigError, DataError
 from raycl.methods.base import trained_names
 from raycl.methods.context import TaskContext
-from raycl.methods.sapt.generator import Generator, GeneratorConfig
-from raycl.methods.sapt.pseudo_samples import Volume
+from raycl.methods.replay.generator import Generator, GeneratorConfig
+from raycl.methods.replay.samples import Volume
 from raycl.methods.sapt.reflection import ReflectionConfig
 from raycl.methods.sapt.sapt import Sapt
 from raycl.retrieval.attention import hard_weights
 from raycl.run.assembly import build
 from raycl.run.checks import check
-from raycl.run.config import load_config
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 
@@ -265,6 +264,18 @@ def test_replay_is_the_same_for_any_accumulation(lab: Lab, tmp_path: Path) -> No
         assert mine == pytest.approx(other, abs=1e-4, rel=1e-4)
 
 
-def test_replay_needs_answers() -> None:
-    with pytest.raises(ConfigError, match=r"method\.ablation=replay trains on answers"):
-        load_config(None, ["method=sapt", "method.ablation=replay", "method.arm.source=generated"])
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_generated_inputs_are_replayed_with_the_models_own_answers(lab: Lab, tmp_path: Path, kind: str) -> None:
+    """The paper's +Replay, whose pseudo-samples are generated."""
+    config = lab.config(kind, generated(lab, kind, ablation="replay"), train={"epochs": 2})
+    whole = Storage.at(tmp_path / "whole")
+    done = run(config, whole)
+    method = done.context.method
+    assert isinstance(method, Sapt)
+    for task, labels in (("colour", ("blue", "red")), ("animal", ("cat", "dog"))):
+        kept = method.reflection.entries[task].samples
+        assert len(kept) == 4 and all(label in (0, 1) for label in kept.labels)
+        said = done.context.backbone.codec.encode_target([labels[label] for label in kept.labels])
+        assert kept.targets == said
+    again = stopped_and_continued(config, tmp_path / "again", 11)
+    assert trace(again) == trace(whole) and exported(again) == exported(whole) and matrix(again) == matrix(whole)

@@ -14,7 +14,7 @@ from tiny import run
 from two_workers import joined
 
 from raycl import config as configs
-from raycl.methods.sapt.generator import Generator
+from raycl.methods.replay.generator import Generator
 from raycl.methods.sapt.sapt import Sapt
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
@@ -24,7 +24,9 @@ def main(rank: int, rendezvous: Path, folder: Path) -> None:
     """Run, and write the ids that this worker keeps for each task."""
     world = joined(rank, rendezvous)
     texts = ["fire is warm", "the sky runs"][rank : rank + 1]
-    pytest.MonkeyPatch().setattr(Generator, "_sample", lambda self, start, count: texts * count)
+    pytest.MonkeyPatch().setattr(
+        Generator, "_sample", lambda self, start, count, like: [("", text) for text in texts * count]
+    )
     config = configs.validate(RunConfig, json.loads((folder / "config.json").read_text()))
     done = run(config, Storage.at(folder / "run"), world=world)
     method = done.context.method

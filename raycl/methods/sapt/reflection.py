@@ -21,8 +21,9 @@ from torch import Tensor
 from raycl.config import PathOrUri, Section
 from raycl.methods.base import under
 from raycl.methods.context import Step
-from raycl.methods.replay_buffer import ReplayBuffer
-from raycl.methods.sapt.pseudo_samples import PseudoSamples
+from raycl.methods.replay.buffer import ReplayBuffer
+from raycl.methods.replay.samples import PseudoSamples
+from raycl.methods.replay.sources import Kind, check_files
 from raycl.retrieval.attention import Attention, divergence
 from raycl.types import Capabilities
 
@@ -33,7 +34,7 @@ class ReflectionConfig(Section):
     weight: float | None = Field(
         None, ge=0, description="lambda; null: 2 on decoders, 0.5 elsewhere (the paper: 0.1 on T5's long sequences)"
     )
-    source: Literal["real", "generated", "file"] = Field(
+    source: Kind = Field(
         "real",
         description="pseudo-samples. real: stored training inputs; generated: texts of a generator that is "
         "trained on each task (the paper's); file: <files>/<task>.jsonl",
@@ -68,10 +69,7 @@ class ReflectionConfig(Section):
 
     @model_validator(mode="after")
     def _files_fit(self) -> ReflectionConfig:
-        if (self.source == "file") != (self.files is not None):
-            raise ValueError(
-                "method.arm.source=file needs method.arm.files, the folder of <task>.jsonl, and no other source does"
-            )
+        check_files(self.source, self.files, "method.arm.source")
         return self
 
 

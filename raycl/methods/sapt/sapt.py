@@ -28,20 +28,16 @@ from raycl.methods.base import Learned, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora.lora import as_peft_draws
 from raycl.methods.per_task_adapter import PerTaskAdapter
-from raycl.methods.sapt.ablations import ABLATIONS
-from raycl.methods.sapt.generator import Generator, check_generator
-from raycl.methods.sapt.pseudo_replay import PseudoReplay
-from raycl.methods.sapt.pseudo_samples import (
+from raycl.methods.replay.joined import PseudoReplay
+from raycl.methods.replay.samples import (
     PseudoSamples,
     Volume,
     counts_of,
     drawn_sources,
-    read_file,
-    read_texts,
-    same_everywhere,
     sources_of,
-    take_real,
 )
+from raycl.methods.replay.sources import SampleSource
+from raycl.methods.sapt.ablations import ABLATIONS
 from raycl.methods.sapt.reflection import Reflection, ReplayEntry
 from raycl.methods.sapt.settings import SaptConfig
 from raycl.methods.trained_adapters import is_trainable
@@ -98,15 +94,11 @@ class Sapt(PerTaskAdapter):
         """Every task's objective, and the source of its pseudo-samples.
 
         Raises:
-            ConfigError: texts that this method cannot learn, or no generator for inputs. BackboneError: the
-                generator's backbone does not exist. DataError: see `read_texts`.
+            ConfigError: texts that this method cannot learn. RayclError: see `SampleSource.check`.
         """
         _check_objectives(tasks, self.config)
-        if self.config.arm.source == "generated" and not self.task_id_given:
-            check_generator(self.config.generator, self.backbone)
-        if self.config.arm.source == "file" and not self.task_id_given:
-            for task in tasks:
-                read_texts(self.config.arm.files or "", task.name)
+        if not self.task_id_given:
+            self._source.check(tasks, self)
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """The task's adapter and key are trained, and the shared projection; all else is frozen."""
@@ -202,7 +194,7 @@ class Sapt(PerTaskAdapter):
         self.attention.end({**self.attention.tensors(), **key, **trained})
         if self.task_id_given:
             return Learned(dict(states), router=self._router())
-        samples = same_everywhere(self._samples(context), self.backbone.device)
+        samples = self._samples(context)
         self.reflection.add(task, ReplayEntry(samples, self._mean_weights(context)))
         if self.ablation.selects:
             self._select()
@@ -210,15 +202,15 @@ class Sapt(PerTaskAdapter):
         return Learned(dict(states), extras=extras, router=self._router())
 
     def _samples(self, context: TaskContext) -> PseudoSamples:
-        arm, seed = self.config.arm, self.seed + context.phase.index
-        volume = Volume(arm.fraction, arm.max_samples)
-        if arm.source == "file":
-            return read_file(context, str(arm.files), volume)
-        if arm.source == "real":
-            return take_real(context, volume, seed, self.ablation.replays)
-        if not self.ablation.reads_samples:
+        if self._source.kind == "generated" and not self.ablation.reads_samples:
             return PseudoSamples([], [], [])
-        return Generator(self.config.generator, self.backbone, self.stack, seed).write(context, volume)
+        return self._source.samples(context, self, self.seed + context.phase.index)
+
+    @property
+    def _source(self) -> SampleSource:
+        arm, volume = self.config.arm, Volume(self.config.arm.fraction, self.config.arm.max_samples)
+        generator, replays = self.config.generator, self.ablation.replays
+        return SampleSource(arm.source, "method.arm.source", arm.files, volume, generator, replays)
 
     def _select(self) -> None:
         """Train a separate selector from scratch, on the recorded mean weights of all tasks."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from raycl.adapters.prompts import Form
 from raycl.config import Tree
 from raycl.methods.base import MethodConfig
+from raycl.methods.replay.generator import GeneratorConfig
 from raycl.methods.sapt.ablations import ABLATIONS, Name
-from raycl.methods.sapt.generator import GeneratorConfig
 from raycl.methods.sapt.reflection import ReflectionConfig
 from raycl.retrieval.attention import AttentionConfig
 from raycl.retrieval.selector import SelectorConfig
@@ -51,7 +51,8 @@ class SaptConfig(MethodConfig):
     ablation: Name = Field(
         "none",
         description="part that is left out (SAPT, section 6.3). arm: lambda is 0; replay: lambda is 0, and "
-        "pseudo-samples are ordinary training data; alignment: a separate selector is learned from "
+        "pseudo-samples are ordinary training data, with the model's own answers unless source=real; alignment: a "
+        "separate selector is learned from "
         "recorded weights and used at test; shared_attention: each adapter is trained alone, and a "
         "separate selector chooses one",
     )
@@ -96,12 +97,3 @@ class SaptConfig(MethodConfig):
         yield from super().unused_with(has_label_head, reason)
         if has_label_head and self.head_rule == "logit":
             yield "attention.pruning_threshold", f"method.head_rule=logit and {reason}"
-
-    @model_validator(mode="after")
-    def _replay_has_answers(self) -> SaptConfig:
-        if ABLATIONS[self.ablation].replays and self.arm.source != "real":
-            raise ValueError(
-                f"method.ablation=replay trains on answers, which method.arm.source={self.arm.source} does not have: "
-                "expected real"
-            )
-        return self

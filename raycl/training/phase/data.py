@@ -15,6 +15,7 @@ from raycl.backbone.base import loss_count
 from raycl.data.language import TextObjective
 from raycl.data.loader import Collate, GlobalOrder, Loader
 from raycl.data.selection import Indices
+from raycl.data.tokens import Rows
 from raycl.methods.base import activate_batch
 from raycl.methods.context import TaskContext
 from raycl.training.distributed import DistributedContext
@@ -36,8 +37,8 @@ class PhaseData:
     def loader(self, task_context: TaskContext) -> tuple[Loader, GlobalOrder]:
         """Batches of the phase's rows and those that the method added, shuffled together in every epoch."""
         context, train, codec, world = self.context, self.context.train, self.context.backbone.codec, self.world
-        tables = [context.stream.table(task, "train", codec) for task in self.phase.tasks]
-        tables += [context.stream.table(task, "train", codec).part(rows) for task, rows in task_context.added]
+        tables: list[Rows] = [context.stream.table(task, "train", codec) for task in self.phase.tasks]
+        tables += task_context.added
         order = order_of(context, self.phase, sum(map(len, tables)))
         micro = micro_batch_size(train.batch_size, train.micro_batch_size, world.size)
         sizes = (world.rank, world.size, micro, train.batch_size)

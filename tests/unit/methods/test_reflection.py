@@ -12,7 +12,8 @@ from tiny import Lab
 
 from raycl.errors import ConfigError, DataError
 from raycl.methods.context import Step, TaskContext
-from raycl.methods.sapt.pseudo_samples import PseudoSamples, Volume, counts_of, read_file, read_texts, take_real
+from raycl.methods.replay.samples import PseudoSamples, Volume, counts_of, take_real
+from raycl.methods.replay.sources import read_file, read_texts
 from raycl.methods.sapt.reflection import Reflection, ReflectionConfig, ReplayEntry
 from raycl.retrieval.attention import Attention, AttentionConfig, divergence
 from raycl.run.assembly import build
@@ -149,11 +150,14 @@ def test_inputs_from_files(lab: Lab, tmp_path: Path) -> None:
     rows = rows_of(lab)
     file = tmp_path / "colour.jsonl"
     file.write_text("\n".join(json.dumps({"text": text}) for text in ("fire is warm", "the sea", "cold sky")))
-    found = read_file(rows, str(tmp_path), Volume(0.15))
+    found, given = read_file(rows, str(tmp_path), Volume(0.15))
     codec = build(lab.config("bert"), DistributedContext.alone(torch.device("cpu")))[0].backbone.codec
     assert found.sources == codec.encode_source(["fire is warm", "the sea"]), "as many as 15 % of 14 rows"
+    assert given == ["", ""]
     file.write_text('{"text": "the\u2028sea"}\r\n{"text": "cold sky"}\n', encoding="utf-8")
-    assert read_texts(str(tmp_path), "colour") == ["the\u2028sea", "cold sky"], "a line ends where JSON lines do"
+    (colour,) = rows.phase.tasks
+    read = [text for text, _ in read_texts(str(tmp_path), colour)]
+    assert read == ["the\u2028sea", "cold sky"], "a line ends where JSON lines do"
     for text, said in (
         ("", "holds no pseudo-sample"),
         ('{"text": " "}', "line 1 has no text"),
@@ -174,9 +178,10 @@ def test_inputs_from_the_files_of_sapts_authors(lab: Lab, tmp_path: Path) -> Non
     file.parent.mkdir()
     instances = [{"input": text, "output": "red"} for text in ("fire is warm", "the sea", "cold sky")]
     file.write_text(json.dumps({"Definition": ["of no use"], "Positive Examples": [], "Instances": instances}))
-    found = read_file(rows, str(tmp_path), Volume(0.15))
+    found, given = read_file(rows, str(tmp_path), Volume(0.15))
     codec = build(lab.config("bert"), DistributedContext.alone(torch.device("cpu")))[0].backbone.codec
     assert found.sources == codec.encode_source(["fire is warm", "the sea"]) and not found.targets
+    assert given == ["red", "red"]
     for content, said in (
         (b'[{"input": "x"}]', "holds no pseudo-samples: expected"),
         (b'{"Instances": [{"text": "x"}]}', "holds no pseudo-samples: expected"),
@@ -188,7 +193,7 @@ def test_inputs_from_the_files_of_sapts_authors(lab: Lab, tmp_path: Path) -> Non
         with pytest.raises(DataError, match=said):
             read_file(rows, str(tmp_path), Volume(0.15))
     (tmp_path / "colour.jsonl").write_text('{"text": "cold"}')
-    assert read_file(rows, str(tmp_path), Volume(0.15)).sources == codec.encode_source(["cold"]), "lines come first"
+    assert read_file(rows, str(tmp_path), Volume(0.15))[0].sources == codec.encode_source(["cold"]), "lines come first"
 
 
 def test_fallback_samples_are_recorded() -> None:

@@ -9,7 +9,7 @@ from raycl.errors import ConfigError
 from raycl.methods.lora.lora import LoraConfig
 from raycl.methods.migu.migu import MiguConfig
 from raycl.methods.registry import METHODS, MODIFIERS, method_class, modifier_class
-from raycl.methods.replay import ReplayConfig
+from raycl.methods.replay.replay import ReplayConfig
 from raycl.run.config import RunConfig, fingerprint, load_config
 
 

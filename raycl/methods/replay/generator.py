@@ -1,11 +1,12 @@
-"""SAPT's generator: a LoRA or a soft prompt that learns to generate a task's inputs, and is discarded afterwards.
+"""A generator of pseudo-samples: a LoRA or soft prompt that learns to write a task's inputs, and is then discarded.
 
 SAPT, section 4.3. On the frozen backbone it reads one special token, [Gen], behind the soft prompt if there is one,
 and writes a text to its end token. [Gen]'s embedding is trained with it; it is a vector of the generator's own, and
 no vocabulary grows. Where this is not the paper's or its authors' way (methods.md, 2.5):
-- It writes the input alone, and the task's real template is put around it, as around real data. Theirs writes
-  instruction, separator and input: its instructions can come out wrong (one in SAPT's table 12 does), and texts
-  without the separator are thrown away.
+- By default it writes the input alone, and the task's real template is put around it, as around real data. Theirs
+  writes instruction, separator and input (appendix E.1; `writes=instruction_and_input`): texts without the separator
+  are thrown away, and one of the written instructions, drawn at random, goes into the template. It can come out wrong,
+  as one in SAPT's table 12 does. Their separator is a new token; here it is one that no text of the task has.
 - It writes just as many texts as are kept. Theirs writes one for each training row and keeps a random 2 % of them.
 - It is trained. Theirs as released trains nothing: its LoRA is frozen.
 - An epoch is so many steps on rows drawn at random; the prompt starts as random words of the vocabulary, and
@@ -13,9 +14,9 @@ no vocabulary grows. Where this is not the paper's or its authors' way (methods.
 A generator that fails costs no training, since it runs after its task was trained. If it produces too few texts, only
 those are kept. If it produces none, stored training inputs are kept instead, as with method.arm.source=real. Both cases
 are logged as a warning, and the second is recorded in the run's results (`fallback_samples`) and beside the samples. If
-training inputs must never be kept, check that number, or provide texts (method.arm.source=file).
+training inputs must never be kept, check that number, or provide texts (source `file`).
 Every worker trains the same one: it is small, and no part of the stream's own training; what the first one wrote
-counts (`raycl.methods.sapt.pseudo_samples.same_everywhere`).
+counts (`raycl.methods.replay.samples.same_everywhere`).
 What it does not know: the method, what its texts are used for.
 """
 
@@ -25,6 +26,7 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -34,12 +36,13 @@ from torch import Tensor, nn
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec, load_skeleton
 from raycl.backbone.base import summed_cross_entropy
+from raycl.backbone.codec import HFCodec
 from raycl.backbone.roles import linear_names
 from raycl.config import Section
 from raycl.errors import ConfigError
 from raycl.methods.context import TaskContext
-from raycl.methods.sapt.pseudo_samples import PseudoSamples, Volume, drawn_sources
-from raycl.types import IGNORE, Mixture
+from raycl.methods.replay.samples import PseudoSamples, Volume, drawn_sources
+from raycl.types import IGNORE, Mixture, Task
 
 log = logging.getLogger("raycl")
 
@@ -58,6 +61,11 @@ class GeneratorConfig(Section):
     """The generator's settings (rank, steps, batch, rates: SAPT, appendix C; else the authors' scripts)."""
 
     value: Literal["lora", "prompt"] = Field("lora", description="what is trained beside the embedding of [Gen]")
+    writes: Literal["input", "instruction_and_input"] = Field(
+        "input",
+        description="a text of the generator. input: the input, which gets the task's own instruction; "
+        "instruction_and_input: both (SAPT, appendix E.1), and one of the written instructions stands for the task's",
+    )
     backbone: BackboneConfig | None = Field(
         None, description="model that generates; null: the run's own backbone, which must not be encoder-only"
     )
@@ -102,11 +110,11 @@ class GeneratorConfig(Section):
         return self.steps if self.value == "lora" else self.epochs * -(-rows // self.batch)
 
 
-def check_generator(config: GeneratorConfig, backbone: Backbone) -> None:
+def check_generator(config: GeneratorConfig, backbone: Backbone, setting: str) -> None:
     """Check that a backbone can generate.
 
     Args:
-        backbone: the run's own, with or without weights.
+        backbone: the run's own, with or without weights. setting: dotted name of the source.
 
     Raises:
         ConfigError: none can, or texts do not fit. BackboneError: the named backbone cannot be loaded.
@@ -114,8 +122,8 @@ def check_generator(config: GeneratorConfig, backbone: Backbone) -> None:
     if config.backbone is None:
         if backbone.capabilities.answers == "label":
             raise ConfigError(
-                "method.arm.source=generated needs a backbone that generates texts, and this one is encoder-only: name "
-                "a small one in method.generator.backbone.name, or choose method.arm.source=real"
+                f"{setting}=generated needs a backbone that generates texts, and this one is encoder-only: name a "
+                f"small one in method.generator.backbone.name, or choose {setting}=real"
             )
         _check_positions(config, backbone)
         return
@@ -144,14 +152,15 @@ def _check_positions(config: GeneratorConfig, backbone: Backbone) -> None:
 class Generator:
     """Generates inputs like those of a phase; the backbone is unchanged afterwards."""
 
-    def __init__(self, config: GeneratorConfig, backbone: Backbone, stack: AdapterStack, seed: int) -> None:
+    def __init__(self, config: GeneratorConfig, backbone: Backbone, stack: AdapterStack | None, seed: int) -> None:
         """Use the run's backbone between two phases, or load the named one.
 
         Args:
-            stack: over `backbone`, with nothing in training; over no linear at all, it is not used.
+            stack: over `backbone`, perhaps with adapters in training, which stay as they are; over no linear at all,
+                it is not used.
         """
         self.config, self.seed = config, seed
-        self.backbone, own = backbone, stack if stack.layers else None
+        self.backbone, own = backbone, stack if stack is not None and stack.layers else None
         if config.backbone is not None:
             codec = load_codec(config.backbone, 1, 1)
             self.backbone, own = load_backbone(config.backbone, codec, backbone.device, seed, trains=True), None
@@ -171,11 +180,14 @@ class Generator:
         stored = 0
         try:
             for number, table in enumerate(context.tables("train")):
-                count, seed = volume.of(len(table)), self.seed + number
-                texts = self._samples_like(table.texts(range(len(table))), count, seed)
-                self._warn_missing(table.task.name, len(texts), count)
-                if texts:
-                    prompts += context.prompts(table.task, texts)
+                task, count, seed = table.task, volume.of(len(table)), self.seed + number
+                own = context.instruction(task) if self.config.writes == "instruction_and_input" else ""
+                texts = Texts.of(self.backbone.codec, table.texts(range(len(table))), own, self.config.max_tokens)
+                written = self._samples_like(texts, count, seed)
+                self._warn_missing(task.name, len(written), count)
+                if written:
+                    instruction = _instruction(context, task, [first for first, _ in written], seed)
+                    prompts += context.prompts(task, [text for _, text in written], instruction)
                 else:
                     prompts += drawn_sources(table, count, torch.Generator().manual_seed(seed))
                     stored += count
@@ -195,22 +207,21 @@ class Generator:
             f"new run may train it longer (method.generator.{length}) or more gently (method.generator.{rate})"
         )
 
-    def _samples_like(self, texts: Sequence[str], count: int, seed: int) -> list[str]:
-        """`count` texts like these, or fewer; a generator that diverged writes none."""
+    def _samples_like(self, texts: Texts, count: int, seed: int) -> list[tuple[str, str]]:
+        """`count` pairs of instruction ("" for none) and input like these, or fewer; one that diverged writes none."""
         backbone, was_training = self.backbone, self.backbone.training
         unfrozen = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
         torch.manual_seed(seed)
         for parameter in unfrozen:
             parameter.requires_grad_(False)
         try:
-            start_PD = self._start()
-            parameters = [start_PD, *self._trainable()]
-            self._train(texts, start_PD, parameters, seed)
-            is_sound = all(bool(parameter.isfinite().all()) for parameter in parameters)
-            return self._sample(start_PD, count) if is_sound else []
+            with nullcontext() if self.stack is None else self.stack.training_aside():
+                start_PD = self._start()
+                parameters = [start_PD, *self._trainable()]
+                self._train(texts.ids, start_PD, parameters, seed)
+                is_sound = all(bool(parameter.isfinite().all()) for parameter in parameters)
+                return self._sample(start_PD, count, texts) if is_sound else []
         finally:
-            if self.stack is not None:
-                self.stack.end_training()
             for parameter in unfrozen:
                 parameter.requires_grad_(True)
             backbone.train(was_training)
@@ -243,9 +254,8 @@ class Generator:
 
         return Adafactor(parameters, lr=self.config.prompt_rate, scale_parameter=False, relative_step=False)
 
-    def _train(self, texts: Sequence[str], start_PD: Tensor, parameters: list[nn.Parameter], seed: int) -> None:
+    def _train(self, ids: list[list[int]], start_PD: Tensor, parameters: list[nn.Parameter], seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
-        ids = [row[: self.config.max_tokens] for row in self.backbone.codec.encode_target(texts)]
         optimizer = self._optimizer(parameters)
         self.backbone.train()
         for _ in range(self.config.steps_for(len(ids))):
@@ -279,9 +289,9 @@ class Generator:
         return start_PD.to(self.backbone.dtype).expand(rows, -1, -1)
 
     @torch.no_grad()
-    def _sample(self, start_PD: Tensor, count: int) -> list[str]:
+    def _sample(self, start_PD: Tensor, count: int, texts: Texts) -> list[tuple[str, str]]:
         """`count` texts that are not empty, one after another by top-k sampling; fewer if `TRIES` rounds give fewer."""
-        backbone, config, found = self.backbone.eval(), self.config, list[str]()
+        backbone, config, found = self.backbone.eval(), self.config, list[tuple[str, str]]()
         for _ in range(TRIES):
             for start in range(0, count, config.batch):
                 rows = min(config.batch, count - start)
@@ -298,10 +308,55 @@ class Generator:
                         eos_token_id=backbone.codec.eos_id,
                         remove_invalid_values=True,
                     )
-                found += [text for text in backbone.codec.decode(ids) if text]
+                found += texts.parted(ids)
             if len(found) >= count:
                 break
         return found[:count]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a generator learns to write.
+
+    Attributes:
+        ids: of each text, ending in the end-of-sequence id.
+        separator: id between instruction and input, which no text has; None: the input stands alone.
+    """
+
+    codec: HFCodec
+    ids: list[list[int]]
+    separator: int | None = None
+
+    @staticmethod
+    def of(codec: HFCodec, inputs: Sequence[str], instruction: str, limit: int) -> Texts:
+        """Of a task's inputs, each behind its instruction if there is one, cut to `limit` tokens."""
+        ids = codec.encode_target(inputs)
+        if instruction:
+            front = codec.encode_target([instruction])[0][:-1]
+            used = {token for row in ids for token in row} | set(front) | codec.special_ids
+            free = (token for token in reversed(range(codec.vocabulary)) if token not in used)
+            if (separator := next(free, None)) is not None:
+                return Texts(codec, [[*front, separator, *row][:limit] for row in ids], separator)
+        return Texts(codec, [row[:limit] for row in ids])
+
+    def parted(self, ids_BT: Tensor) -> list[tuple[str, str]]:
+        """Instruction and input of generated rows, without those that lack one of them."""
+        if self.separator is None:
+            return [("", text) for text in self.codec.decode(ids_BT) if text]
+        found = []
+        for row in ids_BT.tolist():
+            if self.separator in row:
+                place = row.index(self.separator)
+                parts = [self.codec.decode(torch.tensor([part]))[0] for part in (row[:place], row[place + 1 :]) if part]
+                found += [(parts[0], parts[1])] if len(parts) == 2 and all(parts) else []
+        return found
+
+
+def _instruction(context: TaskContext, task: Task, written: Sequence[str], seed: int) -> str | None:
+    """One of the written instructions, drawn at random from those that leave room for a text; None: the task's own."""
+    order = torch.randperm(len(written), generator=torch.Generator().manual_seed(seed)).tolist()
+    drawn = (written[number] for number in order if written[number])
+    return next((one for one in drawn if context.takes_instruction(task, one)), None)
 
 
 def _init(low: Tensor, outputs: int) -> None:

@@ -1,18 +1,15 @@
 """Pseudo-samples: inputs that represent a task after it was learned (SAPT, section 4.3).
 
-They are kept as token ids, beside the task's adapter. Inputs only, as SAPT's reflection needs no answers; answers are
-kept if they are trained on again (the ablation +Replay).
-What it does not know: what is done with them.
+They are kept as token ids. Inputs only, as SAPT's reflection needs no answers; answers are kept if they are trained on
+again (`replay`, and SAPT's ablation +Replay).
+What it does not know: what is done with them, how texts are written or read.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raycl.data.tokens import Split, TokenTable
-from raycl.errors import DataError
 from raycl.methods.context import TaskContext
 
 Ids = Sequence[int]
@@ -131,71 +127,6 @@ def _drawn(table: TokenTable, count: int, draw: torch.Generator) -> list[int]:
 
 def _label(table: TokenTable, code: int, place: Mapping[str, int]) -> int:
     return -1 if code < 0 or table.task.labels is None else place[table.task.labels[code]]
-
-
-def read_file(context: TaskContext, folder: str, volume: Volume) -> PseudoSamples:
-    """Those of each of the phase's tasks: the first ones, as many as count.
-
-    From `<task>.jsonl`, lines of `{"text": ...}`; or from `<task>/train.json`, as SAPT's authors publish theirs:
-    `{"Instances": [{"input": ...}, ...]}`, of which instruction and outputs are left alone.
-
-    Raises:
-        DataError: a file is missing, empty or not UTF-8, or an input has no text.
-    """
-    sources: list[list[int]] = []
-    counts = {table.task.name: len(table) for table in context.tables("train")}
-    for task in context.phase.tasks:
-        texts = read_texts(folder, task.name)
-        sources += context.prompts(task, texts[: volume.of(counts.get(task.name, len(texts)))])
-    return PseudoSamples(sources, [], [])
-
-
-def read_texts(folder: str, task: str) -> list[str]:
-    """Of `<folder>/<task>.jsonl`, or of `<folder>/<task>/train.json` as SAPT's authors publish theirs.
-
-    Raises:
-        DataError: the file is missing, not in UTF-8 or empty, or a line has no text.
-    """
-    path, released = Path(folder) / f"{task}.jsonl", Path(folder) / task / "train.json"
-    if not path.is_file() and released.is_file():
-        return _released(released)
-    if not path.is_file():
-        raise DataError(
-            f"'{path}' with pseudo-samples is missing: expected one JSON line {{\"text\": ...}} for each of them "
-            "(method.arm.files), or choose method.arm.source=real"
-        )
-    found = []
-    for number, line in enumerate(StringIO(_utf8(path, 'a JSON line {"text": ...} for each input')), 1):
-        try:
-            text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"'{path}' line {number} is no pseudo-sample: expected {{\"text\": ...}}") from error
-        if not isinstance(text, str) or not text.strip():
-            raise DataError(f"'{path}' line {number} has no text: remove the line, or write an input")
-        found.append(text)
-    if not found:
-        raise DataError(f"'{path}' holds no pseudo-sample: write at least one line {{\"text\": ...}}")
-    return found
-
-
-def _released(path: Path) -> list[str]:
-    expected = '{"Instances": [{"input": ...}, ...]}'
-    try:
-        found = [instance["input"] for instance in json.loads(_utf8(path, expected))["Instances"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"'{path}' holds no pseudo-samples: expected {expected}") from error
-    if not found or not all(isinstance(text, str) and text.strip() for text in found):
-        raise DataError(f"'{path}' holds an empty pseudo-sample, or none: expected {expected}, each input with text")
-    return found
-
-
-def _utf8(path: Path, expected: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"'{path}' with pseudo-samples is not UTF-8 (byte {error.start}): expected {expected}; save it as UTF-8"
-        ) from error
 
 
 def sources_of(context: TaskContext, split: Split) -> list[list[int]]:
