@@ -26,7 +26,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--layer", default="", metavar="REGEX", help="show layers whose path ends so (default: all of them)"
     )
     found.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="of a run's config, such as stream.root=/data"
+        "--set", nargs="+", default=[], metavar="key.path=value", help="of a run's config, such as stream.root=/data"
     )
     found.add_argument("--again", action="store_true", help="measure runs again that were measured before")
     found.add_argument("--png", type=Path, help="write the overlaps of tasks as heat maps side by side")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ def _probes(results: Sequence[Tree], measured: Sequence[Mapping[str, Tree]], lay
     kinds = {kind: paths for kind, paths in kinds.items() if paths}
     if not kinds:
         raise RunError(f"no measured layer ends with '{layer}': expected the end of one of {', '.join(first.kinds)}")
-    models = [Model(UNTRAINED, [_rows_of(one, UNTRAINED) for one in measured])]
+    bare = {json.dumps(one["models"][UNTRAINED]): one for one in measured}  # the same for seeds with the same test rows
+    models = [Model(UNTRAINED, [_rows_of(one, UNTRAINED) for one in bare.values()])]
     for settings, group in grouped(results):
         title = f"{method_of(group[0])} ({settings})" if settings else method_of(group[0])
         models.append(Model(title, [_rows_of(by_run[id(result)], "trained") for result in group]))

@@ -63,7 +63,7 @@ def test_shares_are_counted_by_pairs_and_averaged_over_layers_of_a_kind_and_seed
     lines = probe_table(probes).splitlines()
     assert lines[-1] == "20.0 is chance" and "5 texts each" in lines[0]
     (cells,) = [line.split()[1:] for line in lines if ".wi" in line]
-    assert cells == ["(2)", "100.0", "±", "0.0", "66.7", "66.7", "±", "47.1"]
+    assert cells == ["(2)", "100.0", "66.7", "66.7", "±", "47.1"]
     rows = list(csv.DictReader(io.StringIO(probe_csv([probes]))))
     q = [row for row in rows if row["layers"].endswith(".q") and row["model"] == "finetune+migu"]
     assert len(rows) == 9 and float(q[0]["overlap"]) == pytest.approx(third) and q[0]["runs"] == "2"
