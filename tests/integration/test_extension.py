@@ -32,9 +32,18 @@ def halves(lab: Lab, method: Any) -> tuple[RunConfig, RunConfig, str]:
     return whole, first, yaml.safe_dump(lab.tasks[1], default_flow_style=True, width=1000).strip()
 
 
-@pytest.mark.parametrize("method", ["lora", "slm", "sapt", "finetune"])
+def settings_of(lab: Lab, method: str) -> Any:
+    """Of a method by name; `replay` with generated samples, which the first run has to keep for the second."""
+    if method == "replay":
+        writer = {"name": str(lab.model_folder("llama")), "dtype": "float32"}
+        generator = {"steps": 5, "rate": 0.02, "max_tokens": 8, "backbone": writer}
+        return {"name": "replay", "source": "generated", "share": 0.3, "generator": generator}
+    return lab.slots() if method == "slm" else method
+
+
+@pytest.mark.parametrize("method", ["lora", "slm", "sapt", "finetune", "replay"])
 def test_an_added_task_is_learned_as_if_configured_from_the_start(lab: Lab, method: str, tmp_path: Path) -> None:
-    whole, first, later = halves(lab, lab.slots() if method == "slm" else method)
+    whole, first, later = halves(lab, settings_of(lab, method))
     run(whole, Storage.at(tmp_path / "whole"))
     folder = Storage.at(tmp_path / "first")
     run(first, folder)

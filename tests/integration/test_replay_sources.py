@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from phases import begin_phase
-from tiny import TRAIN_ROWS, WORDS, Lab, Stop, exported, matrix, run, trace
+from tiny import ENGINES, TRAIN_ROWS, WORDS, Lab, Stop, exported, matrix, run, trace
 
 from raycl.bank import Bank
 from raycl.data.tokens import HeldRows
@@ -77,6 +77,17 @@ def test_a_run_that_replays_generated_inputs_resumes_where_it_stopped(
     run(config, again)
     assert trace(again) == trace(whole) and exported(again) == exported(whole) and matrix(again) == matrix(whole)
     assert len(trace(whole)) == 4 + 5, "14 rows, then 14 and 4"
+
+
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_engines_that_shard_give_the_same_samples(lab: Lab, tmp_path: Path, engine: str) -> None:
+    found = []
+    for name in ("torch", engine):
+        done = run(lab.config("t5", replay(lab, "t5"), ENGINES[name]), Storage.at(tmp_path / name))
+        method = done.context.method
+        assert isinstance(method, Replay)
+        found.append(method.samples.entries["colour"])
+    assert found[0] == found[1] and len(found[0]) == 4
 
 
 @pytest.mark.parametrize("learner", ["lora", "finetune"])
