@@ -79,7 +79,7 @@ SAPT_CODE = (
     },
 )
 SAPT_TEXT = (
-    "paper: equations 2 to 6, appendix C (2 % of pseudo-samples, temperature sqrt(d), one sum over earlier tasks)",
+    "paper: equations 2 to 6, appendices C and E.1 (2 % of pseudo-samples, temperature sqrt(d), one sum over tasks)",
     {
         "method.name": "sapt",
         "method.ablation": "none",
@@ -92,6 +92,7 @@ SAPT_TEXT = (
         "method.arm.kl_reduction": "sum",
         "method.arm.kl_scale_with_accum": False,
         "method.generator.batch": 16,
+        "method.generator.writes": "instruction_and_input",
     },
 )
 SAPT_LORA = (
