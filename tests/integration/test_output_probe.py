@@ -115,11 +115,21 @@ def test_the_command_prints_the_overlap_of_tasks_side_by_side(
     assert "no measured layer ends with 'nothing'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("kind", "method"), [("bert", "slm"), ("llama", "olora"), ("bert", "finetune"), ("t5", "sapt")]
-)
-def test_every_method_and_kind_of_backbone_can_be_measured(lab: Lab, tmp_path: Path, kind: str, method: str) -> None:
-    address = finished(lab, tmp_path, "one", kind, method)
+KINDS = [
+    ("bert", "slm", "answer"),
+    ("llama", "olora", "answer"),
+    ("bert", "finetune", "answer"),
+    ("t5", "sapt", "answer"),
+    ("masked", "lora", "mlm"),
+    ("llama", "finetune", "clm"),
+]
+
+
+@pytest.mark.parametrize(("kind", "method", "objective"), KINDS)
+def test_every_method_and_kind_of_backbone_can_be_measured(
+    lab: Lab, tmp_path: Path, kind: str, method: str, objective: str
+) -> None:
+    address = finished(lab, tmp_path, "one", kind, method, stream={"objective": objective})
     found = probe(address, HALF)
     models = found["models"]
     assert models["trained"].keys() == models["untrained"].keys() and len(models["trained"]) > 8
