@@ -24,7 +24,7 @@ from raycl.report.plots import (
     save_png,
 )
 
-ABOVE, BELOW = 0.9, 1.1
+ABOVE, BELOW = 1.0, 1.1
 """Inches above a row of maps for titles, and below it for the names of tasks."""
 
 
@@ -49,12 +49,14 @@ def probe_maps(probes: Sequence[Probes], path: str | Path) -> Path:
         top += ABOVE
         layers = f"{len(one.kinds[ALL])} layers" if len(one.kinds[ALL]) > 1 else one.kinds[ALL][0]
         head = f"large outputs that two tasks share, in percent: {one.title}, {layers}; {one.chance:.0f} is chance"
-        figure.text(MARGIN / width, 1 - (top - 0.55) / height, head, fontsize=10, fontweight="bold", va="bottom")
+        figure.text(MARGIN / width, 1 - (top - 0.6) / height, head, fontsize=10, fontweight="bold", va="bottom")
         for number, model in enumerate(one.models):
             axes = axes_at(figure, MARGIN + panel * number, CELL_WIDTH * count, tall, top)
             draw_cells(axes, np.array(model.overlap(one.kinds[ALL])), model.tasks, model.tasks)
             mean = model.mean_overlap(one.kinds[ALL])
-            axes.set_title(f"{model.title}{'' if mean is None else f'   {mean.mean:.1f}'}", fontsize=9, loc="left")
+            number_shown = "" if mean is None else f"   {mean.mean:.1f}"
+            axes_title = model.title.replace(" (", "\n(", 1) + number_shown
+            axes.set_title(axes_title, fontsize=9, loc="left")
         right = MARGIN + panel * (len(one.models) - 1) + CELL_WIDTH * count
         draw_scale(axes_at(figure, right + 0.2, 0.12, max(tall, 1.2), top))
         top += tall + BELOW

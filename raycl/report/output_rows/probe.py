@@ -101,7 +101,8 @@ def _probes(results: Sequence[Tree], measured: Sequence[Mapping[str, Tree]], lay
     bare = {json.dumps(one["models"][UNTRAINED]): one for one in measured}  # the same for seeds with the same test rows
     models = [Model(UNTRAINED, [_rows_of(one, UNTRAINED) for one in bare.values()])]
     for settings, group in grouped(results):
-        title = f"{method_of(group[0])} ({settings})" if settings else method_of(group[0])
+        short = re.sub(r"[\w.]+\.(?=\w+=)", "", settings)  # the last part of each key: columns have little room
+        title = f"{method_of(group[0])} ({short})" if settings else method_of(group[0])
         models.append(Model(title, [_rows_of(by_run[id(result)], "trained") for result in group]))
     title = f"{stream_of(results[0])}, {backbone_of(results[0])}"
     every = [path for paths in kinds.values() for path in paths]

@@ -83,6 +83,14 @@ def test_runs_that_were_measured_otherwise_stand_apart(make_result: Make) -> Non
     assert [probes.rows for probes in probes_of([make_result("lora"), make_result("sapt")], [one, other])] == [5, 9]
 
 
+def test_settings_in_which_columns_differ_are_named_by_the_last_part_of_their_keys(make_result: Make) -> None:
+    mine, other = with_migu(make_result("finetune")), with_migu(make_result("finetune"))
+    other["config"]["modifiers"] = {"migu": {"threshold": 0.9}}
+    (probes,) = probes_of([mine, other], [measured({Q: SAME}), measured({Q: APART})])
+    titles = [model.title for model in probes.models[1:]]
+    assert titles == ["finetune+migu (threshold=0.8)", "finetune+migu (threshold=0.9)"]
+
+
 def test_the_picture_has_a_map_for_each_model(make_result: Make, tmp_path: Path) -> None:
     results = [make_result("finetune"), with_migu(make_result("finetune"))]
     probes = probes_of(results, [measured({Q: SAME}), measured({Q: APART})])
