@@ -1,7 +1,8 @@
 """Soft prompts as adapters: a few learned positions in front of the text, mixed per example.
 
-`sum`: P(x) = sum_i w_i P_i, the length stays (SAPT-Prompt: SAPT, eq. 3). `concat`: the prompts of all adapters
-that are active for an example, one after another in the order of their names, unweighted (DTKR+Prompt, L2P).
+`sum`: P(x) = sum_i w_i P_i, the length stays (SAPT-Prompt: SAPT, eq. 3); prompts of different lengths end at the text,
+and shorter ones are zero in front, up to the longest that is active for the example. `concat`: the prompts of all
+adapters that are active for an example, one after another in the order of their names, unweighted (DTKR+Prompt, L2P).
 An example without an active adapter has its prompt positions masked.
 
 Prompts in training may have another form (SLM, appendix A.5): with an MLP beside them, P' = MLP(P) + P (eq. 10,
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from raycl.errors import AdapterError
 from raycl.types import AdapterState
@@ -121,7 +122,9 @@ class MixedPrompts(nn.Module):
         names, weights = plan.mixture.names, plan.weights(rows)
         apart = {column for column in prompts if self.how == "concat" or names[column] in self.concatenated}
         if not apart:
-            return self._summed(prompts, weights[:, list(prompts)])
+            summed_BPD, mask_BP = self._summed(prompts, weights[:, list(prompts)])
+            is_even = len({len(prompt) for prompt in prompts.values()}) == 1
+            return (summed_BPD, mask_BP) if is_even else _left_padded(summed_BPD, mask_BP)
         parts: list[tuple[Tensor, Tensor]] = []
         if len(apart) < len(prompts):
             summed = {column: prompt for column, prompt in prompts.items() if column not in apart}
@@ -148,13 +151,13 @@ class MixedPrompts(nn.Module):
         return found
 
     def _summed(self, prompts: dict[int, Tensor], weights_BN: Tensor) -> tuple[Tensor, Tensor]:
-        lengths = {len(prompt) for prompt in prompts.values()}
-        if len(lengths) > 1:
-            raise AdapterError(f"prompts of lengths {sorted(lengths)} have no weighted sum: use how=concat")
-        stacked_NPD = torch.stack(list(prompts.values()))
+        longest = max(map(len, prompts.values()))
+        stacked_NPD = torch.stack([pad(prompt, (0, 0, longest - len(prompt), 0)) for prompt in prompts.values()])
         summed_BPD = torch.einsum("bn,npd->bpd", weights_BN.to(stacked_NPD.dtype), stacked_NPD)
-        active_B1 = (weights_BN.detach() != 0).any(1, keepdim=True)
-        return summed_BPD, active_B1.long().expand(-1, summed_BPD.shape[1])
+        reached_P = torch.arange(longest, 0, -1, device=weights_BN.device)
+        length_N = torch.tensor([len(prompt) for prompt in prompts.values()], device=weights_BN.device)
+        length_B1 = ((weights_BN.detach() != 0) * length_N).amax(1, keepdim=True)
+        return summed_BPD, (reached_P <= length_B1).long()
 
 
 def formed(values: Mapping[str, Tensor]) -> Tensor:

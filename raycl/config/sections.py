@@ -27,7 +27,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from raycl.config.assignment import Tree, apply_override, name_of, one_line, overlay, without_name
@@ -40,6 +40,9 @@ def _absolute(path: str | None) -> str | None:
 
 PathOrUri = Annotated[str | None, AfterValidator(_absolute)]
 """A path or URI; local paths become absolute when the config is read: workers run in other folders."""
+
+Size = Annotated[int, Field(ge=1)]
+"""A number of something that is there, where no field of its own can say so: in mappings."""
 
 MARK = "# Every setting, written by raycl.\n"
 

@@ -39,6 +39,9 @@ class MethodConfig(Section):
     label_head: ClassVar[tuple[str, ...]] = ()
     """Settings that act on label heads alone, which only encoder-only backbones have."""
 
+    by_task: ClassVar[tuple[str, ...]] = ()
+    """Settings that map names of tasks to values, by dotted path."""
+
     schedules: ClassVar[tuple[str, ...]] = ("sequential", "joint", "separate")
     """Values of `stream.schedule` under which the method works."""
 
@@ -60,7 +63,16 @@ class MethodConfig(Section):
         Args:
             tasks: names of the phases. learns_texts: texts themselves are learned, not their answers.
         """
-        return as_tree(self)
+        settings = as_tree(self)
+        for path in () if self.fits_ahead else self.by_task:
+            holder, key = at(settings, path)
+            holder[key] = {task: value for task, value in holder[key].items() if task == tasks[index]}
+        return settings
+
+    def settings_by_task(self) -> dict[str, dict[str, Any]]:
+        """Dotted path -> name of a task -> its value."""
+        found = {path: at(as_tree(self), path) for path in self.by_task}
+        return {path: holder[key] for path, (holder, key) in found.items()}
 
     @property
     def needs_task(self) -> bool:
@@ -200,6 +212,14 @@ class Method:
             self.backbone.learn_labels(values["labels"])
 
 
+def at(tree: Tree, path: str) -> tuple[Tree, str]:
+    """The section of a tree that holds a setting, and its key there."""
+    *sections, key = path.split(".")
+    for section in sections:
+        tree = tree[section]
+    return tree, key
+
+
 def activate(method: Method, mixture: Mixture | None) -> AbstractContextManager[None]:
     """A routed mixture for all that runs inside: forward, backward with its recomputation, generation."""
     return nullcontext() if method.stack is None else method.stack.activate(mixture)
@@ -249,7 +269,7 @@ def packed(states: Mapping[str, AdapterState], kind: str = "slot") -> TensorGrou
 def unpacked(
     labels: Mapping[str, Sequence[str]],
     tensors: Mapping[str, Tensor],
-    scale: float,
+    scales: Mapping[str, float],
     activation: Activation = "",
     kind: str = "slot",
 ) -> dict[str, AdapterState]:
@@ -257,14 +277,15 @@ def unpacked(
 
     Args:
         labels: adapter -> labels of its head rows, in the order in which they were learned.
+        scales: adapter -> scale of its updates.
     """
     found: dict[str, AdapterState] = {}
     for name, rows in labels.items():
         held = under(f"{kind}/{name}/", tensors)
         if isinstance(held, StoredTensors):
-            found[name] = StoredAdapter(held, scale, rows, activation)
+            found[name] = StoredAdapter(held, scales[name], rows, activation)
         else:
-            found[name] = AdapterState.from_tensors(held, scale, rows, activation)
+            found[name] = AdapterState.from_tensors(held, scales[name], rows, activation)
     return found
 
 

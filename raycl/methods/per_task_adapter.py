@@ -20,6 +20,7 @@ from raycl.adapters.prompts import How as PromptMixing
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
 from raycl.bank.tensor_groups import TensorGroups
+from raycl.errors import RunError
 from raycl.methods.base import Learned, Method, MethodConfig, State, packed, phase_labels, under, unpacked
 from raycl.methods.context import TaskContext
 from raycl.methods.trained_adapters import end_training, is_trainable
@@ -54,7 +55,7 @@ class PerTaskAdapter(Method, ABC):
 
         Args:
             targets: roles or regular expressions of linear paths; empty for none.
-            scale: of every update (see `AdapterState`).
+            scale: of every update (see `AdapterState`), unless a task has its own.
             prompts: adapters are soft prompts, mixed in this way; None: they are not.
 
         Raises:
@@ -114,10 +115,29 @@ class PerTaskAdapter(Method, ABC):
         self._task = task
         if isinstance(self.backbone.head, MixedHead):
             self.backbone.head.begin_training(labels, self._shared_head(labels))
+        self._check_previous()
         for part in (self.stack, self.backbone.head, self.backbone.prefix):
             if isinstance(part, (AdapterStack, MixedHead, MixedPrompts)):
                 part.fill(self._previous)
         self._previous = {}
+
+    def _check_previous(self) -> None:
+        """A task that is learned again with its weights keeps their sizes.
+
+        Raises:
+            RunError: its settings give it others.
+        """
+        prompts = getattr(self.backbone.prefix, "trainable", None)
+        for name, rank in self.stack.trainable.items():
+            if (state := self._previous.get(name)) is None:
+                continue
+            sizes = (state.rank, 0 if state.prompt is None else len(state.prompt))
+            wanted = (rank if self.stack.layers else 0, 0 if prompts is None else prompts.shape[1])
+            if sizes != wanted:
+                raise RunError(
+                    f"adapter '{name}' has rank {sizes[0]} and a prompt of {sizes[1]} positions, and the settings give "
+                    f"it rank {wanted[0]} and {wanted[1]} positions: keep its sizes, or use bank.revise_from=new"
+                )
 
     def _begin_prompts(self, adapters: int, length: int, form: PromptForm = PLAIN) -> None:
         """Prompts of the task's adapters begin as embeddings of drawn tokens (SLM, eq. 12; SAPT, appendix C)."""
@@ -150,15 +170,19 @@ class PerTaskAdapter(Method, ABC):
         learned = [[name, list(state.labels)] for name, state in self._learned.items()]  # pairs: their order counts
         values |= {"task": self._task, "trainable_labels": rows, "learned": learned}
         values["previous"] = [[name, list(state.labels)] for name, state in self._previous.items()]
+        scales = {name: state.scale for name, state in (self._learned | self._previous).items()}
+        values["scales"] = {name: scale for name, scale in scales.items() if scale != self.scale}
         return values, tensors | packed(self._learned) | packed(self._previous, PREVIOUS)
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Frozen adapters as they were; the task's own in shape."""
         super().load_state_dict(values, tensors)
-        learned = unpacked(dict(values["learned"]), tensors, self.scale, self.stack.activation)
+        pairs = (*values["learned"], *values.get("previous", ()))
+        scales = {name: values.get("scales", {}).get(name, self.scale) for name, _ in pairs}
+        learned = unpacked(dict(values["learned"]), tensors, scales, self.stack.activation)
         self._load(learned, later=True)  # a checkpoint may hold thousands, of which few are used
         previous = dict(values.get("previous", ()))
-        self._previous = unpacked(previous, tensors, self.scale, self.stack.activation, PREVIOUS)
+        self._previous = unpacked(previous, tensors, scales, self.stack.activation, PREVIOUS)
         if values["task"]:
             self._begin(values["task"], values["trainable_labels"])
 

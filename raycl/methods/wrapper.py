@@ -33,6 +33,10 @@ class WrapperConfig(MethodConfig):
         for path, why in self.learner.unused_with(has_label_head, reason):
             yield f"learner.{path}", why
 
+    def settings_by_task(self) -> dict[str, dict[str, Any]]:
+        """As the learner, below `learner`."""
+        return {f"learner.{path}": given for path, given in self.learner.settings_by_task().items()}
+
     @property
     def needs_task(self) -> bool:
         """As the learner."""

@@ -66,6 +66,7 @@ def check(config: RunConfig) -> Stream:
     by_task = {
         "train.epochs_by_task": config.train.epochs_by_task,
         "stream.train_rows_by_task": config.stream.train_rows_by_task,
+        **{f"method.{path}": given for path, given in config.method.settings_by_task().items()},
     }
     for key, given in by_task.items():
         unknown = set(given) - {task.name for task in stream.tasks}

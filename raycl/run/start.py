@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ from raycl.data.prompts import Prompt
 from raycl.data.resolve import missing_files
 from raycl.data.settings import StreamConfig
 from raycl.errors import BankError, ConfigError
+from raycl.methods.base import at
 from raycl.methods.per_task_adapter import PerTaskAdapter
-from raycl.methods.registry import method_class
+from raycl.methods.registry import method_class, method_config
 from raycl.training.records.bank_start import adapters_of_task
 from raycl.training.settings import EXEMPT
 
@@ -30,8 +31,8 @@ log = logging.getLogger("raycl")
 OWN = ("launch", "tracking", "output", "bank")
 """Sections that say where and how a run runs: they are never taken over from the snapshot's run."""
 
-BY_TASK = (("train", "epochs_by_task"), ("stream", "train_rows_by_task"))
-"""Settings by the names of tasks."""
+BY_TASK = ("train.epochs_by_task", "stream.train_rows_by_task")
+"""Settings by the names of tasks, beside those of methods."""
 
 STARTS = ("start", "revise", "revise_from")
 """Settings of the bank that say how such a run starts."""
@@ -96,9 +97,8 @@ def read_start(given: Tree) -> Start | None:
     else:
         added = _added(stream.get("tasks"), learned, snapshot, str(written))
     names = [*learned, *map(_name, added)]
-    for section_name, key in BY_TASK:
-        by_task = base[section_name][key]
-        base[section_name][key] = {name: value for name, value in by_task.items() if name in names}
+    for holder, key in settings_by_task(base):
+        holder[key] = {name: value for name, value in holder[key].items() if name in names}
     specs = _moved(specs, stream.get("tasks"), learned)
     tree = _merged({key: value for key, value in base.items() if key not in OWN}, given)
     tree["stream"]["tasks"] = [*_reachable(specs, snapshot, tree), *added]
@@ -186,6 +186,14 @@ def _revised(task: str, given: Any, specs: Mapping[str, Any], snapshot: Snapshot
     return list(given or [_original(specs[task])])
 
 
+def settings_by_task(tree: Tree) -> Iterator[tuple[Tree, str]]:
+    """The sections of a run's resolved config with settings by the names of tasks, and the keys of these."""
+    own = (f"method.{path}" for path in method_config(tree["method"]).settings_by_task())
+    for holder, key in (at(tree, path) for path in (*BY_TASK, *own)):
+        if key in holder:  # not in configs of earlier versions
+            yield holder, key
+
+
 def _method_of(snapshot: Snapshot) -> str:
     """Name of the method of the snapshot's run."""
     return str(snapshot.provenance["config"]["method"]["name"])
@@ -229,11 +237,11 @@ def refuse_changes(start: Start, tree: Tree) -> None:
 def changes_beside_tasks(
     before: Tree, after: Tree, fresh: Collection[str], without: Sequence[str] = EXEMPT
 ) -> dict[str, tuple[Any, Any]]:
-    """What differs beside the stream's tasks, and epochs and rows of `fresh` ones; dotted key -> (old, new)."""
+    """What differs beside the stream's tasks, and settings of `fresh` ones alone; dotted key -> (old, new)."""
     after = copy.deepcopy(after)
     before = copy.deepcopy(before)
     for tree in (before, after):
-        for section, key in BY_TASK:
-            tree[section][key] = {name: value for name, value in tree[section][key].items() if name not in fresh}
+        for holder, key in settings_by_task(tree):
+            holder[key] = {name: value for name, value in holder[key].items() if name not in fresh}
     after["stream"]["tasks"] = before["stream"]["tasks"]
     return configs.differences(before, after, without=without)

@@ -112,6 +112,34 @@ def test_a_setting_of_one_task_names_a_task_of_the_stream(lab: Lab, key: str) ->
         check(lab.config("bert", "lora", **{section: {name: {"sky": 2, "colour": 3}}}))
 
 
+@pytest.mark.parametrize(
+    ("method", "key"),
+    [
+        ("slm", "rank_by_task"),
+        ("slm", "keys.slots_by_task"),
+        ("sapt", "rank_by_task"),
+        ("olora", "lambda_1_by_task"),
+    ],
+)
+def test_a_methods_setting_of_one_task_names_a_task_of_the_stream(lab: Lab, method: str, key: str) -> None:
+    *sections, name = key.split(".")
+    settings: dict[str, Any] = {name: {"sky": 2, "colour": 3}}
+    for section in reversed(sections):
+        settings = {section: settings}
+    with pytest.raises(ConfigError, match=rf"^method\.{key} names \['sky'\], which the stream lacks: expected some"):
+        check(lab.config("bert", {"name": method, **settings}))
+
+
+def test_a_new_task_may_have_a_size_of_its_own(lab: Lab, tmp_path: Path) -> None:
+    _, first, later = halves(lab, "sapt")
+    Storage.at(tmp_path / "run").write(CONFIG, configs.to_yaml(first).encode())
+    own = str(lab.tasks[1]["name"])
+    with pytest.raises(ResumeError, match=r"method\.rank_by_task\.colour"):
+        driver.extend(str(tmp_path / "run"), [later], ("method.rank_by_task.colour=3",))
+    grown = driver.extend(str(tmp_path / "run"), [later], (f"method.rank_by_task.{own}=3",)).config
+    assert grown.method.settings_by_task()["rank_by_task"] == {own: 3}
+
+
 def test_runs_that_used_all_tasks_cannot_be_extended(lab: Lab) -> None:
     with pytest.raises(ResumeError, match=r"stream\.schedule=joint trains all tasks in one phase"):
         with_tasks(lab.config("bert", "joint"), ["other"])

@@ -29,6 +29,10 @@ def tasks_of(lab: Lab) -> list[Any]:
     return [*lab.tasks, {**lab.tasks[0], "name": "third"}]
 
 
+SIZES = {"rank_by_task": {"third": 6, "animal": 3}, "keys": {"slots_by_task": {"third": 5}}}
+"""Of tasks on either side."""
+
+
 @pytest.fixture(scope="module")
 def learned(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bank]:
     """A bank of a run over three tasks, learned once for each method."""
@@ -63,7 +67,7 @@ def mixtures(bank: Bank, snapshot: Snapshot, tasks: list[str] | None) -> list[di
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
-        ("bert", {"name": "slm", "router": "keys"}),
+        ("bert", {"name": "slm", "router": "keys", **SIZES}),
         ("llama", {"name": "slm", "router": "discriminant"}),
         ("t5", "separate"),
     ],
@@ -86,6 +90,7 @@ def test_two_halves_are_the_whole(
     given = ["colour", "animal", "third"] if method == "separate" else None
     assert mixtures(bank, merged, given) == mixtures(bank, whole, given)
     assert verify(bank).problems == [] and merged.parent == one.number
+    assert merged.provenance["config"]["method"] == whole.provenance["config"]["method"]
 
 
 def test_branches_of_one_snapshot_are_merged_by_the_command_with_the_router_selected_anew(

@@ -18,7 +18,7 @@ from raycl.bank.branches import Branch, head_of
 from raycl.bank.operations.maintenance import verify
 from raycl.bank.operations.unlearning import forget
 from raycl.bank.training_state import get_state
-from raycl.errors import BankError, ConfigError
+from raycl.errors import BankError, ConfigError, RunError
 from raycl.launch import commands
 from raycl.report.tables import matrix_table
 from raycl.run import config as run_config
@@ -105,6 +105,18 @@ def test_a_task_is_trained_on_from_its_previous_weights(three: Learned, case: st
         assert all(torch.allclose(states[0][part], states[1][part], atol=1e-6) for part in states[0]), old
     if case == "inclora":
         assert results(run)["revision"]["after"] == results(run)["revision"]["before"]
+
+
+def test_a_task_may_get_another_size_with_new_weights_alone(three: Learned, tmp_path: Path) -> None:
+    """SAPT's rank is settable by task; the others keep theirs, and their scale."""
+    bank, _ = three("sapt text")
+    given = {"start": f"{bank.storage.uri}@3", "branch": "sized", "revise": "animal"}
+    method = {"method": {"rank_by_task": {"animal": 3}}}
+    with pytest.raises(RunError, match=r"adapter 'animal' has rank 8 .* the settings give it rank 3 .*revise_from=new"):
+        begun({"bank": given, **method}, tmp_path / "kept")
+    begun({"bank": {**given, "revise_from": "new"}, **method}, tmp_path / "new")
+    sizes = {entry.name: (entry.rank, entry.scale) for entry in head_of(bank, "sized").adapters}
+    assert sizes == {"colour": (8, 4.0), "third": (8, 4.0), "animal": (3, pytest.approx(32 / 3))}
 
 
 def _ref(entry: Any) -> Any:

@@ -74,13 +74,22 @@ VARIANTS: dict[str, Any] = {
         "retrieval": {"rule": "vote"},
         "prompt_form": "mlp",
         "prompt_mlp_width": 5,
+        "prompt_length_by_task": {"colour": 4},
     },
-    "sapt-prompt-gate": {"name": "sapt", "value": "prompt", "prompt_length": 3, "prompt_form": "gate"},
+    "sapt-prompt-gate": {
+        "name": "sapt",
+        "value": "prompt",
+        "prompt_form": "gate",
+        "prompt_length": 3,
+        "prompt_length_by_task": {"animal": 5},
+    },
+    "slm-sizes": {"name": "slm", "rank_by_task": {"animal": 3}, "keys": {"slots_by_task": {"animal": 3, "colour": 5}}},
+    "sapt-sizes": {"name": "sapt", "rank": 2, "rank_by_task": {"animal": 5}},
     "sapt-prompt": {"name": "sapt", "value": "prompt", "prompt_length": 3, "attention": {"standardize": False}},
 }
 """Short name -> settings that must keep what their method promises: the ablations DTKR+Adapter and DTKR+Prompt (SLM,
-section 4.4) with a residual MLP, and SAPT-Prompt behind a gate, and with the paper's queries, which are not
-standardized."""
+section 4.4) with a residual MLP, tasks of different sizes (SLM, appendix A.9), and SAPT-Prompt behind a gate, and with
+the paper's queries, which are not standardized."""
 
 LINEAR = torch.nn.functional.linear
 """ZeRO-3 has one of its own in all modules until its engine is closed, for which a crash leaves no time."""

@@ -5,6 +5,7 @@ What it does not know: branches, and how anything was learned.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,9 @@ from raycl.bank.manifest import AdapterManifest, AdapterRef, Layout, SnapshotAda
 from raycl.bank.pruning import removed_from
 from raycl.bank.routers import get_router, put_router
 from raycl.bank.training_state import get_state
+from raycl.config import remaining
 from raycl.errors import BankError
+from raycl.methods.base import at
 from raycl.methods.registry import method_config
 from raycl.retrieval.routers import router_class
 from raycl.types import RouterState
@@ -89,7 +92,8 @@ def _check(ours: Snapshot, theirs: Snapshot) -> None:
         if values[0] != values[1]:
             raise BankError(f"{both} cannot be merged: backbone.{key} is '{values[0]}' and '{values[1]}'")
     methods = [(config["method"], config["stream"]["schedule"]) for config in configs if config is not None]
-    if methods[0] != methods[1]:
+    alike = [(remaining(method, method_config(method).by_task), schedule) for method, schedule in methods]
+    if alike[0] != alike[1]:
         named = [f"{method['name']} (schedule {schedule})" for method, schedule in methods]
         raise BankError(f"{both} cannot be merged: method {named[0]} and {named[1]}, or its settings, differ")
     method, schedule = methods[0]
@@ -157,6 +161,10 @@ def _config(ours: Snapshot, theirs: Snapshot) -> dict[str, Any]:
     learned = {task.name for task in theirs.tasks}
     new = [spec for spec, name in zip(specs[1], names[1], strict=True) if name in learned and name not in names[0]]
     config["stream"] = {**config["stream"], "tasks": [*specs[0], *new]}
+    config["method"] = copy.deepcopy(config["method"])
+    for path, given in method_config(theirs.provenance["config"]["method"]).settings_by_task().items():
+        holder, key = at(config["method"], path)
+        holder[key] = {**given, **holder.get(key, {})}
     return config
 
 

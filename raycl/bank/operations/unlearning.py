@@ -6,6 +6,7 @@ What it does not know: how anything was learned.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from raycl.eval.settings import EvalConfig
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import method_class
 from raycl.retrieval.routers import without
-from raycl.run.start import BY_TASK
+from raycl.run.start import settings_by_task
 from raycl.serve.snapshots.scores import score_snapshot
 from raycl.serve.snapshots.snapshot_model import SnapshotModel, adapters_of, backbone_of, router_of
 from raycl.training.records.bank_start import PARAMETERS, adapters_of_task, without_task
@@ -110,15 +111,14 @@ def _training_without(bank: Bank, snapshot: Snapshot, task: str, adapters: Seque
 
 def _config_without(snapshot: Snapshot, task: str) -> dict[str, Any]:
     """The run's config without the task in its stream, from which a run can start."""
-    config = dict(snapshot.provenance.get("config", {}))
+    config: dict[str, Any] = copy.deepcopy(snapshot.provenance.get("config", {}))
     if config:
         specs = config["stream"]["tasks"] or [info.name for info in snapshot.tasks]
         names = [spec["name"] if isinstance(spec, dict) else spec for spec in specs]
         left = [spec for spec, name in zip(specs, names, strict=True) if name != task]
         config["stream"] = {**config["stream"], "tasks": left}
-        for section, key in BY_TASK:
-            kept = {name: value for name, value in config[section][key].items() if name != task}
-            config[section] = {**config[section], key: kept}
+        for holder, key in settings_by_task(config):
+            holder[key].pop(task, None)
     return config
 
 

@@ -40,6 +40,8 @@ class OLoraConfig(IncLoraSettings):
         default_factory=dict, description="task name -> lambda_2, where it differs"
     )
 
+    by_task: ClassVar[tuple[str, ...]] = ("lambda_1_by_task", "lambda_2_by_task")
+
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
         """The first task has nothing to be at right angles to; each task has one lambda_1 and one lambda_2."""
         settings = super().cache_key(index, tasks, learns_texts)

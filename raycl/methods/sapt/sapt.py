@@ -126,9 +126,11 @@ class Sapt(PerTaskAdapter):
 
     def _create(self, task: str) -> None:
         config = self.config
-        self.stack.begin_training({task: config.rank}, self.scale, as_peft_draws, config.dropout)
+        rank = config.rank_by_task.get(task, config.rank)
+        self.stack.begin_training({task: rank}, config.alpha / rank, as_peft_draws, config.dropout)
         if config.value == "prompt":
-            self._begin_prompts(1, config.prompt_length, PromptForm(config.prompt_form, config.prompt_mlp_width))
+            length = config.prompt_length_by_task.get(task, config.prompt_length)
+            self._begin_prompts(1, length, PromptForm(config.prompt_form, config.prompt_mlp_width))
         self.attention.begin(task, self.seed + 1 + len(self._learned))
 
     def _is_trained(self, name: str, parameter: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from raycl.adapters.prompts import Form
-from raycl.config import Tree
+from raycl.config import Size, Tree
 from raycl.methods.base import MethodConfig
 from raycl.methods.replay.generator import GeneratorConfig
 from raycl.methods.sapt.ablations import ABLATIONS, Name
@@ -26,12 +26,17 @@ class SaptConfig(MethodConfig):
     name: Literal["sapt"] = "sapt"
     value: Literal["lora", "prompt"] = Field("lora", description="the adapter of a task: SAPT-LoRA or SAPT-Prompt")
     rank: int = Field(8, ge=1, description="r, the rank of the LoRA; the paper: 8 on T5's long sequences, else 4")
+    rank_by_task: dict[str, Size] = Field(default_factory=dict, description="task name -> rank, where it differs")
     alpha: float = Field(32.0, gt=0, description="LoRA's alpha; the update is scaled by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="share of the adapter's inputs that is dropped in training")
     targets: tuple[str, ...] = Field(
         ("attention.query", "attention.value"), min_length=1, description="roles or regular expressions of linear paths"
     )
     prompt_length: int = Field(10, ge=1, description="positions of a soft prompt, and of the weighted sum of all")
+    prompt_length_by_task: dict[str, Size] = Field(
+        default_factory=dict,
+        description="task name -> prompt_length, where it differs; in the weighted sum shorter ones are zero in front",
+    )
     prompt_form: Form = Field(
         "plain",
         description="value=prompt: what is trained. plain: the prompt P; mlp: also a residual MLP, P' = MLP(P) + P; "
@@ -62,6 +67,8 @@ class SaptConfig(MethodConfig):
     unused_for_single_task: ClassVar[tuple[str, ...]] = ("attention", "arm", "ablation", "selector", "generator")
     """A single adapter gets weight 1, and there is nothing to reflect on."""
 
+    by_task: ClassVar[tuple[str, ...]] = ("rank_by_task", "prompt_length_by_task")
+
     label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
@@ -74,8 +81,8 @@ class SaptConfig(MethodConfig):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Settings of the other kind of adapter, of a component that is left out, or of a source that is not used."""
-        prompt = ("prompt_length", "prompt_form", "prompt_mlp_width")
-        others = ("rank", "alpha", "dropout", "targets") if self.value == "prompt" else prompt
+        prompt = ("prompt_length", "prompt_length_by_task", "prompt_form", "prompt_mlp_width")
+        others = ("rank", "rank_by_task", "alpha", "dropout", "targets") if self.value == "prompt" else prompt
         yield from ((name, f"value={self.value}") for name in others)
         if self.value == "prompt" and self.prompt_form != "mlp":
             yield "prompt_mlp_width", f"prompt_form={self.prompt_form}"

@@ -23,7 +23,7 @@ from raycl.adapters.head import Rule as HeadRule
 from raycl.adapters.prompts import Form, PromptForm
 from raycl.adapters.prompts import How as PromptMixing
 from raycl.backbone import Backbone
-from raycl.config import Tree
+from raycl.config import Size, Tree
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, MethodConfig, State, under
@@ -44,6 +44,9 @@ class SlmConfig(MethodConfig):
 
     name: Literal["slm"] = "slm"
     rank: int = Field(8, ge=1, description="r, the rank of each slot; the paper: 12 for BERT, 8 for LLaMA")
+    rank_by_task: dict[str, Size] = Field(
+        default_factory=dict, description="task name -> rank, where it differs (SLM, appendix A.9)"
+    )
     a_init_std: float = Field(1.0, gt=0, description="standard deviation of A's initial values; B starts at 0")
     value: Literal["jare", "adapter", "prompt"] = Field(
         "jare",
@@ -52,6 +55,9 @@ class SlmConfig(MethodConfig):
         "retrieval.rule=vote in the paper, without distance weights",
     )
     prompt_length: int = Field(10, ge=1, description="positions of a slot's soft prompt")
+    prompt_length_by_task: dict[str, Size] = Field(
+        default_factory=dict, description="task name -> prompt_length, where it differs"
+    )
     prompt_mixing: PromptMixing = Field(
         "concat",
         description="value=prompt: concat: the prompts of all selected slots stand in front of the text, one after "
@@ -93,6 +99,8 @@ class SlmConfig(MethodConfig):
 
     label_head: ClassVar[tuple[str, ...]] = ("head_rule",)
 
+    by_task: ClassVar[tuple[str, ...]] = ("rank_by_task", "prompt_length_by_task", "keys.slots_by_task")
+
     unused_for_single_task: ClassVar[tuple[str, ...]] = ("keys.centrifugal",)
     """There are no keys of other tasks."""
 
@@ -105,8 +113,8 @@ class SlmConfig(MethodConfig):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """What slots of another kind hold."""
-        prompt = ("prompt_length", "prompt_mixing", "prompt_form", "prompt_mlp_width")
-        others = ("rank", "a_init_std", "targets") if self.value == "prompt" else prompt
+        prompt = ("prompt_length", "prompt_length_by_task", "prompt_mixing", "prompt_form", "prompt_mlp_width")
+        others = ("rank", "rank_by_task", "a_init_std", "targets") if self.value == "prompt" else prompt
         yield from ((name, f"value={self.value}") for name in others)
         if self.value == "prompt" and self.prompt_form != "mlp":
             yield "prompt_mlp_width", f"prompt_form={self.prompt_form}"
@@ -187,18 +195,20 @@ class Slm(PerTaskAdapter):
 
     def fit(self, phase: Phase, queries_NC: Tensor, dev_MC: Tensor) -> None:
         """Keys of a phase from queries of its training texts; those of its dev texts are kept to compare routers."""
-        router, config = self._ahead if self.config.fits_ahead else self.router, self.config.keys
+        router, config = self._ahead if self.config.fits_ahead else self.router, self.config.keys.of(phase.name)
         if self.task_id_given:  # keys of other tasks never compete
             config = config.model_copy(update={"centrifugal": 0.0})
         router.fit(phase.name, queries_NC, config, self.seed + phase.index)
         router.hold_out(phase.name, dev_MC)
 
     def _create(self, task: str) -> None:
-        ranks = dict.fromkeys(self.router.adapters(task), self.config.rank)
+        rank = self.config.rank_by_task.get(task, self.config.rank)
+        ranks = dict.fromkeys(self.router.adapters(task), rank)
         self.stack.begin_training(ranks, self.scale, partial(_normal, std=self.config.a_init_std))
         if self.config.value == "prompt":
             form = PromptForm(self.config.prompt_form, self.config.prompt_mlp_width)
-            self._begin_prompts(len(ranks), self.config.prompt_length, form)
+            length = self.config.prompt_length_by_task.get(task, self.config.prompt_length)
+            self._begin_prompts(len(ranks), length, form)
 
     def _number(self) -> int:
         return len(self.router.tasks)

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from raycl.config import Section
+from raycl.config import Section, Size
 from raycl.errors import RetrievalError
 
 DECAY, DECAY_EPOCHS = 0.1, 2
@@ -25,6 +25,7 @@ class KeyConfig(Section):
 
     groups: int = Field(6, ge=1, description="g, the number of slices of the query; it must divide the query's width")
     slots: int = Field(4, ge=1, description="m, the number of slots per task")
+    slots_by_task: dict[str, Size] = Field(default_factory=dict, description="task name -> m, where it differs")
     mask: float = Field(
         0.2, ge=0, lt=1, description="p, the probability that a slot is left out of a choice while keys are learned"
     )
@@ -53,6 +54,10 @@ class KeyConfig(Section):
         "minus the mean of the chosen cosines; every key then moves. 0: as in the authors' scripts, whose code has "
         "that loss and never adds it",
     )
+
+    def of(self, task: str) -> KeyConfig:
+        """The settings of one task, with its own number of slots."""
+        return self.model_copy(update={"slots": self.slots_by_task.get(task, self.slots), "slots_by_task": {}})
 
 
 def split_groups(queries_BC: Tensor, groups: int) -> Tensor:
@@ -147,8 +152,10 @@ def check_keys(config: KeyConfig, top_k: int) -> None:
     Raises:
         RetrievalError: they do not.
     """
-    if top_k > config.slots:
-        raise RetrievalError(f"retrieval.top_k={top_k} is more than keys.slots={config.slots}: choose at most all")
+    sizes = {"keys.slots": config.slots} | {f"keys.slots_by_task.{task}": m for task, m in config.slots_by_task.items()}
+    for path, slots in sizes.items():
+        if top_k > slots:
+            raise RetrievalError(f"retrieval.top_k={top_k} is more than {path}={slots}: choose at most all")
 
 
 def choose(similar_BgN: Tensor, top_k: int, mask: float, draw: torch.Generator | None = None) -> Tensor:

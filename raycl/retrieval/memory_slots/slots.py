@@ -241,16 +241,21 @@ class SlotRouter:
         return Mixture(tuple(self._slot_names[number] for number in ids.tolist()), weights)
 
     def _searched_by_task(self, queries_BC: Tensor, queries_BgH: Tensor) -> tuple[Tensor, Tensor]:
-        """The same as `_by_task` where every task has m slots, looking at those of the chosen tasks alone."""
+        """The same as `_by_task`, looking at the slots of the chosen tasks alone."""
         scores = self.discriminant.scores(queries_BC)
         best = scores.topk(min(self.config.top_k, len(self.tasks)), dim=1)
         joined = self._joined_on(queries_BC.device)
-        chances, slots = best.values.softmax(1), len(joined) // len(self.tasks)
-        number_BTm = best.indices[:, :, None] * slots + torch.arange(slots, device=joined.device)
+        chances = best.values.softmax(1)
+        slots_T = torch.tensor([len(self._keys[task]) for task in self.tasks], device=joined.device)
+        place_m, own_BT = torch.arange(int(slots_T.max()), device=joined.device), slots_T[best.indices]
+        exists_BTm = place_m < own_BT[:, :, None]
+        first_BT = (slots_T.cumsum(0) - slots_T)[best.indices]
+        number_BTm = first_BT[:, :, None] + torch.minimum(place_m, own_BT[:, :, None] - 1)
         unit_q = torch.nn.functional.normalize(queries_BgH, dim=-1)
         unit_k = torch.nn.functional.normalize(joined[number_BTm], dim=-1)
         similar = torch.einsum("bgh,btmgh->btgm", unit_q, unit_k)
-        own = slot_weights(similar.flatten(0, 1), self.config).view(number_BTm.shape) * chances[:, :, None]
+        weights = slot_weights(similar.flatten(0, 1), self.config, exists_BTm.flatten(0, 1))
+        own = weights.view(number_BTm.shape) * chances[:, :, None]
         ids, place = torch.unique(number_BTm, return_inverse=True)
         empty = own.new_zeros(len(queries_BC), len(ids))
         return ids, empty.scatter_add(1, place.flatten(1), own.flatten(1))

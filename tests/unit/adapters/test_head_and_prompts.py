@@ -208,6 +208,36 @@ def test_a_task_that_is_learned_again_begins_with_its_prompts_in_every_form(lab:
     assert found is not None and before.prompt is not None and torch.equal(found[0][0], before.prompt)
 
 
+@pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
+def test_prompts_of_different_lengths_are_summed_where_they_end(lab: Lab, kind: str) -> None:
+    """Shorter ones are zero in front; positions that nobody reaches are masked, and cost nothing alone."""
+    backbone, stack = prompted(lab, kind, "sum")
+    long = torch.randn(5, 32, generator=torch.Generator().manual_seed(9))
+    stack.load("long", AdapterState(prompt=long))
+    prefix, short = backbone.prefix, stack.states["a"].prompt
+    assert prefix is not None and short is not None
+    weights = torch.tensor([[0.6, 0.4], [1.0, 0.0], [0.0, 0.0]])
+    with stack.activate(Mixture(("a", "long"), weights)):
+        found = prefix(3, torch.device("cpu"))
+    assert found is not None and found[1].tolist() == [[1] * 5, [0, 0, 1, 1, 1], [0] * 5]
+    torch.testing.assert_close(found[0][0], 0.4 * long + 0.6 * torch.cat([torch.zeros(2, 32), short]))
+    torch.testing.assert_close(found[0][1], torch.cat([torch.zeros(2, 32), short]))
+    with stack.activate(Mixture(("a", "long"), weights[1:2])):
+        alone = prefix(1, torch.device("cpu"))
+    assert alone is not None and torch.equal(alone[0][0], short)
+
+    def read(texts: list[str], weights: Tensor) -> Tensor:
+        with torch.no_grad(), stack.activate(Mixture(("a", "long"), weights)):
+            batch = batch_of(texts, backbone)
+            return backbone.pooled(batch) if kind == "bert" else backbone(batch).logits  # type: ignore[operator]
+
+    together = read(TEXTS, weights)
+    for row, ids in enumerate(backbone.codec.encode_source(TEXTS)):
+        seen = slice(0, len(ids)) if kind == "llama" else slice(None)
+        mine = read(TEXTS[row : row + 1], weights[row : row + 1])[0]
+        torch.testing.assert_close(together[row][seen], mine[seen], atol=1e-5, rtol=1e-4)
+
+
 def test_the_length_of_a_sum_stays_and_prompts_that_cannot_be_mixed_are_refused(lab: Lab) -> None:
     backbone, stack = prompted(lab, "bert", "sum")
     prefix = backbone.prefix
@@ -215,11 +245,12 @@ def test_the_length_of_a_sum_stays_and_prompts_that_cannot_be_mixed_are_refused(
     with stack.activate(Mixture(("a", "b"), torch.ones(2, 2))):
         found = prefix(2, torch.device("cpu"))
     assert found is not None and found[0].shape == (2, 3, 32)
-    stack.load("long", AdapterState(prompt=torch.ones(5, 32)))
     stack.load("wide", AdapterState(prompt=torch.ones(3, 31)))
-    for name, said in (("long", r"lengths \[3, 5\] have no weighted sum"), ("wide", "width 31, the model's is 32")):
-        with pytest.raises(AdapterError, match=said), stack.activate(Mixture(("a", name), torch.ones(1, 2))):
-            prefix(1, torch.device("cpu"))
+    with (
+        pytest.raises(AdapterError, match="width 31, the model's is 32"),
+        stack.activate(Mixture(("a", "wide"), torch.ones(1, 2))),
+    ):
+        prefix(1, torch.device("cpu"))
 
 
 def test_concatenated_prompts_have_an_order_of_their_own(lab: Lab) -> None:

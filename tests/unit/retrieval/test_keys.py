@@ -274,6 +274,7 @@ def test_key_accuracy_wants_more_than_half(right: int, counts: bool) -> None:
     [
         (drawn(4, 10), KeyConfig(groups=3), 1, "3 groups do not divide the encoder's 10 dimensions: use one of 1, 2"),
         (drawn(4, 12), KeyConfig(groups=3, slots=2), 3, "retrieval.top_k=3 is more than keys.slots=2"),
+        (drawn(4, 12), KeyConfig(groups=3, slots_by_task={"one": 1}), 2, "is more than keys.slots_by_task.one=1"),
         (drawn(0, 12), KeyConfig(groups=3), 1, "a task without texts"),
         (drawn(4, 12) / 0, KeyConfig(groups=3), 1, "not finite"),
         (drawn(3, 12), KeyConfig(groups=3, start="data"), 1, "3 texts cannot start 4 slots"),
