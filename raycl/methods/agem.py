@@ -38,6 +38,11 @@ class AgemConfig(WrapperConfig):
     )
     batch: int = Field(64, ge=1, description="stored rows of all earlier tasks behind each reference gradient")
 
+    @property
+    def rereads_rows(self) -> bool:
+        """Stored rows are numbers."""
+        return True
+
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
         """In the first phase nothing is stored yet."""
         settings = super().cache_key(index, tasks, learns_texts)

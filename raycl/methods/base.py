@@ -85,6 +85,11 @@ class MethodConfig(Section):
         return False
 
     @property
+    def rereads_rows(self) -> bool:
+        """Whether rows of earlier tasks are read again, so that their data must be there."""
+        return False
+
+    @property
     def selects_router(self) -> bool:
         """Whether the kind of router is selected by dev texts of all tasks."""
         return False

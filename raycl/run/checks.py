@@ -124,7 +124,7 @@ def check_data(config: RunConfig, stream: Stream) -> None:
         ConfigError: the method trains on rows of earlier tasks, or the task is to be trained.
     """
     missing = [task.name for task in stream.tasks if not stream.has_data(task)]
-    if missing and config.method.name in WRAPPERS:
+    if missing and config.method.rereads_rows:
         raise ConfigError(
             f"method '{config.method.name}' trains on rows of {', '.join(missing)} again, and their data is out of "
             "reach: say where it is now (stream.root), or restore it"

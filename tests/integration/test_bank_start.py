@@ -26,12 +26,21 @@ from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.training.records.journal import Journal, read_state
 
+GENERATED = {
+    "name": "replay",
+    "share": 0.2,
+    "source": "generated",
+    "generator": {"steps": 5, "rate": 0.02, "max_tokens": 8},
+}
+"""Replay of what it wrote itself, which needs no rows of earlier tasks."""
+
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "lora": ("bert", "lora", {}),
     "inclora": ("t5", "inclora", {}),
     "olora": ("llama", "olora", {}),
     "inflora": ("bert", "inflora", {}),
     "replay": ("bert", {"name": "replay", "share": 0.2}, {}),
+    "replay generated": ("t5", GENERATED, {}),
     "slm": ("bert", "slm", {}),
     "slm text": ("llama", "slm", {}),
     "sapt": ("bert", "sapt", {}),
@@ -98,7 +107,7 @@ def test_it_equals_the_run_that_knew_all_tasks(
     assert bank.storage.files("leases") == {}, "a finished run holds no lease"
 
 
-@pytest.mark.parametrize("case", ["slm", "sapt text"])
+@pytest.mark.parametrize("case", ["slm", "sapt text", "replay generated"])
 def test_earlier_tasks_without_data_are_listed_and_their_cells_stay_empty(lab: Lab, case: str, tmp_path: Path) -> None:
     """Learning does not need their rows: losses, adapters and router are those of the run that has them."""
     old = {**lab.tasks[0], "path": str(tmp_path / "old")}

@@ -56,6 +56,11 @@ class ReplayConfig(WrapperConfig):
         if self.source != "generated":
             yield "generator", f"source={self.source}"
 
+    @property
+    def rereads_rows(self) -> bool:
+        """Stored rows are numbers; pseudo-samples are kept themselves."""
+        return self.source == "real"
+
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
         """In the first phase nothing is replayed yet; of stored rows nothing but their numbers is kept."""
         settings = super().cache_key(index, tasks, learns_texts)
