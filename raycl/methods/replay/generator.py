@@ -334,7 +334,7 @@ class Texts:
         if instruction:
             front = codec.encode_target([instruction])[0][:-1]
             used = {token for row in ids for token in row} | set(front) | codec.special_ids
-            free = (token for token in reversed(range(codec.vocabulary)) if token not in used)
+            free = (token for token in range(codec.vocabulary) if token not in used)  # low ids are common: soon learned
             if (separator := next(free, None)) is not None:
                 return Texts(codec, [[*front, separator, *row][:limit] for row in ids], separator)
         return Texts(codec, [row[:limit] for row in ids])
