@@ -174,3 +174,21 @@ def test_no_modifier_changes_nothing() -> None:
 def test_the_training_context_has_the_modifiers(lab: Lab) -> None:
     parts: TrainingContext = Started(lab).parts
     assert list(parts.modifiers.members) == ["migu"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "end"),
+    [("ffn.in", "wi"), ("ffn.out", "wo"), ("attention.query", "q"), ("attention.key", "k"), ("attention.out", "o")],
+)
+def test_one_kind_of_layer_can_be_masked_alone(lab: Lab, layer: str, end: str) -> None:
+    """As in table 5 of the paper."""
+    started = Started(lab, "t5", layers=[layer])
+    names = list(started.migu._layout.rows)
+    before = started.values()
+    sgd(started.engine)
+    started.step(started.batch([0, 1, 2]))
+    after = started.values()
+    assert names and {name.split(".")[-2] for name in names} == {end}
+    for name in names:
+        still = started.migu._layout.rows[name].on(~started.mask())
+        assert torch.equal(after[name] * still, before[name] * still) and not torch.equal(after[name], before[name])
