@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
 from raycl.adapters.head import Rule as HeadRule
-from raycl.adapters.prompts import PLAIN, MixedPrompts, PromptForm
+from raycl.adapters.prompts import PLAIN, Form, MixedPrompts, PromptForm
 from raycl.adapters.prompts import How as PromptMixing
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
@@ -28,6 +29,18 @@ from raycl.types import Activation, AdapterState, Phase, RouterState
 
 PREVIOUS = "previous"
 """Kind of tensors of adapters that a task which is learned again begins with."""
+
+PromptFormSetting = Annotated[
+    Form,
+    Field(
+        description="value=prompt: what is trained. plain: the prompt P; mlp: also a residual MLP, P' = MLP(P) + P; "
+        "gate: also a factor that starts at zero, P' = gate P (SLM, appendix A.5, eq. 10 and 11); the bank keeps P'"
+    ),
+]
+
+MlpWidthSetting = Annotated[
+    int, Field(ge=1, description="prompt_form=mlp: hidden units of the MLP (as in the code of Progressive Prompts)")
+]
 
 
 class PerTaskAdapter(Method, ABC):

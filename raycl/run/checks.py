@@ -11,12 +11,14 @@ from raycl.bank import Bank
 from raycl.bank.branches import Branch, snapshot_at
 from raycl.config import Tree
 from raycl.data.loader import check_batch
+from raycl.data.prepare import MIN_TEXT_TOKENS
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.errors import ConfigError, RunError
 from raycl.eval.metrics import check_labels, check_metric
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import WRAPPERS, method_class, modifier_class
+from raycl.methods.replay.generator import GeneratorConfig
 from raycl.report.results import read_results
 from raycl.run.config import RunConfig
 from raycl.run.extension import check_takes_more_tasks
@@ -77,19 +79,28 @@ def check(config: RunConfig) -> Stream:
 
 
 def check_instructions(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
-    """A generator can only write instructions that prompts have.
+    """A generator can only write instructions that prompts have, and inputs that fit behind them.
 
     Raises:
-        ConfigError: no task's prompt has one.
+        ConfigError: no task's prompt has one, or an instruction is as long as what is written.
     """
     generator = getattr(config.method, "generator", None)
-    if getattr(generator, "writes", "input") == "input":
+    if not isinstance(generator, GeneratorConfig) or generator.writes == "input":
         return
-    if not any(stream.instruction(task, codec) for task in stream.tasks):
+    instructions = {task.name: stream.instruction(task, codec) for task in stream.tasks}
+    if not any(instructions.values()):
         raise ConfigError(
             "method.generator.writes=instruction_and_input, but no task has an instruction in its prompt: choose a "
             "prompt that has (stream.prompt=superni or long), or method.generator.writes=input"
         )
+    reads = codec if generator.backbone is None else load_codec(generator.backbone, 1, 1)
+    for name, instruction in instructions.items():
+        needed = len(reads.encode_target([instruction])[0]) + MIN_TEXT_TOKENS
+        if instruction and needed > generator.max_tokens:
+            raise ConfigError(
+                f"the instruction of task '{name}' leaves no room for an input in method.generator.max_tokens="
+                f"{generator.max_tokens}: expected at least {needed}, or method.generator.writes=input"
+            )
 
 
 def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:

@@ -197,12 +197,12 @@ def test_a_generator_writes_instructions_that_stand_for_the_tasks_own(
         written.append(sample(self, start, count, texts))
         return written[-1]
 
-    def told(self: TaskContext, task: Any, texts: Any, instruction: str | None = None) -> list[list[int]]:
+    def recorded(self: TaskContext, task: Any, texts: Any, instruction: str | None = None) -> list[list[int]]:
         given.append(instruction)
         return prompts(self, task, texts, instruction)
 
     monkeypatch.setattr(Generator, "_sample", watched)
-    monkeypatch.setattr(TaskContext, "prompts", told)
+    monkeypatch.setattr(TaskContext, "prompts", recorded)
     writer = {"steps": 200, "rate": 0.005, "max_tokens": 16, "dropout": 0.0, "writes": "instruction_and_input"}
     writer |= {"repetition_penalty": 1.0, "top_k": 1}
     arm = {"source": "generated", "fraction": 0.3}
@@ -267,10 +267,14 @@ def test_wrong_settings_are_refused_before_anything_starts(lab: Lab, tmp_path: P
         load_config(None, ["method=replay", "method.source=pseudo"])
     with pytest.raises(ConfigError, match=r"method\.source=generated replays inputs with answers, which stream\.obj"):
         check(lab.config("llama", replay(lab, "llama"), stream={"objective": "clm"}))
-    writer = {"writes": "instruction_and_input"}
+    writer: dict[str, Any] = {"writes": "instruction_and_input", "max_tokens": 16}
     with pytest.raises(ConfigError, match=r"writes=instruction_and_input, but no task has an instruction in its prom"):
         check(lab.config("t5", replay(lab, "t5", **writer)))
     check(lab.config("t5", replay(lab, "t5", **writer), stream=instructed(lab)))
+    for short, reads in ((8, {}), (7, {"backbone": {"name": str(lab.model_folder("llama")), "dtype": "float32"}})):
+        writer["max_tokens"] = short
+        with pytest.raises(ConfigError, match=rf"task 'colour' leaves no room .*max_tokens={short}: expected at least"):
+            check(lab.config("t5", replay(lab, "t5", **writer, **reads), stream=instructed(lab)))
 
 
 def test_real_rows_stay_numbers(lab: Lab, tmp_path: Path) -> None:

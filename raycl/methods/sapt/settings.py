@@ -10,9 +10,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from raycl.adapters.prompts import Form
+from raycl.adapters.prompts import PLAIN
 from raycl.config import Size, Tree
 from raycl.methods.base import MethodConfig
+from raycl.methods.per_task_adapter import MlpWidthSetting, PromptFormSetting
 from raycl.methods.replay.generator import GeneratorConfig
 from raycl.methods.sapt.ablations import ABLATIONS, Name
 from raycl.methods.sapt.reflection import ReflectionConfig
@@ -37,14 +38,8 @@ class SaptConfig(MethodConfig):
         default_factory=dict,
         description="task name -> prompt_length, where it differs; in the weighted sum shorter ones are zero in front",
     )
-    prompt_form: Form = Field(
-        "plain",
-        description="value=prompt: what is trained. plain: the prompt P; mlp: also a residual MLP, P' = MLP(P) + P; "
-        "gate: also a factor that starts at zero, P' = gate P (SLM, appendix A.5, eq. 10 and 11); the bank keeps P'",
-    )
-    prompt_mlp_width: int = Field(
-        800, ge=1, description="prompt_form=mlp: hidden units of the MLP (as in the code of Progressive Prompts)"
-    )
+    prompt_form: PromptFormSetting = "plain"
+    prompt_mlp_width: MlpWidthSetting = PLAIN.width
     attention: AttentionConfig = AttentionConfig()
     arm: ReflectionConfig = ReflectionConfig()
     head_rule: Literal["probability", "logit"] = Field(

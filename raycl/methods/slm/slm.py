@@ -20,7 +20,7 @@ from torch import Tensor
 
 from raycl.adapters.head import MixedHead
 from raycl.adapters.head import Rule as HeadRule
-from raycl.adapters.prompts import Form, PromptForm
+from raycl.adapters.prompts import PLAIN, PromptForm
 from raycl.adapters.prompts import How as PromptMixing
 from raycl.backbone import Backbone
 from raycl.config import Size, Tree
@@ -28,7 +28,7 @@ from raycl.data.sources.cache import cache_folder
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
-from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.methods.per_task_adapter import MlpWidthSetting, PerTaskAdapter, PromptFormSetting
 from raycl.methods.trained_adapters import is_trainable
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.memory_slots.key_maps import newest_rows, plane, similarity
@@ -63,14 +63,8 @@ class SlmConfig(MethodConfig):
         description="value=prompt: concat: the prompts of all selected slots stand in front of the text, one after "
         "another, without weights (the paper's DTKR+Prompt); sum: their weighted sum, whose length stays",
     )
-    prompt_form: Form = Field(
-        "plain",
-        description="value=prompt: what is trained. plain: the prompt P; mlp: also a residual MLP, P' = MLP(P) + P; "
-        "gate: also a factor that starts at zero, P' = gate P (SLM, appendix A.5, eq. 10 and 11); the bank keeps P'",
-    )
-    prompt_mlp_width: int = Field(
-        800, ge=1, description="prompt_form=mlp: hidden units of the MLP (as in the code of Progressive Prompts)"
-    )
+    prompt_form: PromptFormSetting = "plain"
+    prompt_mlp_width: MlpWidthSetting = PLAIN.width
     targets: tuple[str, ...] = Field(
         ("attention.out",), min_length=1, description="roles or regular expressions of linear paths"
     )

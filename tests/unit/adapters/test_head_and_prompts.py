@@ -210,7 +210,7 @@ def test_a_task_that_is_learned_again_begins_with_its_prompts_in_every_form(lab:
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
 def test_prompts_of_different_lengths_are_summed_where_they_end(lab: Lab, kind: str) -> None:
-    """Shorter ones are zero in front; positions that nobody reaches are masked, and cost nothing alone."""
+    """Shorter ones are zero in front; positions in front of all of them are masked, and do not change an output."""
     backbone, stack = prompted(lab, kind, "sum")
     long = torch.randn(5, 32, generator=torch.Generator().manual_seed(9))
     stack.load("long", AdapterState(prompt=long))
