@@ -18,8 +18,9 @@ from torch import Tensor
 IGNORE = -100
 """Target positions with this id carry no loss (the convention of torch's cross_entropy)."""
 
-Activation = Literal["", "relu"]
-"""What stands between A and B of an adapter: nothing (a weight increment, LoRA), or a non-linearity (a bottleneck)."""
+Activation = Literal["", "relu", "softmax"]
+"""What stands between A and B of an adapter: nothing (a weight increment, LoRA), a non-linearity (a bottleneck), or the
+softmax of attention, for which A holds keys and B values of learned positions (a prefix)."""
 
 
 Objective = Literal["answer", "mlm", "clm"]
@@ -243,7 +244,8 @@ class AdapterState:
     """What one adapter holds, on the CPU.
 
     Attributes:
-        linears: path of a linear inside the backbone's model -> A `[r, D]` and B `[O, r]`; ranks may differ.
+        linears: path of a linear inside the backbone's model -> A `[r, D]` and B `[O, r]`; ranks may differ. Of a
+            prefix of r positions: keys `[r, D]` and values `[D, r]`, at an attention layer's output projection.
         scale: the update of a linear is `scale * B A`, or `scale * B f(A x)` with an activation f.
         prompt: `[P, D]` soft prompt, or None.
         labels: label texts of the head's rows; empty where there is no head.

@@ -7,6 +7,9 @@ never averaged.
 With an activation f between the two GEMMs, `y += gate * f(x A^T) B`, an adapter is no weight increment but a bottleneck
 (Houlsby et al. 2019, without biases) in parallel to its linear (He et al. 2022, "parallel adapter"). `relu_` works in
 place under autograd too: nothing else reads what the first GEMM gave.
+A prefix is attention from each token to learned keys and values beside that to the tokens (prefix tuning, Li and Liang
+2021), with a softmax of its own whose result is added, as in LLaMA-Adapter (Zhang et al. 2023). Keys in the place of A
+and values in that of B make it the same formula with f = softmax, in each head (He et al. 2022, section 3.1).
 What it does not know: where rows are kept, which example wants which.
 """
 
@@ -61,3 +64,31 @@ def add_own(y: Tensor, x: Tensor, a_BKD: Tensor, b_BKO: Tensor, gate_BK: Tensor,
     if activation == "relu":
         h_BKT.relu_()
     return y.baddbmm_(h_BKT.mul_(gate[:, :, None]).transpose(1, 2), b_BKO)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, gate: Tensor, heads: int, scaling: float) -> Tensor:
+    """Attention of each token to the prefix positions that its example uses: `softmax(scaling q K^T + log gate) V`.
+
+    Positions of all prefixes with a gate above 0 compete in one softmax, as if they stood one after another; equal
+    gates leave that to the queries alone. Others, and examples without any, add nothing.
+
+    Args:
+        q: `[B, T, D]` queries of all heads side by side.
+        keys: `[R, D]`, or `[B, R, D]` where each example has its own. values: the same.
+        gate: `[B, R]`.
+
+    Returns:
+        `[B, T, D]`, what is added to the input of the layer's output projection.
+    """
+    closed = gate <= 0
+    idle = closed.all(1, keepdim=True)
+    prior = gate.clamp_min(torch.finfo(gate.dtype).tiny).log().masked_fill(closed & ~idle, float("-inf"))
+    scores = _of_heads(q, heads) @ _of_heads(keys, heads).mT * scaling
+    shares = (scores + prior.to(scores.dtype)[:, None, None, :]).softmax(-1)
+    found = (shares @ _of_heads(values, heads)).transpose(1, 2).flatten(2)
+    return found.masked_fill(idle[:, :, None], 0.0)
+
+
+def _of_heads(rows: Tensor, heads: int) -> Tensor:
+    """`[..., R, D]` to `[..., H, R, D / H]`."""
+    return rows.reshape(*rows.shape[:-1], heads, -1).transpose(-3, -2)

@@ -1,21 +1,46 @@
 """A linear layer that adds, for each example, its own mixture of low-rank updates.
 
+In a stack of prefixes it is an attention's output projection and adds, for each example, attention to its prefixes.
 What it does not know: which mixture is active (its stack does), which adapters exist.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from raycl.adapters.formula import OWN_TOKENS, add_own, add_shared
+from raycl.adapters.formula import OWN_TOKENS, add_own, add_shared, attend
 
 if TYPE_CHECKING:
     from raycl.adapters.stack import AdapterStack
+
+
+@dataclass
+class Queries:
+    """What the query projection of an attention layer gave last, for its output projection.
+
+    Attributes:
+        heads: number of them. scaling: of the scores.
+    """
+
+    heads: int
+    scaling: float
+    last: Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: object, output: Tensor) -> None:
+        """As a forward hook of the query projection."""
+        self.last = output
+
+    def take(self) -> Tensor:
+        """`[B, T, D]`, once: nothing keeps it afterwards."""
+        assert self.last is not None, "the layer's queries were not computed"
+        last, self.last = self.last, None
+        return last
 
 
 class StackedLora(nn.Module):
@@ -25,6 +50,7 @@ class StackedLora(nn.Module):
         base: the linear it stands for (`nn.Linear`, or Hugging Face's `Conv1D`), untouched.
         lora_A: `[R, D]` rows of the adapters in training; None between tasks.
         lora_B: `[O, R]` their outputs, in PEFT's layout.
+        queries: of its attention layer, in a stack of prefixes.
         low_observer: called with `A x` `[..., R]` of the adapters in training, before activation, and gates `[B, R]`.
     """
 
@@ -32,13 +58,19 @@ class StackedLora(nn.Module):
         super().__init__()
         self.base = base
         self.path = path
-        self.inputs, self.outputs = linear_shape(base)
+        self.inputs, self._outputs = linear_shape(base)
         self.register_parameter("lora_A", None)
         self.register_parameter("lora_B", None)
         self.lora_A: nn.Parameter | None
         self.lora_B: nn.Parameter | None
+        self.queries: Queries | None = None
         self.low_observer: Callable[[Tensor, Tensor], None] | None = None
         self._stack = stack
+
+    @property
+    def outputs(self) -> int:
+        """Width of B: the linear's outputs, or of values, which are added to its inputs."""
+        return self.inputs if self._stack.activation == "softmax" else self._outputs
 
     @property
     def trainable_ranks(self) -> tuple[int, ...]:
@@ -73,8 +105,10 @@ class StackedLora(nn.Module):
         if x is None:
             assert self.lora_A is not None and self.lora_B is not None
             return self.lora_A.clone(), self.lora_B.clone()
-        y: Tensor = self.base(x)
         stack = self._stack
+        if stack.activation == "softmax":
+            return self._with_prefixes(x)
+        y: Tensor = self.base(x)
         if stack.static is not None:
             a_RD, b_RO = stack.static.layer(self.path)
             return add_shared(y, x, a_RD, b_RO, stack.static.gate, stack.activation)
@@ -92,6 +126,38 @@ class StackedLora(nn.Module):
         if plan.trainable_gate is not None and self.lora_A is not None:
             y = self._add_trainable(y, x, plan.trainable_gate_for(rows))
         return y
+
+    def _with_prefixes(self, x: Tensor) -> Tensor:
+        """`base(x + attention to the active prefixes)`, loaded ones and those in training in one softmax."""
+        stack, rows = self._stack, x.shape[0]
+        assert self.queries is not None
+        q = self.queries.take()
+        if stack.static is not None:
+            keys, values, gate = *stack.static.layer(self.path), stack.static.gate
+        else:
+            if (found := self._prefixes(rows)) is None:
+                return self.base(x)  # type: ignore[no-any-return]
+            keys, values, gate = found
+        return self.base(x + attend(q, keys, values, gate, self.queries.heads, self.queries.scaling))  # type: ignore[no-any-return]
+
+    def _prefixes(self, rows: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Keys, values and gates of the active prefixes; None without any."""
+        plan = self._stack.plan
+        if plan is None:
+            return None
+        parts = []
+        trained = plan.trainable_gate is not None and self.lora_A is not None
+        if plan.own is not None and not trained:
+            return *plan.own_rows(self.path, rows), plan.own_gate(rows)
+        if plan.has_loaded:
+            parts.append((*plan.shared_rows(self.path), plan.shared_gate(rows)))
+        if trained:
+            assert self.lora_A is not None and self.lora_B is not None
+            parts.append((self.lora_A, self.lora_B.T, plan.trainable_gate_for(rows)))
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        keys, values, gates = zip(*parts, strict=True)
+        return torch.cat(keys), torch.cat(values), torch.cat(gates, dim=1)
 
     def _add_trainable(self, y: Tensor, x: Tensor, gate_BR: Tensor) -> Tensor:
         """The part in training: exact gradients to A, B, the gate and x."""

@@ -14,13 +14,15 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from raycl.adapters.layer import StackedLora, base_dtype
+from raycl.adapters.layer import Queries, StackedLora, base_dtype, linear_shape
 from raycl.adapters.plan import Plan, gate_of, neighbours, own_form
 from raycl.adapters.pool import RowPool
 from raycl.adapters.rows import RowTable
 from raycl.adapters.state import check_fits
 from raycl.adapters.static import StaticRows
+from raycl.backbone.roles import query_of
 from raycl.errors import AdapterError
 from raycl.types import Activation, AdapterState, Mixture
 
@@ -58,15 +60,19 @@ class AdapterStack:
         Args:
             paths: of linears (`raycl.backbone.roles.linear_names`).
             rows: loaded rows (ranks added up); None: no limit.
+
+        Raises:
+            BackboneError: a stack of prefixes, and a linear that is no attention's output projection.
         """
         self.model = model
         self.layers: dict[str, StackedLora] = {}
+        self.activation: Activation = activation
+        self._hooks: list[RemovableHandle] = []
         self._attach(paths)
         self.grows = rows is None
         self.pool = RowPool({path: _shape(layer) for path, layer in self.layers.items()}, rows or 0)
         self.table = RowTable(rows or 0)
         self.source = source
-        self.activation = activation
         self.detach_loaded = False
         self.states: dict[str, AdapterState] = {}
         self._unwritten: set[str] = set()
@@ -83,8 +89,31 @@ class AdapterStack:
             parent, _, name = path.rpartition(".")
             base = self.model.get_submodule(path)
             assert not isinstance(base, StackedLora), f"'{path}' has a stack already"
+            queries = self._queries(path) if self.activation == "softmax" else None
             self.layers[path] = StackedLora(base, self, path)
+            self.layers[path].queries = queries
             setattr(self.model.get_submodule(parent), name, self.layers[path])
+
+    def _queries(self, path: str) -> Queries:
+        """Those of the attention layer whose output projection is at `path`, kept in each of its forward passes."""
+        projection = query_of(self.model, path)
+        heads = int(self.model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
+        attention = self.model.get_submodule(projection.rpartition(".")[0])
+        width = linear_shape(self.model.get_submodule(projection))[1]
+        queries = Queries(heads, float(getattr(attention, "scaling", (width // heads) ** -0.5)))
+        self._hooks.append(self.model.get_submodule(projection).register_forward_hook(queries))
+        return queries
+
+    def use(self, activation: Activation) -> None:
+        """The activation of all adapters from now on; loaded ones have it already."""
+        if activation == self.activation:
+            return
+        paths, rows = list(self.layers), self.pool.rows
+        self.detach()
+        self.layers, self.activation = {}, activation
+        self._attach(paths)
+        self.pool = RowPool({path: _shape(layer) for path, layer in self.layers.items()}, rows)
+        self._unwritten = set(self.states)
 
     def extend(self, paths: Sequence[str]) -> None:
         """Wrap more linears of the model; loaded adapters stay loaded and have no effect there."""
@@ -315,6 +344,8 @@ class AdapterStack:
 
     def detach(self) -> None:
         """Put the model's own linears back."""
+        while self._hooks:
+            self._hooks.pop().remove()
         for path, layer in self.layers.items():
             parent, _, name = path.rpartition(".")
             setattr(self.model.get_submodule(parent), name, layer.base)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 
 from torch import nn
 
@@ -83,6 +84,29 @@ def matching(linears: Sequence[str], targets: Sequence[str]) -> list[str]:
     return [name for name in linears if name in chosen]
 
 
+def query_of(model: nn.Module, path: str) -> str:
+    """Path of the query projection that belongs to an attention's output projection at `path`.
+
+    Raises:
+        BackboneError: `path` is no output projection, or queries have no linear of their own with as many outputs.
+    """
+    shapes = linear_shapes(model)
+    queries = [name for name in shapes if _matches(name, "attention.query")]
+    nearest = max(queries, key=lambda name: len(_shared(name, path)), default="")
+    within = ".".join(_shared(nearest, path))
+    if not _matches(path, "attention.out") or not re.search(r"(attention|attn)$", within, re.IGNORECASE):
+        raise BackboneError(
+            f"'{path}' is not the output projection of an attention layer with a query projection of its own: a prefix "
+            "needs both (target attention.out, and no backbone that projects queries, keys and values in one)"
+        )
+    if shapes[nearest][1] != shapes[path][0]:
+        raise BackboneError(
+            f"'{nearest}' has {shapes[nearest][1]} outputs and '{path}' {shapes[path][0]} inputs: a prefix needs as "
+            "many of both"
+        )
+    return nearest
+
+
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Path of every linear layer -> inputs and outputs."""
     found = {}
@@ -93,6 +117,16 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
             inputs, outputs = module.weight.shape
             found[name] = (int(inputs), int(outputs))
     return found
+
+
+def _shared(one: str, other: str) -> list[str]:
+    """The leading parts that two paths share."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return [part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+
+
+def _matches(path: str, role: str) -> bool:
+    return any(re.search(f"{pattern}$", path) for pattern in ROLES[role])
 
 
 def _patterns(target: str) -> tuple[str, ...]:

@@ -55,10 +55,10 @@ def states(method: Slm, batch: Batch) -> torch.Tensor:
     return backbone(batch).logits  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("value", ["jare", "adapter"])
+@pytest.mark.parametrize("value", ["jare", "adapter", "prefix"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_slots_add_nothing(lab: Lab, kind: str, value: str) -> None:
-    """B = 0, so the output is the pretrained model's, bit for bit."""
+    """B = 0, and the values of prefixes, so the output is the pretrained model's, bit for bit."""
     method, batch = started(lab, kind, value=value)
     with torch.no_grad():
         bare = states(method, batch)
@@ -299,15 +299,18 @@ def test_slots_can_hold_prompts(lab: Lab, tmp_path: Path, kind: str, mixing: str
     assert served == [json.loads(line)["answer"] for line in storage.read_text(last).splitlines()]
 
 
+@pytest.mark.parametrize(("variant", "activation", "size"), [("slm-adapter", "relu", 8), ("slm-prefix", "softmax", 3)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_slots_can_hold_bottleneck_adapters(complete: Complete, kind: str) -> None:
+def test_slots_can_hold_bottlenecks_and_prefixes(
+    complete: Complete, kind: str, variant: str, activation: str, size: int
+) -> None:
     """The ablation DTKR+Adapter: same keys, blocks that no weight can hold."""
-    storage = complete(kind, "slm-adapter", "torch").storage
+    storage = complete(kind, variant, "torch").storage
     bank = Bank(storage.sub("bank"))
     newest = bank.newest()
     assert newest is not None and len(newest.adapters) == 8
     blocks = [bank.fetch(entry, newest.layouts[entry.layout]) for entry in newest.adapters]
-    assert all(block.activation == "relu" and block.rank == 8 for block in blocks)
+    assert all((block.activation, block.rank) == (activation, size) for block in blocks)
     assert any(bool(high.any()) for block in blocks for _, high in block.linears.values())
     evaluated = evaluate(bank, newest)
     assert [evaluated[task].value for task in ("colour", "animal")] == matrix(storage)[-1]

@@ -67,6 +67,7 @@ ENGINES: dict[str, Any] = {
 
 VARIANTS: dict[str, Any] = {
     "slm-adapter": {"name": "slm", "value": "adapter", "retrieval": {"rule": "vote"}},
+    "slm-prefix": {"name": "slm", "value": "prefix", "prompt_length": 3, "retrieval": {"rule": "vote"}},
     "slm-prompt-mlp": {
         "name": "slm",
         "value": "prompt",
@@ -87,9 +88,9 @@ VARIANTS: dict[str, Any] = {
     "sapt-sizes": {"name": "sapt", "rank": 2, "rank_by_task": {"animal": 5}},
     "sapt-prompt": {"name": "sapt", "value": "prompt", "prompt_length": 3, "attention": {"standardize": False}},
 }
-"""Short name -> settings that must keep what their method promises: the ablations DTKR+Adapter and DTKR+Prompt (SLM,
-section 4.4) with a residual MLP, tasks of different sizes (SLM, appendix A.9), and SAPT-Prompt behind a gate, and with
-the paper's queries, which are not standardized."""
+"""Short name -> settings that must keep what their method promises: the ablations DTKR+Adapter, as bottlenecks and as
+prefixes, and DTKR+Prompt (SLM, section 4.4) with a residual MLP, tasks of different sizes (SLM, appendix A.9), and
+SAPT-Prompt behind a gate, and with the paper's queries, which are not standardized."""
 
 LINEAR = torch.nn.functional.linear
 """ZeRO-3 has one of its own in all modules until its engine is closed, for which a crash leaves no time."""

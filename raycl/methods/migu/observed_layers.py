@@ -79,6 +79,12 @@ def observed_layers(backbone: Backbone, targets: Sequence[str], include_lm_head:
         chosen = matching(list(layers), targets)
     except BackboneError as error:
         raise ConfigError(f"modifiers.migu.layers: {error}") from error
+    prefixed = [path for path in chosen if isinstance(layer := layers[path], StackedLora) and layer.queries is not None]
+    if prefixed:
+        raise ConfigError(
+            f"modifiers.migu.layers selects '{prefixed[0]}', whose adapters are prefixes (method.value=prefix): MIGU "
+            "masks outputs of linears, and a prefix has none; use another method.value, or no MIGU"
+        )
     if include_lm_head:
         chosen.append(_lm_head(backbone, layers))
     return {path: layers[path] for path in dict.fromkeys(chosen)}

@@ -38,6 +38,9 @@ from raycl.retrieval.memory_slots.weights import RetrievalConfig
 from raycl.retrieval.routers import without
 from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState
 
+ACTIVATIONS: dict[str, Activation] = {"adapter": "relu", "prefix": "softmax"}
+"""Value of a slot -> activation of its adapters, where they are no weight increments."""
+
 
 class SlmConfig(MethodConfig):
     """SLM: memory slots selected for each text (sections 3.2 and 4.2, tables 10 and 14, the authors' scripts)."""
@@ -48,13 +51,14 @@ class SlmConfig(MethodConfig):
         default_factory=dict, description="task name -> rank, where it differs (SLM, appendix A.9)"
     )
     a_init_std: float = Field(1.0, gt=0, description="standard deviation of A's initial values; B starts at 0")
-    value: Literal["jare", "adapter", "prompt"] = Field(
+    value: Literal["jare", "adapter", "prefix", "prompt"] = Field(
         "jare",
         description="what a slot stores. jare: weight increments; adapter: bottleneck adapters in parallel to the "
-        "targets (the paper's DTKR+Adapter); prompt: a soft prompt (DTKR+Prompt). The last two use "
-        "retrieval.rule=vote in the paper, without distance weights",
+        "targets; prefix: keys and values that attention reads beside the text's, as in LLaMA-Adapter (the "
+        "paper's DTKR+Adapter is either); prompt: a soft prompt (DTKR+Prompt). The paper uses retrieval.rule=vote with "
+        "the last three, without distance weights",
     )
-    prompt_length: int = Field(10, ge=1, description="positions of a slot's soft prompt")
+    prompt_length: int = Field(10, ge=1, description="positions of a slot's soft prompt or prefix")
     prompt_length_by_task: dict[str, Size] = Field(
         default_factory=dict, description="task name -> prompt_length, where it differs"
     )
@@ -107,9 +111,10 @@ class SlmConfig(MethodConfig):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """What slots of another kind hold."""
-        prompt = ("prompt_length", "prompt_length_by_task", "prompt_mixing", "prompt_form", "prompt_mlp_width")
-        others = ("rank", "rank_by_task", "a_init_std", "targets") if self.value == "prompt" else prompt
-        yield from ((name, f"value={self.value}") for name in others)
+        rank, length = ("rank", "rank_by_task"), ("prompt_length", "prompt_length_by_task")
+        prompt = ("prompt_mixing", "prompt_form", "prompt_mlp_width")
+        others = {"prompt": (*rank, "a_init_std", "targets"), "prefix": (*rank, *prompt)}.get(self.value)
+        yield from ((name, f"value={self.value}") for name in others or (*length, *prompt))
         if self.value == "prompt" and self.prompt_form != "mlp":
             yield "prompt_mlp_width", f"prompt_form={self.prompt_form}"
 
@@ -149,7 +154,7 @@ class Slm(PerTaskAdapter):
         if config.value_layout == "per_group" and config.retrieval.rule != "group_union":
             raise ConfigError("method.value_layout=per_group needs method.retrieval.rule=group_union")
         is_prompt = config.value == "prompt"
-        activation: Activation = "relu" if config.value == "adapter" else ""
+        activation: Activation = ACTIVATIONS.get(config.value, "")
         device = "cuda" if backbone.device.type == "cuda" else "cpu"
         encoder = SentenceEncoder(config.encoder, cache_folder(None) / "queries", device)
         split_groups(torch.zeros(1, encoder.width), config.keys.groups)
@@ -196,12 +201,12 @@ class Slm(PerTaskAdapter):
         router.hold_out(phase.name, dev_MC)
 
     def _create(self, task: str) -> None:
-        rank = self.config.rank_by_task.get(task, self.config.rank)
+        length = self.config.prompt_length_by_task.get(task, self.config.prompt_length)
+        rank = length if self.config.value == "prefix" else self.config.rank_by_task.get(task, self.config.rank)
         ranks = dict.fromkeys(self.router.adapters(task), rank)
         self.stack.begin_training(ranks, self.scale, partial(_normal, std=self.config.a_init_std))
         if self.config.value == "prompt":
             form = PromptForm(self.config.prompt_form, self.config.prompt_mlp_width)
-            length = self.config.prompt_length_by_task.get(task, self.config.prompt_length)
             self._begin_prompts(len(ranks), length, form)
 
     def _number(self) -> int:

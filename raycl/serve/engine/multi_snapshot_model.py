@@ -203,11 +203,11 @@ class MultiSnapshotModel:
         """
         snapshot = loaded.snapshot
         self._check_bos(snapshot)
-        self.stack.activation = self._activation(snapshot)
         paths = sorted({path for layout in snapshot.layouts.values() for path in layout})
         try:
             for path in paths:
                 self.backbone.model.get_submodule(path)  # all exist before the first is wrapped
+            self.stack.use(self._activation(snapshot))
             self.stack.extend(paths)
         except AttributeError as error:
             raise BankError(

@@ -161,6 +161,10 @@ def test_settings_that_match_no_layer_give_one_sentence(lab: Lab) -> None:
         check(lab.config("bert", modifiers=[{"name": "migu", "layers": ["atention"]}]))
     with pytest.raises(ConfigError, match=r"modifiers.migu.include_lm_head is true, but this backbone has no"):
         check(lab.config("bert", modifiers=[{"name": "migu", "include_lm_head": True}]))
+    with pytest.raises(
+        ConfigError, match=r"selects 'encoder.layer.0.attention.output.dense', whose adapters are prefixes"
+    ):
+        Started(lab, "bert", "slm-prefix")
     with pytest.raises(RunError, match=r"modifiers.migu finds no trained weight in the layers ffn at task 'colour'"):
         Started(lab, "bert", "lora", layers=["ffn"])
 
