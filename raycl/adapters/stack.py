@@ -22,12 +22,14 @@ from raycl.adapters.pool import RowPool
 from raycl.adapters.rows import RowTable
 from raycl.adapters.state import check_fits
 from raycl.adapters.static import StaticRows
-from raycl.backbone.roles import query_of
 from raycl.errors import AdapterError
 from raycl.types import Activation, AdapterState, Mixture
 
 Source = Callable[[str], AdapterState]
 """Name of an adapter -> what it holds; called when a mixture names one that is not loaded."""
+
+QueryOf = Callable[[nn.Module, str], str]
+"""Model, path of an attention layer's output projection -> path of its query projection."""
 
 Init = Callable[[Tensor, int], None]
 """Fills A `[r, D]` of a linear with so many outputs."""
@@ -54,19 +56,22 @@ class AdapterStack:
         rows: int | None = None,
         source: Source | None = None,
         activation: Activation = "",
+        query_of: QueryOf | None = None,
     ) -> None:
         """Put a `StackedLora` in the place of each linear.
 
         Args:
             paths: of linears (`raycl.backbone.roles.linear_names`).
             rows: loaded rows (ranks added up); None: no limit.
+            query_of: for stacks of prefixes (`raycl.backbone.roles.query_of`).
 
         Raises:
-            BackboneError: a stack of prefixes, and a linear that is no attention's output projection.
+            BackboneError: `query_of` finds no query projection.
         """
         self.model = model
         self.layers: dict[str, StackedLora] = {}
         self.activation: Activation = activation
+        self._query_of = query_of
         self._hooks: list[RemovableHandle] = []
         self._attach(paths)
         self.grows = rows is None
@@ -96,7 +101,8 @@ class AdapterStack:
 
     def _queries(self, path: str) -> Queries:
         """Those of the attention layer whose output projection is at `path`, kept in each of its forward passes."""
-        projection = query_of(self.model, path)
+        assert self._query_of is not None, "a stack of prefixes needs `query_of`"
+        projection = self._query_of(self.model, path)
         heads = int(self.model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
         attention = self.model.get_submodule(projection.rpartition(".")[0])
         width = linear_shape(self.model.get_submodule(projection))[1]

@@ -19,7 +19,7 @@ from raycl.adapters.head import Rule as HeadRule
 from raycl.adapters.prompts import PLAIN, Form, MixedPrompts, PromptForm
 from raycl.adapters.prompts import How as PromptMixing
 from raycl.backbone import Backbone
-from raycl.backbone.roles import linear_names
+from raycl.backbone.roles import linear_names, query_of
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.errors import RunError
 from raycl.methods.base import Learned, Method, MethodConfig, State, packed, phase_labels, under, unpacked
@@ -76,7 +76,7 @@ class PerTaskAdapter(Method, ABC):
         """
         super().__init__(config, backbone, seed)
         paths = linear_names(backbone.model, tuple(targets)) if targets else []
-        self.stack: AdapterStack = AdapterStack(backbone.model, paths, activation=activation)
+        self.stack: AdapterStack = AdapterStack(backbone.model, paths, activation=activation, query_of=query_of)
         self.scale = scale
         self._learned: dict[str, AdapterState] = {}
         self._previous: dict[str, AdapterState] = {}

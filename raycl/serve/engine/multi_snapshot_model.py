@@ -22,6 +22,7 @@ from raycl.adapters.prompts import MixedPrompts
 from raycl.adapters.stack import Source
 from raycl.adapters.static import StaticRows
 from raycl.backbone import Backbone
+from raycl.backbone.roles import query_of
 from raycl.bank import Snapshot
 from raycl.data.prompts import Prompt
 from raycl.errors import BankError, StorageError
@@ -182,7 +183,7 @@ class MultiSnapshotModel:
         self.counts = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0}
         self._sources: dict[str, tuple[Source, str]] = {}
         self._ranks: dict[str, int] = {}
-        self.stack = AdapterStack(backbone.model, [], max_loaded_rows, self._fetch)
+        self.stack = AdapterStack(backbone.model, [], max_loaded_rows, self._fetch, query_of=query_of)
         self._room: StaticRows | None = None
         self._room_for: object = None
         self._room_number = 0

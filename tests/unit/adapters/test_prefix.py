@@ -37,7 +37,7 @@ def random_prefix(stack: AdapterStack, length: int, seed: int) -> AdapterState:
 
 def stacked(kind: str) -> tuple[Any, AdapterStack, dict[str, AdapterState]]:
     backbone = made(kind)
-    stack = AdapterStack(backbone, linear_names(backbone, ["attention.out"]), activation="softmax")
+    stack = AdapterStack(backbone, linear_names(backbone, ["attention.out"]), activation="softmax", query_of=query_of)
     states = {name: random_prefix(stack, length, seed) for seed, (name, length) in enumerate(LENGTHS.items())}
     for name, held in states.items():
         stack.load(name, held)
@@ -206,7 +206,7 @@ def test_a_stack_takes_the_kind_of_the_adapters_that_are_served() -> None:
     backbone, stack, _ = stacked("t5")
     expected = random_prefix(stack, 2, 3)
     twin = made("t5")
-    plain = AdapterStack(twin, linear_names(twin, ["attention.out"]))
+    plain = AdapterStack(twin, linear_names(twin, ["attention.out"]), query_of=query_of)
     plain.use("softmax")
     plain.load("x", expected)
     stack.load("x", expected)
@@ -226,9 +226,10 @@ def test_what_is_no_weight_is_not_folded_or_combined() -> None:
 
 
 def test_layers_without_queries_of_their_own_are_refused() -> None:
-    with pytest.raises(
-        BackboneError, match=r"'transformer.h.0.attn.c_proj' is not the output projection .* with a query"
+    for kind, role, said in (
+        ("gpt2", "attention.out", "transformer.h.0.attn.c_proj"),
+        ("bert", "ffn.out", "output.dense"),
     ):
-        AdapterStack(model := made("gpt2"), linear_names(model, ["attention.out"])[:1], activation="softmax")
-    with pytest.raises(BackboneError, match="needs both"):
-        AdapterStack(model := made("bert"), linear_names(model, ["ffn.out"]), activation="softmax")
+        model = made(kind)
+        with pytest.raises(BackboneError, match=f"{said}' is not the output projection .* needs both"):
+            AdapterStack(model, linear_names(model, [role])[:1], activation="softmax", query_of=query_of)

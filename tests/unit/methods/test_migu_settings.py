@@ -164,7 +164,7 @@ def test_settings_that_match_no_layer_give_one_sentence(lab: Lab) -> None:
     with pytest.raises(
         ConfigError, match=r"selects 'encoder.layer.0.attention.output.dense', whose adapters are prefixes"
     ):
-        Started(lab, "bert", "slm-prefix")
+        check(lab.config("bert", {"name": "slm", "value": "prefix"}, modifiers=["migu"]))
     with pytest.raises(RunError, match=r"modifiers.migu finds no trained weight in the layers ffn at task 'colour'"):
         Started(lab, "bert", "lora", layers=["ffn"])
 
