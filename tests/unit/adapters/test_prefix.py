@@ -233,3 +233,40 @@ def test_layers_without_queries_of_their_own_are_refused() -> None:
         model = made(kind)
         with pytest.raises(BackboneError, match=f"{said}' is not the output projection .* needs both"):
             AdapterStack(model, linear_names(model, [role])[:1], activation="softmax", query_of=query_of)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["llama", "gqa"])
+def test_equals_pefts_llama_adapter(kind: str) -> None:
+    """Keys are its projected prompt, values are that times its gate. All tokens stand at position 0, where rotating the
+    queries changes nothing: the released code attends with rotated queries, which here know no position."""
+    from peft import AdaptionPromptConfig, get_peft_model
+
+    peer = get_peft_model(made(kind), AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM"))
+    backbone = made(kind)
+    heads = backbone.config.num_attention_heads
+    torch.manual_seed(0)
+    linears = {}
+    positions = torch.zeros_like(IDS)
+    with torch.no_grad():
+        for number, path in enumerate(linear_names(backbone, ["attention.out"])):
+            attention = peer.get_submodule(f"base_model.model.model.layers.{number}.self_attn")
+            attention.adaption_prompt.normal_()
+            attention.adaption_gate.fill_(0.4 + number)
+            plain = backbone.get_submodule(path.rpartition(".")[0])
+            keys, values = (
+                one(attention.adaption_prompt[0])
+                .view(3, -1, plain.head_dim)
+                .repeat_interleave(groups, dim=1)
+                .flatten(1)
+                for one in (plain.k_proj, plain.v_proj)
+                for groups in (heads // (one.out_features // plain.head_dim),)
+            )
+            linears[path] = (keys, (values * attention.adaption_gate).T)
+        expected = peer(input_ids=IDS, position_ids=positions).logits
+        stack = AdapterStack(backbone, list(linears), activation="softmax", query_of=query_of)
+        stack.load("x", AdapterState(linears, activation="softmax"))
+        with stack.activate(Mixture.same({"x": 1.0}, len(IDS))):
+            found = backbone(input_ids=IDS, position_ids=positions).logits
+    assert not torch.allclose(expected, made(kind)(input_ids=IDS, position_ids=positions).logits, atol=1e-2)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
