@@ -19,8 +19,9 @@ from tiny import RUNS, Lab, matrix, run, trace
 from raycl.storage import Storage
 
 TRACES = Path(__file__).with_name("traces.json")
-TOLERANCE = 1e-5
-"""Builds of torch for other processors sum in another order."""
+TOLERANCE = 2e-4
+"""Of losses. Kernels for other processors sum in another order, and each step of training adds to the difference: after 16
+steps of SAPT it was 7e-5 between two."""
 
 
 @pytest.fixture(scope="module")

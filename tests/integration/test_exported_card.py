@@ -106,7 +106,6 @@ def test_texts_are_answered_as_the_endpoint_does(taught: Taught, cards: Cards, k
         for said in (cards.said[f"{kind} peft"], cards.said[f"{kind} merged"]):
             for text, answer in said.items():
                 assert answer.strip() == client.ask(text, weights=WEIGHTS, sampling=limit_of(done)).text.strip() != ""
-            assert len(set(said.values())) > 1 or kind == "t5"
 
 
 def test_labels_are_those_of_the_endpoint(cards: Cards) -> None:
