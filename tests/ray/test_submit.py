@@ -49,6 +49,8 @@ def answers(url: str) -> bool:
 
 def end_with_children(process: subprocess.Popen[bytes]) -> None:
     """SIGTERM to the head and to what it started; by itself it waits half a minute for them."""
+    if process.poll() is not None:
+        return
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for member in family:
         with suppress(psutil.NoSuchProcess):
@@ -62,27 +64,48 @@ def end_with_children(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def head(one_at_a_time: FileLock) -> Iterator[str]:
-    """`ray start --head`; yields the dashboard's address."""
-    folder, dashboard = tempfile.mkdtemp(prefix="r", dir="/tmp"), free_port()
+    """`ray start --head`; yields the dashboard's address. Free ports may be taken before it listens on them: then again."""
+    one_at_a_time.acquire()
+    try:
+        for attempt in range(3):
+            folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
+            process, url = started_head(folder)
+            if answered(process, url):
+                break
+            said = (Path(folder) / "head.log").read_text()
+            end_with_children(process)
+            shutil.rmtree(folder, ignore_errors=True)
+            assert attempt < 2, said
+    finally:
+        one_at_a_time.release(force=True)
+    try:
+        yield url
+    finally:
+        end_with_children(process)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def started_head(folder: str) -> tuple[subprocess.Popen[bytes], str]:
+    """`ray start --head` in `folder`, and where its dashboard will be."""
+    dashboard = free_port()
     command = [RAY, "start", "--head", "--block", f"--port={free_port()}", "--num-cpus=2", f"--temp-dir={folder}"]
     command += ["--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
     command += ["--dashboard-agent-listen-port=0", "--include-dashboard=true", "--disable-usage-stats"]
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     environment["PATH"] = f"{Path(RAY).parent}{os.pathsep}{environment['PATH']}"  # as `source .venv/bin/activate` does
     with open(Path(folder) / "head.log", "wb") as log:
-        one_at_a_time.acquire()
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        try:
-            url, end = f"http://127.0.0.1:{dashboard}", monotonic() + 90
-            while not answers(f"{url}/api/version"):
-                assert process.poll() is None and monotonic() < end, (Path(folder) / "head.log").read_text()
-                sleep(0.2)
-            one_at_a_time.release()
-            yield url
-        finally:
-            one_at_a_time.release(force=True)
-            end_with_children(process)
-            shutil.rmtree(folder, ignore_errors=True)
+    return process, f"http://127.0.0.1:{dashboard}"
+
+
+def answered(process: subprocess.Popen[bytes], url: str) -> bool:
+    """Whether the dashboard answers within 90 s, before the process ends."""
+    end = monotonic() + 90
+    while not answers(f"{url}/api/version"):
+        if process.poll() is not None or monotonic() > end:
+            return False
+        sleep(0.2)
+    return True
 
 
 def until(ready: Callable[[], bool], seconds: float = 280) -> None:
