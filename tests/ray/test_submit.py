@@ -64,7 +64,7 @@ def end_with_children(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def head(one_at_a_time: FileLock) -> Iterator[str]:
-    """`ray start --head`; yields the dashboard's address. Where another process took its ports first, it starts again."""
+    """`ray start --head`, again where its ports were taken; yields the dashboard's address."""
     one_at_a_time.acquire()
     try:
         for attempt in range(3):
