@@ -129,20 +129,19 @@ class StackedLora(nn.Module):
 
     def _with_prefixes(self, x: Tensor) -> Tensor:
         """`base(x + attention to the active prefixes)`, loaded ones and those in training in one softmax."""
-        stack, rows = self._stack, x.shape[0]
         assert self.queries is not None
         q = self.queries.take()
-        if stack.static is not None:
-            keys, values, gate = *stack.static.layer(self.path), stack.static.gate
-        else:
-            if (found := self._prefixes(rows)) is None:
-                return self.base(x)  # type: ignore[no-any-return]
-            keys, values, gate = found
-        return self.base(x + attend(q, keys, values, gate, self.queries.heads, self.queries.scaling))  # type: ignore[no-any-return]
+        found = self._prefixes(x.shape[0])
+        if found is not None:
+            x = x + attend(q, *found, self.queries.heads, self.queries.scaling)
+        y: Tensor = self.base(x)
+        return y
 
     def _prefixes(self, rows: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Keys, values and gates of the active prefixes; None without any."""
-        plan = self._stack.plan
+        plan, static = self._stack.plan, self._stack.static
+        if static is not None:
+            return *static.layer(self.path), static.gate
         if plan is None:
             return None
         parts = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +104,8 @@ class AdapterStack:
         """Those of the attention layer whose output projection is at `path`, kept in each of its forward passes."""
         assert self._query_of is not None, "a stack of prefixes needs `query_of`"
         projection = self._query_of(self.model, path)
-        heads = int(self.model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
+        config: Any = self.model.config
+        heads = int(config.num_attention_heads)
         attention = self.model.get_submodule(projection.rpartition(".")[0])
         width = linear_shape(self.model.get_submodule(projection))[1]
         queries = Queries(heads, float(getattr(attention, "scaling", (width // heads) ** -0.5)))
