@@ -6,6 +6,15 @@ What it does not know: tasks, streams, methods, and how gradients are applied.
 """
 
 from raycl.backbone.base import Backbone, Output
-from raycl.backbone.load import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
+from raycl.backbone.load import BackboneConfig, at_commit, identity, load_backbone, load_codec, load_skeleton
 
-__all__ = ["Backbone", "BackboneConfig", "Output", "identity", "load_backbone", "load_codec", "load_skeleton"]
+__all__ = [
+    "Backbone",
+    "BackboneConfig",
+    "Output",
+    "at_commit",
+    "identity",
+    "load_backbone",
+    "load_codec",
+    "load_skeleton",
+]

@@ -37,7 +37,7 @@ from raycl.backbone.language import LanguageHead
 from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.config import Section
 from raycl.errors import BackboneError
-from raycl.pretrained import CONFIG, fingerprint_of, present_folder, resolve, resolve_path
+from raycl.pretrained import CONFIG, commit_of, fingerprint_of, folder_of, present_folder, resolve_path
 from raycl.types import Capabilities
 
 log = logging.getLogger("raycl")
@@ -158,14 +158,10 @@ def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens
     Raises:
         BackboneError: it cannot be loaded, or the limits do not fit the model.
     """
-    where = resolve(config.name)
     with _explained(config.name):
-        settings = AutoConfig.from_pretrained(
-            where, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
-        tokenizer = AutoTokenizer.from_pretrained(
-            where, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        where = _folder(config, weights=False)
+        settings = AutoConfig.from_pretrained(where, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
     kind = _configured_kind(config, settings)
     _check_length(settings, kind, max_source_tokens, max_target_tokens)
     return HFCodec(tokenizer, kind, max_source_tokens, max_target_tokens, config.chat_template or "", config.bos)
@@ -192,12 +188,10 @@ def load_backbone(
     Raises:
         BackboneError: the model cannot be loaded.
     """
-    where = resolve(config.name)
     kind = codec.kind
     with _explained(config.name):
-        settings = AutoConfig.from_pretrained(
-            where, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        where = _folder(config)
+        settings = AutoConfig.from_pretrained(where, trust_remote_code=config.trust_remote_code)
         for field in DROPOUTS:
             if isinstance(getattr(settings, field, None), float):
                 setattr(settings, field, config.dropout)
@@ -206,7 +200,6 @@ def load_backbone(
             settings._attn_implementation = "eager"
         options = {
             "config": settings,
-            "revision": config.revision,
             "dtype": dtype,
             "use_safetensors": None if config.allow_pickle else True,
             "trust_remote_code": config.trust_remote_code,
@@ -257,9 +250,9 @@ def load_skeleton(config: BackboneConfig, codec: HFCodec) -> Backbone:
     Raises:
         BackboneError: the config cannot be loaded.
     """
-    remote = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     with _explained(config.name), torch.device("meta"):
-        settings = AutoConfig.from_pretrained(resolve(config.name), **remote)
+        folder = _folder(config, weights=False)
+        settings = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         model = _loader(codec.kind).from_config(settings, trust_remote_code=config.trust_remote_code)
         return _wrap(codec.kind, model, codec, config)
 
@@ -278,7 +271,22 @@ def identity(config: BackboneConfig) -> str:
         BackboneError: it cannot be found.
     """
     with _explained(config.name):
-        return fingerprint_of(config.name, config.revision)
+        return fingerprint_of(config.name, config.revision, config.allow_pickle)
+
+
+def at_commit(config: BackboneConfig) -> BackboneConfig:
+    """The same with the commit that the hub's name and revision mean now: what all workers of a run load.
+
+    Raises:
+        BackboneError: it cannot be found.
+    """
+    with _explained(config.name):
+        return config.model_copy(update={"revision": commit_of(config.name, config.revision)})
+
+
+def _folder(config: BackboneConfig, weights: bool = True) -> str:
+    """The model's files, of one commit whatever is read."""
+    return str(folder_of(config.name, config.revision, config.allow_pickle, config.trust_remote_code, weights))
 
 
 def _loader(kind: str) -> Any:

@@ -331,6 +331,7 @@ def job_of(prepared: Prepared, options: RunOptions, driver: str, threads: int = 
         "phases": len(prepared.phases),
         "fork_points": options.fork_points,
         "weights": options.weights,
+        "commit": run_config.commit_of(prepared.config),
         "stop": options.stop,
     }
 
@@ -339,8 +340,7 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
     """One Ray Train run: the whole stream, or one phase of it (with fresh workers, if not `in_process`)."""
     config, storage = prepared.config, prepared.storage
     driver = uuid.uuid4().hex[:12]
-    threads = max(1, int(scaling.num_cpus_per_worker))
-    job = job_of(prepared, options, driver, threads, bool(scaling.use_gpu))
+    job = job_of(prepared, options, driver, max(1, int(scaling.num_cpus_per_worker)), bool(scaling.use_gpu))
     ray_run = RayRunConfig(
         name=f"{prepared.name}-{driver}",
         storage_path=storage.path("ray"),

@@ -109,13 +109,13 @@ def _learn(
 ) -> None:
     """Build the parts of the run and continue it."""
     files = _weights(job["weights"])
-    context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])
+    context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"], job["commit"])
     shared = _shared_reader(config, world)
     if config.bank.start and not world.broadcast(world.is_first and _has_begun(storage)):
         before: dict[str, Score] = {}
         if config.bank.revise:
             before = scores_of(config.bank.start, context, storage, world, shared, control)
-            context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"])
+            context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"], job["commit"])
         start_from_bank(config.bank, context, storage, world, shared, before)
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
     failed = True

@@ -32,17 +32,20 @@ def build(
     singles: dict[str, float] | None = None,
     files: Sequence[Buffer] = (),
     replaces: str = "",
+    commit: str | None = None,
 ) -> tuple[TrainingContext, OpenEngine]:
     """One worker's parts of the run, and what opens an engine for a phase.
 
     Args:
         files: the backbone's safetensors files, if they are in memory already; never written to.
         replaces: see `RunInfo`.
+        commit: of the backbone on the hub, where its revision is resolved already.
     """
-    codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
+    chosen = config.backbone if commit is None else config.backbone.model_copy(update={"revision": commit})
+    codec = load_codec(chosen, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)
     weights = {name: tensor for file in files for name, tensor in views(file, config.backbone.name).items()}
-    backbone = load_backbone(config.backbone, codec, world.device, config.seed, stream.learns_texts, weights, True)
+    backbone = load_backbone(chosen, codec, world.device, config.seed, stream.learns_texts, weights, True)
     method = method_class(config.method.name)(config.method, backbone, config.seed)
     if weights and (method.stack is None or config.engine.name != "torch"):
         _own(backbone)
@@ -60,7 +63,7 @@ def build(
         checkpoint=config.checkpoint,
         bank=config.bank,
         schedule=SCHEDULES[config.stream.schedule](),
-        identity=identity(config.backbone) if world.is_first else "",
+        identity=identity(chosen) if world.is_first else "",
     )
     return context, partial(open_engine, context, world)
 

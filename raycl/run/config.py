@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
-from raycl.backbone import BackboneConfig
+from raycl.backbone import BackboneConfig, at_commit
 from raycl.backbone.load import because_of_kind, known_capabilities
 from raycl.config import Section, Tree, trust
 from raycl.config.unused import refuse, unused_written
@@ -172,6 +172,11 @@ def info_of(config: RunConfig, singles: dict[str, float] | None = None, replaces
 def phases(config: RunConfig, stream: Stream) -> tuple[Phase, ...]:
     """What the configured method trains one after another."""
     return SCHEDULES[config.stream.schedule]().phases(stream)
+
+
+def commit_of(config: RunConfig) -> str | None:
+    """The backbone's commit on the hub, which all workers of the run load, those that start later too."""
+    return at_commit(config.backbone).revision
 
 
 def default_directory() -> str:

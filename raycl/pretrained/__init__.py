@@ -1,0 +1,28 @@
+"""Pretrained models by name: where their files lie, which are fetched from the hub, and which model they are.
+
+What it does not know: how any of them is loaded.
+"""
+
+from raycl.pretrained.hashes import fingerprint_of
+from raycl.pretrained.places import (
+    CONFIG,
+    commit_of,
+    folder_of,
+    present_folder,
+    published_name,
+    resolve,
+    resolve_path,
+    weight_files,
+)
+
+__all__ = [
+    "CONFIG",
+    "commit_of",
+    "fingerprint_of",
+    "folder_of",
+    "present_folder",
+    "published_name",
+    "resolve",
+    "resolve_path",
+    "weight_files",
+]

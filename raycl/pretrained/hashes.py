@@ -1,0 +1,115 @@
+"""Which model a folder holds: SHA-256 over its files, each large one read once on a node.
+
+A record beside the files, `.raycl-hashes.json`, holds the hash of each large file with its size, modification time and
+inode. A folder that cannot be written to has it in the cache, `hashes/` of `$RAYCL_CACHE` or `~/.cache/raycl`. Where
+several processes of a node ask at once, one reads the file and the others wait.
+What it does not know: where models come from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from raycl.pretrained.places import folder_of, identity_files
+
+RECORD = ".raycl-hashes.json"
+LARGE = 16 * 2**20
+"""Bytes from which a file's hash is kept: smaller ones are read in a moment."""
+
+
+def fingerprint_of(name: str, revision: str | None = None, pickles: bool = False) -> str:
+    """SHA-256 over config, tokenizer and weight files.
+
+    Args:
+        pickles: see `folder_of`.
+
+    Raises:
+        BackboneError: it does not exist.
+    """
+    folder = folder_of(name, revision, pickles)
+    digest = hashlib.sha256()
+    for file in identity_files(folder):
+        digest.update(f"{file.name} {hash_of(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def hash_of(file: Path) -> str:
+    """SHA-256 of a file in hex."""
+    if file.stat().st_size < LARGE:
+        return _read(file)
+    here, cached = file.parent / RECORD, _cached(file.parent)
+    if (known := _known(file, here, cached)) is not None:
+        return known
+    with FileLock(_lock(cached)):
+        if (known := _known(file, here, cached)) is not None:  # of the process that had the lock
+            return known
+        before = _version(file)
+        found = {**before, "sha256": _read(file)}
+        if _version(file) == before:
+            _keep(here if os.access(file.parent, os.W_OK) else cached, file.name, found)
+        return str(found["sha256"])
+
+
+def _read(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _version(file: Path) -> dict[str, int]:
+    """What differs after a file was written again, or replaced by another."""
+    found = file.stat()
+    return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
+
+
+def _known(file: Path, *records: Path) -> str | None:
+    """The hash that a record has of this very file; None: there is none, or it is damaged."""
+    version = _version(file)
+    for record in records:
+        match _entries(record).get(file.name):
+            case {"sha256": str(found), **rest} if rest == version and len(found) == 64:
+                return found
+    return None
+
+
+def _entries(record: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(record.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _keep(record: Path, name: str, entry: dict[str, Any]) -> None:
+    """Add to a record, whole or not at all; where there is no place for it, the next process reads the file again."""
+    temporary = record.with_name(f"{record.name}.{uuid.uuid4().hex}.tmp")
+    with suppress(OSError):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(json.dumps({**_entries(record), name: entry}, indent=1, sort_keys=True))
+            temporary.replace(record)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _cached(folder: Path) -> Path:
+    """The record of a folder in the cache."""
+    root = Path(os.environ.get("RAYCL_CACHE") or "~/.cache/raycl").expanduser()
+    return root / "hashes" / f"{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:32]}.json"
+
+
+def _lock(cached: Path) -> Path:
+    """One for all processes of a node that read a folder; without a cache, in the folder for temporary files."""
+    with suppress(OSError):
+        cached.parent.mkdir(parents=True, exist_ok=True)
+    if os.access(cached.parent, os.W_OK):
+        return cached.with_suffix(".lock")
+    return Path(tempfile.gettempdir()) / f"raycl-{os.getuid()}-{cached.stem}.lock"

