@@ -29,7 +29,7 @@ class Output:
 
     Attributes:
         loss_sum: scalar float32, cross-entropy **summed** over the batch's loss positions (see `loss_count`).
-        logits: `[B, C]` (label heads), `[B, T, V]`, or `[M, V]` for M hidden words, as the model computed them.
+        logits: `[B, C]` of a label head, or `[M, V]` at the M loss positions (`Guesses`), as the model computed them.
     """
 
     loss_sum: Tensor
@@ -38,10 +38,11 @@ class Output:
 
 @dataclass
 class Guesses:
-    """The model's outputs at every loss position of texts that it learns.
+    """The model's outputs at every loss position: of answers, or of texts that are learned themselves.
 
     Attributes:
-        logits: `[M, V]`. labels: `[M]`, the true token. rows: `[M]`, example that each position belongs to.
+        logits: `[M, V]`; batches without a loss position have one that carries no loss.
+        labels: `[M]`, the true token. rows: `[M]`, example that each position belongs to.
     """
 
     logits: Tensor
@@ -110,6 +111,8 @@ class Backbone(nn.Module, ABC):
         allowed_labels: the only answers that evaluation accepts; (): all.
         competing_labels: in training, the only labels that compete for an example which has one of them; (): all do.
             Read by backbones that answer with labels.
+        every_position: logits are computed at every position of a text, though only some carry loss, since something
+            observes the output layer there.
     """
 
     head: Head | None
@@ -123,6 +126,7 @@ class Backbone(nn.Module, ABC):
         self.prefix = None
         self.allowed_labels: tuple[str, ...] = ()
         self.competing_labels: tuple[str, ...] = ()
+        self.every_position = False
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
     @property
@@ -152,9 +156,14 @@ class Backbone(nn.Module, ABC):
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
-    @abstractmethod
     def forward(self, batch: Batch) -> Output:
         """Teacher-forced pass over `batch`; only examples with weight 1 carry loss."""
+        found = self.guesses(batch)
+        return Output(summed_cross_entropy(found.logits, found.labels), found.logits)
+
+    @abstractmethod
+    def guesses(self, batch: Batch) -> Guesses:
+        """The language model's outputs at the loss positions, given everything that stands before them."""
 
     def score_labels(self, batch: Batch) -> tuple[Tensor, list[str]]:
         """Scores `[B, C]` in float32 and the label of each column, where `capabilities.answers` is `label`."""
@@ -163,10 +172,6 @@ class Backbone(nn.Module, ABC):
     def generation_inputs(self, batch: Batch) -> GenerationInputs:
         """What the model's `generate` reads of a batch, where `capabilities.answers` is `text`; under `precision`."""
         raise AssertionError(f"{type(self).__name__} answers with labels: it generates no text")
-
-    def guesses(self, batch: Batch) -> Guesses:
-        """For batches of texts that are learned themselves."""
-        raise AssertionError(f"{type(self).__name__} learns no texts")
 
     @torch.no_grad()
     def read(self, batch: Batch) -> Tensor:

@@ -9,30 +9,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from raycl.backbone.base import Backbone, GenerationInputs, Guesses, Output, Side, summed_cross_entropy
+from raycl.backbone.base import Backbone, GenerationInputs, Guesses, Side
+from raycl.backbone.positions import logits_at, loss_positions
 from raycl.types import IGNORE, Batch
 
 
 class CausalBackbone(Backbone):
     """Prompt, then answer, in one sequence."""
 
-    def forward(self, batch: Batch) -> Output:
-        """Cross-entropy summed over answer tokens (end-of-sequence included)."""
-        ids_BS, mask_BS, labels_BS = join(batch, self.codec.pad_id)
-        with self.precision():
-            inputs, prefix = self.prefixed(ids_BS, mask_BS)
-            logits_BSV = self.model(**inputs, use_cache=False).logits[:, prefix:]
-        next_BS = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)  # cheaper than cutting the logits
-        return Output(summed_cross_entropy(logits_BSV, next_BS), logits_BSV)
-
     def guesses(self, batch: Batch) -> Guesses:
-        """Every token of the targets, given all before it."""
+        """Every token of the answers (end-of-sequence included), given all before it."""
         ids_BS, mask_BS, labels_BS = join(batch, self.codec.pad_id)
+        next_BS = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)
+        chosen_BS = loss_positions(next_BS)
         with self.precision():
             inputs, prefix = self.prefixed(ids_BS, mask_BS)
-            logits_BSV = self.model(**inputs, use_cache=False).logits[:, prefix:]
-        rows, places = (labels_BS[:, 1:] != IGNORE).nonzero(as_tuple=True)
-        return Guesses(logits_BSV[rows, places], labels_BS[rows, places + 1], rows)
+            chosen = nn.functional.pad(chosen_BS, (prefix, 0))
+            logits_MV = logits_at(self.model, chosen, {**inputs, "use_cache": False}, self.every_position)
+        return Guesses(logits_MV, next_BS[chosen_BS], chosen_BS.nonzero()[:, 0])
 
     def real_tokens(self, batch: Batch) -> dict[Side, Tensor]:
         """Prompt and answer as `join` packs them."""

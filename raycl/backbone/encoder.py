@@ -11,6 +11,7 @@ from raycl.backbone.base import Backbone, Guesses, Head, Output, summed_cross_en
 from raycl.backbone.codec import HFCodec
 from raycl.backbone.head import LabelHead
 from raycl.backbone.language import LanguageHead
+from raycl.backbone.positions import loss_positions
 from raycl.types import IGNORE, Batch
 
 
@@ -65,8 +66,7 @@ class EncoderBackbone(Backbone):
     def forward(self, batch: Batch) -> Output:
         """Cross-entropy summed over all labels seen so far (see `competing_labels`), or over masked words."""
         if self.language is not None:
-            found = self.guesses(batch)
-            return Output(summed_cross_entropy(found.logits, found.labels), found.logits)
+            return super().forward(batch)
         with self.precision():
             logits_BC = self.head(self.pooled(batch))
         competing_BC = (
@@ -87,13 +87,9 @@ class EncoderBackbone(Backbone):
     def guesses(self, batch: Batch) -> Guesses:
         """Every hidden word; in batches without any, one position that carries no loss."""
         assert self.language is not None, "the backbone was loaded without its language head"
-        labels_BL = batch.target_ids
-        hidden = labels_BL != IGNORE
-        if not bool(hidden.any()):
-            hidden = torch.zeros_like(batch.source_ids, dtype=torch.bool)
-            hidden[0, 0] = True
-            labels_BL = torch.full_like(batch.source_ids, IGNORE)
-        rows, places = hidden.nonzero(as_tuple=True)
+        labels_BL = batch.target_ids if batch.target_ids.shape[1] else torch.full_like(batch.source_ids, IGNORE)
+        chosen_BL = loss_positions(labels_BL)
+        rows, places = chosen_BL.nonzero(as_tuple=True)
         with self.precision():
             logits_MV = self.language(self.states(batch)[rows, places])
         return Guesses(logits_MV, labels_BL[rows, places], rows)

@@ -6,7 +6,8 @@ import re
 
 from torch import Tensor
 
-from raycl.backbone.base import Backbone, GenerationInputs, Output, Side, summed_cross_entropy
+from raycl.backbone.base import Backbone, GenerationInputs, Guesses, Side
+from raycl.backbone.positions import decoder_inputs, logits_at, loss_positions
 from raycl.types import IGNORE, Batch
 
 READS_SOURCE = re.compile(r"(EncDecAttention\.[kv]|(encoder_attn|cross_attn|crossattention)\.[kv]_proj)$")
@@ -16,13 +17,15 @@ READS_SOURCE = re.compile(r"(EncDecAttention\.[kv]|(encoder_attn|cross_attn|cros
 class Seq2SeqBackbone(Backbone):
     """Source into the encoder, target from the decoder."""
 
-    def forward(self, batch: Batch) -> Output:
-        """Cross-entropy summed over target tokens (end-of-sequence included)."""
+    def guesses(self, batch: Batch) -> Guesses:
+        """Every target token (end-of-sequence included), given the source and all before it."""
         labels_BT = _labels(batch)
+        chosen_BT = loss_positions(labels_BT)
         with self.precision():
-            inputs, _ = self.prefixed(batch.source_ids, batch.source_mask)
-            logits_BTV = self.model(**inputs, labels=labels_BT, use_cache=False).logits
-        return Output(summed_cross_entropy(logits_BTV, labels_BT), logits_BTV)
+            read, _ = self.prefixed(batch.source_ids, batch.source_mask)
+            inputs = {**read, **decoder_inputs(self.model, labels_BT), "use_cache": False}
+            logits_MV = logits_at(self.model, chosen_BT, inputs, self.every_position)
+        return Guesses(logits_MV, labels_BT[chosen_BT], chosen_BT.nonzero()[:, 0])
 
     def side(self, path: str) -> Side:
         """The encoder and what the decoder makes of its states work on the source, all else on the target."""

@@ -42,6 +42,8 @@ class Magnitudes:
         self.sums = torch.zeros(layout.size, device=backbone.device)
         self.co_magnitude: CoMagnitude | None = None
         self._backbone, self._count_pads = backbone, count_pads
+        head = backbone.model.get_output_embeddings()
+        self._observes_head = head is not None and any(layers[path] is head for path, _ in layout.units)
         self._counts = False
         self._real: Mapping[Any, Tensor] = {}
         self._weights: dict[tuple[str, int], Tensor | None] = {}
@@ -62,10 +64,11 @@ class Magnitudes:
         if self._count_pads:
             of_example = (batch.weight > 0).unsqueeze(1)
             self._real = {side: of_example.expand(real.shape) for side, real in self._real.items()}
+        self._backbone.every_position = self._observes_head
         try:
             return forward(batch)
         finally:
-            self._counts = False
+            self._counts = self._backbone.every_position = False
             self._weights.clear()
             self._tokens.clear()
 

@@ -37,6 +37,7 @@ from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec, load_skeleton
 from raycl.backbone.base import summed_cross_entropy
 from raycl.backbone.codec import HFCodec
+from raycl.backbone.positions import decoder_inputs, logits_at
 from raycl.backbone.roles import linear_names
 from raycl.config import Section
 from raycl.errors import ConfigError
@@ -277,13 +278,15 @@ class Generator:
                 if self.stack is None:  # all rows read the same, and nothing is dropped out of it: encoded once
                     encoded = backbone.model.get_encoder()(inputs_embeds=start[:1]).last_hidden_state
                     read = {"encoder_outputs": (encoded.expand(rows, -1, -1),)}
-                logits = backbone.model(**read, labels=labels_BT, use_cache=False).logits
-                return summed_cross_entropy(logits, labels_BT)
-            written = backbone.embedded(labels_BT.clamp(min=0)).to(start.dtype)
-            mask = torch.cat([labels_BT.new_ones(start.shape[:2]), (labels_BT != IGNORE).long()], dim=1)
-            inputs = torch.cat([start, written], dim=1)
-            logits = backbone.model(inputs_embeds=inputs, attention_mask=mask, use_cache=False).logits
-            return summed_cross_entropy(logits[:, len(start_PD) - 1 : -1], labels_BT)
+                read |= decoder_inputs(backbone.model, labels_BT)
+                chosen = labels_BT != IGNORE
+            else:
+                written = backbone.embedded(labels_BT.clamp(min=0)).to(start.dtype)
+                mask = torch.cat([labels_BT.new_ones(start.shape[:2]), (labels_BT != IGNORE).long()], dim=1)
+                read = {"inputs_embeds": torch.cat([start, written], dim=1), "attention_mask": mask}
+                chosen = nn.functional.pad(labels_BT != IGNORE, (len(start_PD) - 1, 1))
+            logits_MV = logits_at(backbone.model, chosen, {**read, "use_cache": False})
+        return summed_cross_entropy(logits_MV, labels_BT[labels_BT != IGNORE])
 
     def _read(self, start_PD: Tensor, rows: int) -> Tensor:
         return start_PD.to(self.backbone.dtype).expand(rows, -1, -1)

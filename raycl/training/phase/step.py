@@ -60,18 +60,23 @@ def train_step(
     count, tokens = world.total(sum(map(loss_count, batches)), sum(map(token_count, batches)))
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
-        with activate_batch(method, batch):  # until backward has ended: recomputation reads the mixture again
-            output = modifiers.observe_forward(engine.forward, batch)
-            loss_sum += output.loss_sum.detach()
-            penalty = method.penalty(batch, output)
-            objective = output.loss_sum if penalty is None else output.loss_sum + penalty * loss_count(batch)
-            engine.backward(objective, max(count, 1.0))
+        loss_sum += _accumulate(engine, method, batch, max(count, 1.0), modifiers)
     loss = float(world.sum(loss_sum)) / max(count, 1.0)
     rate = engine.learning_rate
     norm = engine.step(modifiers, method.transform_gradients if method.transforms_gradients else None)
     if not torch.isfinite(torch.tensor([loss, norm])).all():
         raise RunError(f"the loss is {loss} and the gradient norm {norm}: lower train.learning_rate (now {rate:g})")
     return StepResult(loss, norm, rate, int(tokens))
+
+
+def _accumulate(engine: Engine, method: Method, batch: Batch, total: float, modifiers: Modifiers) -> torch.Tensor:
+    """Forward and backward of one micro-batch, of which no tensor outlives the call but the summed task loss."""
+    with activate_batch(method, batch):  # until backward has ended: recomputation reads the mixture again
+        output = modifiers.observe_forward(engine.forward, batch)
+        penalty = method.penalty(batch, output)
+        objective = output.loss_sum if penalty is None else output.loss_sum + penalty * loss_count(batch)
+        engine.backward(objective, total)
+    return output.loss_sum.detach()
 
 
 def token_count(batch: Batch) -> int:

@@ -174,7 +174,13 @@ def test_attention_and_ffn_are_masked_and_nothing_else(lab: Lab) -> None:
 @pytest.mark.parametrize(("kind", "name"), [("t5", "model.shared.weight"), ("llama", "model.lm_head.weight")])
 def test_the_head_is_masked_on_demand(lab: Lab, kind: str, name: str) -> None:
     assert name not in Started(lab, kind).migu._layout.rows
-    assert name in Started(lab, kind, include_lm_head=True).migu._layout.rows
+    started = Started(lab, kind, include_lm_head=True)
+    assert name in started.migu._layout.rows
+    batch, backbone = started.batch([0, 1, 5], size=5), started.parts.backbone
+    found = started.magnitudes(batch)[started.migu._layout.units["lm_head", "output"].place]
+    backbone.every_position = True  # prompts' tokens count too, though their logits carry no loss
+    real = backbone.real_tokens(batch)[backbone.side("lm_head")]
+    torch.testing.assert_close(found, by_hand(started, "lm_head", batch, real), rtol=1e-5, atol=1e-5)
 
 
 def test_masked_rows_have_no_gradient_and_do_not_move(lab: Lab) -> None:
