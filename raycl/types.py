@@ -112,6 +112,11 @@ class Batch:
         }
         return replace(self, **moved)
 
+    def first(self, count: int) -> Batch:
+        """Its first examples."""
+        cut: dict[str, Any] = {name: tensor[:count] for name, tensor in zip(TENSORS, self.tensors(), strict=True)}
+        return replace(self, **cut, texts=self.texts[:count], tasks=self.tasks[:count])
+
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors in field order."""
         return (

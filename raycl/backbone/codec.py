@@ -177,8 +177,8 @@ class HFCodec:
         offsets = encoded["offset_mapping"]
         return text if len(offsets) <= tokens else text[: offsets[tokens - 1][1]]
 
-    def decode(self, ids: Tensor) -> list[str]:
-        """Texts of generated ids `[B, T]`, special tokens dropped, outer white space stripped."""
+    def decode(self, ids: Tensor | Sequence[Sequence[int]]) -> list[str]:
+        """Texts of generated ids, `[B, T]` or a list for each, special tokens dropped, outer white space stripped."""
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [text.strip() for text in texts]
 

@@ -113,6 +113,17 @@ class TokenTable:
             self._rows.lists("source_ids", places), self._rows.lists("target_ids", places), self.labels(rows)
         )
 
+    def common_start(self) -> list[int]:
+        """Ids that all prompts begin with, at least one short of the shortest: the task's definition, if it has one."""
+        sources = self._rows.lists("source_ids", self._places(np.arange(len(self))))
+        shortest = min(map(len, sources), default=0)
+        if shortest < 2:
+            return []
+        heads = np.stack([ids[: shortest - 1] for ids in sources])
+        unlike = (heads != heads[0]).any(axis=0)
+        found: list[int] = heads[0, : int(unlike.argmax()) if unlike.any() else None].tolist()
+        return found
+
     def labels(self, rows: RowIndices) -> NDArray[np.int32]:
         """`[len(rows)]` index in `task.labels`, -1 for free text."""
         return self._rows.numbers("label", self._places(rows))

@@ -32,8 +32,7 @@ def merge(shares: Sequence[Predictions], count: int) -> list[str]:
 
 def evaluate(
     task: Task,
-    batches: Iterable[Batch],
-    predict: Callable[[Batch], list[str]],
+    share: Predictions,
     references: Sequence[Sequence[str]],
     other_labels: Collection[str],
     gather: Callable[[Predictions], Sequence[Predictions]] = lambda share: [share],
@@ -44,11 +43,11 @@ def evaluate(
     """Answers in row order and their score by the task's own metric.
 
     Args:
-        batches: this worker's share. gather: all workers' answers from this worker's.
+        share: this worker's answers. gather: all workers' answers from this worker's.
         other_labels: label words of other tasks, which count as off-task answers.
         sources: the input texts, for metrics that compare with them.
         off_task_is_wrong: see `score`.
     """
-    answers = merge(gather(predict_share(batches, predict)), len(references))
+    answers = merge(gather(share), len(references))
     rules: dict[str, Any] = {"sources": sources, "off_task_is_wrong": off_task_is_wrong}
     return answers, score(task.metric, answers, references, task.labels, other_labels, **rules)

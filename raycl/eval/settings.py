@@ -41,7 +41,12 @@ class EvalConfig(Section):
         "on the task's dev rows (of equal ones the first)",
     )
     select_epochs: int = Field(1, ge=1, description="select=best_dev: epochs between two scores")
-    batch_size: int = Field(64, ge=1, description="examples per worker per forward pass")
+    batch_size: int = Field(
+        64,
+        ge=1,
+        description="examples per worker per forward pass; of generated answers, those that are decoded together: where "
+        "one ends, the next example takes its place",
+    )
     max_new_tokens: int | None = Field(
         None, ge=1, description="tokens of a generated answer at most; null: stream.max_target_tokens"
     )

@@ -1,6 +1,7 @@
-"""Greedy answers to a whole batch, as evaluation takes them: a label, or a text by Hugging Face's `generate`.
+"""Greedy answers to one batch: a label, or a text by Hugging Face's `generate`.
 
-Serving decodes the same answers token by token (`continuous_batch`), which tests compare.
+Evaluation takes those of label heads, and of models whose rows cannot join a running batch (`answer_batch`). Serving
+and the evaluation of all other models decode the same answers token by token, which tests compare.
 What it does not know: which adapters are active.
 """
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from raycl.backbone import Backbone
 from raycl.backbone.base import GenerationInputs
+from raycl.generation.allowed_tokens import AllowedTokens
 from raycl.types import Batch
 
 
@@ -45,14 +47,8 @@ def _constraint(backbone: Backbone, inputs: GenerationInputs) -> dict[str, Calla
     """Arguments that keep `generate` to the allowed labels, token by token; nothing if there are none."""
     if not backbone.allowed_labels:
         return {}
-    after: dict[tuple[int, ...], list[int]] = {}
-    for answer in backbone.codec.encode_target(backbone.allowed_labels):
-        ids = answer if inputs.forced is None else [inputs.forced, *answer]
-        for place, token in enumerate(ids):
-            known = after.setdefault(tuple(ids[:place]), [])
-            known += [token] if token not in known else []
-    end, first = [backbone.codec.eos_id], inputs.prompt_columns
-    return {"prefix_allowed_tokens_fn": lambda _, ids_S: after.get(tuple(ids_S[first:].tolist()), end)}
+    allowed, first = AllowedTokens(backbone.codec, backbone.allowed_labels, inputs.forced), inputs.prompt_columns
+    return {"prefix_allowed_tokens_fn": lambda _, ids_S: allowed.after(ids_S[first:].tolist())}
 
 
 def _label(backbone: Backbone, batch: Batch) -> list[str]:

@@ -90,6 +90,12 @@ class DynamicKVCache:
         return replace(fresh, source_mask=sources[:, :last], hidden=self.hidden[index][:, :last], cross=cross)
 
 
+def attends_to_all(config: Any) -> bool:
+    """Whether every layer of a model attends to all earlier positions: no window, no recurrent state."""
+    windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None) is not None
+    return not windowed and all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())
+
+
 @torch.no_grad()
 def begin(backbone: Backbone, sources: Sequence[Sequence[int]]) -> DynamicKVCache:
     """Read prompts; their mixture must be open.
@@ -120,6 +126,26 @@ def _read(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:
         logits_to_keep=1,
     )
     return DynamicKVCache(out.logits[:, -1], mask, _layers(out.past_key_values))
+
+
+@torch.no_grad()
+def read_on(backbone: Backbone, layers: Layers, before: Tensor, ids: Tensor, mask: Tensor) -> DynamicKVCache:
+    """Decoder-only: sequences go on by several tokens each; the mixture of all must be open.
+
+    Args:
+        layers, before: caches and mask `[B, P]` of what was read. ids, mask: `[B, L]`, padded on the left.
+    """
+    whole = torch.cat([before, mask], dim=1)
+    with backbone.precision():
+        out = backbone.model(
+            input_ids=ids,
+            attention_mask=whole,
+            position_ids=(whole.cumsum(1) - 1).clamp(min=0)[:, before.shape[1] :],
+            past_key_values=_cache(layers),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+    return DynamicKVCache(out.logits[:, -1], whole, _layers(out.past_key_values))
 
 
 def _encoded(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from raycl.backbone.base import Backbone
-from raycl.generation.dynamic_cache import DynamicKVCache
+from raycl.generation.dynamic_cache import DynamicKVCache, attends_to_all
 
 log = logging.getLogger("raycl")
 
@@ -44,9 +44,7 @@ def supports_static_cache(backbone: Backbone) -> bool:
     config = backbone.model.config
     if not backbone.capabilities.one_sequence or config.model_type not in MODELS:
         return False
-    windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None) is not None
-    full = all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())
-    return full and not windowed and config._attn_implementation in MASKED
+    return attends_to_all(config) and config._attn_implementation in MASKED
 
 
 class StaticCacheLayer(CacheLayerMixin):  # type: ignore[misc]

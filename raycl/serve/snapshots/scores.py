@@ -14,7 +14,7 @@ from raycl.data.conversation import last_contents
 from raycl.data.loader import eval_batches
 from raycl.data.stream import Stream
 from raycl.errors import BankError, counted
-from raycl.eval.evaluator import evaluate
+from raycl.eval.evaluator import evaluate, predict_share
 from raycl.eval.metrics import NEED_SOURCES
 from raycl.eval.settings import EvalConfig
 from raycl.types import Batch, Score, Task
@@ -60,6 +60,7 @@ def _score(model: Answering, stream: Stream, task: Task, settings: EvalConfig) -
     sources = last_contents(table.texts(range(len(table)))) if task.metric in NEED_SOURCES else ()
     references = table.references(range(len(table)))
     is_wrong = settings.off_task == "wrong"
-    _, score = evaluate(task, batches, answers, references, others, sources=sources, off_task_is_wrong=is_wrong)
+    share = predict_share(batches, answers)
+    _, score = evaluate(task, share, references, others, sources=sources, off_task_is_wrong=is_wrong)
     log.info("    %-36s %5.1f  (%s)", task.name, score.value, counted(score.count, "example"))
     return score

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from torch import Tensor
 from raycl.data.conversation import last_contents
 from raycl.data.loader import eval_batches
 from raycl.data.tokens import Split, TokenTable
-from raycl.eval.evaluator import evaluate
+from raycl.eval.evaluator import Predictions, evaluate, predict_share
 from raycl.eval.language import score_texts
 from raycl.eval.metrics import NEED_SOURCES
+from raycl.generation.answer_batch import AnswerBatch, Prompts, answers_continuously
 from raycl.generation.answers import predict
 from raycl.methods.base import activate
 from raycl.storage import Storage
@@ -105,11 +107,8 @@ def evaluate_row(
     """
     context.backbone.eval()
     row = _Pass(world, storage, f"{phase.index:03d}-{phase.name}", observations, before)
-    return {
-        task.name: _score(context, task, row)
-        for task in evaluated_tasks(context, phase)
-        if context.stream.has_data(task)
-    }
+    tasks = [task for task in evaluated_tasks(context, phase) if context.stream.has_data(task)]
+    return _scores(context, tasks, row)
 
 
 def evaluate_unseen(
@@ -123,7 +122,7 @@ def evaluate_unseen(
     if context.stream.unseen and world.is_first:
         log.info("    never trained:")
     row = _Pass(world, storage, UNSEEN, before=before)
-    return {task.name: _score(context, task, row) for task in context.stream.unseen}
+    return _scores(context, context.stream.unseen, row)
 
 
 def evaluate_untrained(
@@ -144,12 +143,12 @@ def evaluate_untrained(
     if missing and world.is_first:
         log.info("    before any training:")
     row = _Pass(world, storage, UNTRAINED, before=before, is_bare=True)
-    return {task.name: _score(context, task, row) for task in missing}
+    return _scores(context, missing, row)
 
 
 def dev_score(context: TrainingContext, task: Task, world: DistributedContext) -> float:
     """Score of the task's dev rows by the model in training. Collective; nothing is logged or written."""
-    return _score(context, task, _Pass(world, split="dev")).value
+    return _scores(context, [task], _Pass(world, split="dev"))[task.name].value
 
 
 def evaluated_tasks(context: TrainingContext, phase: Phase) -> list[Task]:
@@ -161,36 +160,82 @@ def evaluated_tasks(context: TrainingContext, phase: Phase) -> list[Task]:
     return [task for seen in context.phases[: phase.index + 1] for task in seen.tasks]
 
 
-def _score(context: TrainingContext, task: Task, row: _Pass) -> Score:
-    """One cell."""
+def _scores(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> dict[str, Score]:
+    """Task name -> cell."""
+    if context.stream.text_objective(context.backbone.codec, OBJECTIVE_SEED) is not None:
+        return {task.name: _text_score(context, task, row) for task in tasks}
+    if answers_continuously(context.backbone):
+        shares = _generated(context, tasks, row)
+        return {task.name: _cell(context, task, shares[task.name], row) for task in tasks}
+    return {task.name: _cell(context, task, _predicted(context, task, row), row) for task in tasks}
+
+
+def _generated(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> dict[str, Predictions]:
+    """This worker's answers to all tasks, decoded in one continuous batch."""
+    backbone, settings, method = context.backbone, context.evaluation, context.method
+    limit = settings.max_new_tokens or backbone.codec.max_target_tokens
+    decoder = AnswerBatch(backbone, partial(activate, method), limit, settings.batch_size)
+
+    def prompts() -> Iterator[Prompts]:
+        for task in tasks:
+            table = _opened(context, task, row)
+            start, labels = table.common_start(), task.labels if settings.labels == "task" else None
+            for batch in _batches(context, task, table, row, decoder.read_rows):
+                real = int((batch.rows >= 0).sum())  # the last ones of a worker may be fill-ups, which nobody waits for
+                if real:
+                    batch = batch.first(real).to(row.world.device)
+                    yield Prompts(task.name, batch, _route(context, batch, row), start, tuple(labels or ()))
+
+    shares: dict[str, Predictions] = {task.name: [] for task in tasks}
+    for answer in decoder.answers(prompts()):
+        shares[answer.task].append((answer.row, answer.text))
+    return shares
+
+
+def _predicted(context: TrainingContext, task: Task, row: _Pass) -> Predictions:
+    """This worker's answers, batch by batch."""
+    settings = context.evaluation
+    limit = settings.max_new_tokens or context.backbone.codec.max_target_tokens
+    batches = _batches(context, task, _opened(context, task, row), row, settings.batch_size)
+    with _allow_labels(context, task):
+        return predict_share(batches, lambda batch: _answers(context, batch.to(row.world.device), limit, row))
+
+
+def _opened(context: TrainingContext, task: Task, row: _Pass) -> TokenTable:
+    """The task's rows, with their sentence embeddings computed by all workers together. Collective."""
     row.before(task.name)
-    world, settings, codec = row.world, context.evaluation, context.backbone.codec
-    table = context.stream.table(task, row.split or settings.split, codec)
-    encoder = context.method.encoder
+    table, encoder = _table(context, task, row), context.method.encoder
     if encoder is not None and not row.is_bare:
-        encoder.embed_all(table.texts(range(len(table))), (world.rank, world.size), world.gather)
-    reads = context.method.needs_texts
-    text_objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
-    sizes = (world.rank, world.size, settings.batch_size)
-    batches = eval_batches(table, None, *sizes, codec.pad_id, reads, text_objective)
-    if task in context.stream.unseen:
-        batches = map(_without_task, batches)
-    if text_objective is not None:
-        return _text_score(context, task, table, batches, row)
-    limit = settings.max_new_tokens or codec.max_target_tokens
+        encoder.embed_all(table.texts(range(len(table))), (row.world.rank, row.world.size), row.world.gather)
+    return table
+
+
+def _table(context: TrainingContext, task: Task, row: _Pass) -> TokenTable:
+    return context.stream.table(task, row.split or context.evaluation.split, context.backbone.codec)
+
+
+def _batches(context: TrainingContext, task: Task, table: TokenTable, row: _Pass, size: int) -> Iterator[Batch]:
+    """This worker's share of a task's rows."""
+    codec, reads = context.backbone.codec, context.method.needs_texts
+    objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
+    batches = eval_batches(table, None, row.world.rank, row.world.size, size, codec.pad_id, reads, objective)
+    return map(_without_task, batches) if task in context.stream.unseen else batches
+
+
+def _cell(context: TrainingContext, task: Task, share: Predictions, row: _Pass) -> Score:
+    """One cell, of all workers' answers. Collective."""
+    world, settings, table = row.world, context.evaluation, _table(context, task, row)
     references = table.references(range(len(table)))
     others = {label for other in context.stream.tasks if other is not task for label in other.labels or ()}
-    with _allow_labels(context, task):
-        answers, cell = evaluate(
-            task,
-            batches,
-            lambda batch: _answers(context, batch.to(world.device), limit, row),
-            references,
-            others,
-            world.gather,
-            sources=last_contents(table.texts(range(len(table)))) if task.metric in NEED_SOURCES else (),
-            off_task_is_wrong=settings.off_task == "wrong",
-        )
+    answers, cell = evaluate(
+        task,
+        share,
+        references,
+        others,
+        world.gather,
+        sources=last_contents(table.texts(range(len(table)))) if task.metric in NEED_SOURCES else (),
+        off_task_is_wrong=settings.off_task == "wrong",
+    )
     cell.extra |= {"truncated_sources": float(table.truncated_sources)}
     if world.is_first and row.storage is not None:
         off = f", {cell.extra['off_task']:g} off task" if cell.extra.get("off_task") else ""
@@ -201,14 +246,10 @@ def _score(context: TrainingContext, task: Task, row: _Pass) -> Score:
     return cell
 
 
-def _text_score(
-    context: TrainingContext,
-    task: Task,
-    table: TokenTable,
-    batches: Iterable[Batch],
-    row: _Pass,
-) -> Score:
+def _text_score(context: TrainingContext, task: Task, row: _Pass) -> Score:
     """Where texts themselves are learned."""
+    table = _opened(context, task, row)
+    batches = _batches(context, task, table, row, context.evaluation.batch_size)
 
     def read(batch: Batch) -> Tensor:
         batch = batch.to(row.world.device)
@@ -244,11 +285,17 @@ def _answers(context: TrainingContext, batch: Batch, limit: int, row: _Pass) -> 
 
 
 def _routed(context: TrainingContext, batch: Batch, row: _Pass) -> AbstractContextManager[None]:
-    """The batch's mixture is active, and its weights are observed; none, for the bare backbone."""
+    """The batch's mixture is active."""
+    return activate(context.method, _route(context, batch, row))
+
+
+def _route(context: TrainingContext, batch: Batch, row: _Pass) -> Mixture | None:
+    """The batch's mixture, whose weights are observed; none, for the bare backbone."""
     method = context.method
-    mixture = None if method.stack is None or row.is_bare else method.route(batch)
+    with torch.no_grad():
+        mixture = None if method.stack is None or row.is_bare else method.route(batch)
     row.observations.add(batch.tasks, mixture)
-    return activate(method, mixture)
+    return mixture
 
 
 def _jsonl(texts: Sequence[str], references: Sequence[Sequence[str]], answers: Sequence[str]) -> bytes:

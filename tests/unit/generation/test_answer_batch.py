@@ -1,0 +1,122 @@
+"""Evaluation's continuous batch answers as `predict` answers each row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import Lab, save_model
+from transformers import AutoConfig
+
+from raycl.adapters import AdapterStack
+from raycl.adapters.prompts import MixedPrompts
+from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
+from raycl.backbone.roles import linear_names
+from raycl.data.loader import batch_of
+from raycl.generation import shared_prompt
+from raycl.generation.answer_batch import AnswerBatch, Prompts, answers_continuously
+from raycl.generation.answers import predict
+from raycl.run.assembly import build
+from raycl.training.distributed import DistributedContext
+from raycl.training.phase import evaluation
+from raycl.types import AdapterState, Mixture
+
+SOURCES = (
+    *("the sky is red blue cat", "the sky is very much blue cold warm very much", "the sky is a dog"),
+    *("the sky is fire", "the sky is sea sea sea sleeps", "the sky is red", "the sky is blue blue a"),
+)
+LABELS = ("red cat", "red dog", "blue")
+
+
+def with_adapters(kind: str, folder: Path, prompts: bool) -> tuple[Backbone, AdapterStack]:
+    """Three random adapters, large enough to change answers."""
+    config = BackboneConfig(name=str(save_model(kind, folder)))
+    backbone = load_backbone(config, load_codec(config, 24, 8), torch.device("cpu"), 0).eval()
+    stack = AdapterStack(backbone.model, linear_names(backbone.model, ("attention",)), rows=None)
+    draw = torch.Generator().manual_seed(1)
+    width = int(backbone.model.get_input_embeddings().weight.shape[1])
+    for number, name in enumerate("abc"):
+        linears = {
+            path: (torch.randn(2, layer.inputs, generator=draw), torch.randn(layer.outputs, 2, generator=draw))
+            for path, layer in stack.layers.items()
+        }
+        soft = torch.randn(2 + number, width, generator=draw) if prompts else None
+        stack.load(name, AdapterState(linears, 0.5, soft))
+    if prompts:
+        backbone.prefix = MixedPrompts(stack, width)
+    return backbone, stack
+
+
+@pytest.mark.parametrize("mixtures", ["unlike", "same", "bare"])
+@pytest.mark.parametrize(("kind", "prompts"), [("llama", False), ("llama", True), ("t5", False), ("t5", True)])
+def test_answers_are_those_of_each_row_alone(kind: str, prompts: bool, mixtures: str, tmp_path: Path) -> None:
+    backbone, stack = with_adapters(kind, tmp_path, prompts)
+    codec = backbone.codec
+    weights = torch.rand(len(SOURCES), 3, generator=torch.Generator().manual_seed(2))
+    weights[:, 1] *= torch.arange(len(SOURCES)) % 2  # not every row has every adapter
+    weights = weights[:1].expand(len(SOURCES), -1) if mixtures == "same" else weights
+    start = codec.encode_source(["the sky is"])[0]
+    start = start[:-1] if start[-1] == codec.eos_id else start
+
+    def mixture(rows: slice) -> Mixture | None:
+        return None if mixtures == "bare" else Mixture(("a", "b", "c"), weights[rows])
+
+    def prompts_of() -> Iterator[Prompts]:
+        for task, allowed in (("free", ()), ("limited", LABELS)):
+            for first in range(0, len(SOURCES), 2):
+                assert not stack.is_open, "rows are routed while no mixture is active"
+                rows = slice(first, first + 2)
+                batch = batch_of(codec.encode_source(SOURCES[rows]), codec.pad_id)
+                batch.rows += first
+                yield Prompts(task, batch, mixture(rows), start, allowed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_prompt, "LEAST_TOKENS", 2)
+        decoder = AnswerBatch(backbone, stack.activate, 8, 5)
+        decoder.read_rows = 2
+        found = list(decoder.answers(prompts_of()))
+    shares = kind == "llama" and mixtures != "unlike"
+    assert (decoder._start is not None) == shares, "a common beginning is read once where the mixture is the same"
+    expected = {}
+    for task, allowed in (("free", ()), ("limited", LABELS)):
+        backbone.allowed_labels = allowed
+        for row, source in enumerate(SOURCES):
+            batch = batch_of(codec.encode_source([source]), codec.pad_id)
+            with stack.activate(mixture(slice(row, row + 1))):
+                expected[task, row] = predict(backbone, batch, 8)[0]
+    assert {(answer.task, answer.row): answer.text for answer in found} == expected
+    assert len(found) == len(expected) and {expected["limited", row] for row in range(7)} <= set(LABELS)
+    longest = 2 * 4 * 8  # four batches of two rows for each task, one after another, of eight tokens
+    assert decoder.steps < longest and decoder.decoded > decoder.steps
+
+
+def test_models_whose_answers_are_not_the_most_likely_tokens_use_generate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those whose rows cannot join a running batch, or have no text to generate."""
+    for kind, expected in (("llama", True), ("t5", True), ("bert", False)):
+        config = BackboneConfig(name=str(save_model(kind, tmp_path / kind)))
+        backbone = load_backbone(config, load_codec(config, 24, 8), torch.device("cpu"), 0)
+        assert answers_continuously(backbone) == expected
+        if expected:
+            with monkeypatch.context() as patch:
+                patch.setattr(backbone.model.generation_config, "repetition_penalty", 1.2)
+                assert not answers_continuously(backbone)
+            with monkeypatch.context() as patch:
+                bart = AutoConfig.for_model("bart")
+                patch.setattr(backbone.model, "config", bart if kind == "t5" else AutoConfig.for_model("gemma2"))
+                assert not answers_continuously(backbone)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_evaluation_gives_the_same_cells_either_way(lab: Lab, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = DistributedContext.alone(torch.device("cpu"))
+    context, _ = build(lab.config(kind, "sapt", eval={"labels": "task", "batch_size": 4}), world)
+    context.backbone.eval()
+    row = evaluation._Pass(world, is_bare=True)
+    found = evaluation._scores(context, context.stream.tasks, row)
+    monkeypatch.setattr(evaluation, "AnswerBatch", None)
+    monkeypatch.setattr(evaluation, "answers_continuously", lambda backbone: False)
+    assert evaluation._scores(context, context.stream.tasks, row) == found
