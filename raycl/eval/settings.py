@@ -44,7 +44,7 @@ class EvalConfig(Section):
     batch_size: int = Field(
         64,
         ge=1,
-        description="examples per worker per forward pass; of generated answers, those that are decoded together: where "
+        description="examples per worker per forward pass; of generated answers, those decoded together: where "
         "one ends, the next example takes its place",
     )
     max_new_tokens: int | None = Field(
