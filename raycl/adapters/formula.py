@@ -36,13 +36,13 @@ def add_shared(
     Args:
         y: `[B, ..., O]`, changed in place where autograd allows it.
         x: `[B, ..., D]`.
-        gate_BR: weight times scale of each row for each example.
+        gate_BR: weight times scale of each row for each example, or `[B, T, R]` for each position.
         activation: f; "" for none.
     """
     h = linear(x, a_RD)
     if activation == "relu":
         h.relu_()
-    gate = gate_BR.to(h.dtype).view(gate_BR.shape[0], *(1,) * (x.dim() - 2), -1)
+    gate = spread(gate_BR, h)
     if torch.is_grad_enabled():
         return y + linear(h * gate, b_RO.T)
     h.mul_(gate)
@@ -50,6 +50,12 @@ def add_shared(
         y.view(-1, y.shape[-1]).addmm_(h.view(-1, h.shape[-1]), b_RO)
         return y
     return y + linear(h, b_RO.T)
+
+
+def spread(gate: Tensor, h: Tensor) -> Tensor:
+    """A gate of each example `[B, R]`, or of each position, shaped to broadcast to h `[B, ..., R]`."""
+    gate = gate.to(h.dtype)
+    return gate if gate.dim() == h.dim() else gate.view(gate.shape[0], *(1,) * (h.dim() - 2), -1)
 
 
 def add_own(y: Tensor, x: Tensor, a_BKD: Tensor, b_BKO: Tensor, gate_BK: Tensor, activation: Activation = "") -> Tensor:
@@ -75,18 +81,19 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, gate: Tensor, heads: int, sc
     Args:
         q: `[B, T, D]` queries of all heads side by side.
         keys: `[R, D]`, or `[B, R, D]` where each example has its own. values: the same.
-        gate: `[B, R]`.
+        gate: `[B, R]`, or `[B, T, R]` for each position.
 
     Returns:
         `[B, T, D]`, what is added to the input of the layer's output projection.
     """
+    gate = gate if gate.dim() == 3 else gate[:, None]
     closed = gate <= 0
-    idle = closed.all(1, keepdim=True)
+    idle = closed.all(2, keepdim=True)
     prior = gate.clamp_min(torch.finfo(gate.dtype).tiny).log().masked_fill(closed & ~idle, float("-inf"))
     scores = _of_heads(q, heads) @ _of_heads(keys, heads).mT * scaling
-    shares = (scores + prior.to(scores.dtype)[:, None, None, :]).softmax(-1)
+    shares = (scores + prior.to(scores.dtype)[:, None]).softmax(-1)
     found = (shares @ _of_heads(values, heads)).transpose(1, 2).flatten(2)
-    return found.masked_fill(idle[:, :, None], 0.0)
+    return found.masked_fill(idle, 0.0)
 
 
 def _of_heads(rows: Tensor, heads: int) -> Tensor:

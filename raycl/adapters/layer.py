@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from raycl.adapters.formula import OWN_TOKENS, add_own, add_shared, attend
+from raycl.adapters.formula import OWN_TOKENS, add_own, add_shared, attend, spread
 
 if TYPE_CHECKING:
     from raycl.adapters.stack import AdapterStack
@@ -51,7 +51,8 @@ class StackedLora(nn.Module):
         lora_A: `[R, D]` rows of the adapters in training; None between tasks.
         lora_B: `[O, R]` their outputs, in PEFT's layout.
         queries: of its attention layer, in a stack of prefixes.
-        low_observer: called with `A x` `[..., R]` of the adapters in training, before activation, and gates `[B, R]`.
+        low_observer: called with `A x` `[..., R]` of the adapters in training, before activation, and gates `[B, R]`,
+            or `[B, T, R]` of each position.
     """
 
     def __init__(self, base: nn.Module, stack: AdapterStack, path: str) -> None:
@@ -156,7 +157,7 @@ class StackedLora(nn.Module):
         if len(parts) < 2:
             return parts[0] if parts else None
         keys, values, gates = zip(*parts, strict=True)
-        return torch.cat(keys), torch.cat(values), torch.cat(gates, dim=1)
+        return torch.cat(keys), torch.cat(values), torch.cat(gates, dim=-1)
 
     def _add_trainable(self, y: Tensor, x: Tensor, gate_BR: Tensor) -> Tensor:
         """The part in training: exact gradients to A, B, the gate and x."""
@@ -166,8 +167,7 @@ class StackedLora(nn.Module):
             self.low_observer(h, gate_BR)
         if self._stack.activation == "relu":
             h.relu_()
-        gate = gate_BR.to(h.dtype).view(gate_BR.shape[0], *(1,) * (x.dim() - 2), -1)
-        return y + linear(h * gate, self.lora_B)
+        return y + linear(h * spread(gate_BR, h), self.lora_B)
 
 
 def linear_shape(base: nn.Module) -> tuple[int, int]:

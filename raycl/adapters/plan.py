@@ -26,7 +26,8 @@ class Plan:
         copies: sequences per example in generation (beams x samples).
         used: adapters that are active for some example.
         pool: rows that `index` points into. index: `[R]` rows in use, or a slice of neighbours.
-        gate: `[B, R]` weight times scale per row; None if no loaded adapter is active.
+        gate: `[B, R]` weight times scale per row; None if no loaded adapter is active. Where examples share rows of the
+            batch, gates are of each position, `[P, S, R]`.
         own: `[B, K]` rows of each example and their gates, where that form is cheaper.
         trainable_gate: `[B, R_live]` for adapters in training.
     """
@@ -46,6 +47,14 @@ class Plan:
     def has_loaded(self) -> bool:
         """Whether any loaded adapter is active."""
         return self.gate is not None
+
+    def share_rows(self, examples_PS: Tensor) -> None:
+        """Examples share rows of the batch: `examples_PS` says whose position each is. Once, before any layer runs."""
+        assert self.copies == 1, "examples share rows in training only"
+        examples_PS = examples_PS.to(self.mixture.weights.device)
+        self.gate = None if self.gate is None else self.gate[examples_PS]
+        self.trainable_gate = None if self.trainable_gate is None else self.trainable_gate[examples_PS]
+        self.own = None  # a row of the batch has no rows of its own then
 
     def shared_rows(self, path: str) -> tuple[Tensor, Tensor]:
         """A `[R, D]` and B `[R, O]` of one linear: neighbours as views, others copied once for all linears."""

@@ -276,12 +276,13 @@ class AdapterStack:
     # ---- mixtures --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def activate(self, mixture: Mixture | None, copies: int = 1) -> Iterator[None]:
+    def activate(self, mixture: Mixture | None, copies: int = 1, examples: Tensor | None = None) -> Iterator[None]:
         """Activate a mixture for everything that runs inside, backward and recomputation included.
 
         Args:
             mixture: None for the bare backbone.
             copies: sequences per example in generation (beams x samples).
+            examples: `[P, S]`, where examples share rows: the one that each position belongs to.
 
         Raises:
             AdapterError: an adapter that is unknown or does not fit, or weights that are not finite.
@@ -290,6 +291,8 @@ class AdapterStack:
         self._open, self.heads = True, () if mixture is None else mixture.heads
         try:
             self._open_mixture(mixture, copies)
+            if self.plan is not None and examples is not None:
+                self.plan.share_rows(examples)
             yield
         finally:
             self.plan, self._open, self.heads = None, False, ()

@@ -113,6 +113,7 @@ class Backbone(nn.Module, ABC):
             Read by backbones that answer with labels.
         every_position: logits are computed at every position of a text, though only some carry loss, since something
             observes the output layer there.
+        packs: in training, several examples share a row (`raycl.backbone.positions`).
     """
 
     head: Head | None
@@ -126,7 +127,7 @@ class Backbone(nn.Module, ABC):
         self.prefix = None
         self.allowed_labels: tuple[str, ...] = ()
         self.competing_labels: tuple[str, ...] = ()
-        self.every_position = False
+        self.every_position = self.packs = False
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
     @property
@@ -190,6 +191,18 @@ class Backbone(nn.Module, ABC):
     def side(self, path: str) -> Side:
         """Whose positions the layer at `path` in the model works on."""
         return "source"
+
+    def examples_in_rows(self, batch: Batch) -> Tensor | None:
+        """`[P, S]`: the example that each position of the model's rows belongs to; None: a row is an example."""
+        return None
+
+    def check_packing(self) -> None:
+        """Before `packs` is set.
+
+        Raises:
+            BackboneError: examples in one row would not be computed as each alone.
+        """
+        raise AssertionError(f"{type(self).__name__} has no rows that examples could share")
 
     def real_tokens(self, batch: Batch) -> dict[Side, Tensor]:
         """For each side `[B, S]` bool, as the model sees the batch: false on padding and in examples of weight 0.

@@ -1,7 +1,7 @@
 """Decoder-only backbones (LLaMA and the other causal language models).
 
-Training packs prompt and answer into one right-padded row, loss on the answer only. Generation shifts the
-padding to the left, so that every row continues at the same column.
+Prompt and answer are joined in one right-padded row, loss on the answer only; in training, several examples may share a
+row. Generation shifts the padding to the left, so that every row continues at the same column.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from raycl.backbone.base import Backbone, GenerationInputs, Guesses, Side
-from raycl.backbone.positions import logits_at, loss_positions
+from raycl.backbone.positions import PackedRows, logits_at, loss_positions, pack
+from raycl.errors import BackboneError
 from raycl.types import IGNORE, Batch
+
+_NOT_PACKED, _NO_PACKING = "train.packing is true, but", ": set train.packing to false"
 
 
 class CausalBackbone(Backbone):
@@ -21,17 +24,86 @@ class CausalBackbone(Backbone):
         """Every token of the answers (end-of-sequence included), given all before it."""
         ids_BS, mask_BS, labels_BS = join(batch, self.codec.pad_id)
         next_BS = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)
+        packed = self._packed(mask_BS)
+        if packed is not None:
+            next_BS = packed.take(next_BS, IGNORE)
         chosen_BS = loss_positions(next_BS)
+        rows, places = chosen_BS.nonzero(as_tuple=True)
         with self.precision():
-            inputs, prefix = self.prefixed(ids_BS, mask_BS)
+            if packed is not None:
+                ids_PS = packed.take(ids_BS, self.codec.pad_id)
+                inputs, prefix = {"input_ids": ids_PS, "position_ids": packed.positions}, 0
+            else:
+                inputs, prefix = self.prefixed(ids_BS, mask_BS)
             chosen = nn.functional.pad(chosen_BS, (prefix, 0))
             logits_MV = logits_at(self.model, chosen, {**inputs, "use_cache": False}, self.every_position)
-        return Guesses(logits_MV, next_BS[chosen_BS], chosen_BS.nonzero()[:, 0])
+        return Guesses(logits_MV, next_BS[rows, places], rows if packed is None else packed.examples[rows, places])
+
+    def _packed(self, mask_BS: Tensor) -> PackedRows | None:
+        """Where joined rows stand; None where each has a row of its own."""
+        if not self.packs or not self.training:
+            return None
+        assert self.prefix is None, "packed rows have no room for soft prompts"
+        return pack(mask_BS.sum(1).tolist(), mask_BS.device, self._reads_one_row)
+
+    @property
+    def _reads_one_row(self) -> bool:
+        """Whether attention finds packed examples in a batch of one row only, as FlashAttention's interface does."""
+        return "flash" in str(self.model.config._attn_implementation)
+
+    def examples_in_rows(self, batch: Batch) -> Tensor | None:
+        """Where `packs` is set, in training: whose positions they are."""
+        packed = self._packed(join(batch, self.codec.pad_id)[1])
+        return None if packed is None else packed.examples
 
     def real_tokens(self, batch: Batch) -> dict[Side, Tensor]:
-        """Prompt and answer as `join` packs them."""
+        """Prompt and answer as `join` puts them into one row, and rows as they are packed."""
         _, mask_BS, _ = join(batch, self.codec.pad_id)
-        return {"source": (mask_BS > 0) & (batch.weight > 0).unsqueeze(1)}
+        real_BS = (mask_BS > 0) & (batch.weight > 0).unsqueeze(1)
+        packed = self._packed(mask_BS)
+        return {"source": real_BS if packed is None else packed.take(real_BS, False)}
+
+    @torch.no_grad()
+    def check_packing(self) -> None:
+        """Run two texts alone, in one row, and in one row with another first text.
+
+        Raises:
+            BackboneError: the model does not keep them apart.
+        """
+        ids_BS = torch.arange(8, device=self.device).view(2, 4) % self.codec.vocabulary
+        other_BS = torch.stack([ids_BS[0].flip(0), ids_BS[1]])
+        places = {"position_ids": torch.arange(4, device=self.device).repeat(2)[None]}
+        try:
+            alone, first, second = (
+                self._states(**given)
+                for given in (
+                    {"input_ids": ids_BS},
+                    {"input_ids": ids_BS.view(1, -1), **places},
+                    {"input_ids": other_BS.view(1, -1), **places},
+                )
+            )
+        except TypeError as error:
+            raise BackboneError(
+                f"{_NOT_PACKED} {type(self.model).__name__} reads no position ids{_NO_PACKING}"
+            ) from error
+        rounding = 1e-3 if self.dtype == torch.float32 else 0.05
+        differences = [(first[4:] - second[4:]).norm() / 1e-3, (alone - first).norm() / rounding]
+        if not all(float(one / alone.norm()) < 1 for one in differences):
+            raise BackboneError(
+                f"{_NOT_PACKED} {type(self.model).__name__} computes a text in a row of two otherwise than alone"
+                f"{_NO_PACKING}"
+            )
+
+    def _states(self, **inputs: Tensor) -> Tensor:
+        """All last hidden states, `[N, D]` in float32, without dropout."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with self.precision():
+                found: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        finally:
+            self.model.train(was_training)
+        return found.float().flatten(0, 1)
 
     def _encode(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
         body = self.model.base_model

@@ -1,16 +1,21 @@
-"""Logits at chosen positions: the output layer of a language model reads their hidden states and no others.
+"""Positions of a batch: at which of them logits are computed, and rows that several examples share.
 
-Why it exists: most tokens of a batch carry no loss (prompts, padding), and a vocabulary is many times as wide as a
-hidden state, so logits of all tokens are the largest tensors of a training step. The model's own forward pass runs, and
-only the input of its output layer is cut, so what a model does before and behind it stays as it is (T5's scaling of
-tied embeddings, BART's bias, Gemma's soft capping, Cohere's scale), and an engine's hooks on the layer fire as always.
+Logits: most tokens of a batch carry no loss (prompts, padding), and a vocabulary is many times as wide as a hidden
+state, so logits of all tokens are the largest tensors of a training step. The model's own forward pass runs, and only
+the input of its output layer is cut, so what a model does before and behind it stays as it is (T5's scaling of tied
+embeddings, BART's bias, Gemma's soft capping, Cohere's scale), and an engine's hooks on the layer fire as always.
+Packing: examples of unlike lengths stand one after another in rows as long as the longest of them. Where position ids
+begin at 0 again, Transformers' attention begins anew, in every implementation of it and in sliding windows as well.
 What it does not know: what the labels are of.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from raycl.backbone.roles import is_linear
@@ -66,3 +71,45 @@ def logits_at(model: Any, chosen_BS: Tensor, inputs: dict[str, Any], every_posit
 def _picked(states_BSD: Tensor, index_M: Tensor) -> Tensor:
     """`[M, D]` of `[B, S, D]`."""
     return states_BSD.flatten(0, 1).index_select(0, index_M)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Where the tokens of B examples stand in P rows of S positions.
+
+    Attributes:
+        examples: `[P, S]` int64, whose position it is; padding behind a row's last example is counted as of that one.
+        positions: `[P, S]` int64, from 0 in every example, and in the padding.
+        real: `[P, S]` bool, false on padding.
+    """
+
+    examples: Tensor
+    positions: Tensor
+    real: Tensor
+
+    def take(self, tokens_BL: Tensor, padding: int) -> Tensor:
+        """`[P, S]`: right-padded rows of examples in their places."""
+        return tokens_BL[self.examples, self.positions * self.real].masked_fill(~self.real, padding)
+
+
+def pack(lengths: Sequence[int], device: torch.device, in_one_row: bool = False) -> PackedRows:
+    """Rows for examples of these lengths, each 1 or more: the longest first, each in the first row with room for it.
+
+    Args:
+        in_one_row: all in a single row, which variable-length attention kernels read without computing padding.
+    """
+    room = sum(lengths) if in_one_row else max(lengths)
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for example in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+        row = next((number for number, free in enumerate(left) if free >= lengths[example]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            left.append(room)
+        rows[row].append(example)
+        left[row] -= lengths[example]
+    parts = [[*((one, lengths[one]) for one in row), (row[-1], free)] for row, free in zip(rows, left, strict=True)]
+    examples = [[one for one, length in row for _ in range(length)] for row in parts]
+    positions = [[place for _, length in row for place in range(length)] for row in parts]
+    real = torch.arange(room) < room - torch.tensor(left).unsqueeze(1)
+    return PackedRows(torch.tensor(examples, device=device), torch.tensor(positions, device=device), real.to(device))

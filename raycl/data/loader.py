@@ -23,6 +23,9 @@ from raycl.data.tokens import Rows
 from raycl.errors import ConfigError
 from raycl.types import IGNORE, Batch
 
+WINDOW = 50
+"""Steps from whose rows batches of similar length are made: the more, the less padding, and the less well mixed."""
+
 
 def check_batch(batch_size: int, micro_batch_size: int, world_size: int) -> int:
     """Micro-batches that each worker accumulates in a step.
@@ -40,12 +43,13 @@ def check_batch(batch_size: int, micro_batch_size: int, world_size: int) -> int:
     return batch_size // unit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GlobalOrder:
     """The order of `count` rows over a whole phase; a new permutation each epoch.
 
     Attributes:
         max_steps: stop after this many steps even inside an epoch; None: after all epochs.
+        lengths: of each row, where steps are made of rows of similar length.
     """
 
     count: int
@@ -53,6 +57,7 @@ class GlobalOrder:
     epochs: int
     seed: int
     max_steps: int | None = None
+    lengths: NDArray[np.int64] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -74,6 +79,8 @@ class GlobalOrder:
         assert 0 <= step < self.steps, f"step {step} is outside 0..{self.steps - 1}"
         epoch, place = divmod(step, self.steps_per_epoch)
         order = _permutation(self.count, self.seed, epoch)
+        if self.lengths is not None:
+            order = _grouped(self, epoch)
         return order[place * self.batch_size : (place + 1) * self.batch_size].copy()
 
 
@@ -81,6 +88,23 @@ class GlobalOrder:
 def _permutation(count: int, seed: int, epoch: int) -> Indices:
     """The order of one epoch; kept, since its steps ask for it one after another."""
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(count).astype(np.int64)
+
+
+@lru_cache(maxsize=2)
+def _grouped(order: GlobalOrder, epoch: int) -> Indices:
+    """The epoch's rows sorted by length within windows of it, cut into batches, and these in an order drawn at random.
+
+    A last batch of fewer rows, drawn like any other, stays the last.
+    """
+    assert order.lengths is not None and len(order.lengths) == order.count, "every row has a length"
+    rows, size, window = _permutation(order.count, order.seed, epoch), order.batch_size, WINDOW * order.batch_size
+    whole, rest = np.split(rows, [len(rows) // size * size])
+    windows = [
+        part[np.lexsort((part, order.lengths[part]))] for part in np.split(whole, range(window, len(whole), window))
+    ]
+    draw = np.random.Generator(np.random.PCG64([order.seed, epoch, 1]))
+    batches = draw.permutation(np.concatenate(windows).reshape(-1, size))
+    return np.concatenate([batches.reshape(-1), rest])
 
 
 class Loader:

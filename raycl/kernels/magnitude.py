@@ -43,9 +43,11 @@ def summed_gated_magnitude(h_BTR: Tensor, gate_BR: Tensor, weight_BT: Tensor | N
     """`[R]` float32: sum over examples and tokens of `weight * |gate * h|`; few rows, so nothing is fused.
 
     Args:
-        gate_BR: of each row for each example.
+        gate_BR: of each row for each example, or `[B, T, R]` for each position.
     """
     magnitudes_BTR = h_BTR.abs().float()
     if weight_BT is not None:
         magnitudes_BTR = magnitudes_BTR * weight_BT.unsqueeze(-1)
+    if gate_BR.dim() == 3:
+        return (magnitudes_BTR * gate_BR.abs().float()).sum((0, 1))
     return (magnitudes_BTR.sum(1) * gate_BR.abs().float()).sum(0)

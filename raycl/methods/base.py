@@ -231,8 +231,10 @@ def activate(method: Method, mixture: Mixture | None) -> AbstractContextManager[
 
 
 def activate_batch(method: Method, batch: Batch) -> AbstractContextManager[None]:
-    """The mixture of a batch, as `Method.route` gives it."""
-    return activate(method, None if method.stack is None else method.route(batch))
+    """The mixture of a batch, as `Method.route` gives it, for the rows that the backbone makes of it."""
+    if method.stack is None:
+        return nullcontext()
+    return method.stack.activate(method.route(batch), examples=method.backbone.examples_in_rows(batch))
 
 
 def activate_trainable(method: Method, examples: int) -> AbstractContextManager[None]:

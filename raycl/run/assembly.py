@@ -46,6 +46,9 @@ def build(
     stream = open_stream(config.stream, config.seed)
     weights = {name: tensor for file in files for name, tensor in views(file, config.backbone.name).items()}
     backbone = load_backbone(chosen, codec, world.device, config.seed, stream.learns_texts, weights, True)
+    if config.train.packing:
+        backbone.check_packing()
+        backbone.packs = True
     method = method_class(config.method.name)(config.method, backbone, config.seed)
     if weights and (method.stack is None or config.engine.name != "torch"):
         _own(backbone)

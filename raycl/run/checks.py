@@ -50,9 +50,11 @@ def check(config: RunConfig) -> Stream:
         workers,
     )
     skeleton = load_skeleton(config.backbone, codec)
+    skeleton.packs = config.train.packing
     method = method_class(config.method.name)(config.method, skeleton, config.seed)
     SCHEDULES[config.stream.schedule]().attach(method, skeleton)
     make_modifiers(config, method)
+    check_packing(config, method)
     stream = open_stream(config.stream, config.seed)
     stream.check(codec)
     method.check(stream.tasks)
@@ -76,6 +78,26 @@ def check(config: RunConfig) -> Stream:
             names = ", ".join(task.name for task in stream.tasks)
             raise ConfigError(f"{key} names {sorted(unknown)}, which the stream lacks: expected some of {names}")
     return stream
+
+
+def check_packing(config: RunConfig, method: Method) -> None:
+    """Several examples share a row only where each is a text of its own in it.
+
+    Raises:
+        ConfigError: the backbone has other rows, or soft prompts stand in front of texts.
+    """
+    if not config.train.packing:
+        return
+    if not method.backbone.capabilities.one_sequence:
+        raise ConfigError(
+            f"train.packing is true, but backbone '{config.backbone.name}' is not decoder-only, and only such models "
+            "read prompt and answer as one text: set train.packing to false (train.group_by_length pads less)"
+        )
+    if method.backbone.prefix is not None:
+        raise ConfigError(
+            f"train.packing is true, but method '{config.method.name}' learns soft prompts, which stand in front of "
+            "every text and have no place inside a row: set train.packing to false, or use another method.value"
+        )
 
 
 def check_instructions(config: RunConfig, stream: Stream, codec: TextCodec) -> None:

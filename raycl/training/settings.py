@@ -27,6 +27,16 @@ class TrainConfig(Section):
     micro_batch_size: int | None = Field(
         None, ge=1, description="examples per worker per forward pass; null: no accumulation"
     )
+    packing: bool = Field(
+        False,
+        description="examples of a micro-batch share rows as long as its longest, without padding: the same losses and "
+        "gradients in less time where lengths differ; decoder-only backbones",
+    )
+    group_by_length: bool = Field(
+        False,
+        description="steps of examples with prompts of similar length, from windows of 50 shuffled steps: less "
+        "padding, but rows are less well mixed. Within a step micro-batches always are of similar lengths",
+    )
     optimizer: Literal["adamw", "adafactor", "sgd"] = Field(
         "adamw",
         description="adamw; adafactor: at the configured rate, without relative steps or scaling by the parameter, as "

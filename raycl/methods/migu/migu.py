@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from raycl.config import Tree
-from raycl.errors import RunError
+from raycl.errors import ConfigError, RunError
 from raycl.kernels.row_gradient import RowChoice, choose_rows
 from raycl.methods.base import Method
 from raycl.methods.migu.clusters import CoMagnitude, sequential_clusters, weight_clusters
@@ -125,10 +125,16 @@ class Migu(GradientModifier):
         """Check that the named layers exist.
 
         Raises:
-            ConfigError: `layers` names none, or there is no language-model head to include.
+            ConfigError: `layers` names none, there is no language-model head to include, or padding is to count where
+                there is none.
         """
         super().__init__(config, method)
         self.config: MiguConfig
+        if config.count_pads and method.backbone.packs:
+            raise ConfigError(
+                "modifiers.migu.count_pads is true, but train.packing leaves no padding behind each example to count: "
+                "set one of them to false"
+            )
         observed_layers(method.backbone, config.layers, config.include_lm_head)
         self.record = RowCounts()
         self._hook_removers: list[Callable[[], None]] = []

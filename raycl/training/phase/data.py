@@ -6,6 +6,7 @@ What it does not know: the optimizer, records.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -40,6 +41,8 @@ class PhaseData:
         tables: list[Rows] = [context.stream.table(task, "train", codec) for task in self.phase.tasks]
         tables += task_context.added
         order = order_of(context, self.phase, sum(map(len, tables)))
+        if train.group_by_length:
+            order = replace(order, lengths=np.concatenate([table.source_lengths for table in tables]))
         micro = micro_batch_size(train.batch_size, train.micro_batch_size, world.size)
         sizes = (world.rank, world.size, micro, train.batch_size)
         needs_texts = context.method.needs_texts

@@ -1,4 +1,4 @@
-"""Logits at the positions that carry loss: the values and gradients of all logits, without computing all of them."""
+"""Logits at the positions that carry loss, and rows that examples share: the same losses and gradients, less work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import WORDS, tokenizer
 from torch import Tensor
 from transformers import (
@@ -15,12 +17,19 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
 )
 
 from raycl.adapters import AdapterStack
 from raycl.backbone.load import wrap_model
-from raycl.backbone.positions import logits_at
+from raycl.backbone.positions import logits_at, pack
 from raycl.bench.gpu.tiny import SIZES, tiny_model
+from raycl.errors import BackboneError
 from raycl.types import IGNORE, AdapterState, Batch, Mixture
 
 BART = {
@@ -44,6 +53,14 @@ def model_of(name: str, vocabulary: int) -> Any:
     if name == "gemma2":
         capped = {"head_dim": 16, "num_key_value_heads": 2, "final_logit_softcapping": 0.5}
         return Gemma2ForCausalLM(Gemma2Config(vocab_size=vocabulary, **capped, **SIZES))
+    if name == "mistral":
+        window = {"num_key_value_heads": 2, "sliding_window": 4}
+        return MistralForCausalLM(MistralConfig(vocab_size=vocabulary, **window, **SIZES))
+    if name == "opt":
+        sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "word_embed_proj_dim": 32, "ffn_dim": 64}
+        return OPTForCausalLM(OPTConfig(vocab_size=vocabulary, hidden_size=32, **sizes))
+    if name == "mamba":
+        return MambaForCausalLM(MambaConfig(vocab_size=vocabulary, hidden_size=32, num_hidden_layers=1))
     return tiny_model(name, vocabulary)
 
 
@@ -96,3 +113,61 @@ def test_adapters_on_the_output_layer_see_their_own_rows(name: str) -> None:
         bare = logits_at(model, chosen, inputs)
     torch.testing.assert_close(found[2], bare[2])
     assert not torch.allclose(found[0], bare[0], atol=1e-2)
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), in_one_row=st.booleans())
+def test_every_example_stands_whole_in_one_row(lengths: list[int], in_one_row: bool) -> None:
+    packed = pack(lengths, torch.device("cpu"), in_one_row)
+    rows, width = packed.examples.shape
+    assert width == (sum(lengths) if in_one_row else max(lengths)) and int(packed.real.sum()) == sum(lengths)
+    assert rows == 1 or rows <= len(lengths)
+    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    for example, length in enumerate(lengths):
+        tokens[example, :length] = torch.arange(length) + 100 * (example + 1)
+    taken = packed.take(tokens, -1)
+    for example, length in enumerate(lengths):
+        mine = (packed.examples == example) & packed.real
+        assert mine.any(1).sum() == 1 and taken[mine].tolist() == tokens[example, :length].tolist()
+        assert packed.positions[mine].tolist() == list(range(length))
+    assert (taken[~packed.real] == -1).all()
+    for row, real in zip(packed.positions, packed.real, strict=True):
+        assert row[~real].tolist() == list(range(int((~real).sum()))), "padding is no continuation of an example"
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+def test_a_packed_batch_has_the_loss_and_gradients_of_a_padded_one(name: str, attention: str) -> None:
+    model = model_of(name, len(tokenizer("llama")))
+    model.set_attn_implementation(attention)
+    backbone, batch = wrap_model(model, tokenizer("llama"), 16, 8).train(), unlike_rows()
+    for module in backbone.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    backbone.check_packing()
+    widths: list[tuple[int, ...]] = []
+    layer = model.get_input_embeddings()
+    layer.register_forward_hook(lambda module, given, states: widths.append(tuple(states.shape[:2])))
+    found: list[tuple[float, dict[str, Tensor]]] = []
+    for backbone.packs in (False, True):
+        backbone.zero_grad()
+        output = backbone(batch)
+        output.loss_sum.backward()
+        found.append((output.loss_sum.item(), {key: p.grad for key, p in backbone.named_parameters()}))
+        assert backbone.real_tokens(batch)["source"].shape == widths[-1]
+    assert widths == [(3, 11), (2, 11)] and found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    for key, gradient in found[0][1].items():
+        torch.testing.assert_close(found[1][1][key], gradient, atol=2e-6, rtol=1e-4)
+    guesses = backbone.guesses(batch)
+    backbone.eval()
+    plain = backbone.guesses(batch)
+    assert sorted(guesses.rows.tolist()) == plain.rows.tolist() and widths[-1] == (3, 11), "evaluation packs nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("opt", "OPTForCausalLM computes a text in a row"), ("mamba", "MambaForCausalLM (reads no position|computes)")],
+)
+def test_a_model_that_mixes_the_examples_of_a_row_is_refused(name: str, why: str) -> None:
+    backbone = wrap_model(model_of(name, len(tokenizer("llama"))), tokenizer("llama"), 16, 8)
+    with pytest.raises(BackboneError, match=f"train.packing is true, but {why}.*: set train.packing to false"):
+        backbone.check_packing()

@@ -40,6 +40,21 @@ def test_an_order_covers_every_row_once_an_epoch(count: int, size: int, epochs: 
         assert sorted(rows) == list(range(count))
 
 
+def test_steps_of_similar_length_have_the_same_rows_in_an_order_of_their_own() -> None:
+    lengths = np.random.Generator(np.random.PCG64(0)).integers(1, 500, 1003)
+    mixed, grouped = GlobalOrder(1003, 8, 2, seed=4), GlobalOrder(1003, 8, 2, 4, lengths=lengths)
+    steps = range(grouped.steps_per_epoch, grouped.steps)
+    rows = [grouped.rows(step) for step in steps]
+    assert sorted(np.concatenate(rows)) == list(range(1003)) and len(rows[-1]) == 3
+    spread = [[float(np.ptp(lengths[order.rows(step)])) for step in steps[:-1]] for order in (mixed, grouped)]
+    assert np.mean(spread[1]) < 0.1 * np.mean(spread[0])
+    longest = [int(lengths[one].max()) for one in rows[:-1]]
+    assert longest != sorted(longest) and abs(np.corrcoef(longest, range(len(longest)))[0, 1]) < 0.3, "drawn at random"
+    again = GlobalOrder(1003, 8, 2, 4, lengths=lengths)
+    assert [again.rows(step).tolist() for step in reversed(steps)] == [one.tolist() for one in rows[::-1]]
+    assert GlobalOrder(5, 8, 1, 0, lengths=lengths[:5]).rows(0).tolist() == GlobalOrder(5, 8, 1, 0).rows(0).tolist()
+
+
 def test_an_order_is_a_pure_function_of_the_step() -> None:
     order = GlobalOrder(100, 8, 3, seed=4)
     forward = [order.rows(step).tolist() for step in range(order.steps)]
