@@ -250,9 +250,16 @@ def load_skeleton(config: BackboneConfig, codec: HFCodec) -> Backbone:
     Raises:
         BackboneError: the config cannot be loaded.
     """
-    with _explained(config.name), torch.device("meta"):
+    with _explained(config.name):
         folder = _folder(config, weights=False)
-        settings = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        return skeleton_of(
+            config, AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code), codec
+        )
+
+
+def skeleton_of(config: BackboneConfig, settings: PretrainedConfig, codec: HFCodec) -> Backbone:
+    """The same for a model's config in memory."""
+    with torch.device("meta"):
         model = _loader(codec.kind).from_config(settings, trust_remote_code=config.trust_remote_code)
         return _wrap(codec.kind, model, codec, config)
 

@@ -119,6 +119,14 @@ class PerTaskAdapter(Method, ABC):
         """The task's adapters and label rows are trained; everything else is frozen."""
         if not context.resumed:
             self._begin(phase.name, self._head_labels(phase_labels(phase)))
+        self._train_own()
+
+    def allocate(self, phase: Phase) -> None:
+        """The parameters that `begin_task` creates, without the phase's data: for estimates of their size."""
+        self._begin(phase.name, self._head_labels(phase_labels(phase)))
+        self._train_own()
+
+    def _train_own(self) -> None:
         for name, parameter in self.backbone.named_parameters():
             parameter.requires_grad_(self._is_trained(name, parameter))
 

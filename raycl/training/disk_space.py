@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,12 +121,29 @@ def plan_of(context: TrainingContext, phase: Phase, steps: Sequence[int]) -> Pla
     Args:
         steps: optimizer steps of each phase.
     """
-    method, count = context.method, len(context.phases)
     parameters = dict(context.backbone.named_parameters())
     trained = 4 * sum(parameters[name].numel() for name in trained_names(context.backbone))
+    kept = {name: tensor.nbytes for name, tensor in context.method.state_dict()[1].items()}
+    return plan_from(context, phase, steps, trained, kept, answers_of(context, phase))
+
+
+def plan_from(
+    context: TrainingContext,
+    phase: Phase,
+    steps: Sequence[int],
+    trained: int,
+    kept: Mapping[str, int],
+    answers: Sequence[int],
+) -> Plan:
+    """The same from sizes, for a backbone without weights.
+
+    Args:
+        trained: bytes of the phase's trained parameters. kept: those of the method's state, by name.
+        answers: of `predictions/`, for each phase.
+    """
+    method, count = context.method, len(context.phases)
     module = method.router_module
     router = 4 * sum(p.numel() for p in module.parameters()) if isinstance(module, torch.nn.Module) else 0
-    kept = {name: tensor.nbytes for name, tensor in method.state_dict()[1].items()}
     routing = sum(size for name, size in kept.items() if name.startswith(tuple(f"{kind}/" for kind in ROUTERS)))
     earlier = phase.index * (trained - router) if method.own_adapters else 0
     others = max(0, sum(kept.values()) - earlier - routing)
@@ -141,7 +158,6 @@ def plan_of(context: TrainingContext, phase: Phase, steps: Sequence[int]) -> Pla
     published = [trained + end + per_task + number * grows for number in range(1, count + 1)]
     exports = {"each": range(count), "last": range(count - 1, count), "none": range(0)}[context.checkpoint.export]
     model = trained if method.stack is None else 0
-    answers = _answers(context, phase)
     return Plan(
         steps=steps,
         every=context.checkpoint.every_steps,
@@ -153,7 +169,7 @@ def plan_of(context: TrainingContext, phase: Phase, steps: Sequence[int]) -> Pla
     )
 
 
-def _answers(context: TrainingContext, phase: Phase) -> list[int]:
+def answers_of(context: TrainingContext, phase: Phase) -> list[int]:
     """Of each phase, from texts of this one."""
     settings, stream = context.evaluation, context.stream
     if not settings.save_predictions or stream.learns_texts:

@@ -2,6 +2,7 @@
 
 raycl train                                 the built-in stream, LoRA, this machine
 raycl train FILE.yaml key.path=value ...    a config file, or --config FILE; then overrides
+raycl train --plan FILE.yaml --gpus 8       memory, traffic, time and disk of a run, by arithmetic; starts nothing
 raycl train --resume RUN_DIR                resume a run
 raycl train --resume RUN_DIR --add TASK     resume it with one more task
 raycl train --resume RUN_DIR --revise TASK  a new run that learns one of its tasks again
@@ -12,9 +13,13 @@ On a cluster: ray job submit --working-dir . -- python jobs/train_stream.py, wit
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 
 from raycl.cli.files import local_or_installed
+
+GPU_NAMES = ("a10g-24", "l4-24", "a100-40", "a100-80", "h100-80", "h200-141")
+"""Those of `raycl.run.plan.hardware`, so that `--help` does not wait for it."""
 
 SETTINGS = """settings that matter first (all: --print-config, and docs/reference):
   method=lora|slm|sapt|...       how tasks are learned          stream.name, stream.tasks   what is learned
@@ -36,6 +41,15 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     found.add_argument("--add", metavar="TASK", action="append", default=[], help="with --resume: name or YAML")
     found.add_argument("--revise", metavar="TASK", help="learn a task of a bank again: name or YAML with its new data")
     found.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
+    plan = found.add_argument_group("plan")
+    plan.add_argument("--plan", action="store_true", help="what the run would need on these GPUs, and stop")
+    plan.add_argument("--gpu", metavar="NAME", default="a100-80", help=f"one of {', '.join(GPU_NAMES)}")
+    plan.add_argument("--gpus", metavar="N", type=int, help="workers, a GPU each (default: launch.workers)")
+    plan.add_argument("--gpus-per-node", metavar="N", type=int, default=8, help="of each node (default: 8)")
+    plan.add_argument(
+        "--utilisation", metavar="SHARE", type=float, default=0.4, help="of the GPU's FLOP/s in training (default: 0.4)"
+    )
+    plan.add_argument("--json", action="store_true", help="the plan as JSON")
     found.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
     return found
 
@@ -53,6 +67,9 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
         found.error(f"--resume takes the run's own config: leave {options.config} out")
     if options.status and (options.words or options.config or options.resume):
         found.error("--status takes no other options")
+    planned = options.resume or options.status or options.add or options.revise
+    if options.plan and planned:
+        found.error("--plan takes a config and overrides, no run that is there")
     return options
 
 
@@ -65,6 +82,8 @@ def run(options: argparse.Namespace) -> int:
 
         print(commented_yaml(run_config.load_config(config, options.overrides)), end="")
         return 0
+    if options.plan:
+        return _plan(options, config)
     from raycl.launch import commands, console, driver, status, termination
     from raycl.report.plots import heatmap
     from raycl.report.tables import matrix_table
@@ -81,4 +100,19 @@ def run(options: argparse.Namespace) -> int:
     print(f"results {prepared.storage.uri}/results.json")
     if options.png or prepared.storage.is_local:
         print(f"picture {heatmap(results, options.png or f'{prepared.storage.uri}/matrix.png')}")
+    return 0
+
+
+def _plan(options: argparse.Namespace, config: str | None) -> int:
+    """Print what the run would need."""
+    from raycl.run import config as run_config
+    from raycl.run.plan.hardware import Cluster, gpu_named
+    from raycl.run.plan.planning import plan
+    from raycl.run.plan.report import text, tree
+
+    settings = run_config.load_config(config, options.overrides)
+    gpus = options.gpus or settings.launch.workers
+    cluster = Cluster(gpu_named(options.gpu), gpus, options.gpus_per_node, options.utilisation)
+    found = plan(settings, cluster)
+    print(json.dumps(tree(found), indent=2) if options.json else text(found))
     return 0

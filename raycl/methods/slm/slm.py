@@ -30,6 +30,7 @@ from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.per_task_adapter import MlpWidthSetting, PerTaskAdapter, PromptFormSetting
 from raycl.methods.trained_adapters import is_trainable
+from raycl.retrieval.discriminant import Statistics
 from raycl.retrieval.encoder import EncoderConfig, SentenceEncoder
 from raycl.retrieval.memory_slots.key_maps import newest_rows, plane, similarity
 from raycl.retrieval.memory_slots.keys import KeyConfig, check_keys, split_groups
@@ -199,6 +200,13 @@ class Slm(PerTaskAdapter):
             config = config.model_copy(update={"centrifugal": 0.0})
         router.fit(phase.name, queries_NC, config, self.seed + phase.index)
         router.hold_out(phase.name, dev_MC)
+
+    def allocate(self, phase: Phase) -> None:
+        """With as many slots as it will have, whose keys are not learned."""
+        keys, blank = self.config.keys.of(phase.name), torch.zeros(1, self.encoder.width)
+        rows_1gH = split_groups(blank, keys.groups)
+        self.router.add(phase.name, rows_1gH.expand(keys.slots, -1, -1), Statistics.of(blank))
+        super().allocate(phase)
 
     def _create(self, task: str) -> None:
         length = self.config.prompt_length_by_task.get(task, self.config.prompt_length)

@@ -1,0 +1,133 @@
+"""The parts of a run on torch's meta device: without weights, and without its data where that is not there.
+
+What it does not know: arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from raycl.backbone.architecture import architecture
+from raycl.data.benchmarks.orders import find
+from raycl.data.prepare import fit_sources, fit_targets
+from raycl.data.sources.cache import cache_folder
+from raycl.data.stream import Stream, open_stream
+from raycl.errors import ConfigError, DataError, StorageError
+from raycl.methods.registry import method_class
+from raycl.run.checks import check_engine, make_modifiers
+from raycl.run.config import RunConfig, info_of
+from raycl.training.phase.data import order_of, rows_of
+from raycl.training.schedule import SCHEDULES
+from raycl.training.training_context import TrainingContext
+from raycl.types import Task
+
+SAMPLE = 64
+"""Rows of each task whose length is measured."""
+
+NO_WORDS = 8
+"""A tokenizer with fewer tokens stands for one that is not there."""
+
+
+@dataclass
+class Opened:
+    """A run to make a plan for.
+
+    Attributes:
+        config: of the run. context: its parts. notes: what was assumed in the place of what is not there.
+        steps: of each phase; empty if not known.
+        mean_tokens: of a mean row's source and target; None if not known.
+    """
+
+    config: RunConfig
+    context: TrainingContext
+    notes: list[str]
+    steps: tuple[int, ...]
+    mean_tokens: tuple[float, float] | None
+
+
+def opened(config: RunConfig) -> Opened:
+    """The run's backbone, method and stream.
+
+    Raises:
+        BackboneError: there is no config.json. ConfigError: settings that do not fit each other.
+    """
+    check_engine(config)
+    limits = config.stream.max_source_tokens, config.stream.max_target_tokens
+    backbone = architecture(config.backbone, *limits)
+    notes = (
+        ["backbone.dtype=float32: the GPU's FLOP/s are those of bfloat16"] if config.backbone.dtype == "float32" else []
+    )
+    stream = _stream(config, notes)
+    evaluation = config.eval if stream.has_rows else config.eval.model_copy(update={"save_predictions": False})
+    method = method_class(config.method.name)(config.method, backbone, config.seed)
+    context = TrainingContext(
+        info=info_of(config),
+        stream=stream.stream,
+        backbone=backbone,
+        method=method,
+        modifiers=make_modifiers(config, method),
+        train=config.train,
+        engine=config.engine,
+        evaluation=evaluation,
+        checkpoint=config.checkpoint,
+        bank=config.bank,
+        schedule=SCHEDULES[config.stream.schedule](),
+        identity="",
+    )
+    if not stream.has_rows:
+        return Opened(config, context, notes, (), None)
+    steps = tuple(order_of(context, phase, rows_of(context, phase)).steps for phase in context.phases)
+    if backbone.codec.vocabulary < NO_WORDS:
+        notes.append("no tokenizer: every text is taken to be as long as the config allows")
+        return Opened(config, context, notes, steps, None)
+    return Opened(config, context, notes, steps, _mean_tokens(context))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    stream: Stream
+    has_rows: bool
+
+
+def _stream(config: RunConfig, notes: list[str]) -> _Rows:
+    """With its rows, else tasks by name alone."""
+    try:
+        return _Rows(open_stream(config.stream, config.seed), True)
+    except (DataError, StorageError, ConfigError) as error:
+        given, known = config.stream.tasks, find(config.stream.name)
+        names = given or (known.tasks if known else ())
+        if not names or (isinstance(error, ConfigError) and not (known and config.stream.root is None)):
+            raise  # no missing data, but a setting that is wrong
+        tasks = tuple(Task(one if isinstance(one, str) else one.name, None, "exact_match") for one in names)
+        notes.append(f"steps, labels and text lengths are not known without the data ({error})")
+        cache = cache_folder(config.stream.cache_dir)
+        return _Rows(Stream(config.stream.name, tasks, (), [], config.stream, config.seed, {}, cache), False)
+
+
+def _mean_tokens(context: TrainingContext) -> tuple[float, float]:
+    """Tokens of source and target of a training row, over samples of each task that count by their rows."""
+    stream, codec = context.stream, context.backbone.codec
+    limits = stream.token_limits
+    counts, found = [], []
+    for task in stream.tasks:
+        raw, rows = stream.source(task, "train"), stream.rows(task, "train")
+        if raw is None or not len(rows):
+            continue
+        chosen = rows[np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(np.int64)]
+        reader, prompt = raw.open(), stream.prompt(task, codec)
+        texts = reader.values("text", chosen)
+        sources = fit_sources(texts, prompt, codec, limits[0])[0]
+        targets: list[list[int]] = []
+        if task.objective == "answer":
+            answers = [names[0] for names in reader.values("references", chosen)]
+            targets = fit_targets(texts, answers, prompt, codec, limits[1])[0]
+        counts.append(len(rows))
+        found.append((_mean(sources), _mean(targets)))
+    source, target = np.average(np.array(found), axis=0, weights=np.array(counts)) if found else limits
+    return float(source), float(target)
+
+
+def _mean(ids: list[list[int]]) -> float:
+    return sum(map(len, ids)) / max(1, len(ids))

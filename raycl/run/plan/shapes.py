@@ -1,0 +1,238 @@
+"""The numbers of a plan, read from a run's parts on the meta device: every method allocates what it would train.
+
+What it does not know: hardware, what the numbers are used for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from raycl.backbone import Backbone
+from raycl.backbone.roles import ROLES, linear_shapes, matching
+from raycl.errors import BackboneError
+from raycl.methods.base import Method
+from raycl.methods.context import TaskContext
+from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.run.plan.opening import Opened
+from raycl.run.plan.workload import MASTER, Engine, Linear, Model, Run, Step
+from raycl.training.disk_space import MOMENTS, answers_of, growth, plan_from
+from raycl.training.seeds import micro_batch_size
+from raycl.training.settings import DeepSpeedConfig
+from raycl.training.training_context import TrainingContext
+from raycl.types import Phase
+
+REDUCE_BUCKET, LIVE = 500_000_000, 1_000_000_000
+"""DeepSpeed's defaults, in elements: `reduce_bucket_size`, `stage3_max_live_parameters`."""
+
+
+def numbers(opened: Opened) -> tuple[Model, Step, Engine, Run]:
+    """Everything that the arithmetic needs."""
+    context = opened.context
+    phases = list(_phases(context))
+    model = _model(opened, phases)
+    return model, _step(opened), _engine(opened, model), _run(opened, model.most_trained)
+
+
+# ---- what is trained ---------------------------------------------------------------------------------------------
+
+
+SHARED = tuple(f"attention.{name}" for name in ("down", "up", "norm_weight", "norm_bias"))
+"""Parameters of the router that all tasks train on (SAPT)."""
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """Parameters that a phase trains.
+
+    Attributes:
+        base: the backbone's own. linears: adapters of linears. shared: parts of the router. ranks: of its adapters.
+    """
+
+    count: int
+    base: int
+    linears: int
+    shared: int
+    ranks: int
+
+
+def _phases(context: TrainingContext) -> Iterator[_Trained]:
+    method = getattr(context.method, "learner", context.method)
+    for phase in context.phases:
+        context.schedule.begin(context.method)
+        _allocate(method, phase, context)
+        trained = {name: p.numel() for name, p in context.backbone.named_parameters() if p.requires_grad}
+        stack = method.stack
+        yield _Trained(
+            sum(trained.values()),
+            base=sum(count for name, count in trained.items() if name.startswith("model.") and ".lora_" not in name),
+            linears=sum(count for name, count in trained.items() if ".lora_" in name),
+            shared=sum(count for name, count in trained.items() if name in SHARED),
+            ranks=sum(stack.trainable.values()) if stack is not None and stack.layers else 0,
+        )
+
+
+def _allocate(method: Method, phase: Phase, context: TrainingContext) -> None:
+    if isinstance(method, PerTaskAdapter):
+        method.allocate(phase)
+    else:
+        method.begin_task(phase, TaskContext(phase, 1, context.stream, context.backbone.codec))
+
+
+def _model(opened: Opened, phases: list[_Trained]) -> Model:
+    context = opened.context
+    backbone, config = context.backbone, context.backbone.model.config
+    method = getattr(context.method, "learner", context.method)
+    own = phases if isinstance(method, PerTaskAdapter) else phases[-1:]
+    wanted = opened.config.backbone.dtype
+    dtype = torch.float32 if wanted == "float32" else torch.bfloat16  # auto: every GPU of the table has bfloat16
+    layers = set(method.stack.layers) if method.stack else set()
+    parameters = {name: p.numel() for name, p in backbone.model.named_parameters() if ".lora_" not in name}
+    return Model(
+        parameters=sum(parameters.values()),
+        trained=tuple(phase.count for phase in phases),
+        trained_base=tuple(phase.base for phase in phases),
+        adapters=sum(phase.count - phase.base - phase.shared for phase in own) + own[-1].shared,
+        rows=sum(phase.ranks for phase in own),
+        pool=sum(phase.linears for phase in own[:-1]),
+        linears=tuple(_linears(backbone, layers, bool(own[-1].base))),
+        vocabulary=0 if backbone.codec.needs_labels and not context.stream.learns_texts else int(config.vocab_size),
+        heads=int(getattr(config, "num_attention_heads", 1)),
+        score_bytes=_score_bytes(config, dtype.itemsize),
+        largest_block=_largest_block(backbone.model),
+        weight_bytes=dtype.itemsize,
+        compute_bytes=dtype.itemsize,
+    )
+
+
+def _score_bytes(config: Any, compute_bytes: int) -> int:
+    """Eager attention keeps each score as computed and in float32; others, T5's learned bias of each."""
+    if getattr(config, "_attn_implementation", "eager") == "eager":
+        return compute_bytes + (MASTER if compute_bytes < MASTER else 0)
+    return compute_bytes if hasattr(config, "relative_attention_num_buckets") else 0
+
+
+def _largest_block(model: nn.Module) -> int:
+    """Parameters of the largest layer of a list of layers."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    sizes = [sum(p.numel() for p in layer.parameters()) for layers in lists for layer in layers]
+    return max(sizes, default=0)
+
+
+# ---- linears -----------------------------------------------------------------------------------------------------
+
+
+def _linears(backbone: Backbone, adapted: set[str], trained: bool) -> Iterator[Linear]:
+    """All of them; a base linear under an adapter has the path of the layer that took its place."""
+    shapes = {path.removesuffix(".base"): shape for path, shape in linear_shapes(backbone.model).items()}
+    roles = _roles(list(shapes))
+    read: set[str] = set()
+    for path, (inputs, outputs) in shapes.items():
+        role, parent = roles.get(path, ""), path.rpartition(".")[0]
+        is_adapted, side = path in adapted, backbone.side(path)
+        reads = "" if role == "attention.out" else f"{parent} {side} {'' if role.startswith('attention') else role}"
+        keeps = bool(reads) and (is_adapted or trained) and reads not in read
+        read |= {reads} if keeps else set()
+        beside = {other: one for one, other in roles.items() if one.rpartition(".")[0] == parent}
+        gated = role == "ffn.in" and beside.get(role) != path
+        query = beside.get("attention.query", path)
+        kept = shapes[query][1] if role in ("attention.key", "attention.value") else outputs
+        keys = _keys_of(path, role, beside, backbone)
+        yield Linear(role, inputs, outputs, side, keys, is_adapted, trained, gated, keeps, kept)
+
+
+def _roles(paths: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for role in ROLES:
+        try:
+            found |= dict.fromkeys(matching(paths, (role,)), role)
+        except BackboneError:  # a model without such layers
+            continue
+    return found
+
+
+def _keys_of(path: str, role: str, beside: Mapping[str, str], backbone: Backbone) -> str:
+    """For a query projection: the side of the keys of its attention; "" for other linears."""
+    if role not in ("attention.query", "attention.qkv"):
+        return ""
+    return backbone.side(beside.get("attention.key", path))
+
+
+# ---- the rest ----------------------------------------------------------------------------------------------------
+
+
+def _step(opened: Opened) -> Step:
+    config = opened.config
+    stream, train, workers = config.stream, config.train, config.launch.workers
+    micro = micro_batch_size(train.batch_size, train.micro_batch_size, workers)
+    capabilities = opened.context.backbone.capabilities
+    source, target = float(stream.max_source_tokens), float(stream.max_target_tokens)
+    mean = opened.mean_tokens or (source, target)
+    prefix = _prefix(opened.context.method)
+    if capabilities.answers == "label":
+        target, mean = 0.0, (mean[0], 0.0)
+    joined = capabilities.one_sequence
+    longest = {"source": int(source + (target if joined else 0)) + prefix, "target": int(target)}
+    means = {"source": mean[0] + (mean[1] if joined else 0) + prefix, "target": mean[1]}
+    losses = (target, mean[1])
+    if opened.context.stream.learns_texts:
+        share = 1.0 if joined else stream.mask_share
+        losses = share * longest["source"], share * means["source"]
+    return Step(
+        micro=micro,
+        accumulation=max(1, train.batch_size // (micro * workers)),
+        longest=longest,
+        mean=means,
+        logits=losses,
+        recompute=config.backbone.gradient_checkpointing,
+    )
+
+
+def _prefix(method: Method) -> int:
+    """Positions of the prompts in training."""
+    learner: Any = getattr(method, "learner", method)
+    trainable = getattr(learner.backbone.prefix, "trainable", None)
+    return 0 if trainable is None else int(trainable.shape[1])
+
+
+def _engine(opened: Opened, model: Model) -> Engine:
+    config, workers = opened.config.engine, opened.config.launch.workers
+    if not isinstance(config, DeepSpeedConfig):
+        whole = model.most_trained if workers > 1 else 0  # one flat tensor for the sum
+        return Engine(config.name, workers, bucket=whole)
+    zero = config.zero_stage
+    if not zero:
+        return Engine("deepspeed zero 0", workers)
+    return Engine(
+        f"deepspeed zero {zero}",
+        workers,
+        weights=workers if zero == 3 else 1,
+        gradients=workers if zero >= 2 else 1,
+        optimizer=workers,
+        separate_masters=True,
+        gradient_bytes=model.compute_bytes,
+        bucket=REDUCE_BUCKET if zero >= 2 else 0,
+        gathered=LIVE if zero == 3 and workers > 1 else 0,
+        on_host=config.offload_optimizer,
+    )
+
+
+def _run(opened: Opened, trained: int) -> Run:
+    """Steps, and what `raycl.training.disk_space` says, without what a method keeps beside adapters (keys, texts)."""
+    context = opened.context
+    phase = context.phases[-1]
+    steps = opened.steps or (1,) * len(context.phases)
+    answers = answers_of(context, phase) if opened.mean_tokens else [0] * len(steps)
+    written = plan_from(context, phase, steps, MASTER * trained, {}, answers)
+    disk = {
+        "checkpoint": written.inside,
+        "task_end": written.end,
+        "published_per_task": max(written.published),
+        "stays_per_task": max(written.stays),
+        "growth": growth(written).both,
+    }
+    return Run(opened.steps, MOMENTS[context.train.optimizer], disk)

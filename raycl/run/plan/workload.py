@@ -1,0 +1,142 @@
+"""What a plan is computed from: the sizes of a model, of what is trained of it, and of a step. Numbers alone.
+
+What it does not know: configs, models, hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MASTER = 4
+"""Bytes of a trained parameter, its gradient and each of its moments: float32."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer.
+
+    Attributes:
+        role: of `raycl.backbone.roles.ROLES`, or "" (a head over the vocabulary).
+        side: whose positions it works on. keys: those that its attention looks at, for query projections.
+        adapted: adapters are attached. trained: its own weight is. gated: one of two that are multiplied.
+        keeps_input: its input is kept for a weight's or an adapter's gradient, and for no other layer's.
+        kept: width of what attention or activation keep of its output (keys and values are repeated for all heads).
+    """
+
+    role: str
+    inputs: int
+    outputs: int
+    side: str = "source"
+    keys: str = ""
+    adapted: bool = False
+    trained: bool = False
+    gated: bool = False
+    keeps_input: bool = False
+    kept: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A backbone and what a method trains of it.
+
+    Attributes:
+        parameters: of the backbone, before anything is added.
+        trained: parameters that are trained in each phase. trained_base: of these, the backbone's own, in each phase.
+        adapters: parameters of all adapters when the last phase has ended.
+        rows: ranks of all of them added up. pool: adapter parameters that the device keeps of earlier tasks, at last.
+        linears: every one. vocabulary: of the logits; 0: label heads.
+        heads: attention heads. score_bytes: that attention keeps of each pair of positions and head; 0: none.
+        largest_block: parameters of the largest layer, which sharding engines gather at once.
+        weight_bytes: of a frozen parameter. compute_bytes: of an activation.
+    """
+
+    parameters: int
+    trained: tuple[int, ...]
+    trained_base: tuple[int, ...]
+    adapters: int
+    rows: int
+    pool: int
+    linears: tuple[Linear, ...]
+    vocabulary: int
+    heads: int
+    score_bytes: int
+    largest_block: int
+    weight_bytes: float
+    compute_bytes: int
+
+    @property
+    def most_trained(self) -> int:
+        """Of the phase that trains most."""
+        return max(self.trained)
+
+    @property
+    def frozen(self) -> int:
+        """Parameters of the backbone that stay as they are, in that phase."""
+        return self.parameters - self.trained_base[self.trained.index(self.most_trained)]
+
+    @property
+    def trains_base(self) -> bool:
+        """Whether weights of the backbone itself are trained."""
+        return any(self.trained_base)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step of one worker.
+
+    Attributes:
+        micro: examples of a forward pass. accumulation: forward passes.
+        longest: side -> tokens of the longest example. mean: side -> tokens of a mean one.
+        logits: positions of an example that carry loss, so that logits are computed, of the longest and of a mean one.
+        recompute: gradient checkpointing.
+    """
+
+    micro: int
+    accumulation: int
+    longest: Mapping[str, int]
+    mean: Mapping[str, float]
+    logits: tuple[float, float]
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How an engine divides what it holds among workers.
+
+    Attributes:
+        name: as in the config. workers: of the run.
+        weights, gradients, optimizer: into how many parts each is divided; 1: each worker has all.
+        separate_masters: float32 copies of trained weights beside those that are computed with; else in their place.
+        gradient_bytes: of a gradient. bucket: parameters whose gradients are summed at once, beside them.
+        gathered: parameters of divided weights that are whole at a time.
+        loads_whole: each worker has all weights on its device before they are divided.
+        on_host: masters and optimizer state are in CPU memory.
+    """
+
+    name: str
+    workers: int
+    weights: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+    separate_masters: bool = False
+    gradient_bytes: int = MASTER
+    bucket: int = 0
+    gathered: int = 0
+    loads_whole: bool = True
+    on_host: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """The rest of a run that costs something.
+
+    Attributes:
+        steps: optimizer steps of each phase; empty: not known without the data.
+        moments: tensors that the optimizer keeps for a parameter.
+        disk: name -> bytes (`raycl.training.disk_space`).
+    """
+
+    steps: tuple[int, ...]
+    moments: int
+    disk: Mapping[str, int] = field(default_factory=dict)

@@ -1,0 +1,239 @@
+"""Plans: what they say of tiny models is what these really train, keep and sum; of LLaMA 7B what can be had by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Lab
+from torch import Tensor
+
+from raycl import config as configs
+from raycl.cli.runs import train
+from raycl.errors import BackboneError, ConfigError
+from raycl.methods.base import activate_batch
+from raycl.methods.context import TaskContext
+from raycl.run.assembly import build
+from raycl.run.config import RunConfig
+from raycl.run.plan.hardware import GPUS, Cluster
+from raycl.run.plan.memory import activations
+from raycl.run.plan.opening import opened
+from raycl.run.plan.planning import plan
+from raycl.run.plan.shapes import numbers
+from raycl.run.plan.workload import Model, Step
+from raycl.training.distributed import DistributedContext
+from raycl.training.engines.engine import TorchEngine
+from raycl.training.phase.data import PhaseData
+from raycl.training.phase.step import train_step
+from raycl.training.training_context import TrainingContext
+from raycl.types import Batch
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("plan"))
+
+
+@dataclass(frozen=True)
+class Counting(DistributedContext):
+    """The first of two workers, which sums nothing and counts what it was to sum."""
+
+    summed: list[int] = field(default_factory=list)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        self.summed.append(tensor.nbytes)
+        return tensor
+
+
+def begun(config: RunConfig, world: DistributedContext | None = None) -> tuple[TrainingContext, list[Batch]]:
+    """A run in its first phase, with the micro-batches of its first step."""
+    alone = DistributedContext.alone(torch.device("cpu"))
+    context, _ = build(config, alone)
+    phase, codec = context.phases[0], context.backbone.codec
+    task = TaskContext(phase, 4, context.stream, codec, worker=PhaseData(context, phase, alone))
+    if context.method.encoder is not None:  # any queries do
+        draws = torch.randn(8, context.method.encoder.width, generator=torch.Generator().manual_seed(0))
+        task.queries, task.phases = {0: {"train": draws, "dev": draws[:0]}}, (phase,)
+    context.method.begin_task(phase, task)
+    loader, _ = PhaseData(context, phase, world or alone).loader(task)
+    context.backbone.train()
+    return context, loader.micro_batches(0)
+
+
+def sized(config: RunConfig) -> tuple[Model, Step]:
+    model, step, _, _ = numbers(opened(config))
+    return model, step
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("llama", "lora"),
+        ("llama", "inflora"),
+        ("llama", "sapt"),
+        ("t5", "slm"),
+        ("t5", "finetune"),
+        ("bert", "inclora"),
+        ("bert", "l2p"),
+        ("bert", "replay"),
+    ],
+)
+def test_the_model_and_what_is_trained_have_the_real_sizes(lab: Lab, kind: str, method: str) -> None:
+    config = lab.config(kind, method)
+    model, _ = sized(config)
+    context, _ = begun(config)
+    real = {name: p.numel() for name, p in context.backbone.named_parameters() if p.requires_grad}
+    assert model.trained[0] == sum(real.values())
+    weights = {name: p.numel() for name, p in context.backbone.model.named_parameters() if ".lora_" not in name}
+    assert model.parameters == sum(weights.values())
+    assert model.trained_base[0] == (model.parameters if method == "finetune" else 0)
+
+
+def test_tasks_of_their_own_sizes_add_up(lab: Lab) -> None:
+    """SAPT on a LLaMA of width 32 with two layers, query and value: 2 x 2 linears, values half as wide."""
+    model, _ = sized(lab.config("llama", {"name": "sapt", "rank": 2, "rank_by_task": {"animal": 5}}))
+    per_rank = 2 * ((32 + 32) + (32 + 32))
+    attention = 100 * 32 * 2 + 2 * 32
+    assert model.trained == (2 * per_rank + attention + 32, 5 * per_rank + attention + 32)
+    assert model.adapters == 7 * per_rank + attention + 2 * 32
+    assert (model.rows, model.pool) == (7, 2 * per_rank)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [("llama", "lora"), ("llama", "finetune"), ("t5", "sapt"), ("bert", "lora")]
+)
+def test_activations_are_those_that_autograd_keeps(lab: Lab, kind: str, method: str) -> None:
+    config = lab.config(kind, method)
+    context, batches = begun(config)
+    weights = {p.untyped_storage().data_ptr() for p in context.backbone.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.numel() and tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    batch = batches[0]
+    with activate_batch(context.method, batch), torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        output = context.backbone(batch)
+    real = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    model, step = sized(config)
+    source, target = batch.source_ids.shape[1], batch.target_ids.shape[1]
+    longest = {"source": source + (target if kind == "llama" else 0), "target": target}
+    log_probabilities = 0 if kind == "bert" else 4 * output.logits.numel()
+    expected = activations(model, replace(step, micro=len(batch), longest=longest)) + log_probabilities
+    assert expected == pytest.approx(real, rel=0.12)
+
+
+def test_two_workers_sum_the_bytes_that_the_plan_says(lab: Lab) -> None:
+    config = lab.config("llama", "lora")
+    world = Counting(0, 2, 0, torch.device("cpu"))
+    context, batches = begun(config, world)
+    engine = TorchEngine(context.backbone, context.train, 4, world)
+    world.summed.clear()
+    train_step(engine, context.method, batches, world, 0)
+    found = plan(config, Cluster(GPUS["l4-24"], gpus=2))
+    trained = 4 * found.model.trained[0]
+    assert found.traffic.gradients == trained and found.traffic.parameters == 0
+    assert sum(world.summed) == trained + 24  # and the counts of tokens and the loss, in float64
+    assert found.traffic.sent == 2 * (1 / 2) * trained
+    assert plan(config, Cluster(GPUS["l4-24"])).traffic.sent == 0
+
+
+# ---- LLaMA 7B, by hand -------------------------------------------------------------------------------------------
+
+SEVEN = {
+    "stream": {"max_source_tokens": 448, "max_target_tokens": 64},
+    "backbone": {"name": "meta-llama/Llama-2-7b-hf"},
+    "method": {"name": "lora"},
+    "train": {"batch_size": 8, "micro_batch_size": 1},
+}
+PARAMETERS = 2 * 32_000 * 4096 + 4096 + 32 * (4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096)
+LORA = 32 * 2 * 8 * (4096 + 4096)
+
+
+def seven(**sections: Any) -> RunConfig:
+    return configs.validate(RunConfig, {**SEVEN, **{k: {**SEVEN.get(k, {}), **v} for k, v in sections.items()}})
+
+
+def test_a_frozen_llama_of_7b_on_one_gpu() -> None:
+    found = plan(seven(), Cluster(GPUS["a100-80"]))
+    assert found.model.parameters == PARAMETERS == 6_738_415_616
+    assert found.model.trained[0] == found.model.adapters == LORA
+    gpu = found.gpu
+    assert gpu["weights"] == 2 * PARAMETERS
+    assert (gpu["adapters"], gpu["gradients"], gpu["optimizer"]) == (4 * LORA, 4 * LORA, 8 * LORA)
+    per_token = 32 * (8 * 4096 + 4 * 2 * 4096 + 3 * 2 * 11_008 + 2 * 4096) + 4 * 4096
+    assert gpu["activations"] == found.activations["kept"] == 512 * per_token
+    assert found.activations["recomputed"] == 512 * (32 * 2 * 4096 + per_token / 32)
+    assert gpu["logits"] == 64 * 32_000 * 10
+    weights = PARAMETERS - 2 * 32_000 * 4096 - 65 * 4096  # those of the layers' linears
+    head = 32_000 * 4096 * 64
+    scores = 32 * 3 * 4 * 512**2 * 4096
+    adapters = 3 * 2 * LORA * 512
+    assert found.operations == pytest.approx(8 * (4 * (weights * 512 + head) + scores + adapters), rel=2e-3)
+    assert found.seconds.compute == pytest.approx(found.operations / (0.4 * 312e12))
+    assert found.fits and found.bottleneck == "compute"
+    assert found.host["loading"] == pytest.approx(3e9 + 2 * PARAMETERS)
+
+
+def test_full_fine_tuning_of_7b_needs_16_bytes_a_parameter_and_zero_3() -> None:
+    alone = plan(seven(method={"name": "finetune"}), Cluster(GPUS["a100-80"]))
+    assert (alone.fits, alone.bottleneck) == (False, "memory")
+    zero = seven(method={"name": "finetune"}, engine={"name": "deepspeed", "zero_stage": 3})
+    found = plan(zero, Cluster(GPUS["a100-80"], gpus=8))
+    states = sum(found.gpu[name] for name in ("weights", "masters", "gradients", "optimizer"))
+    assert states == pytest.approx(16 * PARAMETERS / 8)
+    assert found.fits
+    assert found.traffic.parameters == 2 * 2 * PARAMETERS  # forward and backward, in bfloat16
+    assert found.traffic.sent == pytest.approx(7 / 8 * 2 * PARAMETERS * 3)
+    again = plan(
+        seven(method={"name": "finetune"}, backbone={"gradient_checkpointing": True}), Cluster(GPUS["h200-141"])
+    )
+    once = plan(seven(method={"name": "finetune"}), Cluster(GPUS["h200-141"]))
+    assert again.operations == pytest.approx(once.operations * 4 / 3)
+
+
+def test_slow_networks_and_short_runs_have_other_bottlenecks() -> None:
+    zero = seven(
+        engine={"name": "deepspeed", "zero_stage": 3}, train={"batch_size": 64}, stream={"max_source_tokens": 32}
+    )
+    far = plan(zero, Cluster(GPUS["l4-24"], gpus=64, per_node=8))
+    assert far.cluster.bandwidth == 12.5e9 and far.bottleneck == "network"
+    assert plan(seven(stream={"tasks": ["topic"], "train_rows": 8}), Cluster(GPUS["h100-80"])).bottleneck == "loading"
+    full = plan(seven(backbone={"name": "meta-llama/Llama-2-13b-hf"}), Cluster(GPUS["l4-24"]))
+    assert (full.fits, full.bottleneck) == (False, "memory") and full.share > 1
+
+
+def test_the_command_prints_text_and_json(lab: Lab, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With config.json alone in the backbone's folder, and without data."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((lab.model_folder("llama") / "config.json").read_bytes())
+    words = ["--plan", f"backbone.name={folder}", "stream.name=long-A", "stream.root=/nowhere", "--gpu", "h100-80"]
+    assert train.run(train.arguments([*words, "--json"])) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["cluster"]["gpu"]["ray"] == "H100"
+    assert found["model"]["trained"] == [2048] * 15 and found["steps"] == []
+    assert train.run(train.arguments(words)) == 0
+    assert "trained per task" in capsys.readouterr().out
+    assert set(train.GPU_NAMES) == set(GPUS)
+
+
+def test_bad_input_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="expected one of a10g-24"):
+        train.run(train.arguments(["--plan", "--gpu", "k80"]))
+    with pytest.raises(ConfigError, match="expected a share above 0"):
+        train.run(train.arguments(["--plan", "--utilisation", "2"]))
+    with pytest.raises(ConfigError, match="not a multiple of micro_batch_size"):
+        train.run(train.arguments(["--plan", "--gpus", "7"]))
+    with pytest.raises(ConfigError, match="unknown stream 'lng-A'"):
+        train.run(train.arguments(["--plan", "stream.name=lng-A"]))
+    with pytest.raises(BackboneError, match=r"config.json of backbone 'no/model' is not on this machine"):
+        train.run(train.arguments(["--plan", "backbone.name=no/model"]))
+    with pytest.raises(SystemExit):
+        train.arguments(["--plan", "--resume", "runs/x"])
