@@ -171,6 +171,17 @@ class Stream:
             return prompts.olora(definition, task.labels, plan.group, plan.dataset, self._config.prompt_names)
         return Prompt()
 
+    def scored(self, task: Task, split: Split, codec: TextCodec, subsample: int | None) -> TokenTable:
+        """The rows that evaluation scores: all of the split, or so many of them, drawn by the seed.
+
+        Raises:
+            DataError: as `table`.
+        """
+        table = self.table(task, split, codec)
+        rows = np.arange(len(table))
+        drawn = sample(self._seed, task.name, f"{split} scored", rows, subsample)
+        return table if len(drawn) == len(rows) else table.part(drawn)
+
     def rows(self, task: Task, split: Split) -> Indices:
         """Which rows of the split's source are used, ascending (0-based); the same on every machine."""
         raws, config, seed = self._open[task.name].raws, self._config, self._seed

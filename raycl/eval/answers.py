@@ -27,6 +27,11 @@ class Answers(NamedTuple):
     labels: Labels = None
     sources: Sequence[str] = ()
 
+    def rows(self) -> Iterator[Answers]:
+        """Each example by itself, without its source."""
+        for prediction, accepted in self.pairs():
+            yield Answers([prediction], [accepted], self.labels)
+
     def pairs(self) -> Iterator[tuple[str | None, Sequence[str]]]:
         """Each prediction with its references."""
         return zip(self.predictions, self.references, strict=True)

@@ -39,6 +39,7 @@ def evaluate(
     *,
     sources: Sequence[str] = (),
     off_task_is_wrong: bool = True,
+    with_interval: bool = False,
 ) -> tuple[list[str], Score]:
     """Answers in row order and their score by the task's own metric.
 
@@ -46,8 +47,9 @@ def evaluate(
         share: this worker's answers. gather: all workers' answers from this worker's.
         other_labels: label words of other tasks, which count as off-task answers.
         sources: the input texts, for metrics that compare with them.
-        off_task_is_wrong: see `score`.
+        off_task_is_wrong, with_interval: see `score`.
     """
     answers = merge(gather(share), len(references))
     rules: dict[str, Any] = {"sources": sources, "off_task_is_wrong": off_task_is_wrong}
+    rules["with_interval"] = with_interval
     return answers, score(task.metric, answers, references, task.labels, other_labels, **rules)

@@ -21,6 +21,7 @@ from collections.abc import Collection, Sequence
 from raycl.errors import BackboneError, ConfigError, DataError
 from raycl.eval.answers import Answers, Labels, Metric, References, mean_best
 from raycl.eval.averages import ACCURACY
+from raycl.eval.intervals import interval
 from raycl.eval.overlap import bleu, edit_similarity, rouge, rouge_ascii
 from raycl.eval.sari import sari
 from raycl.types import Score
@@ -39,6 +40,7 @@ def score(
     *,
     sources: Sequence[str] = (),
     off_task_is_wrong: bool = True,
+    with_interval: bool = False,
 ) -> Score:
     """Score one task; the best of several references counts.
 
@@ -50,6 +52,7 @@ def score(
         other_labels: label words of the other tasks; replies equal to one of them are off-task.
         sources: the input texts, for metrics in `NEED_SOURCES`.
         off_task_is_wrong: off-task replies score 0, unless the metric is in `OVERLAP`; else they are only counted.
+        with_interval: add `low` and `high`, the limits of the 95 % interval, where the metric is in `ROW_MEANS`.
 
     Returns:
         Value 0-100, count, and in `extra` at least `off_task` and `empty` (numbers of examples).
@@ -64,7 +67,11 @@ def score(
     off_task = [_is_off_task(*example, foreign) for example in zip(predictions, references, strict=True)]
     zeroed = off_task if off_task_is_wrong and metric not in OVERLAP else [False] * len(off_task)
     judged = tuple(None if wrong else text for text, wrong in zip(predictions, zeroed, strict=True))
-    value, extra = METRICS[metric](Answers(judged, references, labels, sources))
+    answers = Answers(judged, references, labels, sources)
+    value, extra = METRICS[metric](answers)
+    if with_interval and metric in ROW_MEANS:
+        low, high = interval([METRICS[metric](row)[0] for row in answers.rows()])
+        extra = {**extra, "low": low, "high": high}
     empty = sum(not prediction.strip() for prediction in predictions)
     return Score(value, len(predictions), {"off_task": float(sum(off_task)), "empty": float(empty), **extra})
 
@@ -249,6 +256,9 @@ METRICS: dict[str, Metric] = {
 
 OVERLAP = frozenset({"rouge_l", "rouge_l_ascii", "bleu", "sari", "edit_similarity"})
 """Metrics of overlapping text, to which the off-task rule does not apply."""
+
+ROW_MEANS = frozenset(METRICS) - {"macro_f1", "bleu", "sari", "bertscore"}
+"""Metrics that are the mean of what they give for each row alone, so that scores of samples have intervals."""
 
 NEED_SOURCES = frozenset({"sari"})
 """Metrics that compare with the input text."""

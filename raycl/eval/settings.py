@@ -35,6 +35,13 @@ class EvalConfig(Section):
     split: Literal["test", "dev"] = Field(
         "test", description="rows that are scored: dev for choosing settings, test for reporting"
     )
+    subsample: int | None = Field(
+        None,
+        ge=1,
+        description="rows of each task that are scored, drawn once by the run's seed: the same after each task and for "
+        "each method; with 95 % intervals, but for macro_f1, bleu, sari and bertscore. null: all. stream.test_rows "
+        "takes rows out of the data instead",
+    )
     select: Literal["last", "best_dev"] = Field(
         "last",
         description="weights that a task ends with. last: those of its last step; best_dev: those with the best score "

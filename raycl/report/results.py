@@ -120,6 +120,12 @@ def values_of(result: Tree) -> list[list[float | None]]:
     return [[cell["value"] if cell else None for cell in row] for row in result["matrix"]]
 
 
+def limits_of(cells: Sequence[Tree | None]) -> list[tuple[float, float] | None]:
+    """95 % intervals of cells, for scores of samples (`eval.subsample`); None where there is none."""
+    extras = [cell["extra"] if cell else {} for cell in cells]
+    return [(extra["low"], extra["high"]) if "low" in extra else None for extra in extras]
+
+
 def metric_of(result: Tree, name: str) -> float | None:
     """A headline number, None where undefined or absent."""
     value = result["metrics"].get(name)

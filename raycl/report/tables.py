@@ -23,6 +23,7 @@ from raycl.report.results import (
     averages_of,
     backbone_of,
     last_accuracies,
+    limits_of,
     method_of,
     metric_of,
     revision_of,
@@ -214,8 +215,16 @@ def _matrix(result: Tree) -> RenderableType:
         table.add_row("untrained", *map(_number, values_of(bare)[0]))
     for phase, row in zip(result["phases"], values_of(result), strict=True):
         table.add_row(f"after {phase}", *("" if value is None else f"{value:.1f}" for value in row))
+    measured = [row for row in result["matrix"] if any(row)]
+    _add_limits(table, limits_of(measured[-1] if measured else []))
     numbers = [Text(metrics_line(result)), *_accuracies(result), *_unseen(result)]
     return Group(Text(title_of(result)), table, *numbers, *_revision(result), *_routing(result), *_notes(result))
+
+
+def _add_limits(table: Table, limits: Sequence[tuple[float, float] | None]) -> None:
+    """The 95 % intervals of the row above, if it has any."""
+    if any(limits):
+        table.add_row("95 % interval", *("" if pair is None else f"{pair[0]:.1f}–{pair[1]:.1f}" for pair in limits))
 
 
 def _accuracies(result: Tree) -> list[RenderableType]:
@@ -264,6 +273,7 @@ def _unseen(result: Tree) -> list[RenderableType]:
     for name, one in rows.items():
         found = unseen_of(one)
         table.add_row(name, *map(_number, [*(found.get(task) for task in scores), unseen_mean(one)]))
+    _add_limits(table, limits_of([result["unseen"]["cells"][task] for task in scores]))
     return [table, *_unseen_types(rows)]
 
 

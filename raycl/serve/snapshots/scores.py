@@ -48,7 +48,7 @@ def _score(model: Answering, stream: Stream, task: Task, settings: EvalConfig) -
             "to evaluate a snapshot on: expected tasks with answers; see the run's own matrix"
         )
     codec, device = model.backbone.codec, model.backbone.device
-    table = stream.table(task, settings.split, codec)
+    table = stream.scored(task, settings.split, codec, settings.subsample)
     limit = settings.max_new_tokens or codec.max_target_tokens
 
     def answers(batch: Batch) -> list[str]:

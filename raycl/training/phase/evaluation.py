@@ -211,7 +211,10 @@ def _opened(context: TrainingContext, task: Task, row: _Pass) -> TokenTable:
 
 
 def _table(context: TrainingContext, task: Task, row: _Pass) -> TokenTable:
-    return context.stream.table(task, row.split or context.evaluation.split, context.backbone.codec)
+    settings, codec = context.evaluation, context.backbone.codec
+    if row.split is not None:
+        return context.stream.table(task, row.split, codec)
+    return context.stream.scored(task, settings.split, codec, settings.subsample)
 
 
 def _batches(context: TrainingContext, task: Task, table: TokenTable, row: _Pass, size: int) -> Iterator[Batch]:
@@ -235,11 +238,13 @@ def _cell(context: TrainingContext, task: Task, share: Predictions, row: _Pass) 
         world.gather,
         sources=last_contents(table.texts(range(len(table)))) if task.metric in NEED_SOURCES else (),
         off_task_is_wrong=settings.off_task == "wrong",
+        with_interval=settings.subsample is not None,
     )
     cell.extra |= {"truncated_sources": float(table.truncated_sources)}
     if world.is_first and row.storage is not None:
         off = f", {cell.extra['off_task']:g} off task" if cell.extra.get("off_task") else ""
-        log.info("    %-36s %5.1f  (%d examples%s)", task.name, cell.value, cell.count, off)
+        limits = f", 95 % interval {cell.extra['low']:.1f} to {cell.extra['high']:.1f}" if "low" in cell.extra else ""
+        log.info("    %-36s %5.1f  (%d examples%s%s)", task.name, cell.value, cell.count, limits, off)
         if settings.save_predictions:
             name = f"predictions/{row.folder}/{task.name}.jsonl"
             row.storage.write(name, _jsonl(table.texts(range(len(table))), references, answers))
