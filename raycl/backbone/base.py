@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -17,10 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from raycl.backbone.codec import HFCodec
+from raycl.errors import BackboneError
 from raycl.types import IGNORE, Batch, Capabilities
 
 Side = Literal["source", "target"]
 """Which text a layer's positions are of: encoder-decoder models read two, all others one (their "source")."""
+
+Attention = Literal["sdpa", "flash_attention_2", "eager"]
+"""An implementation of attention in Transformers: torch's fused one, the package flash-attn, or plain products."""
 
 
 @dataclass
@@ -156,6 +161,30 @@ class Backbone(nn.Module, ABC):
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
+
+    def use_attention(self, name: Attention) -> None:
+        """Compute attention in this way from now on. A model without weights (meta device) is asked if it could.
+
+        Raises:
+            BackboneError: it cannot.
+        """
+        weights = next(self.model.parameters())
+        is_flash, has_weights = name == "flash_attention_2", weights.device.type != "meta"
+        reason = ""
+        if not getattr(self.model, f"_supports_{'flash_attn' if is_flash else 'sdpa'}", False) and name != "eager":
+            reason = f"{type(self.model).__name__} has no such attention"
+        elif is_flash and find_spec("flash_attn") is None:
+            reason = "the package flash-attn is not installed (pip install flash-attn)"
+        elif is_flash and has_weights and weights.device.type != "cuda":
+            reason = f"the model is on {weights.device.type}, and it needs a GPU"
+        elif is_flash and has_weights and self.dtype == torch.float32:
+            reason = "the model computes in float32, and it needs backbone.dtype=bfloat16"
+        elif has_weights:
+            self.model.set_attn_implementation(name)
+            if self.model.config._attn_implementation != name:
+                reason = f"{type(self.model).__name__} cannot change its attention"
+        if reason:
+            raise BackboneError(f"backbone.attention is {name}, but {reason}: set it to auto")
 
     def forward(self, batch: Batch) -> Output:
         """Teacher-forced pass over `batch`; only examples with weight 1 carry loss."""

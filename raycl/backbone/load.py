@@ -28,7 +28,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
-from raycl.backbone.base import Backbone
+from raycl.backbone.base import Attention, Backbone
 from raycl.backbone.causal import CausalBackbone
 from raycl.backbone.codec import Bos, HFCodec, template_source
 from raycl.backbone.encoder import EncoderBackbone
@@ -78,6 +78,11 @@ class BackboneConfig(Section):
     )
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
+    )
+    attention: Literal["auto", Attention] = Field(
+        "auto",
+        description="implementation of attention while a run trains and evaluates; flash_attention_2 needs the package "
+        "flash-attn, a GPU and bfloat16; auto: sdpa where the model has it, eager in bfloat16 on CPUs",
     )
     chat_template: Annotated[str | None, AfterValidator(template_source)] = Field(
         None,

@@ -46,6 +46,8 @@ def build(
     stream = open_stream(config.stream, config.seed)
     weights = {name: tensor for file in files for name, tensor in views(file, config.backbone.name).items()}
     backbone = load_backbone(chosen, codec, world.device, config.seed, stream.learns_texts, weights, True)
+    if config.backbone.attention != "auto":
+        backbone.use_attention(config.backbone.attention)
     if config.train.packing:
         backbone.check_packing()
         backbone.packs = True

@@ -50,6 +50,8 @@ def check(config: RunConfig) -> Stream:
         workers,
     )
     skeleton = load_skeleton(config.backbone, codec)
+    if config.backbone.attention != "auto":
+        skeleton.use_attention(config.backbone.attention)
     skeleton.packs = config.train.packing
     method = method_class(config.method.name)(config.method, skeleton, config.seed)
     SCHEDULES[config.stream.schedule]().attach(method, skeleton)

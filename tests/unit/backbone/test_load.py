@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny import KINDS, Lab
+from tiny import KINDS, Lab, tokenizer
+from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
-from raycl.backbone import BackboneConfig, load_backbone, load_codec
-from raycl.backbone.load import pick_dtype
+from raycl.backbone import BackboneConfig, base, load_backbone, load_codec
+from raycl.backbone.load import pick_dtype, wrap_model
 from raycl.bench.gpu.tiny import tiny_model
 from raycl.data.loader import batch_of
 from raycl.errors import BackboneError
 from raycl.generation.answers import predict
+from raycl.run.assembly import build
+from raycl.run.checks import check
+from raycl.training.distributed import DistributedContext
 
 CPU = torch.device("cpu")
 
@@ -147,3 +152,31 @@ def test_attention_in_bfloat16_on_a_cpu_is_the_kind_whose_backward_pass_is_fast(
             backbone = load_backbone(config, load_codec(config, 8, 8), CPU, 0, trains=trains)
             chosen[dtype, trains] = backbone.model.config._attn_implementation
     assert chosen.pop(("bfloat16", True)) == "eager" and set(chosen.values()) == {"sdpa"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_is_computed_as_configured(lab: Lab, kind: str, attention: str) -> None:
+    config = lab.config(kind, "finetune", backbone={"attention": attention})
+    check(config)
+    backbone = build(config, DistributedContext.alone(CPU))[0].backbone
+    configs: list[Any] = [module.config for module in backbone.modules() if hasattr(module, "config")]
+    assert configs and {one._attn_implementation for one in configs} == {attention}
+
+
+def test_attention_that_cannot_be_computed_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = lab.config("llama", "finetune", backbone={"attention": "flash_attention_2"})
+    with pytest.raises(
+        BackboneError, match=r"^backbone.attention is flash_attention_2, but the package flash-attn is not"
+    ):
+        check(config)
+    monkeypatch.setattr(base, "find_spec", lambda name: name)
+    check(config)
+    with pytest.raises(BackboneError, match=r"the model is on cpu, and it needs a GPU: set it to auto$"):
+        build(config, DistributedContext.alone(CPU))
+    one = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 30}
+    bloom = wrap_model(BloomForCausalLM(BloomConfig(**one)), tokenizer("llama"), 8, 8)
+    falcon = wrap_model(FalconForCausalLM(FalconConfig(**one)), tokenizer("llama"), 8, 8)
+    for backbone, name, why in ((bloom, "sdpa", "has no such attention"), (falcon, "eager", "cannot change its")):
+        with pytest.raises(BackboneError, match=f"backbone.attention is {name}, but .*ForCausalLM {why}"):
+            backbone.use_attention(name)  # type: ignore[arg-type]
