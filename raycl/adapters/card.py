@@ -25,6 +25,12 @@ CLASSES = {
 }
 """PEFT's `task_type` -> what its and Transformers' automatic classes are called, after `AutoPeft` and `Auto`."""
 
+QUANTIZED = {
+    "nf4": '`BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)`',
+    "int8": "`BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)`",
+}
+"""How the backbone's weights were stored -> the same for Transformers."""
+
 PIPELINES = {"label": "text-classification", "text": "text-generation"}
 """How a backbone answers -> the hub's name for such a model."""
 
@@ -55,6 +61,7 @@ class CardMetadata:
         pooling: mean or cls, of encoders.
         source_tokens, target_tokens: what prompts were cut to, and how long answers were.
         bos: whether the tokenizer's first token stood in front of inputs ("tokenizer" or "none").
+        quantization: of the backbone's weights in training ("none", "nf4" or "int8").
     """
 
     kind: str
@@ -69,6 +76,7 @@ class CardMetadata:
     source_tokens: int | None = None
     target_tokens: int | None = None
     bos: str = "tokenizer"
+    quantization: str = "none"
 
     @property
     def on_hub(self) -> bool:
@@ -117,6 +125,11 @@ def _what(metadata: CardMetadata, labels: Sequence[str]) -> str:
         lines.append(f"From snapshot {metadata.snapshot} of a raycl bank.")
     base = f"Base model: `{metadata.base}`" + (f" at revision `{metadata.revision}`" if metadata.revision else "")
     lines.append(f"{base}, SHA-256 over its files `{metadata.sha256}`." if metadata.sha256 else f"{base}.")
+    if metadata.quantization in QUANTIZED:
+        lines.append(
+            f"It was trained on the base model with quantized weights: for the same outputs, pass "
+            f"{QUANTIZED[metadata.quantization]} as `quantization_config` to `from_pretrained`."
+        )
     if not metadata.on_hub:
         lines.append(
             "That is a folder of the machine it was trained on: elsewhere write where the base model lies into "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -178,6 +178,18 @@ def linear_shape(base: nn.Module) -> tuple[int, int]:
     return int(inputs), int(outputs)
 
 
+@torch.no_grad()
+def plain_weight(base: Any) -> Tensor:
+    """Its weight `[O, D]` in float32, whichever way it is kept; of a quantized linear, what it computes with."""
+    weight: Tensor = base.weight.detach()
+    if weight.is_floating_point():
+        return weight.float() if isinstance(base, nn.Linear) else weight.float().T
+    one_DD = torch.eye(base.in_features, dtype=base_dtype(base), device=weight.device)
+    found_DO: Tensor = base(one_DD).float() - (0 if base.bias is None else base.bias.detach().float())
+    return found_DO.T
+
+
 def base_dtype(base: nn.Module) -> torch.dtype:
-    """What the linear computes in."""
-    return base.weight.dtype  # type: ignore[return-value]
+    """What the linear computes in; quantized weights are stored as integers."""
+    stored: torch.dtype = base.weight.dtype  # type: ignore[assignment]
+    return stored if stored.is_floating_point else base.compute_dtype  # type: ignore[return-value]

@@ -79,7 +79,7 @@ def loss_count(batch: Batch) -> int:
 
 
 class Head(Protocol):
-    """Scores over label texts: `raycl.backbone.head.LabelHead`, or heads that belong to adapters."""
+    """Scores over label texts: `raycl.backbone.heads.label.LabelHead`, or heads that belong to adapters."""
 
     labels: list[str]
 

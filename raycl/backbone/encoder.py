@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from raycl.backbone.base import Backbone, Guesses, Head, Output, summed_cross_entropy
 from raycl.backbone.codec import HFCodec
-from raycl.backbone.head import LabelHead
-from raycl.backbone.language import LanguageHead
+from raycl.backbone.heads.label import LabelHead
+from raycl.backbone.heads.language import LanguageHead
 from raycl.backbone.positions import loss_positions
 from raycl.types import IGNORE, Batch
 

@@ -32,8 +32,9 @@ from raycl.backbone.base import Attention, Backbone
 from raycl.backbone.causal import CausalBackbone
 from raycl.backbone.codec import Bos, HFCodec, template_source
 from raycl.backbone.encoder import EncoderBackbone
+from raycl.backbone.heads.language import LanguageHead
 from raycl.backbone.kinds import KINDS, Kind
-from raycl.backbone.language import LanguageHead
+from raycl.backbone.quantization import Quantization, make_consistent, quantized
 from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.config import Section
 from raycl.errors import BackboneError
@@ -71,6 +72,11 @@ class BackboneConfig(Section):
     kind: Literal["auto"] | Kind = Field("auto", description="kind of the model; auto: from its config")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="computing precision; auto: bfloat16 on GPUs that support it, else float32"
+    )
+    quantization: Quantization = Field(
+        "none",
+        description="how frozen weights of linears are stored. nf4: 4 bits; int8: 8 bits (extra `quantization`, "
+        "bitsandbytes). dtype is what they compute in; adapters are trained in float32",
     )
     pooling: Literal["auto", "mean", "cls"] = Field("auto", description="pooling of encoder-only backbones; auto: mean")
     dropout: float = Field(
@@ -208,8 +214,10 @@ def load_backbone(
             "dtype": dtype,
             "use_safetensors": None if config.allow_pickle else True,
             "trust_remote_code": config.trust_remote_code,
+            **quantized(config.quantization, dtype, device),
         }
         model = _filled(kind, weights, seed, options) if weights else _read(kind, where, seed, options)
+        make_consistent(model, dtype)
         head = _language_head(model, where, options) if language and kind == "encoder" else None
     if config.gradient_checkpointing:
         checkpoint_activations(model)
@@ -233,7 +241,8 @@ def _filled(kind: str, weights: Mapping[str, Tensor], seed: int, options: dict[s
     with torch.device("meta"):
         model_class = type(_loader(kind).from_config(options["config"], trust_remote_code=options["trust_remote_code"]))
     torch.manual_seed(seed)
-    return model_class.from_pretrained(None, state_dict=dict(weights), config=options["config"], dtype=options["dtype"])
+    given = {name: value for name, value in options.items() if name not in ("use_safetensors", "trust_remote_code")}
+    return model_class.from_pretrained(None, state_dict=dict(weights), **given)
 
 
 def _language_head(model: nn.Module, where: str, options: dict[str, Any]) -> LanguageHead:

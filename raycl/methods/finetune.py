@@ -19,6 +19,7 @@ class Finetune(Method):
     """Every weight is trained on every task in turn; nothing protects earlier tasks."""
 
     Config = FinetuneConfig
+    trains_backbone = True
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """All parameters are trained; the head gains the phase's labels."""

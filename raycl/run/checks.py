@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from raycl import config as configs
 from raycl.backbone import load_codec, load_skeleton
+from raycl.backbone.quantization import check_quantization
 from raycl.bank import Bank
 from raycl.bank.branches import Branch, snapshot_at
 from raycl.config import Tree
@@ -55,6 +56,7 @@ def check(config: RunConfig) -> Stream:
     skeleton.packs = config.train.packing
     method = method_class(config.method.name)(config.method, skeleton, config.seed)
     SCHEDULES[config.stream.schedule]().attach(method, skeleton)
+    check_quantized(config, method)
     make_modifiers(config, method)
     check_packing(config, method)
     stream = open_stream(config.stream, config.seed)
@@ -249,6 +251,29 @@ def check_engine(config: RunConfig) -> None:
         raise ConfigError(
             "engine.zero_stage=0 with backbone.dtype=bfloat16 keeps no float32 copy of trained weights: "
             "use zero_stage 1, 2 or 3, or engine=torch"
+        )
+
+
+def check_quantized(config: RunConfig, method: Method) -> None:
+    """Quantized weights are frozen, and each worker has all of them.
+
+    Raises:
+        ConfigError: the method trains the backbone's weights, or the engine shards them. BackboneError: the library
+            that quantizes is missing.
+    """
+    chosen = config.backbone.quantization
+    check_quantization(chosen)
+    if chosen == "none":
+        return
+    if method.trains_backbone:
+        raise ConfigError(
+            f"backbone.quantization={chosen} keeps the backbone's weights frozen, and method '{config.method.name}' "
+            "trains them: use a method that trains adapters, such as lora, or backbone.quantization=none"
+        )
+    if isinstance(config.engine, DeepSpeedConfig) and config.engine.zero_stage == 3:
+        raise ConfigError(
+            f"engine.zero_stage=3 shards the backbone's weights, which backbone.quantization={chosen} does not "
+            "support: use zero_stage 0, 1 or 2, engine=torch, or backbone.quantization=none"
         )
 
 

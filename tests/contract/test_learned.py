@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tiny import KINDS, WITH_WEIGHTS, Complete, Done, Taught, run
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from raycl.backbone.head import LabelHead
+from raycl.backbone.heads.label import LabelHead
 from raycl.bank import Bank, Snapshot
 from raycl.bank.operations.exchange import card_metadata, export_merged, export_peft, mixed
 from raycl.bank.operations.maintenance import verify

@@ -88,6 +88,7 @@ def card_metadata(
         source_tokens=limits.get("max_source_tokens"),
         target_tokens=limits.get("max_target_tokens"),
         bos=settings.get("bos", "tokenizer"),
+        quantization=settings.get("quantization", "none"),
     )
 
 
@@ -117,8 +118,13 @@ def export_merged(state: AdapterState, metadata: CardMetadata, backbone: Backbon
     """Write a plain Hugging Face model folder with the adapter folded into the weights, and its card.
 
     Raises:
-        AdapterError: it does not fit, or is no plain LoRA.
+        AdapterError: it does not fit, or is no plain LoRA. BankError: the backbone is quantized.
     """
+    if backbone.quantization != "none":
+        raise BankError(
+            f"the adapter was learned with backbone.quantization={backbone.quantization}, and an update cannot be "
+            "folded into quantized weights: export the adapter itself, without --merged"
+        )
     storage = _empty(folder)
     codec = load_codec(backbone, 1, 1)
     model = load_backbone(backbone, codec, torch.device("cpu"), 0)

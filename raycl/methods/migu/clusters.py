@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raycl.adapters.layer import StackedLora
+from raycl.adapters.layer import StackedLora, plain_weight
 from raycl.methods.migu.observed_layers import Layout
 
 ROUNDS = 10
@@ -93,8 +93,7 @@ def _merged(layer: Any, alone: bool) -> Tensor:
         own: Tensor = layer.lora_B.detach().float()
         return own
     base: Any = layer.base if isinstance(layer, StackedLora) else layer
-    weight: Tensor = base.weight.detach().float()
-    weight = weight if isinstance(base, nn.Linear) else weight.T
+    weight = plain_weight(base)
     if isinstance(layer, StackedLora) and layer.lora_A is not None and layer.lora_B is not None:
         weight = weight + layer.trainable_scale * (layer.lora_B.detach().float() @ layer.lora_A.detach().float())
     return weight

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from raycl.adapters.layer import StackedLora
+from raycl.adapters.layer import StackedLora, linear_shape
 from raycl.backbone import Backbone
 from raycl.backbone.base import Side
 from raycl.backbone.roles import is_linear, matching
@@ -142,7 +142,7 @@ def _parts(layer: Any, bias: bool) -> list[tuple[LayerPart, tuple[int, ...], lis
     if bias and base.bias is not None:
         output.append((base.bias, 0))
     if not isinstance(layer, StackedLora):
-        return [("output", (int(base.weight.shape[axis]),), output)]
+        return [("output", (linear_shape(base)[1],), output)]
     low: list[tuple[Tensor, int]] = []
     if layer.lora_A is not None and layer.lora_B is not None:
         low.append((layer.lora_A, 0))
