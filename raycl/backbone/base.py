@@ -119,6 +119,7 @@ class Backbone(nn.Module, ABC):
         every_position: logits are computed at every position of a text, though only some carry loss, since something
             observes the output layer there.
         packs: in training, several examples share a row (`raycl.backbone.positions`).
+        synchronized: workers share the weights, so that each must run as many forward passes as the others.
     """
 
     head: Head | None
@@ -132,7 +133,7 @@ class Backbone(nn.Module, ABC):
         self.prefix = None
         self.allowed_labels: tuple[str, ...] = ()
         self.competing_labels: tuple[str, ...] = ()
-        self.every_position = self.packs = False
+        self.every_position = self.packs = self.synchronized = False
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
     @property

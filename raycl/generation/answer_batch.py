@@ -45,9 +45,12 @@ HARMLESS = frozenset(
 
 
 def answers_continuously(backbone: Backbone) -> bool:
-    """Whether `AnswerBatch` gives what `generate` would, with the model's own generation settings."""
+    """Whether `AnswerBatch` gives what `generate` would, with the model's own generation settings.
+
+    Where workers share the weights they must run equally many passes, and here each decodes at its own pace.
+    """
     capabilities, model = backbone.capabilities, backbone.model
-    if capabilities.answers != "text":
+    if capabilities.answers != "text" or backbone.synchronized:
         return False
     if set(model.generation_config.to_diff_dict()) - HARMLESS:
         return False  # for example forced tokens or a penalty on repetitions

@@ -38,6 +38,7 @@ def predict(backbone: Backbone, batch: Batch, max_new_tokens: int) -> list[str]:
             max_new_tokens=max_new_tokens,
             do_sample=False,
             num_beams=1,
+            synced_gpus=backbone.synchronized,
             **_constraint(backbone, inputs),
         )
     return backbone.codec.decode(ids[:, inputs.cut :])

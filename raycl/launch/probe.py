@@ -18,8 +18,7 @@ from raycl.launch.driver import run_in
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
-from raycl.training.distributed import DistributedContext
-from raycl.training.engines.engine import load_parameters
+from raycl.training.distributed import DistributedContext, load_parameters
 from raycl.training.phase.output_probe import as_tree, large_outputs, probed_tasks
 from raycl.training.records.bank_start import read_training_state
 from raycl.training.records.checkpoint import Checkpoint

@@ -13,8 +13,7 @@ from raycl.bank.branches import snapshot_at
 from raycl.errors import BankError, RunError, StorageError
 from raycl.storage import Storage
 from raycl.training.control import Control
-from raycl.training.distributed import DistributedContext
-from raycl.training.engines.engine import load_parameters
+from raycl.training.distributed import DistributedContext, load_parameters
 from raycl.training.phase.evaluation import Observations, evaluate_row
 from raycl.training.records.bank_start import Revision, check_backbone, read_training_state, start_from_snapshot
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects

@@ -18,11 +18,10 @@ from raycl.run.config import RunConfig, info_of
 from raycl.storage.unfinished import Buffer
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine, TorchEngine
+from raycl.training.engines.fsdp import FSDPEngine, Root, shard
 from raycl.training.phase.trainer import OpenEngine
 from raycl.training.schedule import SCHEDULES
-from raycl.training.settings import (
-    DeepSpeedConfig,
-)
+from raycl.training.settings import DeepSpeedConfig, FSDPConfig
 from raycl.training.training_context import TrainingContext
 
 
@@ -54,6 +53,8 @@ def build(
     method = method_class(config.method.name)(config.method, backbone, config.seed)
     if weights and (method.stack is None or config.engine.name != "torch"):
         _own(backbone)
+    is_sharded = isinstance(config.engine, FSDPConfig)
+    root = shard(backbone, world, trains_layers=method.stack is None) if is_sharded else None
     check_language_head(method)
     info = info_of(config, singles, replaces)
     context = TrainingContext(
@@ -70,7 +71,7 @@ def build(
         schedule=SCHEDULES[config.stream.schedule](),
         identity=identity(chosen) if world.is_first else "",
     )
-    return context, partial(open_engine, context, world)
+    return context, partial(open_engine, context, world, root)
 
 
 def _own(backbone: Backbone) -> None:
@@ -79,10 +80,14 @@ def _own(backbone: Backbone) -> None:
         tensor.data = tensor.data.clone()
 
 
-def open_engine(context: TrainingContext, world: DistributedContext, accumulation: int, steps: int) -> Engine:
+def open_engine(
+    context: TrainingContext, world: DistributedContext, root: Root | None, accumulation: int, steps: int
+) -> Engine:
     """The configured engine around the backbone for one phase."""
+    if root is not None:
+        return FSDPEngine(root, context.train, steps, world, accumulation)
     if isinstance(context.engine, DeepSpeedConfig):
         from raycl.training.engines.deepspeed import DeepSpeedEngine  # heavy, and needed with DeepSpeed only
 
         return DeepSpeedEngine(context.backbone, context.train, context.engine, accumulation, steps, world)
-    return TorchEngine(context.backbone, context.train, steps, world)
+    return TorchEngine(context.backbone, context.train, steps, world, accumulation)

@@ -27,6 +27,7 @@ from raycl.training.schedule import SCHEDULES
 from raycl.training.seeds import micro_batch_size
 from raycl.training.settings import (
     DeepSpeedConfig,
+    FSDPConfig,
 )
 from raycl.types import TextCodec
 
@@ -241,11 +242,18 @@ def check_engine(config: RunConfig) -> None:
             f"train.optimizer={config.train.optimizer} runs in plain PyTorch: expected adamw with engine=deepspeed, or "
             "engine=torch"
         )
-    is_sharded = isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 3
-    if is_sharded and method_class(config.method.name).computes_gradients:
+    sharded = "engine=fsdp" if isinstance(engine, FSDPConfig) else ""
+    if isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 3:
+        sharded = "engine.zero_stage=3"
+    if sharded and method_class(config.method.name).computes_gradients:
         raise ConfigError(
-            f"method '{config.method.name}' computes gradients of its own in every step, which engine.zero_stage=3 "
-            "does not support: use zero_stage 0, 1 or 2, or engine=torch"
+            f"method '{config.method.name}' computes gradients of its own in every step, which {sharded} does not "
+            "support: use engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
+        )
+    if sharded == "engine=fsdp" and config.train.optimizer == "adafactor":
+        raise ConfigError(
+            "train.optimizer=adafactor needs whole matrices, which engine=fsdp shares out: expected adamw or sgd, or "
+            "engine=torch"
         )
     if isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 0 and config.backbone.dtype == "bfloat16":
         raise ConfigError(

@@ -32,6 +32,7 @@ from raycl.training.settings import (
     CheckpointConfig,
     DeepSpeedConfig,
     EngineConfig,
+    FSDPConfig,
     TorchConfig,
     TrainConfig,
 )
@@ -41,7 +42,7 @@ from raycl.types import Phase
 if TYPE_CHECKING:
     EngineChoice = EngineConfig
 else:
-    EngineChoice = Annotated[TorchConfig | DeepSpeedConfig, Field(discriminator="name")]
+    EngineChoice = Annotated[TorchConfig | FSDPConfig | DeepSpeedConfig, Field(discriminator="name")]
 
 LABEL_HEAD = ("train.head_learning_rate", "train.label_loss")
 

@@ -6,12 +6,16 @@ What it does not know: how the workers were started.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from raycl.errors import RayclError
 
@@ -42,6 +46,17 @@ class DistributedContext:
     def is_first(self) -> bool:
         """Whether this worker writes for all."""
         return self.rank == 0
+
+    @cached_property
+    def background(self) -> dist.ProcessGroup | None:
+        """A second group of all workers, for what travels while this one's collectives go on. Collective at first."""
+        return dist.new_group() if self.size > 1 else None
+
+    @cached_property
+    def sharding(self) -> dist.ProcessGroup:
+        """One more, for weights that workers share out."""
+        group: dist.ProcessGroup = dist.new_group()
+        return group
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over workers, in place."""
@@ -90,3 +105,35 @@ class DistributedContext:
 def default_device(local_rank: int) -> torch.device:
     """The GPU of this local rank, or the CPU."""
     return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def ensure_process_group(world: DistributedContext) -> None:
+    """A group of this process alone, for libraries that need one, where nothing has made a group of several."""
+    if dist.is_initialized():
+        return
+    assert world.size == 1, "several workers, but no process group"
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor with the parts of all workers, where they share it out. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(shared: DTensor, value: Tensor) -> Tensor:
+    """This worker's part of a whole `value`, laid out as `shared`; nothing is communicated."""
+    found = distribute_tensor(value.to(shared.device), shared.device_mesh, shared.placements, src_data_rank=None)
+    return found.to_local()
+
+
+def load_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Copy whole values into the module's parameters of those names."""
+    own = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, value in parameters.items():
+            parameter = own[name]
+            if isinstance(parameter, DTensor):
+                parameter.to_local().copy_(own_part(parameter, value))
+            else:
+                parameter.copy_(value)

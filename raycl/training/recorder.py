@@ -145,7 +145,9 @@ class Recorder:
             if len(self.state.phases) == len(self.context.phases) and (record["bank"] or self.context.bank.start):
                 release_lease(open_bank(self.context.bank, self.storage).storage, self.storage.address)
             times = record["times"]
-            log.info("    trained %s, evaluated %s", clock(times["train_s"]), clock(times["eval_s"]))
+            moved = times["step_bytes"] / 2**20
+            between = f", {moved:.3g} MiB a step between workers" if moved else ""
+            log.info("    trained %s, evaluated %s%s", clock(times["train_s"]), clock(times["eval_s"]), between)
         if self.sink:
             self._track(phase, record, self.sink)
         return self.on_phase is None or self.on_phase(record) is not False

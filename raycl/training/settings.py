@@ -119,6 +119,12 @@ class TorchConfig(EngineConfig):
     name: Literal["torch"] = "torch"
 
 
+class FSDPConfig(EngineConfig):
+    """PyTorch's FSDP2: the model's layers are shared out over the workers from loading on, in evaluation too."""
+
+    name: Literal["fsdp"] = "fsdp"
+
+
 class DeepSpeedConfig(EngineConfig):
     """DeepSpeed ZeRO: optimizer state, gradients and parameters are sharded over the workers."""
 

@@ -16,8 +16,7 @@ from typing import Any
 from raycl.storage import Storage
 from raycl.tracking import MetricsSink
 from raycl.training.control import Control
-from raycl.training.distributed import DistributedContext
-from raycl.training.engines.engine import load_parameters
+from raycl.training.distributed import DistributedContext, load_parameters
 from raycl.training.memory import peak_memory_mb, resident_memory_mb
 from raycl.training.phase.evaluation import Observations, evaluate_row, evaluate_unseen, evaluate_untrained
 from raycl.training.phase.trainer import OpenEngine, TaskTrainer
@@ -181,6 +180,7 @@ class StreamLoop:
             "truncated_sources": sum(table.truncated_sources for table in tables),
             "truncated_targets": sum(table.truncated_targets for table in tables),
             "tokens_per_s": tokens / train_s if train_s else None,
+            "step_bytes": int(done.spent.get("step_bytes", 0)),
             "peak_memory_mb": max(world.gather(peak_memory_mb(world.device))),
             "resident_memory_mb": max(world.gather(resident_memory_mb())),
         }

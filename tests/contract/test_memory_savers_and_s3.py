@@ -26,7 +26,8 @@ def test_gradient_checkpointing_gives_the_same_losses(
 
 
 @pytest.mark.parametrize(
-    ("kind", "engine"), [(kind, "torch") for kind in KINDS] + [("bert", f"zero{phase}") for phase in (1, 2, 3)]
+    ("kind", "engine"),
+    [(kind, "torch") for kind in KINDS] + [("bert", f"zero{phase}") for phase in (1, 2, 3)] + [("bert", "fsdp")],
 )
 def test_bfloat16_is_near_float32_and_resumes_exactly(
     lab: Lab, complete: Complete, tmp_path: Path, kind: str, engine: str

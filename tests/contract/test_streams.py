@@ -23,18 +23,21 @@ from raycl.storage import Storage
 from raycl.training import recorder, stream_loop
 from raycl.training.distributed import DistributedContext
 
+SHARDING = ("fsdp", "zero2", "zero3")
 OWN = ("slm", "sapt", "olora", "inflora", "separate", "joint")
 """Methods that put more before an engine than `lora` and `finetune` do; IncLoRA is in O-LoRA, replay is its learner."""
 
 ALL_CASES = [
     *((kind, method, "torch") for kind in KINDS for method in (*RUNS, *VARIANTS)),
     *(("bert", method, engine) for engine in ENGINES if engine != "torch" for method in ("lora", "finetune")),
-    *(("bert", method, engine) for engine in ("zero2", "zero3") for method in OWN),
+    *(("bert", method, engine) for engine in SHARDING for method in OWN),
     ("t5", "sapt-prompt", "zero2"),
     ("bert", "agem", "zero2"),
     *((kind, "l2p", "zero2") for kind in KINDS),
     ("bert", "l2p", "zero3"),
-    *((kind, method, engine) for kind in KINDS[1:] for method in ("lora", "finetune") for engine in ("zero2", "zero3")),
+    *((kind, method, engine) for kind in KINDS[1:] for method in ("lora", "finetune") for engine in SHARDING),
+    ("llama", "sapt", "fsdp"),
+    ("t5", "sapt-prompt", "fsdp"),
 ]
 ZERO = tuple(engine for engine in ENGINES if engine != "torch")
 """Engines that take several times as long."""

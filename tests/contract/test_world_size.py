@@ -16,6 +16,7 @@ from fork_server import ForkServer
 from tiny import ENGINES, Lab, matrix, run, trace
 
 from raycl.storage import Storage
+from raycl.training.records.checkpoint import read_checkpoint
 
 ROWS = 9
 LEFT_AT = 5
@@ -25,7 +26,11 @@ ALL_CASES = [
     *(("bert", "lora", engine, None) for engine in ENGINES),
     *(("t5", "lora", engine, None) for engine in ("torch", "zero3")),
     *(("bert", "finetune", engine, None) for engine in ("torch", "zero3")),
-    ("llama", "lora", "torch", None),
+    *(("llama", "lora", engine, None) for engine in ("torch", "fsdp")),
+    *(("bert", method, "fsdp", None) for method in ("finetune", "separate", "inflora")),
+    *((kind, "sapt", "fsdp", 1) for kind in ("t5", "llama")),
+    ("masked", "finetune", "fsdp", None),
+    ("bert", "finetune+migu", "fsdp", 1),
     ("bert", "separate", "torch", None),
     *(("bert", "olora", engine, 1) for engine in ("torch", "zero3")),
     *(("bert", "agem", engine, micro) for engine, micro in (("torch", None), ("zero2", 1))),
@@ -42,7 +47,7 @@ ALL_CASES = [
 
 CASES = sampled(ALL_CASES, rarely=("zero3",))
 
-LEFT = [("bert", "lora", "torch"), ("bert", "lora", "zero3"), ("t5", "finetune", "zero2")]
+LEFT = [("bert", "lora", "torch"), ("bert", "lora", "zero3"), ("t5", "finetune", "zero2"), ("t5", "finetune", "fsdp")]
 """Runs that two workers leave unfinished."""
 
 Alone = Callable[[str, str], Storage]
@@ -144,6 +149,17 @@ def test_one_worker_resumes_a_run_of_two_on_another_engine(
     other = "zero1" if engine == "torch" else "torch"
     run(lab.config(kind, method, ENGINES[other], stream={"train_rows": ROWS}), storage, takes_over=True)
     same(storage, alone(kind, method), 1e-4)
+
+
+@pytest.mark.parametrize("engine", [case[2] for case in CASES if case[:2] == ("bert", "lora") and case[3] is None])
+def test_plain_engines_move_gradients_of_what_is_trained_alone(together: Path, engine: str) -> None:
+    found = Storage.at(together / name(("bert", "lora", engine, None)))
+    trained = read_checkpoint(found, found.list("checkpoints")[-1]).parameters.values()
+    moved, gradients = (
+        found.read_json("results.json")["phase_times"][-1]["step_bytes"],
+        4 * sum(p.numel() for p in trained),
+    )
+    assert moved == gradients if engine in ("torch", "zero0") else moved > gradients
 
 
 ACCUMULATED = sampled(

@@ -61,6 +61,7 @@ WITH_WEIGHTS = tuple(name for name in RUNS if name != "l2p")
 
 ENGINES: dict[str, Any] = {
     "torch": "torch",
+    "fsdp": "fsdp",
     **{f"zero{phase}": {"name": "deepspeed", "zero_stage": phase} for phase in range(4)},
 }
 """Short name -> config node."""

@@ -19,14 +19,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.nn import functional
 
 from raycl.backbone import Backbone, Output
 from raycl.methods.modifier import Modifiers
-from raycl.training.distributed import DistributedContext
+from raycl.training.distributed import DistributedContext, ensure_process_group
 from raycl.training.engines.engine import NONE, Transform, advance, schedule
 from raycl.training.engines.optimizers import MOMENTS, optimizer_of
 from raycl.training.settings import DeepSpeedConfig, TrainConfig
@@ -42,10 +40,7 @@ def _library(world: DistributedContext) -> Any:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if not dist.is_initialized():
-        assert world.size == 1, "several workers, but no process group"
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    ensure_process_group(world)
     for name, value in (("RANK", world.rank), ("LOCAL_RANK", world.local_rank), ("WORLD_SIZE", world.size)):
         os.environ.setdefault(name, str(value))
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
@@ -87,6 +82,18 @@ class DeepSpeedEngine:
     def _is_plain(self) -> bool:
         """ZeRO 0 in float32 runs the torch optimizer as it is."""
         return self.engine.optimizer is self.optimizer
+
+    @property
+    def step_bytes(self) -> int:
+        """By arithmetic: DeepSpeed sums what is trained, and gathers what it shares out, all weights at ZeRO 3."""
+        if self.world.size == 1:
+            return 0
+        size = self.backbone.dtype.itemsize
+        trained = sum(_numel(p) for p in self.trained.values())
+        every = sum(_numel(p) for p in self.backbone.parameters())
+        sums = self.accumulation if self.stage >= 2 else 1
+        gathers = {0: 0, 1: trained, 2: trained, 3: 2 * self.accumulation * every}[self.stage]
+        return size * (sums * trained + gathers)
 
     def forward(self, batch: Batch) -> Output:
         """Teacher-forced pass through the engine, whose hooks gather partitioned weights."""
@@ -267,6 +274,11 @@ class DeepSpeedEngine:
             for attribute in ATTRIBUTES & vars(module).keys():
                 delattr(module, attribute)
         _drop_new_hooks(self.backbone, self._hooks)
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    """Of the whole parameter, where ZeRO 3 keeps parts."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _return_freed_memory() -> None:

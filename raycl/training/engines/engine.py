@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from raycl.backbone import Backbone, Output
 from raycl.kernels.row_gradient import adamw_rows
 from raycl.methods.modifier import Modifiers
-from raycl.training.distributed import DistributedContext
+from raycl.training.distributed import DistributedContext, load_parameters, whole
+from raycl.training.engines.buckets import GradientBuckets
 from raycl.training.engines.optimizers import MOMENTS, hold, optimizer_of, release, set_state, state_names, state_of
 from raycl.training.settings import TrainConfig
 from raycl.types import Batch
@@ -31,6 +32,11 @@ Transform = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 class Engine(Protocol):
     """One task's optimizer around a backbone. Built when a phase begins, closed when it ends."""
+
+    @property
+    def step_bytes(self) -> int:
+        """What one optimizer step moves between workers: bytes of gradients that are summed and weights gathered."""
+        ...
 
     def forward(self, batch: Batch) -> Output:
         """Teacher-forced pass."""
@@ -84,21 +90,58 @@ def schedule(optimizer: Optimizer, train: TrainConfig, steps: int) -> LambdaLR:
 
 
 class TorchEngine:
-    """Plain PyTorch; with several workers, one flat sum of gradients at the step boundary.
+    """Plain PyTorch; with several workers, gradients are summed in buckets while the backward pass goes on.
 
     Trained parameters are kept in float32; a bfloat16 backbone computes under autocast.
+
+    Attributes:
+        trained: the backbone's trained parameters by name.
+        parts: what the optimizer updates of each on this worker: the parameter itself, or its part.
     """
 
-    def __init__(self, backbone: Backbone, train: TrainConfig, steps: int, world: DistributedContext) -> None:
+    def __init__(
+        self, backbone: Backbone, train: TrainConfig, steps: int, world: DistributedContext, accumulation: int = 1
+    ) -> None:
         self.backbone = backbone
         self.world = world
         self.max_grad_norm = train.max_grad_norm
         self.trained = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
         assert self.trained, "the method left no parameter to train"
-        for parameter in self.trained.values():
-            parameter.data = parameter.data.float()
-        self.optimizer = optimizer_of(self.trained, train)
+        self.parts = {name: self._part_of(parameter) for name, parameter in self.trained.items()}
+        copied = [self.parts[name] for name in self.trained if not self._is_shared(name)]
+        self.buckets = GradientBuckets(copied, world, accumulation)
+        self.optimizer = optimizer_of(self.parts, train)
         self.schedule = schedule(self.optimizer, train, steps)
+
+    @property
+    def step_bytes(self) -> int:
+        """Gradients alone: no worker needs another's weights."""
+        return self.buckets.step_bytes
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether each worker has a part of this parameter."""
+        return False
+
+    def _part_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer updates of a trained parameter, in float32."""
+        parameter.data = parameter.data.float()
+        return parameter
+
+    def _gradient(self, name: str) -> Tensor | None:
+        """Of a part, summed over workers."""
+        return self.parts[name].grad
+
+    def _whole(self, name: str, part: Tensor) -> Tensor:
+        """A tensor of a part's shape with the parts of all workers."""
+        return part
+
+    def _own(self, name: str, value: Tensor) -> Tensor:
+        """This worker's part of a whole tensor of the parameter's shape."""
+        return _laid_out_as(self.parts[name], value)
+
+    def _norm(self) -> Tensor:
+        """Of the whole gradient."""
+        return nn.utils.get_total_norm([part.grad for part in self.parts.values() if part.grad is not None])
 
     def forward(self, batch: Batch) -> Output:
         """Teacher-forced pass."""
@@ -106,39 +149,49 @@ class TorchEngine:
         return output
 
     def backward(self, loss_sum: Tensor, total: float) -> None:
-        """Add the gradient of `loss_sum / total`."""
+        """Add the gradient of `loss_sum / total`; that of the step's last micro-batch is summed meanwhile."""
+        self.buckets.before_backward()
         (loss_sum / total).backward()  # type: ignore[no-untyped-call]
 
     def step(self, modifiers: Modifiers = NONE, transform: Transform | None = None) -> float:
         """Sum gradients over workers, transform, modify, clip, update."""
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.trained.values()]
-        if self.world.size > 1:
-            gradients = self._summed(gradients)
+        self.buckets.finish()
+        for name, part in self.parts.items():
+            found = self._gradient(name)
+            part.grad = torch.zeros_like(part) if found is None else found
         if transform is not None:
-            changed = transform(dict(zip(self.trained, gradients, strict=True)))
-            gradients = [changed[name] for name in self.trained]
-        for parameter, gradient in zip(self.trained.values(), gradients, strict=True):
-            parameter.grad = gradient
+            self._transform(transform)
         for name in modifiers.names:
-            parameter = self.trained[name]
-            assert parameter.grad is not None
-            parameter.grad = _laid_out_as(parameter, modifiers(name, parameter.grad))
-        norm = nn.utils.clip_grad_norm_(self.trained.values(), self.max_grad_norm or float("inf"))
+            part = self.parts[name]
+            assert part.grad is not None
+            part.grad = self._own(name, modifiers(name, self._whole(name, part.grad)))
+        norm = self._norm()
+        nn.utils.clip_grads_with_norm_(self.parts.values(), self.max_grad_norm or float("inf"), norm)
         kept = []
         for name in modifiers.names:
-            if isinstance(self.optimizer, AdamW):
+            if isinstance(self.optimizer, AdamW) and not self._is_shared(name):
                 self._step_rows(modifiers, name)
             elif (held := modifiers.held(name)) is not None:
-                kept += hold(self.optimizer, self.trained[name], held)
+                held = self._own(name, held.expand(self.trained[name].shape))
+                kept += hold(self.optimizer, self.parts[name], held)
         self.optimizer.step()
         release(kept)
         self.schedule.step()
-        self.optimizer.zero_grad()
+        self._clear_gradients()
         return float(norm)
+
+    def _transform(self, transform: Transform) -> None:
+        """All whole gradients at once."""
+        found = {name: self._whole(name, part.grad) for name, part in self.parts.items() if part.grad is not None}
+        for name, gradient in transform(found).items():
+            self.parts[name].grad = self._own(name, gradient)
+
+    def _clear_gradients(self) -> None:
+        self.optimizer.zero_grad()
 
     def _step_rows(self, modifiers: Modifiers, name: str) -> None:
         """Update the rows that may move, where others are held, and leave nothing to the optimizer's own step."""
-        held, parameter = modifiers.held(name), self.trained[name]
+        held, parameter = modifiers.held(name), self.parts[name]
         if held is None:
             return
         axis = max(range(held.dim()), key=lambda axis: held.shape[axis])
@@ -153,11 +206,6 @@ class TorchEngine:
         adamw_rows(parameter, (state["exp_avg"], state["exp_avg_sq"]), rows, axis, int(state["step"]), group)
         parameter.grad = None
 
-    def _summed(self, gradients: list[Tensor]) -> list[Tensor]:
-        flat = self.world.sum(torch.cat([gradient.reshape(-1) for gradient in gradients]))
-        sizes = [gradient.numel() for gradient in gradients]
-        return [part.view_as(old) for part, old in zip(torch.split(flat, sizes), gradients, strict=True)]
-
     @property
     def learning_rate(self) -> float:
         """The rate that the next step will use."""
@@ -166,29 +214,30 @@ class TorchEngine:
     def parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Copies on the CPU."""
         own = dict(self.backbone.named_parameters())
-        return {name: own[name].detach().cpu().clone() for name in names}
+        return {name: whole(own[name].detach()).cpu().clone() for name in names}
 
     def optimizer_state(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The optimizer's state on the CPU; zeros before the first step."""
         return {
-            f"{name}/{moment}": value.detach().cpu().clone()
+            f"{name}/{moment}": self._whole(name, value.detach()).cpu().clone()
             for name in (self.trained if names is None else names)
-            for moment, value in state_of(self.optimizer, self.trained[name]).items()
+            for moment, value in state_of(self.optimizer, self.parts[name]).items()
         }
 
     def restore(self, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], steps: int) -> None:
         """Fill parameters and the optimizer's state, and move the schedule on."""
         load_parameters(self.backbone, parameters)
-        for name, parameter in self.trained.items():
-            wanted = state_names(self.optimizer, parameter)
-            found = {moment: _laid_out_as(parameter, optimizer[f"{name}/{moment}"]) for moment in wanted}
-            set_state(self.optimizer, parameter, found, steps)
+        for name, part in self.parts.items():
+            wanted = state_names(self.optimizer, part)
+            found = {moment: self._own(name, optimizer[f"{name}/{moment}"]) for moment in wanted}
+            set_state(self.optimizer, part, found, steps)
         advance(self.schedule, steps)
 
     def close(self) -> None:
         """Drop the optimizer."""
+        self.buckets.close()
         self.optimizer.state.clear()
-        self.optimizer.zero_grad()
+        self._clear_gradients()
 
 
 def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
@@ -196,7 +245,9 @@ def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
     value = value.to(parameter.device)
     if value.shape != parameter.shape:
         return value
-    return value if value.stride() == parameter.stride() else torch.empty_like(parameter).copy_(value)
+    return (
+        value if value.stride() == parameter.stride() else torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    )
 
 
 def advance(scheduler: LambdaLR, steps: int) -> None:
@@ -206,11 +257,3 @@ def advance(scheduler: LambdaLR, steps: int) -> None:
     scheduler.load_state_dict({**state, "last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates})
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def load_parameters(backbone: Backbone, parameters: dict[str, Tensor]) -> None:
-    """Copy values into the backbone's parameters of those names."""
-    own = dict(backbone.named_parameters())
-    with torch.no_grad():
-        for name, value in parameters.items():
-            own[name].copy_(value)

@@ -12,8 +12,8 @@ from statistics import fmean
 from torch import Tensor
 
 from raycl.methods.base import trained_names, under
-from raycl.training.distributed import DistributedContext
-from raycl.training.engines.engine import Engine, load_parameters
+from raycl.training.distributed import DistributedContext, load_parameters
+from raycl.training.engines.engine import Engine
 from raycl.training.phase.evaluation import dev_score
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.training_context import TrainingContext

@@ -90,7 +90,8 @@ class TaskTrainer:
             self.recorder.step(phase, index + 1, order.steps, result, seconds)
             selection.after_step(engine, index + 1, order.steps)
             self._checkpoint_if_due(phase, engine, index + 1, order.steps, spent | selection.spent, selection.tensors())
-        done = self._checkpoint(phase, engine, order.steps, order.steps, spent | selection.spent)
+        spent |= {**selection.spent, "step_bytes": float(engine.step_bytes)}
+        done = self._checkpoint(phase, engine, order.steps, order.steps, spent)
         self.context.modifiers.end_task()
         engine.close()
         selection.end(done)

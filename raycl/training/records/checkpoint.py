@@ -39,7 +39,7 @@ class Checkpoint:
         method: the method's `state_dict`.
         parameters: whole learned parameters by name.
         optimizer: `<parameter>/<moment>` -> tensor; empty when the phase is over.
-        spent: seconds and tokens of the phase so far, added up over attempts.
+        spent: seconds and tokens of the phase so far, added up over attempts, and bytes that a step moves.
         published: what went to the bank at the end of the phase (`raycl.training.records.publish`).
         frozen_state: tensors of the method and of modifiers that are no parameters.
         modifiers: state of gradient modifiers by name.

@@ -59,7 +59,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 
 
 def test_progress_is_logged_at_intervals_and_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("raycl.training.records.progress.time.monotonic", lambda: now[0])
@@ -68,7 +68,7 @@ def test_progress_is_logged_at_intervals_and_at_the_end(
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("raycl")
     monkeypatch.setattr(logger, "handlers", [handler])
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    caplog.set_level(logging.INFO, "raycl")
     progress = Progress(5.0, phases=3)
     progress.begin(1, "animal", 40, 10, 2, 30)
     said = []

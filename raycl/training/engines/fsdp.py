@@ -1,0 +1,149 @@
+"""PyTorch's fully sharded data parallelism (FSDP2, `fully_shard`) behind the engine protocol: nothing but torch.
+
+The layers of the model are shared out over the workers as soon as it is loaded, and stay so for the whole run, in
+evaluation too: a layer is whole on a worker while it computes, and no longer. Adapters, prompts, heads, and what the
+model has outside of its layers (embeddings, output words, last norms) stay whole on every worker: methods and
+generation read them outside of the forward pass. So adapters are trained as in plain PyTorch, to the bit.
+
+Library behaviour this file depends on (torch 2.13, observed): the first module whose forward runs is the root of all;
+gradients are averaged unless their divisor is set; a unit's parameters must not be replaced afterwards.
+What it does not know: methods, tasks, data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from raycl.adapters.layer import StackedLora
+from raycl.backbone import Backbone, Output
+from raycl.training.distributed import DistributedContext, ensure_process_group, own_part
+from raycl.training.engines.engine import TorchEngine
+from raycl.training.settings import TrainConfig
+from raycl.types import Batch
+
+
+class Root(nn.Module):
+    """The backbone as the module that all shared layers belong to."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, batch: Batch | None) -> Output | None:
+        """Teacher-forced pass; None: nothing."""
+        return None if batch is None else self.backbone(batch)
+
+
+def shard(backbone: Backbone, world: DistributedContext, trains_layers: bool) -> Root:
+    """Share the layers out over the workers; each is read once, and what a worker does not keep is freed. Collective.
+
+    Args:
+        trains_layers: the weights of layers are trained, so they are kept, and gathered, in float32 (autocast converts
+            them, as in plain PyTorch: norms of a mixed dtype do not run on CPUs); otherwise they are frozen.
+    """
+    ensure_process_group(world)
+    mesh = _mesh(world)
+    adapters = {p for m in backbone.modules() if isinstance(m, StackedLora) for p in m.parameters(recurse=False)}
+    for layer in layers(backbone.model):
+        for parameter in set(layer.parameters()) - adapters:
+            parameter.requires_grad_(trains_layers)
+            if trains_layers:
+                parameter.data = parameter.data.float()
+        fully_shard(layer, mesh=mesh, ignored_params=adapters)
+    root = Root(backbone)
+    left = {parameter for parameter in root.parameters() if not isinstance(parameter, DTensor)}
+    fully_shard(root, mesh=mesh, ignored_params=left)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide
+    root(None)
+    backbone.synchronized = world.size > 1
+    return root
+
+
+def layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that stand in lists: the layers of a transformer."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from layers(child)
+
+
+def _mesh(world: DistributedContext) -> DeviceMesh:
+    """All workers, in a group of their own: gradients of adapters travel in another order."""
+    group = world.sharding
+    return DeviceMesh.from_group(group, world.device.type)
+
+
+class FSDPEngine(TorchEngine):
+    """One task's optimizer around a backbone whose layers are shared out."""
+
+    def __init__(
+        self, root: Root, train: TrainConfig, steps: int, world: DistributedContext, accumulation: int = 1
+    ) -> None:
+        self.root = root
+        self.accumulation = accumulation
+        super().__init__(root.backbone, train, steps, world, accumulation)
+
+    @property
+    def step_bytes(self) -> int:
+        """Layers are gathered for each forward and backward pass; gradients of trained ones are summed in float32."""
+        if self.world.size == 1:
+            return 0
+        shared = {name: p for name, p in self.backbone.named_parameters() if isinstance(p, DTensor)}
+        gathered = 2 * sum(p.numel() * p.element_size() for p in shared.values())
+        summed = 4 * sum(p.numel() for name, p in shared.items() if name in self.trained)
+        return super().step_bytes + self.accumulation * (gathered + summed)
+
+    def forward(self, batch: Batch) -> Output:
+        """Teacher-forced pass through the root, whose layers gather their weights."""
+        output: Output = self.root(batch)
+        return output
+
+    def _is_shared(self, name: str) -> bool:
+        return isinstance(self.trained[name], DTensor)
+
+    def _part_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A shared parameter's own part, which is the same memory."""
+        if not isinstance(parameter, DTensor):
+            return super()._part_of(parameter)
+        return nn.Parameter(parameter.to_local().detach())
+
+    def _gradient(self, name: str) -> Tensor | None:
+        found = self.trained[name].grad
+        return found.to_local() if isinstance(found, DTensor) else found
+
+    def _whole(self, name: str, part: Tensor) -> Tensor:
+        shared = self.trained[name]
+        if not isinstance(shared, DTensor):
+            return part
+        found = DTensor.from_local(
+            part, shared.device_mesh, shared.placements, run_check=False, shape=shared.shape, stride=shared.stride()
+        )
+        return found.full_tensor()
+
+    def _own(self, name: str, value: Tensor) -> Tensor:
+        shared = self.trained[name]
+        return own_part(shared, value) if isinstance(shared, DTensor) else super()._own(name, value)
+
+    def _norm(self) -> Tensor:
+        """Parts of all workers count once each."""
+        shared, copied = torch.zeros((), device=self.world.device), torch.zeros((), device=self.world.device)
+        for name, part in self.parts.items():
+            if part.grad is not None:
+                square = part.grad.float().square().sum()
+                (shared if self._is_shared(name) else copied).add_(square)
+        return (self.world.sum(shared) + copied).sqrt()
+
+    def _clear_gradients(self) -> None:
+        super()._clear_gradients()
+        for parameter in self.trained.values():
+            parameter.grad = None
