@@ -30,6 +30,20 @@ NO_WORDS = 8
 """A tokenizer with fewer tokens stands for one that is not there."""
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a sample of a task's rows: sources and their targets. rows: how many the task has."""
+
+    rows: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """Source and target in one sequence."""
+        return tuple(map(sum, zip(self.sources, self.targets, strict=True)))
+
+
 @dataclass
 class Opened:
     """A run to make a plan for.
@@ -37,14 +51,14 @@ class Opened:
     Attributes:
         config: of the run. context: its parts. notes: what was assumed in the place of what is not there.
         steps: of each phase; empty if not known.
-        mean_tokens: of a mean row's source and target; None if not known.
+        lengths: of texts of each task; empty if not known.
     """
 
     config: RunConfig
     context: TrainingContext
     notes: list[str]
     steps: tuple[int, ...]
-    mean_tokens: tuple[float, float] | None
+    lengths: tuple[Lengths, ...]
 
 
 def opened(config: RunConfig) -> Opened:
@@ -77,12 +91,12 @@ def opened(config: RunConfig) -> Opened:
         identity="",
     )
     if not stream.has_rows:
-        return Opened(config, context, notes, (), None)
+        return Opened(config, context, notes, (), ())
     steps = tuple(order_of(context, phase, rows_of(context, phase)).steps for phase in context.phases)
     if backbone.codec.vocabulary < NO_WORDS:
         notes.append("no tokenizer: every text is taken to be as long as the config allows")
-        return Opened(config, context, notes, steps, None)
-    return Opened(config, context, notes, steps, _mean_tokens(context))
+        return Opened(config, context, notes, steps, ())
+    return Opened(config, context, notes, steps, _lengths(context))
 
 
 @dataclass(frozen=True)
@@ -106,11 +120,10 @@ def _stream(config: RunConfig, notes: list[str]) -> _Rows:
         return _Rows(Stream(config.stream.name, tasks, (), [], config.stream, config.seed, {}, cache), False)
 
 
-def _mean_tokens(context: TrainingContext) -> tuple[float, float]:
-    """Tokens of source and target of a training row, over samples of each task that count by their rows."""
+def _lengths(context: TrainingContext) -> tuple[Lengths, ...]:
+    """Of a sample of each task's training rows."""
     stream, codec = context.stream, context.backbone.codec
-    limits = stream.token_limits
-    counts, found = [], []
+    limits, found = stream.token_limits, []
     for task in stream.tasks:
         raw, rows = stream.source(task, "train"), stream.rows(task, "train")
         if raw is None or not len(rows):
@@ -119,15 +132,9 @@ def _mean_tokens(context: TrainingContext) -> tuple[float, float]:
         reader, prompt = raw.open(), stream.prompt(task, codec)
         texts = reader.values("text", chosen)
         sources = fit_sources(texts, prompt, codec, limits[0])[0]
-        targets: list[list[int]] = []
+        targets: list[list[int]] = [[]] * len(texts)
         if task.objective == "answer":
             answers = [names[0] for names in reader.values("references", chosen)]
             targets = fit_targets(texts, answers, prompt, codec, limits[1])[0]
-        counts.append(len(rows))
-        found.append((_mean(sources), _mean(targets)))
-    source, target = np.average(np.array(found), axis=0, weights=np.array(counts)) if found else limits
-    return float(source), float(target)
-
-
-def _mean(ids: list[list[int]]) -> float:
-    return sum(map(len, ids)) / max(1, len(ids))
+        found.append(Lengths(len(rows), tuple(map(len, sources)), tuple(map(len, targets))))
+    return tuple(found)

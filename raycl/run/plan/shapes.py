@@ -5,7 +5,7 @@ What it does not know: hardware, what the numbers are used for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from raycl.run.plan.opening import Opened
 from raycl.run.plan.workload import MASTER, Engine, Linear, Model, Run, Step
 from raycl.training.disk_space import MOMENTS, answers_of, growth, plan_from
 from raycl.training.seeds import micro_batch_size
-from raycl.training.settings import DeepSpeedConfig
+from raycl.training.settings import DeepSpeedConfig, EngineConfig
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase
 
@@ -35,7 +35,12 @@ def numbers(opened: Opened) -> tuple[Model, Step, Engine, Run]:
     context = opened.context
     phases = list(_phases(context))
     model = _model(opened, phases)
-    return model, _step(opened), _engine(opened, model), _run(opened, model.most_trained)
+    return (
+        model,
+        _step(opened),
+        engine_of(opened.config.engine, model, opened.config.launch.workers),
+        _run(opened, model.most_trained),
+    )
 
 
 # ---- what is trained ---------------------------------------------------------------------------------------------
@@ -102,16 +107,17 @@ def _model(opened: Opened, phases: list[_Trained]) -> Model:
         linears=tuple(_linears(backbone, layers, bool(own[-1].base))),
         vocabulary=0 if backbone.codec.needs_labels and not context.stream.learns_texts else int(config.vocab_size),
         heads=int(getattr(config, "num_attention_heads", 1)),
-        score_bytes=_score_bytes(config, dtype.itemsize),
+        score_bytes=_score_bytes(config, opened.config.backbone.attention, dtype.itemsize),
         largest_block=_largest_block(backbone.model),
         weight_bytes=dtype.itemsize,
         compute_bytes=dtype.itemsize,
     )
 
 
-def _score_bytes(config: Any, compute_bytes: int) -> int:
+def _score_bytes(config: Any, attention: str, compute_bytes: int) -> int:
     """Eager attention keeps each score as computed and in float32; others, T5's learned bias of each."""
-    if getattr(config, "_attn_implementation", "eager") == "eager":
+    used = getattr(config, "_attn_implementation", "eager") if attention == "auto" else attention
+    if used == "eager":
         return compute_bytes + (MASTER if compute_bytes < MASTER else 0)
     return compute_bytes if hasattr(config, "relative_attention_num_buckets") else 0
 
@@ -170,15 +176,16 @@ def _step(opened: Opened) -> Step:
     stream, train, workers = config.stream, config.train, config.launch.workers
     micro = micro_batch_size(train.batch_size, train.micro_batch_size, workers)
     capabilities = opened.context.backbone.capabilities
-    source, target = float(stream.max_source_tokens), float(stream.max_target_tokens)
-    mean = opened.mean_tokens or (source, target)
-    prefix = _prefix(opened.context.method)
-    if capabilities.answers == "label":
-        target, mean = 0.0, (mean[0], 0.0)
-    joined = capabilities.one_sequence
-    longest = {"source": int(source + (target if joined else 0)) + prefix, "target": int(target)}
-    means = {"source": mean[0] + (mean[1] if joined else 0) + prefix, "target": mean[1]}
-    losses = (target, mean[1])
+    joined, prefix = capabilities.one_sequence, _prefix(opened.context.method)
+    target = 0 if capabilities.answers == "label" else stream.max_target_tokens
+    longest = {"source": stream.max_source_tokens + (target if joined else 0) + prefix, "target": target}
+    means = {side: float(tokens) for side, tokens in longest.items()}
+    if opened.lengths:
+        in_batch = 1 if train.packing else micro
+        sources = [one.joined if joined else one.sources for one in opened.lengths]
+        means["source"] = _mean(opened, [longest_of(one, in_batch) for one in sources]) + prefix
+        means["target"] = _mean(opened, [longest_of(one.targets, 1 if joined else micro) for one in opened.lengths])
+    losses = float(longest["target"]), means["target"]
     if opened.context.stream.learns_texts:
         share = 1.0 if joined else stream.mask_share
         losses = share * longest["source"], share * means["source"]
@@ -192,6 +199,19 @@ def _step(opened: Opened) -> Step:
     )
 
 
+def _mean(opened: Opened, of_task: Sequence[float]) -> float:
+    """Over tasks, which count by their rows."""
+    rows = [one.rows for one in opened.lengths]
+    return sum(count * value for count, value in zip(rows, of_task, strict=True)) / sum(rows)
+
+
+def longest_of(lengths: Sequence[int], count: int) -> float:
+    """The expected longest of `count` draws: what each of a micro-batch's rows is padded to; of one: the mean."""
+    ordered, total = sorted(lengths), len(lengths)
+    chances = [(number / total) ** count for number in range(total + 1)]
+    return sum(length * (chances[rank + 1] - chances[rank]) for rank, length in enumerate(ordered))
+
+
 def _prefix(method: Method) -> int:
     """Positions of the prompts in training."""
     learner: Any = getattr(method, "learner", method)
@@ -199,8 +219,8 @@ def _prefix(method: Method) -> int:
     return 0 if trainable is None else int(trainable.shape[1])
 
 
-def _engine(opened: Opened, model: Model) -> Engine:
-    config, workers = opened.config.engine, opened.config.launch.workers
+def engine_of(config: EngineConfig, model: Model, workers: int) -> Engine:
+    """How a configured engine divides this model."""
     if not isinstance(config, DeepSpeedConfig):
         whole = model.most_trained if workers > 1 else 0  # one flat tensor for the sum
         return Engine(config.name, workers, bucket=whole)
@@ -226,7 +246,7 @@ def _run(opened: Opened, trained: int) -> Run:
     context = opened.context
     phase = context.phases[-1]
     steps = opened.steps or (1,) * len(context.phases)
-    answers = answers_of(context, phase) if opened.mean_tokens else [0] * len(steps)
+    answers = answers_of(context, phase) if opened.lengths else [0] * len(steps)
     written = plan_from(context, phase, steps, MASTER * trained, {}, answers)
     disk = {
         "checkpoint": written.inside,

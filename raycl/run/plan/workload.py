@@ -87,7 +87,7 @@ class Step:
 
     Attributes:
         micro: examples of a forward pass. accumulation: forward passes.
-        longest: side -> tokens of the longest example. mean: side -> tokens of a mean one.
+        longest: side -> tokens of the longest example. mean: side -> tokens of a mean one, padding included.
         logits: positions of an example that carry loss, so that logits are computed, of the longest and of a mean one.
         recompute: gradient checkpointing.
     """

@@ -23,7 +23,7 @@ from raycl.run.plan.hardware import GPUS, Cluster
 from raycl.run.plan.memory import activations
 from raycl.run.plan.opening import opened
 from raycl.run.plan.planning import plan
-from raycl.run.plan.shapes import numbers
+from raycl.run.plan.shapes import longest_of, numbers
 from raycl.run.plan.workload import Model, Step
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import TorchEngine
@@ -170,6 +170,8 @@ def test_a_frozen_llama_of_7b_on_one_gpu() -> None:
     per_token = 32 * (8 * 4096 + 4 * 2 * 4096 + 3 * 2 * 11_008 + 2 * 4096) + 4 * 4096
     assert gpu["activations"] == found.activations["kept"] == 512 * per_token
     assert found.activations["recomputed"] == 512 * (32 * 2 * 4096 + per_token / 32)
+    eager = plan(seven(backbone={"attention": "eager"}), Cluster(GPUS["a100-80"])).gpu["activations"]
+    assert eager - gpu["activations"] == 32 * 32 * 512**2 * (2 + 4)
     assert gpu["logits"] == 64 * 32_000 * 10
     weights = PARAMETERS - 2 * 32_000 * 4096 - 65 * 4096  # those of the layers' linears
     head = 32_000 * 4096 * 64
@@ -222,6 +224,20 @@ def test_the_command_prints_text_and_json(lab: Lab, capsys: pytest.CaptureFixtur
     assert train.run(train.arguments(words)) == 0
     assert "trained per task" in capsys.readouterr().out
     assert set(train.GPU_NAMES) == set(GPUS)
+
+
+def test_the_table_of_sizes_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).resolve().parents[3] / "cluster" / "README.md").read_text()
+    assert train.run(train.arguments(["--sizes"])) == 0
+    shown = readme.partition("<!-- sizes -->")[2].partition("<!-- /sizes -->")[0]
+    assert shown.strip() == capsys.readouterr().out.strip()
+
+
+def test_rows_are_as_long_as_the_longest_of_their_batch(lab: Lab) -> None:
+    assert longest_of([4], 3) == 4 and longest_of([1, 2, 3, 4], 1) == 2.5
+    assert longest_of([1, 3], 2) == pytest.approx(1 * 1 / 4 + 3 * 3 / 4)
+    padded, packed = (sized(lab.config("llama", train={"packing": yes}))[1] for yes in (False, True))
+    assert packed.mean["source"] < padded.mean["source"] <= padded.longest["source"]
 
 
 def test_bad_input_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
