@@ -15,6 +15,8 @@ from axes import sampled
 from fork_server import ForkServer
 from tiny import ENGINES, Lab, matrix, run, trace
 
+from raycl.run.plan.hardware import GPUS, Cluster
+from raycl.run.plan.planning import plan
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import read_checkpoint
 
@@ -152,7 +154,7 @@ def test_one_worker_resumes_a_run_of_two_on_another_engine(
 
 
 @pytest.mark.parametrize("engine", [case[2] for case in CASES if case[:2] == ("bert", "lora") and case[3] is None])
-def test_plain_engines_move_gradients_of_what_is_trained_alone(together: Path, engine: str) -> None:
+def test_plain_engines_move_gradients_of_what_is_trained_alone(lab: Lab, together: Path, engine: str) -> None:
     found = Storage.at(together / name(("bert", "lora", engine, None)))
     trained = read_checkpoint(found, found.list("checkpoints")[-1]).parameters.values()
     moved, gradients = (
@@ -160,6 +162,8 @@ def test_plain_engines_move_gradients_of_what_is_trained_alone(together: Path, e
         4 * sum(p.numel() for p in trained),
     )
     assert moved == gradients if engine in ("torch", "zero0") else moved > gradients
+    planned = plan(lab.config("bert", "lora", ENGINES[engine]), Cluster(GPUS["l4-24"], gpus=2)).traffic
+    assert planned.gradients + planned.parameters == moved
 
 
 ACCUMULATED = sampled(

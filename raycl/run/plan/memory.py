@@ -21,20 +21,26 @@ QKV = ("attention.query", "attention.key", "attention.value", "attention.qkv")
 
 def gpu_memory(model: Model, step: Step, engine: Engine, run: Run) -> dict[str, float]:
     """What one GPU holds at the step's highest point, by name, and their sum as `peak`."""
-    trained, base = model.most_trained, model.parameters - model.frozen
+    trained, layers, base = model.most_trained, model.trained_layers, model.parameters - model.frozen
     held = model.compute_bytes if engine.separate_masters else MASTER
     copies = model.compute_bytes if held > model.compute_bytes else 0  # autocast's, of what is trained
-    masters = 0 if engine.on_host or not engine.separate_masters else MASTER * trained / engine.optimizer
-    optimizer = 0 if engine.on_host else MASTER * run.moments * trained / engine.optimizer
+    masters = 0 if engine.on_host or not engine.separate_masters else MASTER
+    optimizer = 0 if engine.on_host else MASTER * run.moments
+    frozen_layers = model.in_layers - layers
+    weights = engine.share(
+        frozen_layers * model.weight_bytes + layers * held,
+        (model.frozen - frozen_layers) * model.weight_bytes + (base - layers) * held,
+        engine.weights,
+    )
     found = {
-        "weights": (model.frozen * model.weight_bytes + base * held) / engine.weights,
-        "adapters": (trained - base) * held / engine.weights + model.pool * model.compute_bytes,
-        "compute_copies": copies * trained / engine.weights,
-        "masters": masters,
-        "gradients": engine.gradient_bytes * trained / engine.gradients,
+        "weights": weights,
+        "adapters": engine.share(0, (trained - base) * held, engine.weights) + model.pool * model.compute_bytes,
+        "compute_copies": copies * trained,
+        "masters": masters * trained / engine.optimizer,
+        "gradients": engine.gradient_bytes * engine.share(layers, trained - layers, engine.gradients),
         "gradient_bucket": engine.gradient_bytes * min(engine.bucket, trained),
-        "gathered_weights": model.compute_bytes * min(engine.gathered, model.parameters),
-        "optimizer": optimizer,
+        "gathered_weights": (held if layers else model.weight_bytes) * min(engine.gathered, model.parameters),
+        "optimizer": optimizer * engine.share(layers, trained - layers, engine.optimizer),
         "activations": activations(model, step),
         "logits": logits(model, step),
         "context": CONTEXT,
@@ -102,6 +108,6 @@ def host_memory(model: Model, engine: Engine, run: Run, on_node: int) -> dict[st
     offloaded = MASTER * (1 + run.moments) * trained / engine.optimizer if engine.on_host else 0.0
     checkpoint = MASTER * (1 + run.moments) * trained
     return {
-        "loading": on_node * (PROCESS + model.parameters * model.weight_bytes),
+        "loading": on_node * (PROCESS + model.parameters * model.compute_bytes),
         "training": on_node * (PROCESS + offloaded + checkpoint),
     }

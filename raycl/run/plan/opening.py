@@ -16,7 +16,7 @@ from raycl.data.sources.cache import cache_folder
 from raycl.data.stream import Stream, open_stream
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.methods.registry import method_class
-from raycl.run.checks import check_engine, make_modifiers
+from raycl.run.checks import check_engine, check_quantized, make_modifiers
 from raycl.run.config import RunConfig, info_of
 from raycl.training.phase.data import order_of, rows_of
 from raycl.training.schedule import SCHEDULES
@@ -76,6 +76,7 @@ def opened(config: RunConfig) -> Opened:
     stream = _stream(config, notes)
     evaluation = config.eval if stream.has_rows else config.eval.model_copy(update={"save_predictions": False})
     method = method_class(config.method.name)(config.method, backbone, config.seed)
+    check_quantized(config, method)
     context = TrainingContext(
         info=info_of(config),
         stream=stream.stream,

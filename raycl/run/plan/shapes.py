@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from raycl.adapters.layer import linear_shape
 from raycl.backbone import Backbone
-from raycl.backbone.roles import ROLES, linear_shapes, matching
+from raycl.backbone.roles import ROLES, is_linear, linear_shapes, matching
 from raycl.errors import BackboneError
 from raycl.methods.base import Method
 from raycl.methods.context import TaskContext
@@ -21,8 +22,9 @@ from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.run.plan.opening import Opened
 from raycl.run.plan.workload import MASTER, Engine, Linear, Model, Run, Step
 from raycl.training.disk_space import MOMENTS, answers_of, growth, plan_from
+from raycl.training.engines.fsdp import layers
 from raycl.training.seeds import micro_batch_size
-from raycl.training.settings import DeepSpeedConfig, EngineConfig
+from raycl.training.settings import DeepSpeedConfig, EngineConfig, FSDPConfig
 from raycl.training.training_context import TrainingContext
 from raycl.types import Phase
 
@@ -97,6 +99,7 @@ def _model(opened: Opened, phases: list[_Trained]) -> Model:
     dtype = torch.float32 if wanted == "float32" else torch.bfloat16  # auto: every GPU of the table has bfloat16
     layers = set(method.stack.layers) if method.stack else set()
     parameters = {name: p.numel() for name, p in backbone.model.named_parameters() if ".lora_" not in name}
+    in_layers = _layers(backbone.model)
     return Model(
         parameters=sum(parameters.values()),
         trained=tuple(phase.count for phase in phases),
@@ -108,8 +111,11 @@ def _model(opened: Opened, phases: list[_Trained]) -> Model:
         vocabulary=0 if backbone.codec.needs_labels and not context.stream.learns_texts else int(config.vocab_size),
         heads=int(getattr(config, "num_attention_heads", 1)),
         score_bytes=_score_bytes(config, opened.config.backbone.attention, dtype.itemsize),
-        largest_block=_largest_block(backbone.model),
-        weight_bytes=dtype.itemsize,
+        in_layers=sum(in_layers),
+        largest_layer=max(in_layers, default=0),
+        weight_bytes=_weight_bytes(
+            backbone, opened.config.backbone.quantization, dtype.itemsize, sum(parameters.values())
+        ),
         compute_bytes=dtype.itemsize,
     )
 
@@ -122,11 +128,34 @@ def _score_bytes(config: Any, attention: str, compute_bytes: int) -> int:
     return compute_bytes if hasattr(config, "relative_attention_num_buckets") else 0
 
 
-def _largest_block(model: nn.Module) -> int:
-    """Parameters of the largest layer of a list of layers."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    sizes = [sum(p.numel() for p in layer.parameters()) for layers in lists for layer in layers]
-    return max(sizes, default=0)
+def _layers(model: nn.Module) -> list[int]:
+    """Parameters of each layer of the backbone, without adapters."""
+    names = ({name: p.numel() for name, p in layer.named_parameters()} for layer in layers(model))
+    return [sum(count for name, count in one.items() if ".lora_" not in name) for one in names]
+
+
+SCALES = {"nf4": 1 / 64 + 4 / (64 * 256), "int8": 0.0}
+"""Bytes of a weight's scales: nf4 has one byte for 64, and a float32 for 256 of those. int8 has a float32 for each
+output of a linear (`_weight_bytes`)."""
+
+
+def _weight_bytes(backbone: Backbone, quantization: str, computed: int, parameters: int) -> float:
+    """Of a frozen parameter, on average: linears are quantized but for output words and what stays in float32."""
+    if quantization == "none":
+        return float(computed)
+    kept = tuple(getattr(backbone.model, "_keep_in_fp32_modules", None) or ())
+    words, total = backbone.model.get_output_embeddings(), float(computed * parameters)
+    for path, module in backbone.model.named_modules():
+        if not is_linear(module) or module is words:
+            continue
+        inputs, outputs = linear_shape(module)
+        if path.removesuffix(".base").rpartition(".")[2] in kept:
+            total += inputs * outputs * (MASTER - computed)
+            continue
+        each = 1.0 if quantization == "int8" else 0.5
+        total += inputs * outputs * (each + SCALES[quantization] - computed)
+        total += MASTER * outputs if quantization == "int8" else 0
+    return total / parameters
 
 
 # ---- linears -----------------------------------------------------------------------------------------------------
@@ -222,8 +251,17 @@ def _prefix(method: Method) -> int:
 def engine_of(config: EngineConfig, model: Model, workers: int) -> Engine:
     """How a configured engine divides this model."""
     if not isinstance(config, DeepSpeedConfig):
-        whole = model.most_trained if workers > 1 else 0  # one flat tensor for the sum
-        return Engine(config.name, workers, bucket=whole)
+        several = workers > 1
+        whole = model.most_trained - (model.trained_layers if config.name == "fsdp" else 0)  # copied for the sum
+        if not isinstance(config, FSDPConfig):
+            return Engine(config.name, workers, bucket=whole * several)
+        gathered = 2 * model.largest_layer  # one that computes, and the next
+        return Engine(
+            *("fsdp", workers, workers, workers, workers),
+            bucket=whole * several,
+            gathered=gathered * several,
+            layers_alone=True,
+        )
     zero = config.zero_stage
     if not zero:
         return Engine("deepspeed zero 0", workers)

@@ -14,7 +14,7 @@ from raycl.run.plan.hardware import GPUS, Cluster
 from raycl.run.plan.opening import opened
 from raycl.run.plan.report import Report, report
 from raycl.run.plan.shapes import engine_of, numbers
-from raycl.training.settings import DeepSpeedConfig, EngineConfig, TorchConfig
+from raycl.training.settings import DeepSpeedConfig, EngineConfig, FSDPConfig, TorchConfig
 
 BACKBONES = {
     "T5-large, 0.7B": "google-t5/t5-large",
@@ -24,16 +24,17 @@ BACKBONES = {
 }
 """Name in the table -> hub id (`raycl.backbone.architecture.SIZES`)."""
 
-WAYS: dict[str, tuple[str, EngineConfig]] = {
-    "LoRA, torch": ("lora", TorchConfig()),
-    "LoRA, ZeRO 3": ("lora", DeepSpeedConfig(zero_stage=3)),
-    "all weights, ZeRO 3": ("finetune", DeepSpeedConfig(zero_stage=3)),
+WAYS: dict[str, tuple[str, str, EngineConfig]] = {
+    "LoRA, torch": ("lora", "none", TorchConfig()),
+    "LoRA on nf4, torch": ("lora", "nf4", TorchConfig()),
+    "LoRA, fsdp": ("lora", "none", FSDPConfig()),
+    "all weights, ZeRO 3": ("finetune", "none", DeepSpeedConfig(zero_stage=3)),
 }
-"""Name in the table -> method and engine."""
+"""Name in the table -> method, quantization of the backbone, and engine."""
 
 COUNTS = (1, 8, 64, 512)
 
-STEPS = (200,) * 5
+STEPS = (200,) * 4
 """Optimizer steps of each task."""
 
 MICRO, SOURCE, TARGET = 4, 448, 64
@@ -51,9 +52,10 @@ def sizes_table() -> str:
 
 def _rows() -> Iterator[list[str]]:
     for name, backbone in BACKBONES.items():
-        by_method = {method: numbers(opened(_config(backbone, method))) for method, _ in WAYS.values()}
-        for way, (method, engine) in WAYS.items():
-            model, step, _, run = by_method[method]
+        kinds = {(method, bits) for method, bits, _ in WAYS.values()}
+        by_kind = {kind: numbers(opened(_config(backbone, *kind))) for kind in sorted(kinds)}
+        for way, (method, bits, engine) in WAYS.items():
+            model, step, _, run = by_kind[method, bits]
             for count in COUNTS:
                 divided = engine_of(engine, model, count)
                 long_run = replace(run, steps=STEPS)
@@ -61,10 +63,11 @@ def _rows() -> Iterator[list[str]]:
                 yield [name, way, str(count), *map(_cell, found)]
 
 
-def _config(backbone: str, method: str) -> RunConfig:
+def _config(backbone: str, method: str, bits: str) -> RunConfig:
+    """With a stream of four tasks whose data is not looked for."""
     tree = {
-        "stream": {"max_source_tokens": SOURCE, "max_target_tokens": TARGET},
-        "backbone": {"name": backbone, "gradient_checkpointing": True},
+        "stream": {"name": "std-1", "max_source_tokens": SOURCE, "max_target_tokens": TARGET},
+        "backbone": {"name": backbone, "quantization": bits, "gradient_checkpointing": True},
         "method": {"name": method},
         "train": {"batch_size": MICRO},
         "eval": {"save_predictions": False},

@@ -54,5 +54,5 @@ def seconds(model: Model, step: Step, engine: Engine, run: Run, sent: Traffic, c
     network = sent.sent / cluster.bandwidth
     overlaps = engine.weights > 1  # gathering of the next layer's weights; sums at the end of a step do not
     whole = max(compute, network) if overlaps else compute + network
-    loading = model.parameters * model.weight_bytes / cluster.disk
+    loading = model.parameters * model.compute_bytes / cluster.disk
     return Seconds(compute, network, whole, loading, whole * sum(run.steps))

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 
 from raycl.run.plan.workload import MASTER, Engine, Model, Step
 
+PASSES = 2
+"""For which weights are gathered: forward, and backward with what it recomputes."""
+
 
 @dataclass(frozen=True)
 class Traffic:
     """One worker's bytes of an optimizer step.
 
     Attributes:
-        gradients: given to the sum over workers (the torch engine's one flat tensor). parameters: of weights that are
+        gradients: given to sums over workers. parameters: of weights that are
             gathered, over all passes. sent: by each worker, of both.
     """
 
@@ -32,16 +35,25 @@ def traffic(model: Model, step: Step, engine: Engine) -> Traffic:
     if workers == 1:
         return Traffic(0.0, 0.0, 0.0)
     half = (workers - 1) / workers
-    gradients = float(engine.gradient_bytes * model.most_trained)
+    trained = model.most_trained
+    if engine.layers_alone:
+        return _of_layers(model, step, half)
+    gradients = float(engine.gradient_bytes * trained)
     sums = step.accumulation if engine.gradients > 1 else 1  # divided gradients are summed after every micro-batch
     if engine.weights > 1:
-        passes = (2 + step.recompute) * step.accumulation
-        held = model.compute_bytes if engine.separate_masters else MASTER
-        trained_base = model.parameters - model.frozen
-        adapters = model.most_trained - trained_base
-        gathered = model.frozen * model.weight_bytes + trained_base * model.compute_bytes + adapters * held
-        return Traffic(gradients * sums, gathered * passes, half * (gradients * sums + gathered * passes))
+        gathered = model.frozen * model.weight_bytes + trained * model.compute_bytes
+        gathered *= PASSES * step.accumulation
+        return Traffic(gradients * sums, gathered, half * (gradients * sums + gathered))
     if engine.optimizer > 1:
-        updated = float(model.compute_bytes * model.most_trained)
+        updated = float(model.compute_bytes * trained)
         return Traffic(gradients * sums, updated, half * (gradients * sums + updated))
     return Traffic(gradients, 0.0, 2 * half * gradients)
+
+
+def _of_layers(model: Model, step: Step, half: float) -> Traffic:
+    """Layers are gathered, and their gradients divided, for every micro-batch; the rest is summed once."""
+    layers = model.trained_layers
+    gathered = layers * MASTER + (model.in_layers - layers) * model.weight_bytes
+    gathered *= PASSES * step.accumulation
+    divided, whole = float(MASTER * layers * step.accumulation), float(MASTER * (model.most_trained - layers))
+    return Traffic(divided + whole, gathered, half * (divided + gathered + 2 * whole))

@@ -47,8 +47,8 @@ class Model:
         rows: ranks of all of them added up. pool: adapter parameters that the device keeps of earlier tasks, at last.
         linears: every one. vocabulary: of the logits; 0: label heads.
         heads: attention heads. score_bytes: that attention keeps of each pair of positions and head; 0: none.
-        largest_block: parameters of the largest layer, which sharding engines gather at once.
-        weight_bytes: of a frozen parameter. compute_bytes: of an activation.
+        in_layers: parameters of the backbone's layers. largest_layer: of the largest of them.
+        weight_bytes: of a frozen parameter, on average. compute_bytes: of an activation, and of weights in files.
     """
 
     parameters: int
@@ -61,7 +61,8 @@ class Model:
     vocabulary: int
     heads: int
     score_bytes: int
-    largest_block: int
+    in_layers: int
+    largest_layer: int
     weight_bytes: float
     compute_bytes: int
 
@@ -76,9 +77,9 @@ class Model:
         return self.parameters - self.trained_base[self.trained.index(self.most_trained)]
 
     @property
-    def trains_base(self) -> bool:
-        """Whether weights of the backbone itself are trained."""
-        return any(self.trained_base)
+    def trained_layers(self) -> int:
+        """Parameters of layers that are trained, in that phase: all or none."""
+        return self.in_layers if self.frozen < self.parameters else 0
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Engine:
         separate_masters: float32 copies of trained weights beside those that are computed with; else in their place.
         gradient_bytes: of a gradient. bucket: parameters whose gradients are summed at once, beside them.
         gathered: parameters of divided weights that are whole at a time.
+        layers_alone: what stands outside of the model's layers, adapters too, is whole on every worker.
         loads_whole: each worker has all weights on its device before they are divided.
         on_host: masters and optimizer state are in CPU memory.
     """
@@ -123,8 +125,13 @@ class Engine:
     gradient_bytes: int = MASTER
     bucket: int = 0
     gathered: int = 0
+    layers_alone: bool = False
     loads_whole: bool = True
     on_host: bool = False
+
+    def share(self, in_layers: float, outside: float, parts: int) -> float:
+        """What a worker holds of so much that belongs to layers, and so much that does not."""
+        return in_layers / parts + (outside if self.layers_alone else outside / parts)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny import Lab
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from raycl.run.plan.opening import opened
 from raycl.run.plan.planning import plan
 from raycl.run.plan.shapes import longest_of, numbers
 from raycl.run.plan.workload import Model, Step
-from raycl.training.distributed import DistributedContext
+from raycl.training.distributed import DistributedContext, ensure_process_group
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.phase.data import PhaseData
 from raycl.training.phase.step import train_step
@@ -36,17 +37,6 @@ from raycl.types import Batch
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab(tmp_path_factory.mktemp("plan"))
-
-
-@dataclass(frozen=True)
-class Counting(DistributedContext):
-    """The first of two workers, which sums nothing and counts what it was to sum."""
-
-    summed: list[int] = field(default_factory=list)
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        self.summed.append(tensor.nbytes)
-        return tensor
 
 
 def begun(config: RunConfig, world: DistributedContext | None = None) -> tuple[TrainingContext, list[Batch]]:
@@ -129,19 +119,36 @@ def test_activations_are_those_that_autograd_keeps(lab: Lab, kind: str, method: 
     assert expected == pytest.approx(real, rel=0.12)
 
 
-def test_two_workers_sum_the_bytes_that_the_plan_says(lab: Lab) -> None:
-    config = lab.config("llama", "lora")
-    world = Counting(0, 2, 0, torch.device("cpu"))
-    context, batches = begun(config, world)
-    engine = TorchEngine(context.backbone, context.train, 4, world)
-    world.summed.clear()
-    train_step(engine, context.method, batches, world, 0)
+def test_two_workers_sum_the_bytes_that_the_plan_says(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two workers, alone in its group: every sum that it asks for is counted."""
+    config, summed = lab.config("llama", "lora"), []
+    alone = DistributedContext.alone(torch.device("cpu"))
+    ensure_process_group(alone)
+    context, batches = begun(config)
+    world = replace(alone, size=2)
+    engine, real = TorchEngine(context.backbone, context.train, 4, world), dist.all_reduce
+
+    def counted(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
+        summed.append(tensor.nbytes)
+        return real(tensor, *arguments, **named)
+
+    monkeypatch.setattr(dist, "all_reduce", counted)
+    train_step(engine, context.method, batches[:1], world, 0)
     found = plan(config, Cluster(GPUS["l4-24"], gpus=2))
     trained = 4 * found.model.trained[0]
-    assert found.traffic.gradients == trained and found.traffic.parameters == 0
-    assert sum(world.summed) == trained + 24  # and the counts of tokens and the loss, in float64
+    assert found.traffic.gradients == trained == engine.step_bytes and found.traffic.parameters == 0
+    assert sum(summed) == trained + 24  # and the counts of tokens and the loss, in float64
     assert found.traffic.sent == 2 * (1 / 2) * trained
     assert plan(config, Cluster(GPUS["l4-24"])).traffic.sent == 0
+
+
+def test_quantized_weights_have_the_real_size(lab: Lab) -> None:
+    config = lab.config("llama", "lora", backbone={"quantization": "int8"})
+    context, _ = begun(config)
+    weights = {name: p for name, p in context.backbone.model.named_parameters() if ".lora_" not in name}
+    real = sum(p.nbytes + 4 * len(p) * (p.dtype == torch.int8) for p in weights.values())
+    model, _ = sized(config)
+    assert model.weight_bytes * model.parameters == pytest.approx(real)
 
 
 # ---- LLaMA 7B, by hand -------------------------------------------------------------------------------------------
@@ -198,6 +205,32 @@ def test_full_fine_tuning_of_7b_needs_16_bytes_a_parameter_and_zero_3() -> None:
     )
     once = plan(seven(method={"name": "finetune"}), Cluster(GPUS["h200-141"]))
     assert again.operations == pytest.approx(once.operations * 4 / 3)
+
+
+def test_layers_that_fsdp_shares_out_are_held_in_parts_and_gathered() -> None:
+    """7B on 8 GPUs: embeddings, output words, the last norm and LoRA are whole on every worker."""
+    found = plan(seven(engine={"name": "fsdp"}), Cluster(GPUS["a100-80"], gpus=8))
+    outside = 2 * 32_000 * 4096 + 4096
+    layers = PARAMETERS - outside
+    assert (found.model.in_layers, found.model.largest_layer) == (layers, layers / 32)
+    assert found.gpu["weights"] == pytest.approx(2 * layers / 8 + 2 * outside)
+    assert found.gpu["adapters"] == found.gpu["gradients"] == found.gpu["optimizer"] / 2 == 4 * LORA
+    assert found.gpu["gathered_weights"] == 2 * 2 * layers / 32
+    assert found.traffic.parameters == 2 * 2 * layers and found.traffic.gradients == 4 * LORA
+    whole = plan(seven(engine={"name": "fsdp"}, method={"name": "finetune"}), Cluster(GPUS["a100-80"], gpus=8))
+    assert whole.traffic.parameters == 2 * 4 * layers and whole.traffic.gradients == 4 * PARAMETERS
+    assert whole.gpu["optimizer"] == pytest.approx(8 * (layers / 8 + outside))
+
+
+def test_a_13b_in_four_bits_fits_24_gb() -> None:
+    config = seven(
+        backbone={"name": "meta-llama/Llama-2-13b-hf", "quantization": "nf4", "gradient_checkpointing": True}
+    )
+    found = plan(config, Cluster(GPUS["l4-24"]))
+    linears = 40 * (4 * 5120**2 + 3 * 5120 * 13_824)
+    rest = 2 * 32_000 * 5120 + 81 * 5120
+    assert found.gpu["weights"] == pytest.approx(linears * (0.5 + 1 / 64 + 4 / 16_384) + 2 * rest)
+    assert found.fits
 
 
 def test_slow_networks_and_short_runs_have_other_bottlenecks() -> None:
