@@ -8,14 +8,14 @@ What it does not know: what the model will be trained on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, Field
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -184,15 +184,16 @@ def load_backbone(
     device: torch.device,
     seed: int,
     language: bool = False,
-    weights: Mapping[str, Tensor] | None = None,
     trains: bool = False,
 ) -> Backbone:
     """Weights on `device` in evaluation-ready state; `seed` fixes any weight the checkpoint lacks.
 
+    Weights of a checkpoint of the dtype that computes are memory-mapped, as safetensors does it, and on a CPU they stay
+    so: all processes of a node have the same pages, but for those that they write to. Moved to a GPU, they leave no
+    copy behind.
+
     Args:
         language: texts themselves will be learned: encoder-only models come with the head that guesses hidden words.
-        weights: what the checkpoint's files hold, by name, if they have been read already; where dtype and device
-            allow, the model looks at this very memory.
         trains: there will be backward passes, for which torch's fused attention in bfloat16 on a CPU is not made: it
             takes 4 to 9 times the time of plain products, which need more memory.
 
@@ -216,7 +217,8 @@ def load_backbone(
             "trust_remote_code": config.trust_remote_code,
             **quantized(config.quantization, dtype, device),
         }
-        model = _filled(kind, weights, seed, options) if weights else _read(kind, where, seed, options)
+        torch.manual_seed(seed)
+        model = _loader(kind).from_pretrained(where, **options)
         make_consistent(model, dtype)
         head = _language_head(model, where, options) if language and kind == "encoder" else None
     if config.gradient_checkpointing:
@@ -229,20 +231,6 @@ def checkpoint_activations(model: Any) -> None:
     name = "activation_checkpointing_enable"  # older transformers have the other name alone
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-
-
-def _read(kind: str, where: str, seed: int, options: dict[str, Any]) -> Any:
-    torch.manual_seed(seed)
-    return _loader(kind).from_pretrained(where, **options)
-
-
-def _filled(kind: str, weights: Mapping[str, Tensor], seed: int, options: dict[str, Any]) -> Any:
-    """The same model from weights that are in memory; only the concrete class takes those."""
-    with torch.device("meta"):
-        model_class = type(_loader(kind).from_config(options["config"], trust_remote_code=options["trust_remote_code"]))
-    torch.manual_seed(seed)
-    given = {name: value for name, value in options.items() if name not in ("use_safetensors", "trust_remote_code")}
-    return model_class.from_pretrained(None, state_dict=dict(weights), **given)
 
 
 def _language_head(model: nn.Module, where: str, options: dict[str, Any]) -> LanguageHead:

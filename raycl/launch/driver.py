@@ -210,7 +210,6 @@ class RunOptions:
         label: prefix of the run's progress lines.
         awaits_decision: after every phase but the last, the workers wait for a decision
             (`raycl.training.records.stop_signal`).
-        weights: in the object store, the files of the run's backbone; None: every worker reads them itself.
         fork_points: number of finished phases -> folder that then gets a fork point.
         stop: where the host requests that its runs stop.
     """
@@ -219,7 +218,6 @@ class RunOptions:
     share: int = 1
     label: str = ""
     awaits_decision: bool = False
-    weights: ray.ObjectRef[list[Any]] | None = None
     fork_points: dict[int, str] = field(default_factory=dict)
     stop: HostStop | None = None
 
@@ -330,7 +328,6 @@ def job_of(prepared: Prepared, options: RunOptions, driver: str, threads: int = 
         "awaits_decision": options.awaits_decision,
         "phases": len(prepared.phases),
         "fork_points": options.fork_points,
-        "weights": options.weights,
         "commit": run_config.commit_of(prepared.config),
         "stop": options.stop,
     }

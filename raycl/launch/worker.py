@@ -10,14 +10,13 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError
 from ray.train.torch import get_device
 
 from raycl import config as configs
@@ -41,8 +40,6 @@ from raycl.types import Score
 log = logging.getLogger("raycl")
 CONFIG = "config.yaml"
 LOGS = "log"
-WEIGHTS_S = 120.0
-"""For a backbone to come to this node; one that was spilled and finds no place would be waited for without end."""
 
 
 def is_log(name: str) -> bool:
@@ -108,14 +105,13 @@ def _learn(
     job: dict[str, Any], storage: Storage, world: DistributedContext, config: RunConfig, control: Control
 ) -> None:
     """Build the parts of the run and continue it."""
-    files = _weights(job["weights"])
-    context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"], job["commit"])
+    context, open_engine = assembly.build(config, world, job["singles"], job["replaces"], job["commit"])
     shared = _shared_reader(config, world)
     if config.bank.start and not world.broadcast(world.is_first and _has_begun(storage)):
         before: dict[str, Score] = {}
         if config.bank.revise:
             before = scores_of(config.bank.start, context, storage, world, shared, control)
-            context, open_engine = assembly.build(config, world, job["singles"], files, job["replaces"], job["commit"])
+            context, open_engine = assembly.build(config, world, job["singles"], job["replaces"], job["commit"])
         start_from_bank(config.bank, context, storage, world, shared, before)
     tracker = open_tracker(config.tracking, job["name"], job["config"], job["folder"]) if world.is_first else None
     failed = True
@@ -130,8 +126,6 @@ def _learn(
             log_to(RunLog(storage, loop.journal.attempt))
             for rank in range(world.size):
                 _log_hang(storage, hang_file(job["driver"], rank))
-            if files:
-                log.info("the backbone's %.0f MiB came from the object store", sum(map(len, files)) / 2**20)
         loop.run(job["stop_after"])
         failed = False
     finally:  # the process may continue: with another trial
@@ -150,18 +144,6 @@ def _shared_reader(config: RunConfig, world: DistributedContext) -> SharedReader
     if not ray.is_initialized() or (world.size == 1 and not config.bank.start):
         return None
     return shared_readers()
-
-
-def _weights(reference: ray.ObjectRef[list[Any]] | None) -> Sequence[Any]:
-    """The backbone's files in the object store; none where they do not come to this node in time."""
-    if reference is None:
-        return ()
-    try:
-        files: Sequence[Any] = ray.get(reference, timeout=WEIGHTS_S)
-        return files
-    except GetTimeoutError:
-        log.warning("the backbone did not come from the object store in %.0f s: its files are read instead", WEIGHTS_S)
-        return ()
 
 
 def _log_hang(storage: Storage, file: str) -> None:

@@ -5,17 +5,13 @@ What it does not know: Ray (`raycl.launch.driver` starts workers that call `buil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from raycl.backbone import identity, load_backbone, load_codec
-from raycl.backbone.base import Backbone
-from raycl.bank.tensors import views
 from raycl.data.stream import open_stream
 from raycl.methods.registry import method_class
 from raycl.run.checks import check_language_head, make_modifiers
 from raycl.run.config import RunConfig, info_of
-from raycl.storage.unfinished import Buffer
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine, TorchEngine
 from raycl.training.engines.fsdp import FSDPEngine, Root, shard
@@ -29,30 +25,25 @@ def build(
     config: RunConfig,
     world: DistributedContext,
     singles: dict[str, float] | None = None,
-    files: Sequence[Buffer] = (),
     replaces: str = "",
     commit: str | None = None,
 ) -> tuple[TrainingContext, OpenEngine]:
     """One worker's parts of the run, and what opens an engine for a phase.
 
     Args:
-        files: the backbone's safetensors files, if they are in memory already; never written to.
         replaces: see `RunInfo`.
         commit: of the backbone on the hub, where its revision is resolved already.
     """
     chosen = config.backbone if commit is None else config.backbone.model_copy(update={"revision": commit})
     codec = load_codec(chosen, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)
-    weights = {name: tensor for file in files for name, tensor in views(file, config.backbone.name).items()}
-    backbone = load_backbone(chosen, codec, world.device, config.seed, stream.learns_texts, weights, True)
+    backbone = load_backbone(chosen, codec, world.device, config.seed, stream.learns_texts, True)
     if config.backbone.attention != "auto":
         backbone.use_attention(config.backbone.attention)
     if config.train.packing:
         backbone.check_packing()
         backbone.packs = True
     method = method_class(config.method.name)(config.method, backbone, config.seed)
-    if weights and (method.stack is None or config.engine.name != "torch"):
-        _own(backbone)
     is_sharded = isinstance(config.engine, FSDPConfig)
     root = shard(backbone, world, trains_layers=method.stack is None) if is_sharded else None
     check_language_head(method)
@@ -72,12 +63,6 @@ def build(
         identity=identity(chosen) if world.is_first else "",
     )
     return context, partial(open_engine, context, world, root)
-
-
-def _own(backbone: Backbone) -> None:
-    """Weights of its own instead of shared ones: they will be trained, or an engine moves them about."""
-    for tensor in (*backbone.parameters(), *backbone.buffers()):
-        tensor.data = tensor.data.clone()
 
 
 def open_engine(

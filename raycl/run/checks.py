@@ -278,10 +278,12 @@ def check_quantized(config: RunConfig, method: Method) -> None:
             f"backbone.quantization={chosen} keeps the backbone's weights frozen, and method '{config.method.name}' "
             "trains them: use a method that trains adapters, such as lora, or backbone.quantization=none"
         )
-    if isinstance(config.engine, DeepSpeedConfig) and config.engine.zero_stage == 3:
+    engine = config.engine
+    if isinstance(engine, FSDPConfig) or (isinstance(engine, DeepSpeedConfig) and engine.zero_stage == 3):
+        sharded = "engine=fsdp" if isinstance(engine, FSDPConfig) else "engine.zero_stage=3"
         raise ConfigError(
-            f"engine.zero_stage=3 shards the backbone's weights, which backbone.quantization={chosen} does not "
-            "support: use zero_stage 0, 1 or 2, engine=torch, or backbone.quantization=none"
+            f"{sharded} shards the backbone's weights, which backbone.quantization={chosen} does not support: use "
+            "engine=torch, engine=deepspeed with zero_stage 0, 1 or 2, or backbone.quantization=none"
         )
 
 

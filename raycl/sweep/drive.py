@@ -18,7 +18,6 @@ import ray
 from ray import tune
 
 from raycl import config as configs
-from raycl.backbone import BackboneConfig
 from raycl.bank import Bank
 from raycl.bank.object_store import ObjectStoreCache
 from raycl.data.stream import open_stream
@@ -39,7 +38,6 @@ from raycl.sweep.search.space import Settings
 from raycl.sweep.search.stopping import AtTaskEnds, rule_of
 from raycl.sweep.trials.prefix import prefix_keys, shared_keys
 from raycl.sweep.trials.trial import Work, as_trainable
-from raycl.sweep.trials.weights import put_weights
 from raycl.training.records.stop_request import HostStop
 
 log = logging.getLogger("raycl")
@@ -59,14 +57,12 @@ class Plan:
 
     Attributes:
         trials: by number; of a search that plans nothing, those of earlier sessions. tasks: phases of each.
-        backbones: that trials may have.
     """
 
     trials: dict[int, Settings]
     tasks: int
     shared: frozenset[str]
     total: int
-    backbones: tuple[BackboneConfig, ...]
 
 
 def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Outcome:
@@ -133,7 +129,7 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> Plan:
     keys = [prefix_keys(config, tasks) for (config, _), tasks in zip(found, names, strict=True)]
     shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
     total = len(trials) if sweep.plans else sweep.samples
-    return Plan(trials, max(lengths), shared, total, tuple(config.backbone for config, _ in found))
+    return Plan(trials, max(lengths), shared, total)
 
 
 def _kinds(found: list[RunConfig]) -> list[RunConfig]:
@@ -173,7 +169,7 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: Plan) -
     at_once = concurrency(sweep)
     log.info("%s: %d of %d trials to run, %d at a time", folder.storage.uri, todo, plan.total, at_once)
     stop = HostStop(folder.storage.address, uuid.uuid4().hex[:12])
-    work = Work(configs.as_tree(sweep), directory, stop, plan.shared, put_weights(plan.backbones))
+    work = Work(configs.as_tree(sweep), directory, stop, plan.shared)
     sigterm = StopOnSigterm(folder.storage, stop.driver, _launch(sweep).grace_s, many=True)
     searcher.stop = stop
     try:

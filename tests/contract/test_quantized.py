@@ -140,6 +140,7 @@ def test_a_text_alone_is_the_text_in_a_batch(wide: str, quantization: Any) -> No
     [
         ("finetune", "torch", r"keeps the backbone's weights frozen, and method 'finetune' trains them: use a method"),
         ({"name": "replay", "learner": "finetune"}, "torch", "method 'replay' trains them"),
+        ("lora", "fsdp", "engine=fsdp shards the backbone's weights, which backbone.quantization=nf4 does not support"),
         (
             "lora",
             "zero3",

@@ -12,14 +12,10 @@ import pytest
 import ray
 import torch
 from filelock import FileLock
-from ray.exceptions import OutOfDiskError
 
-from raycl.backbone import BackboneConfig
 from raycl.bank import Bank
 from raycl.bank.manifest import ModelInfo, RouterInfo
 from raycl.bank.object_store import NAMESPACE, ObjectStoreCache
-from raycl.pretrained import weight_files
-from raycl.sweep.trials import weights
 from raycl.types import AdapterState
 
 COUNT, WIDTH, RANK = 7, 4096, 512
@@ -72,21 +68,3 @@ def test_objects_that_do_not_fit_are_read_from_the_bank(
     assert "the object store is full" in said and "read from the bank" in said and str(bank.storage.uri) in said
     assert 0 < object_store_cache.held()[0] < COUNT
     ray.get_actor(object_store_cache.name, namespace=NAMESPACE)
-
-
-def test_without_space_every_worker_reads_the_backbone(
-    full_disk: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Room for them was promised by the node, and is taken by somebody else."""
-    import numpy as np
-
-    taken = []
-    with pytest.raises(OutOfDiskError):
-        while True:
-            taken.append(ray.put(np.zeros(8 * 2**20, dtype=np.uint8)))
-    monkeypatch.setattr(weights, "ROOM", 100.0)
-    backbone = BackboneConfig()
-    assert sum(file.stat().st_size for file in weight_files(backbone.name, backbone.revision)) > 16 * 2**20
-    with caplog.at_level(logging.INFO, logger="raycl"):
-        assert weights.put_weights([backbone]) == {}
-    assert "is read by every worker: the object store is full" in caplog.text

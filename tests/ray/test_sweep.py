@@ -169,12 +169,6 @@ def test_trials_share_a_process_unless_they_are_isolated(swept: Swept) -> None:
     assert len({shared, pids[2][-1], pids[3][-1]}) == 3
 
 
-def test_the_backbone_is_read_once(swept: Swept) -> None:
-    for number in range(4):
-        logs = swept.place.run(number).sub("log")
-        assert any("came from the object store" in logs.read(name).decode() for name in logs.list())
-
-
 def test_the_best_config_alone_gives_the_same_numbers(swept: Swept, tmp_path: Path) -> None:
     best, storage = load_config(f"{swept.place.storage.uri}/best.yaml", []), Storage.at(tmp_path)
     run(best, storage)

@@ -1,1 +1,1 @@
-"""Trials of a sweep: one run each, shared prefixes, single-task runs, shared weights."""
+"""Trials of a sweep: one run each, shared prefixes, single-task runs."""

@@ -13,7 +13,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,6 @@ from raycl.sweep.folder import SWEEP, SweepFolder
 from raycl.sweep.search.measure import measured
 from raycl.sweep.trials.prefix import fork_records, prefix_keys
 from raycl.sweep.trials.single_tasks import singles_of
-from raycl.sweep.trials.weights import key_of
 from raycl.training.records.fork_points import read_fork_point, start_from
 from raycl.training.records.journal import last_attempt, read_state
 from raycl.training.records.publish import open_bank
@@ -57,14 +56,12 @@ class Work:
         sweep: the config. directory: address of what holds the sweep's folder. stop: where its driver requests
             trials to stop.
         shared: prefix keys that several trials have (`raycl.sweep.trials.prefix`).
-        weights: of frozen backbones, in the object store (`raycl.sweep.trials.weights`).
     """
 
     sweep: Tree
     directory: str
     stop: HostStop
     shared: frozenset[str] = field(default_factory=frozenset)
-    weights: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_trial(work: Work, number: int, config: RunConfig) -> None:
@@ -134,7 +131,6 @@ class Trial:
             in_process=self.sweep.in_process,
             awaits_decision=self.sweep.scheduler.name != "none",
             fork_points=fork_points,
-            weights=self.work.weights.get(key_of(self.config.backbone)),
             stop=self.work.stop,
         )
         self._fit(prepared, options, report)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from mapped_file import file_at
 from tiny import KINDS, Lab, tokenizer
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
@@ -58,6 +59,18 @@ def test_pickled_weights_need_permission(folder: Path) -> None:
         load(BackboneConfig(name=str(folder)))
     backbone = load(BackboneConfig(name=str(folder), allow_pickle=True, dtype="float32"))
     assert torch.equal(backbone.model.embeddings.word_embeddings.weight, trained.embeddings.word_embeddings.weight)  # type: ignore[attr-defined]
+
+
+def test_weights_stay_in_the_file_until_they_are_written(folder: Path) -> None:
+    """Two models share its pages; what one changes is its own, and not in the file."""
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    one, two = (load(BackboneConfig(name=str(folder), dtype="float32")) for _ in range(2))
+    weights = [backbone.model.embeddings.word_embeddings.weight for backbone in (one, two)]  # type: ignore[attr-defined]
+    assert [file_at(weight.data_ptr()) for weight in weights] == [str(file)] * 2
+    before = weights[1].clone()
+    weights[0].data.add_(1.0)
+    assert torch.equal(weights[1], before) and torch.equal(weights[0], before + 1) and file.read_bytes() == content
 
 
 def test_code_in_a_model_folder_is_not_executed(folder: Path) -> None:
