@@ -25,7 +25,11 @@ BLOCK = 64
 """Weights of nf4 that have one scale."""
 
 CHATTER = ("bitsandbytes.autograd._functions", "bitsandbytes.backends.cpu.ops")
-"""Loggers that warn in every layer that inputs are cast, and that an optional kernel is not there."""
+"""Loggers that warn in every layer that inputs are cast, and that an optional kernel is not there; peft imports the
+library too, wherever it is installed."""
+
+for name in CHATTER:
+    logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def check_quantization(chosen: Quantization) -> None:
@@ -48,8 +52,6 @@ def quantized(chosen: Quantization, dtype: torch.dtype, device: torch.device) ->
     check_quantization(chosen)
     from transformers import BitsAndBytesConfig
 
-    for name in CHATTER:
-        logging.getLogger(name).setLevel(logging.ERROR)
     if chosen == "int8":
         config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     else:
