@@ -26,6 +26,7 @@ from raycl.bank.operations.maintenance import Named, diff, prune, verify
 from raycl.bank.operations.merge import merge
 from raycl.bank.operations.samples import sample_texts, stored_samples
 from raycl.bank.operations.unlearning import forget
+from raycl.bank.operations.vllm import MIXTURE, export_vllm
 from raycl.config.trust import Permissions
 from raycl.errors import BankError, BranchMovedError, counted
 from raycl.retrieval.routers import router_class
@@ -223,6 +224,10 @@ def _named(bank: Bank, run: str | None) -> list[Named]:
 
 def _export(bank: Bank, options: Namespace) -> Answer:
     snapshot = resolve(bank, options.snapshot)
+    if options.engine:
+        return _export_for_engine(bank, snapshot, options)
+    if options.served_from or options.accelerator:
+        raise BankError("--served-from and --accelerator are options of --engine vllm: add it, or leave them out")
     weights = _weights(options.adapters) if options.adapters else _always(snapshot)
     state = mixed(bank, snapshot, weights, head=not options.without_head)
     if options.with_samples:
@@ -238,6 +243,24 @@ def _export(bank: Bank, options: Namespace) -> Answer:
     for task, lines in texts.items() if options.with_samples else ():
         storage.write(f"samples/{task}.jsonl", lines.encode())
     return Answer(f"wrote {storage.uri}", {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number})
+
+
+def _export_for_engine(bank: Bank, snapshot: Snapshot, options: Namespace) -> Answer:
+    """A fixed mixture as one adapter; without one, each adapter by itself, of which a router chooses."""
+    if options.merged or options.with_samples:
+        raise BankError("--engine vllm writes adapters alone: leave --merged and --with-samples out")
+    if options.adapters or not router_class(snapshot.router.kind).chooses:
+        weights = _weights(options.adapters) if options.adapters else _always(snapshot)
+        mixtures = {next(iter(weights)) if len(weights) == 1 else MIXTURE: weights}
+    else:
+        mixtures = {entry.name: {entry.name: 1.0} for entry in snapshot.adapters}
+    found = export_vllm(bank, snapshot, mixtures, options.to, options.served_from, options.accelerator)
+    models = "\n".join(f"  {model}" for model in found.models.values())
+    text = f"wrote {found.folder.uri}, for max_lora_rank {found.rank}; models:\n{models}"
+    if found.config is None:
+        text += "\nno serve.yaml: Ray loads adapters from object stores, give --served-from s3://... for it"
+    tree = {"folder": found.folder.uri, "models": found.models, "max_lora_rank": found.rank, "config": found.config}
+    return Answer(text, {**tree, "snapshot": snapshot.number})
 
 
 def _always(snapshot: Snapshot) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 raycl bank --bank runs/mine/bank list
 raycl bank --bank runs/mine/bank export --adapters agnews=0.7,yelp=0.3 --to folder [--merged]
+raycl bank --bank runs/mine/bank export --engine vllm --to s3://bucket/adapters
 """
 
 from __future__ import annotations
@@ -50,6 +51,13 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
     export.add_argument("--to", required=True, metavar="FOLDER")
     export.add_argument("--merged", action="store_true", help="a plain model folder instead of an adapter")
+    export.add_argument(
+        "--engine",
+        choices=["vllm"],
+        help="folders that vLLM loads, one an adapter, and a config of ray.serve.llm",
+    )
+    export.add_argument("--served-from", metavar="URI", help="--engine: where the folder will be copied to (s3://...)")
+    export.add_argument("--accelerator", metavar="NAME", help="--engine: Ray's name of the GPU, for example H100")
     export.add_argument("--with-samples", action="store_true", help="also write stored samples, inputs of users")
     export.add_argument("--without-head", action="store_true", help="leave label heads out")
     export.add_argument("--backbone", help="where the backbone is now, if not where it was")

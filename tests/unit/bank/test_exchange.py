@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import on_main, save_model
 from torch import Tensor
@@ -23,6 +24,7 @@ from raycl.backbone.kinds import capabilities_of
 from raycl.bank import AdapterRef, Bank
 from raycl.bank.manifest import ModelInfo, RouterInfo
 from raycl.bank.operations.exchange import export_merged, export_peft, import_peft, mixed
+from raycl.bank.operations.vllm import RANKS, allowed_rank, export_vllm, of_one_rank
 from raycl.errors import AdapterError, BankError
 from raycl.types import AdapterState, Mixture
 
@@ -162,6 +164,64 @@ def test_a_non_linear_adapter_cannot_be_exported(
             error = capsys.readouterr().err
             assert said in error and error.count("\n") == 1, error
             assert not folder.exists()
+
+
+def test_export_for_vllm(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mixture of ranks 2 and 3 is one adapter, the same for PEFT; each by itself is one too."""
+    bank, states = bank_of_two(llama, tmp_path)
+    snapshot, weights = bank.open(1), {"one": 0.7, "two": -0.4}
+    found = export_vllm(bank, snapshot, {"mixture": weights}, str(tmp_path / "out"), "s3://bucket/adapters", "H100")
+    config = json.loads((tmp_path / "out" / "mixture" / "adapter_config.json").read_text())
+    assert "rank_pattern" not in config and config["r"] == sum(state.rank for state in states.values())
+    assert found.rank == next(rank for rank in RANKS if rank >= config["r"])
+    base = AutoModelForCausalLM.from_pretrained(llama).eval()
+    stack = AdapterStack(base, list(states["one"].linears))
+    for name, state in states.items():
+        stack.load(name, state)
+    with stack.activate(Mixture.same(weights, 2)):
+        expected = logits(base)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), str(tmp_path / "out" / "mixture"))
+    torch.testing.assert_close(logits(loaded.eval()), expected, atol=1e-5, rtol=1e-5)
+    assert found.models == {"mixture": "llama:mixture"}
+    odd = AdapterState({"a": (torch.ones(2, 4), torch.ones(3, 2)), "b": (torch.ones(1, 4), torch.ones(3, 1))}, 2.0)
+    even = of_one_rank(odd)
+    assert {len(low) for low, _ in even.linears.values()} == {2} and even.scale == 2.0
+    for path, (low, high) in odd.linears.items():
+        assert torch.equal(even.linears[path][1] @ even.linears[path][0], high @ low)
+
+    main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]
+    export = ["--bank", bank.storage.uri, "--json", "export", "--engine", "vllm", "--to"]
+    assert main([*export, str(tmp_path / "all")]) == 0  # by the task id: each adapter by itself
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["models"] == {"one": "llama:one", "two": "llama:two"} and printed["config"] is None
+    assert main([*export, str(tmp_path / "all")]) == 1
+    assert "is not empty" in capsys.readouterr().err
+    assert main([*export, str(tmp_path / "new"), "--served-from", "/mnt/adapters"]) == 1
+    assert "Ray loads adapters from s3://" in capsys.readouterr().err
+    with pytest.raises(BankError, match="'big' has rank 600, and vLLM takes at most 512"):
+        allowed_rank({"small": 3, "big": 600})
+    t5 = snapshot.model_copy(update={"backbone": snapshot.backbone.model_copy(update={"kind": "encoder-decoder"})})
+    with pytest.raises(BankError, match="vLLM serves decoder-only models"):
+        export_vllm(bank, t5, {"mixture": weights}, str(tmp_path / "t5"))
+
+
+def test_ray_accepts_the_config_for_vllm(llama: Path, tmp_path: Path) -> None:
+    """Against Ray's own schema of a model; that of the application imports vLLM."""
+    from ray.llm._internal.serve.core.configs.llm_config import LLMConfig, LoraConfig
+    from ray.serve.schema import ServeDeploySchema
+
+    bank, _ = bank_of_two(llama, tmp_path)
+    mixtures = {name: {name: 1.0} for name in ("one", "two")}
+    export_vllm(bank, bank.open(1), mixtures, str(tmp_path / "out"), "s3://bucket/adapters/", "H100")
+    tree = yaml.safe_load((tmp_path / "out" / "serve.yaml").read_text())
+    (application,) = ServeDeploySchema.model_validate(tree).applications
+    assert application.import_path == "ray.serve.llm:build_openai_app"
+    model = LLMConfig.model_validate(application.args["llm_configs"][0])
+    assert model.model_id == "llama" and model.accelerator_type == "H100"
+    assert isinstance(model.lora_config, LoraConfig)
+    assert model.lora_config.dynamic_lora_loading_path == "s3://bucket/adapters"
+    assert model.lora_config.max_num_adapters_per_replica == 2
+    assert model.engine_kwargs["enable_lora"] and model.engine_kwargs["max_lora_rank"] == 8
 
 
 def test_export_by_the_command(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
