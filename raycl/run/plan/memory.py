@@ -107,7 +107,8 @@ def host_memory(model: Model, engine: Engine, run: Run, on_node: int) -> dict[st
     trained = model.most_trained
     offloaded = MASTER * (1 + run.moments) * trained / engine.optimizer if engine.on_host else 0.0
     checkpoint = MASTER * (1 + run.moments) * trained
+    copies = 1 if model.mapped else on_node
     return {
-        "loading": on_node * (PROCESS + model.parameters * model.compute_bytes),
+        "loading": on_node * PROCESS + copies * model.parameters * model.compute_bytes,
         "training": on_node * (PROCESS + offloaded + checkpoint),
     }

@@ -117,6 +117,7 @@ def _model(opened: Opened, phases: list[_Trained]) -> Model:
             backbone, opened.config.backbone.quantization, dtype.itemsize, sum(parameters.values())
         ),
         compute_bytes=dtype.itemsize,
+        mapped=getattr(config, "dtype", None) == dtype and opened.config.backbone.quantization == "none",
     )
 
 

@@ -48,7 +48,9 @@ class Model:
         linears: every one. vocabulary: of the logits; 0: label heads.
         heads: attention heads. score_bytes: that attention keeps of each pair of positions and head; 0: none.
         in_layers: parameters of the backbone's layers. largest_layer: of the largest of them.
-        weight_bytes: of a frozen parameter, on average. compute_bytes: of an activation, and of weights in files.
+        weight_bytes: of a frozen parameter, on average. compute_bytes: of an activation, and of a weight
+            as it is loaded.
+        mapped: files have the dtype that computes, so that a node's workers share one memory-mapped copy.
     """
 
     parameters: int
@@ -65,6 +67,7 @@ class Model:
     largest_layer: int
     weight_bytes: float
     compute_bytes: int
+    mapped: bool
 
     @property
     def most_trained(self) -> int:

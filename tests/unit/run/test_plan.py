@@ -21,11 +21,11 @@ from raycl.methods.context import TaskContext
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
 from raycl.run.plan.hardware import GPUS, Cluster
-from raycl.run.plan.memory import activations
+from raycl.run.plan.memory import PROCESS, activations, host_memory
 from raycl.run.plan.opening import opened
 from raycl.run.plan.planning import plan
 from raycl.run.plan.shapes import longest_of, numbers
-from raycl.run.plan.workload import Model, Step
+from raycl.run.plan.workload import Engine, Model, Run, Step
 from raycl.training.distributed import DistributedContext, ensure_process_group
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.phase.data import PhaseData
@@ -85,12 +85,15 @@ def test_the_model_and_what_is_trained_have_the_real_sizes(lab: Lab, kind: str, 
 
 def test_tasks_of_their_own_sizes_add_up(lab: Lab) -> None:
     """SAPT on a LLaMA of width 32 with two layers, query and value: 2 x 2 linears, values half as wide."""
-    model, _ = sized(lab.config("llama", {"name": "sapt", "rank": 2, "rank_by_task": {"animal": 5}}))
+    model, step = sized(lab.config("llama", {"name": "sapt", "rank": 2, "rank_by_task": {"animal": 5}}))
     per_rank = 2 * ((32 + 32) + (32 + 32))
     attention = 100 * 32 * 2 + 2 * 32
     assert model.trained == (2 * per_rank + attention + 32, 5 * per_rank + attention + 32)
     assert model.adapters == 7 * per_rank + attention + 2 * 32
     assert (model.rows, model.pool) == (7, 2 * per_rank)
+    assert model.mapped and step.micro == 4  # float32 in the files and in the run: a node has the weights once
+    weights = 4 * model.parameters
+    assert host_memory(model, Engine("torch", 8), Run((), 2), 8)["loading"] == 8 * PROCESS + weights
 
 
 @pytest.mark.parametrize(
@@ -252,7 +255,7 @@ def test_the_command_prints_text_and_json(lab: Lab, capsys: pytest.CaptureFixtur
     words = ["--plan", f"backbone.name={folder}", "stream.name=long-A", "stream.root=/nowhere", "--gpu", "h100-80"]
     assert train.run(train.arguments([*words, "--json"])) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["fits"] and found["cluster"]["gpu"]["ray"] == "H100"
+    assert found["fits"] and found["cluster"]["gpu"]["ray"] == "H100" and not found["model"]["mapped"]
     assert found["model"]["trained"] == [2048] * 15 and found["steps"] == []
     assert train.run(train.arguments(words)) == 0
     assert "trained per task" in capsys.readouterr().out
