@@ -6,6 +6,7 @@ raycl benchmark mixing                        the mixture layer against backbone
 raycl benchmark retrieval                     what routing costs per request
 raycl benchmark growth                        what 5, 20 and 100 tasks cost SLM (or SAPT)
 raycl benchmark migu                          step time with and without MIGU, masked and row-sparse
+raycl benchmark step                          memory and time of a decoder's training step, packed or padded
 raycl benchmark bank                          the bank against the disk, the object store against copying
 raycl benchmark sweep                         a trial above the run alone, ASHA against the full grid
 raycl benchmark serve                         the endpoint beside the model alone and Ray Serve alone
@@ -29,6 +30,7 @@ BENCHMARKS = {
     "stream": "raycl.bench.streams.stream",
     "mixing": "raycl.bench.mixing",
     "migu": "raycl.bench.migu",
+    "step": "raycl.bench.step",
     "bank": "raycl.bench.bank",
     "retrieval": "raycl.bench.retrieval",
     "growth": "raycl.bench.growth",
