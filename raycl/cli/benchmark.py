@@ -11,6 +11,7 @@ raycl benchmark bank                          the bank against the disk, the obj
 raycl benchmark sweep                         a trial above the run alone, ASHA against the full grid
 raycl benchmark serve                         the endpoint beside the model alone and Ray Serve alone
 raycl benchmark predict                       answers for files beside the model's own batch loop
+raycl benchmark evaluation --backbone DIR --data DIR  answers to test sets beside Hugging Face's generate
 raycl benchmark startup                       how long commands take to begin
 raycl benchmark gpu                           all that only a GPU can answer, in 8 minutes of one
 raycl benchmark stream --json figures.json --check
@@ -37,6 +38,7 @@ BENCHMARKS = {
     "serve": "raycl.bench.serving.serving",
     "sweep": "raycl.bench.sweep",
     "predict": "raycl.bench.predict",
+    "evaluation": "raycl.bench.streams.evaluation",
     "startup": "raycl.bench.startup",
     "gpu": "raycl.bench.gpu.suite",
 }

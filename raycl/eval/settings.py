@@ -57,6 +57,12 @@ class EvalConfig(Section):
     max_new_tokens: int | None = Field(
         None, ge=1, description="tokens of a generated answer at most; null: stream.max_target_tokens"
     )
+    decoding: Literal["auto", "generate"] = Field(
+        "auto",
+        description="how answers are generated. auto: in one continuous batch, where the backbone allows; generate: by "
+        "Hugging Face's generate, in batches that wait for their longest answer. Both take the most likely token; "
+        "sums are rounded in another order, which can change an answer where two tokens are as likely",
+    )
     save_predictions: bool = Field(True, description="keep every answer beside the results")
     singles: PathOrUri = Field(
         None, description="run directory (or results.json) of `method=separate`, whose scores FWT compares with"

@@ -164,7 +164,7 @@ def _scores(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> dict
     """Task name -> cell."""
     if context.stream.text_objective(context.backbone.codec, OBJECTIVE_SEED) is not None:
         return {task.name: _text_score(context, task, row) for task in tasks}
-    if answers_continuously(context.backbone):
+    if context.evaluation.decoding == "auto" and answers_continuously(context.backbone):
         shares = _generated(context, tasks, row)
         return {task.name: _cell(context, task, shares[task.name], row) for task in tasks}
     return {task.name: _cell(context, task, _predicted(context, task, row), row) for task in tasks}

@@ -1,0 +1,160 @@
+"""Evaluation in one continuous batch beside Hugging Face's `generate` on padded batches: same model, same rows.
+
+A LoRA is trained on the tasks together for a few steps, until its answers end as answers do. Then both ways answer all
+test rows, in turn and round after round: with the adapter as it is, so that all rows have one mixture and share the
+reading of their task's definition; and with a weight of its own for each row, as SAPT and SLM give, where nothing can
+be shared.
+What it does not know: whether answers are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from raycl import config as configs
+from raycl.bench.figures import Figure, Report, machine
+from raycl.methods.base import Method
+from raycl.run.assembly import build
+from raycl.run.config import RunConfig
+from raycl.storage import Storage
+from raycl.training.distributed import DistributedContext
+from raycl.training.phase.evaluation import Observations, evaluate_row
+from raycl.training.stream_loop import StreamLoop
+from raycl.training.training_context import TrainingContext
+from raycl.types import Batch, Mixture
+
+log = logging.getLogger(__name__)
+
+BUSY = 0.5
+WAYS = ("auto", "generate")
+TARGET = 0.5
+SETTINGS = (
+    "backbone",
+    "tasks",
+    "rows",
+    "steps",
+    "rounds",
+    "batch_size",
+    "source_tokens",
+    "target_tokens",
+    "dtype",
+    "threads",
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Sizes; the defaults end within five minutes on two cores with a backbone of 20 million parameters."""
+    tasks = ["task363", "task875", "task1572", "task591"]
+    parser.add_argument("--backbone", required=True, help="folder or name of a model that generates")
+    parser.add_argument("--data", type=Path, required=True, help="folder with SuperNI tasks in CL_Benchmark's layout")
+    parser.add_argument("--tasks", nargs="+", default=tasks, help="two of labels, two of free text")
+    parser.add_argument("--rows", type=int, default=40, help="test rows of each task at most")
+    parser.add_argument("--steps", type=int, default=40, help="of training, eight rows each")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=64, help="as eval.batch_size")
+    parser.add_argument("--source-tokens", type=int, default=128)
+    parser.add_argument("--target-tokens", type=int, default=24)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch threads")
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Train, answer, report."""
+    before, threads = os.getloadavg()[0], torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            figures = list(_figures(options, Storage.at(folder)))
+    finally:
+        torch.set_num_threads(threads)
+    notes = [f"the load was {before:.1f} when this began: times say little"] if before > BUSY else []
+    settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
+    return Report("evaluation", settings, figures, machine(before), notes)
+
+
+def _figures(options: argparse.Namespace, storage: Storage) -> Iterator[Figure]:
+    context = _trained(options, storage)
+    routes = {"one mixture": context.method.route, "a mixture for each row": _varied(context.method)}
+    for name, route in routes.items():
+        vars(context.method)["route"] = route
+        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        cpu: dict[str, list[float]] = {way: [] for way in WAYS}
+        answers: dict[str, list[str]] = {}
+        for number in range(options.rounds):
+            for way in WAYS:
+                began, used = time.perf_counter(), time.process_time()
+                answers[way] = _evaluated(context, storage, way)
+                seconds[way].append(time.perf_counter() - began)
+                cpu[way].append(time.process_time() - used)
+            log.info("%s, round %d: %.1f s, generate %.1f s", name, number + 1, *(seconds[way][-1] for way in WAYS))
+        rows, differ = len(answers["auto"]), sum(map(str.__ne__, *answers.values()))
+        ratios = [mine / other for mine, other in zip(*seconds.values(), strict=True)]
+        by_cpu = median(mine / other for mine, other in zip(*cpu.values(), strict=True))
+        yield Figure(f"{name}: rows answered per second", rows / median(seconds["auto"]), "rows/s")
+        yield Figure(f"{name}: generate on padded batches", rows / median(seconds["generate"]), "rows/s")
+        detail = f"{rows} rows, {differ} with another answer; by CPU time {by_cpu:.2f}"
+        yield Figure(f"{name}: time over generate's", median(ratios), "x", TARGET, detail=detail)
+
+
+def _trained(options: argparse.Namespace, storage: Storage) -> TrainingContext:
+    """A model whose answers end."""
+    tree: dict[str, Any] = {
+        "stream": {
+            "name": "superni",
+            "root": str(options.data),
+            "tasks": options.tasks,
+            "prompt": "superni",
+            "schedule": "joint",
+            "train_rows": 2 * options.steps,
+            "test_rows": options.rows,
+            "max_source_tokens": options.source_tokens,
+            "max_target_tokens": options.target_tokens,
+        },
+        "backbone": {"name": options.backbone, "dtype": options.dtype},
+        "method": "lora",
+        "train": {"max_steps": options.steps, "epochs": 1000, "batch_size": 8, "learning_rate": 3e-3},
+        "eval": {"subsample": 1, "batch_size": options.batch_size},
+    }
+    context, open_engine = build(configs.validate(RunConfig, tree), DistributedContext.alone(torch.device("cpu")))
+    began = time.perf_counter()
+    StreamLoop(context, open_engine, storage, DistributedContext.alone(torch.device("cpu"))).run()
+    log.info("trained in %.0f s", time.perf_counter() - began)
+    return context
+
+
+def _varied(method: Method) -> Any:
+    """The method's routing with a weight of its own for each row, near the one that was trained."""
+    route = method.route
+
+    def varied(batch: Batch) -> Mixture:
+        mixture = route(batch)
+        assert mixture is not None, "LoRA has adapters"
+        nudge_B1 = 1 + 0.01 * (batch.rows.to(mixture.weights) % 7)[:, None]
+        return replace(mixture, weights=mixture.weights * nudge_B1)
+
+    return varied
+
+
+def _evaluated(context: TrainingContext, storage: Storage, way: str) -> list[str]:
+    """The answers to all test rows of all tasks."""
+    update = {"decoding": way, "subsample": None}
+    context.evaluation = context.evaluation.model_copy(update=update)
+    phase, world = context.phases[-1], DistributedContext.alone(torch.device("cpu"))
+    evaluate_row(context, phase, world, storage, Observations())
+    folder = f"predictions/{phase.index:03d}-{phase.name}"
+    return [line for task in phase.tasks for line in _lines(storage, f"{folder}/{task.name}.jsonl")]
+
+
+def _lines(storage: Storage, name: str) -> list[str]:
+    return storage.read(name).decode().splitlines()
