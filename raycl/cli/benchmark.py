@@ -13,6 +13,7 @@ raycl benchmark serve                         the endpoint beside the model alon
 raycl benchmark predict                       answers for files beside the model's own batch loop
 raycl benchmark evaluation --backbone DIR --data DIR  answers to test sets beside Hugging Face's generate
 raycl benchmark startup                       how long commands take to begin
+raycl benchmark memory                        what all processes of a run hold, under each engine
 raycl benchmark gpu                           all that only a GPU can answer, in 8 minutes of one
 raycl benchmark stream --json figures.json --check
 """
@@ -40,6 +41,7 @@ BENCHMARKS = {
     "predict": "raycl.bench.predict",
     "evaluation": "raycl.bench.streams.evaluation",
     "startup": "raycl.bench.startup",
+    "memory": "raycl.bench.memory",
     "gpu": "raycl.bench.gpu.suite",
 }
 """Name -> module with `add_flags(parser)` and `measure(options) -> Report`; perhaps `without_measuring(options)`, which
