@@ -59,7 +59,8 @@ def measure(options: argparse.Namespace) -> Report:
     """Peak of the sum of proportional memory over all processes of a run, and losses beside the first engine's."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        program = [sys.executable, "-c", WRITE, f"{folder}/model", *map(str, SHAPES[options.model]), options.dtype]
+        sizes = map(str, (*SHAPES[options.model], VOCABULARY))
+        program = [sys.executable, "-c", WRITE, f"{folder}/model", *sizes, options.dtype]
         subprocess.run(program, check=True)
         copy = sum(file.stat().st_size for file in Path(folder, "model").glob("*.safetensors")) / GIB
         figures = [figure for engine in options.engines for figure in _engine(engine, options, folder, copy)]
@@ -90,8 +91,8 @@ def peak_of(words: Sequence[str]) -> tuple[float, float]:
         RunError: the command failed.
     """
     began = time.perf_counter()
-    with tempfile.TemporaryFile() as said:
-        command = subprocess.Popen(words, stdout=said, stderr=said)
+    with tempfile.TemporaryFile() as output:
+        command = subprocess.Popen(words, stdout=output, stderr=output)
         over, peaks = threading.Event(), [0.0]
         watcher = threading.Thread(target=_watch, args=(command.pid, over, peaks), daemon=True)
         watcher.start()
@@ -99,8 +100,8 @@ def peak_of(words: Sequence[str]) -> tuple[float, float]:
         over.set()
         watcher.join()
         if status:
-            said.seek(0)
-            raise RunError(f"'{' '.join(words)}' ended with {status}: {said.read().decode()[-2000:]}")
+            output.seek(0)
+            raise RunError(f"'{' '.join(words)}' ended with {status}: {output.read().decode()[-2000:]}")
     return peaks[0], time.perf_counter() - began
 
 
@@ -126,15 +127,16 @@ WRITE = """
 import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from raycl.bench.gpu.tiny import word_tokenizer
-folder, width, layers, heads, dtype = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
+folder, width, layers, heads, words, dtype = sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6]
 torch.manual_seed(0)
 torch.set_default_dtype(getattr(torch, dtype))
 shape = {"hidden_size": width, "intermediate_size": width * 11 // 4, "num_hidden_layers": layers}
 config = LlamaConfig(
-    vocab_size=%d, num_attention_heads=heads, num_key_value_heads=max(1, heads // 8), max_position_embeddings=2048,
+    vocab_size=words, num_attention_heads=heads, num_key_value_heads=max(1, heads // 8),
+    max_position_embeddings=2048,
     bos_token_id=1, eos_token_id=2, pad_token_id=0, **shape
 )
 LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="1GB")
 word_tokenizer("llama", ["topic", "sentiment"]).save_pretrained(folder)
-""" % VOCABULARY
+"""
 """Writes the model in a process of its own, so that its memory is not this one's."""

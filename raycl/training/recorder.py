@@ -71,6 +71,7 @@ class Recorder:
         claims = partial(Journal.claim, storage, context.info, workers=world.size, driver=driver, nodes=nodes, **names)
         self.journal = claims() if world.is_first else None
         self.state: RunState = world.broadcast(self.journal.state if self.journal else RunState())
+        self.world, self.attempt = world, world.broadcast(self.journal.attempt if self.journal else 0)
         self.trace = Trace(storage, self.journal.attempt) if self.journal else None
         self.progress = Progress(context.train.log_every_s, len(context.phases))
 
@@ -114,13 +115,22 @@ class Recorder:
             done.published, done.snapshot = publish(context, phase, learned, done, self.state, self.objects)
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint: files, then the journal's record, then checkpoints that are not needed are deleted."""
-        if self.journal is None or self.trace is None:
+        """Write a checkpoint: files, then the journal's record, then checkpoints that are not needed are deleted.
+
+        Collective where each worker has a share.
+        """
+        if self.journal is None and not checkpoint.is_part:
             return
-        self.trace.flush()
-        self.journal.ensure_current()
-        name = checkpoint.name(self.journal.attempt)
-        checkpoints.write_checkpoint(self.storage, name, checkpoint, self.objects)
+        name = checkpoint.name(self.attempt)
+        if self.journal is not None and self.trace is not None:
+            self.trace.flush()
+            self.journal.ensure_current()
+        written = checkpoints.write_share(self.storage, name, checkpoint, self.world.rank)
+        for others in self.world.gather(written) if checkpoint.is_part else ():
+            written |= others
+        if self.journal is None:
+            return
+        checkpoints.commit_checkpoint(self.storage, name, checkpoint, self.objects, written)
         unneeded = self.journal.checkpoint(name, self.context.checkpoint.keep)
         self.journal.ensure_current()  # a newer attempt may have started on one of them just now
         checkpoints.delete_checkpoints(self.storage, unneeded, self.journal.state.checkpoints, self.objects)

@@ -142,8 +142,8 @@ def test_stopped_between_training_and_evaluation(
     ("method", "module", "place"),
     [
         ("finetune", recorder.checkpoints, "write_model"),
-        ("finetune", recorder.checkpoints, "write_checkpoint"),
-        ("separate", recorder.checkpoints, "write_checkpoint"),
+        ("finetune", recorder.checkpoints, "commit_checkpoint"),
+        ("separate", recorder.checkpoints, "commit_checkpoint"),
         ("separate", Bank, "_publish"),
         ("separate", Bank, "snapshot"),
     ],

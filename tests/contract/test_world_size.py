@@ -47,7 +47,10 @@ ALL_CASES = [
 ]
 """Kind, method (and a modifier), engine, micro-batch size."""
 
-CASES = sampled(ALL_CASES, rarely=("zero3",))
+AGAIN = ("bert", "finetune", "fsdp", None)
+"""Also left by two workers, and continued by two."""
+
+CASES = sampled(ALL_CASES, keep=[AGAIN], rarely=("zero3",))
 
 LEFT = [("bert", "lora", "torch"), ("bert", "lora", "zero3"), ("t5", "finetune", "zero2"), ("t5", "finetune", "fsdp")]
 """Runs that two workers leave unfinished."""
@@ -94,6 +97,8 @@ def together(lab: Lab, fork_server: ForkServer, tmp_path_factory: pytest.TempPat
     root = tmp_path_factory.mktemp("together")
     jobs = [{"tree": tree(lab, *case), "folder": str(root / name(case)), "after": None} for case in CASES]
     jobs += [{"tree": tree(lab, *case), "folder": str(root / f"left-{name(case)}"), "after": LEFT_AT} for case in LEFT]
+    again = {"tree": tree(lab, *AGAIN), "folder": str(root / "again")}
+    jobs += [{**again, "after": LEFT_AT}, {**again, "after": None}]
     (root / "jobs.json").write_text(json.dumps(jobs))
     fork_server.pair("two_workers:main", root, root / "rendezvous", root / "jobs.json", seconds=280)
     return root
@@ -151,6 +156,12 @@ def test_one_worker_resumes_a_run_of_two_on_another_engine(
     other = "zero1" if engine == "torch" else "torch"
     run(lab.config(kind, method, ENGINES[other], stream={"train_rows": ROWS}), storage, takes_over=True)
     same(storage, alone(kind, method), 1e-4)
+
+
+def test_two_workers_resume_their_shares_bit_for_bit(together: Path) -> None:
+    found, expected = Storage.at(together / "again"), Storage.at(together / name(AGAIN))
+    assert found.read_json("results.json")["attempts"] == 2
+    assert trace(found) == trace(expected) and matrix(found) == matrix(expected)
 
 
 @pytest.mark.parametrize("engine", [case[2] for case in CASES if case[:2] == ("bert", "lora") and case[3] is None])

@@ -25,7 +25,7 @@ from torch.nn import functional
 from raycl.backbone import Backbone, Output
 from raycl.methods.modifier import Modifiers
 from raycl.training.distributed import DistributedContext, ensure_process_group
-from raycl.training.engines.engine import NONE, Transform, advance, schedule
+from raycl.training.engines.engine import NONE, Share, Transform, advance, schedule
 from raycl.training.engines.optimizers import MOMENTS, optimizer_of
 from raycl.training.settings import DeepSpeedConfig, TrainConfig
 from raycl.types import Batch
@@ -201,6 +201,21 @@ class DeepSpeedEngine:
             for name in (self.trained if names is None else names)
             for moment in MOMENTS
         }
+
+    def share(self, names: Iterable[str]) -> Share:
+        """Whole tensors on the first worker: DeepSpeed gathers one at a time, and the others drop it."""
+        own = dict(self.backbone.named_parameters())
+        parameters, state = {}, {}
+        for name in names:
+            value = self._whole(own[name])
+            if self.world.is_first:
+                parameters[name] = value
+        for name, parameter in self.trained.items():
+            for moment in MOMENTS:
+                value = self._moment(parameter, moment).detach().cpu()
+                if self.world.is_first:
+                    state[f"{name}/{moment}"] = value
+        return Share(parameters, state)
 
     def _moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
         if self._fresh:

@@ -7,7 +7,8 @@ What it does not know: methods, tasks, data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -28,6 +29,22 @@ NONE = Modifiers()
 
 Transform = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """Whole gradients by parameter name -> those that the optimizer uses."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker writes of a checkpoint inside a phase; it may be the engine's own memory, so write it at once.
+
+    Attributes:
+        parameters, optimizer: as `Engine.parameters` and `Engine.optimizer_state` name them.
+        places: name of a parameter of which this is some rows -> the first of them, and the rows of the whole.
+        is_part: other workers have shares too.
+    """
+
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizer: Mapping[str, Tensor] = field(default_factory=dict)
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    is_part: bool = False
 
 
 class Engine(Protocol):
@@ -68,6 +85,10 @@ class Engine(Protocol):
 
     def optimizer_state(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """`<parameter>/<state>` (exp_avg, ...) whole on the CPU; None: of all that train. Collective."""
+        ...
+
+    def share(self, names: Iterable[str]) -> Share:
+        """What this worker writes of these parameters and the state of all that train. Collective."""
         ...
 
     def restore(self, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], steps: int) -> None:
@@ -223,6 +244,18 @@ class TorchEngine:
             for name in (self.trained if names is None else names)
             for moment, value in state_of(self.optimizer, self.parts[name]).items()
         }
+
+    def share(self, names: Iterable[str]) -> Share:
+        """Everything on the first worker, nothing on the others; no tensor is copied."""
+        if not self.world.is_first:
+            return Share()
+        own = dict(self.backbone.named_parameters())
+        state = {
+            f"{name}/{moment}": value.detach()
+            for name, part in self.parts.items()
+            for moment, value in state_of(self.optimizer, part).items()
+        }
+        return Share({name: own[name].detach() for name in names}, state)
 
     def restore(self, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], steps: int) -> None:
         """Fill parameters and the optimizer's state, and move the schedule on."""

@@ -18,7 +18,7 @@ from raycl.methods.context import Step, TaskContext
 from raycl.training.control import Control
 from raycl.training.disk_space import growth, plan_of, shortage
 from raycl.training.distributed import DistributedContext
-from raycl.training.engines.engine import Engine
+from raycl.training.engines.engine import Engine, Share
 from raycl.training.engines.optimizers import first_moment
 from raycl.training.phase.data import PhaseData, order_of, rows_of
 from raycl.training.phase.gradient_check import GradientMaskCheck
@@ -163,21 +163,23 @@ class TaskTrainer:
         spent: dict[str, float],
         more: dict[str, Tensor] | None = None,
     ) -> Checkpoint:
-        """A checkpoint of now, with `more` tensors. Collective."""
+        """A checkpoint of now, with `more` tensors: whole at a phase's end, else this worker's share. Collective."""
         method, modifiers = self.context.method, self.context.modifiers
-        parameters = engine.parameters(trained_names(self.context.backbone))
-        optimizer = {} if step == steps else engine.optimizer_state()
+        names = trained_names(self.context.backbone)
+        share = Share(engine.parameters(names)) if step == steps else engine.share(names)
         values, tensors = method.state_dict()
         return Checkpoint(
             phase.index,
             step,
             steps,
             values,
-            parameters,
-            optimizer,
+            dict(share.parameters),
+            dict(share.optimizer),
             spent,
             frozen_state=tensors | modifiers.tensors() | (more or {}),
             modifiers=modifiers.state(),
+            places=share.places,
+            is_part=share.is_part,
         )
 
     def _end(self, phase: Phase, task_context: TaskContext, done: Checkpoint) -> None:

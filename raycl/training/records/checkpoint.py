@@ -1,8 +1,8 @@
 """Checkpoints: safetensors first, manifest last, hash checked on read, whole or absent.
 
-Everything is stored as whole tensors by parameter name, so a checkpoint of N workers at one ZeRO stage continues
-on any other number and stage. The data position and all randomness follow from the seed and the step, so they
-need no file.
+Everything is stored by parameter name, so a checkpoint of N workers under one engine continues on any other number and
+engine. Where workers share parameters out, each writes its rows to a file of its own, and reading joins them. The data
+position and all randomness follow from the seed and the step, so they need no file.
 What it does not know: which tensors a method learns, and which checkpoint counts (the journal records it).
 """
 
@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
 from raycl.bank.tensor_groups import TensorGroups
+from raycl.bank.tensors import pack
 from raycl.errors import CheckpointError, DamagedError, FormatError, RunError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
@@ -26,7 +28,7 @@ from raycl.training.records.tensor_objects import TensorObjects, infos_of
 FOLDER = "checkpoints"
 PARAMETERS, OPTIMIZER = "parameters.safetensors", "optimizer.safetensors"
 MANIFEST, SNAPSHOT = "manifest.json", "snapshot.json"
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass
@@ -44,6 +46,8 @@ class Checkpoint:
         frozen_state: tensors of the method and of modifiers that are no parameters.
         modifiers: state of gradient modifiers by name.
         snapshot: a copy of the snapshot's record, where one was published: the bank may lose its own.
+        places, is_part: of one worker's share, which is written and never read (`Share` of
+            `raycl.training.engines.engine`).
     """
 
     phase: int
@@ -57,6 +61,8 @@ class Checkpoint:
     frozen_state: Mapping[str, Tensor] = field(default_factory=dict)
     modifiers: dict[str, Any] = field(default_factory=dict)
     snapshot: bytes = b""
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    is_part: bool = False
 
     @property
     def is_phase_end(self) -> bool:
@@ -73,17 +79,52 @@ class Checkpoint:
         return f"phase{self.phase:03d}-step{self.step:07d}-attempt{attempt:04d}"
 
 
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file of tensors in a checkpoint's folder.
+
+    Attributes:
+        places: name of a tensor of which the file has some rows -> the first of them, and the rows of the whole.
+    """
+
+    sha256: str
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
 def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, objects: TensorObjects) -> None:
     """Write the folder `checkpoints/<name>`, and objects that it names and the run has neither written nor read."""
+    commit_checkpoint(storage, name, checkpoint, objects, write_share(storage, name, checkpoint, 0))
+
+
+def write_share(storage: Storage, name: str, checkpoint: Checkpoint, rank: int) -> dict[str, WrittenFile]:
+    """Write a worker's tensors, straight from where they are; those of workers without any leave no file."""
+    folder = storage.sub(f"{FOLDER}/{name}")
+    found = {}
+    for file, tensors in ((PARAMETERS, checkpoint.parameters), (OPTIMIZER, checkpoint.optimizer)):
+        if rank and not tensors:
+            continue
+        file = file if not rank else file.replace(".", f"-{rank:05d}.")
+        parts, digest = pack(tensors), hashlib.sha256()
+        for part in parts:
+            digest.update(part)
+        folder.write(file, *parts)
+        owners = {one: one.rpartition("/")[0] or one for one in tensors}
+        places = {one: checkpoint.places[owner] for one, owner in owners.items() if owner in checkpoint.places}
+        found[file] = WrittenFile(digest.hexdigest(), places)
+    return found
+
+
+def commit_checkpoint(
+    storage: Storage, name: str, checkpoint: Checkpoint, objects: TensorObjects, written: Mapping[str, WrittenFile]
+) -> None:
+    """Write what the first worker alone has, and last the manifest, which names the files of all workers."""
     folder = storage.sub(f"{FOLDER}/{name}")
     groups = TensorGroups.of(checkpoint.frozen_state).groups
     named = {group: objects.put(group, tensors) for group, tensors in groups.items()}
-    tensors = {PARAMETERS: checkpoint.parameters, OPTIMIZER: checkpoint.optimizer}
-    files = {file: save({name: value.contiguous() for name, value in held.items()}) for file, held in tensors.items()}
+    hashes = {file: one.sha256 for file, one in written.items()}
     if checkpoint.snapshot:
-        files[SNAPSHOT] = checkpoint.snapshot
-    for file, data in files.items():
-        folder.write(file, data)
+        folder.write(SNAPSHOT, checkpoint.snapshot)
+        hashes[SNAPSHOT] = hashlib.sha256(checkpoint.snapshot).hexdigest()
     manifest = {
         "format": FORMAT,
         "phase": checkpoint.phase,
@@ -94,7 +135,8 @@ def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, object
         "published": checkpoint.published,
         "modifiers": checkpoint.modifiers,
         "objects": {group: info.model_dump() for group, info in named.items()},
-        "sha256": {file: hashlib.sha256(data).hexdigest() for file, data in files.items()},
+        "sha256": hashes,
+        "places": {file: one.places for file, one in written.items() if one.places},
     }
     folder.write(MANIFEST, seal(manifest))
 
@@ -120,14 +162,30 @@ def read_checkpoint(
         manifest["step"],
         manifest["steps"],
         manifest["method"],
-        load(files[PARAMETERS]),
-        load(files[OPTIMIZER]),
+        _joined(files, PARAMETERS, manifest["places"]),
+        _joined(files, OPTIMIZER, manifest["places"]),
         manifest["spent"],
         manifest["published"],
         TensorGroups(groups),
         manifest["modifiers"],
         files.get(SNAPSHOT, b""),
     )
+
+
+def _joined(files: Mapping[str, bytes], name: str, places: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors of a file and of those of other workers, the rows of each put together."""
+    found: dict[str, Tensor] = {}
+    for file, data in files.items():
+        if file.partition(".")[0].partition("-")[0] != name.partition(".")[0]:
+            continue
+        for one, tensor in load(data).items():
+            if one not in places.get(file, {}):
+                found[one] = tensor
+                continue
+            first, rows = places[file][one]
+            whole = found.setdefault(one, torch.empty(rows, *tensor.shape[1:], dtype=tensor.dtype))
+            whole[first : first + len(tensor)] = tensor
+    return found
 
 
 def read_snapshot(storage: Storage, name: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ from raycl.bank import Bank
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.errors import CheckpointError, RunError
 from raycl.storage import Storage
-from raycl.training.records.checkpoint import Checkpoint, delete_checkpoints, read_checkpoint, write_checkpoint
+from raycl.training.records.checkpoint import (
+    Checkpoint,
+    commit_checkpoint,
+    delete_checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+    write_share,
+)
 from raycl.training.records.tensor_objects import TensorObjects
 
 
@@ -45,6 +53,45 @@ def test_the_end_of_a_phase_has_no_optimizer(tmp_path: Path) -> None:
     write_checkpoint(storage, "end", checkpoint, TensorObjects(storage))
     found = read_checkpoint(storage, "end")
     assert found.is_phase_end and found.optimizer == {}
+
+
+def shares(storage: Storage) -> Checkpoint:
+    """Three workers write a checkpoint together; returns what it holds."""
+    whole, objects = made(), TensorObjects(storage)
+    dealt = {"a": [(0, 2), (2, 3), (3, 3)]}
+    written = {}
+    for rank in range(3):
+        first, end = dealt["a"][rank]
+        mine = replace(whole, places={"a": (first, 3)}, is_part=True)
+        mine.parameters = {"a": whole.parameters["a"][first:end]}
+        mine.optimizer = {name: value[first:end] for name, value in whole.optimizer.items()}
+        if rank == 0:
+            mine.parameters |= {name: whole.parameters[name] for name in ("b", "empty")}
+        written |= write_share(storage, "c", mine, rank)
+    commit_checkpoint(storage, "c", whole, objects, written)
+    return whole
+
+
+def test_shares_of_several_workers_are_joined(tmp_path: Path) -> None:
+    whole = shares(Storage.at(tmp_path))
+    found = read_checkpoint(Storage.at(tmp_path), "c")
+    for mine, other in ((found.parameters, whole.parameters), (found.optimizer, whole.optimizer)):
+        assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("file", ["parameters-00001.safetensors", "optimizer-00002.safetensors"])
+@pytest.mark.parametrize("harm", ["gone", "cut", "flipped", "neighbour"])
+def test_a_damaged_share_is_refused(tmp_path: Path, file: str, harm: str) -> None:
+    storage = Storage.at(tmp_path)
+    shares(storage)
+    path = Path(storage.path(f"checkpoints/c/{file}"))
+    data = path.read_bytes()
+    neighbour = path.with_name("parameters.safetensors").read_bytes()
+    path.unlink()
+    if harm != "gone":
+        path.write_bytes({"cut": data[:-1], "flipped": data[:-1] + bytes([data[-1] ^ 1]), "neighbour": neighbour}[harm])
+    with pytest.raises(CheckpointError, match=rf"it has no {file}" if harm == "gone" else rf"{file}' is damaged"):
+        read_checkpoint(storage, "c")
 
 
 def test_without_its_manifest_it_does_not_exist(tmp_path: Path) -> None:
