@@ -15,7 +15,10 @@ from raycl.data.prepare import fit_sources, fit_targets
 from raycl.data.sources.cache import cache_folder
 from raycl.data.stream import Stream, open_stream
 from raycl.errors import ConfigError, DataError, StorageError
+from raycl.methods.base import MethodConfig
 from raycl.methods.registry import method_class
+from raycl.pretrained import present_folder
+from raycl.retrieval.encoder import EncoderConfig
 from raycl.run.checks import check_engine, check_quantized, make_modifiers
 from raycl.run.config import RunConfig, info_of
 from raycl.training.phase.data import order_of, rows_of
@@ -75,7 +78,8 @@ def opened(config: RunConfig) -> Opened:
     )
     stream = _stream(config, notes)
     evaluation = config.eval if stream.has_rows else config.eval.model_copy(update={"save_predictions": False})
-    method = method_class(config.method.name)(config.method, backbone, config.seed)
+    settings = _with_encoder_at_hand(config.method, notes)
+    method = method_class(config.method.name)(settings, backbone, config.seed)
     check_quantized(config, method)
     context = TrainingContext(
         info=info_of(config),
@@ -98,6 +102,15 @@ def opened(config: RunConfig) -> Opened:
         notes.append("no tokenizer: every text is taken to be as long as the config allows")
         return Opened(config, context, notes, steps, ())
     return Opened(config, context, notes, steps, _lengths(context))
+
+
+def _with_encoder_at_hand(method: MethodConfig, notes: list[str]) -> MethodConfig:
+    """The packaged sentence encoder in the place of one that would have to be fetched: adapters are as large."""
+    encoder = getattr(method, "encoder", None)
+    if not isinstance(encoder, EncoderConfig) or present_folder(encoder.name, encoder.revision) is not None:
+        return method
+    notes.append(f"sentence encoder '{encoder.name}' is not on this machine: taken to be as wide as the packaged one")
+    return method.model_copy(update={"encoder": EncoderConfig()})
 
 
 @dataclass(frozen=True)

@@ -260,6 +260,8 @@ def test_the_command_prints_text_and_json(lab: Lab, capsys: pytest.CaptureFixtur
     assert train.run(train.arguments(words)) == 0
     assert "trained per task" in capsys.readouterr().out
     assert set(train.GPU_NAMES) == set(GPUS)
+    assert train.run(train.arguments([*words, "method=slm", "method.encoder.name=no/encoder"])) == 0
+    assert "sentence encoder 'no/encoder' is not on this machine" in capsys.readouterr().out
 
 
 def test_the_table_of_sizes_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
