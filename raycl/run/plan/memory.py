@@ -103,12 +103,16 @@ def logits(model: Model, step: Step) -> float:
 
 
 def host_memory(model: Model, engine: Engine, run: Run, on_node: int) -> dict[str, float]:
-    """What a node's memory holds: while weights are loaded, and in training with a checkpoint being written."""
+    """What a node's memory holds: while weights are loaded, and in training.
+
+    At a task's end every worker has the trained parameters; inside a task the first one, or all of FSDP's by parts,
+    writes them with the optimizer's state.
+    """
     trained = model.most_trained
     offloaded = MASTER * (1 + run.moments) * trained / engine.optimizer if engine.on_host else 0.0
-    checkpoint = MASTER * (1 + run.moments) * trained
+    checkpoint = MASTER * trained * max(on_node, 1 + run.moments)
     copies = 1 if model.mapped else on_node
     return {
         "loading": on_node * PROCESS + copies * model.parameters * model.compute_bytes,
-        "training": on_node * (PROCESS + offloaded + checkpoint),
+        "training": on_node * (PROCESS + offloaded) + checkpoint,
     }
