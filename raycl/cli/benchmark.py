@@ -41,7 +41,7 @@ BENCHMARKS = {
     "predict": "raycl.bench.predict",
     "evaluation": "raycl.bench.streams.evaluation",
     "startup": "raycl.bench.startup",
-    "memory": "raycl.bench.memory",
+    "memory": "raycl.bench.streams.memory",
     "gpu": "raycl.bench.gpu.suite",
 }
 """Name -> module with `add_flags(parser)` and `measure(options) -> Report`; perhaps `without_measuring(options)`, which
