@@ -185,6 +185,7 @@ def load_backbone(
     seed: int,
     language: bool = False,
     trains: bool = False,
+    on_host: bool = False,
 ) -> Backbone:
     """Weights on `device` in evaluation-ready state; `seed` fixes any weight the checkpoint lacks.
 
@@ -196,6 +197,8 @@ def load_backbone(
         language: texts themselves will be learned: encoder-only models come with the head that guesses hidden words.
         trains: there will be backward passes, for which torch's fused attention in bfloat16 on a CPU is not made: it
             takes 4 to 9 times the time of plain products, which need more memory.
+        on_host: the weights stay in mapped files, in the dtype of the checkpoint: an engine will move and convert them
+            layer by layer.
 
     Raises:
         BackboneError: the model cannot be loaded.
@@ -212,7 +215,7 @@ def load_backbone(
             settings._attn_implementation = "eager"
         options = {
             "config": settings,
-            "dtype": dtype,
+            "dtype": "auto" if on_host else dtype,
             "use_safetensors": None if config.allow_pickle else True,
             "trust_remote_code": config.trust_remote_code,
             **quantized(config.quantization, dtype, device),
@@ -223,7 +226,9 @@ def load_backbone(
         head = _language_head(model, where, options) if language and kind == "encoder" else None
     if config.gradient_checkpointing:
         checkpoint_activations(model)
-    return _wrap(kind, model, codec, config, head).to(device)
+    backbone = _wrap(kind, model, codec, config, head)
+    backbone.dtype = dtype
+    return backbone if on_host else backbone.to(device)
 
 
 def checkpoint_activations(model: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from raycl.backbone import identity, load_backbone, load_codec
+from raycl.backbone import identity, load_backbone, load_codec, load_skeleton
 from raycl.data.stream import open_stream
 from raycl.methods.registry import method_class
 from raycl.run.checks import check_language_head, make_modifiers
@@ -37,15 +37,19 @@ def build(
     chosen = config.backbone if commit is None else config.backbone.model_copy(update={"revision": commit})
     codec = load_codec(chosen, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)
-    backbone = load_backbone(chosen, codec, world.device, config.seed, stream.learns_texts, True)
+    is_sharded = isinstance(config.engine, FSDPConfig)
+    backbone = load_backbone(chosen, codec, world.device, config.seed, stream.learns_texts, True, is_sharded)
     if config.backbone.attention != "auto":
         backbone.use_attention(config.backbone.attention)
     if config.train.packing:
         backbone.check_packing()
         backbone.packs = True
-    method = method_class(config.method.name)(config.method, backbone, config.seed)
-    is_sharded = isinstance(config.engine, FSDPConfig)
-    root = shard(backbone, world, trains_layers=method.stack is None) if is_sharded else None
+    make = method_class(config.method.name)
+    root = None
+    if is_sharded:
+        trains_layers = make(config.method, load_skeleton(chosen, codec), config.seed).trains_backbone
+        root = shard(backbone, world, trains_layers)
+    method = make(config.method, backbone, config.seed)
     check_language_head(method)
     info = info_of(config, singles, replaces)
     context = TrainingContext(

@@ -262,6 +262,7 @@ def engine_of(config: EngineConfig, model: Model, workers: int) -> Engine:
             bucket=whole * several,
             gathered=gathered * several,
             layers_alone=True,
+            loads_whole=False,
         )
     zero = config.zero_stage
     if not zero:

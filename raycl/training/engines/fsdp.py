@@ -12,6 +12,7 @@ What it does not know: methods, tasks, data.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -20,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from raycl.adapters.layer import StackedLora
 from raycl.backbone import Backbone, Output
 from raycl.training.distributed import DistributedContext, ensure_process_group, own_part
 from raycl.training.engines.engine import Share, TorchEngine
@@ -42,24 +42,31 @@ class Root(nn.Module):
 
 
 def shard(backbone: Backbone, world: DistributedContext, trains_layers: bool) -> Root:
-    """Share the layers out over the workers; each is read once, and what a worker does not keep is freed. Collective.
+    """Share the layers out over the workers, before adapters are in them. Collective.
+
+    One layer after another is converted to the backbone's dtype, moved to the device and divided, so a backbone that
+    was loaded on the host is never whole on a device.
 
     Args:
         trains_layers: the weights of layers are trained, so they are kept, and gathered, in float32 (autocast converts
             them, as in plain PyTorch: norms of a mixed dtype do not run on CPUs); otherwise they are frozen.
     """
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")  # nothing adds to a layer's output in place
     ensure_process_group(world)
-    mesh = _mesh(world)
-    adapters = {p for m in backbone.modules() if isinstance(m, StackedLora) for p in m.parameters(recurse=False)}
+    mesh = DeviceMesh.from_group(world.sharding, world.device.type)  # gradients of adapters travel in another order
+    dtype = torch.float32 if trains_layers else backbone.dtype
     for layer in layers(backbone.model):
-        for parameter in set(layer.parameters()) - adapters:
+        for parameter in layer.parameters():
             parameter.requires_grad_(trains_layers)
-            if trains_layers:
-                parameter.data = parameter.data.float()
-        fully_shard(layer, mesh=mesh, ignored_params=adapters)
+            parameter.data = parameter.data.to(dtype)
+        fully_shard(layer, mesh=mesh)
     root = Root(backbone)
     left = {parameter for parameter in root.parameters() if not isinstance(parameter, DTensor)}
     fully_shard(root, mesh=mesh, ignored_params=left)
+    for parameter in left:
+        parameter.data = parameter.data.to(world.device, backbone.dtype)
+    for buffer in root.buffers():
+        buffer.data = buffer.data.to(world.device)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -76,12 +83,6 @@ def layers(model: nn.Module) -> Iterator[nn.Module]:
             yield from child
         else:
             yield from layers(child)
-
-
-def _mesh(world: DistributedContext) -> DeviceMesh:
-    """All workers, in a group of their own: gradients of adapters travel in another order."""
-    group = world.sharding
-    return DeviceMesh.from_group(group, world.device.type)
 
 
 class FSDPEngine(TorchEngine):
