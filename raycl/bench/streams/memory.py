@@ -27,7 +27,7 @@ from raycl.bench.figures import Figure, Report, machine
 from raycl.errors import RunError
 
 GIB = 2**30
-EVERY_S = 0.25
+EVERY_S = 1.0
 ENGINES: dict[str, tuple[str, ...]] = {
     "torch": ("engine=torch",),
     "zero3": ("engine=deepspeed", "engine.zero_stage=3"),
