@@ -98,6 +98,8 @@ class GradientBuckets:
 
     def before_backward(self) -> None:
         """A backward pass of the step begins."""
+        if not self._buckets:
+            return
         self._passes += 1
         assert self._passes <= self._accumulation, "more micro-batches than the accumulation"
         for bucket in self._buckets:
