@@ -231,7 +231,7 @@ def check_engine(config: RunConfig) -> None:
     """Refuse engines that cannot train this run.
 
     ZeRO 0 in bfloat16 trains without float32 masters (observed: other losses, resume not exact). ZeRO 3 shards the
-    parameters, so that a method cannot compute gradients of its own.
+    parameters, so that a method cannot compute gradients of its own; so does fsdp, in evaluation and between tasks too.
 
     Raises:
         ConfigError: one of these combinations.
@@ -249,6 +249,13 @@ def check_engine(config: RunConfig) -> None:
         raise ConfigError(
             f"method '{config.method.name}' computes gradients of its own in every step, which {sharded} does not "
             "support: use engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
+        )
+    arm = getattr(config.method, "arm", None)
+    if sharded == "engine=fsdp" and "generated" in (getattr(config.method, "source", ""), getattr(arm, "source", "")):
+        raise ConfigError(
+            f"method '{config.method.name}' generates pseudo-samples, for which each worker runs as many passes as its "
+            "texts need, and with engine=fsdp all workers must run equally many: use engine=torch, or a source of "
+            "pseudo-samples other than generated"
         )
     if sharded == "engine=fsdp" and config.train.optimizer == "adafactor":
         raise ConfigError(

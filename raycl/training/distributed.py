@@ -49,7 +49,7 @@ class DistributedContext:
 
     @cached_property
     def background(self) -> dist.ProcessGroup | None:
-        """A second group of all workers, for what travels while this one's collectives go on. Collective at first."""
+        """A second group of all workers, for sums during a backward pass. Collective at its first use."""
         return dist.new_group() if self.size > 1 else None
 
     @cached_property

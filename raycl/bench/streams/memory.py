@@ -56,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Peak of the sum of proportional memory over all processes of a run, and losses beside the first engine's."""
+    """For each engine the peak of the sum of proportional memory over all processes of a run, its traffic and time."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         sizes = map(str, (*SHAPES[options.model], VOCABULARY))
@@ -69,8 +69,8 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _engine(engine: str, options: argparse.Namespace, folder: str, copy: float) -> Iterator[Figure]:
-    words = [f"{folder}/model", *ENGINES[engine], f"output.dir={folder}/runs", f"output.name={engine}"]
-    words[0] = f"backbone.name={words[0]}"
+    words = [f"backbone.name={folder}/model", *ENGINES[engine]]
+    words += [f"output.dir={folder}/runs", f"output.name={engine}"]
     words += [f"method={options.method}", f"backbone.dtype={options.dtype}", f"launch.workers={options.workers}"]
     words += [f"train.max_steps={options.steps}", "train.batch_size=4", "stream.max_source_tokens=64"]
     words += ["stream.name=builtin", "stream.tasks=[topic,sentiment]", "stream.train_rows=32", "stream.test_rows=4"]

@@ -1,7 +1,7 @@
-"""Gradients of parameters that every worker holds, summed over the workers in buckets while the backward pass goes on.
+"""Gradients of parameters that every worker holds, summed over the workers in buckets during the backward pass.
 
 Why it exists: one sum after the backward pass leaves the network idle while gradients are computed, and the processor
-idle while they travel. torch's DistributedDataParallel does the same around a module of fixed parameters; here they
+idle while they are sent. torch's DistributedDataParallel does the same around a module of fixed parameters; here they
 change with every task, and a step's micro-batches share one sum.
 What it does not know: the model, the optimizer.
 """
@@ -24,7 +24,7 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients travel together.
+    """Parameters whose gradients are summed in one collective.
 
     Attributes:
         waiting: those without a gradient yet. flat: their gradients, while they are summed.
@@ -75,7 +75,7 @@ class GradientBuckets:
         Args:
             parameters: in the order of the forward pass, each with the same dtype.
             accumulation: backward passes in a step; the sum is begun in the last.
-            bucket_bytes: at least so many bytes travel together.
+            bucket_bytes: at least so many bytes are summed in one collective.
         """
         self._group = world.background
         self._accumulation = accumulation

@@ -111,7 +111,7 @@ def schedule(optimizer: Optimizer, train: TrainConfig, steps: int) -> LambdaLR:
 
 
 class TorchEngine:
-    """Plain PyTorch; with several workers, gradients are summed in buckets while the backward pass goes on.
+    """Plain PyTorch; with several workers, gradients are summed in buckets during the backward pass.
 
     Trained parameters are kept in float32; a bfloat16 backbone computes under autocast.
 

@@ -53,7 +53,7 @@ def shard(backbone: Backbone, world: DistributedContext, trains_layers: bool) ->
     """
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # nothing adds to a layer's output in place
     ensure_process_group(world)
-    mesh = DeviceMesh.from_group(world.sharding, world.device.type)  # gradients of adapters travel in another order
+    mesh = DeviceMesh.from_group(world.sharding, world.device.type)  # adapters' sums may come in another order
     dtype = torch.float32 if trains_layers else backbone.dtype
     for layer in layers(backbone.model):
         for parameter in layer.parameters():

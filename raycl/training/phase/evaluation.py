@@ -181,7 +181,7 @@ def _generated(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> d
             table = _opened(context, task, row)
             start, labels = table.common_start(), task.labels if settings.labels == "task" else None
             for batch in _batches(context, task, table, row, decoder.read_rows):
-                real = int((batch.rows >= 0).sum())  # the last ones of a worker may be fill-ups, which nobody waits for
+                real = int((batch.rows >= 0).sum())  # the last ones of a worker may be fill-ups, without an answer
                 if real:
                     batch = batch.first(real).to(row.world.device)
                     yield Prompts(task.name, batch, _route(context, batch, row), start, tuple(labels or ()))

@@ -64,7 +64,7 @@ def test_a_damaged_record_is_written_again(large: Path, reads: list[Path], damag
 def test_a_folder_that_cannot_be_written_to(
     large: Path, reads: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record is in the cache; root, who may write everywhere, is told that it may not."""
+    """The record is in the cache folder; the write is refused, since root could write to any folder."""
     monkeypatch.setenv("RAYCL_CACHE", str(tmp_path / "cache"))
     access = os.access
     monkeypatch.setattr(hashes.os, "access", lambda path, mode: path != large.parent and access(path, mode))
