@@ -53,6 +53,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each of two tasks")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     parser.add_argument("--method", default="slm", help="what learns")
+    parser.add_argument("--other", type=Path, help="folder of another checkout of raycl, measured too")
+    parser.add_argument("--other-engines", nargs="+", choices=list(ENGINES), default=["zero3"], help="of that checkout")
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -64,35 +66,47 @@ def measure(options: argparse.Namespace) -> Report:
         subprocess.run(program, check=True)
         copy = sum(file.stat().st_size for file in Path(folder, "model").glob("*.safetensors")) / GIB
         figures = [figure for engine in options.engines for figure in _engine(engine, options, folder, copy)]
+        for engine in options.other_engines if options.other else ():
+            figures += _engine(engine, options, folder, copy, options.other)
     settings = {key: getattr(options, key) for key in ("model", "workers", "steps", "dtype", "method")}
     return Report("memory", settings, figures, machine(load))
 
 
-def _engine(engine: str, options: argparse.Namespace, folder: str, copy: float) -> Iterator[Figure]:
+def _engine(
+    engine: str, options: argparse.Namespace, folder: str, copy: float, other: Path | None = None
+) -> Iterator[Figure]:
+    label = engine if other is None else f"{engine} of {other}"
     words = [f"backbone.name={folder}/model", *ENGINES[engine]]
-    words += [f"output.dir={folder}/runs", f"output.name={engine}"]
+    words += [f"output.dir={folder}/runs{'-other' if other else ''}", f"output.name={engine}"]
     words += [f"method={options.method}", f"backbone.dtype={options.dtype}", f"launch.workers={options.workers}"]
     words += [f"train.max_steps={options.steps}", "train.batch_size=4", "stream.max_source_tokens=64"]
     words += ["stream.name=builtin", "stream.tasks=[topic,sentiment]", "stream.train_rows=32", "stream.test_rows=4"]
     words += ["stream.max_target_tokens=4", "checkpoint.every_steps=4"]
-    peak, seconds = peak_of([sys.executable, "-m", "raycl.cli.main", "train", *words])
+    peak, seconds = peak_of([sys.executable, "-m", "raycl.cli.main", "train", *words], other)
     detail = f"{options.model}, {options.workers} workers, one copy of the weights is {copy:.2f} GiB"
-    target = LIMIT_GIB if options.model == "1.1B" else None
-    yield Figure(f"{engine}: memory of all processes", peak / GIB, "GiB", target, detail=detail)
-    results = json.loads(Path(folder, "runs", engine, "results.json").read_text())
-    yield Figure(f"{engine}: moved between workers by a step", results["phase_times"][-1]["step_bytes"] / 2**20, "MiB")
-    yield Figure(f"{engine}: the whole run", seconds, "s")
+    target = LIMIT_GIB if options.model == "1.1B" and other is None else None
+    yield Figure(f"{label}: memory of all processes", peak / GIB, "GiB", target, detail=detail)
+    if other is None:  # earlier commits do not count bytes
+        results = json.loads(Path(folder, "runs", engine, "results.json").read_text())
+        moved = results["phase_times"][-1]["step_bytes"] / 2**20
+        yield Figure(f"{label}: moved between workers by a step", moved, "MiB")
+    yield Figure(f"{label}: the whole run", seconds, "s")
 
 
-def peak_of(words: Sequence[str]) -> tuple[float, float]:
+def peak_of(words: Sequence[str], imports: Path | None = None) -> tuple[float, float]:
     """Bytes that a command and its descendants held together at most, and the seconds it took.
+
+    Args:
+        words: the command.
+        imports: folder from which it and its descendants import first.
 
     Raises:
         RunError: the command failed.
     """
     began = time.perf_counter()
     with tempfile.TemporaryFile() as output:
-        command = subprocess.Popen(words, stdout=output, stderr=output)
+        env = None if imports is None else {**os.environ, "PYTHONPATH": str(imports.resolve())}
+        command = subprocess.Popen(words, stdout=output, stderr=output, env=env)
         over, peaks = threading.Event(), [0.0]
         watcher = threading.Thread(target=_watch, args=(command.pid, over, peaks), daemon=True)
         watcher.start()

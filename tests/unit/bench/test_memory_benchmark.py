@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +35,10 @@ def test_a_command_counts_with_its_descendants_and_shared_pages_once() -> None:
 def test_a_command_that_fails_is_an_error_with_its_output() -> None:
     with pytest.raises(RunError, match=r"(?s)ended with 1: .*ZeroDivisionError"):
         peak_of([sys.executable, "-c", "1 / 0"])
+
+
+def test_a_command_imports_from_another_checkout_first(tmp_path: Path) -> None:
+    (tmp_path / "raycl").mkdir()
+    (tmp_path / "raycl" / "__init__.py").write_text("raise SystemExit('the other checkout')")
+    with pytest.raises(RunError, match=r"(?s)ended with 1: .*the other checkout"):
+        peak_of([sys.executable, "-c", "import raycl"], tmp_path)
