@@ -106,7 +106,7 @@ def peak_of(words: Sequence[str], imports: Path | None = None) -> tuple[float, f
     began = time.perf_counter()
     with tempfile.TemporaryFile() as output:
         env = None if imports is None else {**os.environ, "PYTHONPATH": str(imports.resolve())}
-        command = subprocess.Popen(words, stdout=output, stderr=output, env=env)
+        command = subprocess.Popen(words, stdout=output, stderr=output, env=env, cwd=imports)  # python -m reads both
         over, peaks = threading.Event(), [0.0]
         watcher = threading.Thread(target=_watch, args=(command.pid, over, peaks), daemon=True)
         watcher.start()
