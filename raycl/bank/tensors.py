@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -39,19 +39,30 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def pack(tensors: Mapping[str, Tensor]) -> list[Buffer]:
     """A safetensors file in parts: the header, then each tensor's own memory, nothing copied."""
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    largest_first = sorted(plain, key=lambda name: (-plain[name].dtype.itemsize, name))  # keeps every one aligned
-    header, end = {}, 0
+    return list(packed(tensors, tensors.__getitem__))
+
+
+def packed(
+    tensors: Mapping[str, Tensor], fetch: Callable[[str], Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[Buffer]:
+    """The same part by part: a tensor is fetched when it is its turn, so one at a time is in host memory.
+
+    Args:
+        tensors: what tells dtypes and whole shapes, on any device. fetch: name -> the whole tensor with its values.
+        metadata: of the header.
+    """
+    largest_first = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # keeps every one aligned
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
     for name in largest_first:
-        start, end = end, end + plain[name].nbytes
-        header[name] = {
-            "dtype": _NAMES[plain[name].dtype],
-            "shape": list(plain[name].shape),
-            "data_offsets": [start, end],
-        }
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.dtype.itemsize
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little"), text, *(_bytes(plain[name]) for name in largest_first)]
+    yield from (len(text).to_bytes(8, "little"), text)
+    for name in largest_first:
+        yield _bytes(fetch(name).detach().cpu().contiguous())
 
 
 def _bytes(tensor: Tensor) -> Buffer:

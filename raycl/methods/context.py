@@ -64,7 +64,8 @@ class TaskContext:
             phase; of all phases in the first one where the method fits ahead.
         phases: all phases whose queries are there and new, in order.
         earlier_tasks: tasks of all earlier phases, in the order of learning.
-        parameters: learned parameters by name, whole and on the CPU; set before `Method.end_task`.
+        parameters: learned parameters by name, whole and on the CPU; set before `Method.end_task`. Of a method that
+            trains the backbone they may be the backbone's own, on its device, whose rows workers may share out.
         added: rows and samples of earlier tasks that are trained in this phase too (`add_rows`, `add_samples`).
     """
 

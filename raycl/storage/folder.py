@@ -9,7 +9,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -208,15 +208,24 @@ class Storage:
         Raises:
             StorageError: it cannot be written.
         """
+        self.write_parts(name, lambda: parts)
+
+    def write_parts(self, name: str, parts: Callable[[], Iterable[Buffer]]) -> None:
+        """Write parts that are made one after another; see `write`.
+
+        Args:
+            parts: called once, and again where a store that does not answer is retried.
+        """
 
         def write() -> None:
             if self.is_local:
-                with finished_beside(Path(self.path(name)), parts) as temporary:
+                with finished_beside(Path(self.path(name)), parts()) as temporary:
                     os.replace(temporary, self.path(name))
                 return
             with self.filesystem.open_output_stream(self.path(name)) as stream:  # an object appears when closed
-                for part in parts:
+                for part in parts():
                     stream.write(part)
+                    del part
 
         self._with_retries("write", name, write)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.tmp$")
 
 
 @contextmanager
-def finished_beside(path: Path, parts: Sequence[Buffer]) -> Iterator[Path]:
+def finished_beside(path: Path, parts: Iterable[Buffer]) -> Iterator[Path]:
     """A complete file next to `path`, on disk before it is yielded and gone afterwards unless it was moved."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
@@ -29,6 +29,7 @@ def finished_beside(path: Path, parts: Sequence[Buffer]) -> Iterator[Path]:
         with open(temporary, "wb") as file:
             for part in parts:
                 file.write(part)
+                del part  # its memory may be freed before the next one is made
             file.flush()
             os.fsync(file.fileno())
         yield temporary

@@ -121,6 +121,17 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def own_rows(tensor: Tensor) -> Tensor:
+    """This worker's part of a tensor where workers share it out, else all of it; the same memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def rows_of(tensor: Tensor, world: DistributedContext) -> tuple[int, int]:
+    """First row of this worker's part, and rows of all: torch deals rows as `torch.chunk` does."""
+    rows = tensor.shape[0]
+    return min(world.rank * -(-rows // world.size), rows), rows
+
+
 def own_part(shared: DTensor, value: Tensor) -> Tensor:
     """This worker's part of a whole `value`, laid out as `shared`; nothing is communicated."""
     found = distribute_tensor(value.to(shared.device), shared.device_mesh, shared.placements, src_data_rank=None)

@@ -101,17 +101,16 @@ class Recorder:
             self.sink.log(self._steps_done(phase, step), values)
 
     def publish(self, phase: Phase, learned: Learned, done: Checkpoint) -> None:
-        """Adapters go to the bank, whole models to a folder of the run."""
-        if self.journal is None:
-            return
-        self.journal.ensure_current()
+        """Adapters go to the bank, whole models to a folder of the run. Collective where workers share weights out."""
+        if self.journal is not None:
+            self.journal.ensure_current()
         context = self.context
         is_last = phase.index == len(context.phases) - 1
         wanted = context.checkpoint.export
         if learned.model and (wanted == "each" or (wanted == "last" and is_last)):
-            name = f"{phase.index:03d}-{phase.name}"
-            checkpoints.write_model(self.storage, name, learned, context.backbone.model_files())
-        if learned.adapters and context.bank.publish:
+            name, files = f"{phase.index:03d}-{phase.name}", context.backbone.model_files() if self.journal else {}
+            checkpoints.write_model(self.storage if self.journal else None, name, learned, files)
+        if self.journal is not None and learned.adapters and context.bank.publish:
             done.published, done.snapshot = publish(context, phase, learned, done, self.state, self.objects)
 
     def save(self, checkpoint: Checkpoint) -> None:

@@ -84,6 +84,11 @@ class DeepSpeedEngine:
         return self.engine.optimizer is self.optimizer
 
     @property
+    def separate_masters(self) -> bool:
+        """In bfloat16."""
+        return self.backbone.dtype != torch.float32
+
+    @property
     def step_bytes(self) -> int:
         """By arithmetic: DeepSpeed sums what is trained, and gathers what it shares out, all weights at ZeRO 3."""
         if self.world.size == 1:
@@ -203,23 +208,28 @@ class DeepSpeedEngine:
         }
 
     def share(self, names: Iterable[str]) -> Share:
-        """Whole tensors on the first worker: DeepSpeed gathers one at a time, and the others drop it."""
+        """DeepSpeed gathers one tensor at a time, when it is written."""
         own = dict(self.backbone.named_parameters())
-        parameters, state = {}, {}
-        for name in names:
-            value = self._whole(own[name])
-            if self.world.is_first:
-                parameters[name] = value
-        for name, parameter in self.trained.items():
-            for moment in MOMENTS:
-                value = self._moment(parameter, moment).detach().cpu()
-                if self.world.is_first:
-                    state[f"{name}/{moment}"] = value
-        return Share(parameters, state)
+
+        def gather(name: str) -> Tensor:
+            owner, _, moment = name.rpartition("/")
+            return self._whole(own[name]) if name in own else self._moment(self.trained[owner], moment)
+
+        shapes = {name: _shape(parameter) for name, parameter in own.items()}
+        parameters = {name: _without_values(shapes[name], self._held_dtype(own[name])) for name in names}
+        state = {
+            f"{name}/{moment}": _without_values(shapes[name], torch.float32)
+            for name in self.trained
+            for moment in MOMENTS
+        }
+        return Share(parameters, state, is_part=True, gather=gather)
+
+    def _held_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        return torch.float32 if parameter.requires_grad and not self._is_plain else parameter.dtype
 
     def _moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
         if self._fresh:
-            return torch.zeros(getattr(parameter, "ds_shape", parameter.shape), device=self.world.device)
+            return torch.zeros(_shape(parameter), device=self.world.device)
         if self._is_plain:
             value = self.optimizer.state[parameter].get(moment)
         else:
@@ -294,6 +304,15 @@ class DeepSpeedEngine:
 def _numel(parameter: nn.Parameter) -> int:
     """Of the whole parameter, where ZeRO 3 keeps parts."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    """Of the whole parameter, where ZeRO 3 keeps parts."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _without_values(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _return_freed_memory() -> None:

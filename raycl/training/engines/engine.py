@@ -8,18 +8,19 @@ What it does not know: methods, tasks, data.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from raycl.backbone import Backbone, Output
 from raycl.kernels.row_gradient import adamw_rows
 from raycl.methods.modifier import Modifiers
-from raycl.training.distributed import DistributedContext, load_parameters, whole
+from raycl.training.distributed import DistributedContext, load_parameters, own_rows, rows_of, whole
 from raycl.training.engines.buckets import GradientBuckets
 from raycl.training.engines.optimizers import MOMENTS, hold, optimizer_of, release, set_state, state_names, state_of
 from raycl.training.settings import TrainConfig
@@ -33,22 +34,30 @@ Transform = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker writes of a checkpoint inside a phase; it may be the engine's own memory, so write it at once.
+    """What one worker writes of a checkpoint; it may be the engine's own memory, so write it before the next update.
 
     Attributes:
         parameters, optimizer: as `Engine.parameters` and `Engine.optimizer_state` name them.
         places: name of a parameter of which this is some rows -> the first of them, and the rows of the whole.
         is_part: other workers have shares too.
+        gather: name -> whole value, which the first worker writes; the tensors themselves then have no values (they are
+            on the device `meta`). Collective: every worker gathers all of them in the same order.
     """
 
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
     places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     is_part: bool = False
+    gather: Callable[[str], Tensor] | None = None
 
 
 class Engine(Protocol):
     """One task's optimizer around a backbone. Built when a phase begins, closed when it ends."""
+
+    @property
+    def separate_masters(self) -> bool:
+        """Whether what is trained is kept in full precision beside the backbone, and goes when the engine closes."""
+        ...
 
     @property
     def step_bytes(self) -> int:
@@ -133,6 +142,11 @@ class TorchEngine:
         self.buckets = GradientBuckets(copied, world, accumulation)
         self.optimizer = optimizer_of(self.parts, train)
         self.schedule = schedule(self.optimizer, train, steps)
+
+    @property
+    def separate_masters(self) -> bool:
+        """The backbone's own parameters are in float32."""
+        return False
 
     @property
     def step_bytes(self) -> int:
@@ -246,16 +260,14 @@ class TorchEngine:
         }
 
     def share(self, names: Iterable[str]) -> Share:
-        """Everything on the first worker, nothing on the others; no tensor is copied."""
-        if not self.world.is_first:
-            return Share()
-        own = dict(self.backbone.named_parameters())
-        state = {
+        """Everything on the first worker, and elsewhere this worker's rows of what is shared out; nothing is copied."""
+        optimizer = {
             f"{name}/{moment}": value.detach()
             for name, part in self.parts.items()
+            if self.world.is_first or self._is_shared(name)
             for moment, value in state_of(self.optimizer, part).items()
         }
-        return Share({name: own[name].detach() for name in names}, state)
+        return replace(weights_of(self.backbone, names, self.world), optimizer=optimizer)
 
     def restore(self, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], steps: int) -> None:
         """Fill parameters and the optimizer's state, and move the schedule on."""
@@ -271,6 +283,16 @@ class TorchEngine:
         self.buckets.close()
         self.optimizer.state.clear()
         self._clear_gradients()
+
+
+def weights_of(backbone: Backbone, names: Iterable[str], world: DistributedContext) -> Share:
+    """The backbone's own parameters as what this worker writes: its rows of those that are shared out, and on the first
+    worker all others. Nothing is copied."""
+    own = dict(backbone.named_parameters())
+    mine = {name: own[name] for name in names if world.is_first or isinstance(own[name], DTensor)}
+    places = {name: rows_of(value, world) for name, value in mine.items() if isinstance(value, DTensor)}
+    is_part = any(isinstance(parameter, DTensor) for parameter in own.values())
+    return Share({name: own_rows(value) for name, value in mine.items()}, places=places, is_part=is_part)
 
 
 def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:

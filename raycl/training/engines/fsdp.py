@@ -13,7 +13,7 @@ What it does not know: methods, tasks, data.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from raycl.backbone import Backbone, Output
 from raycl.training.distributed import DistributedContext, ensure_process_group, own_part
-from raycl.training.engines.engine import Share, TorchEngine
-from raycl.training.engines.optimizers import state_of
+from raycl.training.engines.engine import TorchEngine
 from raycl.training.settings import TrainConfig
 from raycl.types import Batch
 
@@ -145,31 +144,7 @@ class FSDPEngine(TorchEngine):
                 (shared if self._is_shared(name) else copied).add_(square)
         return (self.world.sum(shared) + copied).sqrt()
 
-    def share(self, names: Iterable[str]) -> Share:
-        """This worker's rows of what is shared out, and on the first worker everything else; nothing is copied."""
-        own, first = dict(self.backbone.named_parameters()), self.world.is_first
-        mine = [name for name in names if first or isinstance(own[name], DTensor)]
-        parameters = {name: _local(own[name]) for name in mine}
-        optimizer = {
-            f"{name}/{moment}": value.detach()
-            for name, part in self.parts.items()
-            if first or self._is_shared(name)
-            for moment, value in state_of(self.optimizer, part).items()
-        }
-        places = {name: _rows(own[name], self.world) for name in mine if isinstance(own[name], DTensor)}
-        return Share(parameters, optimizer, places, is_part=True)
-
     def _clear_gradients(self) -> None:
         super()._clear_gradients()
         for parameter in self.trained.values():
             parameter.grad = None
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
-
-
-def _rows(parameter: Tensor, world: DistributedContext) -> tuple[int, int]:
-    """First row of this worker's part, and rows of all: torch deals rows as `torch.chunk` does."""
-    rows = parameter.shape[0]
-    return min(world.rank * -(-rows // world.size), rows), rows

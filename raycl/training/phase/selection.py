@@ -69,8 +69,7 @@ class Selection:
         """What a checkpoint inside the phase must hold."""
         return {f"{GROUP}/best/{name}": value for name, value in self._best.items()}
 
-    def end(self, done: Checkpoint) -> None:
-        """The best weights are in the backbone and in the phase's last checkpoint."""
-        if self._best:
-            done.parameters = {name: self._best[name] for name in done.parameters}
-            load_parameters(self._context.backbone, self._best)
+    def end(self) -> dict[str, Tensor]:
+        """Put the best weights into the backbone, and return them; none: the last ones are kept."""
+        load_parameters(self._context.backbone, self._best)
+        return self._best

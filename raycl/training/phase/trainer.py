@@ -18,7 +18,7 @@ from raycl.methods.context import Step, TaskContext
 from raycl.training.control import Control
 from raycl.training.disk_space import growth, plan_of, shortage
 from raycl.training.distributed import DistributedContext
-from raycl.training.engines.engine import Engine, Share
+from raycl.training.engines.engine import Engine, Share, weights_of
 from raycl.training.engines.optimizers import first_moment
 from raycl.training.phase.data import PhaseData, order_of, rows_of
 from raycl.training.phase.gradient_check import GradientMaskCheck
@@ -91,12 +91,38 @@ class TaskTrainer:
             selection.after_step(engine, index + 1, order.steps)
             self._checkpoint_if_due(phase, engine, index + 1, order.steps, spent | selection.spent, selection.tensors())
         spent |= {**selection.spent, "step_bytes": float(engine.step_bytes)}
-        done = self._checkpoint(phase, engine, order.steps, order.steps, spent)
-        self.context.modifiers.end_task()
-        engine.close()
-        selection.end(done)
+        share, task_context.parameters = self._close(engine, selection)
+        done = self._checkpoint(phase, share, order.steps, order.steps, spent)
         self._end(phase, task_context, done)
         return done
+
+    def _close(self, engine: Engine, selection: Selection) -> tuple[Share, dict[str, Tensor]]:
+        """Close the engine after the last step: what this worker writes, and `TaskContext.parameters`. Collective.
+
+        What a method trains of the backbone itself is left there and written from there; adapters, which a method may
+        go on changing, are copied.
+        """
+        context = self.context
+        names = trained_names(context.backbone)
+        stays = context.method.trains_backbone and not engine.separate_masters
+        learned = {} if stays else self._copies(engine, names)
+        context.modifiers.end_task()
+        engine.close()
+        best = selection.end()
+        if not stays:
+            return Share(learned | best), learned | best
+        own = dict(context.backbone.named_parameters())
+        return weights_of(context.backbone, names, self.world), {name: own[name].detach() for name in names}
+
+    def _copies(self, engine: Engine, names: list[str]) -> dict[str, Tensor]:
+        """What is trained, whole on the CPU: on the first worker alone where it may be large. Collective."""
+        if not self.context.method.trains_backbone:
+            return engine.parameters(names)
+        found: dict[str, Tensor] = {}
+        for name in names:
+            value = engine.parameters([name])
+            found |= value if self.world.is_first else {}
+        return found
 
     def _begin(self, phase: Phase, data: PhaseData, resumed: bool) -> TaskContext:
         """The method and the modifiers begin the phase."""
@@ -149,7 +175,8 @@ class TaskTrainer:
         """A checkpoint inside the phase: where one is due, or the run is to stop."""
         stops = step < steps and self.control.stop_requested()
         if stops or is_due(step, steps, self.context.checkpoint.every_steps):
-            self.recorder.save(self._checkpoint(phase, engine, step, steps, spent, more))
+            share = engine.share(trained_names(self.context.backbone))
+            self.recorder.save(self._checkpoint(phase, share, step, steps, spent, more))
         if stops:
             engine.close()
             raise StopRequested
@@ -157,16 +184,14 @@ class TaskTrainer:
     def _checkpoint(
         self,
         phase: Phase,
-        engine: Engine,
+        share: Share,
         step: int,
         steps: int,
         spent: dict[str, float],
         more: dict[str, Tensor] | None = None,
     ) -> Checkpoint:
-        """A checkpoint of now, with `more` tensors: whole at a phase's end, else this worker's share. Collective."""
+        """A checkpoint of now with this worker's share, and `more` tensors."""
         method, modifiers = self.context.method, self.context.modifiers
-        names = trained_names(self.context.backbone)
-        share = Share(engine.parameters(names)) if step == steps else engine.share(names)
         values, tensors = method.state_dict()
         return Checkpoint(
             phase.index,
@@ -180,16 +205,17 @@ class TaskTrainer:
             modifiers=modifiers.state(),
             places=share.places,
             is_part=share.is_part,
+            gather=share.gather,
         )
 
     def _end(self, phase: Phase, task_context: TaskContext, done: Checkpoint) -> None:
         """The method keeps what it learned; it is published, and the last checkpoint ends the phase's training."""
         context = self.context
-        task_context.parameters = done.parameters
         learned: Learned | None = context.method.end_task(task_context)
         done.method, done.frozen_state = context.method.state_dict()
         done.modifiers = context.modifiers.state()
-        done.parameters = {name: done.parameters[name] for name in trained_names(context.backbone)}
+        kept = trained_names(context.backbone)
+        done.parameters = {name: done.parameters[name] for name in kept if name in done.parameters}
         if learned is not None:
             self.recorder.publish(phase, context.schedule.published(phase, context.method, learned), done)
         self.recorder.save(done)

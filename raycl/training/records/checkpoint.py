@@ -9,26 +9,32 @@ What it does not know: which tensors a method learns, and which checkpoint count
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from raycl.bank.tensor_groups import TensorGroups
-from raycl.bank.tensors import pack
+from raycl.bank.tensors import packed
 from raycl.errors import CheckpointError, DamagedError, FormatError, RunError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.storage.records import read_record, seal
+from raycl.storage.unfinished import Buffer
+from raycl.training.distributed import whole
 from raycl.training.records.tensor_objects import TensorObjects, infos_of
 
 FOLDER = "checkpoints"
 PARAMETERS, OPTIMIZER = "parameters.safetensors", "optimizer.safetensors"
 MANIFEST, SNAPSHOT = "manifest.json", "snapshot.json"
 FORMAT = 5
+PYTORCH = {"format": "pt"}
+"""What `transformers` looks for in a header."""
 
 
 @dataclass
@@ -46,7 +52,7 @@ class Checkpoint:
         frozen_state: tensors of the method and of modifiers that are no parameters.
         modifiers: state of gradient modifiers by name.
         snapshot: a copy of the snapshot's record, where one was published: the bank may lose its own.
-        places, is_part: of one worker's share, which is written and never read (`Share` of
+        places, is_part, gather: of one worker's share, which is written and never read (`Share` of
             `raycl.training.engines.engine`).
     """
 
@@ -63,6 +69,7 @@ class Checkpoint:
     snapshot: bytes = b""
     places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     is_part: bool = False
+    gather: Callable[[str], Tensor] | None = None
 
     @property
     def is_phase_end(self) -> bool:
@@ -97,21 +104,57 @@ def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, object
 
 
 def write_share(storage: Storage, name: str, checkpoint: Checkpoint, rank: int) -> dict[str, WrittenFile]:
-    """Write a worker's tensors, straight from where they are; those of workers without any leave no file."""
+    """Write a worker's tensors, one after another from where they are; those of workers without any leave no file.
+
+    Collective where tensors are gathered: the first worker writes them.
+    """
     folder = storage.sub(f"{FOLDER}/{name}")
-    found = {}
+    found: dict[str, WrittenFile] = {}
     for file, tensors in ((PARAMETERS, checkpoint.parameters), (OPTIMIZER, checkpoint.optimizer)):
+        gather = checkpoint.gather
+        if gather is not None:
+            sha256 = _write_gathered(folder if not rank else None, file, tensors, gather)
+            found |= {} if rank else {file: WrittenFile(sha256)}
+            continue
         if rank and not tensors:
             continue
         file = file if not rank else file.replace(".", f"-{rank:05d}.")
-        parts, digest = pack(tensors), hashlib.sha256()
-        for part in parts:
-            digest.update(part)
-        folder.write(file, *parts)
+        sha256 = _write_packed(folder, file, partial(packed, tensors, tensors.__getitem__))
         owners = {one: one.rpartition("/")[0] or one for one in tensors}
         places = {one: checkpoint.places[owner] for one, owner in owners.items() if owner in checkpoint.places}
-        found[file] = WrittenFile(digest.hexdigest(), places)
+        found[file] = WrittenFile(sha256, places)
     return found
+
+
+def _write_packed(folder: Storage, file: str, parts: Callable[[], Iterator[Buffer]]) -> str:
+    """Write a file whose parts are made one after another; returns its SHA-256."""
+    digest = hashlib.sha256()
+
+    def hashed() -> Iterator[Buffer]:
+        nonlocal digest
+        digest = hashlib.sha256()
+        for part in parts():
+            digest.update(part)
+            yield part
+            del part
+
+    folder.write_parts(file, hashed)
+    return digest.hexdigest()
+
+
+def _write_gathered(
+    folder: Storage | None,
+    file: str,
+    tensors: Mapping[str, Tensor],
+    gather: Callable[[str], Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> str:
+    """Write tensors that all workers gather together, one at a time; None: another worker writes them. Collective."""
+    if folder is not None:  # nothing is retried: no other worker would gather again
+        return _write_packed(folder.with_retries(0), file, lambda: packed(tensors, gather, metadata))
+    for _ in packed(tensors, gather, metadata):
+        pass
+    return ""
 
 
 def commit_checkpoint(
@@ -251,14 +294,24 @@ def _check_there(folder: Storage, file: str) -> None:
         raise CheckpointError(f"checkpoint '{folder.uri}' is incomplete: it has no {file}; restore a copy")
 
 
-def write_model(storage: Storage, name: str, learned: Learned, model_files: dict[str, bytes]) -> None:
-    """Export `learned/<name>`: a Hugging Face model folder, its label head beside the weights."""
-    folder = storage.sub(f"learned/{name}")
+def write_model(storage: Storage | None, name: str, learned: Learned, model_files: dict[str, bytes]) -> None:
+    """Export `learned/<name>`: a Hugging Face model folder, its label head beside the weights.
+
+    Collective where workers share weights out: one tensor at a time is gathered.
+
+    Args:
+        storage: None: another worker writes.
+    """
     head = {key: value for key, value in learned.model.items() if key.startswith("head.")}
-    body = {key: value.contiguous() for key, value in learned.model.items() if key not in head}
-    if head:
-        folder.write("label_head.safetensors", save(head))
+    body = {key: value for key, value in learned.model.items() if key not in head}
+    folder = storage.sub(f"learned/{name}") if storage is not None else None
+    if folder is not None and head:
+        _write_packed(folder, "label_head.safetensors", lambda: packed(head, head.__getitem__))
         folder.write_json("labels.json", learned.labels)
-    for file, data in model_files.items():
-        folder.write(file, data)
-    folder.write("model.safetensors", save(body, metadata={"format": "pt"}))
+    if folder is not None:
+        for file, data in model_files.items():
+            folder.write(file, data)
+    if any(isinstance(value, DTensor) for value in body.values()):
+        _write_gathered(folder, "model.safetensors", body, lambda key: whole(body[key].detach()), PYTORCH)
+    elif folder is not None:
+        _write_packed(folder, "model.safetensors", lambda: packed(body, body.__getitem__, PYTORCH))
