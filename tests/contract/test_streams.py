@@ -22,6 +22,7 @@ from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training import recorder, stream_loop
 from raycl.training.distributed import DistributedContext
+from raycl.training.engines.engine import TorchEngine
 
 SHARDING = ("fsdp", "zero2", "zero3")
 OWN = ("slm", "sapt", "olora", "inflora", "separate", "joint")
@@ -160,6 +161,16 @@ def test_stopped_around_the_export(
     run(done.config, storage)
     same_run(storage, done.storage)
     assert verify(Bank(storage.sub("bank"))).leftovers == []
+
+
+@pytest.mark.parametrize("engine", ["torch", "fsdp"])
+def test_full_fine_tuning_copies_no_weights_at_a_tasks_end(
+    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    done, storage = complete("bert", "finetune", engine), Storage.at(tmp_path)
+    monkeypatch.setattr(TorchEngine, "parameters", stop)
+    run(done.config, storage)
+    same_run(storage, done.storage)
 
 
 @pytest.mark.parametrize(

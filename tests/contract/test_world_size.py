@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from axes import sampled
 from fork_server import ForkServer
-from tiny import ENGINES, Lab, matrix, run, trace
+from safetensors.torch import load
+from tiny import ENGINES, Lab, exported, matrix, run, trace
 
 from raycl.run.plan.hardware import GPUS, Cluster
 from raycl.run.plan.planning import plan
@@ -162,6 +164,12 @@ def test_two_workers_resume_their_shares_bit_for_bit(together: Path) -> None:
     found, expected = Storage.at(together / "again"), Storage.at(together / name(AGAIN))
     assert found.read_json("results.json")["attempts"] == 2
     assert trace(found) == trace(expected) and matrix(found) == matrix(expected)
+    assert exported(found) == exported(expected)
+    last = found.sub(f"checkpoints/{found.list('checkpoints')[-1]}")
+    assert "parameters-00001.safetensors" in last.list(), "at a task's end, too, each worker writes its share"
+    weights = load(found.read(f"learned/{found.list('learned')[-1]}/model.safetensors"))
+    parts = read_checkpoint(found, found.list("checkpoints")[-1]).parameters
+    assert all(torch.equal(tensor, parts[f"model.{name}"]) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize("engine", [case[2] for case in CASES if case[:2] == ("bert", "lora") and case[3] is None])

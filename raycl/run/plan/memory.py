@@ -103,16 +103,27 @@ def logits(model: Model, step: Step) -> float:
 
 
 def host_memory(model: Model, engine: Engine, run: Run, on_node: int) -> dict[str, float]:
-    """What a node's memory holds: while weights are loaded, and in training.
-
-    At a task's end every worker has the trained parameters; inside a task the first one, or all of FSDP's by parts,
-    writes them with the optimizer's state.
-    """
+    """What a node's memory holds: while weights are loaded, in training, and of that for writing a checkpoint."""
     trained = model.most_trained
     offloaded = MASTER * (1 + run.moments) * trained / engine.optimizer if engine.on_host else 0.0
-    checkpoint = MASTER * trained * max(on_node, 1 + run.moments)
+    checkpoint = writing(model, engine, on_node)
     copies = 1 if model.mapped else on_node
     return {
         "loading": on_node * PROCESS + copies * model.parameters * model.compute_bytes,
         "training": on_node * (PROCESS + offloaded) + checkpoint,
+        "checkpoint": checkpoint,
     }
+
+
+def writing(model: Model, engine: Engine, on_node: int) -> float:
+    """Host memory for a checkpoint. Adapters are copied by every worker at a task's end.
+
+    A trained backbone is written one tensor at a time, the largest of which is one outside of its layers; only masters
+    that go when the engine closes are copied, by the first worker at a task's end.
+    """
+    trained = model.most_trained
+    if not model.trained_layers:
+        return float(MASTER * trained * on_node)
+    largest = max(model.parameters - model.in_layers, *(linear.inputs * linear.outputs for linear in model.linears))
+    kept = trained if engine.separate_masters and model.compute_bytes < MASTER else 0
+    return float(MASTER * (largest * (on_node if engine.gathers_to_write else 1) + kept))

@@ -152,8 +152,8 @@ def _write_gathered(
     """Write tensors that all workers gather together, one at a time; None: another worker writes them. Collective."""
     if folder is not None:  # nothing is retried: no other worker would gather again
         return _write_packed(folder.with_retries(0), file, lambda: packed(tensors, gather, metadata))
-    for _ in packed(tensors, gather, metadata):
-        pass
+    for part in packed(tensors, gather, metadata):
+        del part  # its memory may be freed before the next one is gathered
     return ""
 
 

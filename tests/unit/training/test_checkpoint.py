@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +76,29 @@ def shares(storage: Storage) -> Checkpoint:
 def test_shares_of_several_workers_are_joined(tmp_path: Path) -> None:
     whole = shares(Storage.at(tmp_path))
     found = read_checkpoint(Storage.at(tmp_path), "c")
+    for mine, other in ((found.parameters, whole.parameters), (found.optimizer, whole.optimizer)):
+        assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
+
+
+def test_tensors_are_gathered_one_at_a_time_by_all_workers_in_one_order(tmp_path: Path) -> None:
+    whole, storage = made(), Storage.at(tmp_path)
+    names, alive = [], []
+
+    def gather(name: str) -> torch.Tensor:
+        assert not any(one() is not None for one in alive), "the tensor before it is still held"
+        value = {**whole.parameters, **whole.optimizer}[name]
+        memory = value.reshape(-1).view(torch.uint8).numpy().copy()
+        names.append(name)
+        alive.append(weakref.ref(memory))
+        return torch.from_numpy(memory).view(value.dtype).view(value.shape) if value.numel() else value
+
+    described = replace(whole, is_part=True, gather=gather)
+    described.parameters = {name: value.to("meta") for name, value in whole.parameters.items()}
+    described.optimizer = {name: value.to("meta") for name, value in whole.optimizer.items()}
+    assert write_share(storage, "c", described, 1) == {} and not storage.exists("checkpoints")
+    commit_checkpoint(storage, "c", described, TensorObjects(storage), write_share(storage, "c", described, 0))
+    assert names[: len(names) // 2] == names[len(names) // 2 :]
+    found = read_checkpoint(storage, "c")
     for mine, other in ((found.parameters, whole.parameters), (found.optimizer, whole.optimizer)):
         assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
 
