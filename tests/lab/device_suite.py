@@ -14,8 +14,19 @@ from raycl.bench.figures import Figure
 from raycl.bench.gpu.setup import Case, Setup
 from raycl.bench.gpu.suite import PARTS, Part, run_part
 
+NO_KERNELS = ("fsdp", "int8", "nf4")
+"""Cases of libraries that have none for this device."""
 
-class Sampled(Part):
+
+class Supported(Part):
+    """A part without those."""
+
+    def cases(self, setup: Setup) -> list[Case]:
+        """All others."""
+        return [case for case in super().cases(setup) if case.name not in NO_KERNELS]
+
+
+class Sampled(Supported):
     """A part with every third case."""
 
     def cases(self, setup: Setup) -> list[Case]:
@@ -34,7 +45,7 @@ def main(file: Path, whole: bool) -> None:
     found: list[Figure] = []
     for part in PARTS:
         if part.name != "streams":  # those are runs, and `device_runs` has them
-            chosen = Sampled(*astuple(part)) if part.timed and not whole else part
-            run_part(chosen, setup, 600.0, found.append)
+            kind = Sampled if part.timed and not whole else Supported
+            run_part(kind(*astuple(part)), setup, 600.0, found.append)
     lines = [f"{figure.name}\t{figure.ok}\t{figure.detail}\n" for figure in found]
     file.write_text("".join([*lines, *(f"note\tFalse\t{note}\n" for note in setup.notes)]))

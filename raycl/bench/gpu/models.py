@@ -39,12 +39,12 @@ class LlamaSizes:
 
 
 LLAMAS = {
-    "tiny": LlamaSizes(2, 32, 64, 2, 1, 96),
+    "tiny": LlamaSizes(2, 64, 128, 2, 1, 96),
     "1B": LlamaSizes(22, 2048, 5632, 32, 4),
     "7B": LlamaSizes(32, 4096, 11008, 32, 32),
     "13B": LlamaSizes(40, 5120, 13824, 40, 40),
 }
-"""TinyLlama's 1.1 billion parameters, LLaMA's 7 and 13."""
+"""TinyLlama's 1.1 billion parameters, LLaMA's 7 and 13. Widths are multiples of 64, as 4-bit weights on a CPU need."""
 
 T5S: dict[str, dict[str, int]] = {
     "tiny": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 96},

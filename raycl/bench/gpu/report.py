@@ -28,7 +28,7 @@ def markdown(tree: Mapping[str, Any] | None) -> str:
         tree: as `--json` writes it (`raycl.bench.figures.Report.tree`).
     """
     if tree is None:
-        return f"{HEAD}\nThere are no figures yet: the suite has not run on a GPU. It needs about 8 minutes of one.\n"
+        return f"{HEAD}\nThere are no figures yet: the suite has not run on a GPU. It needs about 10 minutes of one.\n"
     machine = ", ".join(f"{name} {value}" for name, value in tree["machine"].items())
     settings = ", ".join(f"{name} {value}" for name, value in tree["settings"].items())
     missed = ", ".join(tree["missed"]) or "none"

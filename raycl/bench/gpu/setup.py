@@ -90,13 +90,17 @@ class Setup:
             with suppress(RuntimeError):  # after some errors every call fails; see `is_alive`
                 torch.cuda.empty_cache()
 
+    def synchronize(self) -> None:
+        """Wait for what the device still computes."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
     def is_alive(self) -> bool:
         """Whether the device still answers: after an illegal access it does not, until the process ends."""
-        if self.is_cuda:
-            try:
-                torch.cuda.synchronize(self.device)
-            except RuntimeError:
-                return False
+        try:
+            self.synchronize()
+        except RuntimeError:
+            return False
         return True
 
 

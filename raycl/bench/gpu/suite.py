@@ -62,13 +62,14 @@ class Part:
 
 PARTS = (
     Part("correctness", 6, "kernels, mixtures, decoding and routing give the CPU's results", False),
-    Part("streams", 22, "training, resume and evaluation give the CPU's results, for every family of methods", False),
+    Part("streams", 18, "training, resume and evaluation give the CPU's results, for every family of methods", False),
     Part("limits", 3, "the machine's own limits: bfloat16 matrix product, copy"),
-    Part("linears", 12, "the mixture layer at the linears of a 7B and a 13B LLaMA, over the bare linear"),
-    Part("decoding", 17, "prefill and decoding of a 7B LLaMA with mixtures, over the bare model and the copy rate"),
-    Part("masking", 13, "MIGU's step at T5 large and a 1B LLaMA: plain, masked, row-sparse"),
-    Part("steps", 14, "a training step with LoRA, SLM and SAPT at 1B and 7B: tokens per second, MFU, memory"),
-    Part("serving", 9, "continuous batching: 64 requests, 16 mixtures, over the same without adapters"),
+    Part("linears", 10, "the mixture layer at the linears of a 7B and a 13B LLaMA, over the bare linear"),
+    Part("decoding", 14, "prefill and decoding of a 7B LLaMA with mixtures, over the bare model and the copy rate"),
+    Part("masking", 10, "MIGU's step at T5 large and a 1B LLaMA: plain, masked, row-sparse"),
+    Part("steps", 12, "a training step with LoRA, SLM and SAPT at 1B and 7B: tokens per second, MFU, memory"),
+    Part("large", 16, "a 7B LLaMA's step packed, under FSDP2, in 8 and 4 bits, and its loading over the disk's rate"),
+    Part("serving", 7, "continuous batching: 64 requests, 16 mixtures, over the same without adapters"),
     Part("routing", 4, "routing among 10,000 tasks"),
 )
 """In order of value."""
@@ -77,7 +78,7 @@ PARTS = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Everything that can be chosen."""
     names = [part.name for part in PARTS]
-    parser.add_argument("--minutes", type=float, default=8.0, help="the parts share them")
+    parser.add_argument("--minutes", type=float, default=10.0, help="the parts share them")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--device", default="cuda", help="cuda, or cpu with --tiny")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: results are checked, times mean nothing")
@@ -144,7 +145,8 @@ class Progress:
         """All of them."""
         settings = {key: getattr(self.options, key) for key in ("minutes", "only", "device", "tiny")}
         settings["finished"] = self.finished
-        return Report("gpu", settings, tuple(self.figures), machine(self.load_before), tuple(self.setup.notes))
+        where = {"measured on": _device_name(self.setup.device), **machine(self.load_before)}
+        return Report("gpu", settings, tuple(self.figures), where, tuple(self.setup.notes))
 
     def keep(self) -> None:
         """Write what is known, whole or not at all."""
@@ -234,6 +236,10 @@ def _device(options: argparse.Namespace) -> torch.device:
         device = torch.device("cuda", device.index or 0)  # as tensors have it
         torch.cuda.set_device(device)
     return device
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
 
 def _read(source: Path) -> dict[str, Any] | None:

@@ -40,6 +40,7 @@ from raycl.retrieval.encoder import EncoderConfig
 from raycl.retrieval.memory_slots.keys import KeyConfig
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import TorchEngine
+from raycl.training.engines.fsdp import FSDPEngine, Root
 from raycl.training.phase.step import StepResult, train_step
 from raycl.training.settings import TrainConfig
 from raycl.types import AdapterState, Batch, Phase, Task
@@ -69,11 +70,20 @@ def cases(setup: Setup) -> Iterator[Case]:
 class Learner:
     """A method in training on one batch."""
 
-    def __init__(self, setup: Setup, method: Method, batch: Batch) -> None:
+    def __init__(self, setup: Setup, method: Method, batch: Batch, root: Root | None = None) -> None:
+        """Begin a task.
+
+        Args:
+            root: of a backbone whose layers are shared out (`raycl.training.engines.fsdp.shard`).
+        """
         self.method, self.batch, self.world = method, batch, DistributedContext.alone(setup.device)
         self.context = bare_context(STAGE, drawn_queries(batch) if isinstance(method, Slm) else None)
         method.begin_task(STAGE, self.context)
-        self.engine = TorchEngine(method.backbone, TrainConfig(learning_rate=1e-5), 1000, self.world)
+        train = TrainConfig(learning_rate=1e-5)
+        if root is None:
+            self.engine = TorchEngine(method.backbone, train, 1000, self.world)
+        else:
+            self.engine = FSDPEngine(root, train, 1000, self.world)
         method.backbone.train()
         self.number = 0
 
@@ -89,7 +99,7 @@ def _figures(setup: Setup, size: str, seconds: float) -> Iterator[Figure]:
     base = decoder(setup, size)
     batch = batch_to_learn(setup, rows, tokens, tokens // 4, sizes_of(setup, size).vocabulary).to(setup.device)
     factories: dict[str, Callable[[Backbone], Method]] = {
-        "lora": _lora,
+        "lora": plain_lora,
         CHECKPOINTED: _checkpointed,
         "slm": partial(_slm, batch=batch),
         "sapt": partial(_sapt, batch=batch),
@@ -141,13 +151,14 @@ def _check_first_steps(setup: Setup, size: str, first: dict[str, StepResult]) ->
 # ---- methods ---------------------------------------------------------------------------------------------------------
 
 
-def _lora(backbone: Backbone) -> Lora:
+def plain_lora(backbone: Backbone) -> Lora:
+    """On query and value projections."""
     return Lora(LoraConfig(rank=RANK), backbone, 0)
 
 
 def _checkpointed(backbone: Backbone) -> Lora:
     checkpoint_activations(backbone.model)
-    return _lora(backbone)
+    return plain_lora(backbone)
 
 
 def _slm(backbone: Backbone, batch: Batch) -> Slm:
