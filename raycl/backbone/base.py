@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,6 +120,7 @@ class Backbone(nn.Module, ABC):
             observes the output layer there.
         packs: in training, several examples share a row (`raycl.backbone.positions`).
         synchronized: workers share the weights, so that each must run as many forward passes as the others.
+        inference_attention: attention under `inference`; None: as in training.
     """
 
     head: Head | None
@@ -134,6 +135,7 @@ class Backbone(nn.Module, ABC):
         self.allowed_labels: tuple[str, ...] = ()
         self.competing_labels: tuple[str, ...] = ()
         self.every_position = self.packs = self.synchronized = False
+        self.inference_attention: Attention | None = None
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
     @property
@@ -182,10 +184,23 @@ class Backbone(nn.Module, ABC):
             reason = "the model computes in float32, and it needs backbone.dtype=bfloat16"
         elif has_weights:
             self.model.set_attn_implementation(name)
+            self.inference_attention = None
             if self.model.config._attn_implementation != name:
                 reason = f"{type(self.model).__name__} cannot change its attention"
         if reason:
             raise BackboneError(f"backbone.attention is {name}, but {reason}: set it to auto")
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Inside, nothing is differentiated: attention is computed in the way that is faster then."""
+        own = self.model.config._attn_implementation
+        if self.inference_attention is not None:
+            self.model.set_attn_implementation(self.inference_attention)
+        try:
+            yield
+        finally:
+            if self.inference_attention is not None:
+                self.model.set_attn_implementation(own)
 
     def forward(self, batch: Batch) -> Output:
         """Teacher-forced pass over `batch`; only examples with weight 1 carry loss."""

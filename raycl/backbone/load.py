@@ -34,6 +34,7 @@ from raycl.backbone.codec import Bos, HFCodec, template_source
 from raycl.backbone.encoder import EncoderBackbone
 from raycl.backbone.heads.language import LanguageHead
 from raycl.backbone.kinds import KINDS, Kind
+from raycl.backbone.positions import join_last_states
 from raycl.backbone.quantization import Quantization, make_consistent, quantized
 from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.config import Section
@@ -196,7 +197,7 @@ def load_backbone(
     Args:
         language: texts themselves will be learned: encoder-only models come with the head that guesses hidden words.
         trains: there will be backward passes, for which torch's fused attention in bfloat16 on a CPU is not made: it
-            takes 4 to 9 times the time of plain products, which need more memory.
+            takes 4 to 9 times the time of plain products, which need more memory. Inference has it (`inference`).
         on_host: the weights stay in mapped files, in the dtype of the checkpoint: an engine will move and convert them
             layer by layer.
 
@@ -211,7 +212,8 @@ def load_backbone(
             if isinstance(getattr(settings, field, None), float):
                 setattr(settings, field, config.dropout)
         dtype = pick_dtype(config.dtype, device)
-        if trains and device.type == "cpu" and dtype == torch.bfloat16:
+        avoids_fused = trains and device.type == "cpu" and dtype == torch.bfloat16
+        if avoids_fused:
             settings._attn_implementation = "eager"
         options = {
             "config": settings,
@@ -228,6 +230,8 @@ def load_backbone(
         checkpoint_activations(model)
     backbone = _wrap(kind, model, codec, config, head)
     backbone.dtype = dtype
+    if avoids_fused and getattr(model, "_supports_sdpa", False):
+        backbone.inference_attention = "sdpa"
     return backbone if on_host else backbone.to(device)
 
 
@@ -314,6 +318,7 @@ def _wrap(
     if kind == "encoder":
         return EncoderBackbone(model, codec, "mean" if config.pooling == "auto" else config.pooling, language)
     _drop_habits(model)
+    join_last_states(model)
     return Seq2SeqBackbone(model, codec) if kind == "encoder-decoder" else CausalBackbone(model, codec)
 
 

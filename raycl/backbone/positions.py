@@ -113,3 +113,23 @@ def pack(lengths: Sequence[int], device: torch.device, in_one_row: bool = False)
     positions = [[place for _, length in row for place in range(length)] for row in parts]
     real = torch.arange(room) < room - torch.tensor(left).unsqueeze(1)
     return PackedRows(torch.tensor(examples, device=device), torch.tensor(positions, device=device), real.to(device))
+
+
+def join_last_states(model: Any) -> None:
+    """Have a model's output words read states that lie together, where a model takes a view of the last positions.
+
+    torch 2.13 multiplies a frozen weight by such a view once for each row, in bfloat16 on a CPU without its fast
+    kernels: 600 times the time, for 16 prompts and 12,000 words (in float32 4 times).
+    """
+    head = model.get_output_embeddings()
+    if head is not None:
+        head.register_forward_pre_hook(_joined)
+
+
+def _joined(head: nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(one if _lies_together(one) else one.clone(memory_format=torch.contiguous_format) for one in states)
+
+
+def _lies_together(x: Tensor) -> bool:
+    """`is_contiguous` takes no notice of the stride of a single row."""
+    return x.dim() != 3 or x.stride(0) == x.shape[1] * x.stride(1)

@@ -1,6 +1,9 @@
 """Evaluation in one continuous batch beside Hugging Face's `generate` on padded batches: same model, same rows.
 
-A LoRA is trained on the tasks together for a few steps, until its answers end as answers do. Then both ways answer all
+`generate` is measured twice: as `eval.decoding=generate` runs it, with attention for inference and last states in one
+piece (`raycl.backbone.load`), and "by itself", without them, on the model as it trains.
+
+A LoRA is trained on the tasks together for a few steps, until its answers end as answers do. Then all ways answer all
 test rows, in turn and round after round: with the adapter as it is, so that all rows have one mixture and share the
 reading of their task's definition; and with a weight of its own for each row, as SAPT and SLM give, where nothing can
 be shared.
@@ -14,7 +17,8 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -23,6 +27,7 @@ from typing import Any
 import torch
 
 from raycl import config as configs
+from raycl.backbone import Backbone
 from raycl.bench.figures import Figure, Report, machine
 from raycl.methods.base import Method
 from raycl.run.assembly import build
@@ -37,7 +42,7 @@ from raycl.types import Batch, Mixture
 log = logging.getLogger(__name__)
 
 BUSY = 0.5
-WAYS = ("auto", "generate")
+WAYS = ("auto", "generate", "generate by itself")
 TARGET = 0.5
 SETTINGS = (
     "backbone",
@@ -97,14 +102,26 @@ def _figures(options: argparse.Namespace, storage: Storage) -> Iterator[Figure]:
                 answers[way] = _evaluated(context, storage, way)
                 seconds[way].append(time.perf_counter() - began)
                 cpu[way].append(time.process_time() - used)
-            log.info("%s, round %d: %.1f s, generate %.1f s", name, number + 1, *(seconds[way][-1] for way in WAYS))
-        rows, differ = len(answers["auto"]), sum(map(str.__ne__, *answers.values()))
-        ratios = [mine / other for mine, other in zip(*seconds.values(), strict=True)]
-        by_cpu = median(mine / other for mine, other in zip(*cpu.values(), strict=True))
+            log.info(
+                "%s, round %d: %.1f s, generate %.1f s, by itself %.1f s",
+                name,
+                number + 1,
+                *(seconds[way][-1] for way in WAYS),
+            )
+        rows = len(answers["auto"])
         yield Figure(f"{name}: rows answered per second", rows / median(seconds["auto"]), "rows/s")
-        yield Figure(f"{name}: generate on padded batches", rows / median(seconds["generate"]), "rows/s")
-        detail = f"{rows} rows, {differ} with another answer; by CPU time {by_cpu:.2f}"
-        yield Figure(f"{name}: time over generate's", median(ratios), "x", TARGET, detail=detail)
+        for way in WAYS[1:]:
+            yield Figure(f"{name}: {way}, on padded batches", rows / median(seconds[way]), "rows/s")
+            by_cpu, by_clock = (_ratio(took["auto"], took[way]) for took in (cpu, seconds))
+            differ = sum(map(str.__ne__, answers["auto"], answers[way]))
+            detail = f"{rows} rows, {differ} with another answer; by CPU time {by_cpu:.2f}"
+            target = TARGET if way == WAYS[-1] else None
+            yield Figure(f"{name}: time over that of {way}", by_clock, "x", target, detail=detail)
+
+
+def _ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median over rounds."""
+    return median(one / other for one, other in zip(mine, theirs, strict=True))
 
 
 def _trained(options: argparse.Namespace, storage: Storage) -> TrainingContext:
@@ -148,12 +165,27 @@ def _varied(method: Method) -> Any:
 
 def _evaluated(context: TrainingContext, storage: Storage, way: str) -> list[str]:
     """The answers to all test rows of all tasks."""
-    update = {"decoding": way, "subsample": None}
+    update = {"decoding": way.partition(" ")[0], "subsample": None}
     context.evaluation = context.evaluation.model_copy(update=update)
     phase, world = context.phases[-1], DistributedContext.alone(torch.device("cpu"))
-    evaluate_row(context, phase, world, storage, Observations())
+    with _as_it_trains(context.backbone) if way == WAYS[-1] else nullcontext():
+        evaluate_row(context, phase, world, storage, Observations())
     folder = f"predictions/{phase.index:03d}-{phase.name}"
     return [line for task in phase.tasks for line in _lines(storage, f"{folder}/{task.name}.jsonl")]
+
+
+@contextmanager
+def _as_it_trains(backbone: Backbone) -> Iterator[None]:
+    """Nothing is done for inference."""
+    head, attention = backbone.model.get_output_embeddings(), backbone.inference_attention
+    hooks = dict(head._forward_pre_hooks)
+    head._forward_pre_hooks.clear()
+    backbone.inference_attention = None
+    try:
+        yield
+    finally:
+        head._forward_pre_hooks.update(hooks)
+        backbone.inference_attention = attention
 
 
 def _lines(storage: Storage, name: str) -> list[str]:

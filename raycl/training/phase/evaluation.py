@@ -162,6 +162,11 @@ def evaluated_tasks(context: TrainingContext, phase: Phase) -> list[Task]:
 
 def _scores(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> dict[str, Score]:
     """Task name -> cell."""
+    with context.backbone.inference():
+        return _scored(context, tasks, row)
+
+
+def _scored(context: TrainingContext, tasks: Sequence[Task], row: _Pass) -> dict[str, Score]:
     if context.stream.text_objective(context.backbone.codec, OBJECTIVE_SEED) is not None:
         return {task.name: _text_score(context, task, row) for task in tasks}
     if context.evaluation.decoding == "auto" and answers_continuously(context.backbone):

@@ -39,5 +39,5 @@ def test_figures_are_measured(lab: Lab, tmp_path: Path) -> None:
     ]
     report = evaluation.measure(parser.parse_args([*words, *sizes, "--dtype", "float32"]))
     ratios = [figure for figure in report.figures if figure.unit == "x"]
-    assert len(report.figures) == 6 and all(figure.value > 0 for figure in report.figures)
+    assert len(report.figures) == 10 and all(figure.value > 0 for figure in report.figures)
     assert all(figure.detail.startswith("8 rows, 0 with another answer") for figure in ratios)

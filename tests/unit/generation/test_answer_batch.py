@@ -15,7 +15,7 @@ from raycl.adapters.prompts import MixedPrompts
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.backbone.roles import linear_names
 from raycl.data.loader import batch_of
-from raycl.generation import shared_prompt
+from raycl.generation import dynamic_cache, shared_prompt
 from raycl.generation.answer_batch import AnswerBatch, Prompts, answers_continuously
 from raycl.generation.answers import predict
 from raycl.run.assembly import build
@@ -120,3 +120,27 @@ def test_evaluation_gives_the_same_cells_either_way(lab: Lab, kind: str, monkeyp
     monkeypatch.setattr(evaluation, "AnswerBatch", None)
     monkeypatch.setattr(evaluation, "answers_continuously", lambda backbone: False)
     assert evaluation._scores(context, context.stream.tasks, row) == found
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_frozen_output_layer_reads_states_that_lie_together(rows: int, tmp_path: Path) -> None:
+    """Otherwise it is computed once for each row."""
+    backbone, _ = with_adapters("llama", tmp_path, False)
+    head, seen = backbone.model.get_output_embeddings(), []
+    head.register_forward_hook(lambda module, states, logits: seen.append((states[0].shape, states[0].stride())))
+    dynamic_cache.begin(backbone, backbone.codec.encode_source(SOURCES[:rows]))
+    width = head.in_features
+    assert seen == [((rows, 1, width), (width, width, 1))]
+
+
+def test_attention_of_inference_is_that_of_serving(lab: Lab) -> None:
+    """In bfloat16 on a CPU, training has another one."""
+    world = DistributedContext.alone(torch.device("cpu"))
+    found = []
+    for attention in ("auto", "eager"):
+        settings = {"dtype": "bfloat16", "attention": attention}
+        backbone = build(lab.config("llama", "lora", backbone=settings), world)[0].backbone
+        with backbone.inference():
+            found.append(backbone.model.config._attn_implementation)
+        assert backbone.model.config._attn_implementation == "eager"
+    assert found == ["sdpa", "eager"]
