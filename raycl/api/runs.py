@@ -188,11 +188,12 @@ def _watched(storage: Storage, on_phase: OnPhase | None) -> Iterator[None]:
     if on_phase is None:
         yield
         return
-    over, seen = threading.Event(), len(read_state(storage).phases)
+    over, seen = threading.Event(), read_state(storage).scored
 
     def report() -> None:
         nonlocal seen
-        for record in read_state(storage).phases[seen:]:
+        state = read_state(storage)
+        for record in state.phases[seen : state.scored]:
             seen += 1
             on_phase(record)
 

@@ -12,6 +12,7 @@ raycl benchmark sweep                         a trial above the run alone, ASHA 
 raycl benchmark serve                         the endpoint beside the model alone and Ray Serve alone
 raycl benchmark predict                       answers for files beside the model's own batch loop
 raycl benchmark evaluation --backbone DIR --data DIR  answers to test sets beside Hugging Face's generate
+raycl benchmark evaluation --overlap --backbone DIR --data DIR  a stream with eval.mode=overlap beside inline
 raycl benchmark startup                       how long commands take to begin
 raycl benchmark memory                        what all processes of a run hold, under each engine
 raycl benchmark gpu                           all that only a GPU can answer, in 8 minutes of one

@@ -24,7 +24,6 @@ from raycl.config import trust
 from raycl.data.stream import Stream
 from raycl.errors import (
     AlreadyExistsError,
-    LaunchError,
     RayclError,
     ResumeError,
     RunError,
@@ -33,8 +32,9 @@ from raycl.errors import (
 )
 from raycl.launch import cluster as clusters
 from raycl.launch.console import follow
+from raycl.launch.scoring import needs_scorer, scorer_resources
 from raycl.launch.termination import StopOnSigterm, exit_on_sigterm, exits_on_sigterm
-from raycl.launch.trainer import StreamTrainer
+from raycl.launch.trainer import StreamTrainer, scaling_of
 from raycl.launch.worker import CONFIG, LOGS, error_file, in_process_worker, leave_error, worker_main
 from raycl.run import checks
 from raycl.run import config as run_config
@@ -79,7 +79,12 @@ class Prepared:
     @property
     def done(self) -> int:
         """Phases that are trained and evaluated."""
-        return len(read_state(self.storage).phases)
+        return read_state(self.storage).scored
+
+    @property
+    def needs_scorer(self) -> bool:
+        """Whether a process scores rows beside training."""
+        return needs_scorer(self.config, read_state(self.storage))
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -226,11 +231,14 @@ def train(prepared: Prepared, options: RunOptions | None = None) -> dict[str, An
     """Run the stream on Ray to its end, or to where its host stops it, and return the results.
 
     Raises:
-        LaunchError: the cluster cannot provide the workers.
+        LaunchError: the cluster cannot provide the workers. ConfigError: a host or a worker in this process cannot
+            have rows scored beside training.
         RunError: the workers failed more often than `launch.max_failures`.
         StoppedError: SIGTERM or its host stopped it, or its store did not answer for longer than `output.retry_s`.
     """
     storage = prepared.storage.with_retries(prepared.config.output.retry_s)
+    if (options and (options.in_process or options.awaits_decision)) and prepared.needs_scorer:
+        raise checks.no_overlap("a run in this process, or one whose host decides after each task whether it continues")
     try:
         return _train(replace(prepared, storage=storage), options or RunOptions())
     except UnreachableError as error:
@@ -242,7 +250,7 @@ def _train(prepared: Prepared, options: RunOptions) -> dict[str, Any]:
     phases = len(prepared.phases)
     if prepared.done < phases:
         with cluster(prepared.config):
-            scaling = scaling_of(prepared.config, options.share)
+            scaling = scaling_of(prepared.config, options.share, prepared.needs_scorer)
             while (done := prepared.done) < phases and not is_stopped(prepared.storage, done):
                 _fit(prepared, scaling, done, options)
     elif prepared.config.bank.publish:  # workers that continue look after this themselves
@@ -286,27 +294,6 @@ def cluster(config: RunConfig, dashboard: bool = False) -> Iterator[None]:
         ray.shutdown()
 
 
-def scaling_of(config: RunConfig, share: int = 1) -> ScalingConfig:
-    """What to ask of the cluster, which so many runs share.
-
-    Raises:
-        LaunchError: it can never give that.
-    """
-    launch, have = config.launch, ray.cluster_resources()
-    cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
-    gpu = launch.gpus_per_worker if launch.gpus_per_worker is not None else float(gpus >= launch.workers)
-    cpu = launch.cpus_per_worker or max(1.0, cpus // (launch.workers * share) if not gpu else 1.0)
-    wanted = (cpu * launch.workers, gpu * launch.workers)
-    if not launch.wait_for_nodes and (wanted[0] > cpus or wanted[1] > gpus):
-        raise LaunchError(
-            f"launch.workers={launch.workers} needs {wanted[0]:g} CPUs and {wanted[1]:g} GPUs, but the cluster has "
-            f"{cpus:g} CPUs and {gpus:g} GPUs: request fewer workers, set launch.cpus_per_worker or "
-            "launch.gpus_per_worker, or set launch.wait_for_nodes=true if the cluster grows"
-        )
-    resources = {"CPU": cpu, **({"GPU": gpu} if gpu else {})}
-    return ScalingConfig(num_workers=launch.workers, use_gpu=bool(gpu), resources_per_worker=resources)
-
-
 def job_of(prepared: Prepared, options: RunOptions, driver: str, threads: int = 1, gpu: bool = False) -> dict[str, Any]:
     """What every worker of a run is given (`raycl.launch.worker.worker_main`).
 
@@ -325,6 +312,7 @@ def job_of(prepared: Prepared, options: RunOptions, driver: str, threads: int = 
         "threads": threads,
         "in_process": options.in_process,
         "gpu": gpu,
+        "scorer": None,
         "awaits_decision": options.awaits_decision,
         "phases": len(prepared.phases),
         "fork_points": options.fork_points,
@@ -338,6 +326,8 @@ def _fit(prepared: Prepared, scaling: ScalingConfig, done: int, options: RunOpti
     config, storage = prepared.config, prepared.storage
     driver = uuid.uuid4().hex[:12]
     job = job_of(prepared, options, driver, max(1, int(scaling.num_cpus_per_worker)), bool(scaling.use_gpu))
+    if prepared.needs_scorer:
+        job["scorer"] = scorer_resources(config, float((scaling.resources_per_worker or {}).get("GPU", 0.0)))
     ray_run = RayRunConfig(
         name=f"{prepared.name}-{driver}",
         storage_path=storage.path("ray"),

@@ -1,4 +1,4 @@
-"""Ray Train's trainer, with fewer helper processes.
+"""Ray Train's trainer, with fewer helper processes, and what it asks of the cluster.
 
 Why it exists: beside its workers, Train starts processes that serve what raycl does not use. Each one imports Ray Train
 again, one to two seconds of a CPU at every start of a run or of a worker group.
@@ -10,9 +10,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import ray
+from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+
+from raycl.errors import LaunchError
+from raycl.launch.scoring import scorer_resources
+from raycl.run.config import RunConfig
 
 DEFAULTS = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
 """How soon the end of a run is seen; Ray's: 2 s."""
@@ -41,3 +47,31 @@ class StreamTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no types
     def _create_default_callbacks(self) -> list[Any]:
         unused = (DatasetsCallback,) if self._named else (DatasetsCallback, PlacementGroupCleanerCallback)
         return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, unused)]
+
+
+def scaling_of(config: RunConfig, share: int = 1, scores_beside: bool = False) -> ScalingConfig:
+    """What to ask of the cluster, which so many runs share.
+
+    Args:
+        scores_beside: each run has a process that scores rows as well.
+
+    Raises:
+        LaunchError: it can never give that.
+    """
+    launch, have = config.launch, ray.cluster_resources()
+    cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
+    gpu = launch.gpus_per_worker if launch.gpus_per_worker is not None else float(gpus >= launch.workers)
+    beside = scorer_resources(config, gpu) if scores_beside else {"CPU": 0.0, "GPU": 0.0}
+    even = (cpus - beside["CPU"] * share) // (launch.workers * share)
+    cpu = launch.cpus_per_worker or max(1.0, even if not gpu else 1.0)
+    wanted = (cpu * launch.workers + beside["CPU"], gpu * launch.workers + beside["GPU"])
+    own = ", eval.overlap_cpus or eval.overlap_gpus" if scores_beside else ""
+    if not launch.wait_for_nodes and (wanted[0] > cpus or wanted[1] > gpus):
+        raise LaunchError(
+            f"launch.workers={launch.workers}{' with eval.mode=overlap' if scores_beside else ''} needs {wanted[0]:g} "
+            f"CPUs and {wanted[1]:g} GPUs, but the cluster has {cpus:g} CPUs and {gpus:g} GPUs: request fewer workers, "
+            f"set launch.cpus_per_worker or launch.gpus_per_worker{own}, or set launch.wait_for_nodes=true if the "
+            "cluster grows"
+        )
+    resources = {"CPU": cpu, **({"GPU": gpu} if gpu else {})}
+    return ScalingConfig(num_workers=launch.workers, use_gpu=bool(gpu), resources_per_worker=resources)

@@ -294,6 +294,13 @@ def check_quantized(config: RunConfig, method: Method) -> None:
         )
 
 
+def no_overlap(what: str) -> ConfigError:
+    """For those that need a task's row before the next task begins."""
+    return ConfigError(
+        f"eval.mode=overlap leaves a task's scores for later, and {what}, needs them at once: use eval.mode=inline"
+    )
+
+
 def check_language_head(method: Method) -> None:
     """Adapters are learned beside a language head, which stays as it is: a new one would stay at random.
 

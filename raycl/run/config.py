@@ -96,6 +96,8 @@ class RunConfig(Section):
             yield "bank.sample_days", f"method={self.method.name}"
         if "finetune" not in names:
             yield "checkpoint.export", f"method={self.method.name}"
+        if self.stream.schedule == "joint":
+            yield "eval.mode", "stream.schedule=joint"
         if self.stream.schedule == "separate":
             yield from ((f"method.{name}", "stream.schedule=separate") for name in self.method.unused_for_single_task)
         if known := known_capabilities(self.backbone):
@@ -121,6 +123,24 @@ class RunConfig(Section):
             raise ValueError(
                 f"method '{self.method.name}' trains on rows of earlier tasks, which stream.schedule="
                 f"{self.stream.schedule} does not have: expected its learner as the method, or schedule sequential"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_can_be_scored_beside_training(self) -> Self:
+        if self.eval.mode == "inline":
+            return self
+        if self.launch.fresh_workers_per_task:
+            raise ValueError(
+                "eval.mode=overlap scores a row while the same workers train the next task, and "
+                "launch.fresh_workers_per_task=true ends them after each: set it to false, or eval.mode=inline"
+            )
+        zero3 = isinstance(self.engine, DeepSpeedConfig) and self.engine.zero_stage == 3
+        if zero3 or isinstance(self.engine, FSDPConfig):
+            sharded = "engine.zero_stage=3" if zero3 else "engine=fsdp"
+            raise ValueError(
+                f"eval.mode=overlap scores with the whole backbone in one process, and {sharded} shares it out over "
+                "the workers: set eval.mode=inline, or engine=torch"
             )
         return self
 

@@ -25,6 +25,7 @@ from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeErr
 from raycl.launch import cluster as clusters
 from raycl.launch import driver
 from raycl.launch.termination import StopOnSigterm
+from raycl.launch.trainer import scaling_of
 from raycl.run import checks
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
@@ -126,6 +127,8 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> Plan:
         )
     for config in _kinds([config for config, _ in found]):
         checks.check(config)
+    if any(config.eval.mode == "overlap" for config, _ in found):
+        raise checks.no_overlap("a sweep, which decides by each task's scores whether a trial continues")
     keys = [prefix_keys(config, tasks) for (config, _), tasks in zip(found, names, strict=True)]
     shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
     total = len(trials) if sweep.plans else sweep.samples
@@ -244,7 +247,7 @@ def _held(sweep: SweepConfig) -> dict[str, float]:
     """What a trial's own process reserves: its worker's share if that works there, else next to nothing."""
     if not sweep.in_process:
         return {"CPU": 0, "memory": SMALL}
-    scaling = driver.scaling_of(configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}))
+    scaling = scaling_of(configs.validate(RunConfig, {"launch": sweep.tree({})["launch"]}))
     return dict(scaling.resources_per_worker)
 
 

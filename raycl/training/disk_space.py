@@ -161,7 +161,7 @@ def plan_from(
     return Plan(
         steps=steps,
         every=context.checkpoint.every_steps,
-        keep=context.checkpoint.keep,
+        keep=context.checkpoint.keep + (context.evaluation.mode == "overlap"),
         inside=(1 + MOMENTS[context.train.optimizer]) * trained + modifiers,
         end=end,
         published=published if publishes else [0] * count,

@@ -10,7 +10,10 @@ from pydantic import Field, field_validator, model_validator
 from raycl.bank.branches import MAIN, BranchName
 from raycl.config import PathOrUri, Section
 
-EXEMPT = ("launch", "tracking", "output", "bank.dir", "bank.publish", "bank.branch", "bank.sample_days", "bank.copies")
+EXEMPT = (
+    *("launch", "tracking", "output", "bank.dir", "bank.publish", "bank.branch", "bank.sample_days", "bank.copies"),
+    *("eval.mode", "eval.overlap_cpus", "eval.overlap_gpus"),
+)
 """What cannot change what a run learns: it may differ on resume and stays out of the fingerprint."""
 
 SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")

@@ -18,7 +18,9 @@ from raycl.tracking import MetricsSink
 from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext, load_parameters
 from raycl.training.memory import peak_memory_mb, resident_memory_mb
-from raycl.training.phase.evaluation import Observations, evaluate_row, evaluate_unseen, evaluate_untrained
+from raycl.training.pending_row import PendingRow, RowScorer
+from raycl.training.phase.evaluation import evaluate_untrained
+from raycl.training.phase.scoring import ScoredRow, score_phase
 from raycl.training.phase.trainer import OpenEngine, TaskTrainer
 from raycl.training.recorder import OnPhase, Recorder
 from raycl.training.records.checkpoint import Checkpoint
@@ -29,7 +31,7 @@ from raycl.training.records.resume import newest_resume_point
 from raycl.training.records.stop_request import StopRequested
 from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.training_context import TrainingContext
-from raycl.types import Phase, Score
+from raycl.types import Phase
 
 log = logging.getLogger("raycl")
 
@@ -48,6 +50,7 @@ class StreamLoop:
         driver: str = "",
         control: Control | None = None,
         shared: SharedReader | None = None,
+        scorer: RowScorer | None = None,
     ) -> None:
         """Claim the run.
 
@@ -57,12 +60,14 @@ class StreamLoop:
             driver: the process that started the workers, for the journal.
             control: follows the loop's progress, and can stop it; None: nothing stops it.
             shared: see `raycl.training.records.tensor_objects`.
+            scorer: rank 0's, with `eval.mode=overlap` or for a row that such an attempt has left.
         """
         self.context, self.storage, self.world = context, storage, world
         self.control = control or Control(storage, world)
         self.recorder = Recorder(context, storage, world, sink, on_phase, driver, shared)
         self._untrained: dict[str, Any] = {}
-        self.trainer = TaskTrainer(context, open_engine, world, self.recorder, self.control)
+        self.rows = PendingRow(self.recorder, world, self.control, scorer)
+        self.trainer = TaskTrainer(context, open_engine, world, self.recorder, self.control, self.rows)
 
     @property
     def journal(self) -> Journal | None:
@@ -80,14 +85,17 @@ class StreamLoop:
         try:
             self._evaluate_untrained()
             pending = self._restore()
+            self.rows.begin()
             first = len(self.state.phases)
             for phase in self.context.phases[first:last]:
                 self._pause("preparing", phase, phase.name)
                 done = pending if pending and pending.is_phase_end else self.trainer.train(phase, pending)
-                record = self._evaluate(phase, done)
+                record = self._record(phase, done)
                 if not self.recorder.phase(phase, record):
                     return
+                self.rows.begin()
                 pending = None
+            self.rows.wait()
         except StopRequested:
             if self.journal is not None:
                 log.info("stopped as requested")
@@ -139,29 +147,24 @@ class StreamLoop:
             load_parameters(self.context.backbone, found.parameters)
         return found if found.phase == len(self.state.phases) else None
 
-    def _evaluate(self, phase: Phase, done: Checkpoint) -> dict[str, Any]:
-        """The phase's record for the journal."""
-        context, world = self.context, self.world
-        began = time.perf_counter()
-        before = partial(self._pause, "evaluating", phase)
-        observations = Observations()
-        row = evaluate_row(context, phase, world, self.storage, observations, before)
-        is_last = phase.index == len(context.phases) - 1
-        unseen = evaluate_unseen(context, world, self.storage, before) if is_last else {}
-        eval_s = time.perf_counter() - began
+    def _record(self, phase: Phase, done: Checkpoint) -> dict[str, Any]:
+        """The phase's record for the journal; with `eval.mode=overlap` its row is pending."""
+        context, found, pending = self.context, ScoredRow({}, {}, {}, 0.0), {}
+        if context.evaluation.mode == "overlap":
+            pending = {"pending": self.world.broadcast(self.journal.state.checkpoints[-1] if self.journal else "")}
+        else:
+            found = score_phase(context, phase, self.world, self.storage, partial(self._pause, "evaluating", phase))
+        row = found.row
         if context.schedule.one_model_per_task and self.state.phases:
-            row = {**{name: Score(**cell) for name, cell in self.state.phases[-1]["row"].items()}, **row}
-        observed = observations.means(world.gather)
-        summary = context.method.summary(observed) | context.modifiers.summary() if self.journal else {}
-        cells = {name: asdict(cell) for name, cell in row.items()}
-        times = self._times(phase, done, eval_s)
-        record = {"phase": phase.index, "row": cells, "times": times, "bank": done.published, "summary": summary}
-        if unseen:
-            record["unseen"] = {name: asdict(cell) for name, cell in unseen.items()}
+            row = {**self.state.phases[-1]["row"], **row}
+        times = self._times(phase, done, found.eval_s)
+        record = {"phase": phase.index, "row": row, "times": times, "bank": done.published, "summary": found.summary}
+        if found.unseen:
+            record["unseen"] = found.unseen
         known = untrained_cells(self.state)
         if untrained := {name: cell for name, cell in self._untrained.items() if name not in known}:
             record["untrained"] = untrained
-        return {**record, "ended": time.time()}
+        return {**record, **pending, "ended": time.time()}
 
     def _times(self, phase: Phase, done: Checkpoint, eval_s: float) -> dict[str, Any]:
         context, world = self.context, self.world

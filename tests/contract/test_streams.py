@@ -23,6 +23,7 @@ from raycl.storage import Storage
 from raycl.training import recorder, stream_loop
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import TorchEngine
+from raycl.training.phase import scoring
 
 SHARDING = ("fsdp", "zero2", "zero3")
 OWN = ("slm", "sapt", "olora", "inflora", "separate", "joint")
@@ -129,7 +130,7 @@ def test_stopped_between_training_and_evaluation(
     phases = len(done.context.phases)
     for phase in range(phases):
         with monkeypatch.context() as patch, pytest.raises(Stop):
-            patch.setattr(stream_loop, "evaluate_row", stop)
+            patch.setattr(scoring, "evaluate_row", stop)
             run(done.config, storage)
         steps = done.storage.read_json("results.json")["phase_times"][phase]["steps"]
         assert storage.list("checkpoints")[-1].startswith(f"phase{phase:03d}-step{steps:07d}")

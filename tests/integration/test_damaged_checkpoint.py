@@ -14,7 +14,7 @@ from raycl.bank import Bank
 from raycl.bank.operations.maintenance import verify
 from raycl.errors import CheckpointError, RunError
 from raycl.storage import Storage
-from raycl.training import stream_loop
+from raycl.training.phase import scoring
 from raycl.training.records.fork_points import read_fork_point, save_fork_point, start_from
 from raycl.training.records.journal import last_attempt, read_state
 
@@ -47,10 +47,10 @@ def stopped_after(config: Any, storage: Storage, where: str, monkeypatch: pytest
         with pytest.raises(Stop):
             run(config, storage, after=7)
     elif where == "before evaluation":
-        real = stream_loop.evaluate_row
+        real = scoring.evaluate_row
         with monkeypatch.context() as patch, pytest.raises(Stop):
             patch.setattr(
-                stream_loop,
+                scoring,
                 "evaluate_row",
                 lambda context, phase, *rest: (stop if phase.index else real)(context, phase, *rest),
             )

@@ -25,7 +25,7 @@ from raycl.run.config import RunConfig
 from raycl.storage import Storage
 from raycl.sweep.trials.prefix import prefix_keys
 from raycl.sweep.trials.single_tasks import separate_key, separate_tree
-from raycl.training import stream_loop
+from raycl.training.phase import scoring
 from raycl.types import Batch
 
 
@@ -106,7 +106,7 @@ def test_a_run_killed_before_unseen_tasks_evaluates_them_on_resume(
         raise Stop("between the last task and these")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stream_loop, "evaluate_unseen", kill)
+        patch.setattr(scoring, "evaluate_unseen", kill)
         with pytest.raises(Stop):
             run(config, killed)
     assert results(killed)["unseen"] is None and not results(killed)["finished"]
@@ -115,7 +115,7 @@ def test_a_run_killed_before_unseen_tasks_evaluates_them_on_resume(
     assert trace(killed) == trace(whole) and matrix(killed) == matrix(whole)
 
     killed.write(CONFIG, configs.to_yaml(config).encode())
-    monkeypatch.setattr(stream_loop, "evaluate_unseen", kill)
+    monkeypatch.setattr(scoring, "evaluate_unseen", kill)
     run(config, killed)
     assert driver.finish(driver.reopen(killed.address))["unseen"] == results(whole)["unseen"]
 

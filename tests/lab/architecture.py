@@ -42,6 +42,7 @@ DOORS = {
     "ray": (
         "raycl/launch/cluster.py",
         "raycl/launch/driver.py",
+        "raycl/launch/scoring.py",
         "raycl/launch/trainer.py",
         "raycl/launch/worker.py",
         "raycl/sweep/",

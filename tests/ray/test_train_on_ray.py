@@ -143,11 +143,12 @@ def test_a_run_that_is_stopped_in_every_way_equals_the_run_that_is_left_alone(
     """A killed worker in the first task; in the second a killed driver, a worker that hangs, SIGTERM, a store away.
 
     A worker that hangs (SIGSTOP) is ended, its group starts again; SIGTERM writes a checkpoint and exits with 75; a
-    store that stays away exits with 75 as well. A finished run is not started again.
+    store that stays away exits with 75 as well. A finished run is not started again. Rows are scored beside training.
     """
     store, picture = Store(), tmp_path / "matrix.png"
     storage = Storage.at(store.uri("runs/mine"))
-    first = own_driver(str(small), f"output.dir={store.uri('runs')}", "output.name=mine")
+    beside = ("eval.mode=overlap", "eval.overlap_cpus=0")
+    first = own_driver(str(small), f"output.dir={store.uri('runs')}", "output.name=mine", *beside)
     os.kill(with_checkpoint(storage).attempts[-1]["pid"], signal.SIGKILL)
     worker = in_second_task(storage, 2)
     first.kill()
@@ -180,6 +181,7 @@ def test_a_run_that_is_stopped_in_every_way_equals_the_run_that_is_left_alone(
     assert (tiny.trace(storage), tiny.matrix(storage)) == (tiny.trace(whole[0]), tiny.matrix(whole[0]))
     results, attempts = storage.read_json("results.json"), read_state(storage).attempts
     assert cells(results) == cells(whole[1]) and results["attempts"] == len(attempts) == 6
+    assert any("row 1 of 2, after 'colour'" in storage.read_text(f"log/{name}") for name in storage.list("log"))
     assert status_of(storage.address).state == "finished"
     assert launch.train(launch.reopen(storage.address))["matrix"] == results["matrix"]
     assert read_state(storage).attempts == attempts, "a finished run was started again"

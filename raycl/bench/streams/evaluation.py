@@ -6,7 +6,7 @@ piece (`raycl.backbone.load`), and "by itself", without them, on the model as it
 A LoRA is trained on the tasks together for a few steps, until its answers end as answers do. Then all ways answer all
 test rows, in turn and round after round: with the adapter as it is, so that all rows have one mixture and share the
 reading of their task's definition; and with a weight of its own for each row, as SAPT and SLM give, where nothing can
-be shared.
+be shared. With --overlap, a stream is run with and without `eval.mode=overlap` instead.
 What it does not know: whether answers are right.
 """
 
@@ -29,6 +29,7 @@ import torch
 from raycl import config as configs
 from raycl.backbone import Backbone
 from raycl.bench.figures import Figure, Report, machine
+from raycl.bench.streams.overlap import overlap_figures
 from raycl.methods.base import Method
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
@@ -72,6 +73,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target-tokens", type=int, default=24)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch threads")
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="time streams with eval.mode=overlap and inline instead: --steps of each task, a worker of one thread",
+    )
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -80,7 +86,7 @@ def measure(options: argparse.Namespace) -> Report:
     torch.set_num_threads(options.threads)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            figures = list(_figures(options, Storage.at(folder)))
+            figures = list(overlap_figures(options) if options.overlap else _figures(options, Storage.at(folder)))
     finally:
         torch.set_num_threads(threads)
     notes = [f"the load was {before:.1f} when this began: times say little"] if before > BUSY else []

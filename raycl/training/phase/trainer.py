@@ -13,6 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from raycl.data.loader import GlobalOrder, Loader
+from raycl.errors import RunError
 from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
 from raycl.methods.context import Step, TaskContext
 from raycl.training.control import Control
@@ -20,6 +21,7 @@ from raycl.training.disk_space import growth, plan_of, shortage
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine, Share, weights_of
 from raycl.training.engines.optimizers import first_moment
+from raycl.training.pending_row import PendingRow
 from raycl.training.phase.data import PhaseData, order_of, rows_of
 from raycl.training.phase.gradient_check import GradientMaskCheck
 from raycl.training.phase.preparation import encode_texts
@@ -49,9 +51,10 @@ class TaskTrainer:
         world: DistributedContext,
         recorder: Recorder,
         control: Control,
+        rows: PendingRow,
     ) -> None:
         self.context, self.open_engine, self.world = context, open_engine, world
-        self.recorder, self.control = recorder, control
+        self.recorder, self.control, self.rows = recorder, control, rows
         self._disk_is_checked = False
 
     def train(self, phase: Phase, resume: Checkpoint | None) -> Checkpoint:
@@ -77,6 +80,8 @@ class TaskTrainer:
         selection = Selection(self.context, phase, self.world, order.steps_per_epoch, resume)
         mask_check = GradientMaskCheck(engine, self.context.modifiers, first_moment(self.context.train))
         for index in range(start, order.steps):
+            if index + 1 == order.steps:
+                self._await_row(phase, engine, index, order.steps, spent | selection.spent, selection.tensors(), start)
             began = time.perf_counter()
             batches = loader.micro_batches(index)
             seed = stable_seed(self.context.info.seed, "step", phase.index, index)
@@ -88,6 +93,7 @@ class TaskTrainer:
             spent = {"train_s": spent["train_s"] + seconds, "tokens": spent["tokens"] + result.tokens}
             self.control.progress("training", step=index + 1, steps=order.steps, loss=result.loss)
             self.recorder.step(phase, index + 1, order.steps, result, seconds)
+            self.rows.poll()
             selection.after_step(engine, index + 1, order.steps)
             self._checkpoint_if_due(phase, engine, index + 1, order.steps, spent | selection.spent, selection.tensors())
         spent |= {**selection.spent, "step_bytes": float(engine.step_bytes)}
@@ -175,11 +181,45 @@ class TaskTrainer:
         """A checkpoint inside the phase: where one is due, or the run is to stop."""
         stops = step < steps and self.control.stop_requested()
         if stops or is_due(step, steps, self.context.checkpoint.every_steps):
-            share = engine.share(trained_names(self.context.backbone))
-            self.recorder.save(self._checkpoint(phase, share, step, steps, spent, more))
+            self._save_inside(phase, engine, step, steps, spent, more)
         if stops:
             engine.close()
             raise StopRequested
+
+    def _await_row(
+        self,
+        phase: Phase,
+        engine: Engine,
+        step: int,
+        steps: int,
+        spent: dict[str, float],
+        more: dict[str, Tensor],
+        start: int,
+    ) -> None:
+        """Before the last step: what the phase publishes names the rows of all phases before it.
+
+        If the row does not come, the steps that this attempt has made since `start` are kept in a checkpoint.
+        """
+        try:
+            self.rows.wait()
+        except (RunError, StopRequested):
+            if step > start:
+                self._save_inside(phase, engine, step, steps, spent, more)
+            engine.close()
+            raise
+
+    def _save_inside(
+        self,
+        phase: Phase,
+        engine: Engine,
+        step: int,
+        steps: int,
+        spent: dict[str, float],
+        more: dict[str, Tensor],
+    ) -> None:
+        """Write a checkpoint inside the phase."""
+        share = engine.share(trained_names(self.context.backbone))
+        self.recorder.save(self._checkpoint(phase, share, step, steps, spent, more))
 
     def _checkpoint(
         self,

@@ -44,7 +44,8 @@ class RunState:
 
     Attributes:
         checkpoints: names of usable checkpoints, oldest first; the last one is where to continue.
-        phases: one record per phase that is trained **and** evaluated, in order.
+        phases: one record per phase that is trained **and** evaluated, in order. With `eval.mode=overlap` the newest
+            one may be `pending`: it names the checkpoint that its row of the matrix is scored from, and has none yet.
         attempts: number, start time, time of the last record, host and process of rank 0, and the rest of the claim,
             for every attempt so far.
         config: resolved tree of the run, as its first claim recorded it, or the one that added tasks.
@@ -56,6 +57,11 @@ class RunState:
     attempts: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
+
+    @property
+    def scored(self) -> int:
+        """Phases whose row of the matrix is known: all, or all but the newest."""
+        return sum("pending" not in record for record in self.phases)
 
 
 class Journal:
@@ -109,13 +115,22 @@ class Journal:
 
     def checkpoint(self, name: str, keep: int) -> list[str]:
         """Record a checkpoint whose files are all written; returns the names that are no longer needed."""
-        names = [*self.state.checkpoints, name]
-        self._append({"checkpoints": names[-keep:]})
-        return names[:-keep]
+        return self._keep([*self.state.checkpoints, name], keep, self.state.phases)
 
     def phase_done(self, record: dict[str, Any]) -> None:
         """Record a phase that is trained and evaluated."""
         self._append({"phases": [*self.state.phases, record]})
+
+    def row_scored(self, record: dict[str, Any], keep: int) -> list[str]:
+        """Record the newest phase again, with its row; returns the names of checkpoints that are no longer needed."""
+        return self._keep(self.state.checkpoints, keep, [*self.state.phases[:-1], record])
+
+    def _keep(self, names: list[str], keep: int, phases: list[dict[str, Any]]) -> list[str]:
+        """Record phases and the newest checkpoints, and those that rows are scored from; returns the other names."""
+        pending = {record.get("pending") for record in phases}
+        kept = [name for name in names if name in names[-keep:] or name in pending]
+        self._append({"checkpoints": kept} | ({"phases": phases} if phases != self.state.phases else {}))
+        return [name for name in names if name not in kept]
 
     def go_back(self, checkpoints: list[str], phases: list[dict[str, Any]]) -> None:
         """Record that the run continues from an older checkpoint, and that what was recorded after it is ignored."""

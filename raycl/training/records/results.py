@@ -33,18 +33,19 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
     matrix = matrix_of([task.name for task in tasks], [phase.name for phase in phases], state)
     times = [record["times"] for record in state.phases]
     seconds = sum(entry["train_s"] for entry in times)
+    finished = state.scored == len(phases)
     return {
         "raycl": __version__,
         "fingerprint": info.fingerprint,
-        "finished": len(state.phases) == len(phases),
+        "finished": finished,
         "config": info.tree,
         "stream": {"name": stream.name, "tasks": list(matrix.tasks), "notes": list(stream.notes)},
         "phases": list(matrix.phases),
         "matrix": matrix.to_json()["cells"],
         "singles": info.singles,
-        "unseen": _unseen(state, types) if len(state.phases) == len(phases) else None,
+        "unseen": _unseen(state, types) if finished else None,
         "untrained": _untrained(untrained, tasks, never, types),
-        "revision": _revision(state) if len(state.phases) == len(phases) else None,
+        "revision": _revision(state) if finished else None,
         "metrics": summary(matrix, info.singles),
         "averages": averages(matrix),
         "variants": compute_variants(matrix, info.singles, {task: cell["value"] for task, cell in untrained.items()}),

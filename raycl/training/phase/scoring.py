@@ -1,0 +1,74 @@
+"""What is known of a phase once it is evaluated: its row of the matrix, unseen tasks, the method's summary.
+
+Workers score the phase that they have just trained. With `eval.mode=overlap`, another process does it from the phase's
+last checkpoint.
+What it does not know: where a row is recorded, and who waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from raycl.storage import Storage
+from raycl.training.distributed import DistributedContext, load_parameters
+from raycl.training.phase.evaluation import Before, Observations, evaluate_row, evaluate_unseen
+from raycl.training.records.checkpoint import read_checkpoint
+from raycl.training.records.publish import open_bank
+from raycl.training.records.tensor_objects import TensorObjects
+from raycl.training.training_context import TrainingContext
+from raycl.types import Phase
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """A phase's part of the results.
+
+    Attributes:
+        row, unseen: task name -> cell; unseen: of the last phase only.
+        summary: the method's and the modifiers', on the first worker.
+        eval_s: seconds that it took. lines: of the log, where another process has scored it.
+    """
+
+    row: dict[str, Any]
+    unseen: dict[str, Any]
+    summary: dict[str, Any]
+    eval_s: float
+    lines: tuple[str, ...] = ()
+
+
+def score_phase(
+    context: TrainingContext, phase: Phase, world: DistributedContext, storage: Storage, before: Before
+) -> ScoredRow:
+    """Evaluate the context's model as it is. Collective."""
+    began = time.perf_counter()
+    observations = Observations()
+    row = evaluate_row(context, phase, world, storage, observations, before)
+    is_last = phase.index == len(context.phases) - 1
+    unseen = evaluate_unseen(context, world, storage, before) if is_last else {}
+    eval_s = time.perf_counter() - began
+    observed = observations.means(world.gather)
+    summary = context.method.summary(observed) | context.modifiers.summary() if world.is_first else {}
+    return ScoredRow(_cells(row), _cells(unseen), summary, eval_s)
+
+
+def score_checkpoint(
+    context: TrainingContext, storage: Storage, name: str, world: DistributedContext, before: Before
+) -> ScoredRow:
+    """Evaluate the end of a phase by its checkpoint; the context is new, and is used up.
+
+    Raises:
+        CheckpointError: it is missing or damaged. RunError: of another version. StorageError: out of reach.
+    """
+    bank = open_bank(context.bank, storage).storage if context.bank.publish or context.bank.start else None
+    done = read_checkpoint(storage, name, TensorObjects(storage, bank))
+    assert done.is_phase_end, f"'{name}' is inside a phase"
+    context.method.load_state_dict(done.method, done.frozen_state)
+    context.modifiers.load_state(done.modifiers, done.frozen_state)
+    load_parameters(context.backbone, done.parameters)
+    return score_phase(context, context.phases[done.phase], world, storage, before)
+
+
+def _cells(scores: dict[str, Any]) -> dict[str, Any]:
+    return {name: asdict(cell) for name, cell in scores.items()}
