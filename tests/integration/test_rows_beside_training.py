@@ -9,10 +9,15 @@ import pytest
 from late_scorer import LateScorer
 from tiny import Lab, Stop, exported, matrix, run, trace
 
+from raycl import config as configs
 from raycl.errors import ConfigError, RunError
 from raycl.launch import driver
+from raycl.launch.scoring import scorer_resources
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
+from raycl.sweep.config import SweepConfig
+from raycl.sweep.drive import make_plan
+from raycl.sweep.folder import SweepFolder
 from raycl.training.records.journal import read_state
 
 OVERLAP = {"mode": "overlap"}
@@ -106,3 +111,18 @@ def test_hosts_that_need_a_row_at_once_refuse_it(lab: Lab, tmp_path: Path, host:
     prepared = driver.prepare(lab.config("bert", eval=OVERLAP, output={"dir": str(tmp_path)}))
     with pytest.raises(ConfigError, match=r"use eval\.mode=inline"):
         driver.train(prepared, driver.RunOptions(**host))
+
+
+def test_a_sweep_refuses_it_before_a_trial_starts(lab: Lab, tmp_path: Path) -> None:
+    base, space = lab.tree("bert"), {"eval.mode": {"choice": ["inline", "overlap"]}}
+    sweep = configs.validate(SweepConfig, {"name": "mine", "base": base, "space": space})
+    with pytest.raises(ConfigError, match=r"a sweep.* use eval\.mode=inline"):
+        make_plan(sweep, SweepFolder(Storage.at(tmp_path), "mine"))
+
+
+@pytest.mark.parametrize(("given", "of_a_worker", "gpus"), [(None, 1.0, 1.0), (None, 0.0, 0.0), (0.5, 1.0, 0.5)])
+def test_the_process_has_as_many_gpus_as_a_worker(
+    lab: Lab, given: float | None, of_a_worker: float, gpus: float
+) -> None:
+    config = lab.config("bert", eval={**OVERLAP, "overlap_gpus": given})
+    assert scorer_resources(config, of_a_worker) == {"CPU": 1.0, "GPU": gpus}
