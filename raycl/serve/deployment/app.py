@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ray import serve
@@ -23,14 +24,17 @@ from raycl.generation.requests import Event, Failed
 from raycl.serve.deployment.factory import close_service, open_front, open_service
 from raycl.serve.deployment.resources import gate_device, gate_takes, replica_takes, settled_device
 from raycl.serve.engine.disaggregated import RemoteRequest
-from raycl.serve.http.access import check_access
+from raycl.serve.http.access import Keys, check_access
 from raycl.serve.http.server import Listener
 from raycl.serve.http.web import make_web
 from raycl.serve.metrics import Metrics
-from raycl.serve.service import Answer, Service, finished_text, labelled, routed, take
+from raycl.serve.service import Answer, finished_text, labelled, routed, take
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.decisions import decide_first
 from raycl.serve.snapshots.gate_actor import GateActor, poll_gate
+from raycl.serve.upstream.choice import open_choice
+from raycl.serve.upstream.export import read_record
+from raycl.serve.upstream.web import make_front_web
 
 NAME = "raycl"
 log = logging.getLogger(__name__)
@@ -43,13 +47,16 @@ class Ingress:
         web: the ASGI application, for Serve's proxy.
     """
 
-    def __init__(self, service: Service, config: ServeConfig) -> None:
+    def __init__(self, make: Callable[[Keys], Any], config: ServeConfig) -> None:
         """Listen, if it is not the proxy that does.
+
+        Args:
+            make: the application with these API keys.
 
         Raises:
             ConfigError: no keys are set in this process, and it would be reachable from the network.
         """
-        self.web = make_web(service, check_access(config))
+        self.web = make(check_access(config))
         self.listener = Listener(self.web, config) if config.ingress == "direct" else None
 
     def check_health(self) -> None:
@@ -73,7 +80,7 @@ class Endpoint:
         if gate_actor is not None:
             poll_gate(gate_actor, self.service)
         self.metrics = Metrics(self.service)
-        self.ingress = Ingress(self.service, self.config)
+        self.ingress = Ingress(partial(make_web, self.service), self.config)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self.ingress.web
@@ -145,7 +152,7 @@ class Front:
         self.service = open_front(self.config, stream, object_store_cache=True)
         if gate_actor is not None:
             poll_gate(gate_actor, self.service)
-        self.ingress = Ingress(self.service, self.config)
+        self.ingress = Ingress(partial(make_web, self.service), self.config)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self.ingress.web
@@ -153,6 +160,27 @@ class Front:
     def check_health(self) -> None:
         """See `Endpoint.check_health`."""
         assert self.service.engine.alive, "a thread has ended"
+        self.ingress.check_health()
+
+    def __del__(self) -> None:
+        if hasattr(self, "ingress"):
+            self.ingress.close()
+
+
+class Forward:
+    """Ingress and router in front of an engine that is not raycl's."""
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        """Load the router of the exported snapshot."""
+        logging.getLogger("raycl").setLevel(logging.INFO)
+        config = configs.validate(ServeConfig, tree)
+        self.ingress = Ingress(partial(make_front_web, open_choice(config), config), config)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self.ingress.web
+
+    def check_health(self) -> None:
+        """See `Endpoint.check_health`."""
         self.ingress.check_health()
 
     def __del__(self) -> None:
@@ -185,6 +213,9 @@ def build_from(config: ServeConfig) -> Any:
         ConfigError, BankError: see `build`.
     """
     check_access(config)
+    if config.forwards:
+        read_record(config.upstream.export or "")  # a wrong folder is an error before anything starts
+        return serve.deployment(serve.ingress()(Forward), **options_of(config)).bind(configs.as_tree(config))
     decide_first(Bank.at(config.bank), config)
     tree = {**configs.as_tree(config), "device": settled_device(config.device)}
     others = []

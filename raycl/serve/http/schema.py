@@ -6,6 +6,7 @@ What it does not know: how an answer is made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, WithJsonSchema
@@ -47,7 +48,7 @@ UnsupportedLogprobs = Annotated[
 """The same for a count of tokens' chances, of which 0 is one: that of the token taken."""
 
 
-class _Wire(BaseModel):
+class Wire(BaseModel):
     """Unknown fields are ignored, as clients of many versions send them; wrong types are not, null is the default.
 
     Known fields that would change the answer and are not supported are rejected (`Unsupported`).
@@ -56,7 +57,7 @@ class _Wire(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class Pins(_Wire):
+class Pins(Wire):
     """The snapshot, adapters or task that a request pins; together with `model`, the narrower one counts."""
 
     snapshot: int | None = Field(None, ge=1, le=MAX_NUMBER, description="answer from this snapshot")
@@ -66,7 +67,7 @@ class Pins(_Wire):
     template: bool | None = Field(None, description="prompt of the task around the text; null: not in completions")
 
 
-class Request(_Wire):
+class Request(Wire):
     """What every request has."""
 
     model: Name = Field("auto", description="auto, base, an adapter, or snapshot:NUMBER")
@@ -78,13 +79,13 @@ class Request(_Wire):
         return self.raycl or Pins()
 
 
-class StreamOptions(_Wire):
+class StreamOptions(Wire):
     """What a stream contains beside the text."""
 
     include_usage: bool | None = None
 
 
-class ResponseFormat(_Wire):
+class ResponseFormat(Wire):
     """What an answer looks like."""
 
     type: Literal["text"]
@@ -122,14 +123,14 @@ class Generation(Request):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class Part(_Wire):
+class Part(Wire):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: AnyText
 
 
-class Message(_Wire):
+class Message(Wire):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -146,6 +147,12 @@ class Message(_Wire):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+def conversation(messages: Sequence[Message]) -> str:
+    """Messages as one text (`raycl.data.conversation`); "" where they say nothing."""
+    turns = [message.turn for message in messages if message.text]
+    return text_of(turns) if any(turn.content.strip() for turn in turns) else ""
+
+
 class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
@@ -158,8 +165,7 @@ class ChatRequest(Generation):
     @property
     def prompt(self) -> str:
         """The conversation as one text (`raycl.data.conversation`)."""
-        turns = [message.turn for message in self.messages if message.text]
-        return text_of(turns) if any(turn.content.strip() for turn in turns) else ""
+        return conversation(self.messages)
 
 
 class CompletionRequest(Generation):
@@ -183,7 +189,7 @@ class ClassifyRequest(Request):
         return [self.input] if isinstance(self.input, str) else self.input
 
 
-class ActivateRequest(_Wire):
+class ActivateRequest(Wire):
     """POST /admin/activate."""
 
     snapshot: int = Field(ge=1, le=MAX_NUMBER)

@@ -94,7 +94,7 @@ class Listener:
             uvicorn.Config(
                 web,
                 http=Protocol,
-                lifespan="off",
+                lifespan="auto",
                 log_config=None,
                 access_log=config.access_log,
                 timeout_keep_alive=KEEP_ALIVE_S,

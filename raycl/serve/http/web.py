@@ -43,7 +43,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 def make_web(service: Service, keys: Keys) -> Any:
     """The ASGI application of one replica."""
     app = FastAPI(title="raycl", version=__version__, responses=ERROR_RESPONSES, docs_url=None, redoc_url=None)
-    _add_errors(app)
+    add_errors(app)
     add_texts(app, service)
     _add_labels(app, service)
     _add_models(app, service)
@@ -64,7 +64,9 @@ class _Plain(Response):
         return json.dumps(content).encode()
 
 
-def _add_errors(app: FastAPI) -> None:
+def add_errors(app: FastAPI) -> None:
+    """What goes wrong becomes an answer in OpenAI's shape."""
+
     @app.exception_handler(RequestValidationError)
     async def wrong(request: Request, error: RequestValidationError) -> Response:
         first, place = _clearest(error)
