@@ -212,7 +212,8 @@ def test_streams_pass_event_by_event_and_end_with_their_client(
             assert "second" in next(lines) and list(lines) == ["data: [DONE]"]
         stand_in.go.clear()
         with client.stream("POST", "/v1/chat/completions", json=asked) as found:
-            assert "first" in next(found.iter_lines())
+            lines = found.iter_lines()
+            assert "first" in next(lines)
             assert not stand_in.left.is_set()
         until(stand_in.left.is_set)
         with client.stream("POST", "/v1/chat/completions", json=asked) as found:

@@ -94,7 +94,7 @@ class Listener:
             uvicorn.Config(
                 web,
                 http=Protocol,
-                lifespan="auto",
+                lifespan="on" if config.forwards else "off",
                 log_config=None,
                 access_log=config.access_log,
                 timeout_keep_alive=KEEP_ALIVE_S,

@@ -29,7 +29,7 @@ from raycl.serve.upstream.choice import AdapterChoice
 from raycl.serve.upstream.client import CONNECT_S, UpstreamClient
 
 AUTO, CHOSEN = "auto", "x-raycl-model"
-"""The model whose adapter is chosen here; header of an answer with what the engine was asked for."""
+"""The model whose adapter is chosen here; header of an answer with what the engine was given for."""
 
 T = TypeVar("T", bound=Wire)
 log = logging.getLogger(__name__)
@@ -74,11 +74,11 @@ class Front:
     async def answer(self, path: str, request: Request, is_chat: bool) -> Response:
         """The engine's answer, by the adapter that the request names or that is chosen for its text."""
         body = await _tree(request)
-        asked = _read(RoutedRequest, body)
-        if asked.model == AUTO:
-            name = await self._choose(body, asked.raycl or Routing(), is_chat)
+        given = _read(RoutedRequest, body)
+        if given.model == AUTO:
+            name = await self._choose(body, given.raycl or Routing(), is_chat)
         else:
-            name = asked.model
+            name = given.model
         model = self.choice.record.model_of(name)
         sent = {key: value for key, value in body.items() if key != "raycl"} | {"model": model}
         return await self.client.post(path, sent, request.headers, {CHOSEN: quote(model, safe=":/@+ ")})
