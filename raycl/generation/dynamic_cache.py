@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from raycl.backbone.base import Backbone
@@ -201,9 +202,13 @@ def step(backbone: Backbone, state: DynamicKVCache, next_B: Tensor) -> DynamicKV
 
 
 def _cache(layers: Layers) -> DynamicCache:
+    """Keys and values as they are: `DynamicCache.update` would copy them, and again when the next ones join."""
     cache = DynamicCache()
-    for number, (keys, values) in enumerate(layers):
-        cache.update(keys, values, number)
+    for keys, values in layers:
+        layer = DynamicLayer()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        cache.layers.append(layer)
     return cache
 
 
