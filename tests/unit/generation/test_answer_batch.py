@@ -133,6 +133,16 @@ def test_a_frozen_output_layer_reads_states_that_lie_together(rows: int, tmp_pat
     assert seen == [((rows, 1, width), (width, width, 1))]
 
 
+def test_a_step_copies_no_keys_to_begin_with(tmp_path: Path) -> None:
+    backbone, _ = with_adapters("llama", tmp_path, False)
+    state = dynamic_cache.begin(backbone, backbone.codec.encode_source(SOURCES))
+    given = [layer.keys for layer in dynamic_cache._cache(state.layers).layers]
+    assert all(mine is its for mine, (its, _) in zip(given, state.layers, strict=True))
+    before = [keys.clone() for keys, _ in state.layers]
+    dynamic_cache.step(backbone, state, torch.ones(len(SOURCES), dtype=torch.long))
+    assert all(torch.equal(keys, was) for (keys, _), was in zip(state.layers, before, strict=True))
+
+
 def test_attention_of_inference_is_that_of_serving(lab: Lab) -> None:
     """In bfloat16 on a CPU, training has another one."""
     world = DistributedContext.alone(torch.device("cpu"))
