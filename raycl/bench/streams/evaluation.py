@@ -91,6 +91,8 @@ def measure(options: argparse.Namespace) -> Report:
         torch.set_num_threads(threads)
     notes = [f"the load was {before:.1f} when this began: times say little"] if before > BUSY else []
     settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
+    if options.overlap:
+        settings["threads"] = 1
     return Report("evaluation", settings, figures, machine(before), notes)
 
 
