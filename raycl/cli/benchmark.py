@@ -43,6 +43,7 @@ BENCHMARKS = {
     "evaluation": "raycl.bench.streams.evaluation",
     "startup": "raycl.bench.startup",
     "memory": "raycl.bench.streams.memory",
+    "checkpoint": "raycl.bench.streams.checkpoint",
     "gpu": "raycl.bench.gpu.suite",
 }
 """Name -> module with `add_flags(parser)` and `measure(options) -> Report`; perhaps `without_measuring(options)`, which

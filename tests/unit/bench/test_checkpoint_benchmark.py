@@ -1,0 +1,37 @@
+"""What the checkpoint benchmark counts: memory that is taken, though memory was freed before; of runs that are valid."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raycl import config as configs
+from raycl.bench.streams.checkpoint import END, INSIDE, Taken, tree_of
+from raycl.bench.streams.memory import ENGINES
+from raycl.run.config import RunConfig
+
+MIB = 2**20
+
+
+def test_what_was_freed_hides_nothing() -> None:
+    taken = Taken()
+    freed = [np.ones(MIB // 8) for _ in range(64)]
+    last = np.ones(8)
+    del freed
+    taken.begin()
+    held = [np.ones(MIB // 8) for _ in range(48)]
+    time.sleep(0.2)
+    del held
+    taken.end(INSIDE)
+    taken.end(END)
+    assert last.all() and taken.found[END] == []
+    assert 40 * MIB < taken.found[INSIDE][0] < 60 * MIB
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_engine_has_a_valid_run(engine: str, tmp_path: Path) -> None:
+    found = configs.validate(RunConfig, tree_of(engine, 4, tmp_path))
+    assert found.engine.name == ENGINES[engine][0].partition("=")[2] and found.checkpoint.every_steps == 2
