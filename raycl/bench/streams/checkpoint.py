@@ -142,18 +142,25 @@ class Taken:
         """The same engines, which tell when a step is done and a forward pass begins."""
         return lambda accumulation, steps: WatchedEngine(open_engine(accumulation, steps), self)  # type: ignore[return-value]
 
-    def begin(self) -> None:
-        """From now on."""
+    def begin(self, again: bool = False) -> None:
+        """From now on; what was taken before `pause` counts too if this goes on `again`."""
+        taken = self._most - self._level if again else 0
         return_freed_memory()
-        self._level = self._most = private_bytes()
+        self._level = private_bytes()
+        self._most = self._level + taken
         self._over = over = threading.Event()
         threading.Thread(target=self._watch, args=(over,), daemon=True).start()
 
-    def end(self, when: str) -> None:
+    def pause(self) -> None:
         """Until now."""
         if self._over is not None:
             self._over.set()
             self._over = None
+
+    def end(self, when: str) -> None:
+        """Until now, and what was taken is kept."""
+        if self._over is not None:
+            self.pause()
             self.found[when].append(self._most - self._level)
 
     def _watch(self, over: threading.Event) -> None:
@@ -181,6 +188,12 @@ class WatchedEngine:
         self.taken.begin()
         return norm
 
+    def close(self) -> None:
+        """What an engine takes to leave whole parameters is not for the checkpoint."""
+        self.taken.pause()
+        self.engine.close()
+        self.taken.begin(again=True)
+
 
 class UntilEvaluation(Control):
     """A run's control that tells when evaluation begins."""
@@ -198,8 +211,8 @@ class UntilEvaluation(Control):
 
 def private_bytes() -> int:
     """Resident memory of this process, without files and what it shares."""
-    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    _, held, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (held - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def return_freed_memory() -> None:

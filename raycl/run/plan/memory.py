@@ -118,12 +118,12 @@ def host_memory(model: Model, engine: Engine, run: Run, on_node: int) -> dict[st
 def writing(model: Model, engine: Engine, on_node: int) -> float:
     """Host memory for a checkpoint. Adapters are copied by every worker at a task's end.
 
-    A trained backbone is written one tensor at a time, the largest of which is one outside of its layers; only masters
-    that go when the engine closes are copied, by the first worker at a task's end.
+    A trained backbone is written one tensor, or part of one, at a time; the largest is outside of its layers. Only
+    masters that go when the engine closes are copied, by the first worker at a task's end.
     """
     trained = model.most_trained
     if not model.trained_layers:
         return float(MASTER * trained * on_node)
     largest = max(model.parameters - model.in_layers, *(linear.inputs * linear.outputs for linear in model.linears))
     kept = trained if engine.separate_masters and model.compute_bytes < MASTER else 0
-    return float(MASTER * (largest * (on_node if engine.gathers_to_write else 1) + kept))
+    return float(MASTER * (largest + kept))

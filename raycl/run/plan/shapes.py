@@ -266,7 +266,7 @@ def engine_of(config: EngineConfig, model: Model, workers: int) -> Engine:
         )
     zero = config.zero_stage
     if not zero:
-        return Engine("deepspeed zero 0", workers, gathers_to_write=True)
+        return Engine("deepspeed zero 0", workers)
     return Engine(
         f"deepspeed zero {zero}",
         workers,
@@ -278,7 +278,6 @@ def engine_of(config: EngineConfig, model: Model, workers: int) -> Engine:
         bucket=REDUCE_BUCKET if zero >= 2 else 0,
         gathered=LIVE if zero == 3 and workers > 1 else 0,
         on_host=config.offload_optimizer,
-        gathers_to_write=True,
     )
 
 

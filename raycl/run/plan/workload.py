@@ -117,7 +117,6 @@ class Engine:
         layers_alone: what stands outside of the model's layers, adapters too, is whole on every worker.
         loads_whole: each worker has all weights on its device before they are divided.
         on_host: masters and optimizer state are in CPU memory.
-        gathers_to_write: every worker has the whole of the tensor that is written to a checkpoint.
     """
 
     name: str
@@ -132,7 +131,6 @@ class Engine:
     layers_alone: bool = False
     loads_whole: bool = True
     on_host: bool = False
-    gathers_to_write: bool = False
 
     def share(self, in_layers: float, outside: float, parts: int) -> float:
         """What a worker holds of so much that belongs to layers, and so much that does not."""

@@ -208,24 +208,42 @@ class DeepSpeedEngine:
         }
 
     def share(self, names: Iterable[str]) -> Share:
-        """DeepSpeed gathers one tensor at a time, when it is written."""
+        """This worker's part of each tensor, flat, as DeepSpeed divides it; nothing is copied."""
         own = dict(self.backbone.named_parameters())
+        if self._is_plain:
+            if not self.world.is_first:
+                return Share()
+            state = {f"{name}/{moment}": self._moment(own[name], moment) for name in self.trained for moment in MOMENTS}
+            return Share({name: own[name].detach() for name in names}, state)
+        parameters, optimizer, places = {}, {}, {}
+        for name in names:
+            parameter = own[name]
+            first, count = self._extent(parameter)
+            if not count:
+                continue
+            places[name] = first, list(_shape(parameter))
+            parameters[name] = self._part(parameter)[:count]
+            for moment in MOMENTS:
+                part = torch.zeros(count) if self._fresh else self._part(parameter, moment)[:count]
+                optimizer[f"{name}/{moment}"] = part
+        return Share(parameters, optimizer, places, is_part=True)
 
-        def gather(name: str) -> Tensor:
-            owner, _, moment = name.rpartition("/")
-            return self._whole(own[name]) if name in own else self._moment(self.trained[owner], moment)
+    def _extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """First element of this worker's part, and elements; at ZeRO 3 the last parts may be cut or empty."""
+        if self.stage == 3:
+            part = self._part(parameter).numel()
+            first = min(self.world.rank * part, _numel(parameter))
+            return first, min(part, _numel(parameter) - first)
+        mapping: Any = getattr(parameter, "_hp_mapping", None)
+        return (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel) if mapping else (0, 0)
 
-        shapes = {name: _shape(parameter) for name, parameter in own.items()}
-        parameters = {name: _without_values(shapes[name], self._held_dtype(own[name])) for name in names}
-        state = {
-            f"{name}/{moment}": _without_values(shapes[name], torch.float32)
-            for name in self.trained
-            for moment in MOMENTS
-        }
-        return Share(parameters, state, is_part=True, gather=gather)
-
-    def _held_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        return torch.float32 if parameter.requires_grad and not self._is_plain else parameter.dtype
+    def _part(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
+        """This worker's part of the float32 master, or of a moment, in DeepSpeed's own memory."""
+        if self.stage == 3:  # its public function copies what is on the CPU to the device
+            found = self.engine.optimizer._get_fp32_opt_state_partition(parameter, True, moment)[0]
+        else:
+            found = parameter._hp_mapping.get_hp_fragment(moment)  # type: ignore[attr-defined]
+        return found.detach().view(-1)  # type: ignore[no-any-return]
 
     def _moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
         if self._fresh:
@@ -309,10 +327,6 @@ def _numel(parameter: nn.Parameter) -> int:
 def _shape(parameter: nn.Parameter) -> torch.Size:
     """Of the whole parameter, where ZeRO 3 keeps parts."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _without_values(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _return_freed_memory() -> None:

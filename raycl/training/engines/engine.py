@@ -38,17 +38,15 @@ class Share:
 
     Attributes:
         parameters, optimizer: as `Engine.parameters` and `Engine.optimizer_state` name them.
-        places: name of a parameter of which this is some rows -> the first of them, and the rows of the whole.
+        places: name of a parameter of which this is a part -> the first row, and the rows of the whole; or of a flat
+            part the first element, and the whole's shape.
         is_part: other workers have shares too.
-        gather: name -> whole value, which the first worker writes; the tensors themselves then have no values (they are
-            on the device `meta`). Collective: every worker gathers all of them in the same order.
     """
 
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
-    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    places: Mapping[str, tuple[int, int | list[int]]] = field(default_factory=dict)
     is_part: bool = False
-    gather: Callable[[str], Tensor] | None = None
 
 
 class Engine(Protocol):

@@ -245,7 +245,6 @@ class TaskTrainer:
             modifiers=modifiers.state(),
             places=share.places,
             is_part=share.is_part,
-            gather=share.gather,
         )
 
     def _end(self, phase: Phase, task_context: TaskContext, done: Checkpoint) -> None:

@@ -36,6 +36,9 @@ FORMAT = 5
 PYTORCH = {"format": "pt"}
 """What `transformers` looks for in a header."""
 
+Extent = tuple[int, int | list[int]]
+"""The first row of a part, and the rows of the whole; or the first element of a flat part, and the whole's shape."""
+
 
 @dataclass
 class Checkpoint:
@@ -52,7 +55,7 @@ class Checkpoint:
         frozen_state: tensors of the method and of modifiers that are no parameters.
         modifiers: state of gradient modifiers by name.
         snapshot: a copy of the snapshot's record, where one was published: the bank may lose its own.
-        places, is_part, gather: of one worker's share, which is written and never read (`Share` of
+        places, is_part: of one worker's share, which is written and never read (`Share` of
             `raycl.training.engines.engine`).
     """
 
@@ -67,9 +70,8 @@ class Checkpoint:
     frozen_state: Mapping[str, Tensor] = field(default_factory=dict)
     modifiers: dict[str, Any] = field(default_factory=dict)
     snapshot: bytes = b""
-    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    places: Mapping[str, Extent] = field(default_factory=dict)
     is_part: bool = False
-    gather: Callable[[str], Tensor] | None = None
 
     @property
     def is_phase_end(self) -> bool:
@@ -91,11 +93,11 @@ class WrittenFile:
     """A file of tensors in a checkpoint's folder.
 
     Attributes:
-        places: name of a tensor of which the file has some rows -> the first of them, and the rows of the whole.
+        places: name of a tensor of which the file has a part -> which part.
     """
 
     sha256: str
-    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    places: dict[str, Extent] = field(default_factory=dict)
 
 
 def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, objects: TensorObjects) -> None:
@@ -104,18 +106,10 @@ def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, object
 
 
 def write_share(storage: Storage, name: str, checkpoint: Checkpoint, rank: int) -> dict[str, WrittenFile]:
-    """Write a worker's tensors, one after another from where they are; those of workers without any leave no file.
-
-    Collective where tensors are gathered: the first worker writes them.
-    """
+    """Write a worker's tensors, one after another from where they are; those of workers without any leave no file."""
     folder = storage.sub(f"{FOLDER}/{name}")
     found: dict[str, WrittenFile] = {}
     for file, tensors in ((PARAMETERS, checkpoint.parameters), (OPTIMIZER, checkpoint.optimizer)):
-        gather = checkpoint.gather
-        if gather is not None:
-            sha256 = _write_gathered(folder if not rank else None, file, tensors, gather)
-            found |= {} if rank else {file: WrittenFile(sha256)}
-            continue
         if rank and not tensors:
             continue
         file = file if not rank else file.replace(".", f"-{rank:05d}.")
@@ -140,21 +134,6 @@ def _write_packed(folder: Storage, file: str, parts: Callable[[], Iterator[Buffe
 
     folder.write_parts(file, hashed)
     return digest.hexdigest()
-
-
-def _write_gathered(
-    folder: Storage | None,
-    file: str,
-    tensors: Mapping[str, Tensor],
-    gather: Callable[[str], Tensor],
-    metadata: Mapping[str, str] | None = None,
-) -> str:
-    """Write tensors that all workers gather together, one at a time; None: another worker writes them. Collective."""
-    if folder is not None:  # nothing is retried: no other worker would gather again
-        return _write_packed(folder.with_retries(0), file, lambda: packed(tensors, gather, metadata))
-    for part in packed(tensors, gather, metadata):
-        del part  # its memory may be freed before the next one is gathered
-    return ""
 
 
 def commit_checkpoint(
@@ -225,9 +204,10 @@ def _joined(files: Mapping[str, bytes], name: str, places: Mapping[str, Any]) ->
             if one not in places.get(file, {}):
                 found[one] = tensor
                 continue
-            first, rows = places[file][one]
-            whole = found.setdefault(one, torch.empty(rows, *tensor.shape[1:], dtype=tensor.dtype))
-            whole[first : first + len(tensor)] = tensor
+            first, of = places[file][one]
+            shape = (of, *tensor.shape[1:]) if isinstance(of, int) else of
+            held = found.setdefault(one, torch.empty(*shape, dtype=tensor.dtype))
+            (held if isinstance(of, int) else held.view(-1))[first : first + len(tensor)] = tensor
     return found
 
 
@@ -311,7 +291,9 @@ def write_model(storage: Storage | None, name: str, learned: Learned, model_file
     if folder is not None:
         for file, data in model_files.items():
             folder.write(file, data)
-    if any(isinstance(value, DTensor) for value in body.values()):
-        _write_gathered(folder, "model.safetensors", body, lambda key: whole(body[key].detach()), PYTORCH)
-    elif folder is not None:
-        _write_packed(folder, "model.safetensors", lambda: packed(body, body.__getitem__, PYTORCH))
+    is_shared = any(isinstance(value, DTensor) for value in body.values())
+    parts = partial(packed, body, lambda key: whole(body[key].detach()), PYTORCH)
+    if folder is not None:  # where weights are gathered nothing is retried: no other worker would gather them again
+        _write_packed(folder.with_retries(0) if is_shared else folder, "model.safetensors", parts)
+    for part in parts() if folder is None and is_shared else ():
+        del part  # its memory may be freed before the next one is gathered

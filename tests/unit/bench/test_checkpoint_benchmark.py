@@ -1,4 +1,4 @@
-"""What the checkpoint benchmark counts: memory that is taken, though memory was freed before; of runs that are valid."""
+"""What the checkpoint benchmark counts: memory that is taken, whatever was freed before; its runs are valid."""
 
 from __future__ import annotations
 

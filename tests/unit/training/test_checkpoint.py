@@ -5,12 +5,15 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from raycl.bank import Bank
 from raycl.bank.tensor_groups import TensorGroups
+from raycl.bank.tensors import packed
 from raycl.errors import CheckpointError, RunError
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import (
@@ -56,16 +59,15 @@ def test_the_end_of_a_phase_has_no_optimizer(tmp_path: Path) -> None:
     assert found.is_phase_end and found.optimizer == {}
 
 
-def shares(storage: Storage) -> Checkpoint:
-    """Three workers write a checkpoint together; returns what it holds."""
+def shares(storage: Storage, flat: bool = False) -> Checkpoint:
+    """Three workers write a checkpoint together, some rows each, or some elements; returns what it holds."""
     whole, objects = made(), TensorObjects(storage)
-    dealt = {"a": [(0, 2), (2, 3), (3, 3)]}
     written = {}
     for rank in range(3):
-        first, end = dealt["a"][rank]
-        mine = replace(whole, places={"a": (first, 3)}, is_part=True)
-        mine.parameters = {"a": whole.parameters["a"][first:end]}
-        mine.optimizer = {name: value[first:end] for name, value in whole.optimizer.items()}
+        first, end = [(0, 3), (3, 6), (6, 6)][rank] if flat else [(0, 2), (2, 3), (3, 3)][rank]
+        mine = replace(whole, places={"a": (first, [3, 2] if flat else 3)}, is_part=True)
+        mine.parameters = {"a": (whole.parameters["a"].view(-1) if flat else whole.parameters["a"])[first:end]}
+        mine.optimizer = {name: (v.view(-1) if flat else v)[first:end] for name, v in whole.optimizer.items()}
         if rank == 0:
             mine.parameters |= {name: whole.parameters[name] for name in ("b", "empty")}
         written |= write_share(storage, "c", mine, rank)
@@ -73,34 +75,28 @@ def shares(storage: Storage) -> Checkpoint:
     return whole
 
 
-def test_shares_of_several_workers_are_joined(tmp_path: Path) -> None:
-    whole = shares(Storage.at(tmp_path))
+@pytest.mark.parametrize("flat", [False, True])
+def test_shares_of_several_workers_are_joined(tmp_path: Path, flat: bool) -> None:
+    whole = shares(Storage.at(tmp_path), flat)
     found = read_checkpoint(Storage.at(tmp_path), "c")
     for mine, other in ((found.parameters, whole.parameters), (found.optimizer, whole.optimizer)):
         assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
 
 
-def test_tensors_are_gathered_one_at_a_time_by_all_workers_in_one_order(tmp_path: Path) -> None:
-    whole, storage = made(), Storage.at(tmp_path)
-    names, alive = [], []
+def test_one_tensor_at_a_time_is_in_memory_while_a_file_is_written(tmp_path: Path) -> None:
+    tensors, storage = made().optimizer | made().parameters, Storage.at(tmp_path)
+    alive: list[weakref.ref[Any]] = []
 
-    def gather(name: str) -> torch.Tensor:
+    def fetch(name: str) -> torch.Tensor:
         assert not any(one() is not None for one in alive), "the tensor before it is still held"
-        value = {**whole.parameters, **whole.optimizer}[name]
+        value = tensors[name]
         memory = value.reshape(-1).view(torch.uint8).numpy().copy()
-        names.append(name)
         alive.append(weakref.ref(memory))
         return torch.from_numpy(memory).view(value.dtype).view(value.shape) if value.numel() else value
 
-    described = replace(whole, is_part=True, gather=gather)
-    described.parameters = {name: value.to("meta") for name, value in whole.parameters.items()}
-    described.optimizer = {name: value.to("meta") for name, value in whole.optimizer.items()}
-    assert write_share(storage, "c", described, 1) == {} and not storage.exists("checkpoints")
-    commit_checkpoint(storage, "c", described, TensorObjects(storage), write_share(storage, "c", described, 0))
-    assert names[: len(names) // 2] == names[len(names) // 2 :]
-    found = read_checkpoint(storage, "c")
-    for mine, other in ((found.parameters, whole.parameters), (found.optimizer, whole.optimizer)):
-        assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
+    described = {name: value.to("meta") for name, value in tensors.items()}
+    storage.write_parts("f.safetensors", lambda: packed(described, fetch, {"format": "pt"}))
+    assert storage.read("f.safetensors") == save(tensors, {"format": "pt"}) and len(alive) == len(tensors)
 
 
 @pytest.mark.parametrize("file", ["parameters-00001.safetensors", "optimizer-00002.safetensors"])
