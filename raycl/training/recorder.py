@@ -11,11 +11,13 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from raycl.bank.leases import hold_lease, release_lease
+from raycl.errors import StorageError
 from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.tracking import MetricsSink
@@ -23,7 +25,7 @@ from raycl.training.distributed import DistributedContext
 from raycl.training.phase.scoring import ScoredRow
 from raycl.training.phase.step import StepResult
 from raycl.training.records import checkpoint as checkpoints
-from raycl.training.records.checkpoint import Checkpoint
+from raycl.training.records.checkpoint import Checkpoint, WrittenFile
 from raycl.training.records.journal import Journal, RunState, read_state
 from raycl.training.records.progress import Progress, Trace, clock
 from raycl.training.records.publish import move_branch, open_bank, publish
@@ -36,6 +38,16 @@ log = logging.getLogger("raycl")
 
 OnPhase = Callable[[dict[str, Any]], bool | None]
 """Called on every worker after each phase with its record; False: the run stops there."""
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint whose files are being written: name of its folder, and the manifest so far (on the first worker)."""
+
+    name: str
+    checkpoint: Checkpoint
+    manifest: dict[str, Any]
+    files: Future[dict[str, WrittenFile]]
 
 
 class Recorder:
@@ -75,6 +87,7 @@ class Recorder:
         self.state: RunState = world.broadcast(self.journal.state if self.journal else RunState())
         self.world, self.attempt = world, world.broadcast(self.journal.attempt if self.journal else 0)
         self.trace = Trace(storage, self.journal.attempt) if self.journal else None
+        self._saving: _Saving | None = None
         self.progress = Progress(context.train.log_every_s, len(context.phases))
 
     def go_back(self, checkpoint_names: list[str], phases: list[dict[str, Any]], reason: str) -> None:
@@ -115,23 +128,57 @@ class Recorder:
         if self.journal is not None and learned.adapters and context.bank.publish:
             done.published, done.snapshot = publish(context, phase, learned, done, self.state, self.objects)
 
-    def save(self, checkpoint: Checkpoint) -> None:
+    def save(self, checkpoint: Checkpoint, beside: bool = False) -> None:
         """Write a checkpoint: files, then the journal's record, then checkpoints that are not needed are deleted.
 
         Collective where each worker has a share.
+
+        Args:
+            beside: files are written in a thread, and what is trained must not change until `finish_saving`, without
+                which the checkpoint does not exist.
         """
+        self.finish_saving()
         if self.journal is None and not checkpoint.is_part:
             return
-        name = checkpoint.name(self.attempt)
+        name, manifest = checkpoint.name(self.attempt), {}
         if self.journal is not None and self.trace is not None:
             self.trace.flush()
             self.journal.ensure_current()
-        written = checkpoints.write_share(self.storage, name, checkpoint, self.world.rank)
+            manifest = checkpoints.begin_checkpoint(self.storage, name, checkpoint, self.objects)
+        write = partial(checkpoints.write_share, self.storage, name, checkpoint, self.world.rank)
+        pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving = _Saving(name, checkpoint, manifest, pool.submit(write))
+        pool.shutdown(wait=False)  # the thread ends with its work
+        if not beside:
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written, and record it; without one nothing is done.
+
+        Collective where each worker has a share.
+
+        Raises:
+            StorageError: a worker could not write its share.
+        """
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        name, checkpoint = saving.name, saving.checkpoint
+        written, error = {}, None
+        try:
+            written = saving.files.result()
+        except StorageError as raised:
+            error = raised
+        if checkpoint.is_part:
+            self.world.raise_any(error)
+        elif error is not None:
+            raise error
         for others in self.world.gather(written) if checkpoint.is_part else ():
             written |= others
         if self.journal is None:
             return
-        checkpoints.commit_checkpoint(self.storage, name, checkpoint, self.objects, written)
+        self.journal.ensure_current()
+        checkpoints.commit_checkpoint(self.storage, name, saving.manifest, written)
         unneeded = self.journal.checkpoint(name, self.context.checkpoint.keep)
         self.journal.ensure_current()  # a newer attempt may have started on one of them just now
         checkpoints.delete_checkpoints(self.storage, unneeded, self.journal.state.checkpoints, self.objects)
@@ -139,6 +186,11 @@ class Recorder:
             move_branch(self.context, self.storage, checkpoint.published)
             self._hold_lease(checkpoint)
             self.objects.delete_copies()
+
+    def close(self) -> None:
+        """Wait until nothing is written any more; a checkpoint that is not recorded by now will not exist."""
+        if self._saving is not None:
+            wait([self._saving.files])
 
     def _hold_lease(self, newest: Checkpoint) -> None:
         """Of the snapshots that the run's checkpoints continue from."""

@@ -13,6 +13,7 @@ from raycl.config import PathOrUri, Section
 EXEMPT = (
     *("launch", "tracking", "output", "bank.dir", "bank.publish", "bank.branch", "bank.sample_days", "bank.copies"),
     *("eval.mode", "eval.overlap_cpus", "eval.overlap_gpus"),
+    "checkpoint.asynchronous",
 )
 """What cannot change what a run learns: it may differ on resume and stays out of the fingerprint."""
 
@@ -154,9 +155,19 @@ class CheckpointConfig(Section):
         200, ge=1, description="optimizer steps between checkpoints; null: at task ends only"
     )
     keep: int = Field(2, ge=1, description="checkpoints that stay on storage")
+    asynchronous: bool = Field(
+        True,
+        description="files of a checkpoint inside a task are written during the next step's forward and backward "
+        "pass, which change nothing that is trained; the update waits for them. Nothing is copied",
+    )
     export: Literal["last", "each", "none"] = Field(
         "last", description="tasks after which a model folder is written, by methods that train all weights"
     )
+
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
+        """Without checkpoints inside tasks."""
+        if self.every_steps is None:
+            yield "asynchronous", "every_steps=null"
 
 
 class BankConfig(Section):

@@ -99,6 +99,8 @@ class StreamLoop:
         except StopRequested:
             if self.journal is not None:
                 log.info("stopped as requested")
+        finally:
+            self.recorder.close()
 
     def _evaluate_untrained(self) -> None:
         """What `eval.untrained` asks for, while the backbone is as it was loaded; kept for the next phase's record."""

@@ -5,7 +5,7 @@ What it does not know: how batches were drawn, what the method learns, how the e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,12 +43,14 @@ def train_step(
     world: DistributedContext,
     seed: int,
     modifiers: Modifiers = NONE,
+    before_update: Callable[[], None] | None = None,
 ) -> StepResult:
     """Accumulate over this worker's micro-batches, then update.
 
     Args:
         seed: fixes dropout for this step, so that nothing random needs to be kept in a checkpoint.
         modifiers: what changes the step's gradient before it is clipped; they have begun the task.
+        before_update: called once the last backward pass is over; until then nothing that is trained changes.
 
     Raises:
         RunError: the loss is not finite.
@@ -63,6 +65,8 @@ def train_step(
         loss_sum += _accumulate(engine, method, batch, max(count, 1.0), modifiers)
     loss = float(world.sum(loss_sum)) / max(count, 1.0)
     rate = engine.learning_rate
+    if before_update is not None:
+        before_update()
     norm = engine.step(modifiers, method.transform_gradients if method.transforms_gradients else None)
     if not torch.isfinite(torch.tensor([loss, norm])).all():
         raise RunError(f"the loss is {loss} and the gradient norm {norm}: lower train.learning_rate (now {rate:g})")

@@ -87,7 +87,8 @@ class TaskTrainer:
             seed = stable_seed(self.context.info.seed, "step", phase.index, index)
             task_context.step = Step(index, seed, len(batches))
             mask_check.before_step()
-            result = train_step(engine, self.context.method, batches, self.world, seed, self.context.modifiers)
+            method, modifiers, written = self.context.method, self.context.modifiers, self.recorder.finish_saving
+            result = train_step(engine, method, batches, self.world, seed, modifiers, written)
             mask_check.after_step()
             seconds = time.perf_counter() - began
             spent = {"train_s": spent["train_s"] + seconds, "tokens": spent["tokens"] + result.tokens}
@@ -178,10 +179,14 @@ class TaskTrainer:
         spent: dict[str, float],
         more: dict[str, Tensor],
     ) -> None:
-        """A checkpoint inside the phase: where one is due, or the run is to stop."""
+        """A checkpoint inside the phase: where one is due, or the run is to stop.
+
+        Its files may be written until the next update: the passes before that change nothing that is trained.
+        """
         stops = step < steps and self.control.stop_requested()
         if stops or is_due(step, steps, self.context.checkpoint.every_steps):
-            self._save_inside(phase, engine, step, steps, spent, more)
+            beside = self.context.checkpoint.asynchronous and not stops
+            self._save_inside(phase, engine, step, steps, spent, more, beside)
         if stops:
             engine.close()
             raise StopRequested
@@ -203,7 +208,8 @@ class TaskTrainer:
         try:
             self.rows.wait()
         except (RunError, StopRequested):
-            if step > start:
+            self.recorder.finish_saving()
+            if step > start and not is_due(step, steps, self.context.checkpoint.every_steps):
                 self._save_inside(phase, engine, step, steps, spent, more)
             engine.close()
             raise
@@ -216,10 +222,11 @@ class TaskTrainer:
         steps: int,
         spent: dict[str, float],
         more: dict[str, Tensor],
+        beside: bool = False,
     ) -> None:
         """Write a checkpoint inside the phase."""
         share = engine.share(trained_names(self.context.backbone))
-        self.recorder.save(self._checkpoint(phase, share, step, steps, spent, more))
+        self.recorder.save(self._checkpoint(phase, share, step, steps, spent, more), beside)
 
     def _checkpoint(
         self,

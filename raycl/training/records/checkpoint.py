@@ -8,6 +8,7 @@ What it does not know: which tensors a method learns, and which checkpoint count
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,7 +103,8 @@ class WrittenFile:
 
 def write_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, objects: TensorObjects) -> None:
     """Write the folder `checkpoints/<name>`, and objects that it names and the run has neither written nor read."""
-    commit_checkpoint(storage, name, checkpoint, objects, write_share(storage, name, checkpoint, 0))
+    manifest = begin_checkpoint(storage, name, checkpoint, objects)
+    commit_checkpoint(storage, name, manifest, write_share(storage, name, checkpoint, 0))
 
 
 def write_share(storage: Storage, name: str, checkpoint: Checkpoint, rank: int) -> dict[str, WrittenFile]:
@@ -136,14 +138,15 @@ def _write_packed(folder: Storage, file: str, parts: Callable[[], Iterator[Buffe
     return digest.hexdigest()
 
 
-def commit_checkpoint(
-    storage: Storage, name: str, checkpoint: Checkpoint, objects: TensorObjects, written: Mapping[str, WrittenFile]
-) -> None:
-    """Write what the first worker alone has, and last the manifest, which names the files of all workers."""
+def begin_checkpoint(storage: Storage, name: str, checkpoint: Checkpoint, objects: TensorObjects) -> dict[str, Any]:
+    """Write what the first worker alone has, and return the manifest, in which the files of workers are missing.
+
+    Nothing of it changes afterwards, whatever the method and modifiers do.
+    """
     folder = storage.sub(f"{FOLDER}/{name}")
     groups = TensorGroups.of(checkpoint.frozen_state).groups
     named = {group: objects.put(group, tensors) for group, tensors in groups.items()}
-    hashes = {file: one.sha256 for file, one in written.items()}
+    hashes = {}
     if checkpoint.snapshot:
         folder.write(SNAPSHOT, checkpoint.snapshot)
         hashes[SNAPSHOT] = hashlib.sha256(checkpoint.snapshot).hexdigest()
@@ -158,9 +161,18 @@ def commit_checkpoint(
         "modifiers": checkpoint.modifiers,
         "objects": {group: info.model_dump() for group, info in named.items()},
         "sha256": hashes,
-        "places": {file: one.places for file, one in written.items() if one.places},
+        "places": {},
     }
-    folder.write(MANIFEST, seal(manifest))
+    return copy.deepcopy(manifest)
+
+
+def commit_checkpoint(
+    storage: Storage, name: str, manifest: Mapping[str, Any], written: Mapping[str, WrittenFile]
+) -> None:
+    """Write the manifest, which names the files of all workers: from now on the checkpoint exists."""
+    hashes = manifest["sha256"] | {file: one.sha256 for file, one in written.items()}
+    places = {file: one.places for file, one in written.items() if one.places}
+    storage.sub(f"{FOLDER}/{name}").write(MANIFEST, seal({**manifest, "sha256": hashes, "places": places}))
 
 
 def read_checkpoint(

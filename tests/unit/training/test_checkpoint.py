@@ -18,6 +18,7 @@ from raycl.errors import CheckpointError, RunError
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import (
     Checkpoint,
+    begin_checkpoint,
     commit_checkpoint,
     delete_checkpoints,
     read_checkpoint,
@@ -71,7 +72,7 @@ def shares(storage: Storage, flat: bool = False) -> Checkpoint:
         if rank == 0:
             mine.parameters |= {name: whole.parameters[name] for name in ("b", "empty")}
         written |= write_share(storage, "c", mine, rank)
-    commit_checkpoint(storage, "c", whole, objects, written)
+    commit_checkpoint(storage, "c", begin_checkpoint(storage, "c", whole, objects), written)
     return whole
 
 
