@@ -8,6 +8,7 @@ SAPT's prompts one of them where they are most used.
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Condition
 from typing import Any
 
 import pytest
@@ -17,13 +18,17 @@ from tiny import ENGINES, KINDS, RUNS, TASKS, VARIANTS, Complete, Done, Lab, Sto
 
 from raycl.bank import Bank
 from raycl.bank.operations.maintenance import verify
+from raycl.errors import StorageError
 from raycl.methods.base import trained_names
 from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training import recorder, stream_loop
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import TorchEngine
-from raycl.training.phase import scoring
+from raycl.training.phase import scoring, step
+from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
+from raycl.training.records.journal import read_state
+from raycl.types import Batch
 
 SHARDING = ("fsdp", "zero2", "zero3")
 OWN = ("slm", "sapt", "olora", "inflora", "separate", "joint")
@@ -162,6 +167,62 @@ def test_stopped_around_the_export(
     run(done.config, storage)
     same_run(storage, done.storage)
     assert verify(Bank(storage.sub("bank"))).leftovers == []
+
+
+@pytest.mark.parametrize(("method", "engine"), [("slm", "torch"), ("finetune", "fsdp"), ("finetune", "zero2")])
+def test_the_next_passes_run_while_a_checkpoint_is_written(
+    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, engine: str
+) -> None:
+    done, storage, passes = complete("bert", method, engine), Storage.at(tmp_path), Condition()
+    count, seen = step.loss_count, list[Any]()
+    begin, write = recorder.checkpoints.begin_checkpoint, recorder.checkpoints.write_share
+
+    def counted(batch: Batch) -> Any:
+        with passes:
+            seen.append(batch)
+            passes.notify_all()
+        return count(batch)
+
+    def begun(*args: Any) -> Any:
+        seen.clear()
+        return begin(*args)
+
+    def late(storage: Storage, name: str, checkpoint: Checkpoint, rank: int) -> Any:
+        with passes:
+            assert checkpoint.is_phase_end or passes.wait_for(lambda: seen, timeout=20)
+        return write(storage, name, checkpoint, rank)
+
+    monkeypatch.setattr(step, "loss_count", counted)
+    monkeypatch.setattr(recorder.checkpoints, "begin_checkpoint", begun)
+    monkeypatch.setattr(recorder.checkpoints, "write_share", late)
+    run(done.config, storage)
+    same_run(storage, done.storage)
+    for name in storage.list("checkpoints"):
+        mine, other = (read_checkpoint(one, name, partial=True) for one in (storage, done.storage))
+        assert all(torch.equal(value, other.optimizer[key]) for key, value in mine.optimizer.items())
+        assert all(torch.equal(value, other.parameters[key]) for key, value in mine.parameters.items())
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_crash_or_an_error_while_a_checkpoint_is_written_leaves_the_one_before_it(
+    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    done, storage = complete("bert", "finetune", "fsdp"), Storage.at(tmp_path)
+    write, names = recorder.checkpoints.write_share, []
+
+    def failing(storage: Storage, name: str, *args: Any) -> Any:
+        names.append(name)
+        if len(names) > after:
+            storage.sub(f"checkpoints/{name}").write("parameters.safetensors", b"cut")
+            raise StorageError("the disk is full")
+        return write(storage, name, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="the disk is full"):
+        patch.setattr(recorder.checkpoints, "write_share", failing)
+        run(done.config, storage)
+    assert read_state(storage).checkpoints == names[:after] and storage.list("checkpoints") == names
+    run(done.config, storage)
+    same_run(storage, done.storage)
 
 
 @pytest.mark.parametrize("engine", ["torch", "fsdp"])

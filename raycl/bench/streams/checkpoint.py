@@ -84,7 +84,7 @@ def tree_of(engine: str, steps: int, folder: Path) -> dict[str, Any]:
         "method": "finetune",
         "stream": {**stream, "max_source_tokens": 32, "max_target_tokens": 2, "cache_dir": f"{folder}/cache"},
         "train": {"max_steps": steps, "batch_size": 4},
-        "checkpoint": {"every_steps": 2, "keep": 1},
+        "checkpoint": {"every_steps": 2, "keep": 1, "asynchronous": False},
     }
 
 
