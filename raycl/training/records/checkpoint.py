@@ -304,7 +304,12 @@ def write_model(storage: Storage | None, name: str, learned: Learned, model_file
         for file, data in model_files.items():
             folder.write(file, data)
     is_shared = any(isinstance(value, DTensor) for value in body.values())
-    parts = partial(packed, body, lambda key: whole(body[key].detach()), PYTORCH)
+
+    def fetch(key: str) -> Tensor:
+        value = whole(body[key].detach())
+        return value if folder is not None else value.flatten()[:0]  # what another worker writes stays on the device
+
+    parts = partial(packed, body, fetch, PYTORCH)
     if folder is not None:  # where weights are gathered nothing is retried: no other worker would gather them again
         _write_packed(folder.with_retries(0) if is_shared else folder, "model.safetensors", parts)
     for part in parts() if folder is None and is_shared else ():
