@@ -48,7 +48,7 @@ LIMIT_GIB = 18.0
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Sizes."""
     parser.add_argument("--model", choices=list(SHAPES), default="60M", help="size of the random backbone")
-    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), help="engines in turn")
+    parser.add_argument("--engines", nargs="*", choices=list(ENGINES), default=list(ENGINES), help="engines in turn")
     parser.add_argument("--workers", type=int, default=2, help="of Ray Train")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each of two tasks")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
