@@ -121,6 +121,7 @@ class Backbone(nn.Module, ABC):
         packs: in training, several examples share a row (`raycl.backbone.positions`).
         synchronized: workers share the weights, so that each must run as many forward passes as the others.
         inference_attention: attention under `inference`; None: as in training.
+        is_compiled: layers are under torch.compile, and run as they are under `inference`.
     """
 
     head: Head | None
@@ -136,6 +137,7 @@ class Backbone(nn.Module, ABC):
         self.competing_labels: tuple[str, ...] = ()
         self.every_position = self.packs = self.synchronized = False
         self.inference_attention: Attention | None = None
+        self.is_compiled = False
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
     @property
@@ -197,7 +199,8 @@ class Backbone(nn.Module, ABC):
         if self.inference_attention is not None:
             self.model.set_attn_implementation(self.inference_attention)
         try:
-            yield
+            with torch.compiler.set_stance("force_eager") if self.is_compiled else nullcontext():
+                yield
         finally:
             if self.inference_attention is not None:
                 self.model.set_attn_implementation(own)

@@ -32,6 +32,7 @@ from raycl.bench.gpu.tiny import word_tokenizer
 from raycl.bench.phases import bare_context
 from raycl.methods.lora.lora import Lora, LoraConfig
 from raycl.training.distributed import DistributedContext
+from raycl.training.engines.compilation import compile_layers
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.memory import forget_peak, peak_memory_mb, resident_memory_mb
 from raycl.training.phase.step import train_step
@@ -46,8 +47,9 @@ SIZES = {
 KEY_HEADS = {"small": 4, "1.1B": 4}
 VOCABULARY = 32_000
 
-EVERY, LABELLED, PACKED, CHECKPOINTED = (
+EVERY, LABELLED, PACKED, CHECKPOINTED, COMPILED = (
     "every logit, padded", "labelled logits, padded", "labelled logits, packed", "packed, gradient checkpointing",
+    "labelled logits, padded, compiled",
 )  # fmt: skip
 LIMITS = {
     "small": {LABELLED: (0.6, 0.75), PACKED: (0.5, 0.6)},
@@ -72,6 +74,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answer", type=int, default=12, help="longest answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="a contender with train.compile; its first step is slow")
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -83,7 +86,11 @@ def measure(options: argparse.Namespace) -> Report:
         vocabulary = int(backbone.model.config.vocab_size)
         sizes = (options.batch_size, options.tokens, options.answer, vocabulary)
         limits = {} if options.backbone else LIMITS.get(options.size, {})
-        found = list(figures(backbone, [unlike_batch(*sizes, seed) for seed in range(2)], options.rounds, limits))
+        found = list(
+            figures(
+                backbone, [unlike_batch(*sizes, seed) for seed in range(2)], options.rounds, limits, options.compile
+            )
+        )
     finally:
         torch.set_num_threads(threads)
     notes = [f"the load was {before:.1f} when this began"] if before > BUSY else []
@@ -93,12 +100,17 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def figures(
-    backbone: Backbone, batches: Sequence[Batch], rounds: int, limits: Mapping[str, tuple[float, float]]
+    backbone: Backbone,
+    batches: Sequence[Batch],
+    rounds: int,
+    limits: Mapping[str, tuple[float, float]],
+    compiles: bool = False,
 ) -> Iterator[Figure]:
     """Memory and time of each contender over those of the first, and whether all lose the same."""
-    spent, losses = _in_turn(backbone, batches, rounds)
+    names = (EVERY, LABELLED, PACKED, CHECKPOINTED, *([COMPILED] if compiles else []))
+    spent, losses = _in_turn(backbone, batches, rounds, names)
     held = "held at most above what it held before, "
-    for name in (LABELLED, PACKED, CHECKPOINTED):
+    for name in names[1:]:
         pairs = list(zip(spent[name], spent[EVERY], strict=True))
         most, longest = limits.get(name, (None, None))
         memory = median(one.mib / max(other.mib, 1.0) for one, other in pairs)
@@ -125,10 +137,10 @@ class Spent:
 
 
 def _in_turn(
-    backbone: Backbone, batches: Sequence[Batch], rounds: int
+    backbone: Backbone, batches: Sequence[Batch], rounds: int, names: Sequence[str]
 ) -> tuple[dict[str, list[Spent]], dict[str, list[float]]]:
     """Contender -> what each step needed, the first round left out, and the loss of all its steps."""
-    learners = {name: Learner(backbone, name) for name in (EVERY, LABELLED, PACKED, CHECKPOINTED)}
+    learners = {name: Learner(backbone, name) for name in names}
     spent: dict[str, list[Spent]] = {name: [] for name in learners}
     losses: dict[str, list[float]] = {name: [] for name in learners}
     for number in range(-1, rounds):
@@ -153,6 +165,8 @@ class Learner:
             own.packs = True
         if name == CHECKPOINTED:
             checkpoint_activations(own.model)
+        if name == COMPILED:
+            compile_layers(own)
         self.method = Lora(LoraConfig(targets=("attention.query", "attention.value")), own, 0)
         self.method.begin_task(PHASE, bare_context(PHASE))
         self.world = DistributedContext.alone(torch.device("cpu"))

@@ -143,12 +143,14 @@ class Method:
         own_adapters: every phase leaves adapters of its own; otherwise later phases change those of earlier ones.
         computes_gradients: it calls `TaskContext.gradients`, which engines that shard parameters cannot give.
         trains_backbone: it trains the backbone's own weights, so they cannot be quantized.
+        compiles: steps compute the same in each layer, whatever the batch, so that torch.compile need not start anew.
     """
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     own_adapters: ClassVar[bool] = False
     computes_gradients: ClassVar[bool] = False
     trains_backbone: bool = False
+    compiles: ClassVar[bool] = False
 
     def __init__(self, config: Any, backbone: Backbone, seed: int) -> None:
         self.config = config

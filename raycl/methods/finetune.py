@@ -20,6 +20,7 @@ class Finetune(Method):
 
     Config = FinetuneConfig
     trains_backbone = True
+    compiles = True
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """All parameters are trained; the head gains the phase's labels."""

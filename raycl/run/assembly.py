@@ -13,6 +13,7 @@ from raycl.methods.registry import method_class
 from raycl.run.checks import check_language_head, make_modifiers
 from raycl.run.config import RunConfig, info_of
 from raycl.training.distributed import DistributedContext
+from raycl.training.engines.compilation import compile_layers
 from raycl.training.engines.engine import Engine, TorchEngine
 from raycl.training.engines.fsdp import FSDPEngine, Root, shard
 from raycl.training.phase.trainer import OpenEngine
@@ -51,6 +52,8 @@ def build(
         root = shard(backbone, world, trains_layers)
     method = make(config.method, backbone, config.seed)
     check_language_head(method)
+    if config.train.compile:
+        compile_layers(backbone)
     info = info_of(config, singles, replaces)
     context = TrainingContext(
         info=info,

@@ -60,6 +60,7 @@ def check(config: RunConfig) -> Stream:
     check_quantized(config, method)
     make_modifiers(config, method)
     check_packing(config, method)
+    check_compiled(config, method)
     stream = open_stream(config.stream, config.seed)
     stream.check(codec)
     method.check(stream.tasks)
@@ -103,6 +104,31 @@ def check_packing(config: RunConfig, method: Method) -> None:
             f"train.packing is true, but method '{config.method.name}' learns soft prompts, which stand in front of "
             "every text and have no place inside a row: set train.packing to false, or use another method.value"
         )
+
+
+def check_compiled(config: RunConfig, method: Method) -> None:
+    """torch.compile pays where each step computes the same in the layers, and has been tried.
+
+    Raises:
+        ConfigError: something else is in them.
+    """
+    if not config.train.compile:
+        return
+    reason = ""
+    if not method.backbone.capabilities.one_sequence:
+        reason = f"backbone '{config.backbone.name}' is not decoder-only"
+    elif not method.compiles:
+        reason = f"method '{config.method.name}' changes what layers compute from batch to batch or task to task"
+    elif config.modifiers:
+        reason = f"modifier '{next(iter(config.modifiers))}' observes the outputs of layers"
+    elif config.engine.name != "torch":
+        reason = f"engine={config.engine.name} gathers and sums in the layers"
+    elif config.backbone.gradient_checkpointing:
+        reason = "backbone.gradient_checkpointing runs layers twice"
+    elif config.backbone.quantization != "none":
+        reason = f"backbone.quantization={config.backbone.quantization} has linears of its own"
+    if reason:
+        raise ConfigError(f"train.compile is true, but {reason}: set train.compile to false")
 
 
 def check_instructions(config: RunConfig, stream: Stream, codec: TextCodec) -> None:

@@ -36,6 +36,11 @@ class TrainConfig(Section):
         description="examples of a micro-batch share rows as long as its longest, without padding: the same losses and "
         "gradients in less time where lengths differ; decoder-only backbones",
     )
+    compile: bool = Field(
+        False,
+        description="torch.compile for the backbone's layers in training: steps take less time, after a first one that "
+        "compiles; decoder-only backbones, methods whose layers stay as they are (lora, finetune) and engine=torch",
+    )
     group_by_length: bool = Field(
         False,
         description="steps of examples with prompts of similar length, from windows of 50 shuffled steps: less "

@@ -47,6 +47,7 @@ class Lora(Method):
     """The frozen backbone with one LoRA that every task overwrites."""
 
     Config = LoraConfig
+    compiles = True
 
     def __init__(self, config: LoraConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)

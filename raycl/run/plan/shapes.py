@@ -22,7 +22,7 @@ from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.run.plan.opening import Opened
 from raycl.run.plan.workload import MASTER, Engine, Linear, Model, Run, Step
 from raycl.training.disk_space import MOMENTS, answers_of, growth, plan_from
-from raycl.training.engines.fsdp import layers
+from raycl.training.engines.compilation import layers
 from raycl.training.seeds import micro_batch_size
 from raycl.training.settings import DeepSpeedConfig, EngineConfig, FSDPConfig
 from raycl.training.training_context import TrainingContext

@@ -13,7 +13,6 @@ What it does not know: methods, tasks, data.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from raycl.backbone import Backbone, Output
 from raycl.training.distributed import DistributedContext, ensure_process_group, own_part
+from raycl.training.engines.compilation import layers
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.settings import TrainConfig
 from raycl.types import Batch
@@ -73,15 +73,6 @@ def shard(backbone: Backbone, world: DistributedContext, trains_layers: bool) ->
     root(None)
     backbone.synchronized = world.size > 1
     return root
-
-
-def layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that stand in lists: the layers of a transformer."""
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from layers(child)
 
 
 class FSDPEngine(TorchEngine):
