@@ -143,12 +143,11 @@ def test_a_run_that_is_stopped_in_every_way_equals_the_run_that_is_left_alone(
     """A killed worker in the first task; in the second a killed driver, a worker that hangs, SIGTERM, a store away.
 
     A worker that hangs (SIGSTOP) is ended, its group starts again; SIGTERM writes a checkpoint and exits with 75; a
-    store that stays away exits with 75 as well. A finished run is not started again. Rows are scored beside training.
+    store that stays away exits with 75 as well. A finished run is not started again. Overlap scores the last row.
     """
     store, picture = Store(), tmp_path / "matrix.png"
     storage = Storage.at(store.uri("runs/mine"))
-    beside = ("eval.mode=overlap", "eval.overlap_cpus=0")
-    first = own_driver(str(small), f"output.dir={store.uri('runs')}", "output.name=mine", *beside)
+    first = own_driver(str(small), f"output.dir={store.uri('runs')}", "output.name=mine")
     os.kill(with_checkpoint(storage).attempts[-1]["pid"], signal.SIGKILL)
     worker = in_second_task(storage, 2)
     first.kill()
@@ -173,7 +172,8 @@ def test_a_run_that_is_stopped_in_every_way_equals_the_run_that_is_left_alone(
     assert f"when it is back, continue with --resume '{storage.address}'" in said.splitlines()[-1], said
     assert "did not answer for" in said and "Traceback" not in said
 
-    last = own_driver("--resume", storage.address, "--png", str(picture))
+    beside = ("eval.mode=overlap", "eval.overlap_cpus=0")
+    last = own_driver("--resume", storage.address, "--png", str(picture), *beside)
     out, said = last.communicate(timeout=280)
     assert last.returncode == 0 and "trying again" not in said, said
     assert "AP" in out and "matrix.png" in out and picture.stat().st_size > 1000
@@ -181,7 +181,7 @@ def test_a_run_that_is_stopped_in_every_way_equals_the_run_that_is_left_alone(
     assert (tiny.trace(storage), tiny.matrix(storage)) == (tiny.trace(whole[0]), tiny.matrix(whole[0]))
     results, attempts = storage.read_json("results.json"), read_state(storage).attempts
     assert cells(results) == cells(whole[1]) and results["attempts"] == len(attempts) == 6
-    assert any("row 1 of 2, after 'colour'" in storage.read_text(f"log/{name}") for name in storage.list("log"))
+    assert any("row 2 of 2, after " in storage.read_text(f"log/{name}") for name in storage.list("log"))
     assert status_of(storage.address).state == "finished"
     assert launch.train(launch.reopen(storage.address))["matrix"] == results["matrix"]
     assert read_state(storage).attempts == attempts, "a finished run was started again"
