@@ -11,8 +11,6 @@ What it does not know: what the adapters were learned for.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import time
 from collections.abc import Iterable, Iterator
 from statistics import median
@@ -35,6 +33,7 @@ from raycl.bench.gpu.tiny import word_tokenizer
 from raycl.methods.base import packed
 from raycl.methods.lora.inclora import IncLora, IncLoraConfig
 from raycl.storage import Storage
+from raycl.training.memory import return_freed_memory
 from raycl.training.records.bank_start import read_training_state
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from raycl.training.records.tensor_objects import TensorObjects
@@ -85,14 +84,8 @@ class Reader:
 
 
 def private_bytes() -> int:
-    """Of this process (USS), without what is freed and kept to be used again: records are read by way of larger trees.
-
-    Where the C library cannot return freed memory (`malloc_trim` is glibc's), it counts.
-    """
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    """Of this process (USS), without what is freed and kept: records are read by way of larger trees."""
+    return_freed_memory()
     return int(psutil.Process().memory_full_info().uss)
 
 

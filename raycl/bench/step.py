@@ -10,8 +10,6 @@ What it does not know: tasks, data that mean something.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +32,7 @@ from raycl.methods.lora.lora import Lora, LoraConfig
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.compilation import compile_layers
 from raycl.training.engines.engine import TorchEngine
-from raycl.training.memory import forget_peak, peak_memory_mb, resident_memory_mb
+from raycl.training.memory import forget_peak, peak_memory_mb, resident_memory_mb, return_freed_memory
 from raycl.training.phase.step import train_step
 from raycl.training.settings import TrainConfig
 from raycl.types import IGNORE, Batch, Phase, Task
@@ -145,7 +143,7 @@ def _in_turn(
     losses: dict[str, list[float]] = {name: [] for name in learners}
     for number in range(-1, rounds):
         for name, learner in learners.items():
-            _trim()
+            return_freed_memory()  # the next peak would be hidden in it
             forget_peak()
             before, began = resident_memory_mb(), time.process_time()
             losses[name].append(learner.step(batches[number % len(batches)]))
@@ -220,11 +218,3 @@ def _loaded(options: argparse.Namespace) -> Backbone:
 
 def _count(model: nn.Module) -> str:
     return f"{sum(p.numel() for p in model.parameters()) / 1e6:,.0f}M"
-
-
-def _trim() -> None:
-    """Give freed memory back to the system, so that the next peak is not hidden in it."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -5,6 +5,8 @@ What it does not know: what the memory is for.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import re
 import resource
 import sys
@@ -36,6 +38,17 @@ def forget_peak() -> None:
 def resident_memory_mb() -> float:
     """What this process holds now, in MiB; it must not grow from task to task."""
     return float(psutil.Process().memory_info().rss) / 2**20
+
+
+def return_freed_memory() -> None:
+    """Give what is freed back to the system: glibc keeps pieces between those in use, and they count as held.
+
+    Where the C library has no word for it (`malloc_trim` is glibc's), they stay.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

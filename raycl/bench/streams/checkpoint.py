@@ -9,7 +9,6 @@ What it does not know: what is written, and how.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import multiprocessing
 import os
@@ -20,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from raycl.storage import Storage
 from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.engine import Engine, Transform
+from raycl.training.memory import return_freed_memory
 from raycl.training.phase.trainer import OpenEngine
 from raycl.training.stream_loop import StreamLoop
 from raycl.types import Batch
@@ -140,12 +140,12 @@ class Taken:
 
     def engines(self, open_engine: OpenEngine) -> OpenEngine:
         """The same engines, which tell when a step is done and a forward pass begins."""
-        return lambda accumulation, steps: WatchedEngine(open_engine(accumulation, steps), self)  # type: ignore[return-value]
+        return lambda accumulation, steps: cast(Engine, WatchedEngine(open_engine(accumulation, steps), self))
 
     def begin(self, again: bool = False) -> None:
-        """From now on; what was taken before `pause` counts too if this goes on `again`."""
+        """From now on; `again`: after a pause, and what was taken before it counts too."""
         taken = self._most - self._level if again else 0
-        return_freed_memory()
+        return_freed_memory()  # it would hide what is taken next
         self._level = private_bytes()
         self._most = self._level + taken
         self._over = over = threading.Event()
@@ -213,10 +213,3 @@ def private_bytes() -> int:
     """Resident memory of this process, without files and what it shares."""
     _, held, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
     return (held - shared) * os.sysconf("SC_PAGE_SIZE")
-
-
-def return_freed_memory() -> None:
-    """What is freed counts as held until the system has it back, and would hide what is taken next."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -29,7 +29,7 @@ import torch
 from raycl import config as configs
 from raycl.backbone import Backbone
 from raycl.bench.figures import Figure, Report, machine
-from raycl.bench.streams.overlap import overlap_figures
+from raycl.bench.streams.overlap import learned_by_lora, overlap_figures
 from raycl.methods.base import Method
 from raycl.run.assembly import build
 from raycl.run.config import RunConfig
@@ -134,23 +134,9 @@ def _ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
 
 def _trained(options: argparse.Namespace, storage: Storage) -> TrainingContext:
     """A model whose answers end."""
-    tree: dict[str, Any] = {
-        "stream": {
-            "name": "superni",
-            "root": str(options.data),
-            "tasks": options.tasks,
-            "prompt": "superni",
-            "schedule": "joint",
-            "train_rows": 2 * options.steps,
-            "test_rows": options.rows,
-            "max_source_tokens": options.source_tokens,
-            "max_target_tokens": options.target_tokens,
-        },
-        "backbone": {"name": options.backbone, "dtype": options.dtype},
-        "method": "lora",
-        "train": {"max_steps": options.steps, "epochs": 1000, "batch_size": 8, "learning_rate": 3e-3},
-        "eval": {"subsample": 1, "batch_size": options.batch_size},
-    }
+    tree = learned_by_lora(options)
+    tree["stream"] |= {"schedule": "joint", "train_rows": 2 * options.steps}
+    tree["eval"] = {"subsample": 1, "batch_size": options.batch_size}
     context, open_engine = build(configs.validate(RunConfig, tree), DistributedContext.alone(torch.device("cpu")))
     began = time.perf_counter()
     StreamLoop(context, open_engine, storage, DistributedContext.alone(torch.device("cpu"))).run()

@@ -43,15 +43,9 @@ def overlap_figures(options: argparse.Namespace) -> Iterator[Figure]:
     yield Figure("matrices that differ", differ, "", 0, detail=f"of {len(ratios)}")
 
 
-def _spent(results: list[dict[str, Any]]) -> str:
-    sums = {
-        key: median(sum(one[key] for one in tree["phase_times"]) for tree in results) for key in ("train_s", "eval_s")
-    }
-    return f"training {sums['train_s']:.1f} s, evaluation {sums['eval_s']:.1f} s"
-
-
-def _config(options: argparse.Namespace, mode: str, folder: str, name: str) -> RunConfig:
-    tree: dict[str, Any] = {
+def learned_by_lora(options: argparse.Namespace) -> dict[str, Any]:
+    """Sections of a run that learns the tasks with LoRA until its answers end, with the sizes of the flags."""
+    return {
         "stream": {
             "name": "superni",
             "root": str(options.data),
@@ -64,6 +58,19 @@ def _config(options: argparse.Namespace, mode: str, folder: str, name: str) -> R
         "backbone": {"name": options.backbone, "dtype": options.dtype},
         "method": "lora",
         "train": {"max_steps": options.steps, "epochs": 1000, "batch_size": 8, "learning_rate": 3e-3},
+    }
+
+
+def _spent(results: list[dict[str, Any]]) -> str:
+    sums = {
+        key: median(sum(one[key] for one in tree["phase_times"]) for tree in results) for key in ("train_s", "eval_s")
+    }
+    return f"training {sums['train_s']:.1f} s, evaluation {sums['eval_s']:.1f} s"
+
+
+def _config(options: argparse.Namespace, mode: str, folder: str, name: str) -> RunConfig:
+    tree: dict[str, Any] = {
+        **learned_by_lora(options),
         "eval": {"batch_size": options.batch_size, "mode": mode},
         "launch": {"cpus_per_worker": 1, "max_failures": 0},
         "output": {"dir": folder, **({"name": name} if name else {})},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -39,6 +40,23 @@ log = logging.getLogger("raycl")
 
 OpenEngine = Callable[[int, int], Engine]
 """(accumulation, steps) -> the engine of one phase."""
+
+
+@dataclass(frozen=True)
+class BetweenSteps:
+    """Where the training of a phase is.
+
+    Attributes:
+        step: steps that are done, of `steps`. spent: seconds and tokens so far. more: tensors for a checkpoint beside
+            those of engine, method and modifiers.
+    """
+
+    phase: Phase
+    engine: Engine
+    step: int
+    steps: int
+    spent: dict[str, float]
+    more: dict[str, Tensor]
 
 
 class TaskTrainer:
@@ -79,9 +97,13 @@ class TaskTrainer:
         self.context.backbone.train()
         selection = Selection(self.context, phase, self.world, order.steps_per_epoch, resume)
         mask_check = GradientMaskCheck(engine, self.context.modifiers, first_moment(self.context.train))
+
+        def between(step: int) -> BetweenSteps:
+            return BetweenSteps(phase, engine, step, order.steps, spent | selection.spent, selection.tensors())
+
         for index in range(start, order.steps):
             if index + 1 == order.steps:
-                self._await_row(phase, engine, index, order.steps, spent | selection.spent, selection.tensors(), start)
+                self._await_row(between(index), start)
             began = time.perf_counter()
             batches = loader.micro_batches(index)
             seed = stable_seed(self.context.info.seed, "step", phase.index, index)
@@ -96,7 +118,7 @@ class TaskTrainer:
             self.recorder.step(phase, index + 1, order.steps, result, seconds)
             self.rows.poll()
             selection.after_step(engine, index + 1, order.steps)
-            self._checkpoint_if_due(phase, engine, index + 1, order.steps, spent | selection.spent, selection.tensors())
+            self._checkpoint_if_due(between(index + 1))
         spent |= {**selection.spent, "step_bytes": float(engine.step_bytes)}
         share, task_context.parameters = self._close(engine, selection)
         done = self._checkpoint(phase, share, order.steps, order.steps, spent)
@@ -107,7 +129,7 @@ class TaskTrainer:
         """Close the engine after the last step: what this worker writes, and `TaskContext.parameters`. Collective.
 
         What a method trains of the backbone itself is left there and written from there; adapters, which a method may
-        go on changing, are copied.
+        still change, are copied.
         """
         context = self.context
         names = trained_names(context.backbone)
@@ -170,37 +192,19 @@ class TaskTrainer:
         self.recorder.begin(phase, order.count, order.steps, start, sum(by_phase[phase.index + 1 :]))
         self.control.progress("training", step=start, steps=order.steps, steps_by_phase=by_phase)
 
-    def _checkpoint_if_due(
-        self,
-        phase: Phase,
-        engine: Engine,
-        step: int,
-        steps: int,
-        spent: dict[str, float],
-        more: dict[str, Tensor],
-    ) -> None:
+    def _checkpoint_if_due(self, now: BetweenSteps) -> None:
         """A checkpoint inside the phase: where one is due, or the run is to stop.
 
         Its files may be written until the next update: the passes before that change nothing that is trained.
         """
-        stops = step < steps and self.control.stop_requested()
-        if stops or is_due(step, steps, self.context.checkpoint.every_steps):
-            beside = self.context.checkpoint.asynchronous and not stops
-            self._save_inside(phase, engine, step, steps, spent, more, beside)
+        stops = now.step < now.steps and self.control.stop_requested()
+        if stops or is_due(now.step, now.steps, self.context.checkpoint.every_steps):
+            self._save_inside(now, self.context.checkpoint.asynchronous and not stops)
         if stops:
-            engine.close()
+            now.engine.close()
             raise StopRequested
 
-    def _await_row(
-        self,
-        phase: Phase,
-        engine: Engine,
-        step: int,
-        steps: int,
-        spent: dict[str, float],
-        more: dict[str, Tensor],
-        start: int,
-    ) -> None:
+    def _await_row(self, now: BetweenSteps, start: int) -> None:
         """Before the last step: what the phase publishes names the rows of all phases before it.
 
         If the row does not come, the steps that this attempt has made since `start` are kept in a checkpoint.
@@ -209,24 +213,15 @@ class TaskTrainer:
             self.rows.wait()
         except (RunError, StopRequested):
             self.recorder.finish_saving()
-            if step > start and not is_due(step, steps, self.context.checkpoint.every_steps):
-                self._save_inside(phase, engine, step, steps, spent, more)
-            engine.close()
+            if now.step > start and not is_due(now.step, now.steps, self.context.checkpoint.every_steps):
+                self._save_inside(now)
+            now.engine.close()
             raise
 
-    def _save_inside(
-        self,
-        phase: Phase,
-        engine: Engine,
-        step: int,
-        steps: int,
-        spent: dict[str, float],
-        more: dict[str, Tensor],
-        beside: bool = False,
-    ) -> None:
+    def _save_inside(self, now: BetweenSteps, beside: bool = False) -> None:
         """Write a checkpoint inside the phase."""
-        share = engine.share(trained_names(self.context.backbone))
-        self.recorder.save(self._checkpoint(phase, share, step, steps, spent, more), beside)
+        share = now.engine.share(trained_names(self.context.backbone))
+        self.recorder.save(self._checkpoint(now.phase, share, now.step, now.steps, now.spent, now.more), beside)
 
     def _checkpoint(
         self,
