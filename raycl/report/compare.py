@@ -23,10 +23,12 @@ from raycl.report.results import (
     method_of,
     metric_of,
     stream_of,
+    tasks_of,
     title_of,
     unseen_mean,
     unseen_types,
     untrained_of,
+    values_of,
 )
 
 NOT_COMPARED = frozenset(
@@ -47,6 +49,10 @@ OPTIONAL = {
 }
 """Means that not every run has -> column title: of accuracies beside F1 scores, and over tasks that were never trained.
 They are columns only where some run has them."""
+
+COSTS = ("wall_s", "tokens_per_s", "train_s", "trained_parameters", "peak_memory_mb")
+"""What a run took -> seconds, tokens a second, seconds inside training steps, parameters of the phase that trains most,
+MiB of the largest worker."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Line:
         settings: `key=value` where it differs from other lines of the same method, stream and backbone.
         runs: how many runs the numbers are means of, one a seed.
         numbers: `ap`, `f_ra`, `fwt`, `bwt`, those in `OPTIONAL`, `unseen_<type>` for the types of tasks that were never
-            trained (points), `wall_s` (seconds), `tokens_per_s`.
+            trained (points), `COSTS`.
         published: what a paper printed of some of these numbers. source: which paper and table.
     """
 
@@ -137,7 +143,7 @@ def to_csv(results: Sequence[Tree]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     lines = compare(results)
-    names = [*points_of(lines), "wall_s", "tokens_per_s"]
+    names = [*points_of(lines), *COSTS]
     spreads = [title for name in names for title in (name, f"{name}_std")]
     known = [name for name in names if has_published(lines, name)]
     given = [f"{name}_published" for name in known] + (["published"] if known else [])
@@ -146,6 +152,26 @@ def to_csv(results: Sequence[Tree]) -> str:
         cells = [cell for name in names for cell in _cells(line.numbers.get(name))]
         printed = [line.published.get(name) for name in known] + ([line.source] if known else [])
         writer.writerow([line.method, line.settings, line.stream, line.backbone, line.runs, *cells, *printed])
+    return text.getvalue()
+
+
+def runs_to_csv(results: Sequence[Tree]) -> str:
+    """One line a run: its folder's name, its seed, its numbers in full precision and the last score of each task.
+
+    The scores stand in columns `score_<task>`; cells are empty where a run has not the number or the task.
+    """
+    text = io.StringIO()
+    lines = [_line([result], "") for result in results]
+    names = [*points_of(lines), *COSTS]
+    ends = [dict(zip(tasks_of(result), values_of(result)[-1], strict=True)) for result in results]
+    tasks = list(dict.fromkeys(task for end in ends for task in end))
+    writer = csv.writer(text, lineterminator="\n")
+    scores = [f"score_{task}" for task in tasks]
+    writer.writerow(["run", "seed", "method", "stream", "backbone", *names, *scores])
+    for result, line, end in zip(results, lines, ends, strict=True):
+        config, numbers = result["config"], [line.numbers.get(name) for name in names]
+        title = [(config.get("output") or {}).get("name"), config.get("seed"), line.method, line.stream, line.backbone]
+        writer.writerow([*title, *(one and one.mean for one in numbers), *(end.get(task) for task in tasks)])
     return text.getvalue()
 
 
@@ -160,7 +186,7 @@ def _line(group: Sequence[Tree], settings: str) -> Line:
     numbers |= {name: Spread.over([found[name] for found in optional]) for name in OPTIONAL}
     types = [unseen_types(result) for result in group]
     numbers |= {f"{OF_TYPE}{name}": Spread.over([found.get(name) for found in types]) for name in types[0]}
-    numbers |= {name: Spread.over([result.get(name) for result in group]) for name in ("wall_s", "tokens_per_s")}
+    numbers |= {name: Spread.over([result.get(name) for result in group]) for name in COSTS}
     title = method_of(first), settings, stream_of(first), backbone_of(first)
     return Line(*title, len(group), numbers, numbers_of(first), source_of(first))
 

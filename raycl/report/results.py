@@ -189,7 +189,8 @@ def untrained_of(result: Tree) -> Tree | None:
         "matrix": [[found["cells"].get(task) for task in tasks_of(result)]],
         "metrics": {"ap": found["mean"]},
         "unseen": {"cells": cells, **found["unseen"]} if found["unseen"] else None,
-        **dict.fromkeys(("averages", "revision", "phase_summaries", "wall_s", "tokens_per_s", "untrained")),
+        **dict.fromkeys(("averages", "revision", "phase_summaries", "untrained")),
+        **dict.fromkeys(("wall_s", "tokens_per_s", "train_s", "trained_parameters", "peak_memory_mb")),
     }
 
 

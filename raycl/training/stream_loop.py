@@ -189,6 +189,7 @@ class StreamLoop:
             "truncated_targets": sum(table.truncated_targets for table in tables),
             "tokens_per_s": tokens / train_s if train_s else None,
             "step_bytes": int(done.spent.get("step_bytes", 0)),
+            "trained_parameters": int(done.spent.get("trained_parameters", 0)),
             "peak_memory_mb": max(world.gather(peak_memory_mb(world.device))),
             "resident_memory_mb": max(world.gather(resident_memory_mb())),
         }

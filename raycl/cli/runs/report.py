@@ -2,6 +2,7 @@
 
 raycl report runs/sapt runs/lora
 raycl report runs --png matrices.png --csv comparison.csv
+raycl report runs --runs-csv runs.csv
 raycl report runs/slm --router-png router.png
 raycl report runs/sapt --attention-png attention.png
 """
@@ -25,6 +26,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--attention-png", type=Path, help="draw the adapters' weights for each task's texts in runs of sapt"
     )
     found.add_argument("--csv", type=Path, help="write the comparison with full precision")
+    found.add_argument("--runs-csv", type=Path, help="write one line a run, with full precision")
     return found
 
 
@@ -37,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the tables, write the files."""
     from raycl.report.attention import has_attention
     from raycl.report.attention_plots import attention_maps
-    from raycl.report.compare import to_csv
+    from raycl.report.compare import runs_to_csv, to_csv
     from raycl.report.plots import heatmaps
     from raycl.report.results import find_results
     from raycl.report.router_plots import router_maps
@@ -61,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"wrote {attention_maps(attending or results, options.attention_png)}")
     if options.csv:
         _write(options.csv, to_csv(results))
+    if options.runs_csv:
+        _write(options.runs_csv, runs_to_csv(results))
     return 0
 
 

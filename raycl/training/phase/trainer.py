@@ -91,6 +91,7 @@ class TaskTrainer:
             self._observe_rows(data, loader, order)
         by_phase = [order_of(self.context, one, rows_of(self.context, one)).steps for one in self.context.phases]
         self._check_disk(phase, by_phase, resume)
+        trained = sum(parameter.numel() for parameter in self.context.backbone.parameters() if parameter.requires_grad)
         engine = self.open_engine(loader.accumulation, order.steps)
         start, spent = self._restore(engine, resume)
         self._announce(phase, order, start, by_phase)
@@ -121,7 +122,7 @@ class TaskTrainer:
             self.rows.poll()
             selection.after_step(index + 1, order.steps)
             self._checkpoint_if_due(between(index + 1))
-        spent |= {**selection.spent, "step_bytes": float(engine.step_bytes)}
+        spent |= {**selection.spent, "step_bytes": float(engine.step_bytes), "trained_parameters": float(trained)}
         share, task_context.parameters = self._close(engine, selection)
         done = self._checkpoint(phase, share, order.steps, order.steps, spent)
         self._end(phase, task_context, done)

@@ -52,6 +52,8 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
         "phase_times": times,
         "phase_summaries": [record.get("summary", {}) for record in state.phases],
         "tokens_per_s": sum(entry["tokens"] for entry in times) / seconds if seconds else None,
+        "train_s": seconds,
+        "trained_parameters": max((entry.get("trained_parameters", 0) for entry in times), default=0) or None,
         "peak_memory_mb": max((entry["peak_memory_mb"] for entry in times), default=None),
         "versions": _versions(),
         "seeds": {"run": info.seed},

@@ -13,7 +13,7 @@ import pytest
 from raycl.errors import RunError
 from raycl.eval.averages import averages
 from raycl.eval.matrix import AccuracyMatrix
-from raycl.report.compare import Spread, compare, to_csv
+from raycl.report.compare import Spread, compare, runs_to_csv, to_csv
 from raycl.report.published import Published
 from raycl.report.results import find_results
 from raycl.report.tables import comparison_table, matrix_table, routing_comparison, routing_table, side_by_side
@@ -110,6 +110,16 @@ def test_csv_keeps_full_precision(make_result: Make) -> None:
     (row,) = csv.DictReader(io.StringIO(to_csv([make_result(ap=81.23456789)])))
     assert row["ap"] == "81.23456789"
     assert (row["ap_std"], row["fwt"], row["runs"]) == ("", "", "1")
+
+
+def test_each_run_has_a_line_of_its_own(make_result: Make) -> None:
+    first = make_result("lora", 0) | {"trained_parameters": 147456, "peak_memory_mb": 812.5, "train_s": 60.0}
+    first["config"]["output"] = {"name": "lora-s0"}
+    one, other = csv.DictReader(io.StringIO(runs_to_csv([first, make_result("sapt", 1)])))
+    assert (one["run"], one["seed"], one["method"], one["f_ra"], one["fwt"]) == ("lora-s0", "0", "lora", "12.5", "")
+    assert [float(one[name]) for name in ("trained_parameters", "peak_memory_mb", "train_s")] == [147456, 812.5, 60]
+    assert [float(one[f"score_{task}"]) for task in ("agnews", "dbpedia", "yahoo")] == [70.0, 80.0, 95.0]
+    assert (other["run"], other["seed"], other["trained_parameters"]) == ("", "1", "")
 
 
 def test_a_papers_numbers_stand_beside_ours(make_result: Make, tmp_path: Path) -> None:
