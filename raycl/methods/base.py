@@ -44,9 +44,6 @@ class MethodConfig(Section):
     by_task: ClassVar[tuple[str, ...]] = ()
     """Settings that map names of tasks to values, by dotted path."""
 
-    schedules: ClassVar[tuple[str, ...]] = ("sequential", "joint", "separate")
-    """Values of `stream.schedule` under which the method works."""
-
     task_id_in_training: ClassVar[bool] = True
     """Whether training must know which task a text belongs to, or where a task ends (MIGU's table 1, not TIFT)."""
 

@@ -198,6 +198,9 @@ class PerTaskAdapter(Method, ABC):
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Frozen adapters as they were; the task's own in shape."""
         super().load_state_dict(values, tensors)
+        for name in self._learned:
+            self.stack.drop(name)
+        self._learned = {}
         pairs = (*values["learned"], *values.get("previous", ()))
         scales = {name: values.get("scales", {}).get(name, self.scale) for name, _ in pairs}
         learned = unpacked(dict(values["learned"]), tensors, scales, self.stack.activation)

@@ -146,15 +146,6 @@ class RunConfig(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _method_knows_the_schedule(self) -> Self:
-        if self.stream.schedule not in self.method.schedules:
-            raise ValueError(
-                f"method '{self.method.name}' does not work under stream.schedule={self.stream.schedule}: expected "
-                f"{' or '.join(self.method.schedules)}"
-            )
-        return self
-
 
 def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
     """The validated tree from a file and overrides.

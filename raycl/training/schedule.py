@@ -9,13 +9,22 @@ What it does not know: how a method learns.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
 from raycl.backbone import Backbone
+from raycl.bank.tensor_groups import TensorGroups
 from raycl.data.stream import Stream
-from raycl.methods.base import Learned, Method
+from raycl.methods.base import Learned, Method, State
+from raycl.retrieval.routers import router_class
 from raycl.types import Phase, RouterState
+
+NOT_SERVED = (
+    "method '{}' routes texts by what it trains, and under stream.schedule=separate each task has a router of its own, "
+    "where a snapshot has one; it is evaluated, and nothing of it is published"
+)
 
 
 class Schedule:
@@ -55,7 +64,7 @@ class Joint(Schedule):
 
 
 class Separate(Schedule):
-    """A new start for every task: parameters and label head return to their first values.
+    """A new start for every task: parameters, label head and the method's state return to their first values.
 
     A method with adapters of its own for every task starts anew anyway; it is given the task id instead.
     """
@@ -64,36 +73,43 @@ class Separate(Schedule):
 
     def __init__(self) -> None:
         self._first: dict[str, Tensor] = {}
+        self._state: State = {}, TensorGroups()
 
     def attach(self, method: Method, backbone: Backbone) -> None:
         """Keep first values of all that may be trained: with adapters, not those of the frozen backbone."""
         method.task_id_given = True
         if method.own_adapters:
             return
+        self._state = copy.deepcopy(method.state_dict())
         for name, parameter in backbone.named_parameters():
-            is_base = method.stack is not None and name.startswith("model.") and ".lora_" not in name
-            if parameter.requires_grad and not name.startswith("head.") and not is_base:
+            if name.startswith("model.") and ".lora_" not in name and method.stack is not None:
+                is_kept = method.trains_backbone
+            else:
+                is_kept = parameter.requires_grad and not name.startswith("head.")
+            if is_kept:
                 self._first[name] = parameter.detach().clone()
 
     def begin(self, method: Method) -> None:
         """Forget the former task's model."""
         if method.own_adapters:
             return
-        if method.backbone.head is not None:
-            method.backbone.head.clear()
+        method.load_state_dict(*copy.deepcopy(self._state))
         parameters = dict(method.backbone.named_parameters())
         with torch.no_grad():
             for name, first in self._first.items():
                 parameters[name].copy_(first)
 
     def published(self, phase: Phase, method: Method, learned: Learned) -> Learned:
-        """Each adapter under its task's name, chosen by the task id."""
+        """Each adapter under its task's name, chosen by the task id; nothing where a router chose among them."""
         if method.own_adapters:
             return learned
+        if learned.adapters and router_class(learned.router.kind).chooses:
+            return Learned(not_served=NOT_SERVED.format(method.config.name))
         several = len(learned.adapters) > 1
         adapters = {f"{phase.name}.{name}" if several else phase.name: one for name, one in learned.adapters.items()}
         kept = {name: value for name, value in learned.router.settings.items() if name == "prompt_place"}
-        return Learned(adapters, learned.model, learned.labels, router=RouterState("task", kept))
+        router = RouterState("task", kept)
+        return Learned(adapters, learned.model, learned.labels, router=router, not_served=learned.not_served)
 
     def is_of_its_own(self, method: Method) -> bool:
         """Always."""

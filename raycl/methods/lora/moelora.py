@@ -43,7 +43,6 @@ class MoeLoraConfig(LoraSettings):
         8, ge=1, description="number of LoRA experts, each of rank `rank`; usually the number of tasks"
     )
 
-    schedules: ClassVar[tuple[str, ...]] = ("sequential", "joint")
     task_id_in_training: ClassVar[bool] = False
 
 

@@ -55,8 +55,6 @@ class DasConfig(MethodConfig):
     )
     temperature: float = Field(0.05, gt=0, description="temperature of the contrastive loss")
 
-    schedules: ClassVar[tuple[str, ...]] = ("sequential", "joint")
-
     @property
     def needs_dropout(self) -> bool:
         """For general knowledge."""
@@ -103,7 +101,7 @@ class Das(Finetune):
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """Importance to general knowledge, before the first task."""
         super().begin_task(phase, context)
-        is_new = phase.index == 0 and not context.resumed and context.worker is not None  # else shapes alone are wanted
+        is_new = self.importance is None and not context.resumed and context.worker is not None  # else shapes alone
         if self.config.general and is_new:
             torch.manual_seed(self.seed)
             self._add(self._measured(context, self._disagreement))

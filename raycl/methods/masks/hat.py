@@ -39,8 +39,6 @@ class HatConfig(HatSettings):
 
     name: Literal["hat"] = "hat"
 
-    schedules: ClassVar[tuple[str, ...]] = ("sequential", "joint")
-
 
 class Hat(ChosenByTask):
     """Full fine-tuning behind the masks of each task. Its adapters hold label rows alone."""

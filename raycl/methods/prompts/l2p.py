@@ -39,7 +39,6 @@ class L2pConfig(MethodConfig):
     top_k: int = Field(3, ge=1, description="prompts that each text gets")
     pull: float = Field(0.5, ge=0, description="weight of the cosine between a text's query and its selected keys")
 
-    schedules: ClassVar[tuple[str, ...]] = ("sequential", "joint")
     task_id_in_training: ClassVar[bool] = False
 
     @model_validator(mode="after")

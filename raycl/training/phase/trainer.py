@@ -268,6 +268,7 @@ def begin_phase(data: PhaseData, resumed: bool) -> TaskContext:
     """The method begins a phase, with all that it may ask about it. Collective."""
     context, phase = data.context, data.phase
     new, queries = encode_texts(context, phase, data.world)
+    before = () if context.schedule.one_model_per_task else context.phases[: phase.index]
     task_context = TaskContext(
         phase,
         context.train.batch_size,
@@ -276,7 +277,7 @@ def begin_phase(data: PhaseData, resumed: bool) -> TaskContext:
         resumed,
         queries=queries,
         phases=new,
-        earlier_tasks=tuple(task for done in context.phases[: phase.index] for task in done.tasks),
+        earlier_tasks=tuple(task for done in before for task in done.tasks),
         worker=data,
     )
     if not resumed:

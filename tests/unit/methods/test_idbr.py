@@ -213,12 +213,10 @@ def test_the_task_head_has_a_rate_of_its_own(lab: Lab) -> None:
 # ---- what it cannot do ---------------------------------------------------------------------------------------------
 
 
-def test_backbones_and_schedules_that_cannot_be_are_refused(lab: Lab) -> None:
+def test_backbones_and_objectives_that_cannot_be_are_refused(lab: Lab) -> None:
     for kind in ("t5", "llama"):
         with pytest.raises(ConfigError, match="method 'idbr' classifies sentence states, and the backbone writes"):
             check(lab.config(kind, "idbr"))
-    with pytest.raises(ConfigError, match=r"'idbr' does not work under stream\.schedule=separate: expected seq"):
-        lab.config("bert", ("separate", "idbr"))
     with pytest.raises(ConfigError, match=r"method 'idbr' learns answers, but stream.objective is mlm"):
         check(lab.config("masked", "idbr", stream={"objective": "mlm"}))
 

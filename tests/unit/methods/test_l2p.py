@@ -127,11 +127,9 @@ def test_no_pull_costs_nothing(lab: Lab) -> None:
     assert method.penalty(batch_of(context), None) is None  # type: ignore[arg-type]
 
 
-def test_pools_and_schedules_that_cannot_be_are_refused(lab: Lab) -> None:
+def test_pools_that_cannot_be_are_refused(lab: Lab) -> None:
     with pytest.raises(ConfigError, match="top_k is 4 and pool_size 2: a text cannot get more prompts than there are"):
         lab.config("bert", {"name": "l2p", "pool_size": 2, "top_k": 4})
-    with pytest.raises(ConfigError, match=r"'l2p' does not work under stream\.schedule=separate: expected seq"):
-        lab.config("bert", ("separate", "l2p"))
 
 
 @pytest.mark.parametrize(("engine", "micro"), [("torch", 1), ("zero2", 2)])

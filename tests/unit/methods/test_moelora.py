@@ -124,9 +124,7 @@ def test_the_router_learns_under_engines_that_share_weights_out(lab: Lab, tmp_pa
     assert not torch.equal(done.method.gate.weight, first.weight)
 
 
-def test_schedules_that_cannot_be_are_refused(lab: Lab) -> None:
-    with pytest.raises(ConfigError, match=r"'moelora' does not work under stream\.schedule=separate: expected seq"):
-        lab.config("bert", ("separate", "moelora"))
+def test_objectives_that_cannot_be_are_refused(lab: Lab) -> None:
     method, context = started(lab)
     with pytest.raises(ConfigError, match=r"'moelora' reads prompts, which stream\.objective=clm of task 'colour'"):
         method.check([replace(context.phases[0].tasks[0], objective="clm")])

@@ -72,7 +72,6 @@ class IdbrConfig(MethodConfig):
     hold: float = Field(0.5, ge=0, description="weight of features before the task, in steps without stored rows")
     hold_replayed: float = Field(5.0, ge=0, description="the same in steps with stored rows")
 
-    schedules: ClassVar[tuple[str, ...]] = ("sequential", "joint")
     pre_trains: ClassVar[bool] = False
 
     @property
