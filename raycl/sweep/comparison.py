@@ -36,6 +36,9 @@ class Entry(Section):
 
     set: tuple[str, ...] = Field((), description="overrides, as on the command line")
     singles: str | None = Field(None, description="the entry (a `separate` run) that FWT compares with")
+    seeds: tuple[int, ...] | None = Field(
+        None, min_length=1, description="the row runs with these of the comparison's seeds only; default: with all"
+    )
 
 
 class ComparisonConfig(Section):
@@ -44,7 +47,11 @@ class ComparisonConfig(Section):
     name: str = Field(description="name of the comparison and of its folder")
     base: dict[str, Any] = Field(default_factory=dict, description="config tree that all runs share")
     runs: dict[str, Entry] = Field(description="name of a row -> what it sets")
-    seeds: tuple[int, ...] = Field((42,), min_length=1, description="every run is repeated with each of these seeds")
+    seeds: tuple[int, ...] = Field(
+        (42,),
+        min_length=1,
+        description="every run is repeated with each of these seeds (a row's own `seeds` can name fewer)",
+    )
     at_once: int = Field(1, ge=1, description="runs at a time; small models gain more from this than from workers")
     published: Published | None = Field(None, description="numbers of a paper for some rows, shown beside ours")
 
@@ -62,6 +69,23 @@ class ComparisonConfig(Section):
             if entry.singles is not None and entry.singles not in names[:position]:
                 raise ValueError(f"runs.{name}.singles is '{entry.singles}': expected a run that is listed before it")
         return self
+
+    @model_validator(mode="after")
+    def _rows_have_seeds_of_the_comparison(self) -> ComparisonConfig:
+        for name, entry in self.runs.items():
+            if other := [seed for seed in self.seeds_of(entry) if seed not in self.seeds]:
+                raise ValueError(f"runs.{name}.seeds has {other[0]}: expected some of seeds, {list(self.seeds)}")
+            single = self.runs[entry.singles] if entry.singles is not None else entry
+            if missing := [seed for seed in self.seeds_of(entry) if seed not in self.seeds_of(single)]:
+                raise ValueError(
+                    f"runs.{name} runs with seed {missing[0]}, and '{entry.singles}', which FWT compares it with, does "
+                    f"not: add it to runs.{entry.singles}.seeds"
+                )
+        return self
+
+    def seeds_of(self, entry: Entry) -> tuple[int, ...]:
+        """Seeds with which a row runs."""
+        return self.seeds if entry.seeds is None else entry.seeds
 
 
 @dataclass(frozen=True)
@@ -193,6 +217,8 @@ def plan(comparison: ComparisonConfig, directory: str) -> dict[str, RunConfig]:
     planned = {}
     for seed in comparison.seeds:
         for name, entry in comparison.runs.items():
+            if seed not in comparison.seeds_of(entry):
+                continue
             tree = copy.deepcopy(comparison.base)
             for override in entry.set:
                 configs.apply_override(tree, override)

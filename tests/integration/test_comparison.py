@@ -19,7 +19,7 @@ from raycl.launch import driver
 from raycl.launch.driver import Prepared, RunOptions
 from raycl.report.results import find_results
 from raycl.report.tables import comparison_table
-from raycl.sweep.comparison import ComparisonConfig, run_comparison
+from raycl.sweep.comparison import ComparisonConfig, plan, run_comparison
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
@@ -70,4 +70,19 @@ def test_published_numbers_are_checked() -> None:
         configs.validate(ComparisonConfig, tree)
     tree["published"] = {"source": "a paper", "rows": {"lora": {"average": 1.0}}}
     with pytest.raises(ConfigError, match=r"row 'lora' has the number 'average': expected ap, f_ra, fwt, bwt"):
+        configs.validate(ComparisonConfig, tree)
+
+
+def test_a_row_runs_with_fewer_seeds(lab: Lab) -> None:
+    """Its reference for FWT must have them."""
+    alone = {"set": ["stream.schedule=separate"]}
+    tree: dict[str, Any] = {"name": "table", "base": lab.tree("bert"), "seeds": [0, 1, 2]}
+    tree["runs"] = {"separate": alone, "lora": {"singles": "separate"}, "finetune": {"seeds": [0]}}
+    planned = list(plan(configs.validate(ComparisonConfig, tree), "."))
+    assert planned == ["separate-s0", "lora-s0", "finetune-s0", "separate-s1", "lora-s1", "separate-s2", "lora-s2"]
+    tree["runs"]["finetune"] = {"seeds": [3]}
+    with pytest.raises(ConfigError, match=r"runs.finetune.seeds has 3: expected some of seeds, \[0, 1, 2\]"):
+        configs.validate(ComparisonConfig, tree)
+    tree["runs"] = {"separate": {**alone, "seeds": [0]}, "lora": {"singles": "separate", "seeds": [0, 2]}}
+    with pytest.raises(ConfigError, match=r"runs.lora runs with seed 2, and 'separate', .* to runs.separate.seeds"):
         configs.validate(ComparisonConfig, tree)
