@@ -2,8 +2,9 @@
 
 Behind the generation prompt of a task, `__gen__ <task>`, it writes an input and its answer: `input __ans__ answer`.
 Both marks are ordinary words of the tokenizer, since no vocabulary grows here; LFPT5's code adds a token for the
-separator and one for each task, whose embeddings stay as they are. Inputs stand without instruction and template, which
-are put around what was written as around real data. A long input is cut; their code cuts the end, which is the answer.
+separator and one for each task, whose embeddings stay as they are. The repetition penalty leaves the separator's
+tokens out, which repeat each other. Inputs stand without instruction and template, which are put around what was
+written as around real data. A long input is cut; their code cuts the end, which is the answer.
 What it does not know: how the model is trained, when it writes.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from raycl.backbone import Backbone
 from raycl.backbone.codec import HFCodec
@@ -128,6 +130,7 @@ class Sampler:
     def _drawn(self, task: str, rows: int) -> list[list[int]]:
         """Ids of what is written behind a task's generation prompt, without special tokens."""
         backbone, codec = self.backbone, self.backbone.codec
+        penalty = RepetitionPenalty(self.repetition_penalty, self.form.separator)
         batch = batch_of([self.form.start(task)] * rows, codec.pad_id).to(backbone.device)
         with self.activated(rows), backbone.precision():
             inputs = backbone.generation_inputs(batch)
@@ -137,10 +140,28 @@ class Sampler:
                 do_sample=True,
                 num_beams=1,
                 top_k=self.top_k,
-                repetition_penalty=self.repetition_penalty,
+                logits_processor=LogitsProcessorList([penalty]),
                 remove_invalid_values=True,
             )
         return [_until_end(row[inputs.prompt_columns :], codec.eos_id) for row in ids.tolist()]
+
+
+class RepetitionPenalty:
+    """On tokens that were written before, but for those of the separator, which repeat each other.
+
+    In LFPT5's code the separator is one token, so it is not penalized where it is due.
+    """
+
+    def __init__(self, penalty: float, separator: Sequence[int]) -> None:
+        self._free = sorted(set(separator))
+        self._penalize = RepetitionPenaltyLogitsProcessor(penalty)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`[B, V]` scores of the next token, from ids `[B, L]` so far and scores `[B, V]`."""
+        kept = scores[:, self._free].clone()
+        found: Tensor = self._penalize(input_ids, scores)
+        found[:, self._free] = kept
+        return found
 
 
 def _until_end(ids: list[int], end: int) -> list[int]:

@@ -20,7 +20,13 @@ from raycl.errors import ConfigError
 from raycl.generation.requests import Sampling
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.prompts.lfpt5 import Lfpt5
-from raycl.methods.pseudo_samples.self_generated import SampleFormat, Sampler, mean_losses
+from raycl.methods.pseudo_samples.self_generated import (
+    RepetitionPenalty,
+    SampleFormat,
+    Sampler,
+    batch_of_pairs,
+    mean_losses,
+)
 from raycl.run.assembly import build
 from raycl.run.checks import check
 from raycl.training.distributed import DistributedContext
@@ -231,6 +237,34 @@ def test_what_the_prompt_writes_is_trained_on_and_kept(lab: Lab, kind: str, monk
     resumed = begin_phase(other, 1, resumed=True)
     assert method_of(other)._pair(own) == method._pair(own) and len(resumed.added[0]) == 2
     assert torch.equal(method_of(other).previous, method.previous)  # type: ignore[arg-type]
+
+
+def test_a_model_that_learned_to_write_writes_samples(lab: Lab) -> None:
+    """With the default penalty, although the separator has the same token twice."""
+    context = started(lab, "llama", source="generated")
+    method, backbone = method_of(context), context.backbone
+    form, task = SampleFormat(backbone.codec, 20), context.stream.tasks[0]
+    rows = [("fire is warm very", "red"), ("the sea is cold", "blue")]
+    learned = batch_of_pairs([form.pair(task.name, *row) for row in rows], backbone.codec.pad_id)
+    weights = list(backbone.parameters())
+    for parameter in weights:
+        parameter.requires_grad_(True)
+    optimizer = torch.optim.AdamW(weights, lr=3e-3)
+    for _ in range(120):
+        with method._activated(len(learned)):
+            found = backbone.guesses(learned)
+        optimizer.zero_grad()
+        cross_entropy(found.logits.float(), found.labels, ignore_index=IGNORE).backward()
+        optimizer.step()
+    sampler = Sampler(backbone, form, 2, 2.5, method._activated)
+    written = sampler.samples(task, 6, seed=0)
+    assert len(written) == 6 and set(rows) <= set(written)
+
+
+def test_the_penalty_leaves_the_separator_out() -> None:
+    before, scores = torch.tensor([[5, 3, 3]]), torch.tensor([[1.0, -1.0, 2.0, 4.0, 1.0, 3.0]])
+    found = RepetitionPenalty(2.0, [3, 3, 4])(before, scores.clone())
+    assert found.tolist() == [[1.0, -1.0, 2.0, 4.0, 1.0, 1.5]]
 
 
 def test_each_task_alone_has_no_pseudo_samples(lab: Lab) -> None:
