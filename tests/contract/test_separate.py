@@ -10,7 +10,7 @@ import pytest
 import torch
 from axes import sampled
 from test_streams import same_run
-from tiny import KINDS, WRITERS, Lab, Stop, fits, run
+from tiny import ENGINES, KINDS, WRITERS, Lab, Stop, fits, run, trace
 from torch import Tensor
 
 from raycl.methods.registry import METHODS, WRAPPERS, method_class
@@ -61,3 +61,23 @@ def test_a_run_stopped_in_the_second_task_continues_the_same(lab: Lab, tmp_path:
         run(config, stopped, after=7)
     run(config, stopped)
     same_run(stopped, whole)
+
+
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    sampled(
+        [(name, engine) for name in SHARED if fits("bert", name) for engine in ENGINES if engine != "torch"], keep=[]
+    ),
+)
+def test_all_engines_start_anew(lab: Lab, tmp_path: Path, method: str, engine: str) -> None:
+    """With the losses of plain torch, and as many trained parameters."""
+    plain = config_of(lab, "bert", method)
+    other = plain.model_copy(update={"engine": lab.config("bert", "lora", ENGINES[engine]).engine})
+    folders = Storage.at(tmp_path / "torch"), Storage.at(tmp_path / engine)
+    for config, folder in zip((plain, other), folders, strict=True):
+        run(config, folder)
+    for mine, theirs in zip(*map(trace, folders), strict=True):
+        assert theirs == pytest.approx(mine, abs=1e-4, rel=1e-3)
+    times = [folder.read_json("results.json")["phase_times"] for folder in folders]
+    counts, found = ([entry["trained_parameters"] for entry in entries] for entries in times)
+    assert counts == found and min(counts) > 0

@@ -101,8 +101,8 @@ class Das(Finetune):
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """Importance to general knowledge, before the first task."""
         super().begin_task(phase, context)
-        is_new = self.importance is None and not context.resumed and context.worker is not None  # else shapes alone
-        if self.config.general and is_new:
+        trains = context.worker is not None  # else shapes alone are wanted
+        if self.config.general and trains and self.importance is None and not context.resumed:
             torch.manual_seed(self.seed)
             self._add(self._measured(context, self._disagreement))
 

@@ -67,7 +67,9 @@ class Lfpt5Config(MethodConfig):
     max_tokens: int = Field(256, ge=8, description="tokens of an input with its answer, as it is written, at most")
     top_k: int = Field(64, ge=1, description="each token is drawn from so many likeliest ones")
     repetition_penalty: float = Field(
-        2.5, gt=0, description="logits of tokens that were generated before are divided by this"
+        2.5,
+        gt=0,
+        description="logits of tokens that were generated before, but for the separator's, are divided by this",
     )
 
     unused_for_single_task: ClassVar[tuple[str, ...]] = (

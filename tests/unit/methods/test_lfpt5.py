@@ -240,7 +240,7 @@ def test_what_the_prompt_writes_is_trained_on_and_kept(lab: Lab, kind: str, monk
 
 
 def test_a_model_that_learned_to_write_writes_samples(lab: Lab) -> None:
-    """With the default penalty, although the separator has the same token twice."""
+    """Through generation itself, with the default penalty."""
     context = started(lab, "llama", source="generated")
     method, backbone = method_of(context), context.backbone
     form, task = SampleFormat(backbone.codec, 20), context.stream.tasks[0]
