@@ -9,7 +9,8 @@
 Serra et al. 2018, "Overcoming Catastrophic Forgetting with Hard Attention to the Task", section 2 (2.3 to 2.6). s_max
 400, the weight 0.75 of the sparsity, |s e| up to 50 in cosh and |e| up to 6 are those of ContinualLM
 (networks/baselines/hat.py, config.py), where s begins each epoch as here and stops one step short of s_max. |e| is
-bounded there after each step, here where e is read.
+bounded after each update (`Bounds`), so e gets gradients wherever it is. Serra et al. train with SGD (joansj/hat,
+src/approaches/hat.py), for which the compensation is made.
 Masks are 0 or 1 up to rounding, so gradients of weights in use are zero, or close to it. AdamW divides gradients by
 their own size: a weight whose unit is in use by half moves like a free one, and only those with gradients of zero stay.
 What it does not know: where the units are.
@@ -17,7 +18,7 @@ What it does not know: where the units are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate
 
 import torch
@@ -26,6 +27,10 @@ from torch import Tensor, nn
 Key = tuple[str, str]
 """Path of a layer, and which of its units."""
 
+MODULE = "unit_masks"
+"""Name of the masks' module in the backbone."""
+EMBEDDING = f"{MODULE}.embedding"
+"""Name of e there."""
 MOST = 6.0
 """|e| at most."""
 STEEPEST = 50.0
@@ -65,7 +70,7 @@ class HardAttention(nn.Module):
         Args:
             alone: no other task was learned, as far as this one is concerned.
         """
-        drawn = torch.randn(len(self.embedding), device="cpu")  # each device draws other numbers
+        drawn = torch.randn(len(self.embedding), device="cpu").clamp(-MOST, MOST)  # each device draws other numbers
         self.embedding = nn.Parameter(drawn.to(self.used.device))
         learned = [] if alone else list(self.masks.values())
         self.used = torch.stack([torch.zeros_like(drawn), *learned]).amax(0).to(self.used.device)
@@ -76,7 +81,7 @@ class HardAttention(nn.Module):
         e = self.embedding if key is None else self.embedding[self.places[key]]
         if key is None:
             self._read = self.embedding.detach().float().clone(), scale  # engines may keep parts between passes
-        return torch.sigmoid(scale * e.float().clamp(-MOST, MOST))
+        return torch.sigmoid(scale * e.float())
 
     def sparsity(self) -> Tensor:
         """Share of the free units that the task in training uses."""
@@ -87,7 +92,7 @@ class HardAttention(nn.Module):
     def compensated(self, gradient: Tensor) -> Tensor:
         """Gradient of e as if s did not flatten the sigmoid; after `sparsity`."""
         assert self._read is not None, "the masks of this step were not read"
-        e, scale = (self._read[0].clamp(-MOST, MOST).to(gradient.device), self._read[1])
+        e, scale = self._read[0].to(gradient.device), self._read[1]
         steep = (scale * e).clamp(-STEEPEST, STEEPEST).cosh() + 1
         return gradient * (self.max_scale / scale * steep / (e.cosh() + 1)).to(gradient.dtype)
 
@@ -98,12 +103,22 @@ class HardAttention(nn.Module):
     def end(self, task: str, embedding: Tensor) -> None:
         """Keep the mask of a task at `s_max`; it is in training no more."""
         e = embedding.detach().float().cpu()
-        self.masks[task] = torch.sigmoid(self.max_scale * e.clamp(-MOST, MOST))
+        self.masks[task] = torch.sigmoid(self.max_scale * e)
         self.embedding = nn.Parameter(torch.zeros_like(self.used), requires_grad=False)
 
     def learned(self, task: str, key: Key) -> Tensor:
         """The mask of a learned task over one layer's units."""
         return self.masks[task][self.places[key]]
+
+
+class Bounds:
+    """A constraint on updates of e: |e| stays at most `MOST`."""
+
+    names: Collection[str] = (EMBEDDING,)
+
+    def __call__(self, name: str, before: Tensor, after: Tensor) -> Tensor:
+        """The value that e gets."""
+        return after.clamp(-MOST, MOST)
 
 
 def annealed(step: int, steps: int, max_scale: float) -> float:

@@ -27,8 +27,8 @@ from raycl.backbone.gates import Gate, GatePoint, attach
 from raycl.methods.adapters.chosen_by_task import ChosenByTask
 from raycl.methods.base import Learned, MethodConfig, State, in_head, under
 from raycl.methods.context import TaskContext
-from raycl.methods.masks.hard_attention import HardAttention, Key, freedom
-from raycl.methods.masks.hat_adapter import MODULE, HatSettings, scale_of
+from raycl.methods.masks.hard_attention import EMBEDDING, MODULE, Bounds, HardAttention, Key, freedom
+from raycl.methods.masks.hat_adapter import HatSettings, scale_of
 from raycl.methods.masks.units import parameters_of, units_of
 from raycl.methods.trained_adapters import end_training
 from raycl.types import AdapterState, Batch, Phase
@@ -62,6 +62,7 @@ class Hat(ChosenByTask):
         sizes: dict[Key, int] = {point: one.count for point, one in self.units.items()}
         self.masks = HardAttention(sizes, config.max_scale, backbone.device, self._scale)
         backbone.add_module(MODULE, self.masks)
+        self.constraint = Bounds()
         attach(backbone.model, {point: self._gate(point) for point in self.units})
         self._tables: dict[tuple[str, ...], Tensor] = {}
         self._context: TaskContext | None = None
@@ -118,7 +119,7 @@ class Hat(ChosenByTask):
         return {name: self._held(name, gradient) for name, gradient in gradients.items()}
 
     def _held(self, name: str, gradient: Tensor) -> Tensor:
-        if name == f"{MODULE}.embedding":
+        if name == EMBEDDING:
             return self.masks.compensated(gradient)
         if name.startswith("head.") or not self.masks.masks:
             return gradient

@@ -27,12 +27,9 @@ from raycl.methods.adapters.chosen_by_task import ByTaskConfig, ChosenByTask
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora.lora import as_peft_draws
-from raycl.methods.masks.hard_attention import HardAttention, Key, annealed, freedom
+from raycl.methods.masks.hard_attention import EMBEDDING, MODULE, Bounds, HardAttention, Key, annealed, freedom
 from raycl.methods.trained_adapters import end_training
 from raycl.types import AdapterState, Batch, Phase
-
-MODULE = "unit_masks"
-"""Name of the masks' module in the backbone."""
 
 
 class HatSettings(ByTaskConfig):
@@ -70,6 +67,7 @@ class HatAdapter(ChosenByTask):
                 sizes[path, "outputs"] = layer.outputs
         self.masks = HardAttention(sizes, config.max_scale, backbone.device, self._scale)
         backbone.add_module(MODULE, self.masks)
+        self.constraint = Bounds()
         for path, layer in self.stack.layers.items():
             layer.unit_masks = lambda path=path: self._factors(path)
         self._shared: dict[str, Tensor] = {}
@@ -98,7 +96,7 @@ class HatAdapter(ChosenByTask):
         self.masks.begin(alone=self.task_id_given)
 
     def _is_trained(self, name: str, parameter: Tensor) -> bool:
-        return super()._is_trained(name, parameter) or name == f"{MODULE}.embedding"
+        return super()._is_trained(name, parameter) or name == EMBEDDING
 
     def penalty(self, batch: Batch, output: Output) -> Tensor:
         """Depends on parameters alone, so every step adds it once."""
@@ -113,7 +111,7 @@ class HatAdapter(ChosenByTask):
             for part, free in (("lora_A", freedom(used_r, None)), ("lora_B", freedom(used_O, used_r))):
                 name = f"model.{path}.{part}"
                 found[name] = found[name] * free.to(found[name])
-        name = f"{MODULE}.embedding"
+        name = EMBEDDING
         found[name] = self.masks.compensated(found[name])
         return found
 
@@ -125,7 +123,7 @@ class HatAdapter(ChosenByTask):
 
     def _freeze(self, context: TaskContext) -> dict[str, AdapterState]:
         """The shared weights stay as they are; every adapter that they change is made of them again."""
-        self.masks.end(self._task, context.parameters[f"{MODULE}.embedding"])
+        self.masks.end(self._task, context.parameters[EMBEDDING])
         ((task, shared),) = end_training(self.backbone, self.stack, context.parameters).items()
         self._task = ""
         self._shared = {name: value for name, value in shared.tensors().items() if ".lora_" in name}

@@ -71,6 +71,17 @@ def test_the_compensated_gradient_is_that_of_the_steepest_sigmoid_at_e() -> None
     assert extreme.compensated(torch.ones(2)).isfinite().all(), "cosh(2400) would not be"
 
 
+def test_a_unit_at_the_bound_gets_gradients_and_comes_back(lab: Lab) -> None:
+    method, _ = started(lab)
+    assert method.constraint is not None
+    (name,) = method.constraint.names
+    far = method.constraint(name, torch.zeros(3), torch.tensor([-7.0, 2.0, 6.5]))
+    assert far.tolist() == [-6.0, 2.0, 6.0]
+    masks = attention(far.tolist(), scale=0.5)
+    (gradient,) = torch.autograd.grad(masks().sum(), masks.embedding)
+    assert bool((gradient > 0).all()), "a gradient of zero would keep it there"
+
+
 def test_the_sparsity_counts_free_units_alone() -> None:
     masks = attention([0.0, 1.0, -1.0], scale=1.0)
     assert float(masks.sparsity().detach()) == pytest.approx((0.5 + 0.731059 + 0.268941) / 3, abs=1e-5)
