@@ -18,14 +18,16 @@ src/t5_large.py of liangyanshuo/gainlora at a47edf4):
 So between tasks cos(k, u) can only change on earlier texts as far as rows are stretched, which k itself does not feel.
 The projection is a constraint on the update, not on the gradient (`Method.constraint`): under Adam these differ.
 
-Deviations: e is a mean over the text's real tokens; the code divides by the padded length of the batch. Features are
-those of all training rows (the code: of 1,000 batches at most). Subspaces of the first task hold the threshold's share,
+Deviations: e is a mean over the text's real tokens; the code divides by the padded length of the batch. Gradients flow
+through earlier adapters unless `stop_grad_old_blocks` is set, as it is there. Features are those of all training rows
+(the code: of 1,000 batches at most). Subspaces of the first task hold the threshold's share,
 as in `inflora`. Label rows of encoder-only backbones, of which the paper has none, are gated like the weights. Where
 the task id is given (schedule `separate`) there are no gates.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -45,6 +47,8 @@ from raycl.methods.lora.olora import OLora, OLoraSettings
 from raycl.methods.pseudo_samples.samples import sources_of
 from raycl.retrieval.gates import PARTS, TaskGates, features, mean_embedding, router_state
 from raycl.types import Batch, Mixture, Phase, RouterState, Task
+
+log = logging.getLogger("raycl")
 
 READ_AT_ONCE = 64
 """Prompts embedded together."""
@@ -114,7 +118,13 @@ class GainLora(OLora, InfLora):
         own = {part: getattr(self.gates, part).detach() for part in PARTS}
         covariance = self._covariances_of(context, own)["key"]
         directions, _ = self.spaces.of("key", len(covariance)).directions(covariance)
-        if directions.shape[1]:
+        if not directions.shape[1]:
+            log.warning(
+                "features of task '%s' lie within those of earlier tasks: its gate begins at random, and may be open on "
+                "their texts",
+                phase.tasks[0].name,
+            )
+        else:
             first_D = designed(directions, 1)[0].to(key)
             key.data.copy_(first_D * (key.norm() / first_D.norm()))
 

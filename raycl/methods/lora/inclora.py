@@ -1,13 +1,13 @@
 """IncLoRA: every task trains a LoRA of its own beside the frozen ones of earlier tasks, and all of them are active.
 
-O-LoRA's plain sum without its penalty ("IncLoRA" in MIGU, section 4.1, and in the tables of both papers): rank 8,
-alpha 32, query and value projections, as in the code of both. Their dropout of 0.1 is an option here and off, so that
-N workers equal one. The authors' models write their answers as text; an encoder-only backbone needs a label head, of
-which the papers say nothing. It is treated like the weights: each task trains an increment, and logits are the sum of
-all increments.
-With rows for every label seen so far (`head=shared`, the default) that is exactly the one growing head that keeps
-training, as method `lora` has it, and yet nothing that an earlier snapshot holds changes. `head=own` trains rows
-of the task's own labels only.
+O-LoRA's plain sum without its penalty ("IncLoRA" in MIGU, section 4.1, and in the tables of both papers): rank 8, alpha
+32, query and value projections, as in the code of both. Their dropout of 0.1 is an option here and off, so that N
+workers equal one; it drops the new adapter's inputs, where theirs gives the same dropped inputs to the frozen ones. The
+authors' models write their answers as text; an encoder-only backbone needs a label head, of which the papers say
+nothing. It is treated like the weights: each task trains an increment, and logits are the sum of all increments. With
+rows for every label seen so far (`head=shared`, the default) that is exactly the one growing head that keeps training,
+as method `lora` has it, and yet nothing that an earlier snapshot holds changes. `head=own` trains rows of the task's
+own labels only.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class IncLoraSettings(LoraSettings):
         description="rows of the label head that a task trains (encoder-only backbones): of all labels seen so far, or "
         "of its own labels",
     )
+    stop_grad_old_blocks: bool = Field(
+        False,
+        description="stop gradients through earlier adapters into the layers below, as GainLoRA's code does",
+    )
 
     label_head: ClassVar[tuple[str, ...]] = ("head",)
 
@@ -53,6 +57,7 @@ class IncLora(PerTaskAdapter):
 
     def __init__(self, config: IncLoraSettings, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed, config.targets, config.alpha / config.rank, "logit")
+        self.stack.detach_loaded = config.stop_grad_old_blocks
 
     def _create(self, task: str) -> None:
         if self.task_id_given and isinstance(self.backbone.head, MixedHead):

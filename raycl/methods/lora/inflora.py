@@ -12,6 +12,12 @@ half the inputs, a basis of its orthogonal complement is stored instead (Liang a
 Low-Rank Adaptation for Continual Learning", section 3 and the authors' code, methods/inflora.py; 0.995 and 15 tasks
 are those of GainLoRA's code, which runs InfLoRA on language models).
 As in their code, and unlike the paper's formulas, singular values are those of C, not of the inputs themselves.
+Where GainLoRA's code runs InfLoRA alone (src/cl_trainer_inflora.py), A does not depend on the task's inputs: the first
+task keeps the random A that LoRA draws, a later one A (I - M M^T) with rows of norm 1 / sqrt(3): `design=random`. That
+code also gives both projections of a cross-attention the A and M of decoder states, and lets no gradient through
+earlier adapters (`stop_grad_old_blocks`); here each linear has those of its own inputs. InfLoRA's own code, for images,
+adapts keys and values at scale 1 and trains a classifier for each task over its classes alone: `targets=[attention.key,
+attention.value]`, `alpha` equal to `rank`, `head=own` and `train.label_loss=task`.
 Deviations: their first task keeps one direction less than reaches the threshold, ours keeps as many as reach it, as in
 all later tasks. Directions without energy are never used: rows of A that lack one are zero. Padding takes no part in C.
 Under schedule `separate` tasks do not know each other's subspaces.
@@ -54,6 +60,11 @@ class InfLoraConfig(InfLoraSettings):
     """InfLoRA: IncLoRA whose A is frozen, outside the subspace of earlier tasks' inputs."""
 
     name: Literal["inflora"] = "inflora"
+    design: Literal["inputs", "random"] = Field(
+        "inputs",
+        description="A of a task. inputs: leading directions of its inputs outside the subspace (InfLoRA); random: as "
+        "LoRA draws it, projected outside the subspace (InfLoRA in GainLoRA's code)",
+    )
 
 
 @dataclass(frozen=True)
@@ -134,12 +145,21 @@ class InfLora(IncLora):
         super().begin_task(phase, context)
         if context.resumed:
             return
+        if getattr(self.config, "design", "inputs") == "random":
+            self._fill({path: self._projected(path) for path in self.stack.layers})
+            return
         rank = self.config.rank
         low = {
             path: designed(self._subspace(path).directions(covariance)[0], rank)
             for path, covariance in self._covariances(context).items()
         }
         self._fill(low)
+
+    def _projected(self, path: str) -> Tensor:
+        """A `[r, D]` as it was drawn, outside the subspace."""
+        drawn = self.stack.layers[path].lora_A
+        assert drawn is not None, "no adapter is in training"
+        return outside(drawn.detach(), self._subspaces[path]) if path in self._subspaces else drawn.detach()
 
     def _subspace(self, path: str) -> Subspace:
         return self._subspaces.get(path) or Subspace.empty(self.stack.layers[path].inputs)
@@ -206,6 +226,15 @@ def designed(directions_DN: Tensor, rank: int) -> Tensor:
     low = vectors_RD.new_zeros(rank, directions_DN.shape[0])
     low[: len(vectors_RD)] = vectors_RD * largest.sign() / math.sqrt(3)
     return low
+
+
+def outside(low_RD: Tensor, subspace: Subspace) -> Tensor:
+    """Rows `[r, D]` without their part in the subspace, of norm 1 / sqrt(3); rows that lie within it become zero."""
+    rest_DR = subspace.without(low_RD.double().T)
+    norms_R = rest_DR.norm(dim=0)
+    is_held = norms_R > NOISE * low_RD.double().norm(dim=1)
+    found: Tensor = torch.where(is_held, rest_DR / norms_R.clamp(min=1e-30) / math.sqrt(3), 0.0).T.to(low_RD)
+    return found
 
 
 class ObservedInputs:

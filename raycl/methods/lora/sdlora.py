@@ -6,17 +6,18 @@ Task t trains A_t, B_t and all magnitudes a_1 .. a_t, with the label head; direc
 al. 2025, "SD-LoRA: Scalable Decoupled Low-Rank Adaptation for Class Incremental Learning", ICLR, section 4). The task's
 own update is not normalized while it is trained: B_t = 0 has no direction. At its end the norm goes into a_t, so that
 no output changes. No text is routed: the a_i are the same for all texts.
-A magnitude is shared by all linears, as in the authors' code. So the norm is one as well: the root mean square over
-linears of |B A|_F, which is |B A|_F where there is one linear.
+A magnitude is shared by all linears, as in the authors' code. Here the norm is one as well: the root mean square over
+linears of |B A|_F, which is |B A|_F where there is one linear. Paper and code divide each linear by its own norm. With
+one magnitude that would change what the trained task answers, so relative sizes of linears are kept.
 
 Rank reduction (RR) is `rank_reduction`: smaller ranks from some tasks on. Knowledge distillation (KD) is `drop_below`:
 at the end of a task D_t ~ sum_k c_k D_k is solved by least squares. Where the norm of what is left is at most this,
 D_t is dropped and a_k grows by a_t c_k (the paper adds c_k, which keeps the function for a_t = 1 alone; its eq. 7
 compares the squared norm, its algorithm 1 the norm).
 
-The authors' code differs: it divides by |B|_F |A|_F (`norm=factors`); magnitudes are not kept, but start at 0.8 in
-every task, which changes the outputs; only labels of the new task compete (`train.label_loss=task`); it trains with
-SGD.
+The authors' code differs: it divides by |B|_F |A|_F of each linear (`norm=factors`: by the root mean square of these);
+magnitudes are not kept, but start at 0.8 in every task, which changes the outputs; only labels of the new task compete
+(`train.label_loss=task`); it trains with SGD.
 On encoder-only backbones, each task trains an increment of all label rows, and logits are the sum of all increments
 (see `inclora`), which no magnitude scales: else a new task would lower the magnitudes of earlier ones because that
 lowers the scores of their labels. s = `alpha` / `rank` is 1, as in the paper, where the two are equal.
@@ -52,7 +53,8 @@ class SdLoraConfig(IncLoraSettings):
     alpha: float = Field(10.0, gt=0, description="the update in training is scaled by alpha / rank (the paper's: 1)")
     magnitude: float = Field(1.0, gt=0, description="a_t when task t begins (0.8 in the authors' code)")
     norm: Literal["product", "factors"] = Field(
-        "product", description="what a direction is divided by. product: |B A|; factors: |B| |A|, as released"
+        "product",
+        description="what a direction is divided by. product: |B A|; factors: |B| |A|, as in the authors' code",
     )
     rank_reduction: dict[int, PositiveInt] = Field(
         default_factory=dict,

@@ -30,8 +30,8 @@ log = logging.getLogger("raycl")
 SEPARATOR, START = "__ans__", "__gen__"
 """Between input and answer, and in front of a task's name."""
 
-TRIES, AT_ONCE = 4, 16
-"""Rounds of sampling, each of as many samples as are wanted; samples that are drawn together."""
+AT_ONCE = 64
+"""Samples that are drawn together, at most."""
 
 Pair = tuple[list[int], list[int]]
 """Ids of a prompt and of what is to be written behind it."""
@@ -95,6 +95,7 @@ class Sampler:
 
     Attributes:
         activated: activates what the model writes with, for so many rows.
+        draws: samples drawn for a task at most, and at least as many as are wanted.
     """
 
     backbone: Backbone
@@ -102,28 +103,32 @@ class Sampler:
     top_k: int
     repetition_penalty: float
     activated: Callable[[int], AbstractContextManager[None]]
+    draws: int
 
     @torch.no_grad()
     def samples(self, task: Task, count: int, seed: int) -> list[tuple[str, str]]:
-        """`count` inputs of a task with answers, those of its label set where it has one; fewer if it writes fewer."""
+        """`count` inputs of a task with answers, those of its label set where it has one; fewer if it writes fewer.
+
+        Samples are drawn until enough of them are such.
+        """
         backbone, found = self.backbone, list[tuple[str, str]]()
         was_training = backbone.training
+        drawn, limit = 0, max(count, self.draws)
         backbone.eval()
         torch.manual_seed(seed)
         try:
-            for _ in range(TRIES):
-                for start in range(0, count, AT_ONCE):
-                    pairs = map(self.form.parted, self._drawn(task.name, min(AT_ONCE, count - start)))
-                    found += [pair for pair in pairs if pair and (task.labels is None or pair[1] in task.labels)]
-                if len(found) >= count:
-                    break
+            while len(found) < count and drawn < limit:
+                rows = min(AT_ONCE, limit - drawn, max(count - len(found), drawn))
+                pairs = map(self.form.parted, self._drawn(task.name, rows))
+                found += [pair for pair in pairs if pair and (task.labels is None or pair[1] in task.labels)]
+                drawn += rows
         finally:
             backbone.train(was_training)
         if len(found) < count:
             log.warning(
-                "    of %d pseudo-samples of task '%s' %d were written, in %d tries: others had no separator or no "
-                "label of the task (prompts that are trained longer write better)",
-                *(count, task.name, len(found), TRIES * count),
+                "    of %d pseudo-samples of task '%s' %d were written, in %d draws: others had no separator or no "
+                "label of the task (draw more with method.draws; prompts that are trained longer write better)",
+                *(count, task.name, len(found), drawn),
             )
         return found[:count]
 

@@ -14,7 +14,7 @@ from tiny import KINDS, Lab, exported, matrix, run, trace
 
 from raycl.data.loader import eval_batches
 from raycl.methods.base import activate_batch
-from raycl.methods.lora.inflora import InfLora, Subspace, designed, observed_inputs
+from raycl.methods.lora.inflora import InfLora, Subspace, designed, observed_inputs, outside
 from raycl.run.assembly import build
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
@@ -213,3 +213,41 @@ def test_single_task_runs_have_no_subspace(lab: Lab, tmp_path: Path) -> None:
     other = finished(lab, tmp_path / "other", ("separate", {"name": "inflora", "threshold": 0.5}))
     found = finished(lab, tmp_path / "found", ("separate", "inflora"))
     assert trace(found) == trace(other) and matrix(found) == matrix(other) and exported(found) == exported(other)
+
+
+# ---- A that is drawn -----------------------------------------------------------------------------------------------
+
+
+def test_a_drawn_row_loses_what_lies_in_the_subspace() -> None:
+    """A (I - M M^T), rows of norm 1 / sqrt(3), from either basis; what lies within becomes zero."""
+    torch.manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(6, 2, dtype=torch.float64))[0]
+    drawn = torch.cat([torch.randn(3, 6), basis.T[:1].float()])
+    expected = drawn.double() @ (torch.eye(6, dtype=torch.float64) - basis @ basis.T)
+    expected = (expected / expected.norm(dim=1, keepdim=True) / 3**0.5)[:3]
+    whole = torch.linalg.qr(torch.cat([basis, torch.randn(6, 4, dtype=torch.float64)], 1))[0]
+    for subspace in (Subspace(basis), Subspace(whole[:, 2:], complement=True)):
+        found = outside(drawn, subspace)
+        torch.testing.assert_close(found[:3].double(), expected, atol=1e-6, rtol=1e-5)
+        assert not bool(found[3].any())
+
+
+def test_a_random_design_reads_no_inputs_of_the_task(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, context = started(lab, design="random")
+    drawn = {}
+
+    def covariances(self: InfLora, context: TrainingContext) -> dict[str, torch.Tensor]:
+        raise AssertionError("the task's inputs were read")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(InfLora, "_covariances", covariances)
+        begun = begin_phase(context, 0)
+    drawn = {path: low.clone() for path, low in method._low.items()}
+    assert all(bool(low.any()) for low in drawn.values()), "the first task keeps what LoRA draws"
+    end_phase(context, begun)
+    begin_phase(context, 1)
+    for path, low in method._low.items():
+        assert not torch.equal(low, drawn[path])
+        basis = method._subspace(path)
+        inside = low.double().T - basis.without(low.double().T)
+        assert float(inside.norm()) < 1e-4 * float(low.norm())

@@ -256,9 +256,28 @@ def test_a_model_that_learned_to_write_writes_samples(lab: Lab) -> None:
         optimizer.zero_grad()
         cross_entropy(found.logits.float(), found.labels, ignore_index=IGNORE).backward()
         optimizer.step()
-    sampler = Sampler(backbone, form, 2, 2.5, method._activated)
+    sampler = Sampler(backbone, form, 2, 2.5, method._activated, 24)
     written = sampler.samples(task, 6, seed=0)
     assert len(written) == 6 and set(rows) <= set(written)
+
+
+def test_samples_are_drawn_until_there_are_enough(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of ten can be used; draws end with the last one that is wanted, or at `draws`."""
+    context = started(lab, "llama", source="generated")
+    method, task = method_of(context), context.stream.tasks[0]
+    form, batches = SampleFormat(context.backbone.codec, 20), list[int]()
+
+    def drawn(sampler: Sampler, name: str, rows: int) -> list[list[int]]:
+        first = sum(batches)
+        batches.append(rows)
+        answers = ("red" if number % 10 == 9 else "cat" for number in range(first, first + rows))
+        return [form.pair(name, "fire is warm", answer)[1][:-1] for answer in answers]
+
+    monkeypatch.setattr(Sampler, "_drawn", drawn)
+    for draws, wanted, found, spent in ((1000, 3, 3, 48), (25, 3, 2, 25), (1, 3, 0, 3)):
+        batches.clear()
+        sampler = Sampler(context.backbone, form, 2, 2.5, method._activated, draws)
+        assert len(sampler.samples(task, wanted, seed=0)) == found and sum(batches) == spent
 
 
 def test_the_penalty_leaves_the_separator_out() -> None:
