@@ -120,7 +120,7 @@ class GainLora(OLora, InfLora):
         directions, _ = self.spaces.of("key", len(covariance)).directions(covariance)
         if not directions.shape[1]:
             log.warning(
-                "features of task '%s' lie within those of earlier tasks: its gate begins at random, and may be open on "
+                "features of task '%s' lie within those of earlier tasks: its gate begins at random and may be open on "
                 "their texts",
                 phase.tasks[0].name,
             )
