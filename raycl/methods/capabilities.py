@@ -41,13 +41,16 @@ class LocalAdaptation(Protocol):
     """Weights are trained on a text's neighbours before it is answered, and are then as they were before.
 
     Attributes:
-        steps: gradient steps. rate: length of a step. weight: of the squared distance to the trained weights.
+        steps: gradient steps. rate: length of a step. momentum: of the steps; each text begins without any.
+        weight: of the squared distance to the trained weights.
     """
 
     @property
     def steps(self) -> int: ...
     @property
     def rate(self) -> float: ...
+    @property
+    def momentum(self) -> float: ...
     @property
     def weight(self) -> float: ...
     @property

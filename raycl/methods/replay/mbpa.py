@@ -4,17 +4,23 @@ Training: in every `every`-th step, as many examples of earlier tasks as there a
 and join the step (100: the paper's 1 %, 100 examples for every 10,000 new ones).
 At test, for a text x with the K nearest examples (x_k, y_k) by the Euclidean distance of their keys, L steps of
 
-    theta <- theta - rate * gradient of ( mean over k of CE(y_k | x_k) + weight |theta - theta_base|^2 )
+    d <- momentum d + gradient of ( mean of CE(y_k | x_k) + weight |theta - theta_base|^2 )
+    theta <- theta - rate d
 
-from theta = theta_base; then x is answered, and theta is theta_base again, bit for bit.
+from theta = theta_base and d = 0; then x is answered, and theta is theta_base again, bit for bit. The mean is over K
+labels; for models that write answers it is over the tokens of all K answers, so that longer answers weigh more.
 De Masson d'Autume et al. 2019, "Episodic Memory in Lifelong Language Learning", section 3, eq. 4. Keys are of a frozen
 pretrained encoder (`encoder`); for the paper's, BERT's state of the first token, name a sentence-transformers folder
 with such pooling and layer=last. `share` of each task's rows are kept (the paper: all, or 10 to 50 % at random).
-Where it differs from the paper and its public code (EM-in-LLL, of LAMOL's authors: 32 neighbours, weight 0.001, SGD
-with momentum 0.9, dropout left out at test):
-- The paper makes updates of their own of replayed examples; here they join a step, since a method does not step.
-- Plain gradient steps; whatever the learner trains is adapted: all weights with `learner=finetune`, as in the paper.
-- Replay draws from earlier tasks alone; neighbours are of all tasks learned so far, the present one too.
+Where it differs from the paper and from EM-in-LLL, the public code of LAMOL's authors (at 742f6e3: 20 steps of SGD at
+0.002 with momentum 0.9 on 32 neighbours, weight 0.001, dropout left out at test):
+- The paper and that code make updates of their own of replayed examples; here they join a step, since a method does not
+  step.
+- Whatever the learner trains is adapted: all weights with `learner=finetune`, as in the paper.
+- Replay draws from earlier tasks alone, there from the whole memory, the present task's examples too. Neighbours are of
+  all tasks learned so far in both.
+TRACE's version (MbPAplusplus.py:208-225) makes L times K backward passes for a text, each on one neighbour, and has the
+training optimizer step after them as in training.
 What trains while it answers cannot be served as measured, so nothing is published.
 """
 
@@ -52,12 +58,13 @@ class AdaptConfig(Section):
     steps: int = Field(30, ge=0, description="L, gradient steps on a text's neighbours; 0: the model as it was trained")
     neighbours: int = Field(32, ge=1, description="K, the nearest examples of the memory")
     rate: float = Field(1e-3, gt=0, description="length of a gradient step")
+    momentum: float = Field(0.0, ge=0, lt=1, description="momentum of the gradient steps; each text begins without any")
     weight: float = Field(1e-3, ge=0, description="lambda, which pulls the weights back to the trained ones")
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Without a step."""
         if not self.steps:
-            yield from ((name, "steps=0") for name in ("neighbours", "rate", "weight"))
+            yield from ((name, "steps=0") for name in ("neighbours", "rate", "momentum", "weight"))
 
 
 class MbpaConfig(WrapperConfig):
@@ -94,6 +101,7 @@ class Adaptation:
     method: Mbpa
     steps: int
     rate: float
+    momentum: float
     weight: float
 
     @property
@@ -134,8 +142,9 @@ class Mbpa(Wrapper):
         self.needs_texts = True
         self.memory = ExampleMemory()
         self.adapted: list[str] = []
-        if config.adapt.steps:
-            self.local_adaptation = Adaptation(self, config.adapt.steps, config.adapt.rate, config.adapt.weight)
+        adapt = config.adapt
+        if adapt.steps:
+            self.local_adaptation = Adaptation(self, adapt.steps, adapt.rate, adapt.momentum, adapt.weight)
         self._earlier = 0
         self._context: TaskContext | None = None
 

@@ -65,11 +65,15 @@ def adapt(
     weights: Mapping[str, nn.Parameter],
     base: Mapping[str, Tensor],
 ) -> None:
-    """Gradient steps on the mean loss of the example's neighbours plus `weight * |theta - base|^2`."""
+    """Gradient steps on the mean loss of the example's neighbours plus `weight * |theta - base|^2`.
+
+    The mean is over what carries loss: labels, or all tokens of the neighbours' answers together. With momentum a step
+    is that of torch's SGD: its direction is the gradient plus momentum times the direction before.
+    """
     neighbours = adaptation.neighbours(example)
     if neighbours is None or not loss_count(neighbours):
         return
-    neighbours = neighbours.to(method.backbone.device)
+    neighbours, directions = neighbours.to(method.backbone.device), dict[str, Tensor]()
     for _ in range(adaptation.steps):
         with torch.enable_grad(), activate_batch(method, neighbours):
             loss = method.backbone(neighbours).loss_sum / loss_count(neighbours)
@@ -77,7 +81,12 @@ def adapt(
         with torch.no_grad():
             for (name, parameter), gradient in zip(weights.items(), gradients, strict=True):
                 pull = 2 * adaptation.weight * (parameter - base[name])
-                parameter.sub_(adaptation.rate * (pull if gradient is None else gradient + pull))
+                direction = pull if gradient is None else gradient + pull
+                if adaptation.momentum:
+                    if name in directions:
+                        direction = directions[name].mul_(adaptation.momentum).add_(direction)
+                    directions[name] = direction
+                parameter.sub_(adaptation.rate * direction)
 
 
 def alone(batch: Batch, row: int) -> Batch:

@@ -72,20 +72,38 @@ def logits(context: TrainingContext, batch: Batch) -> Tensor:
 # ---- the memory ----------------------------------------------------------------------------------------------------
 
 
-def test_the_nearest_keys_by_euclidean_distance(lab: Lab) -> None:
-    backbone = build(lab.config("t5", "lora"), WORLD)[0].backbone
-    memory, keys = ExampleMemory(), torch.tensor([[0.0, 0.0], [3.0, 4.0], [1.0, 0.0], [0.0, 2.0]])
-    ids = [torch.tensor([7] * n, dtype=torch.int32).numpy() for n in (1, 2, 3, 1)]
-    labels = torch.zeros(4, dtype=torch.int32).numpy()
-    for name, part in (("one", slice(0, 2)), ("two", slice(2, 4))):
+def filled(keys: Tensor) -> ExampleMemory:
+    """Examples of two tasks, of 1 to 3 tokens."""
+    memory, half = ExampleMemory(), len(keys) // 2
+    ids = [torch.tensor([7] * (1 + n % 3), dtype=torch.int32).numpy() for n in range(len(keys))]
+    labels = torch.zeros(len(keys), dtype=torch.int32).numpy()
+    for name, part in (("one", slice(0, half)), ("two", slice(half, len(keys)))):
         columns = TokenColumns(ids[part], ids[part], labels[part])
         memory.add(name, KeyedRows.of(Task(name, None, "rouge_l"), columns, keys[part]))
+    return memory
+
+
+def test_the_nearest_keys_by_euclidean_distance(lab: Lab) -> None:
+    backbone = build(lab.config("t5", "lora"), WORLD)[0].backbone
+    memory = filled(torch.tensor([[0.0, 0.0], [3.0, 4.0], [1.0, 0.0], [0.0, 2.0]]))
     assert memory.nearest(torch.tensor([0.9, 0.0]), 3, backbone) == [2, 0, 3]
     assert sorted(memory.nearest(torch.zeros(2), 9, backbone)) == [0, 1, 2, 3], "no more than there are"
     again = ExampleMemory()
     again.take(memory.values(), memory.tensors())
     batch = again.batch([3, 1], backbone)
     assert batch.source_mask.tolist() == [[1, 0], [1, 1]] and numbers_of(batch)[1].tolist() == [3, 1]
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0], ids=["spread", "far from zero"])
+def test_neighbours_are_those_of_the_direct_distance(lab: Lab, offset: float) -> None:
+    """Also where keys are close to each other and far from zero, as BERT's are, and the expanded square is rounded."""
+    backbone = build(lab.config("t5", "lora"), WORLD)[0].backbone
+    draw = torch.Generator().manual_seed(1)
+    keys, queries = (offset + torch.randn(n, 48, generator=draw) for n in (500, 20))
+    memory = filled(keys)
+    for query in queries:
+        direct = (keys.double() - query.double()).square().sum(1).argsort()
+        assert memory.nearest(query, 8, backbone) == direct[:8].tolist()
 
 
 def test_the_memory_holds_rows_of_all_tasks_with_the_encoders_keys(lab: Lab) -> None:
@@ -101,10 +119,10 @@ def test_the_memory_holds_rows_of_all_tasks_with_the_encoders_keys(lab: Lab) -> 
 # ---- adaptation ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_steps_by_hand(lab: Lab, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "momentum"), [*((kind, 0.0) for kind in KINDS), ("bert", 0.9), ("t5", 0.5)])
+def test_three_steps_by_hand(lab: Lab, kind: str, momentum: float) -> None:
     """Gradients of the whole objective by autograd, the squared distance included."""
-    method, context = taught(lab, kind, rate=0.2, weight=0.3)
+    method, context = taught(lab, kind, steps=3, rate=0.2, momentum=momentum, weight=0.3)
     example, adaptation = alone(some_rows(context, 3), 1), method.local_adaptation
     assert adaptation is not None
     own = {n: p for n, p in context.backbone.named_parameters() if n in adaptation.parameters and p.numel()}
@@ -116,15 +134,17 @@ def test_two_steps_by_hand(lab: Lab, kind: str) -> None:
     with torch.no_grad():
         for name, p in own.items():
             p.copy_(base[name])
-    for _ in range(2):
+    directions = {name: torch.zeros_like(p) for name, p in own.items()}
+    for _ in range(3):
         context.backbone.zero_grad()
         with activate_batch(method, neighbours):
             loss = context.backbone(neighbours).loss_sum / loss_count(neighbours)
             (loss + 0.3 * sum((p - base[name]).square().sum() for name, p in own.items())).backward()
         with torch.no_grad():
-            for p in own.values():
+            for name, p in own.items():
                 assert p.grad is not None
-                p -= 0.2 * p.grad
+                directions[name] = momentum * directions[name] + p.grad
+                p -= 0.2 * directions[name]
     assert all(torch.allclose(found[name], p, atol=1e-6) for name, p in own.items())
     assert any(not torch.allclose(found[name], base[name], atol=1e-4) for name in own)
 
