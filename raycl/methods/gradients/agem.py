@@ -5,7 +5,9 @@
 g is the step's gradient over all trained parameters as one vector, r the gradient of the mean task loss on a random
 batch of stored rows of all earlier tasks, at the present weights (Chaudhry et al. 2019, "Efficient Lifelong Learning
 with A-GEM", eq. 11). Both are summed over all workers before the sign is read, so N workers equal one. r is the
-gradient of the task loss alone, without the learner's penalty.
+gradient of the task loss alone, without the learner's penalty. It is computed as in training, with dropout where the
+model has any, and over all labels seen so far. The authors' code computes it without dropout, and each row's loss over
+the labels of the row's own task (conv_split_cifar.py:402-417 of facebookresearch/agem at 4542149).
 The paper stores a number of examples per class; here a share of each task's rows is stored, as in `replay`. The paper
 trains with plain SGD: with AdamW the guarantee holds for the gradient that the optimizer is given, not for its update.
 """

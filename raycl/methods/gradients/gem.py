@@ -9,7 +9,11 @@ loss on the stored rows of each earlier task k, at the present weights: where so
 (Lopez-Paz and Ranzato 2017, "Gradient Episodic Memory for Continual Learning", eq. 11 and section 3; 1e-3, the margin
 of 0.5 and 256 stored rows a task are those of the authors' code). The margin lifts all v_k, those of tasks that agree
 with g too. Gradients are summed over all workers before signs are read, so N workers equal one; m_k are those of the
-task loss alone, without the learner's penalty.
+task loss alone, without the learner's penalty. They are computed as in training, with dropout where the model has any;
+the authors' networks have none.
+On CIFAR-100 the authors' code takes the loss of each old task over the labels of that task alone (gem.py:181-188 of
+facebookresearch/GradientEpisodicMemory at 34c6b8e). Here it is over all labels seen so far; `train.label_loss=task`
+narrows the loss of the present task's labels alone.
 Every step computes the gradient of every earlier task anew, on all of its stored rows: `agem` takes one batch of them.
 The quadratic program is solved as nonnegative least squares. The authors store the last rows of each task, here they
 are drawn. They train with plain SGD: with AdamW the guarantee holds for the gradient that the optimizer is given, not

@@ -14,9 +14,17 @@ Where it differs from that code:
 - Every text is read as it is at test. The code puts a [SEP] in the middle of every text, at a random place in training,
   and marks what is behind it by token types; there the halves in their own order are the examples themselves, and all
   have a swapped twin. Here halves of either order are the twins, and there are no token types.
-- Stored rows join the step of new ones; the code makes a step of its own for each task's batch.
-- Label and task rows start at zero; k-means starts once, at random rows.
-- The code's 1,000 steps of warm-up and its choice of weights by validation texts of all tasks are settings of the run.
+- Stored rows join the step of new ones. The code shuffles new and old rows together and cuts them into t + 1 mixed
+  batches, t being the number of earlier tasks, each an optimizer step (train.py:487-514). So a task has 1 + t / every
+  times as many updates there (1.4 in the fifth task, with every=10), and those with stored rows have 1 / (t + 1) of the
+  rows that they have here.
+- Every 250 steps the code scores validation rows of all tasks so far, 500 or 2,000 rows of each class that are held out
+  of training, and a task ends with the weights of the best mean (train.py:539-547, 583). `eval.select=best_dev` scores
+  dev rows of the task itself, at the end of epochs.
+- The code's label head has the labels of all tasks from the start (model.py:42), so those that come later compete too;
+  here labels seen so far compete. Label and task rows start at zero.
+- k-means starts once, at random rows.
+- The code's 1,000 steps of warm-up and Transformers' epsilon of AdamW, 1e-6, are settings of the run.
 Two projections stand between backbone and label rows, which serving does not have, so nothing is published.
 """
 
