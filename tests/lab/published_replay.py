@@ -8,8 +8,6 @@ from __future__ import annotations
 from published_others import DAS
 from published_sapt import Row
 
-# ---- MbPA++: arXiv 1906.01076, code of LAMOL's authors github.com/Daikon-Sun/EM-in-LLL -------------------------------
-
 BERT_DATA = (
     "SLM, section 4.1 (data and model of its BERT benchmark)",
     {
@@ -21,7 +19,9 @@ BERT_DATA = (
     },
 )
 
-# ---- IDBR: arXiv 2104.05489, code github.com/SALT-NLP/IDBR at 7996e8b ------------------------------------------------
+# ---- IDBR: arXiv 2104.05489, code github.com/SALT-NLP/IDBR at 7725c45 ------------------------------------------------
+# ---- MbPA++: arXiv 1906.01076, code of LAMOL's authors github.com/Daikon-Sun/EM-in-LLL at 742f6e3 --------------------
+# ---- SLM's replay baseline: arXiv 2404.07470, code github.com/Pbihao/SLM at bef385c ----------------------------------
 
 REPLAY: dict[str, Row] = {
     "idbr-bert": Row(
@@ -29,7 +29,7 @@ REPLAY: dict[str, Row] = {
         (
             BERT_DATA,
             (
-                "code: src/train.py (arguments, optimizer), src/read_data.py (256 tokens), src/model.py",
+                "code: src/train.py (arguments, Transformers' AdamW), src/read_data.py (256 tokens), src/model.py",
                 {
                     "stream.max_source_tokens": 256,
                     "backbone.pooling": "cls",
@@ -40,8 +40,6 @@ REPLAY: dict[str, Row] = {
                     "method.every": 10,
                     "method.order_weight": 1.0,
                     "method.task_weight": 1.0,
-                    "method.generic_weight": 0.5,
-                    "method.specific_weight": 0.5,
                     "method.hold": 0.5,
                     "method.hold_replayed": 5.0,
                     "train.batch_size": 8,
@@ -49,14 +47,20 @@ REPLAY: dict[str, Row] = {
                     "train.learning_rate": 3e-5,
                     "train.task_learning_rate": 5e-4,
                     "train.weight_decay": 0.01,
+                    "train.epsilon": 1e-6,
                     "train.lr_scheduler": "constant_with_warmup",
                     "train.warmup_steps": 1000,
                     "train.max_grad_norm": 0.0,
                 },
             ),
             (
-                "code: README.md (epochs of a sequence of five, of its replay baseline)",
-                {"train.epochs_by_task": {"agnews": 4, "yelp": 3, "amazon": 3, "yahoo": 2, "dbpedia": 1}},
+                "code: README.md, Setting (Full)",
+                {
+                    "train.epochs": 1,
+                    "train.epochs_by_task": {},
+                    "method.generic_weight": 0.5,
+                    "method.specific_weight": 0.5,
+                },
             ),
         ),
         scores=("75.9, 76.2, 76.4, 76.7", "76.3"),
@@ -70,14 +74,22 @@ REPLAY: dict[str, Row] = {
                 {"method.every": 100, "method.adapt.neighbours": 32, "method.learner.name": "finetune"},
             ),
             (
-                "code: settings.py, train.py (one pass, linear schedule), test.py",
+                "code of h3lio5/episodic-lifelong-learning: main.py:21, data_loader.py:31",
+                {"stream.max_source_tokens": 128, "method.encoder.max_tokens": 128, "train.batch_size": 32},
+            ),
+            (
+                "code: settings.py, train.py (one pass, linear schedule), test.py (SGD of the adaptation)",
                 {
+                    "backbone.pooling": "cls",
+                    "backbone.dropout": 0.1,
                     "method.share": 1.0,
                     "method.adapt.steps": 20,
                     "method.adapt.rate": 2e-3,
+                    "method.adapt.momentum": 0.9,
                     "method.adapt.weight": 1e-3,
                     "method.encoder.name": "google-bert/bert-base-uncased",
                     "train.epochs": 1,
+                    "train.epsilon": 1e-8,
                     "train.learning_rate": 2e-5,
                     "train.lr_scheduler": "linear",
                     "train.weight_decay": 0.0,
@@ -85,8 +97,56 @@ REPLAY: dict[str, Row] = {
                 },
             ),
         ),
-        ("max_source_tokens", "batch_size"),
-        ("74.9, 73.1, 74.9, 74.1", "74.3", "70.6"),
+        scores=(
+            "74.9, 73.1, 74.9, 74.1",
+            "74.3",
+            "70.6",
+            "67.2, 64.7, 64.7, 44.6",
+            "57.8",
+            "14.8, 27.8, 26.7, 4.5",
+            "18.4",
+        ),
+    ),
+    "slm-replay-llama2-7b": Row(
+        "llama",
+        (
+            (
+                "SLM, sections 4.1 and 4.3 (1 % of the rows), appendix A.4 (answers of at most 512 tokens)",
+                {
+                    "stream.name": "llama-9",
+                    "stream.test_fraction": 0.15,
+                    "eval.max_new_tokens": 512,
+                    "eval.off_task": "wrong",
+                    "launch.workers": 4,
+                    "method.name": "replay",
+                    "method.source": "real",
+                    "method.share": 0.01,
+                    "method.learner.name": "finetune",
+                },
+            ),
+            (
+                "code: Llama2_fine_tune/train.py:63-104, dataset/dataset.py, default_offload_opt_param.json",
+                {
+                    "stream.prompt": "llama2_chat",
+                    "stream.max_source_tokens": 512,
+                    "stream.max_target_tokens": 512,
+                    "backbone.name": "meta-llama/Llama-2-7b-chat-hf",
+                    "backbone.dtype": "bfloat16",
+                    "train.epochs": 3,
+                    "train.batch_size": 256,
+                    "train.micro_batch_size": 8,
+                    "train.optimizer": "adamw",
+                    "train.learning_rate": 3e-5,
+                    "train.weight_decay": 0.01,
+                    "train.warmup_ratio": 0.03,
+                    "train.lr_scheduler": "linear",
+                    "train.max_grad_norm": 1.0,
+                    "engine.name": "deepspeed",
+                    "engine.zero_stage": 1,
+                },
+            ),
+        ),
+        scores=("71.5", "23.3", "85.0", "83.7", "23.6", "86.8", "62.3", "18.0", "25.5", "85.3", "38.5"),
     ),
     "der-das-roberta": Row(
         "roberta",
