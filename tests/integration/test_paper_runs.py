@@ -46,6 +46,10 @@ ROWS = {
     "das-roberta": ("masked", ()),
     "hat-adapter-das-roberta": ("masked", ()),
     "demix-das-roberta": ("masked", ()),
+    "adapter-das-roberta": ("masked", ()),
+    "hat-das-roberta": ("masked", ()),
+    "ewc-das-roberta": ("masked", ()),
+    "der-das-roberta": ("masked", ()),
     "migu-das-end-tasks": ("bert", ("train.epochs_by_task={}",)),
 }
 
@@ -67,7 +71,8 @@ def test_a_published_row_trains(row: str, lab: Lab, tmp_path: Path, monkeypatch:
 
     assert trace(storage)
     assert [[score is not None for score in scores] for scores in matrix(storage)] == [[True, False], [True, True]]
-    if method_class(config.method.name).trains_backbone:
-        assert bool(exported(storage)) == (config.checkpoint.export == "last")
+    learner = getattr(config.method, "learner", config.method)
+    if method_class(learner.name).trains_backbone:
+        assert bool(exported(storage)) == (config.checkpoint.export != "none")
     else:
         assert Bank(storage.sub("bank")).newest() is not None

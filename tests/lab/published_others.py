@@ -5,6 +5,7 @@ What it does not know: how a config file is laid out, which file extends which.
 
 from __future__ import annotations
 
+from published_das import CONTINUAL_LM
 from published_sapt import QV, Row
 
 # ---- SLM: arXiv 2404.07470, code github.com/Pbihao/SLM at bef385c ---------------------------------------------------
@@ -137,11 +138,6 @@ def _threshold(value: float) -> tuple[str, dict[str, float]]:
 
 _MIGU = (CL_DATA, STANDARD, MIGU_TEXT, MIGU_CODE)
 _LORA_LEARNER = {f"method.learner.{path.partition('.')[2]}": value for path, value in ADAPTER[1].items()}
-
-DAS = (
-    "code: ContinualLM (DAS, which MIGU follows)",
-    {"stream.name": "das", "stream.max_source_tokens": 164, "train.optimizer": "adamw"},
-)
 
 OTHERS: dict[str, Row] = {
     "slm-bert": Row(
@@ -286,56 +282,52 @@ OTHERS: dict[str, Row] = {
     "migu-das-roberta": Row(
         "roberta",
         (
-            DAS,
+            CONTINUAL_LM,
             MIGU_TEXT,
-            (
-                DAS[0],
-                {
-                    "stream.objective": "mlm",
-                    "stream.mask_share": 0.15,
-                    "stream.train_rows": 640000,
-                    "train.epochs": 1,
-                    "train.batch_size": 248,
-                    "train.micro_batch_size": 62,
-                    "train.learning_rate": 1e-4,
-                    "launch.workers": 4,
-                },
-            ),
             (
                 "paper: section 4.2",
                 {
-                    "backbone.name": "FacebookAI/roberta-base",
                     "method.name": "finetune",
                     "modifiers.migu.skip_first_task": False,
+                    "checkpoint.export": "last",
                 },
             ),
         ),
-        ("migu", "lr_scheduler", "weight_decay"),
+        ("migu",),
         ("76.73 / 81.19", "76.36 / 80.77", "80.14 / 82.41", "79.69 / 82.07"),
     ),
     "migu-das-end-tasks": Row(
         "roberta",
         (
-            DAS,
             (
-                DAS[0],
+                "code: ContinualLM at 57e498c (config.py, utils/model.py, approaches/finetune.py: AdamW's own epsilon, "
+                "no clipping; networks/transformers/roberta.py: RobertaClassificationHead)",
                 {
+                    "stream.name": "das",
                     "stream.schedule": "separate",
+                    "stream.max_source_tokens": 164,
+                    "backbone.dropout": 0.1,
+                    "backbone.pooling": "cls",
                     "method.name": "finetune",
                     "train.epochs": 5,
                     "train.epochs_by_task": {"acl": 10, "pubmed": 10, "phone": 15, "camera": 15},
                     "train.batch_size": 16,
+                    "train.optimizer": "adamw",
                     "train.learning_rate": 3e-5,
+                    "train.lr_scheduler": "linear",
+                    "train.warmup_steps": 0,
+                    "train.warmup_ratio": 0.0,
+                    "train.epsilon": 1e-6,
                     "train.weight_decay": 0.01,
+                    "train.max_grad_norm": 0.0,
                 },
             ),
         ),
-        ("pooling", "lr_scheduler"),
     ),
     "ewc-das-roberta": Row(
         "roberta",
         (
-            (DAS[0], {**DAS[1], "modifiers": {}, "train.batch_size": 248, "train.learning_rate": 1e-4}),
+            CONTINUAL_LM,
             (
                 "code: ContinualLM, networks/baselines/ewc.py, utils/model.py, posttrain.py",
                 {
@@ -344,6 +336,8 @@ OTHERS: dict[str, Row] = {
                     "method.weight": 5000,
                     "method.merge": "mean",
                     "method.rows": 10000,
+                    "modifiers": {},
+                    "checkpoint.export": "last",
                 },
             ),
         ),

@@ -7,7 +7,9 @@ a layer, after attention and after the feed-forward block, each k = D / 16 wide 
 `config.py`). B begins at zero, so that the first forward pass is the backbone's, and the label head of encoder-only
 backbones is trained with the adapters. Where this differs from both: the bottlenecks stand in parallel to the output
 projections and read what these read (He et al. 2022, "parallel adapter"), they have no biases, and the backbone's layer
-norms stay frozen (Houlsby et al. train them).
+norms stay frozen (Houlsby et al. train them). ContinualLM has bottlenecks behind feed-forward blocks alone
+(utils/model.py; `targets=[ffn.out]`), draws B with a deviation of 0.02 as it draws A (networks/adapters/modeling.py),
+and trains the language head's dense layer, norm and bias too, which are frozen here.
 """
 
 from __future__ import annotations

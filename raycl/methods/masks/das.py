@@ -10,11 +10,16 @@ the last hidden states. A domain is measured when it was learned, by its task lo
 hidden states of whole texts in two passes with dropout, z_3 those with units scaled by their importance; cosines are
 divided by the temperature, and the loss is the cross-entropy of finding z_2.
 Ke et al. 2023, "Continual Pre-training of Language Models" (ICLR), section 3; sizes and the temperature are those of
-ContinualLM. Where its code differs (networks/baselines/softmask.py, networks/posttrain/model.py): the softmax is over
-positions; head factors fall on the input side of queries, keys and values; gates of inner units stand in front of the
-activation; a domain's loss is computed on texts without hidden words; means take in padding. There the contrast is with
-all texts of all workers; `contrast=batch` has those of the worker's micro-batch, and `own` each text's z_3 alone, so
-that results depend neither on the batch nor on the number of workers.
+ContinualLM. `contrast=batch` is the paper's loss over the texts of the worker's micro-batch; `own` has each text's z_3
+alone, so that results depend neither on the batch nor on the number of workers.
+Where its code differs (networks/baselines/softmask.py, networks/posttrain/model.py):
+- The softmax is over positions; head factors fall on the input side of queries, keys and values; gates of inner units
+  stand in front of the activation; a domain's loss is computed on texts without hidden words; means take in padding.
+- Both passes of general knowledge run without dropout (the models are as `from_pretrained` leaves them, `model.train()`
+  is commented out), so p_1 = p_2, and what is standardized are rounding errors of a gradient of zero.
+- The gates' gradients are added up without being cleared between batches: batch i of n counts n - i + 1 times.
+- z_1 and z_2 are of different texts, neighbours in the batch, where they should be two passes of one; all texts of all
+  workers are compared.
 AdamW divides gradients by their own size, so a factor that stays the same for a task changes its updates only through
 epsilon; with train.optimizer=sgd it acts as a factor on the update.
 """
@@ -51,7 +56,7 @@ class DasConfig(MethodConfig):
     contrast: Literal["own", "batch", "none"] = Field(
         "own",
         description="what the contrastive loss compares a text with. own: with itself as its important units see it; "
-        "batch: with all texts of the worker's micro-batch too, as published; none: no such loss",
+        "batch: with all texts of the worker's micro-batch too, as in the paper; none: no such loss",
     )
     temperature: float = Field(0.05, gt=0, description="temperature of the contrastive loss")
 

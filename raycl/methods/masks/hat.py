@@ -6,8 +6,9 @@ block's last linear reads, and the outputs of both. Weights of queries, keys and
 the linears that compute inner units by those, and a projection's by the smaller of both its sides. Whatever has no
 units (embeddings, norms, the output words) is trained with the first task and stays as it is afterwards, since every
 task reads it. Label heads of encoder-only backbones belong to their tasks, as in HAT. The task id is given at test.
-HAT's networks have no such layers; for transformers ContinualLM lists `transformer_hat`, without masks on outputs of
-attention layers, and holds no gradient with it (utils/roberta.py).
+HAT's networks have no such layers. For transformers ContinualLM has `transformer_hat`, with masks of heads, inner units
+and outputs of feed-forward blocks (approaches/compute_loss.py). It cannot run as released: `transformer_mask()` is
+called and defined nowhere, and no gradient is held (utils/roberta.py).
 What a phase exports is the model behind its task's masks, whose projections have rows and columns scaled by them.
 Nothing goes to the bank: the masks of the tasks are in layers, which adapters do not reach.
 """

@@ -6,10 +6,13 @@ Masks, their schedule, the sparsity and what holds weights in use are those of `
 of A is scaled by `1 - used_r`, that of B[o, r] by `1 - min(used_o, used_r)`. The task id is given at test. A masked
 adapter is an adapter whose B has columns scaled by a and rows by o, so each task's is published, and again after a
 later task that has moved it: what is served is what was measured.
-HAT: Serra et al. 2018, section 2. In adapters: AdapterHAT of ContinualLM (Ke et al. 2023), whose bottleneck has two
-linears with biases, each behind a mask, behind the feed-forward block (reduction 16, so 48 units in RoBERTa-base). Here
-adapters are those of raycl: in parallel to their linear, without biases, with one mask inside and one on the outputs
-(`mask_outputs`). Label heads of encoder-only backbones belong to their tasks, as in HAT.
+HAT: Serra et al. 2018, section 2. In adapters: AdapterHAT of ContinualLM (Ke et al. 2023), behind feed-forward blocks
+(reduction 16, so 48 units in RoBERTa-base). Its two halves have two linears with biases each, 768-48-48 and 48-768-768,
+a GELU and a mask behind every one, and a ReLU between the halves (networks/adapters/modeling.py,
+networks/plugin/plugin.py): 8.0M weights in all, 0.9M here. It also trains the language head's dense layer, norm and
+bias, with no mask. Here adapters are those of raycl: in parallel to their linear, without biases, with one mask inside
+and one on the outputs (`mask_outputs`), and the language head is frozen. Label heads of encoder-only backbones belong
+to their tasks, as in HAT.
 """
 
 from __future__ import annotations

@@ -7,13 +7,18 @@ the mean over `rows` of its training rows of the squared gradient of the row's t
 in a pass of its own, without dropout, over all workers. One F is kept for all tasks, F <- (F_new + t F) / (t + 1) after
 t earlier tasks (`merge=mean`; Kirkpatrick et al. 2017, "Overcoming catastrophic forgetting in neural networks", eq. 3,
 keep one for each; the merged form and `weight` 5000 are those of ContinualLM's code). With `merge=sum` F is added up
-over tasks, as in TRACE, whose `weight` is 400. `weight` depends on both conventions, and on what a row's loss is: here
-the mean over its tokens.
+over tasks, as in TRACE. `weight` depends on both conventions, and on what a row's loss is: here the mean over its
+tokens.
 All parameters that the learner trains are held. Rows of labels that are new to the label head have F = 0.
-Where the codes differ: both square gradients of whole batches, not of rows, and let the penalty's own gradient into F.
-ContinualLM multiplies by the batch size, which has the same mean where gradients of rows are independent and add up to
-zero, and measures F with dropout, on 10,000 rows. TRACE adds to F in every step of training, so that a running task is
-held by its own F, and on each worker apart.
+Where the codes differ: both square gradients of whole batches, not of rows, and let the penalty's own gradient into F,
+so that their weights are nominal here.
+- ContinualLM measures F with dropout, on 10,000 rows. It squares gradients averaged over all GPUs and multiplies by the
+  rows of one, 100. With 4 GPUs that is a quarter of F here where gradients of rows are independent and add up to zero;
+  in float16 the square of the loss scale comes on top. Its 5000 is the best of a search on images (Serra et al. 2018;
+  joansj/hat, src/approaches/ewc.py).
+- TRACE (model/Regular/EWC.py, `weight` 400) adds to F in every step of every epoch, so that a running task is held by
+  its own F, and on each worker apart. After E epochs F is E times a mean over micro-batches of two rows, of losses
+  divided by the accumulation, 8: 400 there is about 400 E / 64 here, or half of it where rows are independent.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ class EwcConfig(WrapperConfig):
         256, ge=1, description="training rows of each task that the Fisher information is computed from; null: all"
     )
     merge: Literal["mean", "sum"] = Field(
-        "mean", description="Fisher information of several tasks: mean (ContinualLM), or sum (TRACE, with weight 400)"
+        "mean", description="Fisher information of several tasks: mean (ContinualLM), or sum (TRACE)"
     )
 
     unused_in_first_phase: ClassVar[tuple[str, ...]] = ("weight", "merge")
