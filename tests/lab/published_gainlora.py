@@ -1,4 +1,4 @@
-"""What GainLoRA's released code says of its rows, with the place where it says it.
+"""What GainLoRA's released code says of its rows and of InfLoRA's, with the place where it says it.
 
 What it does not know: how a config file is laid out, which file extends which.
 """
@@ -10,7 +10,8 @@ from published_sapt import QV, Row
 # ---- GainLoRA: arXiv 2505.15424, code github.com/liangyanshuo/gainlora at a47edf4 -----------------------------------
 
 SCRIPTS = (
-    "code: gen_script_*_gainlora_inflora.sh, src/run_t5.py (each fifth epoch), src/cl_trainer_gainlora_inflora.py (15)",
+    "code: gen_script_*.sh, src/run_t5.py (each fifth epoch, DeepSpeed off), src/cl_trainer_*.py (15 tasks), "
+    "src/t5_*.py (earlier LoRAs under no_grad, the pretrained model's dropout)",
     {
         "stream.dev": "file",
         "stream.dev_rows": None,
@@ -19,15 +20,14 @@ SCRIPTS = (
         "stream.max_source_tokens": 512,
         "stream.max_target_tokens": 50,
         "backbone.name": "google-t5/t5-large",
-        "method.name": "gainlora",
-        "method.base": "inflora",
+        "backbone.dtype": "float32",
+        "backbone.dropout": 0.1,
         "method.alpha": 32,
         "method.dropout": 0.0,
         "method.targets": QV,
-        "method.gate_width": 100,
         "method.threshold": 0.995,
-        "method.gate_threshold": 0.995,
         "method.threshold_tasks": 15,
+        "method.stop_grad_old_blocks": True,
         "train.batch_size": 32,
         "train.optimizer": "adamw",
         "train.learning_rate": 3e-4,
@@ -38,22 +38,26 @@ SCRIPTS = (
         "eval.select_epochs": 5,
     },
 )
+GATED = (
+    "code: gen_script_*_gainlora_inflora.sh",
+    {
+        "method.name": "gainlora",
+        "method.base": "inflora",
+        "method.gate_width": 100,
+        "method.gate_threshold": 0.995,
+    },
+)
+ALONE = (
+    "code: gen_script_*_inflora.sh, src/cl_trainer_inflora.py (A as drawn, projected)",
+    {"method.name": "inflora", "method.design": "random"},
+)
 SIZES = "code: the scripts of each benchmark"
+SUPERNI = (SIZES, {"stream.name": "superni-1", "stream.prompt": "superni", "method.rank": 4, "train.epochs": 100})
+LONG = (SIZES, {"stream.name": "long-C", "stream.prompt": "long", "method.rank": 8, "train.epochs": 10})
 
 GAINLORA: dict[str, Row] = {
-    "gainlora-superni-t5-large": Row(
-        "t5",
-        (
-            SCRIPTS,
-            (SIZES, {"stream.name": "superni-1", "stream.prompt": "superni", "method.rank": 4, "train.epochs": 100}),
-        ),
-        ("dtype", "dropout"),
-    ),
-    "gainlora-long-t5-large": Row(
-        "t5",
-        (
-            SCRIPTS,
-            (SIZES, {"stream.name": "long-C", "stream.prompt": "long", "method.rank": 8, "train.epochs": 10}),
-        ),
-    ),
+    "gainlora-superni-t5-large": Row("t5", (SCRIPTS, GATED, SUPERNI)),
+    "gainlora-long-t5-large": Row("t5", (SCRIPTS, GATED, LONG)),
+    "inflora-superni-t5-large": Row("t5", (SCRIPTS, ALONE, SUPERNI)),
+    "inflora-long-t5-large": Row("t5", (SCRIPTS, ALONE, LONG)),
 }

@@ -124,12 +124,12 @@ MIGU_CODE = (
         "modifiers.migu.skip_first_task": True,
         "modifiers.migu.count_pads": True,
         "modifiers.migu.mask_update": False,
-        "train.learning_rate": 1e-4,
         "train.epochs_by_task": {},
         "backbone.dtype": "bfloat16",
         "engine.name": "deepspeed",
     },
 )
+MIGU_RATE = ("code: scripts/full_tuning/, scripts/lora_tuning/", {"train.learning_rate": 1e-4})
 
 
 def _threshold(value: float) -> tuple[str, dict[str, float]]:
@@ -238,22 +238,27 @@ OTHERS: dict[str, Row] = {
         ),
         scores=("89.0", "72.4", "85.4", "85.1", "72.5", "89.1", "82.3"),
     ),
-    "olora-standard-t5-large": Row("t5", (CL_DATA, STANDARD, ADAPTER, OLORA), scores=("75.8",)),
-    "olora-long-t5-large": Row("t5", (CL_DATA, ADAPTER, OLORA, OLORA_LONG), scores=("69.6",)),
+    "olora-standard-t5-large": Row(
+        "t5", (CL_DATA, STANDARD, ADAPTER, OLORA), scores=("75.8", "78.37", "68.62", "62.88")
+    ),
+    "olora-long-t5-large": Row(
+        "t5", (CL_DATA, ADAPTER, OLORA, OLORA_LONG), scores=("69.6", "73.88", "72.17", "58.49", "32.43")
+    ),
     "migu-ft-t5-large": Row(
         "t5",
-        (*_MIGU, _threshold(0.7), ("paper: section 4.1", {"method.name": "finetune"})),
+        (*_MIGU, MIGU_RATE, _threshold(0.7), ("paper: section 4.1", {"method.name": "finetune"})),
         ("batch_size",),
         ("78.8 / 75.7", "73.8 / 68.3"),
     ),
     "migu-lora-t5-large": Row(
         "t5",
-        (*_MIGU, ADAPTER, _threshold(0.7), ("paper: section 4.1", {"method.name": "lora"})),
+        (*_MIGU, MIGU_RATE, ADAPTER, _threshold(0.7), ("paper: section 4.1", {"method.name": "lora"})),
         scores=("73.3 / 67.9", "61.2 / 46.0"),
     ),
     "migu-inclora-t5-large": Row(
         "t5",
         (*_MIGU, ADAPTER, _threshold(0.7), ("paper: section 4.1", {"method.name": "inclora"})),
+        ("learning_rate",),
         scores=("76.4 / 68.8", "68.7 / 64.7"),
     ),
     "migu-olora-t5-large": Row(
@@ -277,7 +282,18 @@ OTHERS: dict[str, Row] = {
                 {"method.name": "replay", "method.share": 0.02, "method.learner.name": "lora"},
             ),
         ),
+        ("learning_rate",),
         scores=("76.2 / 74.5", "76.5 / 75.2"),
+    ),
+    "moelora-migu-t5-large": Row(
+        "t5",
+        (
+            *(CL_DATA, STANDARD),
+            ("paper: section 4.1 (as many LoRAs as tasks)", {"method.name": "moelora", "method.experts": 4}),
+            (MIGU_CODE[0], {"backbone.dtype": "bfloat16", "modifiers": {}}),
+        ),
+        ("rank", "alpha", "dropout", "targets", "learning_rate"),
+        ("54.1", "27.6"),
     ),
     "migu-das-roberta": Row(
         "roberta",

@@ -3,26 +3,26 @@
     y = W h + sum_i g_i s B_i A_i h,    u_i = SiLU(U_i SiLU(D_i e)),    g_i = |2 sigmoid(4 cos(k_i, u_i)) - 1|
 
 e is the mean of the text's raw token embeddings; A_i and B_i are those of O-LoRA or InfLoRA (`base`). A task trains its
-B (and A, with `base=olora`), D, U and k; all else is frozen. D and U begin as those of the task before. To keep the new
-gate shut on texts of earlier tasks, without any of these texts (Liang et al. 2025, "Gated Integration of Low-Rank
+B (and A, with `base=olora`), D, U and k; all else is frozen. D and U begin as those of the task before. The new gate is
+kept shut on texts of earlier tasks, without any of these texts (Liang et al. 2025, "Gated Integration of Low-Rank
 Adaptation for Continual Learning of Language Models", section 3; code: src/cl_trainer_gainlora_inflora.py and
 src/t5_large.py of liangyanshuo/gainlora at a47edf4):
 
 - subspaces Q of earlier tasks' features, of e for D, of SiLU(D e) for U and of u for k, grow after each task as
   InfLoRA's do (`gate_threshold`; of the gate that was just trained);
-- k begins in the direction that has most energy among the new task's u outside of Q, as long as a drawn k;
-- after every update of the optimizer its change is projected off Q, and rows get back the length that they had:
+- k begins in the direction that has most energy among the new task's u outside of Q, with the length of a drawn k;
+- after every update of the optimizer its change is projected off Q, and rows get the length that the update gave them:
 
     W <- W_new - (W_new - W_old) Q Q^T,    then each row of W times |W_new row| / |W row|
 
-So between tasks cos(k, u) can only change on earlier texts as far as rows are stretched, which k itself does not feel.
-The projection is a constraint on the update, not on the gradient (`Method.constraint`): under Adam these differ.
+So on features that Q holds, cos(k, u) changes only as far as rows of D and U are stretched; the length of k has no part
+in it. The projection is a constraint on the update, not on the gradient (`Method.constraint`): under Adam these differ.
 
-Deviations: e is a mean over the text's real tokens; the code divides by the padded length of the batch. Gradients flow
-through earlier adapters unless `stop_grad_old_blocks` is set, as it is there. Features are those of all training rows
-(the code: of 1,000 batches at most). Subspaces of the first task hold the threshold's share,
-as in `inflora`. Label rows of encoder-only backbones, of which the paper has none, are gated like the weights. Where
-the task id is given (schedule `separate`) there are no gates.
+Deviations: e is a mean over the text's real tokens; the code divides by the padded length of the batch. The code stops
+gradients at earlier adapters; here that is the option `stop_grad_old_blocks`. Features are those of all training rows
+(the code: of about 1,000 batches at most). Subspaces of the first task hold the threshold's share, and each linear has
+the A of its own inputs, as in `inflora`. Label rows of encoder-only backbones, of which the paper has none, are gated
+like the weights. Where the task id is given (schedule `separate`) there are no gates.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 O-LoRA's plain sum without its penalty ("IncLoRA" in MIGU, section 4.1, and in the tables of both papers): rank 8, alpha
 32, query and value projections, as in the code of both. Their dropout of 0.1 is an option here and off, so that N
-workers equal one; it drops the new adapter's inputs, where theirs gives the same dropped inputs to the frozen ones. The
-authors' models write their answers as text; an encoder-only backbone needs a label head, of which the papers say
+workers equal one. It drops inputs of the new adapter alone; theirs gives the same dropped inputs to the frozen ones.
+
+The authors' models write their answers as text; an encoder-only backbone needs a label head, of which the papers say
 nothing. It is treated like the weights: each task trains an increment, and logits are the sum of all increments. With
 rows for every label seen so far (`head=shared`, the default) that is exactly the one growing head that keeps training,
 as method `lora` has it, and yet nothing that an earlier snapshot holds changes. `head=own` trains rows of the task's

@@ -12,15 +12,18 @@ half the inputs, a basis of its orthogonal complement is stored instead (Liang a
 Low-Rank Adaptation for Continual Learning", section 3 and the authors' code, methods/inflora.py; 0.995 and 15 tasks
 are those of GainLoRA's code, which runs InfLoRA on language models).
 As in their code, and unlike the paper's formulas, singular values are those of C, not of the inputs themselves.
-Where GainLoRA's code runs InfLoRA alone (src/cl_trainer_inflora.py), A does not depend on the task's inputs: the first
-task keeps the random A that LoRA draws, a later one A (I - M M^T) with rows of norm 1 / sqrt(3): `design=random`. That
-code also gives both projections of a cross-attention the A and M of decoder states, and lets no gradient through
-earlier adapters (`stop_grad_old_blocks`); here each linear has those of its own inputs. InfLoRA's own code, for images,
-adapts keys and values at scale 1 and trains a classifier for each task over its classes alone: `targets=[attention.key,
-attention.value]`, `alpha` equal to `rank`, `head=own` and `train.label_loss=task`.
-Deviations: their first task keeps one direction less than reaches the threshold, ours keeps as many as reach it, as in
-all later tasks. Directions without energy are never used: rows of A that lack one are zero. Padding takes no part in C.
-Under schedule `separate` tasks do not know each other's subspaces.
+
+Where GainLoRA's code runs InfLoRA alone (src/cl_trainer_inflora.py), A does not depend on the task's inputs
+(`design=random`): the first task keeps A as LoRA draws it, a later one has A (I - M M^T) with rows of norm 1 / sqrt(3).
+That code also stops gradients at earlier adapters (`stop_grad_old_blocks`).
+InfLoRA's own code, for images, adapts keys and values at scale 1 and trains a classifier for each task over its classes
+alone: `targets=[attention.key, attention.value]`, `alpha` equal to `rank`, `head=own` and `train.label_loss=task`.
+
+Deviations: the first task of both codes keeps one direction less than it takes to reach the threshold; here it keeps as
+many as it takes, as all later tasks do. Directions without energy are never used: rows of A that lack one are zero.
+Padding takes no part in C, where GainLoRA's code counts it. Each linear has the C and M of its own inputs; in that code
+the value projection of a cross-attention has those of decoder states. Under schedule `separate` tasks do not know each
+other's subspaces.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class InfLoraConfig(InfLoraSettings):
     design: Literal["inputs", "random"] = Field(
         "inputs",
         description="A of a task. inputs: leading directions of its inputs outside the subspace (InfLoRA); random: as "
-        "LoRA draws it, projected outside the subspace (InfLoRA in GainLoRA's code)",
+        "LoRA draws it, projected off the subspace (InfLoRA in GainLoRA's code)",
     )
 
 
@@ -141,7 +144,7 @@ class InfLora(IncLora):
         return ".lora_B" in name or in_head(name, parameter)
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
-        """A is chosen by the task's inputs; B starts at zero."""
+        """A is chosen by the task's inputs or at random (`design`); B starts at zero."""
         super().begin_task(phase, context)
         if context.resumed:
             return
@@ -156,7 +159,7 @@ class InfLora(IncLora):
         self._fill(low)
 
     def _projected(self, path: str) -> Tensor:
-        """A `[r, D]` as it was drawn, outside the subspace."""
+        """A `[r, D]` as it was drawn, projected off the subspace if there is one."""
         drawn = self.stack.layers[path].lora_A
         assert drawn is not None, "no adapter is in training"
         return outside(drawn.detach(), self._subspaces[path]) if path in self._subspaces else drawn.detach()

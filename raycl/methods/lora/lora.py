@@ -1,4 +1,4 @@
-"""One LoRA trained on the tasks in turn (SeqLoRA in SAPT, "LoRA" in MIGU): the adapter lower reference.
+"""One LoRA trained on the tasks in turn (SeqLoRA in SAPT, "LoRA" in MIGU): the lower reference for adapters.
 
 Rank 8, alpha 32, query and value projections are the settings of the code of O-LoRA and MIGU, and of SAPT's on the
 long-sequence benchmark; their dropout of 0.1 (MIGU, O-LoRA) is an option here and off, so that N workers equal one. The

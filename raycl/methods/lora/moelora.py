@@ -7,13 +7,15 @@ a router. Experts and router never know which task a text belongs to. The defini
 (Chen et al. 2024, "CoIN: A Benchmark of Continual Instruction Tuning for Multimodal Large Language Models"; code:
 CoIN/peft/tuners/coinmoelora.py): all experts are active, G has no bias, and no term balances their load. Its 8 experts
 share a rank of 128 (16 each) at a scale of 2: `rank=16 alpha=32`. Others of that name: Liu et al. 2023, whose gate
-reads the task id, and Luo et al. 2024, with top-k experts and a contrastive term. MIGU's table 2 cites the latter and
-compares "a vanilla MoE with LoRA number equals to the task number" (section 4.1), which is this one: `experts` set to
-it. Deviations: A is drawn as `lora` draws it (CoIN: with a standard deviation of 0.01); routing is by example, not by
+reads the task id, and Luo et al. 2024, with top-k experts and a contrastive term. MIGU cites the latter and compares "a
+vanilla MoE with LoRA number equals to the task number" (section 4.1, table 2), whose router it does not describe; here
+that is `experts` set to the number of tasks.
+
+Deviations: A is drawn as `lora` draws it (CoIN: with a standard deviation of 0.01). Routing is by example, not by
 token, with one router for all linears instead of one for each. It reads q, the mean of the frozen model's last hidden
 states over the text's tokens, where CoIN's read each linear's inputs. So what a text gets does not change while its
 answer is decoded, and the served mixture is the trained one. The label head of encoder-only backbones is trained with
-it, as in `lora`.
+the experts, as in `lora`.
 """
 
 from __future__ import annotations

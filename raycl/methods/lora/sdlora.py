@@ -78,6 +78,7 @@ class SdLora(IncLora):
 
     def __init__(self, config: SdLoraConfig, backbone: Backbone, seed: int) -> None:
         PerTaskAdapter.__init__(self, config, backbone, seed, config.targets, config.alpha / config.rank, "sum")
+        self.stack.detach_loaded = config.stop_grad_old_blocks
         self.magnitudes = self.router_module = Magnitudes(self.stack.device)
         backbone.add_module("magnitudes", self.magnitudes)
 

@@ -16,8 +16,7 @@ from raycl.adapters.state import combine
 from raycl.backbone import load_backbone, load_codec
 from raycl.bank import Bank
 from raycl.data.loader import eval_batches
-from raycl.methods.base import activate_batch
-from raycl.methods.lora.inclora import IncLora
+from raycl.methods.base import Method, activate_batch
 from raycl.methods.lora.olora import OLora, abssum
 from raycl.run.assembly import build
 from raycl.serve.snapshots.snapshot_model import backbone_of
@@ -44,7 +43,7 @@ def second_task(lab: Lab, kind: str, **settings: Any) -> tuple[OLora, TrainingCo
     return method, parts, next(iter(eval_batches(table, labels, 0, 1, 4, codec.pad_id)))
 
 
-def randomise(method: IncLora) -> None:
+def randomise(method: Method) -> None:
     torch.manual_seed(0)
     for name, parameter in method.backbone.named_parameters():
         if ".lora_B" in name or name.startswith("head."):
@@ -165,6 +164,29 @@ def test_earlier_adapters_never_change(lab: Lab, tmp_path: Path, kind: str) -> N
     assert second.adapter("colour").tensors == first.adapter("colour").tensors
     assert [(entry.name, entry.tasks) for entry in second.adapters] == [(t, (t,)) for t in ("animal", "colour")]
     assert second.router.kind == "sum"
+
+
+@pytest.mark.parametrize("name", ["inclora", "olora", "inflora", "gainlora", "sdlora"])
+def test_gradients_stop_at_earlier_adapters(lab: Lab, name: str) -> None:
+    """Lower layers get another gradient; outputs and the gradient of the layer on top are the same."""
+    outputs, gradients = [], []
+    for stop in (False, True):
+        parts, _ = build(lab.config("llama", {"name": name, "stop_grad_old_blocks": stop}), WORLD)
+        for index in range(2):
+            begun = begin_phase(parts, index)
+            randomise(parts.method)
+            if index == 0:
+                end_phase(parts, begun)
+        table = parts.stream.table(parts.stream.tasks[0], "test", parts.backbone.codec)
+        batch = next(iter(eval_batches(table, None, 0, 1, 4, parts.backbone.codec.pad_id)))
+        with activate_batch(parts.method, batch):
+            outputs.append(parts.backbone(batch).logits)
+        outputs[-1].square().sum().backward()
+        layers = parts.backbone.model.model.layers
+        gradients.append([layer.self_attn.q_proj.lora_B.grad for layer in layers])
+    assert torch.equal(*outputs)
+    lower, upper = zip(*gradients, strict=True)
+    assert not torch.allclose(*lower, rtol=1e-3) and torch.equal(*upper)
 
 
 def test_the_first_task_is_plain_lora(lab: Lab, tmp_path: Path) -> None:
