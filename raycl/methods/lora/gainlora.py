@@ -68,7 +68,10 @@ class GainLoraConfig(OLoraSettings, InfLoraSettings):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Of the other base; `threshold_tasks` is for gates too."""
-        others = {"inflora": ("lambda_1", "lambda_1_by_task", "lambda_2", "lambda_2_by_task"), "olora": ("threshold",)}
+        others = {
+            "inflora": ("lambda_1", "lambda_1_by_task", "lambda_2", "lambda_2_by_task"),
+            "olora": ("threshold", "design"),
+        }
         yield from ((name, f"base={self.base}") for name in others[self.base])
 
 

@@ -57,17 +57,17 @@ class InfLoraSettings(IncLoraSettings):
         0.995, gt=0, le=1, description="share of the energy of the first task's inputs that its subspace holds"
     )
     threshold_tasks: int = Field(15, ge=1, description="number of tasks over which the threshold grows to 1")
+    design: Literal["inputs", "random"] = Field(
+        "inputs",
+        description="A of a task. inputs: leading directions of its inputs outside the subspace (InfLoRA); random: as "
+        "LoRA draws it, projected off the subspace (InfLoRA in GainLoRA's code)",
+    )
 
 
 class InfLoraConfig(InfLoraSettings):
     """InfLoRA: IncLoRA whose A is frozen, outside the subspace of earlier tasks' inputs."""
 
     name: Literal["inflora"] = "inflora"
-    design: Literal["inputs", "random"] = Field(
-        "inputs",
-        description="A of a task. inputs: leading directions of its inputs outside the subspace (InfLoRA); random: as "
-        "LoRA draws it, projected off the subspace (InfLoRA in GainLoRA's code)",
-    )
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class InfLora(IncLora):
         super().begin_task(phase, context)
         if context.resumed:
             return
-        if getattr(self.config, "design", "inputs") == "random":
+        if self.config.design == "random":
             self._fill({path: self._projected(path) for path in self.stack.layers})
             return
         rank = self.config.rank
