@@ -90,7 +90,7 @@ class PromptPoolRouter(Router):
         )
 
     @torch.no_grad()
-    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor) -> Mixture:
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
         """The nearest prompts of each text, by its last hidden states; weights on the CPU."""
         pool = self.pool
         if embeddings_BLD.shape[-1] != pool.dimensions:
