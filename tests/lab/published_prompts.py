@@ -64,7 +64,8 @@ PROMPTS: dict[str, Row] = {
             STANDARD,
             (
                 "code: run_continual_script/mtl5_t5/E2_compose_prompts_orders.sh, arguments.py, key_encoder.py, "
-                "tasks/mtl5/dataloader_mtl_t5.py",
+                "tasks/mtl5/dataloader_mtl_t5.py; model/mtl_prefix_encoder.py and training/trainer_continual_mtl_t5.py "
+                "(task ids)",
                 {
                     **_T5_CODE,
                     "method.name": "mocl",
@@ -73,10 +74,12 @@ PROMPTS: dict[str, Row] = {
                     "method.weights": "softmax",
                     "method.scale": 8.0,
                     "method.pull": 1.0,
+                    "method.task_id": True,
                     "stream.per_class": 16,
                     "stream.dev_per_class": 500,
                     "train.epochs": 40,
                     "train.learning_rate": 2e-2,
+                    "train.learning_rate_by_task": {"amazon": 5e-2, "dbpedia": 5e-2},
                     "train.weight_decay": 0.0,
                 },
             ),
