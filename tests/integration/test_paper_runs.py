@@ -39,6 +39,8 @@ ROWS = {
     "slm-llama2-7b": ("llama", (*SLM, *ANSWERS, "eval.max_new_tokens=4")),
     "olora-long-t5-large": ("t5", ANSWERS),
     "progprompt-long-t5-large": ("t5", CARVED),
+    "l2p-long-t5-large": ("t5", CARVED),
+    "lfpt5-long-t5-large": ("t5", (*CARVED, "method.max_tokens=12")),
     "mocl-t5-large": ("t5", (*ANSWERS, *FEW, "train.learning_rate_by_task={}")),
     "migu-ft-t5-large": ("t5", ANSWERS),
     "migu-lorareplay-t5-large": ("t5", ANSWERS),
