@@ -236,7 +236,7 @@ class AttentionRouter(Router):
         )
 
     @torch.no_grad()
-    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor) -> Mixture:
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
         """The mixture of each prompt, by its token embeddings; weights on the CPU."""
         attention = self.attention
         if embeddings_BLD.shape[-1] != attention.dimensions:

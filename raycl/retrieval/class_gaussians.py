@@ -177,7 +177,7 @@ class ClassGaussiansRouter(Router):
         )
 
     @torch.no_grad()
-    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor) -> Mixture:
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
         """The adapter of the nearest class of each text, by its last hidden states; weights on the CPU."""
         return self.gaussians.selected(mean_pooled(embeddings_BLD, mask_BL))
 

@@ -75,7 +75,7 @@ class ExpertRouter(Router):
         )
 
     @torch.no_grad()
-    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor) -> Mixture:
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
         """All experts, by each text's last hidden states; weights on the CPU."""
         gate = self.gate
         if embeddings_BLD.shape[-1] != gate.dimensions:

@@ -149,7 +149,7 @@ class GateRouter(Router):
         )
 
     @torch.no_grad()
-    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor) -> Mixture:
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
         """The gates of each prompt; on the CPU."""
         if embeddings_BLD.shape[-1] != self.gates.dimensions:
             raise RetrievalError(

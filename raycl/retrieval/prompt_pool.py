@@ -1,7 +1,7 @@
 """L2P's router: a pool of prompts with learned keys, of which each text gets the ones whose keys are nearest.
 
 The query of a text is the mean of the backbone's last hidden states over its tokens, without adapters: padding takes no
-part, and neither do neighbours (the paper's code can also select by the whole batch, which is left out). The prompts
+part, and neither do neighbours (the authors' configs select by majority of the batch, which is left out). The prompts
 with the largest cosine of key and query are active, each with weight 1.
 What it does not know: models, where hidden states come from, what a prompt holds.
 """
@@ -31,7 +31,7 @@ class PromptPool(nn.Module):
     """
 
     def __init__(self, names: Sequence[str], dimensions: int, top_k: int, seed: int, device: Any = "cpu") -> None:
-        """Draw keys from U(-1, 1), as the authors' code does."""
+        """Draw keys from U(-1, 1); in the authors' code they are from U(0, 0.01), in EPI's L2P zeros."""
         super().__init__()
         self.names, self.dimensions, self.top_k = tuple(names), dimensions, top_k
         draw = torch.Generator().manual_seed(seed)
@@ -90,7 +90,7 @@ class PromptPoolRouter(Router):
         )
 
     @torch.no_grad()
-    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor) -> Mixture:
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
         """The nearest prompts of each text, by its last hidden states; weights on the CPU."""
         pool = self.pool
         if embeddings_BLD.shape[-1] != pool.dimensions:

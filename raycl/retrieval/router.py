@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
+from raycl.errors import BankError
 from raycl.types import Mixture, RouterState
 
 Owners = Mapping[str, tuple[str, ...]]
@@ -20,6 +22,22 @@ Owners = Mapping[str, tuple[str, ...]]
 Need = Literal["text", "embeddings", "hidden_states", "task_id"]
 """text: the text itself; embeddings: the backbone's token embeddings of the whole prompt; hidden_states: the backbone's
 last hidden states of the whole prompt, without adapters; task_id: the text's task."""
+
+
+def columns_of(kind: str, columns: Mapping[str, int], tasks: Sequence[str] | None) -> Tensor:
+    """`[B]`: the column of each text's task, for kinds of routers that need the task id.
+
+    Args:
+        columns: task -> its column.
+
+    Raises:
+        BankError: no tasks are given, or one is unknown.
+    """
+    if tasks is None:
+        raise BankError(f"the snapshot's router is '{kind}', which needs the task of each text: name it")
+    if unknown := sorted(set(tasks) - columns.keys()):
+        raise BankError(f"no adapter was trained on {', '.join(unknown)}: expected {', '.join(columns)}")
+    return torch.tensor([columns[task] for task in tasks], dtype=torch.long)
 
 
 class Router(ABC):
@@ -56,8 +74,15 @@ class Router(ABC):
             BankError: `needs` names something that is not given.
         """
 
-    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor) -> Mixture:
-        """Weights `[B, N]` from the backbone's vectors, for routers that need `embeddings` or `hidden_states`."""
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
+        """Weights `[B, N]` from the backbone's vectors, for routers that need `embeddings` or `hidden_states`.
+
+        Args:
+            tasks: of each text where it is known; kinds that work without a task id ignore it.
+
+        Raises:
+            BankError: `needs` names the task id, and it is not given.
+        """
         raise AssertionError(f"{type(self).__name__} needs {', '.join(sorted(self.needs)) or 'nothing'}: call route")
 
     def ood_score(self, texts: Sequence[str]) -> list[float] | None:

@@ -21,8 +21,8 @@ from raycl.retrieval.experts import ExpertRouter
 from raycl.retrieval.gates import GateRouter
 from raycl.retrieval.memory_slots.slots import SlotRouter
 from raycl.retrieval.prompt_pool import PromptPoolRouter
-from raycl.retrieval.router import Need, Owners, Router
-from raycl.retrieval.task_keys import TaskKeysRouter
+from raycl.retrieval.router import Need, Owners, Router, columns_of
+from raycl.retrieval.task_keys import GivenTaskKeysRouter, TaskKeysRouter
 from raycl.types import Mixture, RouterState
 
 
@@ -117,12 +117,7 @@ class TaskRouter(Router):
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
         """One-hot by the task's name."""
-        if tasks is None:
-            raise BankError(f"the snapshot's router is '{self.kind}', which needs the task of each text: name it")
-        unknown = sorted(set(tasks) - self._columns.keys())
-        if unknown:
-            raise BankError(f"no adapter was trained on {', '.join(unknown)}: expected {', '.join(self._columns)}")
-        columns = torch.tensor([self._columns[task] for task in tasks], dtype=torch.long)
+        columns = columns_of(self.kind, self._columns, tasks)
         return Mixture(self._names, torch.nn.functional.one_hot(columns, len(self._names)).float())
 
 
@@ -212,6 +207,7 @@ ROUTERS: dict[str, type[Router]] = {
     "gates": GateRouter,
     "progressive": ProgressiveRouter,
     "task_keys": TaskKeysRouter,
+    "task_keys_given": GivenTaskKeysRouter,
     "class_gaussians": ClassGaussiansRouter,
 }
 """Kind in a snapshot -> its class."""

@@ -2,6 +2,8 @@
 
     w = softmax(scale cos(q, K))  or  w = cos(q, K),    q [B, D], K [T, D], w [B, T]
 
+Where the task ids of texts are given, K are the keys of a text's task and of those that were learned before it, and the
+modules of later tasks have weight 0.
 The query of a text is the mean of the backbone's last hidden states over its tokens, without adapters: padding takes no
 part, and neither do neighbours. Computed in float32 whatever the model is in.
 What it does not know: models, where hidden states come from, what a module holds.
@@ -19,7 +21,7 @@ from torch.nn.functional import normalize
 
 from raycl.errors import BankError, RetrievalError
 from raycl.retrieval.prompt_pool import mean_pooled
-from raycl.retrieval.router import Need, Owners, Router
+from raycl.retrieval.router import Need, Owners, Router, columns_of
 from raycl.types import Mixture, RouterState
 
 Weighting = Literal["softmax", "cosine"]
@@ -73,9 +75,18 @@ class TaskKeys(nn.Module):
             rows.append(self.key.float())
         return normalize(query_BD.float(), dim=1) @ normalize(torch.stack(rows), dim=1).T
 
-    def weights(self, cosines_BT: Tensor) -> Tensor:
-        """`[B, T]` of the tasks' modules."""
-        return (self.scale * cosines_BT).softmax(1) if self.weighting == "softmax" else cosines_BT
+    def weights(self, cosines_BT: Tensor, last_B: Tensor | None = None) -> Tensor:
+        """`[B, T]` of the tasks' modules.
+
+        Args:
+            last_B: column of each text's task; later columns get weight 0. None: no task is left out.
+        """
+        columns_T = torch.arange(cosines_BT.shape[1], device=cosines_BT.device)
+        later_BT = None if last_B is None else columns_T > last_B.to(cosines_BT.device)[:, None]
+        if self.weighting == "cosine":
+            return cosines_BT if later_BT is None else cosines_BT.masked_fill(later_BT, 0.0)
+        scaled_BT = self.scale * cosines_BT
+        return (scaled_BT if later_BT is None else scaled_BT.masked_fill(later_BT, -torch.inf)).softmax(1)
 
     def zero(self, examples: int) -> Tensor:
         """`[examples, 1]` zeros in whose graph the key takes part."""
@@ -105,9 +116,11 @@ class TaskKeysRouter(Router):
 
     needs: ClassVar[frozenset[Need]] = frozenset({"hidden_states"})
     chooses = True
+    kind: ClassVar[str] = "task_keys"
 
-    def __init__(self, keys: TaskKeys) -> None:
+    def __init__(self, keys: TaskKeys, owners: Owners) -> None:
         self.keys = keys
+        self._columns = {task: column for column, name in enumerate(keys.names) for task in owners.get(name, ())}
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
         """Texts alone are not enough.
@@ -116,20 +129,24 @@ class TaskKeysRouter(Router):
             BankError: always.
         """
         raise BankError(
-            "the snapshot's router is 'task_keys', which reads prompts with the backbone: use it beside the model "
+            f"the snapshot's router is '{self.kind}', which reads prompts with the backbone: use it beside the model "
             "(layout=colocated, or the replicas that hold the model)"
         )
 
     @torch.no_grad()
-    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor) -> Mixture:
+    def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
         """The weights of all tasks' modules for each text, by its last hidden states; on the CPU."""
-        keys = self.keys
+        keys, last_B = self.keys, self._last(tasks)
         if embeddings_BLD.shape[-1] != keys.dimensions:
             raise RetrievalError(
                 f"the keys of tasks have {keys.dimensions} dimensions, the hidden states of this backbone "
                 f"{embeddings_BLD.shape[-1]}: use the backbone that the snapshot was trained on"
             )
-        return Mixture(keys.names, keys.weights(keys(mean_pooled(embeddings_BLD, mask_BL))).cpu())
+        return Mixture(keys.names, keys.weights(keys(mean_pooled(embeddings_BLD, mask_BL)), last_B).cpu())
+
+    def _last(self, tasks: Sequence[str] | None) -> Tensor | None:
+        """Column of the last key that each text is compared with; None: of all."""
+        return None
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> TaskKeysRouter:
@@ -137,4 +154,15 @@ class TaskKeysRouter(Router):
         settings = state.settings
         keys = TaskKeys(settings["dimensions"], settings["weights"], settings["scale"])
         keys.take(settings["tasks"], state.tensors)
-        return cls(keys)
+        return cls(keys, owners)
+
+
+class GivenTaskKeysRouter(TaskKeysRouter):
+    """The keys of a snapshot, of which each text gets those of its task and of the tasks before it."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"hidden_states", "task_id"})
+    kind: ClassVar[str] = "task_keys_given"
+
+    def _last(self, tasks: Sequence[str] | None) -> Tensor:
+        """The column of each text's task."""
+        return columns_of(self.kind, self._columns, tasks)

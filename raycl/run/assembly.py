@@ -74,13 +74,19 @@ def build(
 
 
 def open_engine(
-    context: TrainingContext, world: DistributedContext, root: Root | None, accumulation: int, steps: int
+    context: TrainingContext,
+    world: DistributedContext,
+    root: Root | None,
+    accumulation: int,
+    steps: int,
+    phase: str = "",
 ) -> Engine:
-    """The configured engine around the backbone for one phase."""
+    """The configured engine around the backbone for one phase, which has its settings by its name."""
+    train = context.train.of_task(phase)
     if root is not None:
-        return FSDPEngine(root, context.train, steps, world, accumulation)
+        return FSDPEngine(root, train, steps, world, accumulation)
     if isinstance(context.engine, DeepSpeedConfig):
         from raycl.training.engines.deepspeed import DeepSpeedEngine  # heavy, and needed with DeepSpeed only
 
-        return DeepSpeedEngine(context.backbone, context.train, context.engine, accumulation, steps, world)
-    return TorchEngine(context.backbone, context.train, steps, world, accumulation)
+        return DeepSpeedEngine(context.backbone, train, context.engine, accumulation, steps, world)
+    return TorchEngine(context.backbone, train, steps, world, accumulation)

@@ -5,6 +5,9 @@ What it does not know: Ray.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from raycl import config as configs
 from raycl.backbone import load_codec, load_skeleton
 from raycl.bank import Bank
@@ -83,8 +86,9 @@ def check(config: RunConfig) -> Stream:
         if task.objective == "answer":
             check_metric(task.metric)
             check_labels(task.metric, task.name, task.labels)
-    by_task = {
+    by_task: dict[str, Mapping[str, Any]] = {
         "train.epochs_by_task": config.train.epochs_by_task,
+        "train.learning_rate_by_task": config.train.learning_rate_by_task,
         "stream.train_rows_by_task": config.stream.train_rows_by_task,
         **{f"method.{path}": given for path, given in config.method.settings_by_task().items()},
     }

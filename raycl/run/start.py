@@ -31,7 +31,7 @@ log = logging.getLogger("raycl")
 OWN = ("launch", "tracking", "output", "bank")
 """Sections that say where and how a run runs: they are never taken over from the snapshot's run."""
 
-BY_TASK = ("train.epochs_by_task", "stream.train_rows_by_task")
+BY_TASK = ("train.epochs_by_task", "train.learning_rate_by_task", "stream.train_rows_by_task")
 """Settings by the names of tasks, beside those of methods."""
 
 STARTS = ("start", "revise", "revise_from")

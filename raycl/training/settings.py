@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from raycl.bank.branches import MAIN, BranchName
 from raycl.config import PathOrUri, Section
@@ -52,6 +52,10 @@ class TrainConfig(Section):
         "in the Hugging Face trainer; sgd: with momentum; engine=deepspeed has adamw",
     )
     learning_rate: float = Field(1e-3, gt=0, description="learning rate at its highest")
+    learning_rate_by_task: dict[str, PositiveFloat] = Field(
+        default_factory=dict,
+        description="task name -> learning_rate, where it differs (MoCL's scripts, O-LoRA's on LLaMA)",
+    )
     head_learning_rate: float | None = Field(
         None,
         gt=0,
@@ -113,6 +117,11 @@ class TrainConfig(Section):
     def epochs_of(self, task: str) -> int:
         """Epochs of a phase by its name."""
         return self.epochs_by_task.get(task, self.epochs)
+
+    def of_task(self, task: str) -> TrainConfig:
+        """The settings of a phase by its name, with the learning rate that its optimizer gets."""
+        rate = self.learning_rate_by_task.get(task, self.learning_rate)
+        return self.model_copy(update={"learning_rate": rate})
 
     def warmup(self, steps: int) -> int:
         """Warm-up steps of a task of `steps` steps."""

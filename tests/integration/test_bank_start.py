@@ -161,7 +161,7 @@ def test_a_run_that_died_before_its_first_record_starts_again(
 
 def test_settings_by_task_of_tasks_that_are_not_learned_are_left_out(lab: Lab, tmp_path: Path) -> None:
     tree = tree_of(lab, "slm", lab.tasks, tmp_path / "bank")
-    tree["train"]["epochs_by_task"] = {"animal": 2}
+    tree["train"] |= {"epochs_by_task": {"animal": 2}, "learning_rate_by_task": {"animal": 0.02}}
     tree["stream"]["train_rows_by_task"] = {"animal": 8}
     begun(tree, tmp_path / "runs/first")
     uri = str(tmp_path / "bank")
@@ -171,6 +171,7 @@ def test_settings_by_task_of_tasks_that_are_not_learned_are_left_out(lab: Lab, t
     for reference in ("1", str(forgotten)):
         config = started(uri, [{**lab.tasks[1], "name": "third"}], reference)
         assert config.stream.train_rows_by_task == {} == config.train.epochs_by_task
+        assert config.train.learning_rate_by_task == {}
 
 
 def test_replay_needs_the_rows_of_earlier_tasks(lab: Lab, tmp_path: Path) -> None:

@@ -92,20 +92,22 @@ def test_impossible_extensions_are_refused_and_change_nothing(lab: Lab, tmp_path
         (["{name: new, path: ./nowhere}"], (), ConfigError, "nowhere"),
         ([later], ("train.learning_rate=0.5",), ResumeError, "train.learning_rate was 0.01, now 0.5"),
         ([later], ("train.epochs_by_task.colour=3",), ResumeError, "epochs_by_task.colour"),
+        ([later], ("train.learning_rate_by_task.colour=3",), ResumeError, "learning_rate_by_task.colour"),
         ([later], ("stream.train_rows_by_task.colour=3",), ResumeError, "rows_by_task.colour"),
     ):
         with pytest.raises(kind, match=message):
             driver.extend(str(tmp_path / "run"), added, overrides)
         assert folder.read(CONFIG) == written
     own = str(lab.tasks[1]["name"])
-    its_own = (f"train.epochs_by_task.{own}=2", f"stream.train_rows_by_task.{own}=5")
-    taught = driver.extend(str(tmp_path / "run"), [later], its_own).config
+    its_own = (*(f"train.{key}_by_task.{own}=2" for key in ("epochs", "learning_rate")),)
+    taught = driver.extend(str(tmp_path / "run"), [later], (*its_own, f"stream.train_rows_by_task.{own}=5")).config
     assert (taught.train.epochs_of(own), taught.stream.train_rows_of(own)) == (2, 5)
+    assert [taught.train.of_task(name).learning_rate for name in ("colour", own)] == [0.01, 2.0]
     with pytest.raises(ResumeError, match="holds no run"):
         driver.extend(str(tmp_path / "nothing"), [later])
 
 
-@pytest.mark.parametrize("key", ["train.epochs_by_task", "stream.train_rows_by_task"])
+@pytest.mark.parametrize("key", ["train.epochs_by_task", "train.learning_rate_by_task", "stream.train_rows_by_task"])
 def test_a_setting_of_one_task_names_a_task_of_the_stream(lab: Lab, key: str) -> None:
     section, name = key.split(".")
     with pytest.raises(ConfigError, match=rf"^{key} names \['sky'\], which the stream lacks: expected some of "):

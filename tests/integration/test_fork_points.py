@@ -45,7 +45,16 @@ def pair(lab: Lab, case: str, engine: str) -> tuple[RunConfig, RunConfig]:
         {"method": "inclora", "stream": {"tasks": [tasks[0], tasks[2], tasks[1]]}},
     ]
     finetune = [{"method": "finetune", "train": {"epochs_by_task": {names[1]: epochs}}} for epochs in (1, 2)]
-    chosen = {"migu": migu, "olora": olora, "sapt": sapt, "later": later, "orders": orders, "finetune": finetune}[case]
+    rates = [{"train": {"learning_rate_by_task": {names[2]: rate}}} for rate in (0.02, 0.03)]
+    chosen = {
+        "rates": rates,
+        "migu": migu,
+        "olora": olora,
+        "sapt": sapt,
+        "later": later,
+        "orders": orders,
+        "finetune": finetune,
+    }[case]
     found = []
     for sections in chosen:
         merged = {"stream": {"tasks": tasks}, "checkpoint": {"keep": 1}, **copy.deepcopy(sections)}
@@ -63,8 +72,9 @@ def pair(lab: Lab, case: str, engine: str) -> tuple[RunConfig, RunConfig]:
         ("later", "torch", 2),
         ("orders", "torch", 1),
         ("finetune", "torch", 1),
+        ("rates", "torch", 2),
     ],
-    ids=["migu", "migu-zero2", "olora", "sapt", "slm-later-epochs", "inclora-orders", "finetune-epochs"],
+    ids=["migu", "migu-zero2", "olora", "sapt", "slm-later-epochs", "inclora-orders", "finetune-epochs", "later-rates"],
 )
 def test_a_run_from_a_fork_point_equals_a_full_run(
     lab: Lab, tmp_path: Path, case: str, engine: Any, agreed: int

@@ -28,17 +28,20 @@ CARVED = ("stream.dev=carve", "stream.dev_fraction=0.25", "eval.select_epochs=1"
 SAPT = (*CARVED, "method.generator.max_tokens=8", "method.arm.batch=2")
 SLM = ("method.keys.groups=4", "method.keys.epochs=1", "method.encoder.max_tokens=64")
 ANSWERS = ("stream.max_target_tokens=4",)
+FEW = ("stream.per_class=4", "stream.dev_per_class=2")
 
 ROWS = {
     "sapt-lora-long-t5-large": ("t5", (*SAPT, "method.generator.steps=2")),
     "sapt-lora-superni-llama2-7b": ("llama", (*SAPT, "method.generator.steps=2")),
     "sapt-prompt-long-t5-large": ("t5", (*SAPT, "method.generator.epochs=1")),
     "slm-bert": ("bert", SLM),
-    "slm-t5-large": ("t5", (*SLM, *ANSWERS, "stream.per_class=4", "stream.dev_per_class=2")),
+    "slm-t5-large": ("t5", (*SLM, *ANSWERS, *FEW)),
     "slm-llama2-7b": ("llama", (*SLM, *ANSWERS, "eval.max_new_tokens=4")),
     "olora-long-t5-large": ("t5", ANSWERS),
     "progprompt-long-t5-large": ("t5", CARVED),
-    "mocl-t5-large": ("t5", (*ANSWERS, "stream.per_class=4", "stream.dev_per_class=2")),
+    "l2p-long-t5-large": ("t5", CARVED),
+    "lfpt5-long-t5-large": ("t5", (*CARVED, "method.max_tokens=12")),
+    "mocl-t5-large": ("t5", (*ANSWERS, *FEW, "train.learning_rate_by_task={}")),
     "migu-ft-t5-large": ("t5", ANSWERS),
     "migu-lorareplay-t5-large": ("t5", ANSWERS),
     "migu-olora-t5-large": ("t5", ANSWERS),

@@ -89,7 +89,7 @@ def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Complete:
 @pytest.fixture(scope="session")
 def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
     """(backbone kind, method) -> a run of more epochs; `slm` with `Lab.slots`, `prompts` and `soft` with prompts."""
-    from tiny import WRITERS, Done, run
+    from tiny import VARIANTS, WRITERS, Done, run
 
     from raycl.storage import Storage
 
@@ -105,7 +105,7 @@ def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
                 "olora": {"name": "olora", "head": "own"},
                 "l2p": {"name": "l2p", "pull": 0.0},  # with it a tiny encoder soon gives all texts the same prompts
             }
-            settings |= WRITERS
+            settings |= {**WRITERS, "mocl-task-id": VARIANTS["mocl-task-id"]}
             config = lab.config(kind, settings.get(method, method), train={"epochs": 6, "learning_rate": 0.03})
             storage = Storage.at(tmp_path_factory.mktemp(f"{kind}-{method}"))
             done[kind, method] = Done(config, storage, run(config, storage).context)

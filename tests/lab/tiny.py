@@ -116,11 +116,13 @@ VARIANTS: dict[str, Any] = {
     "slm-sizes": {"name": "slm", "rank_by_task": {"animal": 3}, "keys": {"slots_by_task": {"animal": 3, "colour": 5}}},
     "sapt-sizes": {"name": "sapt", "rank": 2, "rank_by_task": {"animal": 5}},
     "mocl-prefix": {"name": "mocl", "value": "prefix", "prompt_length": 3},
+    "mocl-task-id": {"name": "mocl", "task_id": True},
     "sapt-prompt": {"name": "sapt", "value": "prompt", "prompt_length": 3, "attention": {"standardize": False}},
 }
 """Short name -> settings that must keep what their method promises: the ablations DTKR+Adapter, as bottlenecks and as
 prefixes, and DTKR+Prompt (SLM, section 4.4) with a residual MLP, tasks of different sizes (SLM, appendix A.9),
-SAPT-Prompt behind a gate, and with the paper's queries, which are not standardized, and MoCL with prefixes."""
+SAPT-Prompt behind a gate, and with the paper's queries, which are not standardized, and MoCL with prefixes, and with
+the task ids of test texts."""
 
 RUNS_BY_KIND = tuple((kind, name) for kind in KINDS for name in (*RUNS, *WRITERS, *VARIANTS) if fits(kind, name))
 """Every run on every kind of backbone that it works with."""

@@ -121,4 +121,4 @@ class StoppingEngine:
 def stopping(open_engine: OpenEngine, after: int) -> OpenEngine:
     """Engines that together do `after` steps and then raise `Stop`."""
     left = [after]
-    return lambda accumulation, steps: StoppingEngine(open_engine(accumulation, steps), left)  # type: ignore[return-value]
+    return lambda *phase: StoppingEngine(open_engine(*phase), left)  # type: ignore[return-value]

@@ -142,7 +142,7 @@ class Taken:
 
     def engines(self, open_engine: OpenEngine) -> OpenEngine:
         """The same engines, which tell when a step is done and a forward pass begins."""
-        return lambda accumulation, steps: cast(Engine, WatchedEngine(open_engine(accumulation, steps), self))
+        return lambda *phase: cast(Engine, WatchedEngine(open_engine(*phase), self))
 
     def begin(self, again: bool = False) -> None:
         """From now on; `again`: after a pause, and what was taken before it counts too."""

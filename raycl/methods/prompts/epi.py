@@ -9,7 +9,10 @@ answers themselves may be generated, as in SAPT's runs of EPI on T5 and LLaMA-2.
 Length and kinds (prefix, or a soft prompt at the input) are those of the released code (run.py, scripts/5ds.sh); a LoRA
 is an option of ours. Where the code differs: its prefix shares the softmax with the text, is drawn from N(0, 1) and
 has a dropout of 0.1; here the prefix has a softmax of its own (`raycl.adapters.formula.attend`) and no dropout, keys
-are drawn from N(0, 1), and values start at zero, so that the first answers are those of the backbone.
+are drawn from N(0, 1), and values start at zero, so that the first answers are those of the backbone. The code's
+prompted pass also puts texts through the embedding layer twice (model/epi.py: what line 188 gives goes in as
+`inputs_embeds`, to which positions and layer norm are applied again), which is not copied, and its classifier has a
+dropout of 0.1 in front.
 What it does not know: engines, serving.
 """
 

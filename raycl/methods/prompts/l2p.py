@@ -6,9 +6,17 @@ The query is the mean of the frozen model's last hidden states over the text's t
 largest cosines stand before the text, one after another in the order of the pool. Prompts, keys and the label head of
 encoder-only backbones are trained on the tasks in turn, and shared by all of them (Wang et al. 2022, "Learning to
 Prompt for Continual Learning", eq. 5; pool, lengths and weight as in TRACE's code).
-Where TRACE's code differs: its keys are means of the initial prompts and never updated, its query is the mean input
-embedding with padding, its pull is a sum over the selected prompts. Selection is by example, never by batch. Each
-example's pull counts by its loss positions, so that N workers equal one.
+Where code differs, the authors' for images (google-research/l2p), and for texts TRACE's and EPI's (model/l2p.py):
+- The pull is a mean over the K selected prompts, as in EPI's code. The authors' (models/prompt.py, line 249) and
+  TRACE's sum it, with weight 1.0 or 0.5 in the authors' configs and 0.5 in TRACE: `pull` = K times that weight is the
+  same.
+- Selection is by example. The authors' configs take the K prompts that most of the batch selects, at test too.
+- Keys begin as U(-1, 1); the authors' as U(0, 0.01) (flax's default), EPI's as zeros, and TRACE's are the means of the
+  initial prompts and never updated, compared with mean input embeddings with padding.
+- The authors' code (but for CORe50) and EPI's leave labels of other tasks out of the training loss of a task:
+  `train.label_loss=task`.
+- The authors' classifier reads the outputs at the prompts' positions; label heads here read those of the text.
+- Each example's pull counts by its loss positions, so that N workers equal one.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ SAPT's 2 % of pseudo-samples; theirs are 2 of each class. Deviations:
   weighs the other two by 1 - l_kd.
 - The prompt stands behind a text's last token; theirs behind its padding, which counts in T5's relative positions.
 - It starts as words of the vocabulary drawn at random; theirs are the task's name and labels, then frequent words.
-- Of what is drawn, the first usable samples are kept, whatever their label; theirs draws 12 to 144 samples for each of
-  its test rows (1,200 for agnews, 67,200 for dbpedia) and keeps some of every class. It also keeps samples as dev rows,
-  and chooses epochs by dev rows from epoch 257 on alone.
+- Of what is drawn, the first usable samples are kept, whatever their label; theirs draws 3, 36 and 48 samples in its
+  three runs for each test row of an earlier task (1,500 for amazon in the first, 50,400 for dbpedia in the second) and
+  keeps 2 of every class at random. It keeps 2 more as dev rows, and chooses epochs by dev rows from epoch 257 on alone.
 - With `source=real` stored rows stand in the place of what it writes (not in the paper).
 What it does not know: engines, serving.
 """

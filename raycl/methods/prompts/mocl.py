@@ -8,13 +8,19 @@ al. 2024, "Rehearsal-Free Modular and Compositional Continual Learning for Langu
 scale 8, the matching loss and keys from U(0, 1) as in the code, `key_encoder.py` and the scripts' `--matching_loss_v2`;
 `weights=cosine` is its option `--direct_compose`). Encoder-only backbones mix label heads by the same weights:
 probabilities, or logits where weights can be negative.
+With `task_id` a test text gets the modules of its task and of those before it alone, as in the authors' runs
+(`_compose_prompts` of `mtl_prefix_encoder.py` on T5, `keys[:task_id+1]` of `key_encoder.py` on LLaMA). The T5 code that
+predicts task ids instead stops with a KeyError (`test_results['cil']`).
 Where the authors' code differs:
 - Modules are weighted for each text, never by the mean weights of its batch (their LLaMA code).
 - Means are over real tokens, theirs on T5 over padding too.
-- At test all keys take part. Theirs restricts the composition of a text to its task and those before it, by the task
-  id (or by the key that is nearest to any text of the batch).
-- `value=prefix`: their weights mix the prefixes' keys and values. Here the positions of all prefixes compete in one
-  softmax, with the weights as prior. `lora` (LLaMA) and `prompt` are exactly the sum above.
+- `value=prefix`: their weights mix the prefixes' keys and values, and on T5 one prefix serves a layer's self-attention
+  in encoder and decoder and its cross-attention, inside one softmax with the text. Here each attention has a prefix
+  of its own, with a softmax of its own, in which the positions of all prefixes compete with the weights as prior.
+  `lora` (LLaMA) and `prompt` are exactly the sum above.
+- Keys of prefixes are drawn from U(0, 1), and values start at zero; theirs are both drawn from U(0, 1).
+- `value=lora`: their LLaMA code has no factor alpha / rank where modules are weighted, a dropout of 0.1, and no
+  matching loss (`run_continual_causal_llama2.py` leaves its option out): alpha=rank, dropout=0.1, pull=0 here.
 - Each example's matching loss counts by its loss positions, so that N workers equal one.
 """
 
@@ -61,9 +67,19 @@ class MoclConfig(MethodConfig):
     )
     scale: float = Field(8.0, gt=0, description="weights=softmax: what cosines are multiplied by")
     pull: float = Field(1.0, ge=0, description="weight of the matching loss, which draws a task's key to its texts")
+    task_id: bool = Field(
+        False,
+        description="the task id of a test text is given: modules of its task and of those before it are composed, as "
+        "in the authors' runs; false: modules of all tasks",
+    )
 
-    unused_for_single_task: ClassVar[tuple[str, ...]] = ("weights", "scale", "pull")
+    unused_for_single_task: ClassVar[tuple[str, ...]] = ("weights", "scale", "pull", "task_id")
     """A module that is trained alone gets weight 1."""
+
+    @property
+    def needs_task(self) -> bool:
+        """Where the task id restricts the composition."""
+        return self.task_id
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Settings of other modules, and of other weights."""
@@ -100,6 +116,7 @@ class Mocl(PerTaskAdapter):
         self.keys = self.router_module = TaskKeys(width, config.weights, config.scale, backbone.device)
         backbone.add_module("task_keys", self.keys)
         self._rule = rule
+        self.needs_texts = config.task_id  # batches name their tasks
         self._queries = Queries(backbone, self.stack)
 
     # ---- a task ----------------------------------------------------------------------------------------------
@@ -119,12 +136,21 @@ class Mocl(PerTaskAdapter):
     # ---- routing ---------------------------------------------------------------------------------------------
 
     def route(self, batch: Batch) -> Mixture:
-        """The modules of all tasks so far, by each text's cosines with their keys."""
+        """The modules of all tasks so far, by each text's cosines with their keys.
+
+        With `task_id` the modules of tasks that were learned after the text's own have weight 0.
+        """
+        names = self.keys.names
         if self.task_id_given:
-            names = self.keys.names
             last_B = torch.full((len(batch),), len(names) - 1)
             return Mixture(names, one_hot(last_B, len(names)).float())
-        return Mixture(self.keys.names, self.keys.weights(self.keys(self._queries(batch))))
+        last = self._last(batch) if self.config.task_id and not self._task else None
+        return Mixture(names, self.keys.weights(self.keys(self._queries(batch)), last))
+
+    def _last(self, batch: Batch) -> Tensor:
+        """Column of each text's task; the newest for texts that fill a batch up, and for tasks to come."""
+        names = self.keys.names
+        return torch.tensor([names.index(task) if task in names else len(names) - 1 for task in batch.tasks])
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """The matching loss: 1 minus the cosine of each text with the key of the task in training."""
@@ -144,10 +170,11 @@ class Mocl(PerTaskAdapter):
         return Learned(dict(states), router=self._router())
 
     def _router(self) -> RouterState:
-        """The keys; the task's own module where the task id is given."""
+        """The keys; under schedule `separate` the task's own module."""
         if self.task_id_given:
             return RouterState("task", {"head_rule": self._rule})
-        return RouterState("task_keys", {**self.keys.settings(), "head_rule": self._rule}, self.keys.tensors())
+        kind = "task_keys_given" if self.config.task_id else "task_keys"
+        return RouterState(kind, {**self.keys.settings(), "head_rule": self._rule}, self.keys.tensors())
 
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
@@ -174,5 +201,5 @@ class Mocl(PerTaskAdapter):
 
 
 def _uniform(low: Tensor, outputs: int) -> None:
-    """Prefixes from U(0, 1), as in the authors' code."""
+    """Keys of prefixes from U(0, 1), as in the authors' code."""
     nn.init.uniform_(low)

@@ -5,6 +5,8 @@
 The prompt begins as the embeddings of drawn tokens; with `prompt_form=mlp` what is trained is P' = MLP(P) + P, and that
 is kept (Razdaibiedina et al. 2023, "Progressive Prompts: Continual Learning for Language Models", section 3; length 10
 and learning rate 0.3 as in the authors' `T5_codebase`, which trains without the MLP unless `--prefix_MLP` names one).
+The MLP is MLP1 of that code (two layers with tanh), which stops with a NameError there (`layer_norm`): only MLP2, of
+three layers, runs.
 At test the task id of a text picks the prompts with which its task was trained. Without task ids (`task_id=false`)
 every text gets all of them.
 Encoder-only backbones train a label head for each task (the authors' default): the task id picks the head too. Without

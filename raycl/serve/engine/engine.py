@@ -292,7 +292,11 @@ class Engine:
     def _route_prompts(
         self, loaded: LoadedSnapshot, requests: Sequence[EngineRequest], tasks: Sequence[str]
     ) -> Mixture:
-        """Prompts as the model will read them, for a router beside it."""
+        """Prompts as the model will read them, for a router beside it.
+
+        Args:
+            requests: all give their task id, or none does. tasks: whose template each prompt gets.
+        """
         ahead = loaded.prompt_positions()
         prompts = []
         for request, task in zip(requests, tasks, strict=True):
@@ -302,7 +306,8 @@ class Engine:
         ids = [truncated.ids for truncated in self._truncation.fit(prompts)]
         batch = batch_of(ids, self.model.backbone.codec.pad_id).to(self.model.backbone.device)
         self._texts.deactivate()  # hidden states are read without the adapters of texts that are being decoded
-        return self.model.route_embeddings(loaded, batch.source_ids, batch.source_mask)
+        given = [own for request in requests if (own := request.selection.task) is not None]  # all give one, or none
+        return self.model.route_embeddings(loaded, batch.source_ids, batch.source_mask, given or None)
 
     def _with_prompt(self, request: EngineRequest, mixture: Mixture) -> RoutedPrompt:
         """With the prompt of the request's task, else of the task with the largest weight (`template_of`)."""

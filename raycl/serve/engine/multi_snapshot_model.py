@@ -290,15 +290,20 @@ class MultiSnapshotModel:
         except (BankError, StorageError) as error:
             raise UnavailableError(f"adapter {key} cannot be loaded: {error}") from error
 
-    def route_embeddings(self, loaded: LoadedSnapshot, ids_BL: Tensor, mask_BL: Tensor) -> Mixture:
+    def route_embeddings(
+        self, loaded: LoadedSnapshot, ids_BL: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None
+    ) -> Mixture:
         """The mixture of each prompt, for routers that need embeddings; see `LoadedSnapshot.mixture`.
 
         Other texts may be decoded under their mixture meanwhile, which must not reach these states.
+
+        Args:
+            tasks: of each prompt where it is known.
         """
         is_deep = "hidden_states" in loaded.router.needs
         with self.stack.mixture_aside():
             found = self.backbone.hidden_states(ids_BL, mask_BL) if is_deep else self.backbone.embedded(ids_BL)
-        return loaded.named(loaded.router.route_embeddings(found, mask_BL))
+        return loaded.named(loaded.router.route_embeddings(found, mask_BL, tasks))
 
     def ahead(self, loaded: LoadedSnapshot) -> list[str]:
         """The first adapters of a snapshot, up to `AHEAD_BYTES`: they are prefetched."""

@@ -62,7 +62,7 @@ class SnapshotModel:
 
     def _mixture(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
         if self.loaded.reads_prompts:
-            return self.model.route_embeddings(self.loaded, batch.source_ids, batch.source_mask)
+            return self.model.route_embeddings(self.loaded, batch.source_ids, batch.source_mask, tasks)
         return self.loaded.mixture(texts, tasks)
 
 

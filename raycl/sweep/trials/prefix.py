@@ -6,9 +6,10 @@ effect on the first phases; settings classes remove what a method or modifier do
 What it does not know: where the shared phases are kept.
 
 Removed: tasks to come (their names stay, as a set: answers are also compared with the labels of all other tasks),
-epochs of tasks to come, `stream.unseen` (evaluated after the last phase, and before the first with `eval.untrained`),
-`eval.singles` (it is read when results are written), sections about where a run writes and is followed. Kept besides
-the config: raycl's version, the number of phases, workers and their CPUs (sums of floats depend on both).
+epochs and learning rates of tasks to come, `stream.unseen` (evaluated after the last phase, and before the first with
+`eval.untrained`), `eval.singles` (it is read when results are written), sections about where a run writes and is
+followed. Kept besides the config: raycl's version, the number of phases, workers and their CPUs (sums of floats depend
+on both).
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from raycl import config as configs
 from raycl.config import Tree
 from raycl.run.config import RunConfig
 from raycl.training.settings import EXEMPT
+
+BY_PHASE = ("epochs", "epochs_by_task", "learning_rate", "learning_rate_by_task")
+"""Settings of training that act in each phase by its name."""
 
 
 def prefix_keys(config: RunConfig, tasks: Sequence[str]) -> list[str]:
@@ -54,7 +58,7 @@ def _whole(config: RunConfig, tasks: Sequence[str]) -> Tree:
     specs = [json.dumps(task, sort_keys=True) for task in given or tasks]
     ordered = config.method.fits_ahead or config.eval.tasks == "all"
     kept["stream"]["all"] = specs if ordered else sorted(specs)
-    kept["train"] = {key: value for key, value in kept["train"].items() if key not in ("epochs", "epochs_by_task")}
+    kept["train"] = {key: value for key, value in kept["train"].items() if key not in BY_PHASE}
     kept["eval"].pop("singles")
     workers = {key: tree["launch"][key] for key in ("workers", "cpus_per_worker", "gpus_per_worker")}
     return {**kept, "raycl": __version__, "workers": workers}
@@ -66,6 +70,7 @@ def _phase(config: RunConfig, index: int, tasks: Sequence[str]) -> Tree:
     return {
         "task": tasks[index],
         "epochs": config.train.epochs_of(tasks[index]),
+        "learning_rate": config.train.of_task(tasks[index]).learning_rate,
         "method": config.method.cache_key(index, tasks, texts),
         "modifiers": {name: chosen.cache_key(index, tasks, texts) for name, chosen in config.modifiers.items()},
     }

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
@@ -38,8 +38,13 @@ from raycl.types import Phase
 
 log = logging.getLogger("raycl")
 
-OpenEngine = Callable[[int, int], Engine]
-"""(accumulation, steps) -> the engine of one phase."""
+
+class OpenEngine(Protocol):
+    """Opens the engine of one phase, which has its learning rate by the phase's name; "": the common one."""
+
+    def __call__(self, accumulation: int, steps: int, phase: str = "", /) -> Engine:
+        """The engine around the backbone."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class TaskTrainer:
         by_phase = [order_of(self.context, one, rows_of(self.context, one)).steps for one in self.context.phases]
         self._check_disk(phase, by_phase, resume)
         trained = sum(parameter.numel() for parameter in self.context.backbone.parameters() if parameter.requires_grad)
-        engine = self.open_engine(loader.accumulation, order.steps)
+        engine = self.open_engine(loader.accumulation, order.steps, phase.name)
         start, spent = self._restore(engine, resume)
         self._announce(phase, order, start, by_phase)
         self.context.backbone.train()

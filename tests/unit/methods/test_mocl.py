@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from phases import begin_phase, end_phase
+from phases import bare, begin_phase, end_phase
 from service_client import bank_of, examples, serving
-from tiny import ENGINES, KINDS, Lab, Taught, matrix, run, trace
+from tiny import ENGINES, KINDS, Complete, Lab, Taught, matrix, opened, run, trace
 from torch.nn.functional import cosine_similarity, normalize
 
 from raycl.backbone.base import loss_count
 from raycl.bank import Bank
+from raycl.bank.operations.unlearning import evaluate, forget
 from raycl.data.loader import eval_batches
-from raycl.errors import BankError, RetrievalError
+from raycl.errors import BankError, ConfigError, RetrievalError
 from raycl.generation.requests import Sampling
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.prompts.mocl import Mocl
@@ -62,7 +64,12 @@ def test_weights_by_hand() -> None:
     cosines = keys(torch.tensor([[2.0, 0.0], [0.0, 5.0]]))
     torch.testing.assert_close(cosines, torch.tensor([[1.0, 0.5**0.5], [0.0, 0.5**0.5]]))
     torch.testing.assert_close(keys.weights(cosines), (8 * cosines).softmax(1))
-    assert torch.equal(TaskKeys(2, "cosine", 8.0).weights(cosines), cosines)
+    direct = TaskKeys(2, "cosine", 8.0)
+    assert torch.equal(direct.weights(cosines), cosines)
+    last = torch.tensor([0, 1])  # the tasks of the two texts are given
+    assert torch.equal(keys.weights(cosines, last)[0], torch.tensor([1.0, 0.0])), "no key of a later task takes part"
+    torch.testing.assert_close(keys.weights(cosines, last)[1], (8 * cosines[1]).softmax(0))
+    torch.testing.assert_close(direct.weights(cosines, last), torch.tensor([[1.0, 0.0], [0.0, 0.5**0.5]]))
 
 
 def test_the_router_reads_hidden_states_and_forgets_a_task() -> None:
@@ -78,6 +85,55 @@ def test_the_router_reads_hidden_states_and_forgets_a_task() -> None:
         router.route(["text"], None)
     with pytest.raises(RetrievalError, match="have 2 dimensions, the hidden states of this backbone 3"):
         router.route_embeddings(torch.zeros(1, 1, 3), torch.ones(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("weights", "middle"), [("softmax", [1 / (1 + math.exp(-8)), 1 / (1 + math.exp(8)), 0]), ("cosine", [1, 0, 0])]
+)
+def test_the_router_of_given_tasks_by_hand(weights: str, middle: list[float]) -> None:
+    """A text that equals the first key: the modules of its task and of those before it."""
+    tensors = {"key/x": torch.tensor([1.0, 0.0]), "key/y": torch.tensor([0.0, 1.0]), "key/z": torch.tensor([1.0, 0.0])}
+    settings = {"dimensions": 2, "weights": weights, "scale": 8.0, "tasks": ["x", "y", "z"]}
+    state, owners = RouterState("task_keys_given", settings, tensors), {"z": ("z",), "y": ("y",), "x": ("x",)}
+    router, mask = make_router(state, owners), torch.ones(3, 1)
+    assert router.needs == {"hidden_states", "task_id"} and router.chooses
+    states = torch.tensor([[[2.0, 0.0]]] * 3)
+    found = router.route_embeddings(states, mask, ["x", "y", "z"])
+    assert found.names == ("x", "y", "z")
+    torch.testing.assert_close(found.weights[:2], torch.tensor([[1.0, 0, 0], middle]))
+    assert found.weights[2].count_nonzero() == 3 - (weights == "cosine")
+    with pytest.raises(BankError, match="router is 'task_keys_given', which needs the task of each text: name it"):
+        router.route_embeddings(states, mask)
+    with pytest.raises(BankError, match="no adapter was trained on w: expected x, y, z"):
+        router.route_embeddings(states, mask, ["x", "w", "z"])
+    left = make_router(without(state, "y"), {"x": ("x",), "z": ("z",)})
+    found = left.route_embeddings(states, mask, ["x", "z", "z"])
+    last = [0.5, 0.5] if weights == "softmax" else [1.0, 1.0]
+    assert found.names == ("x", "z") and found.weights.tolist() == [[1.0, 0.0], last, last]
+    with pytest.raises(BankError, match="no adapter was trained on y: expected x, z"):
+        left.route_embeddings(states, mask, ["y"] * 3)
+
+
+@pytest.mark.parametrize("weights", ["softmax", "cosine"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_test_the_task_id_leaves_modules_of_later_tasks_out(lab: Lab, kind: str, weights: str) -> None:
+    method, context = second_task(lab, kind, weights=weights, task_id=True)
+    assert method.config.needs_task and method.needs_texts
+    batch = replace(batch_of(context, 0), tasks=("colour", "animal", "", "colour", "animal"))
+    assert method.route(batch).weights.all(), "the task in training is composed with all earlier ones"
+    end_phase(context, bare(context.phases[1]))
+    context.backbone.eval()
+    found = method.route(batch).weights
+    whole = method.keys(method._queries(batch))
+    both = whole if weights == "cosine" else (8 * whole).softmax(1)
+    alone = whole[:, :1] if weights == "cosine" else torch.ones(5, 1)
+    torch.testing.assert_close(found[[1, 2, 4]], both[[1, 2, 4]])
+    torch.testing.assert_close(found[[0, 3]], torch.cat([alone, torch.zeros(5, 1)], dim=1)[[0, 3]])
+    if kind == "bert":
+        with torch.no_grad(), activate_batch(method, batch):
+            scores, labels = context.backbone.score_labels(batch)
+        possible = [label for label, score in zip(labels, scores[0].tolist(), strict=True) if score > -torch.inf]
+        assert set(possible) == {"red", "blue"}, "labels of later tasks have no score"
 
 
 @pytest.mark.parametrize("value", ["lora", "prefix", "prompt"])
@@ -173,25 +229,54 @@ def test_the_matching_loss_counts_once_a_step(lab: Lab, tmp_path: Path, engine: 
         assert mine == pytest.approx(other, abs=1e-4, rel=1e-3)
 
 
+@pytest.mark.parametrize("method", ["mocl", "mocl-task-id"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_served_texts_get_the_weights_and_answers_of_the_run(taught: Taught, tmp_path: Path, kind: str) -> None:
-    done = taught(kind, "mocl")
+def test_served_texts_get_the_weights_and_answers_of_the_run(
+    taught: Taught, tmp_path: Path, kind: str, method: str
+) -> None:
+    done, is_given = taught(kind, method), method != "mocl"
     bank = bank_of(done, tmp_path)
     asked, codec, expected = examples(done, bank), done.context.backbone.codec, {}
     for task in done.context.stream.tasks:
         table = done.context.stream.table(task, "test", codec)
-        for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id):
+        for batch in eval_batches(table, None, 0, 1, 1, codec.pad_id, texts=True):
             weights = done.context.method.route(replace(batch))
             assert weights is not None
-            expected[table.texts(batch.rows.tolist())[0]] = weights.weights[0].tolist()
+            expected[batch.texts[0]] = weights.weights[0].tolist()
     sampling = None if kind == "bert" else Sampling(12)
     with serving(bank, max_batch=5) as client:
-        with client.paused():
-            replies = [client.ask(one.text, sampling=sampling) for one in asked]
+        with client.paused():  # all in one batch: texts of both tasks beside each other
+            replies = [client.ask(one.text, task=one.task if is_given else None, sampling=sampling) for one in asked]
+            untold = client.ask("fire is", sampling=sampling)
         for one, reply in zip(asked, replies, strict=True):
             assert (reply.label if kind == "bert" else reply.text) == one.answer
-            found = [reply.metadata.weights[name] for name in ("colour", "animal")]
+            found = [reply.metadata.weights.get(name, 0.0) for name in ("colour", "animal")]
             assert found == pytest.approx(expected[one.text], abs=1e-4)
+            assert not is_given or one.task == "animal" or found == [1.0, 0.0]
+        assert not is_given or "router is 'task_keys_given', which needs the task of each text: name it" in untold.error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_snapshot_scores_as_the_run_did_where_tasks_are_given(complete: Complete, tmp_path: Path, kind: str) -> None:
+    """And a task that is forgotten takes its key with it."""
+    done = complete(kind, "mocl-task-id", "torch")
+    bank = Bank(done.copy(tmp_path).sub("bank"))
+    newest = bank.newest()
+    assert newest is not None and newest.router.kind == "task_keys_given"
+    scores = {name: score.value for name, score in evaluate(bank, newest).items()}
+    assert scores == pytest.approx(dict(zip(("colour", "animal"), matrix(done.storage)[-1], strict=True)))
+    found = forget(bank, newest, "colour", scores=False)
+    left = opened(bank, bank.open(found.new))
+    ids, mask = torch.ones(1, 2, dtype=torch.long), torch.ones(1, 2, dtype=torch.long)
+    mixture = left.model.route_embeddings(left.loaded, ids, mask, ["animal"])
+    assert [left.loaded.names[key] for key in mixture.names] == ["animal"]
+    with pytest.raises(BankError, match="no adapter was trained on colour: expected animal"):
+        left.model.route_embeddings(left.loaded, ids, mask, ["colour"])
+
+
+def test_unseen_tasks_have_no_task_id(lab: Lab) -> None:
+    with pytest.raises(ConfigError, match=r"method 'mocl' needs each text's task id"):
+        lab.config("bert", {"name": "mocl", "task_id": True}, stream={"unseen": [lab.unseen]})
 
 
 def test_a_task_alone_has_neither_key_nor_matching_loss(lab: Lab, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,25 @@ def test_label_head_and_projection_learn_at_rates_of_their_own(
     groups = optimizer_of(trained, TrainConfig(learning_rate=0.1, **settings)).param_groups
     found = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
     assert {name: found[id(parameter)] for name, parameter in trained.items()} == rates
+
+
+@pytest.mark.parametrize("engine", ["torch", "fsdp", "zero2"])
+def test_each_phase_learns_at_the_rate_of_its_task(lab: Lab, tmp_path: Path, engine: str) -> None:
+    train = {"learning_rate": 0.01, "learning_rate_by_task": {"animal": 0.03}}
+    run(lab.config("bert", "lora", ENGINES[engine], train=train), storage := Storage.at(tmp_path))
+    assert {(phase, rate) for phase, _, _, _, rate, _ in trace(storage)} == {(0, 0.01), (1, 0.03)}
+
+
+@pytest.mark.parametrize(("head", "expected"), [(None, 0.3), (0.5, 0.5)])
+def test_a_label_head_without_a_rate_of_its_own_follows_that_of_the_task(head: float | None, expected: float) -> None:
+    train = TrainConfig(learning_rate=0.1, learning_rate_by_task={"sky": 0.3}, head_learning_rate=head)
+    trained = {name: nn.Parameter(torch.zeros(2)) for name in ("body", "head.bias")}
+    for task, rates in (("sky", [0.3, expected]), ("sea", [0.1, head or 0.1])):
+        groups = optimizer_of(trained, train.of_task(task)).param_groups
+        found = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+        assert [found[id(parameter)] for parameter in trained.values()] == rates
+    with pytest.raises(ValueError, match="greater than 0"):
+        TrainConfig(learning_rate_by_task={"sky": 0.0})
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
