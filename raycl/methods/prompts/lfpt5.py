@@ -69,6 +69,12 @@ class Lfpt5Config(MethodConfig):
         0.02, gt=0, le=1, description="pseudo-samples of each earlier task, as a share of its train rows; at least one"
     )
     max_tokens: int = Field(256, ge=8, description="tokens of an input with its answer, as it is written, at most")
+    separator: str = Field(
+        "__ans__",
+        min_length=1,
+        description="stands between input and answer in what is written; one token of the tokenizer that texts lack, "
+        "such as |, is learned far sooner than several",
+    )
     draws: int = Field(
         1000, ge=1, description="samples drawn for each earlier task at most, until enough of them can be used"
     )
@@ -145,7 +151,7 @@ class Lfpt5(Method):
         rows = torch.randint(len(words), (1, config.prompt_length), generator=draw)
         self.prompts.begin_training(words[rows.to(words.device)].float())
         backbone.suffix = self.prompts
-        self.form = SampleFormat(backbone.codec, config.max_tokens)
+        self.form = SampleFormat(backbone.codec, config.max_tokens, config.separator)
         self.counts: dict[str, int] = {}
         self.previous: Tensor | None = None
         self.samples: dict[str, PseudoSamples] = {}

@@ -2,8 +2,9 @@
 
 Behind the generation prompt of a task, `__gen__ <task>`, it writes an input and its answer: `input __ans__ answer`.
 Both marks are ordinary words of the tokenizer, since no vocabulary grows here; LFPT5's code adds a token for the
-separator and one for each task, whose embeddings stay as they are. The repetition penalty leaves the separator's
-tokens out, which repeat each other. Inputs stand without instruction and template, which are put around what was
+separator and one for each task, whose embeddings stay as they are. A separator that is one token of the tokenizer is
+learned far sooner than one of several (`SampleFormat.separator`). The repetition penalty leaves the tokens of the
+latter out, which repeat each other. Inputs stand without instruction and template, which are put around what was
 written as around real data. A long input is cut; their code cuts the end, which is the answer.
 What it does not know: how the model is trained, when it writes.
 """
@@ -27,8 +28,8 @@ from raycl.types import IGNORE, Batch, Task
 
 log = logging.getLogger("raycl")
 
-SEPARATOR, START = "__ans__", "__gen__"
-"""Between input and answer, and in front of a task's name."""
+START = "__gen__"
+"""In front of a task's name."""
 
 AT_ONCE = 64
 """Samples that are drawn together, at most."""
@@ -43,10 +44,12 @@ class SampleFormat:
 
     Attributes:
         max_tokens: of input, separator and answer together, end-of-sequence included.
+        mark: what stands between input and answer, as text.
     """
 
     codec: HFCodec
     max_tokens: int
+    mark: str = "__ans__"
 
     def check(self) -> None:
         """Whether the separator can be written.
@@ -56,14 +59,14 @@ class SampleFormat:
         """
         if not self.separator:
             raise ConfigError(
-                f"the tokenizer of this backbone has no tokens for '{SEPARATOR}', which stands between input and "
-                "answer of generated pseudo-samples: choose another backbone, or source=real"
+                f"the tokenizer of this backbone has no tokens for method.separator='{self.mark}', which stands "
+                "between input and answer of generated pseudo-samples: choose another one, or source=real"
             )
 
     @property
     def separator(self) -> list[int]:
         """Its ids."""
-        return self._ids(SEPARATOR)
+        return self._ids(self.mark)
 
     def pair(self, task: str, text: str, answer: str) -> Pair:
         """What the model reads and writes for a labelled input."""
@@ -152,13 +155,10 @@ class Sampler:
 
 
 class RepetitionPenalty:
-    """On tokens that were written before, but for those of the separator, which repeat each other.
-
-    In LFPT5's code the separator is one token, so it is not penalized where it is due.
-    """
+    """On tokens that were written before, but for those of a separator of several, which repeat each other."""
 
     def __init__(self, penalty: float, separator: Sequence[int]) -> None:
-        self._free = sorted(set(separator))
+        self._free = sorted(set(separator)) if len(separator) > 1 else []
         self._penalize = RepetitionPenaltyLogitsProcessor(penalty)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -284,6 +284,8 @@ def test_the_penalty_leaves_the_separator_out() -> None:
     before, scores = torch.tensor([[5, 3, 3]]), torch.tensor([[1.0, -1.0, 2.0, 4.0, 1.0, 3.0]])
     found = RepetitionPenalty(2.0, [3, 3, 4])(before, scores.clone())
     assert found.tolist() == [[1.0, -1.0, 2.0, 4.0, 1.0, 1.5]]
+    alone = RepetitionPenalty(2.0, [3])(before, scores.clone())
+    assert alone.tolist() == [[1.0, -1.0, 2.0, 2.0, 1.0, 1.5]], "one token is not due twice"
 
 
 def test_each_task_alone_has_no_pseudo_samples(lab: Lab) -> None:
@@ -323,6 +325,7 @@ def test_served_answers_are_those_of_the_run(taught: Taught, tmp_path: Path, kin
             {},
             r"writes up to method\.max_tokens=500, which is more than the 128 positions",
         ),
+        ("t5", {"separator": " "}, {}, "has no tokens for method.separator=' ', which stands between input and"),
         ("t5", {"source": "generated"}, {"engine": "fsdp"}, "'lfpt5' generates pseudo-samples.*engine=fsdp"),
         ("llama", {}, {"train": {"packing": True}}, "'lfpt5' learns soft prompts, which stand beside every text"),
     ],
