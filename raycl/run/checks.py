@@ -238,12 +238,24 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
     if config.eval.singles is None:
         return None
     results = read_results(config.eval.singles)
-    mine, theirs = configs.as_tree(config), results["config"]
+    check_singles(config, results["config"], f"eval.singles '{config.eval.singles}'")
+    last = [row for row in results["matrix"] if any(row)][-1]
+    return {task: cell["value"] for task, cell in zip(results["stream"]["tasks"], last, strict=True) if cell}
+
+
+def check_singles(config: RunConfig, theirs: Tree, name: str) -> None:
+    """Whether a run's config is this one's with each task alone.
+
+    Args:
+        theirs: that config. name: what names it, in the error.
+
+    Raises:
+        ConfigError: it is not the same method and modifiers on the same data, backbone, training and seed.
+    """
+    mine = configs.as_tree(config)
     schedule = theirs["stream"].get("schedule", "sequential")
     if schedule != "separate":
-        raise ConfigError(
-            f"eval.singles '{config.eval.singles}' is a run under stream.schedule={schedule}: expected separate"
-        )
+        raise ConfigError(f"{name} is a run under stream.schedule={schedule}: expected separate")
     learner = mine["method"]["learner"] if config.method.name in WRAPPERS else mine["method"]
     shared = ("seed", "stream", "backbone", "train", "modifiers")
     expected = {"method": learner, **{key: mine[key] for key in shared}}
@@ -252,11 +264,9 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
     differing = _single_differences(expected, found)
     if differing:
         raise ConfigError(
-            f"eval.singles '{config.eval.singles}' is another setting; it differs in {', '.join(differing)}: "
+            f"{name} is another setting; it differs in {', '.join(differing)}: "
             "repeat the separate run with this run's settings"
         )
-    last = [row for row in results["matrix"] if any(row)][-1]
-    return {task: cell["value"] for task, cell in zip(results["stream"]["tasks"], last, strict=True) if cell}
 
 
 def _single_differences(expected: Tree, found: Tree) -> list[str]:

@@ -25,6 +25,7 @@ from raycl.errors import ConfigError, RayclError, StoppedError
 from raycl.launch import driver
 from raycl.launch.driver import RunOptions
 from raycl.report.published import Published, row_of
+from raycl.run.checks import check_singles
 from raycl.run.config import RunConfig
 from raycl.storage import Storage
 
@@ -101,7 +102,7 @@ def load_comparison(path: str, overrides: Sequence[str] = ()) -> ComparisonConfi
 
     Raises:
         ConfigError: something is wrong, has no effect (`raycl.config.unused`), or is requested that only the
-            command may allow (`raycl.config.trust`).
+            command may allow (`raycl.config.trust`); a row's `singles` is not its own run with each task alone.
     """
     comparison = configs.load(ComparisonConfig, path, overrides)
     source, planned = f"comparison file '{path}'", plan(comparison, ".")
@@ -113,6 +114,11 @@ def load_comparison(path: str, overrides: Sequence[str] = ()) -> ComparisonConfi
     for name, found in unused.items():
         entry = name.rpartition("-s")[0]
         refuse(found_in(leaves(_tree(comparison.runs[entry].set)), found), f"{source}, runs.{entry}")
+    for name, config in planned.items():
+        entry = name.rpartition("-s")[0]
+        if (single := comparison.runs[entry].singles) is not None:
+            theirs = configs.as_tree(planned[_needed(comparison, name)])
+            check_singles(config, theirs, f"{source}, runs.{entry}.singles: '{single}'")
     for config in planned.values():
         trust.require(trust.requested(configs.as_tree(config)), overrides, source, "base.")
     return comparison

@@ -248,6 +248,29 @@ def test_a_comparison_ignores_nothing(base: dict[str, Any], row: list[str], mess
         load_comparison(file(tmp_path, tree))
 
 
+@pytest.mark.parametrize(
+    ("single", "row", "message"),
+    [
+        (["stream.schedule=separate"], ["method=inclora"], r"'alone' is another setting; it differs in .*method\.name"),
+        (
+            ["stream.schedule=separate", "train.learning_rate=0.1"],
+            [],
+            r"runs\.mine\.singles: 'alone' is another setting; it differs in train\.learning_rate: repeat",
+        ),
+        ([], [], r"'alone' is a run under stream\.schedule=sequential: expected separate"),
+    ],
+)
+def test_a_row_is_compared_with_its_own_single_tasks(
+    single: list[str], row: list[str], message: str, tmp_path: Path
+) -> None:
+    """Found before any run starts; a wrapper is compared with its learner."""
+    runs = {"alone": {"set": single}, "mine": {"set": row, "singles": "alone"}}
+    with pytest.raises(ConfigError, match=message):
+        load_comparison(file(tmp_path, {"name": "mine", "base": BASE, "runs": runs}))
+    good = {"alone": {"set": ["stream.schedule=separate"]}, "mine": {"set": ["method=replay"], "singles": "alone"}}
+    load_comparison(file(tmp_path, {"name": "mine", "base": BASE, "runs": good}))
+
+
 def test_what_all_rows_of_a_comparison_share_acts_in_one_of_them(tmp_path: Path) -> None:
     base = {"method": {"name": "sapt", "arm": {"weight": 2}}}
     tree = {"name": "mine", "base": base, "runs": {"a": {"set": ["method.ablation=arm"]}, "b": {}}}
