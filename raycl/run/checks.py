@@ -273,7 +273,10 @@ def _single_differences(expected: Tree, found: Tree) -> list[str]:
     """Dotted keys that matter for a task trained alone: the order of tasks does not."""
     unused = method_class(str(expected["method"]["name"])).Config.unused_for_single_task
     stream = ("stream.name", "stream.tasks", "stream.unseen", "stream.schedule")
-    return list(configs.differences(found, expected, without=(*(f"method.{name}" for name in unused), *stream)))
+    differing = list(configs.differences(found, expected, without=(*(f"method.{name}" for name in unused), *stream)))
+    if "method.name" in differing:  # each method has settings of its own
+        return [name for name in differing if name == "method.name" or not name.startswith("method.")]
+    return differing
 
 
 def make_modifiers(config: RunConfig, method: Method) -> Modifiers:

@@ -251,7 +251,11 @@ def test_a_comparison_ignores_nothing(base: dict[str, Any], row: list[str], mess
 @pytest.mark.parametrize(
     ("single", "row", "message"),
     [
-        (["stream.schedule=separate"], ["method=inclora"], r"'alone' is another setting; it differs in .*method\.name"),
+        (
+            ["stream.schedule=separate"],
+            ["method=inclora"],
+            r"'alone' is another setting; it differs in method\.name: repeat",
+        ),
         (
             ["stream.schedule=separate", "train.learning_rate=0.1"],
             [],
@@ -267,7 +271,10 @@ def test_a_row_is_compared_with_its_own_single_tasks(
     runs = {"alone": {"set": single}, "mine": {"set": row, "singles": "alone"}}
     with pytest.raises(ConfigError, match=message):
         load_comparison(file(tmp_path, {"name": "mine", "base": BASE, "runs": runs}))
-    good = {"alone": {"set": ["stream.schedule=separate"]}, "mine": {"set": ["method=replay"], "singles": "alone"}}
+    good = {
+        "alone": {"set": ["method=lora", "stream.schedule=separate"]},
+        "mine": {"set": ["method=replay"], "singles": "alone"},
+    }
     load_comparison(file(tmp_path, {"name": "mine", "base": BASE, "runs": good}))
 
 
