@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -121,4 +121,4 @@ class StoppingEngine:
 def stopping(open_engine: OpenEngine, after: int) -> OpenEngine:
     """Engines that together do `after` steps and then raise `Stop`."""
     left = [after]
-    return lambda *phase: StoppingEngine(open_engine(*phase), left)  # type: ignore[return-value]
+    return lambda *phase: cast(Engine, StoppingEngine(open_engine(*phase), left))

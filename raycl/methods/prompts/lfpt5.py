@@ -72,8 +72,8 @@ class Lfpt5Config(MethodConfig):
     separator: str = Field(
         "__ans__",
         min_length=1,
-        description="stands between input and answer in what is written; one token of the tokenizer that texts lack, "
-        "such as |, is learned far sooner than several",
+        description="stands between input and answer in what is written; the authors' is one token, for which name one "
+        "of the tokenizer that texts lack, such as |",
     )
     draws: int = Field(
         1000, ge=1, description="samples drawn for each earlier task at most, until enough of them can be used"
@@ -82,8 +82,8 @@ class Lfpt5Config(MethodConfig):
     repetition_penalty: float = Field(
         2.5,
         gt=0,
-        description="logits of tokens that were generated before, but for the separator's, are divided by this, and "
-        "negative ones multiplied: backbones whose logits are mostly negative want 1 to 1.2",
+        description="logits of tokens that were generated before, but for the separator's, are divided by this, "
+        "and negative ones multiplied",
     )
 
     unused_for_single_task: ClassVar[tuple[str, ...]] = (

@@ -2,10 +2,9 @@
 
 Behind the generation prompt of a task, `__gen__ <task>`, it writes an input and its answer: `input __ans__ answer`.
 Both marks are ordinary words of the tokenizer, since no vocabulary grows here; LFPT5's code adds a token for the
-separator and one for each task, whose embeddings stay as they are. A separator that is one token of the tokenizer is
-learned far sooner than one of several (`SampleFormat.separator`). The repetition penalty leaves the tokens of the
-latter out, which repeat each other. Inputs stand without instruction and template, which are put around what was
-written as around real data. A long input is cut; their code cuts the end, which is the answer.
+separator and one for each task, whose embeddings stay as they are. The repetition penalty leaves the tokens of a
+separator of several out, which repeat each other. Inputs stand without instruction and template, which are put around
+what was written as around real data. A long input is cut; their code cuts the end, which is the answer.
 What it does not know: how the model is trained, when it writes.
 """
 

@@ -247,13 +247,16 @@ def test_served_texts_get_the_weights_and_answers_of_the_run(
     with serving(bank, max_batch=5) as client:
         with client.paused():  # all in one batch: texts of both tasks beside each other
             replies = [client.ask(one.text, task=one.task if is_given else None, sampling=sampling) for one in asked]
-            untold = client.ask("fire is", sampling=sampling)
+            without_task = client.ask("fire is", sampling=sampling)
         for one, reply in zip(asked, replies, strict=True):
             assert (reply.label if kind == "bert" else reply.text) == one.answer
             found = [reply.metadata.weights.get(name, 0.0) for name in ("colour", "animal")]
             assert found == pytest.approx(expected[one.text], abs=1e-4)
             assert not is_given or one.task == "animal" or found == [1.0, 0.0]
-        assert not is_given or "router is 'task_keys_given', which needs the task of each text: name it" in untold.error
+        assert (
+            not is_given
+            or "router is 'task_keys_given', which needs the task of each text: name it" in without_task.error
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
