@@ -5,6 +5,8 @@ In this process; that workers make it is the sweep's business (tests/ray/test_sw
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,42 +47,49 @@ def test_single_task_scores_are_reused(lab: Lab, tmp_path: Path, method: Any, mo
 
 
 @pytest.fixture(scope="module")
-def alone(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Storage:
-    """SAPT's single-task run."""
-    storage = Storage.at(tmp_path_factory.mktemp("alone"))
-    run(configs.validate(RunConfig, separate_tree(lab.config("bert", "sapt"))), storage)
-    return storage
+def alone(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Storage]:
+    """The single-task run of a method with its own settings."""
+
+    @functools.cache
+    def made(method: str) -> Storage:
+        storage = Storage.at(tmp_path_factory.mktemp("alone"))
+        run(configs.validate(RunConfig, separate_tree(lab.config("bert", method))), storage)
+        return storage
+
+    return made
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"ablation": "arm"},
-        {"ablation": "replay"},
-        {"ablation": "alignment"},
-        {"ablation": "shared_attention"},
-        {"attention": {"standardize": True, "width": 7}, "arm": {"fraction": 0.5, "weight": 3.0}},
+        {"name": "sapt", "ablation": "arm"},
+        {"name": "sapt", "ablation": "replay"},
+        {"name": "sapt", "ablation": "alignment"},
+        {"name": "sapt", "ablation": "shared_attention"},
+        {"name": "sapt", "attention": {"standardize": True, "width": 7}, "arm": {"fraction": 0.5, "weight": 3.0}},
+        {"name": "olora", "lambda_1": 5.0},
     ],
-    ids=["arm", "replay", "alignment", "shared_attention", "attention"],
+    ids=["arm", "replay", "alignment", "shared_attention", "attention", "overlap"],
 )
 def test_settings_that_do_not_affect_single_tasks_are_not_compared(
-    lab: Lab, alone: Storage, tmp_path: Path, settings: dict[str, Any]
+    lab: Lab, alone: Callable[[str], Storage], tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """Rightly so: the very same scores and losses come of them."""
-    trial = lab.config("bert", {"name": "sapt", **settings})
-    plain, tree = (separate_tree(one) for one in (lab.config("bert", "sapt"), trial))
+    method, own = settings["name"], alone(settings["name"])
+    trial = lab.config("bert", settings)
+    plain, tree = (separate_tree(one) for one in (lab.config("bert", method), trial))
     assert separate_key(plain) == separate_key(tree)
     other = Storage.at(tmp_path)
     run(configs.validate(RunConfig, tree), other)
-    assert trace(alone) == trace(other)
+    assert trace(own) == trace(other)
     scores = [
         read_singles(trial.model_copy(update={"eval": trial.eval.model_copy(update={"singles": storage.address})}))
-        for storage in (alone, other)
+        for storage in (own, other)
     ]
     assert scores[0] is not None and scores[0] == scores[1]
 
 
-def test_settings_that_affect_single_tasks_are_compared(lab: Lab, alone: Storage) -> None:
-    trial = lab.config("bert", {"name": "sapt", "rank": 3}, eval={"singles": alone.address})
+def test_settings_that_affect_single_tasks_are_compared(lab: Lab, alone: Callable[[str], Storage]) -> None:
+    trial = lab.config("bert", {"name": "sapt", "rank": 3}, eval={"singles": alone("sapt").address})
     with pytest.raises(ConfigError, match=r"is another setting; it differs in method\.rank: "):
         read_singles(trial)

@@ -64,7 +64,11 @@ class GainLoraConfig(OLoraSettings, InfLoraSettings):
         0.995, gt=0, le=1, description="share of the energy of the first task's gate features that their subspaces hold"
     )
 
-    unused_for_single_task: ClassVar[tuple[str, ...]] = ("gate_width", "gate_threshold")
+    unused_for_single_task: ClassVar[tuple[str, ...]] = (
+        *OLoraSettings.unused_for_single_task,
+        "gate_width",
+        "gate_threshold",
+    )
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Of the other base; `threshold_tasks` is for gates too."""
