@@ -68,8 +68,9 @@ def alone(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
         {"name": "sapt", "ablation": "shared_attention"},
         {"name": "sapt", "attention": {"standardize": True, "width": 7}, "arm": {"fraction": 0.5, "weight": 3.0}},
         {"name": "olora", "lambda_1": 5.0},
+        {"name": "inflora", "threshold": 0.5, "threshold_tasks": 2},
     ],
-    ids=["arm", "replay", "alignment", "shared_attention", "attention", "overlap"],
+    ids=["arm", "replay", "alignment", "shared_attention", "attention", "overlap", "subspace"],
 )
 def test_settings_that_do_not_affect_single_tasks_are_not_compared(
     lab: Lab, alone: Callable[[str], Storage], tmp_path: Path, settings: dict[str, Any]

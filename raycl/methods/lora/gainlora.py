@@ -66,6 +66,7 @@ class GainLoraConfig(OLoraSettings, InfLoraSettings):
 
     unused_for_single_task: ClassVar[tuple[str, ...]] = (
         *OLoraSettings.unused_for_single_task,
+        *InfLoraSettings.unused_for_single_task,
         "gate_width",
         "gate_threshold",
     )

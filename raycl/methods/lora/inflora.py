@@ -63,6 +63,8 @@ class InfLoraSettings(IncLoraSettings):
         "LoRA draws it, projected off the subspace (InfLoRA in GainLoRA's code)",
     )
 
+    unused_for_single_task: ClassVar[tuple[str, ...]] = ("threshold", "threshold_tasks")
+
 
 class InfLoraConfig(InfLoraSettings):
     """InfLoRA: IncLoRA whose A is frozen, outside the subspace of earlier tasks' inputs."""
