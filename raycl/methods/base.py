@@ -161,6 +161,8 @@ class Method:
         constraint: what updates of trained parameters must keep, or None.
         task_id_given: evaluation gives the task id of each text (schedule `separate`).
         local_adaptation: evaluation adapts weights to each text before it is answered; None: it does not.
+        transforms_gradients: it has a `transform_gradients` of its own.
+        mixes_gradients: what that gives for one value depends on others too, so it must be given whole gradients.
 
     Class attributes:
         Config: its settings class.
@@ -168,6 +170,8 @@ class Method:
         holds_weights: weights stay where they are because their gradients are set to zero.
         computes_gradients: it calls `TaskContext.gradients` or `row_gradients`, which engines that shard parameters
             cannot give.
+        scales_gradients: `transform_gradients` multiplies each value by a factor that depends on no gradient, so that
+            what is masked afterwards need not be computed.
         replaces_parameters: it computes with other values of trained parameters, which these engines cannot either.
         trains_backbone: it trains the backbone's own weights, so they cannot be quantized.
         compiles: steps compute the same in each layer, whatever the batch, so that torch.compile need not start anew.
@@ -177,6 +181,7 @@ class Method:
     own_adapters: ClassVar[bool] = False
     holds_weights: ClassVar[bool] = False
     computes_gradients: ClassVar[bool] = False
+    scales_gradients: ClassVar[bool] = False
     replaces_parameters: ClassVar[bool] = False
     trains_backbone: bool = False
     compiles: ClassVar[bool] = False
@@ -193,6 +198,7 @@ class Method:
         self.task_id_given = False
         self.local_adaptation: LocalAdaptation | None = None
         self.transforms_gradients = type(self).transform_gradients is not Method.transform_gradients
+        self.mixes_gradients = self.transforms_gradients and not self.scales_gradients
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Before any work, with all tasks of the stream: can they be learned, and is what they need there?

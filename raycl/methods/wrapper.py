@@ -87,6 +87,7 @@ class Wrapper(Method):
         self.constraint = self.learner.constraint
         overridden = type(self).transform_gradients is not Wrapper.transform_gradients
         self.transforms_gradients = overridden or self.learner.transforms_gradients
+        self.mixes_gradients = (overridden and not self.scales_gradients) or self.learner.mixes_gradients
 
     def _require_shared_adapters(self) -> None:
         """For methods that train on rows of earlier tasks.

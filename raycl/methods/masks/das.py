@@ -87,6 +87,7 @@ class Das(Finetune):
 
     Config: ClassVar[type[MethodConfig]] = DasConfig
     compiles: ClassVar[bool] = False
+    scales_gradients: ClassVar[bool] = True
 
     def __init__(self, config: DasConfig, backbone: Backbone, seed: int) -> None:
         """Find the units.

@@ -48,6 +48,7 @@ class Hat(ChosenByTask):
     own_adapters: ClassVar[bool] = False
     revisable: ClassVar[bool] = False
     holds_weights: ClassVar[bool] = True
+    scales_gradients: ClassVar[bool] = True
     trains_backbone = True
 
     def __init__(self, config: HatConfig, backbone: Backbone, seed: int) -> None:

@@ -59,6 +59,7 @@ class HatAdapter(ChosenByTask):
 
     Config: ClassVar[type[MethodConfig]] = HatAdapterConfig
     holds_weights: ClassVar[bool] = True
+    scales_gradients: ClassVar[bool] = True
     revisable: ClassVar[bool] = False  # the shared weights hold every task
 
     def __init__(self, config: HatAdapterConfig, backbone: Backbone, seed: int) -> None:

@@ -87,7 +87,9 @@ class MiguConfig(ModifierConfig):
         500, ge=1, description="cluster_by=co_magnitude: training examples of a task that are measured"
     )
     row_sparse: bool = Field(
-        True, description="do not compute masked rows of a gradient where the mask is known in time"
+        True,
+        description="do not compute masked rows of a gradient where the mask is known in time, and the method does "
+        "not read whole gradients before (as those that project them do)",
     )
     random_update: bool = Field(False, description="control: mask as many rows, drawn at random in every step")
 
@@ -203,8 +205,11 @@ class Migu(GradientModifier):
         self._group()
 
     def _choose_rows(self, layers: Mapping[str, nn.Module]) -> None:
-        """Layers whose backward can form some rows of their weights' gradients only."""
-        if not (self._active and self.config.row_sparse and self.config.threshold):
+        """Layers whose backward can form some rows of their weights' gradients only.
+
+        None where the method reads whole gradients before they are masked.
+        """
+        if not (self._active and self.config.row_sparse and self.config.threshold) or self.method.mixes_gradients:
             return
         for (path, part), units in self._layout.units.items():
             layer: Any = layers[path]
