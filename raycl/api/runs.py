@@ -127,11 +127,13 @@ class Run:
     def add(self, *tasks: Task, **options: Any) -> Run:
         """Learn more tasks, and return the run with them; its older tasks are kept as they are.
 
+        Where its branch of the bank was rolled back, a new run learns them from there, and this one stays as it is.
+
         Args:
             options: on_phase, quiet, in_process: see `train`.
         """
         added = [json.dumps(one) if isinstance(one, dict) else one for one in _specs(tasks, self._directory)]
-        return _trained(driver.extend(self.folder, added), **options)
+        return _trained(commands.prepared(None, (), self.folder, added, None), **options)
 
     def revise(self, task: Task, name: str | None = None, **options: Any) -> Run:
         """Learn one task again, with new data if given; returns a new run, this one stays as it is.

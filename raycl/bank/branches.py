@@ -4,8 +4,8 @@
     not_served.json                   why a run whose bank this is publishes no snapshot
 
 Each move is created exclusively and never changed: of two writers that saw the same head, one creates the next move,
-and the other gets an error (compare-and-swap without a lock). A branch only moves forward: its head is always an
-ancestor of what it moves to.
+and the other gets an error (compare-and-swap without a lock). Writers move a branch forward only: its head is always an
+ancestor of what it moves to. Back, to a snapshot that it had before, it goes by `Branch.go_back` alone.
 What it does not know: who moves branches, and which one an endpoint follows.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -174,6 +175,47 @@ class Branch:
         if head is not None and not is_ancestor(self.bank, head, snapshot) and not (replaces and replaces(head)):
             raise self._moved(snapshot, head)
         return self._add(last.number if last else 0, snapshot.number, snapshot.sha256, why, snapshot)
+
+    def go_back(self, snapshot: Snapshot, why: str) -> Move:
+        """Move to a snapshot that the branch had before; moves and snapshots that came later stay.
+
+        Raises:
+            BankError: there is no such branch, or it never had the snapshot. BranchMovedError: another writer moved it
+                just now.
+        """
+        last = self.last()
+        if last is None or last.snapshot is None:
+            raise missing_branch(self.bank, self.name)
+        if last.snapshot == snapshot.number:
+            raise BankError(f"branch '{self.name}' points at snapshot {snapshot.number} already: name an older one")
+        head = self.bank.open(last.snapshot)
+        if snapshot.number not in self.newest_first() and not is_ancestor(self.bank, snapshot.number, head):
+            raise BankError(
+                f"branch '{self.name}' never had snapshot {snapshot.number}: expected one that 'log {self.name}' lists"
+            )
+        return self._add(last.number, snapshot.number, snapshot.sha256, why, snapshot)
+
+    def left(self, snapshot: int) -> int | None:
+        """The snapshot, or the nearest that it descends from, that the branch had and went back from; None: none is."""
+        line, had = set(line_of(self.bank, self.name)), set(self.newest_first())
+        number: int | None = snapshot
+        while number is not None and number not in line and number not in had:
+            number = self.bank.open(number).parent if self.bank.storage.exists(snapshot_file(number)) else None
+        return number if number not in line else None
+
+    def steps_back(self) -> list[tuple[int, Move]]:
+        """Each move that left a snapshot behind, oldest first, with that snapshot; damaged moves are passed over."""
+        found: list[tuple[int, Move]] = []
+        before: int | None = None
+        for number in self.numbers():
+            with suppress(BankError):  # also where a snapshot was pruned
+                move = self.move(number)
+                left, before = before, move.snapshot
+                if left is None or before is None or left == before:
+                    continue
+                if not is_ancestor(self.bank, left, self.bank.open(before)):
+                    found.append((left, move))
+        return found
 
     def delete(self, why: str) -> Move:
         """Delete the branch, also one whose newest move is damaged; its snapshots stay until they are pruned.

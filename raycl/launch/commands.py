@@ -6,6 +6,7 @@ What it does not know: how a run is trained.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 
 import yaml
@@ -14,7 +15,12 @@ from raycl.errors import ConfigError
 from raycl.launch import driver
 from raycl.launch.driver import Prepared
 from raycl.run import config as run_config
-from raycl.training.records.publish import open_bank
+from raycl.run.config import RunConfig
+from raycl.run.extension import task_of
+from raycl.storage import Storage
+from raycl.training.records.publish import open_bank, went_back
+
+log = logging.getLogger("raycl")
 
 
 def prepared(
@@ -37,10 +43,28 @@ def prepared(
     if revised:
         return driver.prepare(run_config.load_config(file, [*_revision(revised, resume), *overrides]))
     if added:
-        return driver.extend(str(resume), added, tuple(overrides))
+        return _extended(str(resume), added, overrides)
     if resume:
         return driver.reopen(resume, overrides=tuple(overrides))
     return driver.prepare(run_config.load_config(file, overrides))
+
+
+def _extended(folder: str, added: Sequence[str], overrides: Sequence[str]) -> Prepared:
+    """The run with more tasks; where its branch was rolled back, a new run that learns them from where that is now."""
+    storage, config, state = driver.run_in(folder)
+    if not went_back(config.bank, storage, state):
+        return driver.extend(folder, added, tuple(overrides))
+    start = _start_at_branch(storage, config)
+    log.info("branch '%s' went back behind this run: a new one starts from %s", config.bank.branch, start[0])
+    tasks = f"stream.tasks={json.dumps(list(map(task_of, added)))}"
+    return driver.prepare(run_config.load_config(None, [*start, tasks, *overrides]))
+
+
+def _start_at_branch(storage: Storage, config: RunConfig) -> list[str]:
+    """Overrides of a new run that starts from the head of this run's branch, beside it."""
+    bank = open_bank(config.bank, storage).storage.address
+    found = [f"bank.start={bank}@{config.bank.branch}", f"bank.branch={config.bank.branch}"]
+    return found + ([f"output.dir={config.output.dir}"] if config.output.dir else [])
 
 
 def _revision(task: str, resume: str | None) -> list[str]:
@@ -61,7 +85,5 @@ def _revision(task: str, resume: str | None) -> list[str]:
         found.append(f"stream.tasks={json.dumps([spec])}")
     if resume:
         storage, config, _ = driver.run_in(resume)
-        bank = open_bank(config.bank, storage).storage.address
-        found += [f"bank.start={bank}@{config.bank.branch}", f"bank.branch={config.bank.branch}"]
-        found += [f"output.dir={config.output.dir}"] if config.output.dir else []
+        found += _start_at_branch(storage, config)
     return found

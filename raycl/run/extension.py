@@ -36,7 +36,7 @@ def with_tasks(config: RunConfig, added: Sequence[str], learned: Collection[str]
     tree = configs.as_tree(config)
     given = tree["stream"]["tasks"]
     known = given if given is not None else [task.name for task in open_stream(config.stream, config.seed).tasks]
-    new = list(map(_task, added))
+    new = list(map(task_of, added))
     names = list(map(_name, new))
     if list(map(_name, known[-len(new) :])) == names and not set(names) & set(learned):
         tree["stream"]["tasks"] = [*known[: -len(new)], *new]
@@ -50,7 +50,12 @@ def _name(task: Any) -> str:
     return str(task.get("name", "")) if isinstance(task, dict) else str(task)
 
 
-def _task(text: str) -> Any:
+def task_of(text: str) -> Any:
+    """A task as it was written on the command line.
+
+    Raises:
+        ConfigError: it is neither a name nor YAML.
+    """
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

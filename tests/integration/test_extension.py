@@ -11,8 +11,10 @@ import yaml
 from tiny import Lab, Stop, matrix, run, trace, work
 
 from raycl import config as configs
-from raycl.errors import ConfigError, ResumeError
-from raycl.launch import driver
+from raycl.bank import Bank
+from raycl.bank.branches import Branch, line_of
+from raycl.errors import ConfigError, ResumeError, RunError
+from raycl.launch import commands, driver
 from raycl.launch.worker import CONFIG
 from raycl.run.checks import check
 from raycl.run.config import RunConfig
@@ -61,6 +63,32 @@ def test_an_added_task_is_learned_as_if_configured_from_the_start(lab: Lab, meth
         for one in (folder, Storage.at(tmp_path / "whole"))
     ]
     assert all(torch.equal(ends[0].parameters[name], value) for name, value in ends[1].parameters.items())
+
+
+def test_a_task_added_after_a_rollback_is_learned_from_where_the_branch_is(lab: Lab, tmp_path: Path) -> None:
+    """By a run of its own, as the run without the task that was rolled back; the first run would undo the rollback."""
+    whole, _, _ = halves(lab, "sapt")
+    tasks = [*lab.tasks, {**lab.tasks[0], "name": "third"}]
+    tree = {**configs.as_tree(whole), "output": {"dir": str(tmp_path), "name": "run"}}
+    work(driver.prepare(configs.validate(RunConfig, {**tree, "stream": {**tree["stream"], "tasks": tasks[:2]}})))
+    folder = Storage.at(tmp_path / "run")
+    bank = Bank(folder.sub("bank"))
+    Branch(bank).go_back(bank.open(1), "wrong rows")
+    added = yaml.safe_dump(tasks[2], default_flow_style=True, width=1000).strip()
+    stays = driver.extend(folder.uri, [added])
+    with pytest.raises(RunError, match=r"branch 'main' of '.*bank' went back from snapshot 2 to 1, and this run"):
+        work(stays)
+    assert Branch(bank).head() == 1
+    prepared = commands.prepared(None, ["output.name=again"], folder.uri, [added], None)
+    work(prepared)
+    again = Storage.at(tmp_path / "again")
+    straight = configs.validate(RunConfig, {**tree, "stream": {**tree["stream"], "tasks": [tasks[0], tasks[2]]}})
+    run(straight, Storage.at(tmp_path / "straight"))
+    assert matrix(again) == matrix(Storage.at(tmp_path / "straight"))
+    assert list(line_of(bank, "main")) == [3, 1] and bank.snapshots() == [1, 2, 3]
+    assert len(read_state(folder).phases) == 2, "the first run stays as it is"
+    more = commands.prepared(None, ["output.name=more"], folder.uri, [added.replace("third", "fourth")], None)
+    assert [task.name for task in more.stream.tasks] == ["colour", "third", "fourth"]
 
 
 def test_a_task_whose_training_failed_can_be_added_again(lab: Lab, tmp_path: Path) -> None:

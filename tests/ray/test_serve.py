@@ -19,6 +19,7 @@ from tiny import Lab, on_main
 
 from raycl import config as configs
 from raycl.bank import Bank
+from raycl.bank.branches import Branch
 from raycl.run.assembly import build
 from raycl.serve.deployment.app import NAME, build_from
 from raycl.serve.deployment.endpoint import start
@@ -241,3 +242,5 @@ def test_following_with_a_gate(lab: Lab, tmp_path: Path) -> None:
     until(lambda: unknown in found()["problem"])
     assert client.post("/admin/activate", json={"snapshot": 4}).status_code == 200
     until(lambda: not found()["problem"] and active(client) == 4)
+    Branch(bank).go_back(good, "nothing is known of 4")
+    until(lambda: active(client) == 2 and found()["decision"]["why"] == "it answered before: nothing is known of 4")

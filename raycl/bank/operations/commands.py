@@ -5,143 +5,28 @@ What it does not know: how options are written on a command line.
 
 from __future__ import annotations
 
-import io
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from raycl.backbone import BackboneConfig, load_codec
 from raycl.bank import AdapterRef, Bank, Snapshot
-from raycl.bank.branches import MAIN, Branch, branch_names, head_of, is_branch_name, resolve
-from raycl.bank.manifest import snapshot_file
+from raycl.bank.branches import MAIN, Branch, is_branch_name, resolve
+from raycl.bank.operations import branch_commands
+from raycl.bank.operations.answers import Answer, table
 from raycl.bank.operations.exchange import card_metadata, export_merged, export_peft, import_peft, mixed
 from raycl.bank.operations.maintenance import Named, diff, prune, verify
-from raycl.bank.operations.merge import merge
 from raycl.bank.operations.samples import sample_texts, stored_samples
 from raycl.bank.operations.unlearning import forget
 from raycl.bank.operations.vllm import MIXTURE, export_vllm
 from raycl.config.trust import Permissions
-from raycl.errors import BankError, BranchMovedError, counted
+from raycl.errors import BankError, counted
 from raycl.retrieval.routers import router_class
 from raycl.serve.snapshots.snapshot_model import backbone_of, router_of
 from raycl.storage import Storage
 from raycl.training.records.journal import last_attempt, read_state
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a command found; `ok` False makes the job fail."""
-
-    text: str
-    tree: Any
-    ok: bool = True
-
-
-def _branches(bank: Bank, options: Namespace) -> Answer:
-    tree: list[dict[str, Any]] = []
-    for name in branch_names(bank):
-        last, head = Branch(bank, name).last(), head_of(bank, name)
-        assert last is not None, "a branch that exists has moved"
-        tasks = [task.name for task in head.tasks]
-        tree.append(
-            {
-                "branch": name,
-                "snapshot": head.number,
-                "sha256": head.sha256,
-                "tasks": tasks,
-                "why": last.why,
-                "time": last.time,
-            }
-        )
-    columns = ("branch", "snapshot", "sha256", "tasks", "moved", "by")
-    rows = [
-        (one["branch"], one["snapshot"], _digits(one), ", ".join(one["tasks"]), _when(one), one["why"]) for one in tree
-    ]
-    return Answer(_table(columns, rows), tree)
-
-
-def _log(bank: Bank, options: Namespace) -> Answer:
-    """A snapshot's line back to the first: what each added."""
-    found = []
-    snapshot: Snapshot | None = resolve(bank, options.branch)
-    while snapshot is not None:
-        parent = snapshot.parent
-        before = bank.open(parent) if parent is not None and bank.storage.exists(snapshot_file(parent)) else None
-        known = {task.name for task in before.tasks} if before else set()
-        found.append(
-            {
-                "snapshot": snapshot.number,
-                "sha256": snapshot.sha256,
-                "parent": parent,
-                "tasks_added": [task.name for task in snapshot.tasks if task.name not in known],
-                "tasks": [task.name for task in snapshot.tasks],
-                "run": snapshot.provenance.get("run", ""),
-            }
-        )
-        snapshot = before
-    end = "" if found[-1]["parent"] is None else f"\nsnapshot {found[-1]['parent']} and those before it were pruned"
-    rows = [
-        (one["snapshot"], _digits(one), ", ".join(one["tasks_added"]), len(one["tasks"]), one["run"]) for one in found
-    ]
-    return Answer(_table(("snapshot", "sha256", "tasks added", "tasks", "run"), rows) + end, found)
-
-
-def _promote(bank: Bank, options: Namespace) -> Answer:
-    snapshot, target = resolve(bank, options.branch), Branch(bank, options.to)
-    before = target.head()
-    try:
-        target.advance(snapshot, f"promoted from {options.branch}")
-    except BranchMovedError as error:
-        raise BankError(
-            f"'{options.branch}' (snapshot {snapshot.number}) does not descend from snapshot {before}, the head of "
-            f"'{options.to}', so '{options.to}' would lose what it has: train again from '{options.to}', or promote "
-            "onto another branch with --to"
-        ) from error
-    tree = {"branch": options.to, "before": before, "snapshot": snapshot.number, "sha256": snapshot.sha256}
-    moved = f"branch '{options.to}' points at snapshot {snapshot.number}"
-    return Answer(f"{moved} (before: {'nothing' if before is None else f'snapshot {before}'})", tree)
-
-
-def _merge(bank: Bank, options: Namespace) -> Answer:
-    ours = resolve(bank, options.ours)
-    address, at, reference = options.theirs.rpartition("@")
-    other = Bank.at(address) if at else bank
-    theirs = resolve(other, reference)
-    merged = merge(bank, ours, theirs, other, options.with_samples)
-    tree = {"snapshot": merged.number, "tasks": [task.name for task in merged.tasks], "branch": None}
-    text = f"snapshot {merged.number} has the tasks of snapshots {ours.number} and {theirs.number}"
-    name = options.to or (options.ours if is_branch_name(options.ours) else None)
-    if name is not None:
-        Branch(bank, name).advance(merged, f"{options.theirs} merged")
-        tree["branch"] = name
-        text += f"; branch '{name}' points at it"
-    return Answer(f"{text}: {', '.join(task.name for task in merged.tasks)}", tree)
-
-
-def _delete(bank: Bank, options: Namespace) -> Answer:
-    branch = Branch(bank, options.branch)
-    head = next(branch.newest_first(), None)
-    branch.delete("deleted by hand")
-    text = (
-        f"branch '{options.branch}' is deleted (it was at snapshot {head}); its snapshots stay until they are pruned "
-        f"(prune --keep-snapshots), `promote {head} --to NAME` brings it back"
-    )
-    return Answer(text, {"branch": options.branch, "snapshot": head})
-
-
-def _digits(one: dict[str, Any]) -> str:
-    return str(one["sha256"])[:12]
-
-
-def _when(one: dict[str, Any]) -> str:
-    return datetime.fromtimestamp(one["time"]).isoformat(" ", "seconds")
 
 
 def _list(bank: Bank, options: Namespace) -> Answer:
@@ -161,14 +46,14 @@ def _list(bank: Bank, options: Namespace) -> Answer:
         ],
         "adapters": adapters,
     }
-    first = _table(
+    first = table(
         ("snapshot", "router", "backbone", "tasks", "adapters"),
         [
             (s["number"], s["router"], s["backbone"], ", ".join(s["tasks"]), len(s["adapters"]))
             for s in tree["snapshots"]
         ],
     )
-    second = _table(("adapter", "versions"), [(name, ", ".join(map(str, found))) for name, found in adapters.items()])
+    second = table(("adapter", "versions"), [(name, ", ".join(map(str, found))) for name, found in adapters.items()])
     return Answer(f"{first}\n\n{second}", tree)
 
 
@@ -186,7 +71,7 @@ def _show(bank: Bank, options: Namespace) -> Answer:
             )
         tree = bank.manifest(AdapterRef(name=name, version=int(number or versions[-1]))).model_dump(mode="json")
     rows = [(key, _short(value)) for key, value in tree.items()]
-    return Answer(_table(("", ""), rows), tree)
+    return Answer(table(("", ""), rows), tree)
 
 
 def _verify(bank: Bank, options: Namespace) -> Answer:
@@ -307,7 +192,7 @@ def _prune(bank: Bank, options: Namespace) -> Answer:
 
 def _diff(bank: Bank, options: Namespace) -> Answer:
     tree = diff(bank.open(options.old), bank.open(options.new))
-    return Answer(_table(("", ""), [(key, _short(value) or "-") for key, value in tree.items()]), tree)
+    return Answer(table(("", ""), [(key, _short(value) or "-") for key, value in tree.items()]), tree)
 
 
 def _forget(bank: Bank, options: Namespace) -> Answer:
@@ -322,13 +207,13 @@ def _forget(bank: Bank, options: Namespace) -> Answer:
     ]
     gone = ", ".join(done.removed) or "no adapter"
     words = f"snapshot {done.new} is snapshot {done.old} without '{done.task}' (removed: {gone})"
-    table = _table(("task", "before", "after", "difference", "examples"), rows) if rows else ""
+    scored = table(("task", "before", "after", "difference", "examples"), rows) if rows else ""
     moved = ""
     if is_branch_name(options.snapshot) and Branch(bank, options.snapshot).head() == snapshot.number:
         Branch(bank, options.snapshot).advance(bank.open(done.new), f"'{options.task}' forgotten")
         moved = f"branch '{options.snapshot}' points at snapshot {done.new}"
     stays = f"snapshot {done.old} stays until it is pruned (prune --keep-snapshots)"
-    return Answer("\n".join(filter(None, [table, words, moved, stays])), asdict(done))
+    return Answer("\n".join(filter(None, [scored, words, moved, stays])), asdict(done))
 
 
 def _permissions(options: Namespace) -> Permissions:
@@ -336,11 +221,12 @@ def _permissions(options: Namespace) -> Permissions:
 
 
 COMMANDS: dict[str, Callable[[Bank, Namespace], Answer]] = {
-    "branches": _branches,
-    "log": _log,
-    "promote": _promote,
-    "merge": _merge,
-    "delete": _delete,
+    "branches": branch_commands.branches,
+    "log": branch_commands.log,
+    "promote": branch_commands.promote,
+    "rollback": branch_commands.rollback,
+    "merge": branch_commands.merge,
+    "delete": branch_commands.delete,
     "list": _list,
     "show": _show,
     "verify": _verify,
@@ -378,14 +264,3 @@ def is_bank(storage: Storage) -> bool:
 def _short(value: Any) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= 200 else f"{text[:200]} ... (all of it with --json)"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    drawn = Table(box=box.SIMPLE_HEAD, collapse_padding=True, show_header=any(columns))
-    for column in columns:
-        drawn.add_column(column, overflow="fold")
-    for row in rows:
-        drawn.add_row(*map(str, row))
-    text = io.StringIO()
-    Console(file=text, width=160, markup=False, highlight=False, emoji=False, color_system=None).print(drawn)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())

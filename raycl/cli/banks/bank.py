@@ -29,6 +29,10 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     promoting = names.add_parser("promote", help="move a branch forward to where another one is")
     promoting.add_argument("branch", help="branch, snapshot's number or hash")
     promoting.add_argument("--to", metavar="BRANCH", help="default: main")
+    going_back = names.add_parser("rollback", help="move a branch back to a snapshot that it had; nothing is deleted")
+    going_back.add_argument("--branch", help="default: main")
+    going_back.add_argument("--to", required=True, metavar="ID", help="snapshot's number or hash, as log lists it")
+    going_back.add_argument("--why", default="rolled back", metavar="TEXT", help="for log (default: rolled back)")
     merging = names.add_parser(
         "merge", help="a snapshot with the tasks of two, where tasks do not depend on each other"
     )

@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.activations import Activation, Activations
+from raycl.bank.branches import is_ancestor
 from raycl.errors import counted
 from raycl.serve.engine.requests import FAILURES
 from raycl.serve.metrics import GateMetrics
@@ -109,6 +110,9 @@ class GateActor:
                     self._set_problem("")
                     continue
                 if newest.number != self._pending.move:
+                    if self._has_answered(newest.snapshot, last):
+                        self._activations.add(newest.snapshot, f"it answered before: {newest.why}", newest.number)
+                        continue
                     self._pending = _Pending(newest.snapshot, newest.number)
                 self._set_problem(self._pending.problem)
                 self._metrics.waiting.set(time.monotonic() - self._pending.since)
@@ -116,6 +120,13 @@ class GateActor:
                     self._decide(last)
             except FAILURES as error:  # storage that cannot be reached for a while
                 self._set_problem(f"the gate cannot look at the bank now: {error}")
+
+    def _has_answered(self, number: int, last: Activation) -> bool:
+        """Whether a snapshot answered before, or what answers now descends from it: it needs no evaluation."""
+        bank, decided = self._activations.bank, self._activations.all()
+        if number == last.snapshot or is_ancestor(bank, number, bank.open(last.snapshot)):
+            return True
+        return any(isinstance(one, Activation) and one.snapshot == number for one in decided)
 
     def _decide(self, last: Activation) -> None:
         pending = self._pending

@@ -102,7 +102,7 @@ def move_branch(context: TrainingContext, storage: Storage, published: dict[str,
         resumed: the run continues after that snapshot, and publishes what its branch may have beyond it again.
 
     Raises:
-        RunError: another writer moved the branch; the snapshot is stored.
+        RunError: another writer moved the branch, or it was rolled back; the snapshot is stored.
     """
     bank, config = open_bank(context.bank, storage), context.bank
     snapshot, branch = bank.open(published["snapshot"]), Branch(bank, config.branch)
@@ -110,18 +110,32 @@ def move_branch(context: TrainingContext, storage: Storage, published: dict[str,
     def is_own(number: int) -> bool:
         with suppress(BankError):
             by = bank.open(number).provenance  # not its address: a run's folder may be moved or copied
-            return by.get("fingerprint") in (context.info.fingerprint, context.info.replaces) and "forgotten" not in by
+            derived = {"forgotten", "merged"} & by.keys()
+            return by.get("fingerprint") in (context.info.fingerprint, context.info.replaces) and not derived
         return False
 
     head = branch.head()
     if resumed and head is not None and head > snapshot.number and is_own(head):
         return
+    elsewhere = f"continue on another branch with --resume {storage.address} bank.branch=NAME"
+    if (left := branch.left(snapshot.number)) is not None:
+        raise RunError(
+            f"branch '{config.branch}' of '{bank.storage.uri}' went back from snapshot {left} to {head}, and this run "
+            f"continues from the former: {elsewhere}, or learn the next tasks from the latter with bank.start="
+            f"{bank.storage.address}@{config.branch}"
+        )
     try:
         branch.advance(snapshot, f"run {storage.uri}", is_own)
     except BranchMovedError as error:
-        raise RunError(
-            f"{error}: continue on another branch with --resume {storage.address} bank.branch=NAME"
-        ) from error
+        raise RunError(f"{error}: {elsewhere}") from error
+
+
+def went_back(config: BankConfig, storage: Storage, state: RunState) -> bool:
+    """Whether the run's branch was rolled back from what the run published last."""
+    published = [record["bank"]["snapshot"] for record in state.phases if record["bank"]]
+    if not published or not config.publish:
+        return False
+    return Branch(open_bank(config, storage), config.branch).left(published[-1]) is not None
 
 
 def complete_bank(

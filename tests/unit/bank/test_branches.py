@@ -50,6 +50,31 @@ def test_a_branch_moves_forward_only(bank: Bank) -> None:
     assert verify(bank).problems == [] and verify(bank).strays == []
 
 
+def test_a_branch_goes_back_to_a_snapshot_that_it_had(bank: Bank) -> None:
+    main = Branch(bank)
+    with pytest.raises(BankError, match="has no branch 'main'"):
+        main.go_back(child(bank, "other"), "back")
+    first = child(bank, "a")
+    second = child(bank, "b", first)
+    third = child(bank, "c", second)
+    main.advance(third, "run")
+    rival = child(bank, "d", first)
+    with pytest.raises(BankError, match=r"never had snapshot 5: expected one that 'log main' lists"):
+        main.go_back(rival, "back")
+    with pytest.raises(BankError, match=r"points at snapshot 4 already"):
+        main.go_back(third, "back")
+    assert main.go_back(second, "c is wrong").number == 2 and head_of(bank) == second
+    assert list(main.newest_first()) == [second.number, third.number], "nothing is deleted"
+    assert (main.left(third.number), main.left(child(bank, "e", third).number)) == (third.number, third.number)
+    assert (main.left(second.number), main.left(rival.number)) == (None, None)
+    later = child(bank, "f", second)
+    main.advance(later, "run")
+    assert main.left(third.number) == third.number and main.left(later.number) is None
+    assert main.go_back(third, "c was right").snapshot == third.number, "it had that too"
+    assert [(left, move.snapshot) for left, move in main.steps_back()] == [(4, 3), (7, 4)]
+    assert verify(bank).problems == [] and bank.snapshots() == [1, 2, 3, 4, 5, 6, 7]
+
+
 def _advance(address: str, number: int, start: multiprocessing.synchronize.Barrier, won: multiprocessing.Queue) -> None:  # type: ignore[name-defined, type-arg]
     bank = Bank.at(address)
     snapshot, branch = bank.open(number), Branch(bank)
@@ -201,5 +226,11 @@ def test_commands(bank: Bank, command: Callable[..., str]) -> None:
     )
     log = command("log").splitlines()
     assert [line.split()[0] for line in log[2:]] == ["2", "1"] and " b " in log[2] and " a " in log[3]
+    went = command("rollback", "--to", "1", "--why", "b is wrong")
+    assert "branch 'main' went back from snapshot 2 to 1" in went and "`promote 2 --to main` goes forward again" in went
+    assert "the branch went back from snapshot 2 to 1 (b is wrong)" in command("log")
+    assert [line.split()[0] for line in command("log", "sweeps/s/0003").splitlines()[2:]] == ["2", "1"]
+    assert "never had snapshot 3" in command("rollback", "--to", "3", fails=True)
+    assert "points at snapshot 2 (before: snapshot 1)" in command("promote", "2")
     assert "it was at snapshot 3" in command("delete", "old") and "has no 'old'" in command("log", "old", fails=True)
     assert "points at snapshot 3 (before: nothing)" in command("promote", "3", "--to", "old")

@@ -34,6 +34,8 @@ def test_an_endpoint_follows_its_branch_and_no_other(tmp_path: Path) -> None:
     assert wanted_snapshots(bank, log, config) == [1], "on no branch yet"
     Branch(bank).advance(third, "run")
     assert wanted_snapshots(bank, log, config) == [third.number, 1]
+    Branch(bank).go_back(second, "the third is wrong")
+    assert wanted_snapshots(bank, log, config) == [second.number, third.number, 1], "where the branch went back to"
     trial = config.model_copy(update={"branch": "trial"})
     assert decide_first(bank, trial) == other.number
     assert wanted_snapshots(bank, Activations(bank, "trial"), trial) == [other.number]

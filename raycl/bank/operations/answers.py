@@ -1,0 +1,36 @@
+"""What a command of `raycl bank` found, as text and as a tree for scripts.
+
+What it does not know: the commands.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command found; `ok` False makes the job fail."""
+
+    text: str
+    tree: Any
+    ok: bool = True
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Columns and rows as text."""
+    drawn = Table(box=box.SIMPLE_HEAD, collapse_padding=True, show_header=any(columns))
+    for column in columns:
+        drawn.add_column(column, overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(str, row))
+    text = io.StringIO()
+    Console(file=text, width=160, markup=False, highlight=False, emoji=False, color_system=None).print(drawn)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
