@@ -63,10 +63,8 @@ SAPT_DATA = (
     },
 )
 SAPT_CODE = (
-    "code: src/t5_prompt.py, src/cl_trainer.py (pads pooled, old adapters without autograd, SiLU last, first step "
-    "without reflection)",
+    "code: src/t5_prompt.py, src/cl_trainer.py (pads pooled, SiLU last, first step without reflection)",
     {
-        "method.stop_grad_old_blocks": True,
         "method.attention.pool_pads": True,
         "method.attention.proj_act": "after_up",
         "method.attention.pruning_threshold": 0.0,
@@ -108,8 +106,9 @@ SAPT_LORA = (
     },
 )
 SAPT_LORA_CODE = (
-    "code: gen_script_superni_t5.py",
+    "code: gen_script_superni_t5.py; old adapters without autograd in src/t5_prompt.py",
     {
+        "method.stop_grad_old_blocks": True,
         "method.alpha": 32,
         "method.dropout": 0.0,
         "method.targets": QV,

@@ -32,6 +32,7 @@ CASES = {
     "method.generator.steps=9": ("method.arm.source=real", ["method=sapt"]),
     "method.prompt_length=5": ("method.value=lora", ["method=sapt"]),
     "method.targets=[ffn]": ("method.value=prompt", ["method=sapt"]),
+    "method.stop_grad_old_blocks=true": ("method.value=prompt", ["method=sapt"]),
     "method.a_init_std=0.5": ("method.value=prompt", ["method=slm"]),
     "method.lambda_1=0.3": ("method.base=inflora", ["method=gainlora"]),
     "method.threshold=0.9": ("method.base=olora", ["method=gainlora", "method.base=olora"]),
@@ -63,6 +64,18 @@ def test_an_unused_setting_is_refused_with_the_reason(override: str, tmp_path: P
         configs.apply_override(tree, one)
     with pytest.raises(ConfigError, match=rf"written\.yaml': {setting} acts on nothing beside {reason}"):
         load_config(file(tmp_path, tree), [])
+
+
+@pytest.mark.parametrize(
+    ("reason", "method"),
+    [
+        ("method.ablation=shared_attention", "sapt"),
+        *(("stream.schedule=separate", name) for name in ("sapt", "inclora", "olora", "inflora", "gainlora", "sdlora")),
+    ],
+)
+def test_gradients_are_stopped_beside_earlier_adapters_alone(reason: str, method: str) -> None:
+    with pytest.raises(ConfigError, match=rf"method\.stop_grad_old_blocks=true acts on nothing beside {reason}"):
+        load_config(None, [f"method={method}", reason, "method.stop_grad_old_blocks=true"])
 
 
 SAPT = {"method": {"name": "sapt", "arm": {"weight": 2.0, "every": 2}}}

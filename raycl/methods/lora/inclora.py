@@ -39,6 +39,8 @@ class IncLoraSettings(LoraSettings):
         description="stop gradients through earlier adapters into the layers below, as GainLoRA's code does",
     )
 
+    unused_for_single_task: ClassVar[tuple[str, ...]] = ("stop_grad_old_blocks",)
+
     label_head: ClassVar[tuple[str, ...]] = ("head",)
 
 

@@ -63,7 +63,11 @@ class InfLoraSettings(IncLoraSettings):
         "LoRA draws it, projected off the subspace (InfLoRA in GainLoRA's code)",
     )
 
-    unused_for_single_task: ClassVar[tuple[str, ...]] = ("threshold", "threshold_tasks")
+    unused_for_single_task: ClassVar[tuple[str, ...]] = (
+        *IncLoraSettings.unused_for_single_task,
+        "threshold",
+        "threshold_tasks",
+    )
 
 
 class InfLoraConfig(InfLoraSettings):

@@ -39,7 +39,11 @@ class OLoraSettings(IncLoraSettings):
         default_factory=dict, description="task name -> lambda_2, where it differs"
     )
 
-    unused_for_single_task: ClassVar[tuple[str, ...]] = ("lambda_1", "lambda_1_by_task")
+    unused_for_single_task: ClassVar[tuple[str, ...]] = (
+        *IncLoraSettings.unused_for_single_task,
+        "lambda_1",
+        "lambda_1_by_task",
+    )
 
     by_task: ClassVar[tuple[str, ...]] = ("lambda_1_by_task", "lambda_2_by_task")
 

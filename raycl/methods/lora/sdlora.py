@@ -67,7 +67,11 @@ class SdLoraConfig(IncLoraSettings):
         "is at most this (paper: 9e-4); null: none is",
     )
 
-    unused_for_single_task: ClassVar[tuple[str, ...]] = ("rank_reduction", "drop_below")
+    unused_for_single_task: ClassVar[tuple[str, ...]] = (
+        *IncLoraSettings.unused_for_single_task,
+        "rank_reduction",
+        "drop_below",
+    )
 
 
 class SdLora(IncLora):

@@ -17,6 +17,8 @@ Where its code differs (networks/baselines/softmask.py, networks/posttrain/model
   stand in front of the activation; a domain's loss is computed on texts without hidden words; means take in padding.
 - Both passes of general knowledge run without dropout (the models are as `from_pretrained` leaves them, `model.train()`
   is commented out), so p_1 = p_2, and what is standardized are rounding errors of a gradient of zero.
+- Head factors scale the bias of the attention's output projection too, as if its outputs were heads. They are not: here
+  that bias is trained in full, and of the projection's weight the columns that read a head are scaled.
 - The gates' gradients are added up without being cleared between batches: batch i of n counts n - i + 1 times.
 - z_1 and z_2 are of different texts, neighbours in the batch, where they should be two passes of one; all texts of all
   workers are compared.

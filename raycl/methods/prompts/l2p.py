@@ -10,6 +10,8 @@ Where code differs, the authors' for images (google-research/l2p), and for texts
 - The pull is a mean over the K selected prompts, as in EPI's code. The authors' (models/prompt.py, line 249) and
   TRACE's sum it, with weight 1.0 or 0.5 in the authors' configs and 0.5 in TRACE: `pull` = K times that weight is the
   same.
+- The selected prompts stand in the order of the pool. In all three codes the one with the largest cosine is first (in
+  the authors' configs, the one that most of the batch selects), so the same prompts may stand otherwise for each text.
 - Selection is by example. The authors' configs take the K prompts that most of the batch selects, at test too.
 - Keys begin as U(-1, 1); the authors' as U(0, 0.01) (flax's default), EPI's as zeros, and TRACE's are the means of the
   initial prompts and never updated, compared with mean input embeddings with padding.

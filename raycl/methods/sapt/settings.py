@@ -59,7 +59,14 @@ class SaptConfig(MethodConfig):
     selector: SelectorConfig = SelectorConfig()
     generator: GeneratorConfig = GeneratorConfig()
 
-    unused_for_single_task: ClassVar[tuple[str, ...]] = ("attention", "arm", "ablation", "selector", "generator")
+    unused_for_single_task: ClassVar[tuple[str, ...]] = (
+        "attention",
+        "arm",
+        "ablation",
+        "selector",
+        "generator",
+        "stop_grad_old_blocks",
+    )
     """A single adapter gets weight 1, and there is nothing to reflect on."""
 
     by_task: ClassVar[tuple[str, ...]] = ("rank_by_task", "prompt_length_by_task")
@@ -86,6 +93,9 @@ class SaptConfig(MethodConfig):
         yield from ((name, f"value={self.value}") for name in others)
         if self.value == "prompt" and self.prompt_form != "mlp":
             yield "prompt_mlp_width", f"prompt_form={self.prompt_form}"
+        if self.value == "prompt" or not ABLATIONS[self.ablation].shares:
+            alone = "value=prompt" if self.value == "prompt" else f"ablation={self.ablation}"
+            yield "stop_grad_old_blocks", alone  # nothing is trained below prompts, or no earlier adapter is active
         reflection = ("weight", "batch", "every", "skip_steps", "kl_reduction", "kl_scale_with_accum")
         if not ABLATIONS[self.ablation].reflects:
             yield from ((f"arm.{name}", f"ablation={self.ablation}") for name in reflection)
