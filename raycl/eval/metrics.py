@@ -4,10 +4,15 @@ Why it exists: the papers score the same tasks by different rules (whole string,
 rule has a name, its source, and a test. `METRICS` is the list of names; a task carries one of them.
 What it does not know: how predictions were made, the order of tasks, what is done with scores.
 
+Labels: `exact_match` ignores case and punctuation, as SAPT does, and would take `-1` for `1` and `C++` for `C`. Where
+it cannot tell two labels of a task apart, the task's answers are compared as they are. Published tasks have no such
+labels.
+
 Off-task answers: SLM (section 4.3) states that replies outside the task score 0, though its code has no such rule.
 Here a reply counts as off-task when it is, after normalisation, a label word of another task and neither a label of
-its own task nor one of its own references (`yes` belongs to several tasks). Such replies score 0, except under
-metrics of overlapping text (`OVERLAP`), and are counted in `Score.extra` under every metric.
+its own task nor one of its own references (`yes` belongs to several tasks). In a task with labels, so does a reply that
+differs from them by punctuation and is a label of another task as it stands. Such replies score 0, except under metrics
+of overlapping text (`OVERLAP`), and are counted in `Score.extra` under every metric.
 """
 
 from __future__ import annotations
@@ -16,7 +21,8 @@ import difflib
 import importlib.util
 import re
 import string
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 
 from raycl.errors import BackboneError, ConfigError, DataError
 from raycl.eval.answers import Answers, Labels, Metric, References, mean_best
@@ -63,8 +69,8 @@ def score(
     """
     check_metric(metric)
     _check_examples(predictions, references)
-    foreign = _foreign(labels, other_labels)
-    off_task = [_is_off_task(*example, foreign) for example in zip(predictions, references, strict=True)]
+    foreign = _Foreign(labels, other_labels)
+    off_task = [foreign.has(*example) for example in zip(predictions, references, strict=True)]
     zeroed = off_task if off_task_is_wrong and metric not in OVERLAP else [False] * len(off_task)
     judged = tuple(None if wrong else text for text, wrong in zip(predictions, zeroed, strict=True))
     answers = Answers(judged, references, labels, sources)
@@ -97,14 +103,32 @@ def check_labels(metric: str, task: str, labels: Labels) -> None:
     """Refuse labels that the metric cannot tell apart.
 
     Raises:
-        ConfigError: the metric reads first words, and a label has several.
+        ConfigError: the metric reads first words, and a label has several, or two have the same.
     """
+    if metric not in ("first_word", "first_word_lower"):
+        return
+    way_out = "use exact_match, or stream.answers=words with a word for each label"
     long = [label for label in labels or () if len(_words(label)) != 1]
-    if metric in ("first_word", "first_word_lower") and long:
+    if long:
+        raise ConfigError(f"task '{task}' is scored by '{metric}' and its label '{long[0]}' is not one word: {way_out}")
+    same = _same(labels or (), lambda label: _words(label.lower() if metric == "first_word_lower" else label)[0])
+    if same:
         raise ConfigError(
-            f"task '{task}' is scored by '{metric}' and its label '{long[0]}' is not one word: use exact_match, or "
-            "stream.answers=words with a word for each label"
+            f"task '{task}' is scored by '{metric}', to which its labels '{same[0]}' and '{same[1]}' are one "
+            f"word: {way_out}"
         )
+
+
+@lru_cache(maxsize=64)
+def taken_for_same(labels: tuple[str, ...]) -> tuple[str, str] | None:
+    """Two of a task's labels that are equal after normalisation, or one and the empty answer; None: there are none."""
+    return _same(("", *labels), normalize)
+
+
+def _same(labels: Collection[str], key: Callable[[str], str]) -> tuple[str, str] | None:
+    """The first two different labels of one key."""
+    first: dict[str, str] = {}
+    return next(((seen, label) for label in labels if (seen := first.setdefault(key(label), label)) != label), None)
 
 
 def normalize(text: str) -> str:
@@ -130,14 +154,31 @@ def _check_examples(predictions: Sequence[str], references: References) -> None:
             raise DataError(f"test example {row} has no reference: give at least one accepted answer")
 
 
-def _foreign(labels: Labels, other_labels: Collection[str]) -> frozenset[str]:
-    own = {normalize(label) for label in labels or ()}
-    return frozenset(normalize(label) for label in other_labels) - own - {""}
+class _Foreign:
+    """The labels of other tasks, which are no answers to this one."""
+
+    def __init__(self, labels: Labels, other_labels: Collection[str]) -> None:
+        own = {normalize(label) for label in labels or ()}
+        self._normalized = frozenset(normalize(label) for label in other_labels) - own - {""}
+        self._as_they_are = frozenset(other_labels) if labels else frozenset()
+        self._own = {_spaced(label) for label in labels or ()}
+
+    def has(self, prediction: str, accepted: Sequence[str]) -> bool:
+        """Whether a reply is one of them, and none of its own references."""
+        reply = normalize(prediction)
+        if reply in self._normalized:
+            return all(reply != normalize(reference) for reference in accepted)
+        return prediction in self._as_they_are and _spaced(prediction) not in self._own.union(map(_spaced, accepted))
 
 
-def _is_off_task(prediction: str, accepted: Sequence[str], foreign: frozenset[str]) -> bool:
-    reply = normalize(prediction)
-    return reply in foreign and all(reply != normalize(reference) for reference in accepted)
+def _spaced(text: str) -> str:
+    """Lower case, runs of white space made one space: punctuation stays."""
+    return " ".join(text.lower().split())
+
+
+def _exact_match(answers: Answers) -> tuple[float, dict[str, float]]:
+    """By the normalised text, which must tell the task's labels apart; else by the text as it is."""
+    return mean_best(_equal if taken_for_same(tuple(answers.labels or ())) else _exact)(answers)
 
 
 def _exact(prediction: str, reference: str) -> float:
@@ -230,7 +271,7 @@ def _bertscore(answers: Answers) -> tuple[float, dict[str, float]]:
 
 METRICS: dict[str, Metric] = {
     # SAPT, O-LoRA and MIGU: normalised whole-string equality (SAPT src/compute_metrics.py).
-    "exact_match": mean_best(_exact),
+    "exact_match": _exact_match,
     # Equality of label texts as they are, for label heads (SLM's BERT: argmax over the head) and DAS.
     "accuracy": mean_best(_equal),
     # SAPT, SuperNI tasks: rouge_score, stemming on, F-measure; words of every script. The published numbers are of

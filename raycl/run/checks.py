@@ -5,6 +5,7 @@ What it does not know: Ray.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from raycl.data.loader import check_batch
 from raycl.data.prepare import MIN_TEXT_TOKENS
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.errors import ConfigError, RunError
-from raycl.eval.metrics import check_labels, check_metric
+from raycl.eval.metrics import check_labels, check_metric, taken_for_same
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
 from raycl.methods.pseudo_samples.generator import GeneratorConfig
@@ -39,6 +40,8 @@ from raycl.training.schedule import SCHEDULES
 from raycl.training.seeds import micro_batch_size
 from raycl.training.settings import DeepSpeedConfig
 from raycl.types import TextCodec
+
+log = logging.getLogger(__name__)
 
 
 def check(config: RunConfig) -> Stream:
@@ -86,6 +89,13 @@ def check(config: RunConfig) -> Stream:
         if task.objective == "answer":
             check_metric(task.metric)
             check_labels(task.metric, task.name, task.labels)
+            same = taken_for_same(task.labels or ()) if task.metric == "exact_match" else None
+            if same:
+                log.info(
+                    "task '%s': answers are compared as they are, since '%s' and '%s' are equal without case and "
+                    "punctuation",
+                    *(task.name, *same),
+                )
     by_task: dict[str, Mapping[str, Any]] = {
         "train.epochs_by_task": config.train.epochs_by_task,
         "train.learning_rate_by_task": config.train.learning_rate_by_task,

@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from raycl.bank import Snapshot
+from raycl.bank.manifest import TaskInfo
 from raycl.data.conversation import last_contents, messages_of
+from raycl.data.sources.ingest import MAX_AUTO_LABELS
 from raycl.errors import DataError
-from raycl.eval.metrics import NEED_SOURCES, check_metric, score
+from raycl.eval.metrics import NEED_SOURCES, check_metric, score, taken_for_same
 from raycl.serve.offline import OfflineModel, Text
 from raycl.serve.prediction_files import Input
 from raycl.types import Score
@@ -40,24 +43,25 @@ class Evaluation:
 
 
 def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, **settings: Any) -> Evaluation:
-    """Answer all rows and compare with their references.
+    """Answer all rows and compare with their references, as training compares the answers of a task.
 
     Args:
-        metric: a name in `raycl.eval.metrics.METRICS`; None: `accuracy` of labels, `exact_match` of generated answers.
+        metric: a name in `raycl.eval.metrics.METRICS`; None: that of the task whose rows these are (`_task_of`), else
+            `exact_match`.
         settings: of `OfflineModel.predict`.
 
     Raises:
         ConfigError: no such metric. DataError: no rows, or one cannot be used.
     """
-    metric = metric or ("accuracy" if model.answers == "label" else "exact_match")
-    check_metric(metric)
+    if metric is not None:
+        check_metric(metric)
     references: list[tuple[str, ...]] = []
     sources: list[str] = []
 
     def texts() -> Iterator[Text]:
         for _, row in given.rows():
             references.append(row.references)
-            if metric in NEED_SOURCES:
+            if metric is None or metric in NEED_SOURCES:
                 sources.extend(last_contents([row.text]) if row.is_chat else [row.text])
             yield messages_of(row.text) if row.is_chat else row.text
 
@@ -72,14 +76,29 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
     if model.answers == "label":
         truth = [one[0] for one in references]
         found = dict(zip(("labels", "confusion", "by_label"), _by_label(truth, answers), strict=True))
-    labels = sorted({one[0] for one in references}) if found else None
+    distinct = {text for accepted in references for text in accepted}
+    task = _task_of(model.snapshot, distinct, settings.get("task"))
+    labels = task.labels or (tuple(sorted(distinct)) if found or len(distinct) <= MAX_AUTO_LABELS else None)
+    others = {label for other in model.snapshot.tasks for label in other.labels or ()}.difference(labels or ())
+    metric = metric or task.metric
     return Evaluation(
         metric,
-        score(metric, answers, references, labels, sources=sources),
+        score(metric, answers, references, labels, others, sources=sources),
         tasks={task: total / len(answers) for task, total in weights.most_common()},
         mean_ood_score=sum(ood_scores) / len(ood_scores) if ood_scores else None,
         **found,
     )
+
+
+def _task_of(snapshot: Snapshot, references: set[str], name: str | None) -> TaskInfo:
+    """The task whose rows are evaluated, as far as it is known: the one named, else one with all these labels.
+
+    Of several, one whose labels normalisation cannot tell apart.
+    """
+    fitting = [
+        task for task in snapshot.tasks if task.name == name or (not name and references <= {*(task.labels or ())})
+    ]
+    return max(fitting, key=lambda task: taken_for_same(task.labels or ()) is not None, default=TaskInfo(name=""))
 
 
 def _by_label(

@@ -19,6 +19,7 @@ from raycl.bank import Bank
 from raycl.bank.branches import snapshot_at
 from raycl.cli import main
 from raycl.errors import ConfigError
+from raycl.run.checks import check
 from raycl.serve.offline import WINDOW, OfflineModel
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.snapshot_model import router_of
@@ -212,6 +213,29 @@ def test_scores_of_files_equal_the_matrix(
             }
             right = sum(row[place] for place, row in enumerate(found["confusion"]))
             assert 100 * right / 6 == pytest.approx(value)
+
+
+def test_labels_that_differ_by_their_sign_are_scored_alike(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    task = {"name": "signs", "path": str(tmp_path / "signs")}
+    Path(task["path"]).mkdir()
+    lines = [
+        json.dumps({"text": "the sky is " + "a " * (row % 3), "label": ("-1", "1")[row // 3 % 2]}) for row in range(12)
+    ]
+    for split in ("train", "test"):
+        (tmp_path / "signs" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    config = lab.config("bert", "lora", stream={"tasks": [task]})
+    with caplog.at_level("INFO", "raycl"):
+        check(config)
+    assert caplog.text.count("'signs': answers are compared as they are, since '-1' and '1' are equal without") == 1
+    storage = run(config, Storage.at(tmp_path / "run")).storage
+    answers = [json.loads(line) for line in storage.read("predictions/000-signs/signs.jsonl").decode().splitlines()]
+    share = 100 * sum(line["answer"] == line["references"][0] for line in answers) / 12
+    assert {line["answer"] for line in answers} <= {"-1", "1"} and 0 < share < 100
+    file, to = str(tmp_path / "signs" / "test.jsonl"), tmp_path / "scores.json"
+    assert command(capsys, "evaluate", storage.sub("bank").uri, file, "--json", str(to))[0] == 0
+    assert matrix(storage)[0][0] == json.loads(to.read_text())["score"]["value"] == pytest.approx(share)
 
 
 def test_confusion_is_drawn_for_labels_alone(

@@ -20,7 +20,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     predict.add_input(found)
     found.add_argument("--label", metavar="COLUMN", help="column of the answer (default: label or output)")
-    found.add_argument("--metric", help="default: accuracy of labels, exact_match of generated answers")
+    found.add_argument("--metric", help="default: that of the task with these labels, else exact_match")
     found.add_argument("--json", metavar="FILE", help="also write everything here")
     found.add_argument("--png", metavar="FILE", help="draw the confusion of labels here")
     return found

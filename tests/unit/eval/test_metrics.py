@@ -10,9 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from raycl.data.benchmarks.knowledge import TASKS
 from raycl.errors import ConfigError, DataError
 from raycl.eval import metrics
-from raycl.eval.metrics import METRICS, check_metric, first_word, normalize, score
+from raycl.eval.metrics import METRICS, check_labels, check_metric, first_word, normalize, score, taken_for_same
 
 
 def one(metric: str, prediction: str, *references: str) -> float:
@@ -38,6 +39,21 @@ def test_first_word_reads_non_word_characters_as_spaces(text: str, word: str) ->
 def test_first_word_refuses_labels_of_several_words() -> None:
     with pytest.raises(DataError, match="'very good' is not one word"):
         one("first_word", "very", "very good")
+
+
+@pytest.mark.parametrize(
+    ("metric", "labels", "message"),
+    [
+        ("first_word", ["yes", "very good"], "its label 'very good' is not one word"),
+        ("first_word", ["C", "C++"], "its labels 'C' and 'C\\+\\+' are one word"),
+        ("first_word_lower", ["Yes", "yes"], "its labels 'Yes' and 'yes' are one word"),
+    ],
+)
+def test_labels_that_first_words_cannot_tell_apart_are_refused(metric: str, labels: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_labels(metric, "mine", labels)
+    check_labels("first_word", "mine", ["Yes", "yes"])
+    check_labels("exact_match", "mine", labels)
 
 
 def test_rouge_l_stems_and_takes_the_f_measure() -> None:
@@ -107,6 +123,42 @@ def test_labels_shared_by_tasks_and_right_answers_are_never_off_task() -> None:
     assert (shared.value, shared.extra["off_task"]) == (50, 0)
     free_text = score("exact_match", ["Paris"], [["paris"]], other_labels=["paris"])
     assert (free_text.value, free_text.extra["off_task"]) == (100, 0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "same"),
+    [
+        (("-1", "1"), True),
+        (("C", "C++", "C#"), True),
+        ((">50K", "<=50K", "?"), True),  # `?` is what an empty answer would be
+        (("A", "a"), True),
+        (("not_entailment", "entailment", ""), False),
+    ],
+)
+def test_exact_match_never_takes_two_labels_of_a_task_for_one(labels: tuple[str, ...], same: bool) -> None:
+    assert (taken_for_same(labels) is not None) == same
+    pairs = [(answer, label) for answer in (*labels, "") for label in labels]
+    answers, references = [answer for answer, _ in pairs], [[label] for _, label in pairs]
+    right = 100 * sum(answer == label for answer, label in pairs) / len(pairs)
+    assert score("exact_match", answers, references, labels).value == pytest.approx(right)
+    sampled = score("exact_match", answers, references, labels, with_interval=True).extra
+    assert sampled["low"] < right < sampled["high"]
+
+
+def test_labels_of_published_tasks_are_scored_as_published() -> None:
+    sets = [task.labels for task in TASKS.values() if isinstance(task.labels, tuple)]
+    assert len(sets) > 10 and not any(map(taken_for_same, sets))
+    for task in sets:
+        others = [label for other in sets if other is not task for label in other]
+        for answer in (*task, *others):
+            result = score("exact_match", [answer], [[task[0]]], task, others)
+            assert result.value == 100 * (normalize(answer) == normalize(task[0])), "case and punctuation do not matter"
+
+
+def test_a_label_of_another_task_is_wrong_where_it_differs_by_its_sign() -> None:
+    given = (["1", "Zero", "1"], [["-1"], ["zero"], ["1"]], ["-1", "zero"])
+    found = score("exact_match", *given, other_labels=["1", "Zero"])
+    assert (found.value, found.extra["off_task"]) == (pytest.approx(200 / 3), 1)
 
 
 def test_macro_f1_averages_over_classes_that_occur() -> None:
