@@ -29,7 +29,7 @@ from raycl.cli.commands import load
 from raycl.errors import ConfigError
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
-from raycl.run.extension import _task
+from raycl.run.extension import task_of
 from raycl.serve.settings import ServeConfig
 from raycl.sweep.comparison import load_comparison
 from raycl.sweep.config import load_sweep
@@ -164,7 +164,7 @@ def train(words: list[str]) -> None:
     if "key.path=value" in overrides:
         return
     for added in options.add:
-        _task(added)
+        task_of(added)
     if any(word.startswith("bank.start=") for word in overrides):  # whose bank a reader is to have made
         configs.load(RunConfig, None, overrides)
     elif config is not None and config != "FILE":
