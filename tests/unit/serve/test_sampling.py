@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -49,6 +49,26 @@ def test_only_the_nucleus_is_drawn_from(logits: list[float], heat: float, top_p:
     before = [math.fsum(chances[token] for token in order[:place]) for place in range(len(order))]
     allowed = {token for token, sum_before in zip(order, before, strict=True) if sum_before < top_p + 1e-9}
     assert drawn(logits, seed, temperature=heat, top_p=top_p) in allowed
+
+
+@given(
+    st.lists(
+        st.tuples(LOGITS, st.floats(0, 2), st.floats(0, 1, exclude_min=True), st.integers(0, 2**64 - 1)),
+        min_size=1,
+        max_size=6,
+    )
+)
+@example([([0.0, 1.0, 2.0], 1.0, 5e-324, 0), ([3.0, 1.0], 0.5, 0.9, 1)])
+@example([([0.0, 1.0], 5e-324, 1e-46, 0), ([3.0, 3.0], 2.0, 1 - 2**-53, 2**64 - 1)])
+def test_whatever_a_row_asks_for_every_row_gets_the_token_that_it_gets_alone(
+    rows: list[tuple[list[float], float, float, int]],
+) -> None:
+    width = max(len(logits) for logits, *_ in rows)
+    batch = torch.tensor([[*logits, *[-math.inf] * (width - len(logits))] for logits, *_ in rows])
+    settings = [Sampling(1, temperature, top_p, seed) for _, temperature, top_p, seed in rows]
+    tokens = pick(batch, settings, [torch.Generator().manual_seed(one.seed) for one in settings])
+    for row, (logits, temperature, top_p, seed) in enumerate(rows):
+        assert tokens[row] == drawn(logits, seed, temperature=temperature, top_p=top_p) < len(logits)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.6])
