@@ -5,6 +5,7 @@
     ├── DataError          a file, a row or a label that cannot be used (names file and row)
     │   └── MissingTasksError   tasks of a named benchmark that are not on disk, all listed at once
     ├── BackboneError      a model or tokenizer that cannot be loaded or does not fit the task
+    │   └── ConversationError   a conversation that the chat template cannot render
     ├── AdapterError       an adapter that does not fit the model, or a mixture that cannot be activated
     ├── RetrievalError     an encoder, keys or a query that cannot choose adapters
     ├── StorageError       a path or URI that cannot be read or written
@@ -51,6 +52,21 @@ class MissingTasksError(DataError):
 
 class BackboneError(RayclError):
     """A backbone cannot be loaded, or does not support the task."""
+
+
+class ConversationError(BackboneError):
+    """A chat template cannot render a conversation or an answer to it.
+
+    Attributes:
+        place: of the conversation among those that were given.
+    """
+
+    def __init__(self, problem: str, place: int) -> None:
+        super().__init__(problem, place)
+        self.problem, self.place = problem, place
+
+    def __str__(self) -> str:
+        return self.problem
 
 
 class AdapterError(RayclError):

@@ -178,6 +178,10 @@ class TextCodec(Protocol):
         """The longest prefix of `text` that has at most `tokens` tokens (no special tokens counted)."""
         ...
 
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary has it, for people to read."""
+        ...
+
     def shown(self, ids: Sequence[int]) -> str:
         """The text of ids with special tokens, for people to read."""
         ...

@@ -7,39 +7,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 from torch import Tensor
 
 from raycl.backbone.kinds import capabilities_of
-from raycl.errors import BackboneError
+from raycl.backbone.markup.chat_templates import Conversation, around_answer, written_answer
+from raycl.backbone.markup.special_strings import SpecialStrings
+from raycl.errors import BackboneError, ConversationError
 
 Bos = Literal["tokenizer", "none"]
 """What stands first in a source of a decoder-only model: what the tokenizer puts there, or nothing."""
-
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""The chat markup that many tokenizers have as their template."""
-
-
-def template_source(value: str | None) -> str | None:
-    """The Jinja source that `backbone.chat_template` names, so that every node and snapshot has the template itself.
-
-    Raises:
-        ValueError: the file does not exist.
-    """
-    if value is None or "{%" in value or "{{" in value:
-        return value
-    if value == "chatml":
-        return CHATML
-    file = Path(value).expanduser()
-    if not file.is_file():
-        raise ValueError(f"the chat template '{value}' is no file: expected a Jinja file, or chatml")
-    return file.read_text(encoding="utf-8")
 
 
 class HFCodec:
@@ -77,12 +56,14 @@ class HFCodec:
             )
         self.eos_id: int = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self.mask_id: int = -1 if tokenizer.mask_token_id is None else tokenizer.mask_token_id
-        self.special_ids = frozenset(tokenizer.all_special_ids)
+        self._special = SpecialStrings(tokenizer)
+        self.special_ids = self._special.ids
         self.vocabulary = len(tokenizer)
         self.chat_template = chat_template or _template_of(tokenizer)
         self.bos: Bos = bos
         if bos == "none":
             self._check_bos()
+        self._end_tokens = _end_tokens(tokenizer) if self.capabilities.one_sequence else 0
         ids = f"{kind}|{self.pad_id}|{self.eos_id}|{'' if bos == 'tokenizer' else 'bos=none|'}"
         self.fingerprint = hashlib.sha256(f"{ids}{tokenizer.backend_tokenizer.to_str()}".encode()).hexdigest()[:16]
 
@@ -101,69 +82,95 @@ class HFCodec:
             )
 
     def encode_source(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of whole prompts with special tokens, not truncated."""
-        if not texts:
-            return []
-        ids: list[list[int]] = self.tokenizer(list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
-        return ids if self.bos == "tokenizer" else [found[1:] for found in ids]
+        """Ids of whole prompts with special tokens, not truncated.
+
+        An end that the tokenizer puts behind every text is none of a decoder-only model's, whose answer comes there.
+        """
+        first = int(self.bos == "none")
+        return [ids[first : len(ids) - self._end_tokens] for ids in self._encode(texts, special=True)]
 
     def encode_target(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of answers ending in the end-of-sequence id, not truncated; empty lists for encoder-only."""
-        if self.needs_labels or not texts:
+        if self.needs_labels:
             return [[] for _ in texts]
-        ids = self.tokenizer(list(texts), add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
-        return [[*answer, self.eos_id] for answer in ids]
+        return [[*answer, self.eos_id] for answer in self._encode(texts, special=False)]
 
-    def encode_chat(self, conversations: Sequence[Sequence[tuple[str, str]]], template: str) -> list[list[int]]:
-        """Ids of conversations up to where the assistant answers, not truncated.
+    def encode_chat(self, conversations: Sequence[Conversation], template: str) -> list[list[int]]:
+        """Ids of conversations up to where the assistant answers (`Around.prompt`), not truncated.
 
         A template writes a decoder-only model's special tokens itself; an encoder's are put around as around any text.
 
         Raises:
-            BackboneError: the template cannot render a conversation.
+            ConversationError: the template cannot render a conversation.
         """
-        if not conversations:
-            return []
-        texts = [self._render(conversation, template, answered=False) for conversation in conversations]
-        special = not self.capabilities.one_sequence
-        found = self.tokenizer(texts, add_special_tokens=special, truncation=False, padding=False, verbose=False)
-        ids: list[list[int]] = found["input_ids"]
-        return ids
+        prompts = [prompt for prompt, _ in self._turns(conversations, template)]
+        return self._special.encode(prompts, not self.capabilities.one_sequence)
 
     def encode_chat_answers(
-        self, conversations: Sequence[Sequence[tuple[str, str]]], answers: Sequence[str], template: str
+        self, conversations: Sequence[Conversation], answers: Sequence[str], template: str
     ) -> list[list[int]]:
-        """Ids of answers, ending in the end-of-sequence id, before which stand special tokens of the template's end.
+        """Ids of answers as the template writes them, with the special tokens behind them and end-of-sequence.
+
+        Where prompt and answer are one sequence, they are what stands behind the prompt's among the ids of both.
 
         Raises:
-            BackboneError: the template cannot render a conversation.
+            ConversationError: the template cannot render a conversation, or an answer to it.
         """
-        texts = []
-        for conversation, answer in zip(conversations, answers, strict=True):
-            before = self._render(conversation, template, answered=False)
-            whole = self._render([*conversation, ("assistant", answer)], template, answered=True)
-            head, _, behind = (whole[len(before) :] if whole.startswith(before) else "").partition(answer)
-            end = behind.strip().removesuffix(self.tokenizer.eos_token or "\0")
-            texts.append(f"{head}{answer}{end if self._is_special(end) else ''}")
-        return self.encode_target(texts)
+        turns = self._turns(conversations, template, answers)
+        if self.needs_labels:
+            return [[] for _ in turns]
+        found = self._special.encode([answer for _, answer in turns], False)
+        if self.capabilities.one_sequence:
+            prompts, wholes = (
+                self._special.encode(texts, False)
+                for texts in ([prompt for prompt, _ in turns], [f"{prompt}{answer}" for prompt, answer in turns])
+            )
+            for place, (prompt, whole) in enumerate(zip(prompts, wholes, strict=True)):
+                if whole[: len(prompt)] == prompt:
+                    found[place] = whole[len(prompt) :]
+        return [ids if ids[-1:] == [self.eos_id] else [*ids, self.eos_id] for ids in found]
 
-    def _is_special(self, text: str) -> bool:
-        """Whether a text is special tokens alone, which no answer shows."""
-        ids = set(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return ids <= self.special_ids - {self.tokenizer.unk_token_id}
+    def _turns(
+        self, conversations: Sequence[Conversation], template: str, answers: Sequence[str] | None = None
+    ) -> list[tuple[str, str]]:
+        """Prompt and answer of each conversation, for `SpecialStrings.encode`; without answers, empty ones."""
 
-    def _render(self, conversation: Sequence[tuple[str, str]], template: str, answered: bool) -> str:
-        messages = [{"role": role, "content": content} for role, content in conversation]
-        settings = {"chat_template": template, "tokenize": False, "add_generation_prompt": not answered}
-        try:
-            text: str = self.tokenizer.apply_chat_template(messages, **settings)
-        except TemplateError as error:
-            roles = ", ".join(role for role, _ in conversation)
-            raise BackboneError(
-                f"the chat template cannot render a conversation of {roles}: {error}; repair the data, or name another "
-                "template in backbone.chat_template"
-            ) from error
-        return text
+        def render(messages: Conversation, answered: bool) -> str:
+            named = [{"role": role, "content": content} for role, content in messages]
+            settings = {"chat_template": template, "tokenize": False, "add_generation_prompt": not answered}
+            return str(self.tokenizer.apply_chat_template(named, **settings))
+
+        found = []
+        for place, conversation in enumerate(conversations):
+            messages = [(role, self._special.broken(content)) for role, content in conversation]
+            try:
+                around, answer = around_answer(messages, render), ""
+                if answers is not None:
+                    written = written_answer(messages, self._special.broken(answers[place]), around, render)
+                    answer = f"{around.lead}{written}{self._special.ending(around.tail)}"
+            except TemplateError as error:
+                problem = f"cannot render a conversation of {', '.join(role for role, _ in conversation)}: {error}"
+                raise self._refused(problem, template, place) from error
+            except ValueError as error:
+                raise self._refused(self._special.whole(str(error)), template, place) from error
+            found.append((around.prompt, answer))
+        return found
+
+    def _refused(self, problem: str, template: str, place: int) -> ConversationError:
+        is_own = template == _template_of(self.tokenizer)
+        name = "of the tokenizer" if is_own else f"in backbone.chat_template ('{' '.join(template[:40].split())}...')"
+        return ConversationError(
+            f"the chat template {name} {problem}; repair the data, or name another template in backbone.chat_template",
+            place,
+        )
+
+    def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        """Ids of texts, in which no string is a control token."""
+        return self._special.encode([self._special.broken(text) for text in texts], special)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary has it."""
+        return list(self.tokenizer.convert_ids_to_tokens(list(ids)))
 
     def shown(self, ids: Sequence[int]) -> str:
         """The text of ids with special tokens."""
@@ -173,8 +180,7 @@ class HFCodec:
         """The longest prefix of `text` with at most `tokens` tokens (special tokens not counted)."""
         if tokens <= 0:
             return ""
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        offsets = encoded["offset_mapping"]
+        offsets = self._special.offsets(text)
         return text if len(offsets) <= tokens else text[: offsets[tokens - 1][1]]
 
     def decode(self, ids: Tensor | Sequence[Sequence[int]]) -> list[str]:
@@ -187,6 +193,12 @@ def _template_of(tokenizer: Any) -> str:
     """The tokenizer's chat template; of several the default one."""
     found = getattr(tokenizer, "chat_template", None)
     return str((found.get("default", "") if isinstance(found, dict) else found) or "")
+
+
+def _end_tokens(tokenizer: Any) -> int:
+    """How many special tokens a tokenizer puts behind a text."""
+    is_added = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+    return is_added[::-1].index(0) if 0 in is_added else 0
 
 
 def _pad_id(tokenizer: Any) -> int:

@@ -30,12 +30,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from raycl.backbone.base import Attention, Backbone
 from raycl.backbone.causal import CausalBackbone
-from raycl.backbone.codec import Bos, HFCodec, template_source
+from raycl.backbone.codec import Bos, HFCodec
 from raycl.backbone.encoder import EncoderBackbone
 from raycl.backbone.heads.language import LanguageHead
 from raycl.backbone.kinds import KINDS, Kind
 from raycl.backbone.linears.cpu import prefers_onednn
 from raycl.backbone.linears.quantization import Quantization, make_consistent, quantized
+from raycl.backbone.markup.chat_templates import template_source
 from raycl.backbone.positions import join_last_states
 from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.config import Section

@@ -15,12 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raycl.errors import counted
+
 if TYPE_CHECKING:
     from raycl.data.check import TaskCheck
     from raycl.run.config import RunConfig
 
 LISTED = 12
 """Labels that are listed."""
+
+SHOWN = 60
+"""Tokens of a prompt or a target that are listed."""
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -156,13 +161,26 @@ def _print(one: TaskCheck, config: RunConfig, alone: bool) -> None:
         limits = f"{config.stream.max_source_tokens} and {config.stream.max_target_tokens} tokens"
         blocks.append(Text(f"\nas {config.backbone.name} reads it, with prompt and special tokens, up to {limits}:"))
     for example in one.examples:
-        blocks.append(Padding(Text(f"row {example.row}: {example.source}\n     -> {example.target}"), (0, 0, 0, 2)))
+        lines = [f"row {example.row}: {example.source}", *_tokens(example.source_tokens)]
+        lines += [f"     -> {example.target}", *_tokens(example.target_tokens)]
+        blocks.append(Padding(Text("\n".join(lines)), (0, 0, 0, 2)))
     blocks += [Text(f"warning: {warning}") for warning in one.warnings]
     if one.problem:
         blocks.append(Text(f"error: {one.problem}"))
     elif not one.warnings:
         blocks.append(Text("nothing to warn of"))
     print(render(Group(*blocks)))
+
+
+def _tokens(tokens: Sequence[str]) -> list[str]:
+    """A line of the tokens of an example; of many the first and the last ones."""
+    if not tokens:
+        return []
+    half = SHOWN // 2
+    shown = (
+        tokens if len(tokens) <= SHOWN else [*tokens[:half], f"... {len(tokens) - 2 * half} more ...", *tokens[-half:]]
+    )
+    return [f"     {counted(len(tokens), 'token')}: {' | '.join(shown)}"]
 
 
 def _counts(labels: dict[str, int]) -> str:

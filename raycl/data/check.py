@@ -13,6 +13,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from raycl.data.prepare import naming_rows
 from raycl.data.selection import Indices, sample
 from raycl.data.sources.ingest import RawRows
 from raycl.data.stream import Stream
@@ -72,11 +73,14 @@ class Example:
 
     Attributes:
         row: 1-based number in its file.
+        source_tokens, target_tokens: each token as the vocabulary has it; no target tokens where a label is learned.
     """
 
     row: int
     source: str
     target: str
+    source_tokens: list[str]
+    target_tokens: list[str]
 
 
 @dataclass
@@ -196,10 +200,11 @@ def _lengths(found: TaskCheck, stream: Stream, task: Task, codec: TextCodec, see
         rows = sample(seed, task.name, f"{split} lengths", stream.rows(task, split), MOST_MEASURED)
         sources: list[int] = []
         targets: list[int] = []
-        for texts, references, _ in _batches(raw, rows):
-            sources += map(len, prompt.encode(texts, codec))
-            if not codec.needs_labels and task.objective == "answer":
-                targets += map(len, prompt.encode_answers(texts, [names[0] for names in references], codec))
+        for texts, references, numbers in _batches(raw, rows):
+            with naming_rows(raw, numbers):
+                sources += map(len, prompt.encode(texts, codec))
+                if not codec.needs_labels and task.objective == "answer":
+                    targets += map(len, prompt.encode_answers(texts, [names[0] for names in references], codec))
         limits = min(source, codec.max_source_tokens), min(target, codec.max_target_tokens)
         measured = [_of(lengths, limit) for lengths, limit in zip((sources, targets), limits, strict=True)]
         found.splits[name] = replace(found.splits[name], sources=measured[0], targets=measured[1])
@@ -221,9 +226,9 @@ def _examples(stream: Stream, task: Task, codec: TextCodec, seed: int, count: in
     references = table.references(rows)
     found = []
     for place, row in enumerate(numbers.tolist()):
-        ids = columns.target_ids[place]
-        target = codec.shown(ids.tolist()) if len(ids) else references[place][0]
-        found.append(Example(row, codec.shown(columns.source_ids[place].tolist()), target))
+        source, target = columns.source_ids[place].tolist(), columns.target_ids[place].tolist()
+        answer = codec.shown(target) if target else references[place][0]
+        found.append(Example(row, codec.shown(source), answer, codec.pieces(source), codec.pieces(target)))
     return found
 
 

@@ -27,7 +27,11 @@ class Message(NamedTuple):
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """The text that stands for `messages`: the content of a single user message, else all below their roles."""
+    """The text that stands for `messages`: the content of a single user message, else all below their roles.
+
+    A system message that says nothing is none.
+    """
+    messages = [one for one in messages if one.role != "system" or one.content]
     if len(messages) == 1 and messages[0].role == "user" and not _LIKE_ROLE_LINE.search(messages[0].content):
         return messages[0].content
     return "\n".join(f"<|{role}|>\n{_LIKE_ROLE_LINE.sub(_escape, content)}" for role, content in messages)

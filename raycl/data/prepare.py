@@ -7,7 +7,8 @@ and how often that happened must be known. What it does not know: files, batches
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from raycl.data.sources.cache import Info, entry, key_of
 from raycl.data.sources.chunks import ChunkedRows
 from raycl.data.sources.ingest import RawRows
 from raycl.data.tokens import Split, TokenTable
-from raycl.errors import ConfigError, DataError
+from raycl.errors import ConfigError, ConversationError, DataError
 from raycl.types import Task, TextCodec
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 MIN_TEXT_TOKENS = 4
 """A prompt must leave at least this many tokens for the input text."""
 
-_VERSION = 1
+_VERSION = 2
 _BATCH = 512
 _IDS = pa.list_(pa.int32())
 _SCHEMA = pa.schema(
@@ -78,7 +79,10 @@ def check_codec(task: Task, prompt: Prompt, codec: TextCodec, lengths: Lengths) 
             f"task '{task.name}' has free-text answers: an encoder-only backbone needs a closed label set, "
             "choose a text-to-text backbone or give the task labels"
         )
-    template = len(prompt.encode([""], codec)[0])
+    try:
+        template = len(prompt.encode([""], codec)[0])
+    except ConversationError as error:
+        raise ConfigError(f"task '{task.name}': {error}") from error
     if template + MIN_TEXT_TOKENS > lengths.source:
         raise ConfigError(
             f"the prompt of task '{task.name}' takes {template} tokens before any input text, but sources hold "
@@ -132,17 +136,18 @@ def _tokenise(
         rows = chosen.rows[part]
         texts = raw.values("text", rows)
         references = _references(raw, rows, None if chosen.picks is None else chosen.picks[part])
-        if task.objective == "clm":
-            sources, cut = whole_texts(texts, codec, lengths.source)
-        else:
-            sources, cut = fit_sources(texts, prompt, codec, lengths.source)
-        cut_sources += cut
+        numbers = raw.values("row", rows)
         targets: list[list[int]] = [[]] * len(texts)
-        if task.objective == "answer":
-            targets, cut = fit_targets(texts, [names[0] for names in references], prompt, codec, lengths.target)
-            cut_targets += cut
-        labels = _codes(task, references)
-        columns = [sources, targets, labels, references, raw.values("row", rows), texts]
+        with naming_rows(chosen.raw, numbers):
+            if task.objective == "clm":
+                sources, cut = whole_texts(texts, codec, lengths.source)
+            else:
+                sources, cut = fit_sources(texts, prompt, codec, lengths.source)
+            cut_sources += cut
+            if task.objective == "answer":
+                targets, cut = fit_targets(texts, [names[0] for names in references], prompt, codec, lengths.target)
+                cut_targets += cut
+        columns = [sources, targets, _codes(task, references), references, numbers, texts]
         writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))
     return {
         "count": len(chosen.rows),
@@ -150,6 +155,22 @@ def _tokenise(
         "truncated_targets": cut_targets,
         "has_targets": not codec.needs_labels or task.objective != "answer",
     }
+
+
+@contextmanager
+def naming_rows(raw: RawRows, numbers: Sequence[int]) -> Iterator[None]:
+    """Errors about a conversation name its file and row.
+
+    Args:
+        numbers: of the rows whose texts are encoded inside.
+
+    Raises:
+        DataError: the chat template cannot render one.
+    """
+    try:
+        yield
+    except ConversationError as error:
+        raise DataError(f"{raw.where}, row {numbers[error.place]}: {error}") from error
 
 
 def _references(raw: ChunkedRows, rows: Indices, picks: Indices | None) -> list[list[str]]:
@@ -176,7 +197,10 @@ def fit_sources(texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: i
     cut = len(room)
     while room:
         rows = list(room)
-        shorter = prompt.encode([prompt.shortened(texts[row], room[row], codec) for row in rows], codec)
+        try:
+            shorter = prompt.encode([prompt.shortened(texts[row], room[row], codec) for row in rows], codec)
+        except ConversationError as error:
+            raise ConversationError(error.problem, rows[error.place]) from error
         for row, found in zip(rows, shorter, strict=True):
             if len(found) <= limit:
                 ids[row] = found

@@ -95,7 +95,7 @@ class Prompt:
             if left < 0:
                 break
             kept = [user, assistant, *kept]
-        return text_of([*(one for one in system if one.content), *kept])
+        return text_of([*system, *kept])
 
 
 def _tokens(message: Message, codec: TextCodec) -> int:

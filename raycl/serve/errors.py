@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raycl.errors import AdapterError, BankError, RayclError, RetrievalError
+from raycl.errors import AdapterError, BankError, ConversationError, RayclError, RetrievalError
 
 Answer = tuple[int, str, str | None]
 """Status, OpenAI's type of the error, and its code."""
@@ -65,6 +65,7 @@ _ANSWERS: tuple[tuple[type[RayclError], Answer], ...] = (
     (InternalError, (500, "server_error", None)),
     (BankError, (400, "invalid_request_error", None)),
     (AdapterError, (400, "invalid_request_error", None)),
+    (ConversationError, (400, "invalid_request_error", None)),
     (RetrievalError, (400, "invalid_request_error", None)),
     (RayclError, (503, "server_error", None)),
 )

