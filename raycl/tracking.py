@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from raycl.config import Section, Tree
+from raycl.config import PathOrUri, Section, Tree
 from raycl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class TrackingConfig(Section):
     )
     project: str = Field("raycl", description="wandb project")
     group: str | None = Field(None, description="wandb group, for runs of one comparison")
-    directory: str | None = Field(None, description="folder of the backend's files; null: below the run's folder")
+    directory: PathOrUri = Field(None, description="folder of the backend's files; null: below the run's folder")
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Names for a tracker, where there is none; TensorBoard has no projects."""

@@ -6,6 +6,7 @@ from raycl.config.assignment import Tree, apply_override, assign, read_override
 from raycl.config.sections import (
     MARK,
     ConfigT,
+    Location,
     PathOrUri,
     Section,
     Size,
@@ -26,6 +27,7 @@ from raycl.config.trees import differences, fingerprint, flatten, remaining
 __all__ = [
     "MARK",
     "ConfigT",
+    "Location",
     "PathOrUri",
     "Section",
     "Size",

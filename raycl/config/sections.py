@@ -34,12 +34,15 @@ from raycl.config.assignment import Tree, apply_override, name_of, one_line, ove
 from raycl.errors import ConfigError
 
 
-def _absolute(path: str | None) -> str | None:
-    return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
+def _absolute(path: str) -> str:
+    return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
-PathOrUri = Annotated[str | None, AfterValidator(_absolute)]
+Location = Annotated[str, AfterValidator(_absolute)]
 """A path or URI; local paths become absolute when the config is read: workers run in other folders."""
+
+PathOrUri = Location | None
+"""The same, or null."""
 
 Size = Annotated[int, Field(ge=1)]
 """A number of something that is there, where no field of its own can say so: in mappings."""

@@ -12,11 +12,13 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -63,17 +65,36 @@ def connect(
     if env_vars:
         quiet["runtime_env"] = {"env_vars": dict(env_vars)}
     try:
-        if given:
-            ray.init(address=given, **quiet)
-        else:
-            with _alone():
-                ray.init(address="local", include_dashboard=dashboard, **quiet)
+        with _importing_as_here():
+            if given:
+                ray.init(address=given, **quiet)
+            else:
+                with _alone():
+                    ray.init(address="local", include_dashboard=dashboard, **quiet)
     except (ConnectionError, ValueError) as error:
         raise LaunchError(
             f"no Ray answers at {given}, which launch.address or RAY_ADDRESS names: start it there, unset that for one "
             "here, or, where it needs a token, export RAY_AUTH_MODE=token"
         ) from error
     log.info("Ray %s in %.0f s", f"joined at {given}" if given else "started here", time.monotonic() - began)
+
+
+@contextmanager
+def _importing_as_here() -> Iterator[None]:
+    """Processes that Ray starts now import from the folders that this process imports from.
+
+    Ray puts the working directory of a driver on the import path of its workers, whether or not the driver imports from
+    it: modules in a data folder, a bank or a run directory would be executed. So the working directory is the root of
+    the file system meanwhile, unless it is on this process's own path. `ray job submit` sets the path by itself.
+    """
+    folder = Path.cwd()
+    if any(Path(entry).resolve() == folder for entry in sys.path):  # "" is the working directory
+        yield
+        return
+    given = os.environ.get("PYTHONPATH")
+    absolute = {} if given is None else {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, given.split(os.pathsep)))}
+    with chdir(folder.anchor), _environment(absolute):
+        yield
 
 
 @contextmanager
@@ -85,13 +106,23 @@ def _alone() -> Iterator[None]:
         "RAY_ADDRESS": f"127.0.0.1:{port}",  # else its helpers look for a Ray, and find several
         ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",  # on loopback, as on systems where Ray has no clusters
     }
-    before, enabled = {name: os.environ.get(name) for name in values}, ray_constants.ENABLE_RAY_CLUSTER
-    os.environ.update(values)
+    enabled = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        with _environment(values):
+            yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = enabled
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These environment variables are set inside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = enabled
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

@@ -6,15 +6,16 @@ What it does not know: how any of it is carried out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from raycl import config as configs
 from raycl.bank.branches import MAIN, BranchName
-from raycl.config import Section, trust
+from raycl.config import Location, PathOrUri, Section, trust
 from raycl.config.trust import Permissions
 from raycl.config.unused import refuse, unused_written
+from raycl.pretrained import resolve_path
 
 
 class LimitsConfig(Section):
@@ -42,7 +43,7 @@ class AuthConfig(Section):
     activated by `raycl serve activate` only.
     """
 
-    keys_file: str | None = Field(None, description="file with one API key per line; null: none")
+    keys_file: PathOrUri = Field(None, description="file with one API key per line; null: none")
     keys_env: str = Field("RAYCL_API_KEYS", description="environment variable with API keys, separated by commas")
 
 
@@ -88,7 +89,7 @@ class UpstreamConfig(Section):
         pattern=r"^https?://[^/\s]",
         description="address of an OpenAI-compatible engine, http://127.0.0.1:8001; null: raycl answers itself",
     )
-    export: str | None = Field(
+    export: PathOrUri = Field(
         None, description="folder or URI of the export; its snapshot routes, whatever is published later"
     )
     key_env: str = Field(
@@ -112,10 +113,12 @@ OF_A_MODEL = (
 class ServeConfig(Section):
     """The endpoint of one bank."""
 
-    bank: str = Field(description="folder or URI of the bank")
+    bank: Location = Field(description="folder or URI of the bank")
     branch: BranchName = Field(MAIN, description="branch of the bank whose snapshots are followed")
     snapshot: int | None = Field(None, ge=1, description="snapshot that answers first; null: the branch's newest")
-    backbone: str | None = Field(None, description="where the backbone is now, if it moved after training")
+    backbone: Annotated[str, AfterValidator(resolve_path)] | None = Field(
+        None, description="where the backbone is now, if it moved after training"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="device of the model; auto: a GPU for each replica if the deploying process sees one, and a "

@@ -300,12 +300,8 @@ def test_the_same_seed_gives_the_same_text_in_any_batch(taught: Taught, tmp_path
         assert len(set(lonely)) == len(lonely), "other seeds say other things"
         with client.paused():
             extreme = [Sampling(LIMIT, heat, top_p) for heat in (5e-324, 2.0) for top_p in (5e-324, 1e-46, 1 - 2**-53)]
-            others = [
-                client.ask(text, weights=weights, sampling=one)
-                for text in TEXTS
-                for weights in WEIGHTS
-                for one in (drawn[0], *extreme)
-            ]
+            each = product(TEXTS, WEIGHTS, (drawn[0], *extreme))
+            others = [client.ask(text, weights=weights, sampling=one) for text, weights, one in each]
             crowd = [client.ask("fire is", weights={}, sampling=one) for one in drawn]
         assert [reply.text for reply in crowd] == lonely
         assert all(reply.finish for reply in others)
