@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from torch import Tensor
 
 from raycl.adapters.state import check_increment
@@ -22,6 +23,31 @@ PREFIX = "base_model.model."
 KEY = re.compile(rf"{re.escape(PREFIX)}(?P<path>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 REFUSED = ("use_dora", "modules_to_save", "layer_replication", "lora_bias", "trainable_token_indices")
 """Settings of `adapter_config.json` that add more than `scale * B A` to a linear."""
+LITERAL = re.compile(r"\^?[\w.-]+")
+"""Patterns of linears that mean themselves: a path or its end; with `^`, a whole path."""
+
+
+class _LoraSettings(BaseModel):
+    """What is read of `adapter_config.json`."""
+
+    model_config = ConfigDict(strict=True)
+
+    lora_alpha: FiniteFloat | None = None
+    alpha_pattern: dict[str, FiniteFloat] | None = Field(None, max_length=100_000)
+    use_rslora: bool | None = None
+
+    def scale(self, path: str, rank: int) -> float:
+        """`alpha / r`, or `alpha / sqrt(r)` with rank-stabilised LoRA, with this linear's own alpha where it has one.
+
+        As in PEFT, the first pattern that fits counts.
+        """
+        own = (value for key, value in (self.alpha_pattern or {}).items() if _ends_in(path, key))
+        alpha = next(own, rank if self.lora_alpha is None else self.lora_alpha)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def _ends_in(path: str, key: str) -> bool:
+    return path == key[1:] if key.startswith("^") else f".{path}".endswith(f".{key}")
 
 
 def to_peft(
@@ -70,9 +96,14 @@ def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears:
     Args:
         linears: paths of the model's linears. A path that a task head put in front (`bert.`) is dropped.
 
+    PEFT executes the keys of `alpha_pattern` as regular expressions; here one that is no name is an error, since it may
+    take for ever.
+
     Raises:
         AdapterError: not a plain LoRA, unknown or missing tensors, or a linear that the model does not have.
     """
+    if not isinstance(config, Mapping):
+        raise AdapterError(f"adapter_config.json holds a {type(config).__name__}: expected an object of settings")
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"peft_type is '{config.get('peft_type')}': only plain LoRA adapters can be imported")
     for key in REFUSED:
@@ -80,6 +111,7 @@ def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears:
             raise AdapterError(f"adapter_config.json sets {key}={config[key]!r}: only plain LoRA can be imported")
     if config.get("bias", "none") != "none":
         raise AdapterError(f"adapter_config.json sets bias='{config['bias']}': only bias='none' can be imported")
+    settings = _settings(config)
     sides: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = KEY.fullmatch(key)
@@ -90,7 +122,11 @@ def from_peft(tensors: Mapping[str, Tensor], config: Mapping[str, Any], linears:
     for path, pair in sides.items():
         if set(pair) != {"A", "B"}:
             raise AdapterError(f"'{path}' has lora_{next(iter(pair))} but not its counterpart: the file is incomplete")
-        found[_known(path, linears)] = (pair["A"].float(), pair["B"].float() * _scale(path, pair["A"], config))
+        if any(tensor.dim() != 2 or 0 in tensor.shape for tensor in pair.values()):
+            shapes = " and ".join(f"lora_{side} {list(pair[side].shape)}" for side in "AB")
+            raise AdapterError(f"'{path}' has {shapes}: expected two matrices of rank 1 or more")
+        scale = settings.scale(path, len(pair["A"]))
+        found[_known(path, linears)] = (pair["A"].float(), pair["B"].float() * scale)
     if not found:
         raise AdapterError("the adapter holds no tensors: expected lora_A and lora_B of at least one linear")
     return AdapterState(found)
@@ -103,9 +139,17 @@ def _known(path: str, linears: Collection[str]) -> str:
     raise AdapterError(f"the backbone has no linear '{path}': the adapter was made for another model")
 
 
-def _scale(path: str, a: Tensor, config: Mapping[str, Any]) -> float:
-    """`alpha / r`, or `alpha / sqrt(r)` with rank-stabilised LoRA, with this linear's own alpha where it has one."""
-    rank = int(a.shape[0])
-    own = [value for key, value in (config.get("alpha_pattern") or {}).items() if re.match(rf"(.*\.)?({key})$", path)]
-    alpha = float(own[0] if own else config.get("lora_alpha", rank))
-    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+def _settings(config: Mapping[str, Any]) -> _LoraSettings:
+    try:
+        settings = _LoraSettings.model_validate(config)
+    except ValidationError as error:
+        one = error.errors()[0]
+        place = ".".join(map(str, one["loc"]))
+        raise AdapterError(f"adapter_config.json has {place}={one['input']!r:.80}: {one['msg']}") from error
+    for key in settings.alpha_pattern or ():
+        if not LITERAL.fullmatch(key):
+            raise AdapterError(
+                f"adapter_config.json has the pattern {key!r:.80} in alpha_pattern: expected names of linears, such as "
+                "v_proj or model.layers.0.self_attn.v_proj; write each out"
+            )
+    return settings

@@ -9,10 +9,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+from torch import Tensor
 
 from raycl.adapters.card import METADATA, CardMetadata, CardTask, model_card
 from raycl.adapters.peft import from_peft, to_peft
@@ -150,16 +152,32 @@ def import_peft(bank: Bank, folder: str, name: str, backbone: BackboneConfig, ta
         tensors = load_file(where / TENSORS)
         labels = json.loads((where / LABELS).read_text()) if (where / LABELS).exists() else []
         head = load_file(where / HEAD) if labels else {}
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise BankError(f"'{folder}' is no PEFT adapter folder ({CONFIG} and {TENSORS}): {error}") from error
     codec = load_codec(backbone, 1, 1)
-    shapes = linear_shapes(load_skeleton(backbone, codec).model)
+    skeleton = load_skeleton(backbone, codec).model
+    shapes = linear_shapes(skeleton)
     state = from_peft(tensors, config, shapes)
     check_fits(name, state, shapes)
     if labels:
+        _check_head(folder, labels, head, int(skeleton.config.hidden_size))
         state = AdapterState(state.linears, state.scale, None, tuple(labels), head["weight"], head["bias"])
     model = ModelInfo(name=backbone.name, sha256=identity(backbone), kind=codec.kind)
     return bank.publish(name, state, model, tasks, {"imported": str(where.absolute())})
+
+
+def _check_head(folder: str, labels: Any, head: Mapping[str, Tensor], width: int) -> None:
+    """Whether `LABELS` and `HEAD` are a label head for hidden states of this width."""
+    if not (isinstance(labels, list) and all(isinstance(label, str) for label in labels)):
+        raise BankError(f"{LABELS} of '{folder}' holds {labels!r:.80}: expected a list of labels")
+    if len(set(labels)) < len(labels):
+        raise BankError(f"{LABELS} of '{folder}' names a label twice: expected each once")
+    found = {part: list(tensor.shape) for part, tensor in head.items()}
+    expected = {"weight": [len(labels), width], "bias": [len(labels)]}
+    if found != expected:
+        raise BankError(f"{HEAD} of '{folder}' holds {found}: expected {expected} for its {len(labels)} labels")
+    if not all(tensor.is_floating_point() and bool(torch.isfinite(tensor).all()) for tensor in head.values()):
+        raise BankError(f"{HEAD} of '{folder}' holds values that are not finite numbers")
 
 
 def _empty(folder: str) -> Storage:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from tiny import on_main, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -101,6 +102,59 @@ def test_more_than_a_plain_lora_is_refused(llama: Path, tmp_path: Path, settings
         import_peft(Bank.at(tmp_path / "bank"), str(tmp_path / "theirs"), "guest", BackboneConfig(name=str(llama)), [])
     with pytest.raises(BankError, match="is no PEFT adapter folder"):
         import_peft(Bank.at(tmp_path / "bank"), str(llama), "guest", BackboneConfig(name=str(llama)), [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([], "holds a list: expected an object"),
+        ({"alpha_pattern": {"((a|a)*)*$": 3}}, r"the pattern '\(\(a\|a\)\*\)\*\$' in alpha_pattern"),
+        ({"alpha_pattern": {"[": 3}}, r"the pattern '\[' in alpha_pattern"),
+        ({"alpha_pattern": {"v_proj": "7"}}, "alpha_pattern.v_proj='7'"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan"),
+    ],
+)
+def test_settings_that_are_none_of_peft_are_one_sentence(
+    llama: Path, tmp_path: Path, settings: dict[str, Any] | list[str], said: str
+) -> None:
+    peft_folder(llama, tmp_path / "theirs")
+    file = tmp_path / "theirs" / "adapter_config.json"
+    tree = settings if isinstance(settings, list) else json.loads(file.read_text()) | settings
+    file.write_text(json.dumps(tree))
+    with pytest.raises(AdapterError, match=said):
+        import_peft(Bank.at(tmp_path / "bank"), str(tmp_path / "theirs"), "guest", BackboneConfig(name=str(llama)), [])
+
+
+PATH = "base_model.model.model.layers.0.self_attn.v_proj.lora_{}.weight"
+
+
+@pytest.mark.parametrize("sides", [{"A": (0, 16), "B": (16, 0)}, {"A": (), "B": (16, 1)}], ids=["rank 0", "a number"])
+def test_tensors_that_make_no_lora_are_one_sentence(llama: Path, tmp_path: Path, sides: dict[str, Any]) -> None:
+    peft_folder(llama, tmp_path / "theirs")
+    tensors = {PATH.format(side): torch.zeros(shape) for side, shape in sides.items()}
+    save_file(tensors, tmp_path / "theirs" / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match="expected two matrices of rank 1 or more"):
+        import_peft(Bank.at(tmp_path / "bank"), str(tmp_path / "theirs"), "guest", BackboneConfig(name=str(llama)), [])
+
+
+@pytest.mark.parametrize(
+    ("labels", "shapes", "said"),
+    [
+        ({"a": 1}, {}, "expected a list of labels"),
+        (["a", "a"], {}, "names a label twice"),
+        (["a", "b"], {}, "expected {'weight': "),
+        (["a", "b"], {"weight": (2, 3), "bias": (2,)}, "'weight': .2, 3.* expected {'weight': "),
+    ],
+)
+def test_a_label_head_that_does_not_fit_is_one_sentence(
+    llama: Path, tmp_path: Path, labels: Any, shapes: dict[str, Any], said: str
+) -> None:
+    peft_folder(llama, tmp_path / "theirs")
+    (tmp_path / "theirs" / "labels.json").write_text(json.dumps(labels))
+    head = {part: torch.zeros(shape) for part, shape in shapes.items()}
+    save_file(head, tmp_path / "theirs" / "label_head.safetensors")
+    with pytest.raises(BankError, match=said):
+        import_peft(Bank.at(tmp_path / "bank"), str(tmp_path / "theirs"), "guest", BackboneConfig(name=str(llama)), [])
 
 
 def bank_of_two(llama: Path, tmp_path: Path) -> tuple[Bank, dict[str, AdapterState]]:
