@@ -211,12 +211,15 @@ class Mixture:
         weights: `[B, N]`; a row of zeros is the bare backbone. May carry gradients.
         heads: adapter whose label head answers each example, for head rule `label_count`; else empty.
         unpruned: the weights before small ones were set to zero, for reports; None: these.
+        ood_scores: `[B]` out-of-distribution scores from 0 to 1, of routers of snapshots that have such a score; else
+            None.
     """
 
     names: tuple[str, ...]
     weights: Tensor
     heads: tuple[str, ...] = ()
     unpruned: Mixture | None = None
+    ood_scores: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.weights.shape)

@@ -9,12 +9,14 @@ authors' code computes it (Wang et al. 2023, "Rehearsal-free Continual Language 
 Isolation", section on task identification; model/epi.py and trainers/epi.py of the released code).
 Deviations: a class with one text has no covariance and is left out of the mean; where no class has one, distances are
 Euclidean. Each task's covariance is kept, and not their sum alone, so that a task can be removed. Sums are in float64.
+Queries of a few dev texts are kept too: a text's distance among theirs is its out-of-distribution score.
 What it does not know: models, where hidden states come from, what an adapter holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,11 +24,12 @@ import torch
 from torch import Tensor
 
 from raycl.errors import BankError, RetrievalError
+from raycl.retrieval.out_of_distribution import OodCalibrator
 from raycl.retrieval.prompt_pool import mean_pooled
 from raycl.retrieval.router import Need, Owners, Router
 from raycl.types import Mixture, RouterState
 
-MEANS, COVARIANCE = "means", "covariance"
+MEANS, COVARIANCE, SAMPLE = "means", "covariance", "sample"
 """Kinds of tensors of a router's state: `<kind>/<adapter>`."""
 
 
@@ -68,14 +71,17 @@ class ClassGaussians:
 
     Attributes:
         means: adapter -> `[C, D]` means of its classes. covariances: adapter -> `[D, D]`.
+        samples: adapter -> `[n, D]` queries of dev texts, of adapters that have any.
         ridge: share of the mean variance that is added to the diagonal; 0: none.
     """
 
     def __init__(self, ridge: float = 0.0) -> None:
         self.means: dict[str, Tensor] = {}
         self.covariances: dict[str, Tensor] = {}
+        self.samples: dict[str, Tensor] = {}
         self.ridge = ridge
-        self._scores: tuple[Tensor, Tensor] | None = None
+        self._scores: tuple[Tensor, Tensor, Tensor] | None = None
+        self._calibrator: OodCalibrator | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,10 +93,13 @@ class ClassGaussians:
         """D; 0 before the first task."""
         return next((means_CD.shape[1] for means_CD in self.means.values()), 0)
 
-    def add(self, name: str, means_CD: Tensor, covariance_DD: Tensor) -> None:
-        """A task's classes; they replace those that the name has."""
+    def add(self, name: str, means_CD: Tensor, covariance_DD: Tensor, sample_ND: Tensor | None = None) -> None:
+        """A task's classes, and queries of dev texts; they replace those that the name has."""
         self.means[name], self.covariances[name] = means_CD, covariance_DD
-        self._scores = None
+        self.samples.pop(name, None)
+        if sample_ND is not None and len(sample_ND):
+            self.samples[name] = sample_ND
+        self._scores = self._calibrator = None
 
     def nearest(self, queries_BD: Tensor) -> Tensor:
         """`[B]`: number of the adapter whose class is nearest; of equals the first."""
@@ -99,21 +108,36 @@ class ClassGaussians:
                 f"the classes' means have {self.dimensions} dimensions, the hidden states of this backbone "
                 f"{queries_BD.shape[1]}: use the backbone that the snapshot was trained on"
             )
-        if self._scores is None or self._scores[0].device != queries_BD.device:
-            self._scores = self._prepared(queries_BD.device)
-        directions_KD, offsets_K = self._scores
+        directions_KD, offsets_K, _ = self._prepared(queries_BD.device)
         nearest_B = (queries_BD.double() @ directions_KD.T - offsets_K).argmax(1)
         owners = [number for number, means in enumerate(self.means.values()) for _ in range(len(means))]
         found: Tensor = torch.tensor(owners, device=nearest_B.device)[nearest_B]
         return found
 
-    def _prepared(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """S^+ mu `[K, D]` and mu^T S^+ mu / 2 `[K]` of all K classes; a distance is -2 (q S^+ mu - that), but for a
-        term that all classes share."""
-        means_KD = torch.cat(list(self.means.values())).to(device, torch.float64)
-        shared_DD = torch.stack(list(self.covariances.values())).double().mean(0).to(device)
-        directions_KD = means_KD @ inverse(shared_DD, self.ridge)
-        return directions_KD, (directions_KD * means_KD).sum(1) / 2
+    def distances(self, queries_BD: Tensor) -> Tensor:
+        """`[B]`: squared distance to the nearest class."""
+        directions_KD, offsets_K, precision_DD = self._prepared(queries_BD.device)
+        queries = queries_BD.double()
+        highest_B = (queries @ directions_KD.T - offsets_K).max(1).values
+        return ((queries @ precision_DD) * queries).sum(1) - 2 * highest_B
+
+    def ood_scores(self, queries_BD: Tensor) -> Tensor | None:
+        """`[B]` from 0 to 1: the share of dev texts that are nearer to a class; None: none were kept."""
+        if self._calibrator is None and self.samples:
+            samples = [sample_ND.to(queries_BD.device) for sample_ND in self.samples.values()]
+            self._calibrator = OodCalibrator(self.distances, samples)
+        return None if self._calibrator is None else self._calibrator.scores(queries_BD)
+
+    def _prepared(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """S^+ mu `[K, D]` and mu^T S^+ mu / 2 `[K]` of all K classes, and S^+; a distance is -2 (q S^+ mu - that), but
+        for a term that all classes share."""
+        if self._scores is None or self._scores[0].device != device:
+            means_KD = torch.cat(list(self.means.values())).to(device, torch.float64)
+            shared_DD = torch.stack(list(self.covariances.values())).double().mean(0).to(device)
+            precision_DD = inverse(shared_DD, self.ridge)
+            directions_KD = means_KD @ precision_DD
+            self._scores = directions_KD, (directions_KD * means_KD).sum(1) / 2, precision_DD
+        return self._scores
 
     def selected(self, queries_BD: Tensor) -> Mixture:
         """The nearest adapter of each text with weight 1, the others with 0; weights on the CPU."""
@@ -125,9 +149,9 @@ class ClassGaussians:
         return {"tasks": list(self.means), "ridge": self.ridge}
 
     def tensors(self) -> dict[str, Tensor]:
-        """`means/<adapter>`, `covariance/<adapter>`."""
-        means = {f"{MEANS}/{name}": value for name, value in self.means.items()}
-        return means | {f"{COVARIANCE}/{name}": value for name, value in self.covariances.items()}
+        """`means/<adapter>`, `covariance/<adapter>`; `sample/<adapter>` if it has one."""
+        kinds = {MEANS: self.means, COVARIANCE: self.covariances, SAMPLE: self.samples}
+        return {f"{kind}/{name}": value for kind, held in kinds.items() for name, value in held.items()}
 
     @staticmethod
     def of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ClassGaussians:
@@ -135,7 +159,8 @@ class ClassGaussians:
         found = ClassGaussians(settings["ridge"])
         for name in settings["tasks"]:
             if f"{MEANS}/{name}" in tensors:
-                found.add(name, tensors[f"{MEANS}/{name}"].float(), tensors[f"{COVARIANCE}/{name}"].float())
+                own = [tensors.get(f"{kind}/{name}") for kind in (MEANS, COVARIANCE, SAMPLE)]
+                found.add(name, *(value.float() for value in own if value is not None))
         return found
 
 
@@ -179,7 +204,9 @@ class ClassGaussiansRouter(Router):
     @torch.no_grad()
     def route_embeddings(self, embeddings_BLD: Tensor, mask_BL: Tensor, tasks: Sequence[str] | None = None) -> Mixture:
         """The adapter of the nearest class of each text, by its last hidden states; weights on the CPU."""
-        return self.gaussians.selected(mean_pooled(embeddings_BLD, mask_BL))
+        queries_BD = mean_pooled(embeddings_BLD, mask_BL)
+        mixture, scores_B = self.gaussians.selected(queries_BD), self.gaussians.ood_scores(queries_BD)
+        return replace(mixture, ood_scores=None if scores_B is None else scores_B.cpu())
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> ClassGaussiansRouter:

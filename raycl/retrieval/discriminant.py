@@ -69,8 +69,9 @@ class Discriminant:
         counts = torch.tensor([task.count for task in found], dtype=torch.float64)
         shared /= counts.sum()
         self._precision = _inverse(shared)
-        self._directions = (means @ self._precision).float()
-        self._offsets = ((means @ self._precision) * means).sum(1).float() / 2
+        self._pulled = means @ self._precision
+        self._around = (self._pulled * means).sum(1)
+        self._directions, self._offsets = self._pulled.float(), self._around.float() / 2
         self._means, self._shared, self._shares = means, shared, counts / counts.sum()
 
     def scores(self, queries_BC: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ class Discriminant:
     def _follow(self, device: torch.device) -> None:
         if self._directions.device == device:
             return
-        for name in ("_precision", "_directions", "_offsets", "_means", "_shared", "_shares"):
+        for name in ("_precision", "_pulled", "_around", "_directions", "_offsets", "_means", "_shared", "_shares"):
             setattr(self, name, getattr(self, name).to(device))
         self.__dict__.pop("_background", None)
 
@@ -95,9 +96,7 @@ class Discriminant:
         unit = nn.functional.normalize(queries_BC.double(), dim=1)
         self._follow(unit.device)
         own_B = ((unit @ self._precision) * unit).sum(1)
-        crossed_BT = unit @ self._precision @ self._means.T
-        around_T = ((self._means @ self._precision) * self._means).sum(1)
-        squared: Tensor = own_B[:, None] - 2 * crossed_BT + around_T
+        squared: Tensor = own_B[:, None] - 2 * unit @ self._pulled.T + self._around
         return squared.min(1).values
 
     def relative_distances(self, queries_BC: Tensor) -> Tensor:

@@ -9,12 +9,10 @@ What it does not know: where queries come from, what the score is used for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-
-from raycl.retrieval.discriminant import Discriminant
 
 KEPT = 64
 """Texts kept of each task, 98 KB at 384 dimensions; the share of one task alone is then known in steps of 1.6 %."""
@@ -23,24 +21,24 @@ ROWS = 1024
 """Kept texts whose distances are worked out together, to bound memory at many tasks."""
 
 
-def sample_of(queries_BC: Tensor) -> Tensor:
-    """`[<= KEPT, c]` of a task's queries, drawn the same every time: nothing but the task itself decides."""
-    order = torch.randperm(len(queries_BC), generator=torch.Generator().manual_seed(0))
-    return queries_BC[order[:KEPT]]
+def sample_rows(count: int) -> Tensor:
+    """At most `KEPT` of so many rows, drawn the same every time: nothing but the task itself decides."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:KEPT]
 
 
 class OodCalibrator:
-    """The relative distances of known texts, under the statistics of the tasks that are there now."""
+    """The distances of known texts, under the statistics of the tasks that are there now."""
 
-    def __init__(self, discriminant: Discriminant, samples: Sequence[Tensor]) -> None:
+    def __init__(self, distances: Callable[[Tensor], Tensor], samples: Sequence[Tensor]) -> None:
         """Measure the known texts.
 
         Args:
+            distances: `[B]` of queries `[B, c]` to the nearest task, on the queries' device.
             samples: `[n, c]` queries of each task, not all empty; their order does not matter.
         """
         parts = torch.split(torch.cat(list(samples)), ROWS)
-        self._discriminant = discriminant
-        self._distances = torch.cat([discriminant.relative_distances(part) for part in parts]).sort().values
+        self._measure = distances
+        self._known = torch.cat([distances(part) for part in parts]).sort().values
 
     def scores(self, queries_BC: Tensor) -> Tensor:
         """`[B]` from 0 to 1: the share of known texts that are nearer to their nearest task than the query is to its.
@@ -49,5 +47,6 @@ class OodCalibrator:
         a text being known. (Texts of one task may lie lower or higher: tasks differ in how far their texts spread.)
         The mean share of a new task's texts is the area under the ROC curve (AUROC) of telling them from known ones.
         """
-        distances = self._discriminant.relative_distances(queries_BC)
-        return torch.searchsorted(self._distances, distances) / len(self._distances)
+        distances_B = self._measure(queries_BC)
+        self._known = self._known.to(distances_B.device)
+        return torch.searchsorted(self._known, distances_B) / len(self._known)

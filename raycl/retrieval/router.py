@@ -85,13 +85,14 @@ class Router(ABC):
         """
         raise AssertionError(f"{type(self).__name__} needs {', '.join(sorted(self.needs)) or 'nothing'}: call route")
 
-    def ood_score(self, texts: Sequence[str]) -> list[float] | None:
-        """Out-of-distribution score of each text, from 0 to 1; None: this router has no such score."""
-        return None
-
     def share_encoder(self, other: Router) -> bool:
         """Use the sentence encoder of `other` if both use the same one, so that it is loaded once; whether it is."""
         return False
+
+    @property
+    def reads_task(self) -> bool:
+        """Whether the mixture goes by the task of a text, where it is given."""
+        return "task_id" in self.needs
 
     @classmethod
     def selected(cls, state: RouterState, dev: Mapping[str, Tensor]) -> RouterState:

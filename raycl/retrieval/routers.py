@@ -148,12 +148,18 @@ class TextRouter(Router):
         self.router, self.encoder = router, encoder
 
     def route(self, texts: Sequence[str], tasks: Sequence[str] | None) -> Mixture:
-        """By each text's query; with `task_id`, among the slots of its own task alone."""
-        return self.router.route(self.encoder.embed(texts), tasks if self.router.config.task_id else None)
+        """By each text's query; with `task_id`, among the slots of its own task alone.
 
-    def ood_score(self, texts: Sequence[str]) -> list[float] | None:
-        """From 0 to 1 for each text (`SlotRouter.ood_score`); None: no texts were kept to compare with."""
-        return self.router.ood_score(self.encoder.embed(texts)).tolist() if self.router.samples else None
+        Without kept texts to compare with there are no out-of-distribution scores.
+        """
+        queries_BC = self.encoder.embed(texts)
+        mixture = self.router.route(queries_BC, tasks if self.router.config.task_id else None)
+        return replace(mixture, ood_scores=self.router.ood_score(queries_BC)) if self.router.samples else mixture
+
+    @property
+    def reads_task(self) -> bool:
+        """With `task_id` alone."""
+        return self.router.config.task_id
 
     @classmethod
     def restored(cls, state: RouterState, owners: Owners, cache: Path | None) -> TextRouter:

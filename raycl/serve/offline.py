@@ -5,6 +5,7 @@ What it does not know: files, commands.
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from raycl.serve.engine.requests import AdapterSelection, EngineRequest, is_last
 from raycl.serve.service import Answer, take
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.snapshot_model import adapters_of, router_of
+
+log = logging.getLogger("raycl")
 
 Text = str | Sequence[Message]
 """A text, or the messages of a conversation, whose last one is answered."""
@@ -80,7 +83,7 @@ class OfflineModel:
             ConfigError: the device does not exist.
         """
         config = config or ServeConfig(**settings_here(bank))
-        self.snapshot, self._max_batch = snapshot, config.max_batch
+        self.snapshot, self._max_batch, self._has_warned = snapshot, config.max_batch, False
         self._engine = open_engine(config, snapshot)
         self.answers = self._engine.capabilities.answers
         with ExitStack() as stack:
@@ -97,7 +100,8 @@ class OfflineModel:
         Generated answers take the most likely token, as in evaluation.
 
         Args:
-            task: of all texts, if it is known. max_tokens: of generated answers; None: as in training.
+            task: of all texts, if it is known; a warning says where the router does not go by it.
+            max_tokens: of generated answers; None: as in training.
 
         Raises:
             ConfigError: no such task. RayclError: a text cannot be answered.
@@ -105,12 +109,24 @@ class OfflineModel:
         if task is not None and task not in self._loaded.prompts:
             names = ", ".join(self._loaded.prompts)
             raise ConfigError(f"snapshot {self.snapshot.number} has no task '{task}': expected one of {names}")
+        if task is not None:
+            self._warn_of(task)
         sampling = None
         if self.answers != "label":
             sampling = Sampling(max_tokens or self._engine.max_target)
         source = iter(texts)
         while window := list(islice(source, WINDOW * self._max_batch)):
             yield from self._window(window, task, sampling)
+
+    def _warn_of(self, task: str) -> None:
+        """Once, where the router does not go by the task."""
+        loaded = self._loaded
+        if self._has_warned or loaded.router.reads_task or loaded.head_rule == "label_count":
+            return
+        self._has_warned = True
+        effect = "selects the prompt alone" if len(set(loaded.prompts.values())) > 1 else "has no effect"
+        way = "goes by each text" if loaded.router.chooses else "gives all texts the same adapters"
+        log.warning("task '%s' %s: the router of snapshot %d %s", task, effect, self.snapshot.number, way)
 
     def route(self, texts: Sequence[Text]) -> list[dict[str, float]]:
         """Task -> weight for each text, the largest first, without answers.
@@ -133,7 +149,6 @@ class OfflineModel:
         settings: dict[str, Any] = {
             "loaded": self._loaded,
             "selection": selection,
-            "scored": True,
             "route_only": route_only,
         }
         requests = []

@@ -75,10 +75,8 @@ def test_out_of_distribution_scores_are_the_routers(lab: Lab, tmp_path: Path) ->
     texts = [*texts_of(lab), "a a a a"]
     with OfflineModel(bank, snapshot) as model:
         found = [prediction.ood_score for prediction in model.predict(texts)]
-    wanted = router_of(bank, snapshot).ood_score(texts)
-    assert (
-        wanted is not None and found == pytest.approx(list(wanted)) and len({round(score, 3) for score in wanted}) > 1
-    )
+    wanted = router_of(bank, snapshot).route(texts, None).ood_scores
+    assert wanted is not None and found == pytest.approx(wanted.tolist()) and len(set(wanted.tolist())) > 1
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
@@ -257,6 +255,23 @@ def test_torch_keeps_its_number_of_threads(complete: Complete) -> None:
             assert list(model.predict(["the sky"])) and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_task_that_the_router_does_not_go_by_is_said_once(
+    model: Model, complete: Complete, lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slm = model("bert")
+    (free,) = slm.predict(["the sky"])
+    for _ in range(2):  # as for two parts
+        (told,) = slm.predict(["the sky"], task="animal")
+        assert told.text == free.text and told.tasks == pytest.approx(free.tasks)
+    assert caplog.messages == ["task 'animal' has no effect: the router of snapshot 2 goes by each text"]
+    caplog.clear()
+    given = lab.config("bert", {"name": "slm", "retrieval": {"task_id": True}})
+    for done in (complete("bert", "separate", "torch"), run(given, Storage.at(tmp_path))):
+        with OfflineModel(*snapshot_at(done.storage.sub("bank").uri)) as found:
+            assert list(next(found.predict(["the sky"], task="animal")).tasks) == ["animal"]
+    assert not [message for message in caplog.messages if "task 'animal'" in message]
 
 
 def test_an_unknown_task_is_refused_before_texts_are_read(model: Model) -> None:

@@ -22,6 +22,8 @@ from raycl.errors import BankError, ConfigError, RunError
 from raycl.launch import commands
 from raycl.report.tables import matrix_table
 from raycl.run import config as run_config
+from raycl.serve.settings import ServeConfig
+from raycl.serve.snapshots.gate import judge
 from raycl.storage import Storage
 
 SAMPLE = ("slm", "inclora", "olora", "sapt text", "separate tasks")
@@ -141,6 +143,36 @@ def test_new_data_with_a_new_label(three: Learned, lab: Lab, tmp_path: Path) -> 
     assert scores[0] <= 50 < scores[1]
     assert bank.storage.read(bank.open(3).file) == record
     assert "fish" not in bank.open(3).adapter("animal.0").labels and "dog" not in head.adapter("animal.0").labels
+
+
+def test_the_gate_judges_a_revised_task_on_the_rows_that_it_had_too(three: Learned, lab: Lab, tmp_path: Path) -> None:
+    """New rows with the labels of each other: right on these alone, a snapshot has lost those before."""
+    bank, _ = three("slm")
+    trained = {"train": {"epochs": 30}}
+    for split in ("train", "test"):
+        rows = (Path(lab.tasks[1]["path"]) / f"{split}.jsonl").read_text()
+        swapped = rows.replace('"dog"', '"?"').replace('"cat"', '"dog"').replace('"?"', '"cat"')
+        (tmp_path / f"{split}.jsonl").write_text(swapped)
+    given = {"start": f"{bank.storage.uri}@3", "revise": "animal"}
+    begun({"bank": {**given, "branch": "good"}, **trained}, tmp_path / "good")
+    poisoned = {"stream": {"tasks": [{"name": "animal", "path": str(tmp_path)}]}, **trained}
+    begun({"bank": {**given, "branch": "poisoned"}, **poisoned}, tmp_path / "poisoned")
+    good, bad = head_of(bank, "good").number, head_of(bank, "poisoned").number
+    gate = {"split": "test", "max_drop": 50.0}
+    tree = {"bank": bank.storage.uri, "branch": "good", "device": "cpu", "gate": gate}
+    result = judge(ServeConfig(**tree), bad)
+    had, has = f"animal (rows of snapshot {good})", f"animal (rows of snapshot {bad})"
+    assert set(result.before) == set(result.after) == {"colour", "third", had, has}
+    drops = result.drops
+    assert drops[had] > 50 and drops[has] < -50 and not result.passed
+    assert result.reason == f"{had} falls by {drops[had]:.1f} points, allowed are 50"
+    tree["branch"] = "poisoned"
+    back = judge(ServeConfig(**{**tree, "gate": {**gate, "max_drop": 100.0}}), good)
+    assert back.passed and back.reason.endswith(f" (animal: rows of snapshot {bad} and of snapshot {good})")
+    (tmp_path / "test.jsonl").unlink()
+    alone = judge(ServeConfig(**tree), good)  # the rows before are gone
+    assert set(alone.after) == {"colour", "third", "animal"} and alone.drops["animal"] < -50
+    assert set(judge(ServeConfig(**{**tree, "branch": "main"}), good).after) == {"colour", "third", "animal"}
 
 
 def test_on_the_command_line_a_finished_run_names_the_bank(three: Learned, lab: Lab, tmp_path: Path) -> None:

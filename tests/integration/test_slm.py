@@ -251,8 +251,10 @@ def test_stored_dev_texts_detect_out_of_distribution_texts(lab: Lab, tmp_path: P
     asked = ["fire is warm", "the annual report of the company lists its subsidiaries in Norway"]
     with listening(Bank(whole.sub("bank"))) as wire:
         found = [one["raycl"]["ood_score"] for one in wire.post("/v1/route", {"input": asked}).json()["data"]]
-        answered = wire.post("/v1/classify", {"input": asked[0]}).json()["data"][0]["raycl"]
-    assert found[0] < found[1] == 1.0 and answered["ood_score"] is None
+        answered = [one["raycl"]["ood_score"] for one in wire.post("/v1/classify", {"input": asked}).json()["data"]]
+        pinned = wire.post("/v1/classify", {"input": asked, "model": "colour"}).json()["data"][0]["raycl"]
+    assert found[0] < found[1] == 1.0 and answered == found
+    assert pinned["ood_score"] is None, "no router has read it"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -234,7 +234,7 @@ def test_following_with_a_gate(lab: Lab, tmp_path: Path) -> None:
         bad = replace(state, head_weight=-state.head_weight)
         worse.append(bank.publish(entry.name, bad, good.backbone, entry.tasks))
     on_main(bank, bank.snapshot(worse, *fields, provenance=good.provenance))
-    until(lambda: (found()["decision"].get("why") or "").startswith("snapshot 3 was rejected: a task falls by"), 120)
+    until(lambda: (found()["decision"].get("why") or "").startswith("snapshot 3 was rejected: colour falls by"), 120)
     assert active(client) == 2
     entries = [(entry, good.layouts[entry.layout]) for entry in good.adapters]
     on_main(bank, bank.snapshot(entries, *fields, provenance={}))

@@ -27,12 +27,14 @@ from pydantic import Field
 from torch import Tensor
 
 from raycl.backbone import Backbone
+from raycl.data.loader import eval_batches
 from raycl.errors import ConfigError, RunError
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora.lora import as_peft_draws
 from raycl.methods.per_task_adapter import PerTaskAdapter
-from raycl.retrieval.class_gaussians import ClassGaussians, ClassStatistics
+from raycl.retrieval.class_gaussians import COVARIANCE, MEANS, SAMPLE, ClassGaussians, ClassStatistics
+from raycl.retrieval.out_of_distribution import sample_rows
 from raycl.retrieval.prompt_pool import mean_pooled
 from raycl.types import Batch, Mixture, RouterState, Task
 
@@ -42,6 +44,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "lora": ("attention.query", "attention.value"),
 }
 """Value -> linears that it is at, unless they are given."""
+
+DEV_BATCH = 16
+"""Dev texts that are read together."""
 
 
 class EpiConfig(MethodConfig):
@@ -152,10 +157,20 @@ class Epi(PerTaskAdapter):
     # ---- the end of a task -----------------------------------------------------------------------------------
 
     def end_task(self, context: TaskContext) -> Learned:
-        """The adapter is frozen; its classes' means and covariance are kept and go to the bank with it."""
+        """The adapter is frozen; its classes' means and covariance are kept and go to the bank with it, and queries of
+        dev texts, with which unknown texts are told."""
         if not self.task_id_given:
-            self.gaussians.add(self._task, *self._statistics(context).result())
+            self.gaussians.add(self._task, *self._statistics(context).result(), self._held_out(context))
         return super().end_task(context)
+
+    @torch.no_grad()
+    def _held_out(self, context: TaskContext) -> Tensor:
+        """Queries of a few of the phase's dev texts, of which no statistics are made; every worker reads them all."""
+        codec, device = self.backbone.codec, self.backbone.device
+        parts = [table.part(sample_rows(len(table)).numpy()) for table in context.tables("dev")]
+        batches = [batch for part in parts for batch in eval_batches(part, None, 0, 1, DEV_BATCH, codec.pad_id)]
+        queries = [self._queries(batch.to(device)).float().cpu() for batch in batches]
+        return torch.cat(queries) if queries else torch.zeros(0, self.gaussians.dimensions)
 
     def _statistics(self, context: TaskContext) -> ClassStatistics:
         """Of the phase's training texts, over all workers. Collective."""
@@ -212,7 +227,7 @@ class Epi(PerTaskAdapter):
     ) -> State:
         """Also without the task's classes."""
         values, tensors = super().without_task(values, tensors, task, adapters, keep)
-        own = {f"router/{kind}/{name}" for kind in ("means", "covariance") for name in adapters}
+        own = {f"router/{kind}/{name}" for kind in (MEANS, COVARIANCE, SAMPLE) for name in adapters}
         kept = [name for name in values["gaussians"]["tasks"] if name not in adapters]
         left = tensors.select(lambda name: name not in own)
         return {**values, "gaussians": {**values["gaussians"], "tasks": kept}}, left

@@ -18,7 +18,7 @@ from raycl.retrieval.discriminant import Discriminant, Statistics
 from raycl.retrieval.memory_slots.index import EXACT_UP_TO, KeyIndex
 from raycl.retrieval.memory_slots.keys import KeyConfig, cosines, key_accuracy, learn_keys, split_groups
 from raycl.retrieval.memory_slots.weights import RetrievalConfig, slot_weights, sparse_weights
-from raycl.retrieval.out_of_distribution import OodCalibrator, sample_of
+from raycl.retrieval.out_of_distribution import OodCalibrator, sample_rows
 from raycl.types import Mixture, RouterState
 
 Kind = Literal["keys", "discriminant"]
@@ -78,7 +78,7 @@ class SlotRouter:
         """A task's dev queries, on which routers are compared; a sample of them stays with the router."""
         self.dev[task] = dev_BC
         if len(dev_BC):
-            self.samples[task] = sample_of(dev_BC)
+            self.samples[task] = dev_BC[sample_rows(len(dev_BC))]
         self._calibrator = None
 
     def keys(self) -> dict[str, Tensor]:
@@ -199,7 +199,7 @@ class SlotRouter:
                     "this router keeps no dev texts to compare with (its tasks have none, or an earlier version of "
                     "raycl wrote it): there is no out-of-distribution score"
                 )
-            self._calibrator = OodCalibrator(self.discriminant, samples)
+            self._calibrator = OodCalibrator(self.discriminant.relative_distances, samples)
         return self._calibrator.scores(queries_BC)
 
     def novelty(self) -> dict[str, float]:
@@ -213,7 +213,7 @@ class SlotRouter:
         if not samples or queries is None or not len(queries):
             return {}
         before = Discriminant({task: self._statistics[task] for task in earlier})
-        return {newest: 100 * float(OodCalibrator(before, samples).scores(queries).mean())}
+        return {newest: 100 * float(OodCalibrator(before.relative_distances, samples).scores(queries).mean())}
 
     def _columns(self) -> tuple[str, ...]:
         slots = self._slot_names

@@ -138,13 +138,9 @@ def promote(config: ServeConfig, number: int) -> tuple[GateResult, str]:
     result = judge(config, number)
     if result.passed:
         activate(config, number)
-        outcome = f"passed: snapshot {number} answers"
+        outcome = f"passed, {result.reason}: snapshot {number} answers"
     else:
-        worst = max(result.drops, key=lambda task: result.drops[task])
-        outcome = (
-            f"rejected: {worst} falls by {result.drops[worst]:.1f} points, allowed are {result.max_drop:g}; "
-            f"snapshot {result.active} stays active"
-        )
+        outcome = f"rejected: {result.reason}; snapshot {result.active} stays active"
     return result, f"{gate_table(result)}\n{outcome}"
 
 

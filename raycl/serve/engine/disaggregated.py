@@ -22,7 +22,7 @@ from raycl.errors import RayclError
 from raycl.generation.requests import Event, Failed, Sampling, Started
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.requests import CLOSED, FAILURES, AdapterSelection, EngineRequest
-from raycl.serve.engine.routing import mixtures_of, ood_scores_of
+from raycl.serve.engine.routing import mixtures_of, ood_score_of
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,6 @@ class RemoteEngine:
         free = [] if loaded.reads_prompts else requests
         try:
             found = dict(zip(map(id, free), mixtures_of(loaded, free), strict=True))
-            ood_scores = ood_scores_of(loaded, free)
         except (*FAILURES, RayError) as error:  # a request must never end the thread
             if len(requests) > 1:
                 for request in requests:
@@ -123,15 +122,15 @@ class RemoteEngine:
         spent = (time.perf_counter() - began) * 1e3
         for request in requests:
             selection, mixture = request.selection, found.get(id(request))
+            retrieval: dict[str, Any] = {"queue_ms": (began - request.began) * 1e3, "retrieval_ms": spent}
             if mixture is not None:
+                retrieval["ood_score"] = ood_score_of(mixture)
                 pairs = zip(mixture.names, mixture.weights[0].tolist(), strict=True)
                 selection = AdapterSelection({loaded.names[key]: weight for key, weight in pairs}, selection.task)
             remote_request = RemoteRequest(
                 *(request.text, loaded.snapshot.number, selection, request.sampling),
                 *(request.templated, request.route_only, request.is_chat),
             )
-            waited = (began - request.began) * 1e3
-            retrieval = {"queue_ms": waited, "retrieval_ms": spent, "ood_score": ood_scores.get(request.text)}
             asyncio.run_coroutine_threadsafe(self._listen(request, remote_request, retrieval), self._loop)
 
     async def _listen(self, request: EngineRequest, remote_request: RemoteRequest, retrieval: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from raycl.generation.continuous_batch import OVERFLOW, ContinuousBatch, Prepare
 from raycl.generation.requests import Event, Failed, LabelScores, ResponseMetadata, Started
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.engine.requests import CLOSED, FAILURES, EngineRequest, input_of, is_last
-from raycl.serve.engine.routing import head_of, mixtures_of, ood_scores_of, template_of
+from raycl.serve.engine.routing import head_of, mixtures_of, ood_score_of, template_of
 from raycl.serve.engine.truncation import PromptRequest, Truncation
 from raycl.serve.errors import InternalError
 from raycl.types import Capabilities, Mixture
@@ -259,13 +259,10 @@ class Engine:
     def _routed(self, requests: list[EngineRequest]) -> list[PreparedRequest[EngineRequest]]:
         began = time.perf_counter()
         mixtures: dict[int, Mixture] = {}
-        ood_scores: dict[int, float] = {}
         for loaded in {id(request.loaded): request.loaded for request in requests}.values():
             mine = [number for number, request in enumerate(requests) if request.loaded is loaded]
             group = [requests[number] for number in mine]
             mixtures |= dict(zip(mine, mixtures_of(loaded, group, self._route_prompts), strict=True))
-            found = ood_scores_of(loaded, group)
-            ood_scores |= {number: found[requests[number].text] for number in mine if requests[number].text in found}
         spent = (time.perf_counter() - began) * 1e3
         self._retrieval_s += spent / 1e3
         routed_prompts = [self._with_prompt(request, mixtures[number]) for number, request in enumerate(requests)]
@@ -285,7 +282,7 @@ class Engine:
                 queue_ms=(began - request.began) * 1e3,
                 retrieval_ms=spent,
                 batch=len(requests),
-                ood_score=ood_scores.get(number),
+                ood_score=ood_score_of(mixtures[number]),
             )
             ready.append(PreparedRequest(request, mixtures[number], truncated.ids, sampling, metadata))
         return ready

@@ -150,7 +150,8 @@ class LoadedSnapshot:
                 f"the router of snapshot {self.snapshot.number} chose {', '.join(missing)}, which the snapshot lacks: "
                 "the snapshot is inconsistent, use another one"
             )
-        return Mixture(tuple(self.keys[mixture.names[column]] for column in chosen), mixture.weights[:, chosen])
+        names = tuple(self.keys[mixture.names[column]] for column in chosen)
+        return Mixture(names, mixture.weights[:, chosen], ood_scores=mixture.ood_scores)
 
     def shares(self, weights: Mapping[str, float]) -> dict[str, float]:
         """Task -> summed weight of its adapters, the largest first.

@@ -46,7 +46,6 @@ class EngineRequest(GenerationRequest):
         loaded: the snapshot that answers, from beginning to end.
         selection: which adapters are active.
         route_only: with `sampling` None, answer with nothing but the mixture; else a label.
-        scored: compute the out-of-distribution score too, as is always done where `route_only`.
         templated: the text is an input, and gets the prompt that its task was trained with.
         is_chat: the text stands for the messages of a conversation (`raycl.data.conversation`).
         template: set by the engine: task whose template routing has read the text with; "" for none.
@@ -55,7 +54,6 @@ class EngineRequest(GenerationRequest):
     loaded: LoadedSnapshot = field(kw_only=True)
     selection: AdapterSelection = field(kw_only=True)
     route_only: bool = False
-    scored: bool = False
     templated: bool = True
     is_chat: bool = False
     template: str = ""

@@ -42,12 +42,9 @@ def mixtures_of(
     return [found[number] for number in range(len(requests))]
 
 
-def ood_scores_of(loaded: LoadedSnapshot, requests: Sequence[EngineRequest]) -> dict[str, float]:
-    """Text -> out-of-distribution score, of requests that want it; {} if the router has no such score."""
-    wanted = (request for request in requests if request.route_only or request.scored)
-    texts = list(dict.fromkeys(request.text for request in wanted if request.selection.weights is None))
-    scores = loaded.router.ood_score(texts) if texts else None
-    return {} if scores is None else dict(zip(texts, scores, strict=True))
+def ood_score_of(mixture: Mixture) -> float | None:
+    """Out-of-distribution score of a request, by its mixture; None: its router has no such score, or did not run."""
+    return None if mixture.ood_scores is None else float(mixture.ood_scores)
 
 
 def _routed(
@@ -62,9 +59,10 @@ def _routed(
     else:
         whole = loaded.mixture([requests[number].text for number in group], tasks or None)
     found = {}
-    for number, weights in zip(group, whole.weights, strict=True):
+    for place, (number, weights) in enumerate(zip(group, whole.weights, strict=True)):
         columns = weights.nonzero().flatten().tolist()
-        one = Mixture(tuple(whole.names[column] for column in columns), weights[None, columns])
+        score = None if whole.ood_scores is None else whole.ood_scores[place : place + 1]
+        one = Mixture(tuple(whole.names[column] for column in columns), weights[None, columns], ood_scores=score)
         found[number] = _hard(loaded, one) if requests[number].selection.hard else one
     return found
 

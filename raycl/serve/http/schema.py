@@ -62,7 +62,10 @@ class Pins(Wire):
 
     snapshot: int | None = Field(None, ge=1, le=MAX_NUMBER, description="answer from this snapshot")
     adapters: dict[Name, Weight] | None = Field(None, description="adapter -> weight; {} is the bare backbone")
-    task: Name | None = Field(None, description="the text's task: its prompt, and for routers that go by it")
+    task: Name | None = Field(
+        None,
+        description="the text's task: its prompt, and its adapters where the router goes by task ids, not by texts",
+    )
     mix: bool = Field(True, description="false: only the best task's adapters")
     template: bool | None = Field(None, description="prompt of the task around the text; null: not in completions")
 
@@ -207,7 +210,9 @@ class ResponseDetails(BaseModel):
     template: str = ""
     cut_tokens: int = 0
     ood_score: float | None = Field(
-        None, description="POST /v1/route: from 0 to 1, near 1 for a text unlike all learned tasks"
+        None,
+        description="from 0 to 1, near 1 for a text unlike all learned tasks; null: the snapshot's router has no such "
+        "score, or the request names its adapters",
     )
     queue_ms: float = 0.0
     retrieval_ms: float = 0.0

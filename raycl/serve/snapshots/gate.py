@@ -1,6 +1,7 @@
 """The evaluation gate: a snapshot is scored through the serving path, router and mixture included, on held-out rows.
 
-A task that the candidate lacks is evaluated all the same.
+A task that the candidate lacks is evaluated all the same. One whose rows are not those that it had, because it was
+learned again, is evaluated on both.
 What it does not know: what is decided by the result.
 """
 
@@ -11,10 +12,8 @@ import queue
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raycl import config as configs
 from raycl.backbone import Backbone
-from raycl.bank import Snapshot
-from raycl.data.stream import Stream, StreamConfig, open_stream
+from raycl.data.stream import Stream
 from raycl.errors import BankError
 from raycl.eval.settings import EvalConfig
 from raycl.generation.requests import Event, Failed, LabelScores, Sampling, TextDelta
@@ -23,6 +22,7 @@ from raycl.serve.engine.engine import Engine
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.requests import AdapterSelection, EngineRequest
 from raycl.serve.settings import ServeConfig
+from raycl.serve.snapshots.earlier_rows import earlier_rows, stream_of
 from raycl.serve.snapshots.scores import score_snapshot
 from raycl.types import Batch, Score, Task
 
@@ -35,6 +35,8 @@ class GateResult:
 
     Attributes:
         before, after: task -> score of the active snapshot and of the candidate; tasks that are new have no `before`.
+            A revised task is there twice: `animal (rows of snapshot 4)`, `animal (rows of snapshot 3)`.
+        revised: tasks with other rows than they had.
     """
 
     active: int
@@ -42,11 +44,23 @@ class GateResult:
     before: dict[str, Score]
     after: dict[str, Score]
     max_drop: float
+    revised: tuple[str, ...] = ()
 
     @property
     def drops(self) -> dict[str, float]:
         """Task -> points lost, of tasks that the active snapshot has learned; negative: gained."""
         return {task: score.value - self.after[task].value for task, score in self.before.items()}
+
+    @property
+    def reason(self) -> str:
+        """What decides: the task that falls most, by how much, and the rows of revised tasks."""
+        drops = self.drops
+        if not self.passed:
+            worst = max(drops, key=lambda task: drops[task])
+            return f"{worst} falls by {drops[worst]:.1f} points, allowed are {self.max_drop:g}"
+        rows = f"rows of snapshot {self.active} and of snapshot {self.candidate}"
+        both = f" ({', '.join(self.revised)}: {rows})" if self.revised else ""
+        return f"no task falls by more than {max(0.0, *drops.values()):.1f}{both}"
 
     @property
     def passed(self) -> bool:
@@ -72,31 +86,33 @@ def judge(config: ServeConfig, candidate: int, object_store_cache: bool = False)
         if candidate == active.snapshot.number:
             raise BankError(f"snapshot {candidate} answers already: name another one")
         newer = service.snapshot_manager.open_checked(candidate)
-        stream = _stream(newer.snapshot, config)
+        stream = stream_of(newer.snapshot, config)
         known = {task.name for task in active.snapshot.tasks}
         learned = known | {task.name for task in newer.snapshot.tasks}
         tasks = [task for task in stream.tasks if task.name in learned]
         _check_rows(stream, tasks, learned, config)
         tasks = [task for task in tasks if stream.has_data(task)]
+        earlier, revised = earlier_rows(active.snapshot, newer.snapshot, stream, config)
         settings = EvalConfig(split=config.gate.split, batch_size=config.max_batch)
+        rows = {task.name: f" (rows of snapshot {candidate})" for task in revised}
+        old_rows = f" (rows of snapshot {active.snapshot.number})"
+
+        def scores(loaded: LoadedSnapshot, tasks: Sequence[Task]) -> dict[str, Score]:
+            model = EngineModel(engine, loaded)
+            now = score_snapshot(model, stream, tasks, settings)
+            if revised:
+                log.info("snapshot %d, on the rows of snapshot %d:", loaded.snapshot.number, active.snapshot.number)
+            then = score_snapshot(model, earlier, revised, settings)
+            named = {f"{name}{rows.get(name, '')}": score for name, score in now.items()}
+            return named | {f"{name}{old_rows}": score for name, score in then.items()}
+
         log.info("snapshot %d, which answers now:", active.snapshot.number)
-        old = [task for task in tasks if task.name in known]
-        before = score_snapshot(EngineModel(engine, active), stream, old, settings)
+        before = scores(active, [task for task in tasks if task.name in known])
         log.info("snapshot %d:", candidate)
-        after = score_snapshot(EngineModel(engine, newer), stream, tasks, settings)
-        return GateResult(active.snapshot.number, candidate, before, after, config.gate.max_drop)
+        after = scores(newer, tasks)
+        return GateResult(active.snapshot.number, candidate, before, after, config.gate.max_drop, tuple(rows))
     finally:
         close_service(service)
-
-
-def _stream(snapshot: Snapshot, config: ServeConfig) -> Stream:
-    recorded = snapshot.provenance.get("config")
-    if recorded is None:
-        raise BankError(f"snapshot {snapshot.number} has no record of its training data: it cannot be evaluated")
-    tree = {"stream": {**recorded["stream"], "unseen": None}}
-    for override in config.gate.stream:
-        configs.apply_override(tree, f"stream.{override}")
-    return open_stream(configs.validate(StreamConfig, tree["stream"]), int(recorded["seed"]))
 
 
 def _check_rows(stream: Stream, tasks: Sequence[Task], learned: set[str], config: ServeConfig) -> None:
@@ -128,7 +144,7 @@ class EngineModel:
     def predict(self, batch: Batch, texts: Sequence[str], tasks: Sequence[str] | None, limit: int) -> list[str]:
         """One answer per example, requested by the text alone, fill-ups too."""
         loaded = self.loaded
-        rule = loaded.head_rule == "label_count" or "task_id" in loaded.router.needs or loaded.needs_task
+        rule = loaded.head_rule == "label_count" or loaded.router.reads_task or loaded.needs_task
         sampling = None if self.backbone.codec.needs_labels else Sampling(limit)
         boxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in texts]
         for place, (text, box) in enumerate(zip(texts, boxes, strict=True)):

@@ -141,12 +141,11 @@ class GateActor:
             )
             pending.pause_s = min(2 * pending.pause_s, LONGEST_PAUSE_S)
             return
-        worst = max(result.drops.values(), default=0.0)
         if result.passed:
-            why = f"passed the gate: no task falls by more than {worst:.1f}"
+            why = f"passed the gate: {result.reason}"
             self._activations.add(pending.number, why, pending.move)
         else:
-            why = f"snapshot {pending.number} was rejected: a task falls by {worst:.1f}"
+            why = f"snapshot {pending.number} was rejected: {result.reason}"
             self._activations.add(last.snapshot, why, pending.move)
 
     def _evaluate(self) -> GateResult | str | None:

@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from http_client import listening
 from phases import begin_phase, end_phase
 from service_client import bank_of, examples, serving
-from tiny import KINDS, Lab, Taught, matrix
+from tiny import KINDS, Lab, Taught, matrix, run
 
+from raycl.bank import Bank
 from raycl.data.loader import eval_batches
 from raycl.errors import ConfigError
 from raycl.generation.requests import Sampling
 from raycl.methods.base import trained_names
 from raycl.methods.prompts.epi import Epi
 from raycl.run.assembly import build
+from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
 from raycl.training.training_context import TrainingContext
 from raycl.types import Batch, Task
@@ -89,6 +92,19 @@ def test_each_text_gets_the_adapter_of_the_nearest_class(lab: Lab) -> None:
     assert trained_names(context.backbone) == []
     summary = method.summary({"animal": found.weights.mean(0)})
     assert summary["chosen"]["adapters"] == ["colour", "animal"] and sum(summary["chosen"]["test"]["animal"]) == 1
+
+
+def test_dev_texts_that_are_kept_tell_unknown_texts_in_every_answer(lab: Lab, tmp_path: Path) -> None:
+    config = lab.config("llama", "epi", stream={"dev_fraction": 0.25})
+    done = run(config, Storage.at(tmp_path)).storage
+    asked = ["fire is warm", "blue sky cat much : Output a a a a"]
+    with listening(Bank(done.sub("bank"))) as wire:
+        routed = [one["raycl"]["ood_score"] for one in wire.post("/v1/route", {"input": asked}).json()["data"]]
+        chats = [{"messages": [{"role": "user", "content": text}], "max_tokens": 2} for text in asked]
+        answers = [wire.post("/v1/chat/completions", chat).json()["raycl"]["ood_score"] for chat in chats]
+        prompts = [{"prompt": text, "max_tokens": 2, "raycl": {"template": True}} for text in asked]
+        completions = [wire.post("/v1/completions", prompt).json()["raycl"]["ood_score"] for prompt in prompts]
+    assert routed == answers == completions and len(set(routed)) == 2 and 0 <= min(routed) < max(routed) <= 1
 
 
 def test_tasks_without_labels_are_refused(lab: Lab) -> None:

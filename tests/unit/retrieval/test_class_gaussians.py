@@ -50,6 +50,31 @@ def test_a_text_on_a_class_mean_goes_to_that_classs_task() -> None:
     assert found.nearest(torch.tensor([[0.0, 0.0], [8.0, 8.0], [0.0, 1.0]])).tolist() == [0, 0, 1]
 
 
+def test_the_ood_score_is_the_share_of_dev_texts_that_are_nearer_to_a_class() -> None:
+    found = gaussians()
+    queries = torch.tensor([[4.0, 1.0], [8.0, 8.0], [30.0, 9.0]])
+    assert found.ood_scores(queries) is None, "no dev text was kept"
+    dev = torch.tensor([[1.0, 0.0], [8.0, 7.0], [0.0, 1.5], [2.0, 0.4]])
+    found.add("b", found.means["b"], found.covariances["b"], dev)
+    shared = torch.linalg.inv(torch.diag(torch.tensor([4.0, 0.1], dtype=torch.float64)))
+    means = torch.tensor([[0.0, 0.0], [8.0, 8.0], [0.0, 1.0]], dtype=torch.float64)
+
+    def squared(rows: Tensor) -> Tensor:
+        apart = rows.double()[:, None] - means
+        return torch.einsum("bkd,de,bke->bk", apart, shared, apart).min(1).values
+
+    torch.testing.assert_close(found.distances(queries), squared(queries))
+    expected = [float((squared(dev) < one).float().mean()) for one in squared(queries)]
+    scores = found.ood_scores(queries)
+    assert scores is not None and scores.tolist() == expected and expected[1] == 0 and expected[2] == 1
+    whole = RouterState("class_gaussians", found.settings(), found.tensors())
+    routed = make_router(whole, OWNERS).route_embeddings(queries[:, None], torch.ones(3, 1))
+    assert routed.ood_scores is not None and routed.ood_scores.tolist() == expected
+    assert set(found.tensors()) == {"means/a", "covariance/a", "means/b", "covariance/b", "sample/b"}
+    alone = without(whole, "b")
+    assert make_router(alone, OWNERS).route_embeddings(queries[:, None], torch.ones(3, 1)).ood_scores is None
+
+
 def test_distances_are_by_the_shared_covariance() -> None:
     found = gaussians()
     shared = torch.diag(torch.tensor([4.0, 0.1]))

@@ -13,7 +13,7 @@ from raycl.retrieval.memory_slots.key_maps import newest_rows, similarity
 from raycl.retrieval.memory_slots.keys import KeyConfig
 from raycl.retrieval.memory_slots.slots import SlotRouter
 from raycl.retrieval.memory_slots.weights import RetrievalConfig
-from raycl.retrieval.out_of_distribution import KEPT, OodCalibrator, sample_of
+from raycl.retrieval.out_of_distribution import KEPT, OodCalibrator, sample_rows
 from raycl.retrieval.routers import without
 from raycl.types import RouterState
 
@@ -94,17 +94,17 @@ def test_many_kept_texts_are_measured_in_parts(monkeypatch: pytest.MonkeyPatch) 
     whole = router.ood_score(queries)
     monkeypatch.setattr(out_of_distribution, "ROWS", 7)
     samples = [router.samples["two"], router.samples["one"]]
-    torch.testing.assert_close(OodCalibrator(router.discriminant, samples).scores(queries), whole)
+    torch.testing.assert_close(OodCalibrator(router.discriminant.relative_distances, samples).scores(queries), whole)
 
 
 def test_a_sample_is_small_and_depends_on_nothing_but_the_task() -> None:
     texts = texts_of("one", 500, seed=2)
-    sample = sample_of(texts)
-    assert sample.shape == (KEPT, 16) and torch.equal(sample, sample_of(texts.clone()))
+    sample = texts[sample_rows(len(texts))]
+    assert sample.shape == (KEPT, 16) and sample.unique(dim=0).shape == sample.shape
     assert len({tuple(row) for row in sample.tolist()} & {tuple(row) for row in texts.tolist()}) == KEPT
     torch.manual_seed(5)
-    assert torch.equal(sample, sample_of(texts)), "whatever was drawn before"
-    assert sample_of(texts[:3]).sort(0).values.equal(texts[:3].sort(0).values), "few texts are all kept"
+    assert torch.equal(sample, texts[sample_rows(len(texts))]), "whatever was drawn before"
+    assert sample_rows(3).sort().values.tolist() == [0, 1, 2], "few texts are all kept"
     sample.zero_()
     assert float(texts.abs().min()) > 0, "not a view of the dev texts"
 
@@ -125,7 +125,7 @@ def test_distances_are_measured_anew_when_a_task_comes() -> None:
     grown, queries = studied("one", "two"), texts_of("two", 30, seed=8)
     grown.ood_score(queries)
     grown.fit("three", texts_of("three", 200, seed=1), KEYS, seed=2)
-    between = OodCalibrator(grown.discriminant, list(grown.samples.values()))
+    between = OodCalibrator(grown.discriminant.relative_distances, list(grown.samples.values()))
     assert torch.equal(grown.ood_score(queries), between.scores(queries)) and len(grown.samples) == 2
     grown.hold_out("three", texts_of("three", 200, seed=2))
     assert torch.equal(grown.ood_score(queries), studied("one", "two", "three").ood_score(queries))
@@ -150,7 +150,7 @@ def test_novelty_is_the_area_under_the_roc_curve_before_the_task_was_learned() -
 
     router = studied("one", "two", "three")
     before = Discriminant({task: Statistics.of(texts_of(task, 200, seed=1)) for task in ("one", "two")})
-    known = torch.cat([sample_of(texts_of(task, 200, seed=2)) for task in ("one", "two")])
+    known = torch.cat([texts_of(task, 200, seed=2)[sample_rows(200)] for task in ("one", "two")])
     found = torch.cat([before.relative_distances(known), before.relative_distances(texts_of("three", 200, seed=2))])
     expected = 100 * roc_auc_score([0] * len(known) + [1] * 200, found.numpy())
     assert router.novelty() == {"three": pytest.approx(expected, abs=1e-3)} and expected > 90
