@@ -21,7 +21,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import yaml
 from omegaconf import OmegaConf
@@ -54,6 +54,9 @@ class Section(BaseModel):
     """Base of every config section: unknown keys are errors, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    folders: ClassVar[tuple[str, ...]] = ()
+    """Settings in here that name folders of samples, which a run reads."""
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Settings in here that act on nothing, and `key=value` that makes it so; both as dotted paths from here."""

@@ -40,8 +40,9 @@ from raycl.run import checks
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
 from raycl.run.extension import other_changes, with_tasks
+from raycl.run.fingerprints import inputs_of
 from raycl.storage import Storage
-from raycl.training.records.journal import RunState, check_owner, last_attempt, read_state
+from raycl.training.records.journal import RunState, check_inputs, check_owner, last_attempt, read_state
 from raycl.training.records.publish import open_bank, publish_again
 from raycl.training.records.results import build_results
 from raycl.training.records.stop_request import HostStop, is_stop_requested
@@ -131,7 +132,7 @@ def reopen(folder: str, wanted: RunConfig | None = None, overrides: tuple[str, .
         wanted: the config that the caller has; None: the run's own, with `overrides`.
 
     Raises:
-        ResumeError: there is no run, or a setting that changes what is learned differs.
+        ResumeError: there is no run, or a setting, data or a model that changes what is learned differs.
         ConfigError: the run requests what `overrides` do not allow (`raycl.config.trust`).
     """
     storage, old, state = run_in(folder)
@@ -160,6 +161,7 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
 def _continued(config: RunConfig, storage: Storage, state: RunState) -> Prepared:
     """The run with a config that may follow that of `state`; the next claim records it."""
     stream, singles = checks.check(config), checks.read_singles(config)
+    check_inputs(storage, state, inputs_of(config, stream))
     return Prepared(config, stream, storage, storage.uri.rsplit("/", 1)[-1], singles, state.fingerprint)
 
 

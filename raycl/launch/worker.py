@@ -30,6 +30,7 @@ from raycl.storage import Storage
 from raycl.tracking import open_tracker
 from raycl.training.control import Control, hang_file
 from raycl.training.distributed import DistributedContext
+from raycl.training.inputs import version_changes
 from raycl.training.memory import forget_peak, is_out_of_memory, out_of_memory
 from raycl.training.records.fork_points import save_fork_point
 from raycl.training.records.journal import read_state
@@ -129,6 +130,8 @@ def _learn(
             log_to(RunLog(storage, loop.journal.attempt))
             for rank in range(world.size):
                 _log_hang(storage, hang_file(job["driver"], rank))
+            for change in version_changes(loop.state.attempts):
+                log.warning("%s", change)
         loop.run(job["stop_after"])
         failed = False
     finally:  # the process may continue: with another trial

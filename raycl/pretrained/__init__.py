@@ -3,11 +3,12 @@
 What it does not know: how any of them is loaded.
 """
 
-from raycl.pretrained.hashes import fingerprint_of
+from raycl.pretrained.hashes import fingerprint_of, parts_of
 from raycl.pretrained.places import (
     CONFIG,
     commit_of,
     folder_of,
+    is_local,
     present_folder,
     published_name,
     resolve,
@@ -20,6 +21,8 @@ __all__ = [
     "commit_of",
     "fingerprint_of",
     "folder_of",
+    "is_local",
+    "parts_of",
     "present_folder",
     "published_name",
     "resolve",

@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from raycl.pretrained.places import folder_of, identity_files
+from raycl.pretrained.places import folder_of, identity_files, part_files
 
 RECORD = ".raycl-hashes.json"
 LARGE = 16 * 2**20
@@ -40,6 +40,21 @@ def fingerprint_of(name: str, revision: str | None = None, pickles: bool = False
     for file in identity_files(folder):
         digest.update(f"{file.name} {hash_of(file)}\n".encode())
     return digest.hexdigest()
+
+
+def parts_of(name: str, revision: str | None = None, pickles: bool = False, code: bool = False) -> dict[str, str]:
+    """SHA-256 over the files of each part: weights, config (with the layers of a sentence encoder), tokenizer (with its
+    chat template).
+
+    Args:
+        pickles, code: see `folder_of`; the Python files count as config.
+
+    Raises:
+        BackboneError: it does not exist.
+    """
+    parts = part_files(folder_of(name, revision, pickles, code), code)
+    named = {part: "".join(f"{file.name} {hash_of(file)}\n" for file in files) for part, files in parts.items()}
+    return {part: hashlib.sha256(lines.encode()).hexdigest() for part, lines in named.items()}
 
 
 def hash_of(file: Path) -> str:

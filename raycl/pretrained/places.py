@@ -25,14 +25,19 @@ CONFIG = "config.json"
 WHOLE = "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
 
-DESCRIPTION = (
-    *(CONFIG, "generation_config.json", "tokenizer.*", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "chat_template.json", "*.jinja"),
+TOKENIZER = (
+    *("tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+    *("*.model", "*.tiktoken", "chat_template.json", "*.jinja"),
+)
+SETTINGS = (
+    *(CONFIG, "generation_config.json"),
     *("modules.json", "*sentence_*.json", "config_sentence_transformers.json", "[0-9]_*/config.json"),
 )
+DESCRIPTION = (*SETTINGS, *TOKENIZER)
 """Files of a hub model that are fetched before its weights: config, tokenizer, and layers of a sentence encoder."""
 
-WEIGHTS = (WHOLE, INDEX, "model-*-of-*.safetensors", "[0-9]_*/model.safetensors")
+LAYERS = "[0-9]_*/model.safetensors"
+WEIGHTS = (WHOLE, INDEX, "model-*-of-*.safetensors", LAYERS)
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin")
 CODE = ("*.py",)
 
@@ -41,6 +46,11 @@ def resolve_path(name: str) -> str:
     """Absolute form of a local folder (workers run in another directory); other names as they are."""
     folder = Path(name).expanduser()
     return str(folder.absolute()) if name not in PACKAGED and folder.is_dir() else name
+
+
+def is_local(name: str) -> bool:
+    """Whether a name is that of a packaged model or of a folder, and not of the hub."""
+    return Path(resolve(name)).is_dir()
 
 
 def published_name(name: str) -> str:
@@ -152,3 +162,11 @@ def identity_files(folder: Path) -> list[Path]:
     weights = _safetensors(folder) or [file for file in folder.iterdir() if file.suffix == ".bin"]
     described = [file for name in (CONFIG, "tokenizer.json") if (file := folder / name).is_file()]
     return sorted([*described, *weights])
+
+
+def part_files(folder: Path, code: bool) -> dict[str, list[Path]]:
+    """The files of each part of a model that can change what it computes, by name."""
+    weights = _safetensors(folder) or list(folder.glob("*.bin"))
+    patterns = {"config": (*SETTINGS, *(CODE if code else ())), "tokenizer": TOKENIZER}
+    found = {part: {file for one in given for file in folder.glob(one)} for part, given in patterns.items()}
+    return {part: sorted(files) for part, files in {**found, "weights": {*weights, *folder.glob(LAYERS)}}.items()}

@@ -319,6 +319,7 @@ def _routing_rows(group: Sequence[Routing], tasks: Sequence[str]) -> list[list[s
 
 def _notes(result: Tree) -> list[Text]:
     notes = [f"note: {note}" for note in result["stream"].get("notes") or ()]
+    notes += [f"warning: {change}" for change in result.get("version_changes") or ()]
     if result.get("finished") is False:
         done = sum(any(row) for row in result["matrix"])
         notes.append(f"note: unfinished, {done} of {len(result['phases'])} phases evaluated")

@@ -12,6 +12,7 @@ from raycl.data.stream import open_stream
 from raycl.methods.registry import method_class
 from raycl.run.checks import make_modifiers
 from raycl.run.config import RunConfig, info_of
+from raycl.run.fingerprints import inputs_of
 from raycl.run.method_checks import check_language_head
 from raycl.training.distributed import DistributedContext
 from raycl.training.engines.compilation import compile_layers
@@ -55,7 +56,8 @@ def build(
     check_language_head(method)
     if config.train.compile:
         compile_layers(backbone)
-    info = info_of(config, singles, replaces)
+    inputs = inputs_of(config.model_copy(update={"backbone": chosen}), stream, fetches=True) if world.is_first else {}
+    info = info_of(config, singles, replaces, inputs)
     context = TrainingContext(
         info=info,
         stream=stream,

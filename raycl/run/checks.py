@@ -26,6 +26,7 @@ from raycl.methods.registry import WRAPPERS, method_class, modifier_class
 from raycl.report.results import read_results
 from raycl.run.config import RunConfig
 from raycl.run.extension import check_takes_more_tasks
+from raycl.run.fingerprints import inputs_of
 from raycl.run.method_checks import (
     check_adaptation,
     check_compiled,
@@ -36,6 +37,7 @@ from raycl.run.method_checks import (
     check_packing,
     check_quantized,
 )
+from raycl.training.records.bank_start import check_snapshot_inputs
 from raycl.training.schedule import SCHEDULES
 from raycl.training.seeds import micro_batch_size
 from raycl.training.settings import DeepSpeedConfig
@@ -140,11 +142,12 @@ def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:
 
     Raises:
         RunError: another run's snapshots are on that branch, or the run starts from a snapshot of a method that
-            takes no more tasks. RayclError: see `check`.
+            takes no more tasks. BankError: it starts from one of other data. RayclError: see `check`.
     """
     stream = check(config)
     if config.bank.start:
         check_takes_more_tasks(config)
+        check_snapshot_inputs(snapshot_at(config.bank.start)[1], inputs_of(config, stream), config.bank.revise)
     if config.bank.publish and config.bank.dir:
         bank, name = Bank.at(config.bank.dir), config.bank.branch
         head = Branch(bank, name).head()

@@ -25,6 +25,7 @@ from raycl.run.settings import LaunchConfig, OutputConfig
 from raycl.run.start import read_start, refuse_changes
 from raycl.storage import Storage
 from raycl.tracking import TrackingConfig
+from raycl.training.inputs import Inputs
 from raycl.training.schedule import SCHEDULES
 from raycl.training.settings import (
     EXEMPT,
@@ -178,9 +179,11 @@ def fingerprint(config: RunConfig) -> str:
     return configs.fingerprint(config, without=EXEMPT)
 
 
-def info_of(config: RunConfig, singles: dict[str, float] | None = None, replaces: str = "") -> RunInfo:
+def info_of(
+    config: RunConfig, singles: dict[str, float] | None = None, replaces: str = "", inputs: Inputs | None = None
+) -> RunInfo:
     """What identifies the run of this config."""
-    return RunInfo(config.seed, configs.as_tree(config), fingerprint(config), singles, replaces)
+    return RunInfo(config.seed, configs.as_tree(config), fingerprint(config), singles, replaces, inputs or {})
 
 
 def phases(config: RunConfig, stream: Stream) -> tuple[Phase, ...]:

@@ -23,6 +23,7 @@ from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.tracking import MetricsSink
 from raycl.training.distributed import DistributedContext
+from raycl.training.inputs import versions
 from raycl.training.phase.scoring import ScoredRow
 from raycl.training.phase.step import StepResult
 from raycl.training.records import checkpoint as checkpoints
@@ -82,7 +83,7 @@ class Recorder:
         self.objects = TensorObjects(storage, bank, shared, context.bank.copies)
         nodes = world.gather({"host": socket.gethostname(), "pid": os.getpid()})
         tasks, phases = _names(context)
-        names = {"stream": context.stream.name, "tasks": tasks, "phases": phases}
+        names = {"stream": context.stream.name, "tasks": tasks, "phases": phases, "versions": versions()}
         claims = partial(Journal.claim, storage, context.info, workers=world.size, driver=driver, nodes=nodes, **names)
         self.journal = claims() if world.is_first else None
         self.state: RunState = world.broadcast(self.journal.state if self.journal else RunState())

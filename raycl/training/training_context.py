@@ -17,6 +17,7 @@ from raycl.eval.settings import EvalConfig
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
 from raycl.training.distributed import load_parameters
+from raycl.training.inputs import Inputs
 from raycl.training.schedule import Schedule
 from raycl.training.settings import BankConfig, CheckpointConfig, EngineConfig, TrainConfig
 from raycl.types import Phase
@@ -30,6 +31,7 @@ class RunInfo:
         tree: the resolved config. fingerprint: of its parts that can change a result.
         singles: task -> score of the task trained alone by the same method, for FWT.
         replaces: fingerprint of the config that the run had so far, where it continues with more tasks.
+        inputs: fingerprints of what it reads (`raycl.training.inputs`); empty where nothing is to be learned.
     """
 
     seed: int
@@ -37,6 +39,7 @@ class RunInfo:
     fingerprint: str
     singles: dict[str, float] | None = None
     replaces: str = ""
+    inputs: Inputs = field(default_factory=dict)
 
 
 @dataclass

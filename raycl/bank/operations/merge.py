@@ -6,6 +6,7 @@ What it does not know: branches, and how anything was learned.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,10 @@ from raycl.errors import BankError
 from raycl.methods.base import at
 from raycl.methods.registry import method_config
 from raycl.retrieval.routers import router_class
+from raycl.training.inputs import changes, different_versions, joined
 from raycl.types import RouterState
+
+log = logging.getLogger("raycl")
 
 Entry = AdapterManifest | tuple[SnapshotAdapter, Layout]
 
@@ -65,6 +69,10 @@ def merge(bank: Bank, ours: Snapshot, theirs: Snapshot, other: Bank, with_sample
                 f"adapter '{entry.name}' has different weights in {_names(ours, theirs)}: rename one of the tasks"
             )
     provenance: dict[str, Any] = {**ours.provenance, "merged": [ours.sha256, theirs.sha256]}
+    provenance["inputs"] = joined(*(snapshot.provenance.get("inputs", {}) for snapshot in (theirs, ours)))
+    if differing := different_versions(*(snapshot.provenance.get("versions", {}) for snapshot in (theirs, ours))):
+        log.warning("%s were learned with other libraries: %s", _names(ours, theirs), differing)
+        provenance["version_changes"] = [f"{_names(ours, theirs)} were learned with other libraries: {differing}"]
     return bank.snapshot(
         kept,
         ours.backbone,
@@ -83,6 +91,8 @@ def _check(ours: Snapshot, theirs: Snapshot) -> None:
         one, two = getattr(ours, what), getattr(theirs, what)
         if (one and one.sha256) != (two and two.sha256):
             raise BankError(f"{both} cannot be merged: {what} '{one and one.name}' and '{two and two.name}' differ")
+    if changed := changes(*(snapshot.provenance.get("inputs", {}) for snapshot in (ours, theirs))):
+        raise BankError(f"{both} cannot be merged, since they were learned from other inputs: {'; '.join(changed)}")
     configs = [snapshot.provenance.get("config") for snapshot in (ours, theirs)]
     if None in configs:
         raise BankError(f"{both} cannot be merged: one of them was not published by a run")

@@ -6,6 +6,8 @@ What it does not know: which rows will be used, tokens, prompts.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -28,7 +30,7 @@ Labels = tuple[str, ...] | Literal["auto"] | None
 MAX_AUTO_LABELS = 64
 """More distinct answers than this in a train file are free text, not a label set."""
 
-_VERSION = 2
+_VERSION = 4
 _BATCH = 1024
 _SCHEMA = pa.schema([("text", pa.string()), ("references", pa.list_(pa.string())), ("row", pa.int64())])
 
@@ -77,6 +79,11 @@ class RawRows:
     def count(self) -> int:
         """Number of rows."""
         return int(self.entry.info["count"])
+
+    @property
+    def sha256(self) -> str:
+        """Of texts and references, wherever and however they are stored."""
+        return str(self.entry.info["sha256"])
 
     @property
     def dropped(self) -> int:
@@ -158,9 +165,10 @@ def ingest_pairs(
 
 def write_rows(rows: Iterator[Row], reading: Reading, writer: pa.RecordBatchFileWriter, refuse: Refuse) -> Info:
     """Check rows and write them in batches; memory holds one batch at a time."""
-    check = _Check(reading, refuse)
+    check, digest = _Check(reading, refuse), hashlib.sha256()
     kept = (row for row in map(check, rows) if row is not None)
     while batch := list(islice(kept, _BATCH)):
+        digest.update(json.dumps([(row.text, row.references) for row in batch]).encode())
         writer.write_batch(
             pa.record_batch(
                 [[row.text for row in batch], [row.references for row in batch], [row.number for row in batch]],
@@ -171,7 +179,7 @@ def write_rows(rows: Iterator[Row], reading: Reading, writer: pa.RecordBatchFile
         refuse(f"none of its {check.dropped:,} rows has a label: expected labels, choose another split or file")
     if not check.count:
         refuse("the split is empty: expected at least one row, fill the file or leave the task out")
-    found = {"count": check.count, "dropped": check.dropped, "labels": check.labels()}
+    found = {"count": check.count, "dropped": check.dropped, "labels": check.labels(), "sha256": digest.hexdigest()}
     return {**found, "is_chat": bool(check.is_chat)}
 
 

@@ -10,7 +10,7 @@ has just learned the task answers them. With `source=file` they are given. Both 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -34,6 +34,8 @@ KEPT = "replayed"
 
 class ReplayConfig(WrapperConfig):
     """Any learner, with stored rows or pseudo-samples of earlier tasks among the training data."""
+
+    folders: ClassVar[tuple[str, ...]] = ("files",)
 
     name: Literal["replay"] = "replay"
     share: float = Field(

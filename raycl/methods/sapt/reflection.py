@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -30,6 +30,8 @@ from raycl.types import Capabilities
 
 class ReflectionConfig(Section):
     """ARM's settings (SAPT, section 4.3 and appendix C); where its released code differs, there is a setting."""
+
+    folders: ClassVar[tuple[str, ...]] = ("files",)
 
     weight: float | None = Field(
         None, ge=0, description="lambda; null: 2 on decoders, 0.5 elsewhere (the paper: 0.1 on T5's long sequences)"

@@ -22,6 +22,7 @@ from raycl.bank.training_state import get_record, put_state, restore_record
 from raycl.errors import BankError, CheckpointError
 from raycl.methods.base import Method, State
 from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.training.inputs import Inputs, changes
 from raycl.training.records.checkpoint import Checkpoint, write_checkpoint
 from raycl.training.records.journal import Journal
 from raycl.training.records.tensor_objects import TensorObjects
@@ -159,9 +160,11 @@ def start_from_snapshot(
         revision: the task that is learned again; the run starts without it.
 
     Raises:
-        BankError: the training state is missing or damaged, or of another backbone; the run has not started then.
+        BankError: the training state is missing or damaged, or of another backbone or other data; the run has not
+            started then.
     """
     check_backbone(snapshot, context)
+    check_snapshot_inputs(snapshot, context.info.inputs, revision.task if revision is not None else None)
     checkpoint, phases = read_training_state(bank, snapshot, objects)
     summary: dict[str, Any] = {"started_from": f"{bank.storage.address}@{snapshot.sha256}"}
     if revision is not None:
@@ -176,6 +179,7 @@ def start_from_snapshot(
     name = f"phase{checkpoint.phase:03d}-start-{snapshot.sha256[:12]}"
     write_checkpoint(objects.storage, name, checkpoint, objects)
     hold_lease(bank.storage, objects.storage.address, [snapshot.number])
+    summary["versions"] = snapshot.provenance.get("versions")
     journal = Journal.claim(objects.storage, context.info, workers=0, driver="", **summary)
     journal.begin_with([name], phases)
 
@@ -191,6 +195,22 @@ def check_backbone(snapshot: Snapshot, context: TrainingContext) -> None:
             f"snapshot {snapshot.number} was trained on backbone '{snapshot.backbone.name}' "
             f"({snapshot.backbone.sha256[:12]}), this run has '{context.info.tree['backbone']['name']}' "
             f"({context.identity[:12]}): use the one that it was trained on"
+        )
+
+
+def check_snapshot_inputs(snapshot: Snapshot, inputs: Inputs, revised: str | None) -> None:
+    """Refuse to go on from a snapshot with other data or pretrained models than it was learned from.
+
+    Args:
+        inputs: of the run that starts. revised: a task that is learned again, from data that may be others.
+
+    Raises:
+        BankError: some differ; names them.
+    """
+    if changed := changes(snapshot.provenance.get("inputs", {}), inputs, [revised] if revised else []):
+        raise BankError(
+            f"this run cannot start from snapshot {snapshot.number}, which was learned from other inputs: "
+            f"{'; '.join(changed)}; restore those, or start a new run"
         )
 
 

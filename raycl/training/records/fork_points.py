@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
 from raycl.bank.leases import hold_lease
@@ -81,6 +82,8 @@ def start_from(
         storage.delete(folder)
         raise
     source_run = Storage.at(tree["run"])
+    if run is not None:  # what it reads is compared with what the source run read when its workers claim it
+        run = replace(run, inputs=read_state(source_run).inputs)
     for record in phases:
         folder = f"{PREDICTIONS}/{record['phase']:03d}-{record['times']['phase']}"
         _copy(source_run.sub(folder), storage.sub(folder))

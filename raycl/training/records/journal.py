@@ -27,6 +27,7 @@ from raycl import config as configs
 from raycl.errors import AlreadyExistsError, DamagedError, FormatError, ResumeError, RunError, StaleAttemptError
 from raycl.storage import Storage
 from raycl.storage.records import numbered, numbers, read_record, seal
+from raycl.training.inputs import Inputs, changes, joined
 from raycl.training.settings import EXEMPT
 from raycl.training.training_context import RunInfo
 
@@ -50,6 +51,7 @@ class RunState:
             for every attempt so far.
         config: resolved tree of the run, as its first claim recorded it, or the one that added tasks.
         fingerprint: of that config; empty for runs of versions that did not record it.
+        inputs: fingerprints of what the run reads (`raycl.training.inputs`), as the claims recorded them.
     """
 
     checkpoints: list[str] = field(default_factory=list)
@@ -57,6 +59,7 @@ class RunState:
     attempts: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
+    inputs: Inputs = field(default_factory=dict)
 
     @property
     def scored(self) -> int:
@@ -96,6 +99,7 @@ class Journal:
                 check_owner(storage, state, run)
                 if state.fingerprint != run.fingerprint:
                     state.config, state.fingerprint = run.tree, run.fingerprint
+                state.inputs = joined(state.inputs if has_begun(state) else {}, run.inputs)
             number = last + 1
             me = {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
             state.attempts.append({"attempt": number, **me, **summary})
@@ -167,9 +171,10 @@ def check_owner(storage: Storage, state: RunState, run: RunInfo) -> None:
     """Check that the folder was claimed by this run, or is not claimed yet.
 
     Raises:
-        ResumeError: by a run with other settings; names them.
+        ResumeError: by a run with other settings, or with other data or pretrained models; names them.
     """
     if state.fingerprint in ("", run.fingerprint, run.replaces):
+        check_inputs(storage, state, run.inputs)
         return
     changed = configs.differences(state.config, run.tree, without=EXEMPT)
     listed = ", ".join(f"{key} is {theirs!r} there, {mine!r} here" for key, (theirs, mine) in changed.items())
@@ -178,6 +183,24 @@ def check_owner(storage: Storage, state: RunState, run: RunInfo) -> None:
         f"'{storage.uri}' is a run with other settings, claimed on {host} by process {process}: {listed}; "
         "choose another output.name"
     )
+
+
+def has_begun(state: RunState) -> bool:
+    """Whether anything was learned, which a changed input would be mixed with."""
+    return bool(state.checkpoints or state.phases)
+
+
+def check_inputs(storage: Storage, state: RunState, inputs: Inputs) -> None:
+    """Refuse to go on with other data or pretrained models than the run began with.
+
+    Raises:
+        ResumeError: some differ; names them.
+    """
+    if changed := changes(state.inputs, inputs) if has_begun(state) else []:
+        raise ResumeError(
+            f"'{storage.uri}' cannot continue, since what it reads has changed: {'; '.join(changed)}; restore what it "
+            "began with, or start a new run"
+        )
 
 
 def last_attempt(storage: Storage) -> int:

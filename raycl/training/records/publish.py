@@ -21,6 +21,7 @@ from raycl.errors import BankError, BranchMovedError, CheckpointError, RunError,
 from raycl.methods.base import Learned
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext
+from raycl.training.inputs import of_tasks, versions
 from raycl.training.records.bank_start import put_training_state, restore_training_state
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, read_snapshot
 from raycl.training.records.journal import RunState
@@ -77,6 +78,7 @@ def publish(
             if entry.name not in names and not (entry.tasks and again.issuperset(entry.tasks))
         ]
     router, encoder = put_router(bank, learned.router)
+    inputs = of_tasks(state.inputs, [task.name for task in seen])
     snapshot = bank.snapshot(
         [*fresh, *kept],
         backbone,
@@ -84,12 +86,12 @@ def publish(
         [_task_info(context, task) for task in seen],
         encoder,
         parent=parent.number if parent else None,
-        provenance={**provenance, "config": context.info.tree},
+        provenance={**provenance, "config": context.info.tree, "inputs": inputs, "versions": versions()},
         again=all(manifest.version in known[manifest.name] for manifest in fresh),
         training=put_training_state(bank, done, state.phases, objects),
     )
-    versions = {entry.name: entry.version for entry in snapshot.adapters}
-    return {"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": versions}, dump(snapshot)
+    published = {entry.name: entry.version for entry in snapshot.adapters}
+    return {"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": published}, dump(snapshot)
 
 
 def move_branch(context: TrainingContext, storage: Storage, published: dict[str, Any], resumed: bool = False) -> None:

@@ -6,11 +6,8 @@ What it does not know: how to draw or print them (`raycl.report`).
 from __future__ import annotations
 
 import math
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from raycl import __version__
@@ -18,11 +15,10 @@ from raycl.data.stream import Stream
 from raycl.eval.averages import averages
 from raycl.eval.matrix import AccuracyMatrix, summary
 from raycl.eval.variants import compute_variants
+from raycl.training.inputs import version_changes, versions
 from raycl.training.records.journal import RunState
 from raycl.training.training_context import RunInfo
 from raycl.types import Phase, Score, Task
-
-PACKAGES = ("ray", "torch", "transformers", "peft", "deepspeed", "numpy", "pyarrow")
 
 
 def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state: RunState) -> dict[str, Any]:
@@ -55,7 +51,8 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
         "train_s": seconds,
         "trained_parameters": max((entry.get("trained_parameters", 0) for entry in times), default=0) or None,
         "peak_memory_mb": max((entry["peak_memory_mb"] for entry in times), default=None),
-        "versions": _versions(),
+        "versions": versions(),
+        "version_changes": version_changes(state.attempts),
         "seeds": {"run": info.seed},
         "attempts": len(state.attempts),
         "workers": state.attempts[-1]["workers"] if state.attempts else None,
@@ -139,17 +136,3 @@ def _revision(state: RunState) -> dict[str, Any] | None:
     """A task that was learned again, and cells of every task before and after; None for other runs."""
     revised = next((attempt["revised"] for attempt in state.attempts if "revised" in attempt), None)
     return revised and {**revised, "after": state.phases[-1]["row"]}
-
-
-def _versions() -> dict[str, str]:
-    versions = {package: _version(package) for package in PACKAGES}
-    return {"python": platform.python_version()} | {name: found for name, found in versions.items() if found}
-
-
-@cache
-def _version(package: str) -> str | None:
-    """Of an installed package, looked up once: it takes 2 ms."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -1,0 +1,81 @@
+"""Fingerprints of what a run reads: its rows, its pretrained models, and files that its method names.
+
+Rows count by what they say, so the same rows in another folder or format are the same. Hashes of large files are kept
+(`raycl.pretrained.hashes`), those of rows are made once, when they are read.
+What it does not know: what they are compared with (`raycl.training.inputs`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+from raycl.backbone import BackboneConfig
+from raycl.config import Section
+from raycl.data.sources.cache import cache_folder
+from raycl.data.sources.source import SourceFile
+from raycl.data.stream import Stream
+from raycl.data.tokens import Split
+from raycl.pretrained import is_local, parts_of
+from raycl.retrieval.encoder import EncoderConfig
+from raycl.run.config import RunConfig
+from raycl.storage import Storage
+from raycl.training.inputs import Inputs
+from raycl.types import Task
+
+SPLITS: tuple[Split, ...] = ("train", "dev", "test")
+
+
+def inputs_of(config: RunConfig, stream: Stream, fetches: bool = False) -> Inputs:
+    """The fingerprints of a run's inputs.
+
+    Args:
+        fetches: hub models too, whose files are fetched first; else models that lie on this machine alone, for a
+            driver that loads none.
+
+    Raises:
+        BackboneError, DataError: a model or a file cannot be read.
+    """
+    named = [("backbone", config.backbone), *_sections("method", config.method)]
+    models = {path: model for path, model in named if isinstance(model, BackboneConfig | EncoderConfig)}
+    return {
+        "models": {path: _parts(model) for path, model in models.items() if fetches or is_local(model.name)},
+        "tasks": {task.name: _rows(stream, task) for task in (*stream.tasks, *stream.unseen) if stream.has_data(task)},
+        "files": dict(_files(config)),
+    }
+
+
+def _parts(model: BackboneConfig | EncoderConfig) -> dict[str, str]:
+    allowed = (model.allow_pickle, model.trust_remote_code) if isinstance(model, BackboneConfig) else ()
+    return {"name": model.name, **parts_of(model.name, model.revision, *allowed)}
+
+
+def _rows(stream: Stream, task: Task) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for split in SPLITS:
+        source, rows = stream.source(task, split), stream.rows(task, split)
+        if source is not None and len(rows):
+            sha256 = hashlib.sha256(f"{source.sha256}|{source.definition}|".encode() + rows.tobytes()).hexdigest()
+            found[split] = {"rows": len(rows), "sha256": sha256, "where": source.where}
+    return found
+
+
+def _files(config: RunConfig) -> Iterator[tuple[str, dict[str, str]]]:
+    """Setting and name -> path and hash, of each JSON file in the folders that the method's settings name."""
+    cache = cache_folder(config.stream.cache_dir)
+    for path, section in _sections("method", config.method):
+        for name in section.folders:
+            folder = Storage.at(getattr(section, name)) if getattr(section, name) else None
+            for file in sorted(folder.files()) if folder is not None else ():
+                if folder is not None and file.endswith((".json", ".jsonl")):
+                    source = SourceFile(folder, file)
+                    yield f"{path}.{name}/{file}", {"path": source.uri, "sha256": source.content_hash(cache)}
+
+
+def _sections(path: str, section: Section) -> Iterator[tuple[str, Section]]:
+    """A section of the config and those in it, by dotted path."""
+    yield path, section
+    for name in type(section).model_fields:
+        if isinstance(value := getattr(section, name), Section):
+            yield from _sections(f"{path}.{name}", value)

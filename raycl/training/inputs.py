@@ -1,0 +1,114 @@
+"""What a run's numbers depend on beside its config: its data, pretrained models, and the libraries that compute.
+
+A run records the fingerprints of data and models with its first claim, and the versions of libraries with each. What
+continues it (a later attempt, added tasks, a run that starts from its snapshots, a merge) is compared with them.
+What it does not know: how fingerprints are made (`raycl.run.fingerprints`).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from typing import Any
+
+Inputs = dict[str, Any]
+"""`models`: setting -> name, and SHA-256 of each part; `tasks`: name -> split -> `rows` (their number), `where` they are
+from, `sha256`; `files`: setting and file -> `path`, `sha256`."""
+
+COMPUTE = (
+    *("raycl", "torch", "transformers", "tokenizers", "numpy", "peft"),
+    *("deepspeed", "bitsandbytes", "sentence-transformers"),
+)
+"""Packages whose versions can change a number."""
+
+OTHERS = ("ray", "pyarrow")
+
+DIGITS = 12
+"""Of a hash, in messages."""
+
+
+def changes(before: Inputs, now: Inputs, without: Collection[str] = ()) -> list[str]:
+    """What differs, a clause each that says what and where; what only one of the two knows is not compared.
+
+    Args:
+        without: tasks that may differ.
+    """
+    return [*_models(before, now), *_rows(before, now, without), *_files(before, now)]
+
+
+def joined(before: Inputs, now: Inputs) -> Inputs:
+    """Both: of what both know, what is known now."""
+    return {key: {**before.get(key, {}), **now.get(key, {})} for key in {**before, **now}}
+
+
+def of_tasks(inputs: Inputs, names: Collection[str]) -> Inputs:
+    """Without the rows of all other tasks."""
+    return {**inputs, "tasks": {name: rows for name, rows in inputs.get("tasks", {}).items() if name in names}}
+
+
+def _models(before: Inputs, now: Inputs) -> Iterator[str]:
+    for setting, old, new in _shared(before, now, "models"):
+        differing = [part for part in old if part != "name" and old[part] != new.get(part)]
+        if differing:
+            parts = " and ".join(f"{part} ({_hashes(old[part], new.get(part, ''))})" for part in differing)
+            yield f"{setting} '{new['name']}' has other {parts}"
+
+
+def _rows(before: Inputs, now: Inputs, without: Collection[str]) -> Iterator[str]:
+    for task, old, new in _shared(before, now, "tasks"):
+        for split in dict.fromkeys([*old, *new]) if task not in without else ():
+            one, two = (rows.get(split, {"rows": 0, "sha256": "", "where": "none"}) for rows in (old, new))
+            if one["sha256"] != two["sha256"]:
+                counts = f"{one['rows']:,} then, {two['rows']:,} now; {_hashes(one['sha256'], two['sha256'])}"
+                yield f"task '{task}' has other {split} rows in '{two['where']}' ({counts})"
+
+
+def _files(before: Inputs, now: Inputs) -> Iterator[str]:
+    for setting, old, new in _shared(before, now, "files"):
+        if old["sha256"] != new["sha256"]:
+            what = setting.partition("/")[0]
+            yield f"{what} has another file '{new['path']}' ({_hashes(old['sha256'], new['sha256'])})"
+
+
+def _shared(before: Inputs, now: Inputs, kind: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    theirs = now.get(kind, {})
+    yield from ((name, old, theirs[name]) for name, old in before.get(kind, {}).items() if name in theirs)
+
+
+def _hashes(old: str, new: str) -> str:
+    return f"SHA-256 {old[:DIGITS] or 'none'} then, {new[:DIGITS] or 'none'} now"
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the installed packages that a run uses."""
+    found = {package: _version(package) for package in (*COMPUTE, *OTHERS)}
+    return {"python": platform.python_version()} | {name: one for name, one in found.items() if one}
+
+
+def version_changes(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each attempt that computes with other libraries than the one before it that recorded anything."""
+    worked = [attempt for attempt in attempts if "ended" in attempt or attempt is attempts[-1]]
+    known = [(attempt["attempt"], attempt["versions"]) for attempt in worked if attempt.get("versions")]
+    found = []
+    for (_, old), (number, new) in pairwise(known):
+        if differing := different_versions(old, new):
+            found.append(f"attempt {number} computes with other libraries than the one before it: {differing}")
+    return found
+
+
+def different_versions(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    """`torch 2.9.0, before 2.8.0`, and so on; "": none differs."""
+    pairs = {name: (old.get(name, "none"), new.get(name, "none")) for name in COMPUTE}
+    return ", ".join(f"{name} {now}, before {before}" for name, (before, now) in pairs.items() if before != now)
+
+
+@cache
+def _version(package: str) -> str | None:
+    """Of an installed package, looked up once: it takes 2 ms."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
