@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import Any
 
 Inputs = dict[str, Any]
-"""`models`: setting -> name, and SHA-256 of each part; `tasks`: name -> split -> `rows` (their number), `where` they are
-from, `sha256`; `files`: setting and file -> `path`, `sha256`."""
+"""`models`: setting -> name, and SHA-256 of each part; `tasks`: name -> split -> `rows` (their number), `where` they
+are from, `sha256`; `files`: setting and file -> `path`, `sha256`."""
 
 COMPUTE = (
     *("raycl", "torch", "transformers", "tokenizers", "numpy", "peft"),
