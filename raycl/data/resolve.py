@@ -238,7 +238,7 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
     labels: Labels = spec.labels
     if labels == "auto":
         labels = (_labels_file(folder) if folder is not None else None) or (info.labels if spec.like else labels)
-    columns = info.columns if spec.columns == ColumnNames() else _columns(spec.columns)
+    columns = replace(info.columns if spec.columns == ColumnNames() else _columns(spec.columns), turns=config.turns)
     words = _words(spec.words or info.words, config)
     reading = Reading(spec.format, columns, labels, info.unlabelled, False, spec.first_label, words)
     metric = _metric(spec.metric or (info.metric if spec.like else None), labels, config)

@@ -11,6 +11,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from raycl.config import PathOrUri, Section
 from raycl.data.prompts import PromptName
+from raycl.data.sources.chats import Turns
 from raycl.data.sources.formats import Format
 from raycl.types import Objective
 
@@ -174,6 +175,11 @@ class StreamConfig(Section):
         description="template around the text; auto: the benchmark's, the chat template for conversations, plain for "
         "encoders; chat: the tokenizer's chat template, with the text as the user's message and the task's definition "
         "as the system message",
+    )
+    turns: Turns = Field(
+        "all",
+        description="which of the assistant's turns of a conversation are learned and scored: all, or the last one; a "
+        "message with weight 0 is none of them",
     )
     prompt_names: bool = Field(False, description="olora template: name group and dataset in the prompt (also at test)")
     references: Literal["first", "random"] = Field(

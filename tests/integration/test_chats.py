@@ -21,8 +21,8 @@ from raycl.serve.offline import OfflineModel
 from raycl.storage import Storage
 
 TEMPLATE = (
-    "{% for m in messages %}{{ {'system': 'very', 'user': 'a', 'assistant': 'Output :'}[m['role']] }} {{ m['content'] }} "
-    "{% endfor %}{% if add_generation_prompt %}Output : {% endif %}"
+    "{% for m in messages %}{{ {'system': 'very', 'user': 'a', 'assistant': 'Output :'}[m['role']] }} "
+    "{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}Output : {% endif %}"
 )
 """Of words that the tiny tokenizer knows."""
 

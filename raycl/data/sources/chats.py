@@ -8,8 +8,8 @@ What it does not know: files, chat templates.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from raycl.data.conversation import Message, Role, text_of
 from raycl.errors import DataError
@@ -32,6 +32,21 @@ ROLES: dict[str, Role] = {
 """Roles by the names that files have for them."""
 
 
+SYSTEM, HISTORY = "system", "history"
+"""Fields beside a conversation or an instruction: its system message, and the turns before it as pairs of texts."""
+
+UNREAD = ("tools", "functions", "image", "images", "videos", "audios")
+"""Fields beside a conversation or an instruction of which nothing is learned."""
+
+BESIDE = (SYSTEM, HISTORY, *UNREAD)
+
+_UNREAD_OF_MESSAGE = ("tool_calls", "function_call", "reasoning_content", "thinking", *UNREAD)
+_NOTHING: tuple[Any, ...] = (None, "", "[]", "{}", "null", [], {})
+
+Turns = Literal["all", "last"]
+"""Which of the assistant's turns are learned."""
+
+
 def is_chat(value: Any) -> bool:
     """Whether a field holds messages: a list of objects, or the same as JSON in a cell of a CSV file."""
     return (isinstance(value, list) and bool(value) and isinstance(value[0], dict)) or (
@@ -39,16 +54,22 @@ def is_chat(value: Any) -> bool:
     )
 
 
-def turns_of(value: Any, number: int, answered: bool, refuse: Refuse) -> Iterator[tuple[str, str]]:
-    """(conversation up to a user's message, the assistant's answer to it) for each turn.
+def turns_of(
+    value: Any, number: int, answered: bool, refuse: Refuse, turns: Turns = "all", system: str = ""
+) -> Iterator[tuple[str, str]]:
+    """(conversation up to a user's message, the assistant's answer to it) for each turn whose `weight` is not 0.
 
     Args:
-        answered: each of the assistant's turns is wanted; else only the conversation up to its last user message.
+        answered: the assistant's turns are wanted; else only the conversation up to its last user message.
+        turns: which of them. system: system message of a conversation without one.
 
     Raises:
         DataError: roles that are not known or do not alternate, contents that are no texts, nothing to learn.
     """
-    messages = _messages(value, number, refuse)
+    given = _parsed(value, number, refuse)
+    if system:
+        given = _with_system(given, system, number, refuse)
+    messages = _messages(given, number, refuse)
     users = [place for place, message in enumerate(messages) if message.role == "user"]
     if not users or (answered and messages[-1].role == "user" and len(users) == 1):
         wanted = "answer of the assistant" if users else "user message"
@@ -56,9 +77,64 @@ def turns_of(value: Any, number: int, answered: bool, refuse: Refuse) -> Iterato
     if not answered:
         yield text_of(messages[: users[-1] + 1]), ""
         return
-    for place in users:
-        if place + 1 < len(messages):
-            yield text_of(messages[: place + 1]), messages[place + 1].content
+    answers = [place + 1 for place in users if place + 1 < len(messages)]
+    learned = [place for place in answers if _weight(given[place], number, refuse)]
+    if not learned:
+        refuse("each answer of the conversation has weight 0: expected one to learn, remove the row", number)
+    for place in learned if turns == "all" else learned[-1:]:
+        yield text_of(messages[:place]), messages[place].content
+
+
+def system_of(item: Mapping[str, Any], number: int, refuse: Refuse) -> str:
+    """The system message beside a conversation or an instruction.
+
+    Raises:
+        DataError: there is something else beside it, of which nothing would be learned.
+    """
+    for name in UNREAD:
+        if item.get(name) not in _NOTHING:
+            refuse(f"the row has {name}, which are not learned: remove the row, or the field from all of them", number)
+    return _text(item.get(SYSTEM), SYSTEM, number, refuse)
+
+
+def earlier_turns(value: Any, number: int, refuse: Refuse) -> list[Message]:
+    """The turns before an instruction, which are pairs of texts.
+
+    Raises:
+        DataError: they are something else.
+    """
+    if value in _NOTHING:
+        return []
+    pairs = _loaded(value, HISTORY, number, refuse) if isinstance(value, str) else value
+    if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        refuse(
+            f"the {HISTORY} is no list of pairs: expected [question, answer] for each turn before, repair it", number
+        )
+    texts = [_text(text, HISTORY, number, refuse) for pair in pairs for text in pair]
+    return [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)]
+
+
+def _text(value: Any, name: str, number: int, refuse: Refuse) -> str:
+    if value is not None and not isinstance(value, str):
+        refuse(f"the {name} is a {type(value).__name__}: expected text, repair or remove the row", number)
+    return value or ""
+
+
+def _with_system(given: list[Any], system: str, number: int, refuse: Refuse) -> list[Any]:
+    first = _message(given[0], number, refuse) if given else None
+    if first is not None and first.role == SYSTEM:
+        if first.content not in ("", system):
+            refuse("the conversation has a system message and the row another one: expected one, remove it", number)
+        given = given[1:]
+    return [{"role": SYSTEM, "content": system}, *given]
+
+
+def _weight(message: Mapping[str, Any], number: int, refuse: Refuse) -> bool:
+    """Whether an answer is learned."""
+    weight = message.get("weight", 1)
+    if weight not in (None, 0, 1):
+        refuse(f"a message has weight {weight}: expected 0 (not learned) or 1", number)
+    return bool(weight != 0)
 
 
 def conversation_of(value: Any) -> list[Message]:
@@ -71,16 +147,23 @@ def conversation_of(value: Any) -> list[Message]:
     def refuse(problem: str, row: int | None = None) -> NoReturn:
         raise DataError(problem)
 
-    return _messages(value, 1, refuse)
+    return _messages(_parsed(value, 1, refuse), 1, refuse)
 
 
-def _messages(value: Any, number: int, refuse: Refuse) -> list[Message]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            refuse(f"the conversation is no JSON ({error}): expected a list of messages", number)
-    found = [_message(one, number, refuse) for one in value]
+def _parsed(value: Any, number: int, refuse: Refuse) -> list[Any]:
+    found = _loaded(value, "conversation", number, refuse) if isinstance(value, str) else value
+    return list(found)
+
+
+def _loaded(text: str, name: str, number: int, refuse: Refuse) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        refuse(f"the {name} is no JSON ({error}): expected a list, repair or remove the row", number)
+
+
+def _messages(given: Sequence[Any], number: int, refuse: Refuse) -> list[Message]:
+    found = [_message(one, number, refuse) for one in given]
     turns = [message.role for message in found]
     if turns[:1] == ["system"]:
         turns = turns[1:]
@@ -102,6 +185,9 @@ def _message(one: Any, number: int, refuse: Refuse) -> Message:
     role = ROLES.get(str(name))
     if role is None:
         refuse(f"a message is of '{name}': expected one of {', '.join(ROLES)}; remove the row or the message", number)
+    unread = next((key for key in _UNREAD_OF_MESSAGE if one.get(key) not in _NOTHING), None)
+    if unread is not None:
+        refuse(f"a message has {unread}, which are not learned: remove the row or the message", number)
     if isinstance(content, list):
         content = _joined(content)
     if not isinstance(content, str):

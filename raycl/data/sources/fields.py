@@ -11,7 +11,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from raycl.data.sources.chats import CHAT_NAMES, is_chat, turns_of
+from raycl.data.conversation import Message, text_of
+from raycl.data.sources.chats import (
+    BESIDE,
+    CHAT_NAMES,
+    HISTORY,
+    SYSTEM,
+    Turns,
+    earlier_turns,
+    is_chat,
+    system_of,
+    turns_of,
+)
 
 TEXT_NAMES = ("text", "input", "sentence", "prompt")
 LABEL_NAMES = ("label", "output", "completion", "response")
@@ -53,12 +64,14 @@ class Columns:
 
     Attributes:
         parts: fields that are the text together, one below the other, instead of `text`.
+        turns: which turns of conversations are rows.
     """
 
     text: tuple[str, ...] = TEXT_NAMES
     label: tuple[str, ...] = LABEL_NAMES
     header: tuple[str, ...] | None = None
     parts: tuple[str, ...] = ()
+    turns: Turns = "all"
 
     @property
     def is_default(self) -> bool:
@@ -75,7 +88,7 @@ class Columns:
         if self.is_default:
             chats = [name for name in CHAT_NAMES if name in names]
             if chats:
-                return chats[:1]
+                return [name for name in names if name in (chats[0], *BESIDE)]
             if has_choices(names):
                 return [name for name in names if name in (*CHOICES_HEADER, CHOICES)]
         texts = self.parts or self.text
@@ -88,7 +101,8 @@ class Columns:
                     f"no {role} column among {', '.join(names) or 'no columns'}: expected "
                     f"{(' and ' if every else ' or ').join(wanted)}, or set columns.{role}"
                 )
-        columns = {_column(name, names) for name in texts + self.label}
+        beside = () if self.is_default and INSTRUCTION not in names else BESIDE
+        columns = {_column(name, names) for name in (*texts, *self.label, *beside)}
         return [name for name in names if name in columns]
 
 
@@ -131,14 +145,17 @@ def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> Iterato
         return
     messages = _conversation(item, columns)
     if messages is not None:
-        for text, answer in turns_of(messages, number, bool(columns.label), refuse):
+        system = system_of(item, number, refuse)
+        for text, answer in turns_of(messages, number, bool(columns.label), refuse, columns.turns, system):
             yield Row(number, text, (answer,), is_chat=True)
         return
-    text = _text(item, number, columns, refuse)
+    text, has_turns = _text(item, number, columns, refuse), False
+    if _is_instruction(item, columns):
+        text, has_turns = _with_turns(item, text, number, refuse), bool({SYSTEM, HISTORY} & set(item))
     if not columns.label:
-        yield Row(number, text, ("",))
+        yield Row(number, text, ("",), has_turns)
         return
-    yield Row(number, text, _references(_field(item, columns.label), columns.label[0], number, refuse))
+    yield Row(number, text, _references(_field(item, columns.label), columns.label[0], number, refuse), has_turns)
 
 
 def _with_choices(item: Mapping[str, Any], number: int, answered: bool, refuse: Refuse) -> Row:
@@ -170,11 +187,24 @@ def _conversation(item: Mapping[str, Any], columns: Columns) -> Any:
 def _text(item: Mapping[str, Any], number: int, columns: Columns, refuse: Refuse) -> str:
     if columns.parts:
         return "\n".join(_string(_field(item, (name,)), name, number, refuse) for name in columns.parts)
-    if columns.is_default and INSTRUCTION in item and not {"text", "sentence", "prompt"} & set(item):
+    if _is_instruction(item, columns):
         instruction = _string(item[INSTRUCTION], INSTRUCTION, number, refuse)
         more = _string(item.get(INSTRUCTION_INPUT) or "", INSTRUCTION_INPUT, number, refuse)
         return f"{instruction}\n\n{more}" if more.strip() else instruction
     return _string(_field(item, columns.text), columns.text[0], number, refuse)
+
+
+def _is_instruction(item: Mapping[str, Any], columns: Columns) -> bool:
+    """Whether a row is an instruction with or without an input (Alpaca)."""
+    return columns.is_default and INSTRUCTION in item and not {"text", "sentence", "prompt"} & set(item)
+
+
+def _with_turns(item: Mapping[str, Any], text: str, number: int, refuse: Refuse) -> str:
+    """An instruction behind its system message and the turns before it."""
+    system, earlier = system_of(item, number, refuse), earlier_turns(item.get(HISTORY), number, refuse)
+    if SYSTEM not in item and HISTORY not in item:
+        return text
+    return text_of([Message("system", system), *earlier, Message("user", text)])
 
 
 def _string(value: Any, name: str, number: int, refuse: Refuse) -> str:

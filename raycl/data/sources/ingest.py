@@ -30,7 +30,7 @@ Labels = tuple[str, ...] | Literal["auto"] | None
 MAX_AUTO_LABELS = 64
 """More distinct answers than this in a train file are free text, not a label set."""
 
-_VERSION = 4
+_VERSION = 5
 _BATCH = 1024
 _SCHEMA = pa.schema([("text", pa.string()), ("references", pa.list_(pa.string())), ("row", pa.int64())])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,56 @@ def test_preferences_are_refused_unless_their_columns_are_named(tmp_path: Path) 
     with pytest.raises(DataError, match=r"hold preferences \(chosen, rejected\): .*columns.label=chosen"):
         rows(tmp_path, pair)
     assert rows(tmp_path, pair, columns=Columns(("prompt",), ("chosen",))) == [Row(1, "1 2", ("3",))]
+
+
+def test_a_turn_of_weight_0_is_read_and_not_learned_and_the_last_one_may_be_learned_alone(tmp_path: Path) -> None:
+    turns = [OPENAI[1], {**OPENAI[2], "weight": 0}, OPENAI[3], OPENAI[4]]
+    assert rows(tmp_path, {"messages": [OPENAI[0], *turns]}) == TURNS[1:]
+    last = Columns(turns="last")
+    assert rows(tmp_path, {"messages": OPENAI}, columns=last) == TURNS[1:]
+    draft = {"messages": [*OPENAI[:4], {**OPENAI[4], "weight": 0}]}
+    assert rows(tmp_path, draft, columns=last) == rows(tmp_path, draft) == TURNS[:1], "the last that is learned"
+    for weight, problem in ((0, "each answer of the conversation has weight 0"), (0.5, "a message has weight 0.5")):
+        with pytest.raises(DataError, match=f"x.jsonl, row 1: .*{problem}"):
+            rows(tmp_path, {"messages": [OPENAI[1], {**OPENAI[2], "weight": weight}]})
+
+
+def test_a_system_message_and_earlier_turns_beside_a_row_are_read(tmp_path: Path) -> None:
+    shared = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
+    asked = [Row(1, text_of([SYSTEM, USER]), ("hello",), is_chat=True)]
+    assert rows(tmp_path, {**shared, "system": "be brief", "tools": "[]"}) == asked
+    assert rows(tmp_path, {"messages": OPENAI[:3], "system": "be brief"}) == asked
+    assert rows(tmp_path, {**shared, "system": None}) == [Row(1, "hi", ("hello",), is_chat=True)]
+    alpaca = {"instruction": "hi", "input": "", "output": "hello"}
+    pair = {**alpaca, "instruction": "and now", "output": "bye", "system": "be brief", "history": [["hi", "hello"]]}
+    found = rows(tmp_path, {**alpaca, "system": "be brief", "history": []}, pair)
+    assert found == [asked[0], replace(TURNS[1], number=2)]
+    with (tmp_path / "x.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [list(pair), [json.dumps(cell) if type(cell) is list else cell for cell in pair.values()]]
+        )
+    assert list(read_rows(SourceFile.at(tmp_path / "x.csv"))) == TURNS[1:]
+    assert rows(tmp_path, {"text": "hi", "label": "a", "system": "linux"}) == [Row(1, "hi", ("a",))], "another meaning"
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"tools": [{"name": "search"}]}, "the row has tools, which are not learned"),
+        ({"images": ["a.png"]}, "the row has images, which are not learned"),
+        ({"system": 3}, "the system is a int: expected text"),
+        ({"system": "be long"}, "the conversation has a system message and the row another one"),
+        (
+            {"messages": [OPENAI[1], {**OPENAI[2], "tool_calls": [1]}]},
+            "a message has tool_calls, which are not learned",
+        ),
+        ({"messages": None, "instruction": "x", "output": "y", "history": ["hi"]}, "the history is no list of pairs"),
+        ({"messages": None, "instruction": "x", "output": "y", "history": "hi"}, "the history is no JSON"),
+    ],
+)
+def test_what_is_beside_a_conversation_and_not_learned_is_refused_by_name(
+    more: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    row = {key: value for key, value in {"messages": OPENAI[:3], **more}.items() if value is not None}
+    with pytest.raises(DataError, match=f"x.jsonl, row 1: {problem}"):
+        rows(tmp_path, row)
