@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from pydantic import TypeAdapter
+
 from raycl.bank.bank import Bank
 from raycl.bank.branches import MAIN, Branch, numbered_folders
 from raycl.bank.manifest import Snapshot
 from raycl.errors import AlreadyExistsError, BankError, DamagedError, FormatError
-from raycl.storage.records import Stamp, numbered, numbers, read_record, seal, stamps
+from raycl.storage.records import Stamp, numbered, numbers, read_fields, seal, stamps
 
 FOLDER = "serving"
 FORMAT = 3
@@ -36,6 +38,9 @@ class Activation:
     snapshot: int
     seen: int
     provenance: dict[str, object]
+
+
+_ACTIVATION = TypeAdapter(Activation)
 
 
 class Activations:
@@ -75,12 +80,11 @@ class Activations:
     def _read(self, number: int) -> Activation:
         file = self._file(number)
         try:
-            tree = read_record(self.bank.storage, file, FORMAT)
+            found = read_fields(self.bank.storage, file, FORMAT, _ACTIVATION)
         except DamagedError as error:
             raise BankError(f"{error}, or activate a snapshot again") from error
         except FormatError as error:
             raise BankError(str(error)) from error
-        found = Activation(*(tree[name] for name in ("number", "snapshot", "seen", "provenance")))
         if found.number != number:
             raise BankError(f"'{file}' holds decision {found.number}: it was moved; activate a snapshot again")
         return found

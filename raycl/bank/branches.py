@@ -18,12 +18,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, TypeAdapter
 
 from raycl.bank.bank import Bank
 from raycl.bank.manifest import NAME, Snapshot, snapshot_file
 from raycl.errors import AlreadyExistsError, BankError, BranchMovedError, DamagedError, FormatError
-from raycl.storage.records import Stamp, number_of, numbered, numbers, read_record, seal, stamps
+from raycl.storage.records import Stamp, number_of, numbered, numbers, read_fields, seal, stamps
 
 FOLDER, MAIN = "branches", "main"
 FORMAT = 1
@@ -53,6 +53,26 @@ class Move:
     sha256: str
     why: str
     time: float
+
+
+@dataclass(frozen=True)
+class _StoredMove(Move):
+    """Its record."""
+
+    branch: str
+
+
+_MOVE = TypeAdapter(_StoredMove)
+
+
+@dataclass(frozen=True)
+class _Reason:
+    """Why a bank stays empty."""
+
+    reason: str
+
+
+_REASON = TypeAdapter(_Reason)
 
 
 def check_branch(name: str) -> str:
@@ -129,17 +149,14 @@ class Branch:
         """
         file = f"{self.folder}/{numbered(number)}"
         try:
-            tree = read_record(self.bank.storage, file, FORMAT)
+            found = read_fields(self.bank.storage, file, FORMAT, _MOVE)
         except DamagedError as error:
             raise BankError(f"{error}, or delete the branch and promote its snapshot again") from error
         except FormatError as error:
             raise BankError(str(error)) from error
-        found = Move(*(tree[name] for name in ("number", "snapshot", "sha256", "why", "time")))
-        if (tree["branch"], found.number) != (self.name, number):
-            raise BankError(
-                f"'{file}' is move {found.number} of branch '{tree['branch']}': it was moved; restore a copy"
-            )
-        return found
+        if (found.branch, found.number) != (self.name, number):
+            raise BankError(f"'{file}' is move {found.number} of branch '{found.branch}': it was moved; restore a copy")
+        return Move(found.number, found.snapshot, found.sha256, found.why, found.time)
 
     def newest_first(self, after: int = 0) -> Iterator[int]:
         """Snapshots of the moves after number `after`, newest first, each once; damaged moves are passed over."""
@@ -315,7 +332,7 @@ def explain_empty(bank: Bank, reason: str) -> None:
 def missing_branch(bank: Bank, name: str) -> BankError:
     """The error for a branch that does not exist, or for a bank that stays empty."""
     if bank.storage.exists(NOT_SERVED) and not bank.snapshots():
-        reason = read_record(bank.storage, NOT_SERVED, FORMAT)["reason"]
+        reason = read_fields(bank.storage, NOT_SERVED, FORMAT, _REASON).reason
         return BankError(f"the bank '{bank.storage.uri}' has no snapshot: {reason}")
     names = ", ".join(branch_names(bank)[:20]) or "none yet"
     return BankError(f"the bank '{bank.storage.uri}' has no branch '{name}': expected one of its branches ({names})")

@@ -11,10 +11,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
 
 from raycl.errors import BankError, DamagedError, FormatError
 from raycl.storage import Storage
-from raycl.storage.records import read_record, seal
+from raycl.storage.records import read_fields, seal
 
 FOLDER = "leases"
 FORMAT = 1
@@ -22,6 +25,17 @@ LEASE_S = 30 * 24 * 3600.0
 """Age after which a lease counts no longer."""
 
 _FILE = re.compile(r"leases/[0-9a-f]{16}\.json")
+
+
+@dataclass(frozen=True)
+class _Lease:
+    """Its record."""
+
+    run: str
+    snapshots: list[int]
+
+
+_LEASE = TypeAdapter(_Lease)
 
 
 def hold_lease(storage: Storage, run: str, snapshots: Sequence[int]) -> None:
@@ -46,10 +60,10 @@ def leased(storage: Storage, max_age_s: float = LEASE_S) -> dict[int, str]:
         if not is_lease(file) or entry.age >= max_age_s:
             continue
         try:
-            record = read_record(storage, file, FORMAT)
+            lease = read_fields(storage, file, FORMAT, _LEASE)
         except (DamagedError, FormatError) as error:
             raise BankError(f"{error}, or remove it if its run is finished or will never be continued") from error
-        found |= dict.fromkeys(map(int, record["snapshots"]), str(record["run"]))
+        found |= dict.fromkeys(lease.snapshots, lease.run)
     return found
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from raycl.config import Section, validate
 from raycl.errors import BankError, ConfigError, DamagedError, FormatError
@@ -162,7 +162,7 @@ class Snapshot(Section):
 
     format: int = FORMAT
     number: int = Field(ge=1)
-    parent: int | None = None
+    parent: int | None = Field(None, ge=1)
     backbone: ModelInfo
     encoder: ModelInfo | None = None
     router: RouterInfo
@@ -171,6 +171,13 @@ class Snapshot(Section):
     adapters: tuple[SnapshotAdapter, ...] = ()
     training: Sha256 | None = Field(None, description="record of what training needs to continue from here")
     provenance: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _parent_is_older(self) -> Self:
+        """So walks over parents end."""
+        if self.parent is not None and self.parent >= self.number:
+            raise ValueError(f"its parent is snapshot {self.parent}: expected one below {self.number}")
+        return self
 
     @property
     def file(self) -> str:

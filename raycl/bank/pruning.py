@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from raycl.errors import AlreadyExistsError, BankError, DamagedError, FormatError
 from raycl.storage import Storage
-from raycl.storage.records import numbered, numbers, read_record, seal
+from raycl.storage.records import numbered, numbers, read_fields, seal
 
 FOLDER = "pruned"
 FORMAT = 1
@@ -32,6 +33,20 @@ class Removed:
     adapters: set[str] = field(default_factory=set)
     samples: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Removal:
+    """One record."""
+
+    number: int
+    snapshots: list[int]
+    adapters: list[str]
+    samples: list[str]
+    time: float
+
+
+_REMOVAL = TypeAdapter(_Removal)
 
 
 def record_removal(
@@ -57,18 +72,18 @@ def removed_from(storage: Storage) -> Removed:
         except BankError as error:
             found.problems.append(str(error))
             continue
-        found.snapshots.update(record["snapshots"])
-        found.adapters.update(record["adapters"])
-        found.samples.update(record.get("samples", ()))
+        found.snapshots.update(record.snapshots)
+        found.adapters.update(record.adapters)
+        found.samples.update(record.samples)
     return found
 
 
-def _read(storage: Storage, number: int) -> dict[str, Any]:
+def _read(storage: Storage, number: int) -> _Removal:
     file = f"{FOLDER}/{numbered(number)}"
     try:
-        record = read_record(storage, file, FORMAT)
+        record = read_fields(storage, file, FORMAT, _REMOVAL)
     except (DamagedError, FormatError) as error:
         raise BankError(str(error)) from error
-    if record["number"] != number:
-        raise BankError(f"'{file}' holds record {record['number']}: it was moved; restore a copy")
+    if record.number != number:
+        raise BankError(f"'{file}' holds record {record.number}: it was moved; restore a copy")
     return record

@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from raycl.bank.bank import Bank, info_of
@@ -20,11 +22,22 @@ from raycl.bank.manifest import ObjectInfo, Snapshot
 from raycl.bank.pruning import removed_from
 from raycl.bank.tensors import views
 from raycl.errors import BankError, DamagedError, FormatError
-from raycl.storage.records import seal, unseal
+from raycl.storage.records import fields_of, seal, unseal
 
 FORMAT = 1
 
 _FILE = re.compile(r"states/([0-9a-f]{2})/\1[0-9a-f]{62}\.json")
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The record of a training state: values, and the object of each group of tensors."""
+
+    values: dict[str, Any]
+    objects: dict[str, ObjectInfo]
+
+
+_STORED = TypeAdapter(_Stored)
 
 
 def put_state(
@@ -104,7 +117,7 @@ def get_record(bank: Bank, snapshot: Snapshot) -> tuple[dict[str, Any], dict[str
         BankError: the snapshot has no training state, or its record is missing or damaged.
     """
     record = _record(bank, snapshot)
-    return record["values"], {group: ObjectInfo(**info) for group, info in record["objects"].items()}
+    return record.values, record.objects
 
 
 def state_objects(bank: Bank, snapshot: Snapshot) -> dict[str, ObjectInfo]:
@@ -118,7 +131,7 @@ def state_objects(bank: Bank, snapshot: Snapshot) -> dict[str, ObjectInfo]:
     return get_record(bank, snapshot)[1]
 
 
-def _record(bank: Bank, snapshot: Snapshot) -> dict[str, Any]:
+def _record(bank: Bank, snapshot: Snapshot) -> _Stored:
     what = f"the training state of snapshot {snapshot.number}"
     if snapshot.training is None:
         raise BankError(
@@ -132,7 +145,7 @@ def _record(bank: Bank, snapshot: Snapshot) -> dict[str, Any]:
     if hashlib.sha256(data).hexdigest() != snapshot.training:
         raise BankError(f"{what} is damaged (the hash of '{file}' differs): restore a copy")
     try:
-        return unseal(data, file, FORMAT)
+        return fields_of(unseal(data, file, FORMAT), file, _STORED)
     except (DamagedError, FormatError) as error:
         raise BankError(str(error)) from error
 

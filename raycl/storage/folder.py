@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
-from pyarrow import ArrowException
+from pyarrow import ArrowException, NativeFile
 from pyarrow import fs as pafs
 
 from raycl.errors import AlreadyExistsError, StorageError
@@ -152,11 +153,11 @@ class Storage:
         """
 
         def read() -> bytes | None:
-            with self.filesystem.open_input_file(self.path(name)) as stream:
+            with self._stream(name) as stream:
                 version, data = stream.metadata(), bytes(stream.read())
             if self.is_local:  # an open local file stays the one that was opened
                 return data
-            with self.filesystem.open_input_file(self.path(name)) as stream:
+            with self._stream(name) as stream:
                 return data if stream.metadata() == version else None
 
         for _ in range(_READ_ATTEMPTS):
@@ -183,7 +184,7 @@ class Storage:
         """
 
         def read() -> bytes:
-            with self.filesystem.open_input_file(self.path(name)) as stream:
+            with self._stream(name) as stream:
                 stream.seek(min(start, stream.size()))
                 return bytes(stream.read())
 
@@ -196,8 +197,15 @@ class Storage:
         Raises:
             StorageError: it cannot be opened.
         """
-        with self._with_retries("read", name, lambda: self.filesystem.open_input_file(self.path(name))) as stream:
+        with self._with_retries("read", name, lambda: self._stream(name)) as stream:
             yield stream
+
+    def _stream(self, name: str) -> NativeFile:
+        """An open file; on local disk a regular one alone, since reading a pipe or a device may never end."""
+        path = self.path(name)
+        if self.is_local and not stat.S_ISREG(Path(path).stat().st_mode):
+            raise OSError("it is no regular file")
+        return self.filesystem.open_input_file(path)
 
     def write(self, name: str, *parts: Buffer) -> None:
         """Write so that readers see the old file or the whole new one, never a part (HDFS: they may see a part).

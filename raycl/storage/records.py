@@ -12,10 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from raycl.errors import DamagedError, FormatError
 from raycl.storage.folder import Storage
+
+T = TypeVar("T")
 
 _NUMBERED = re.compile(r"(\d{6,})\.json")
 
@@ -64,6 +68,31 @@ def read_record(storage: Storage, name: str, version: int) -> dict[str, Any]:
         DamagedError, FormatError: see `unseal`. StorageError: it cannot be read.
     """
     return unseal(storage.read(name), f"{storage.uri}/{name}", version)
+
+
+def read_fields(storage: Storage, name: str, version: int, kind: TypeAdapter[T]) -> T:
+    """A record as an instance of `kind`: one with a right hash may still come from a stranger.
+
+    Raises:
+        DamagedError, FormatError: see `unseal`; or a field is missing or of another type.
+        StorageError: it cannot be read.
+    """
+    return fields_of(read_record(storage, name, version), f"{storage.uri}/{name}", kind)
+
+
+def fields_of(record: dict[str, Any], file: str, kind: TypeAdapter[T]) -> T:
+    """The same for a record that was read.
+
+    Args:
+        file: its name for messages.
+    """
+    try:
+        return kind.validate_python(record)
+    except ValidationError as error:
+        one = error.errors()[0]
+        raise DamagedError(
+            f"'{file}' is no valid record ({'.'.join(map(str, one['loc']))}: {one['msg']}): restore a copy"
+        ) from error
 
 
 def numbered(number: int) -> str:

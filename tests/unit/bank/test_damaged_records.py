@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +16,14 @@ import torch
 
 from raycl.bank import AdapterRef, Bank
 from raycl.bank.activations import Activations, activated
+from raycl.bank.branches import Branch, explain_empty, missing_branch
+from raycl.bank.leases import hold_lease, leased
 from raycl.bank.manifest import ModelInfo, RouterInfo
+from raycl.bank.pruning import record_removal, removed_from
+from raycl.bank.training_state import get_state, put_state, state_file
 from raycl.errors import BankError, RayclError, RunError, StorageError
 from raycl.storage import Storage
+from raycl.storage.records import seal
 from raycl.training.records import fork_points
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from raycl.training.records.journal import Journal, read_state
@@ -138,10 +145,73 @@ def test_invalid_records_give_one_sentence(written: Storage, kind: str, damage: 
     assert damage != "older" or re.search(r"has format 0, this version reads \d+: write it again, or use ", said), said
 
 
+def test_records_of_a_stranger_with_a_right_hash_are_checked(written: Storage) -> None:
+    """Each field missing, or something else."""
+    bank = Bank(written.sub("bank"))
+    state = put_state(bank, {"a": 1}, {})
+    whole = bank.open(2).model_copy(update={"number": 3, "training": state})
+    Branch(bank, "side").advance(bank.open(2), "test")
+    explain_empty(Bank(written.sub("empty")), "a reason")
+    record_removal(bank.storage, [7], ["one@7"])
+    hold_lease(bank.storage, "run", [2])
+    lease = next(file for file in bank.storage.files("leases"))
+    reads: dict[str, Callable[[], Any]] = {
+        "bank/serving/main/000002.json": Activations(bank).latest,
+        "bank/branches/side/000001.json": lambda: Branch(bank, "side").move(1),
+        "empty/not_served.json": lambda: missing_branch(Bank(written.sub("empty")), "main"),
+        "bank/pruned/000001.json": lambda: [BankError(problem) for problem in removed_from(bank.storage).problems],
+        f"bank/{lease}": lambda: leased(bank.storage),
+        f"bank/{state_file(state)}": lambda: get_state(bank, whole),
+    }
+    for file, read in reads.items():
+        path = Path(written.path(file))
+        before = path.read_bytes()
+        record = json.loads(before)["record"]
+        for name in record.keys() - {"format"}:
+            for changed in ({key: value for key, value in record.items() if key != name}, {**record, name: [[]]}):
+                path.write_bytes(seal(changed))
+                if "/states/" in file:  # named by its content
+                    whole = whole.model_copy(update={"training": hashlib.sha256(path.read_bytes()).hexdigest()})
+                    bank.storage.write(state_file(str(whole.training)), path.read_bytes())
+                with pytest.raises(RayclError, match=f"no valid record.*{name}"):
+                    for problem in read() or ():
+                        raise problem
+        path.write_bytes(before)
+
+
+def test_a_snapshot_is_younger_than_its_parent(written: Storage) -> None:
+    """Else walks over parents (log, prune, ancestors) might never end."""
+    bank = Bank(written.sub("bank"))
+    path = Path(written.path(RECORDS["snapshot"].file))
+    whole = path.read_bytes()
+    for parent in (2, 3, 0):
+        path.write_bytes(seal({**json.loads(whole)["record"], "parent": parent}))
+        with pytest.raises(BankError, match="parent"):
+            bank.open(2)
+    path.write_bytes(whole)
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    """Reading a pipe that nobody writes to, or a device, would never end."""
+    storage = Storage.at(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name in ("pipe", "device"):
+        for read in (storage.read, storage.read_json, lambda name: storage.read_from(name, 0), _opened(storage)):
+            with pytest.raises(StorageError, match=f"cannot read '.*{name}': it is no regular file"):
+                read(name)
+
+
+def _opened(storage: Storage) -> Callable[[str], Any]:
+    def read(name: str) -> Any:
+        with storage.open(name) as stream:
+            return stream.read(1)
+
+    return read
+
+
 def _of_format(number: int, whole: bytes) -> bytes:
     """The same record of another format, its hash as it should be."""
-    from raycl.storage.records import seal
-
     return seal({**json.loads(whole)["record"], "format": number})
 
 
