@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any, Literal
 
 from raycl import config as configs
-from raycl.bank.branches import snapshot_at
 from raycl.data.sources.chats import conversation_of
+from raycl.run.banks import snapshot_at
 from raycl.serve.offline import OfflineModel, Prediction, settings_here
 from raycl.serve.settings import ServeConfig
 

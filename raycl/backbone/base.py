@@ -387,3 +387,10 @@ def summed_at(logits_MC: Tensor, labels_M: Tensor) -> Tensor:
     """Sum in float32 of each row's entry at its label; rows whose label is IGNORE count nothing."""
     picked_M = logits_MC.float().gather(1, labels_M.clamp(min=0).unsqueeze(1)).squeeze(1)
     return picked_M.masked_fill(labels_M == IGNORE, 0.0).sum()
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Recompute activations in the backward pass instead of keeping them (gradient checkpointing)."""
+    name = "activation_checkpointing_enable"  # older transformers have the other name alone
+    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})

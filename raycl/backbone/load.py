@@ -2,6 +2,7 @@
 
 Why it exists: every `from_pretrained` of the project is here, with the two rules that protect users: weights
 come from safetensors and remote code never runs, unless the settings allow otherwise.
+Transformers is imported where a model is read, so that settings are checked before it.
 What it does not know: what the model will be trained on.
 """
 
@@ -11,24 +12,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, Field
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    PretrainedConfig,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.logging import disable_progress_bar
 
-from raycl.backbone.base import Attention, Backbone
+from raycl.backbone.base import Attention, Backbone, checkpoint_activations
 from raycl.backbone.causal import CausalBackbone
 from raycl.backbone.codec import Bos, HFCodec
 from raycl.backbone.encoder import EncoderBackbone
@@ -43,6 +33,9 @@ from raycl.config import Section
 from raycl.errors import BackboneError
 from raycl.pretrained import CONFIG, commit_of, fingerprint_of, folder_of, present_folder, resolve_path
 from raycl.types import Capabilities
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 log = logging.getLogger("raycl")
 
@@ -142,7 +135,7 @@ def _kind_in(folder: str, inode: int, size: int, written: int) -> Kind | None:
     """Of the model in a folder, as long as its config.json is the same: a sweep asks it of every trial."""
     try:
         with _explained(folder):
-            settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            settings = _settings(folder, trusts=False)
             return _kind(settings, " ".join(getattr(settings, "architectures", None) or []))
     except BackboneError:
         return None
@@ -172,9 +165,11 @@ def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens
     Raises:
         BackboneError: it cannot be loaded, or the limits do not fit the model.
     """
+    from transformers import AutoTokenizer
+
     with _explained(config.name):
         where = _folder(config, weights=False)
-        settings = AutoConfig.from_pretrained(where, trust_remote_code=config.trust_remote_code)
+        settings = _settings(where, config.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
     kind = _configured_kind(config, settings)
     _check_length(settings, kind, max_source_tokens, max_target_tokens)
@@ -209,7 +204,7 @@ def load_backbone(
     kind = codec.kind
     with _explained(config.name):
         where = _folder(config)
-        settings = AutoConfig.from_pretrained(where, trust_remote_code=config.trust_remote_code)
+        settings = _settings(where, config.trust_remote_code)
         for field in DROPOUTS:
             if isinstance(getattr(settings, field, None), float):
                 setattr(settings, field, config.dropout)
@@ -238,15 +233,10 @@ def load_backbone(
     return backbone if on_host else backbone.to(device)
 
 
-def checkpoint_activations(model: Any) -> None:
-    """Recompute activations in the backward pass instead of keeping them (gradient checkpointing)."""
-    name = "activation_checkpointing_enable"  # older transformers have the other name alone
-    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-
-
 def _language_head(model: nn.Module, where: str, options: dict[str, Any]) -> LanguageHead:
     """The checkpoint's own, or a new one over the tied embeddings; logs which."""
+    from transformers import AutoModelForMaskedLM
+
     whole, loading_info = AutoModelForMaskedLM.from_pretrained(where, output_loading_info=True, **options)
     missing = [name for name in loading_info["missing_keys"] if not name.startswith(f"{whole.base_model_prefix}.")]
     if missing:
@@ -266,9 +256,7 @@ def load_skeleton(config: BackboneConfig, codec: HFCodec) -> Backbone:
     """
     with _explained(config.name):
         folder = _folder(config, weights=False)
-        return skeleton_of(
-            config, AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code), codec
-        )
+        return skeleton_of(config, _settings(folder, config.trust_remote_code), codec)
 
 
 def skeleton_of(config: BackboneConfig, settings: PretrainedConfig, codec: HFCodec) -> Backbone:
@@ -310,8 +298,17 @@ def _folder(config: BackboneConfig, weights: bool = True) -> str:
     return str(folder_of(config.name, config.revision, config.allow_pickle, config.trust_remote_code, weights))
 
 
+def _settings(folder: str, trusts: bool) -> PretrainedConfig:
+    """The model's config."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, trust_remote_code=trusts)
+
+
 def _loader(kind: str) -> Any:
     """The Hugging Face class that loads this kind."""
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
     return {"encoder": AutoModel, "encoder-decoder": AutoModelForSeq2SeqLM, "decoder": AutoModelForCausalLM}[kind]
 
 
@@ -350,6 +347,8 @@ def _configured_kind(config: BackboneConfig, settings: PretrainedConfig) -> Kind
 
 
 def _kind(settings: PretrainedConfig, architectures: str) -> Kind:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     if getattr(settings, "is_encoder_decoder", False):
         return "encoder-decoder"
     if "MaskedLM" in architectures or settings.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -372,6 +371,8 @@ def _check_length(settings: PretrainedConfig, kind: str, source: int, target: in
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
     """Turn the library's errors into one sentence, and its chatter off while loading."""
+    from transformers.utils.logging import disable_progress_bar
+
     logger = logging.getLogger("transformers")
     level = logger.level
     if level < logging.ERROR:  # to set a level costs milliseconds: every logger forgets what it is enabled for

@@ -378,18 +378,3 @@ def resolve(bank: Bank, reference: str) -> Snapshot:
         f"the bank '{bank.storage.uri}' has no '{reference}': expected a branch ({names}), a snapshot's number, or at "
         f"least {SHORTEST_HASH} digits of its hash"
     )
-
-
-def snapshot_at(reference: str) -> tuple[Bank, Snapshot]:
-    """The bank and the snapshot of `BANK` or `BANK@REFERENCE` (see `resolve`); default: the head of `main`.
-
-    Raises:
-        BankError: there is no such bank or snapshot.
-    """
-    address, at, name = reference.rpartition("@")
-    bank = Bank.at(address if at else reference)
-    if not bank.storage.exists("snapshots"):
-        if bank.storage.exists(NOT_SERVED):
-            raise missing_branch(bank, MAIN)
-        raise BankError(f"there is no bank at '{bank.storage.uri}': expected BANK or BANK@REFERENCE, such as RUN/bank")
-    return bank, resolve(bank, name if at else MAIN)

@@ -21,11 +21,11 @@ import psutil
 import torch
 
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
-from raycl.bank.branches import snapshot_at
 from raycl.bench.figures import Figure, Report, machine
 from raycl.bench.serving.banks import drawn_bank, texts_of
 from raycl.data.loader import batch_of
 from raycl.data.sources.fields import Columns
+from raycl.run.banks import snapshot_at
 from raycl.serve.offline import WINDOW, OfflineModel
 from raycl.serve.prediction_files import Input, files_at, write_predictions
 from raycl.serve.settings import ServeConfig

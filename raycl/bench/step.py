@@ -21,9 +21,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raycl.backbone import Backbone, BackboneConfig, Output, load_backbone, load_codec
-from raycl.backbone.base import summed_cross_entropy
+from raycl.backbone.base import checkpoint_activations, summed_cross_entropy
 from raycl.backbone.causal import join
-from raycl.backbone.load import checkpoint_activations, wrap_model
+from raycl.backbone.load import wrap_model
 from raycl.bench.figures import Figure, Report, machine
 from raycl.bench.gpu.models import shared_copy
 from raycl.bench.gpu.tiny import word_tokenizer

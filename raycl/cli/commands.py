@@ -7,6 +7,7 @@ What it does not know: what the commands do.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,12 +43,17 @@ COMMANDS = {
 }
 
 
+OBJECTS = 100_000
+"""New objects between two collections of garbage: the libraries that a command imports make a million, and none."""
+
+
 def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run a command; returns the exit status.
 
     Args:
         words: its arguments; None: those of this process. prog: name for messages; None: the file that was started.
     """
+    gc.set_threshold(OBJECTS)
     module = load(name)
     options = module.arguments(sys.argv[1:] if words is None else words, prog)
     try:

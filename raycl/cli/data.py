@@ -70,11 +70,11 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    config = _config(options)
     from raycl.backbone import load_codec
     from raycl.data.check import check_task
     from raycl.data.stream import open_stream
 
-    config = _config(options)
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
     stream = open_stream(config.stream, config.seed)
     tasks = [*stream.tasks, *stream.unseen]
@@ -93,15 +93,15 @@ def _config(options: argparse.Namespace) -> RunConfig:
     """The run that would read the data."""
     from raycl.cli.files import local_or_installed
     from raycl.data.settings import TaskSpec
-    from raycl.run.config import load_config
+    from raycl.run.places import load_present
 
     if options.config:
-        return load_config(local_or_installed(options.config), options.overrides)
+        return load_present(local_or_installed(options.config), options.overrides)
     (path,) = options.paths
     of_task = [word for word in options.overrides if word.partition("=")[0].partition(".")[0] in TaskSpec.model_fields]
     of_run = [word for word in options.overrides if word not in of_task]
     carves = any(word.startswith("stream.test_fraction=") for word in of_run)
-    return load_config(None, [f"stream.tasks={json.dumps([_spec(path, of_task, carves)])}", *of_run])
+    return load_present(None, [f"stream.tasks={json.dumps([_spec(path, of_task, carves)])}", *of_run])
 
 
 def _spec(path: str, overrides: Sequence[str], carves_test: bool) -> dict[str, Any]:

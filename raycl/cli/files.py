@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import raycl
+from raycl.config import require_file
 
 FOLDER = Path(raycl.__file__).parent / "files"
 
 
 def local_or_installed(name: str) -> str:
-    """`name` if there is such a file, else raycl's own of that name, such as `sweeps/seeds.yaml`, if there is one."""
+    """`name` if there is such a file, else raycl's own of that name, such as `sweeps/seeds.yaml`.
+
+    Raises:
+        ConfigError: there is neither.
+    """
     own = FOLDER / name
-    return str(own) if not Path(name).exists() and own.is_file() and not Path(name).is_absolute() else name
+    takes_own = not Path(name).exists() and own.is_file() and not Path(name).is_absolute()
+    return str(own) if takes_own else require_file(name)

@@ -127,9 +127,19 @@ def read_tree(path: str, below: Sequence[str] = ()) -> Tree:
     return tree
 
 
-def _read_file(path: str) -> Tree:
+def require_file(path: str) -> str:
+    """The path of a config file that is there.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if not Path(path).is_file():
         raise ConfigError(f"config file '{path}' does not exist: give the path of a YAML file")
+    return path
+
+
+def _read_file(path: str) -> Tree:
+    require_file(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,5 +1,6 @@
 """Which run `raycl train` starts or continues.
 
+Settings and places are checked before the driver is imported, which brings Ray.
 What it does not know: how a run is trained.
 """
 
@@ -8,17 +9,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import yaml
 
 from raycl.errors import ConfigError
-from raycl.launch import driver
-from raycl.launch.driver import Prepared
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
 from raycl.run.extension import task_of
+from raycl.run.places import load_present
 from raycl.storage import Storage
 from raycl.training.records.publish import open_bank, went_back
+
+if TYPE_CHECKING:
+    from raycl.launch.driver import Prepared
 
 log = logging.getLogger("raycl")
 
@@ -40,17 +44,22 @@ def prepared(
         raise ConfigError("--add names the next tasks of a run: name the run with --resume RUN_DIR")
     if revised and added:
         raise ConfigError("--revise learns one task again and --add a new one: use one after the other")
-    if revised:
-        return driver.prepare(run_config.load_config(file, [*_revision(revised, resume), *overrides]))
-    if added:
-        return _extended(str(resume), added, overrides)
-    if resume:
-        return driver.reopen(resume, overrides=tuple(overrides))
-    return driver.prepare(run_config.load_config(file, overrides))
+    config = None
+    if revised or not resume:
+        config = load_present(file, [*(_revision(revised, resume) if revised else []), *overrides])
+    log.info("checking the backbone and the data")
+    from raycl.launch import driver
+
+    if config is not None:
+        return driver.prepare(config)
+    assert resume, "without a config, a run is continued"
+    return _extended(resume, added, overrides) if added else driver.reopen(resume, overrides=tuple(overrides))
 
 
 def _extended(folder: str, added: Sequence[str], overrides: Sequence[str]) -> Prepared:
     """The run with more tasks; where its branch was rolled back, a new run that learns them from where that is now."""
+    from raycl.launch import driver
+
     storage, config, state = driver.run_in(folder)
     if not went_back(config.bank, storage, state):
         return driver.extend(folder, added, tuple(overrides))
@@ -84,6 +93,8 @@ def _revision(task: str, resume: str | None) -> list[str]:
     if isinstance(spec, dict):
         found.append(f"stream.tasks={json.dumps([spec])}")
     if resume:
+        from raycl.launch import driver
+
         storage, config, _ = driver.run_in(resume)
         found += _start_at_branch(storage, config)
     return found

@@ -6,17 +6,19 @@ What it does not know: the writers.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from raycl.errors import StorageError
-from raycl.launch.worker import LOGS, is_log, log_to
 from raycl.storage import Storage
 
 log = logging.getLogger("raycl")
 FOLLOW_S = 1.0
+LOGS = "log"
+"""Folder of a run with the log of each attempt."""
 
 
 @contextmanager
@@ -50,6 +52,18 @@ def follow(storage: Storage, label: str = "") -> Iterator[None]:
         over.set()
         thread.join()
         log_new()
+
+
+def is_log(name: str) -> bool:
+    """Whether a file of `LOGS` is an attempt's, and no editor's or file manager's."""
+    return re.fullmatch(r"attempt-\d{4,}\.txt", name) is not None
+
+
+def log_to(handler: logging.Handler) -> None:
+    """Send raycl's own lines, from INFO on, to one place only."""
+    log.handlers = [handler]
+    log.setLevel(logging.INFO)
+    log.propagate = False
 
 
 def log_to_stderr() -> None:

@@ -8,7 +8,6 @@ What it does not know: how training works (`raycl.training`), what the parts are
 from __future__ import annotations
 
 import copy
-import shlex
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,16 +30,17 @@ from raycl.errors import (
     UnreachableError,
 )
 from raycl.launch import cluster as clusters
-from raycl.launch.console import follow
+from raycl.launch.console import LOGS, follow
 from raycl.launch.scoring import needs_scorer, scorer_resources
 from raycl.launch.termination import StopOnSigterm, exit_on_sigterm, exits_on_sigterm
 from raycl.launch.trainer import StreamTrainer, scaling_of
-from raycl.launch.worker import CONFIG, LOGS, error_file, in_process_worker, leave_error, worker_main
+from raycl.launch.worker import error_file, in_process_worker, leave_error, worker_main
 from raycl.run import checks
 from raycl.run import config as run_config
 from raycl.run.config import RunConfig
 from raycl.run.extension import other_changes, with_tasks
 from raycl.run.fingerprints import inputs_of
+from raycl.run.folder import CONFIG, resume_arguments, run_at
 from raycl.storage import Storage
 from raycl.training.records.journal import RunState, check_inputs, check_owner, last_attempt, read_state
 from raycl.training.records.publish import open_bank, publish_again
@@ -167,9 +167,7 @@ def _continued(config: RunConfig, storage: Storage, state: RunState) -> Prepared
 
 def run_in(folder: str) -> tuple[Storage, RunConfig, RunState]:
     """Folder, config and state of a run (`ResumeError`: there is none); its data is not looked at."""
-    storage = Storage.at(folder)
-    if not storage.exists(CONFIG):
-        raise ResumeError(f"'{folder}' holds no run (no {CONFIG}): give the run directory that an earlier run printed")
+    storage = run_at(folder)
     state = read_state(storage)
     return storage, _config_of(storage, state), state
 
@@ -189,11 +187,6 @@ def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) ->
 def resume_line(storage: Storage, config: RunConfig) -> str:
     """Arguments of the job that resume a run."""
     return resume_arguments(storage, configs.as_tree(config))
-
-
-def resume_arguments(storage: Storage, tree: dict[str, Any]) -> str:
-    """The same for a config that is not validated."""
-    return " ".join(["--resume", shlex.quote(storage.address), *trust.as_overrides(tree)])
 
 
 def _config_of(storage: Storage, state: RunState, overrides: tuple[str, ...] = ()) -> RunConfig:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from raycl import config as configs
-from raycl.errors import ResumeError, StorageError
-from raycl.launch.worker import CONFIG, LOGS, is_log
+from raycl.errors import StorageError
+from raycl.launch.console import LOGS, is_log
+from raycl.run.folder import CONFIG, run_at
 from raycl.storage import Storage
 from raycl.training.control import BEAT_S, HEARTBEAT
 from raycl.training.records.journal import JournalReader, RunState
@@ -78,10 +79,7 @@ def read_run(storage: Storage, journal: JournalReader | None = None) -> RunFiles
     Raises:
         ResumeError: there is no run. RunError: its journal is damaged. StorageError: it is out of reach.
     """
-    if not storage.exists(CONFIG):
-        raise ResumeError(
-            f"'{storage.address}' holds no run (no {CONFIG}): give the run directory that an earlier run printed"
-        )
+    run_at(storage.address)
     state = (journal or JournalReader(storage)).state()
     errors = [_json(storage, f"errors/{name}") for name in storage.list("errors")]
     drivers = {name.removesuffix(".json"): found for name, found in zip(storage.list("errors"), errors, strict=True)}

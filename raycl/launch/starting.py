@@ -9,8 +9,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from raycl.bank.branches import snapshot_at
 from raycl.errors import BankError, RunError, StorageError
+from raycl.run.banks import snapshot_at
 from raycl.storage import Storage
 from raycl.training.control import Control
 from raycl.training.distributed import DistributedContext

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
-from raycl.launch.driver import resume_arguments
 from raycl.launch.run_files import RunFiles, read_run
+from raycl.run.folder import resume_arguments
 from raycl.storage import Storage
 from raycl.training.records.progress import TraceReader, clock
 from raycl.training.records.stop_signal import is_stopped

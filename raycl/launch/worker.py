@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import re
 import socket
 import time
 from collections.abc import Iterator
@@ -22,10 +21,12 @@ from ray.train.torch import get_device
 from raycl import config as configs
 from raycl.bank.object_store import shared_readers
 from raycl.errors import RayclError, RunError, UnreachableError
+from raycl.launch.console import LOGS, log_to
 from raycl.launch.scoring import ScoringActor
 from raycl.launch.starting import scores_of, start_from_bank
 from raycl.run import assembly
 from raycl.run.config import RunConfig
+from raycl.run.folder import CONFIG
 from raycl.storage import Storage
 from raycl.tracking import open_tracker
 from raycl.training.control import Control, hang_file
@@ -40,13 +41,6 @@ from raycl.training.stream_loop import StreamLoop
 from raycl.types import Score
 
 log = logging.getLogger("raycl")
-CONFIG = "config.yaml"
-LOGS = "log"
-
-
-def is_log(name: str) -> bool:
-    """Whether a file of `LOGS` is an attempt's, and no editor's or file manager's."""
-    return re.fullmatch(r"attempt-\d{4,}\.txt", name) is not None
 
 
 def error_file(driver: str) -> str:
@@ -218,10 +212,3 @@ class RunLog(logging.Handler):
         """Add a line."""
         self._text += self.format(record) + "\n"
         self.storage.write(self.name_on_storage, self._text.encode())
-
-
-def log_to(handler: logging.Handler) -> None:
-    """Send raycl's own lines, from INFO on, to one place only."""
-    log.handlers = [handler]
-    log.setLevel(logging.INFO)
-    log.propagate = False

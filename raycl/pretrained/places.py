@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-
-from huggingface_hub import snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 
 from raycl.errors import BackboneError
 
@@ -97,23 +95,30 @@ def folder_of(
         return Path(where)
     folder = _described(where, revision)
     if code:
-        snapshot_download(where, revision=folder.name, allow_patterns=list(CODE))
+        _download(where, folder.name, CODE)
     if weights:
         _fetch_weights(where, folder.name)
         if pickles and not _safetensors(folder):
-            snapshot_download(where, revision=folder.name, allow_patterns=list(PICKLES))
+            _download(where, folder.name, PICKLES)
     return folder
 
 
 @lru_cache(maxsize=64)
 def _described(where: str, revision: str | None) -> Path:
     """Folder of a hub model, named after its commit, with config and tokenizer."""
-    return Path(snapshot_download(where, revision=revision, allow_patterns=list(DESCRIPTION)))
+    return _download(where, revision, DESCRIPTION)
 
 
 @lru_cache(maxsize=64)
 def _fetch_weights(where: str, commit: str) -> None:
-    snapshot_download(where, revision=commit, allow_patterns=list(WEIGHTS))
+    _download(where, commit, WEIGHTS)
+
+
+def _download(where: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """The folder of a hub model, with its files of these names."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(where, revision=revision, allow_patterns=list(patterns)))
 
 
 def commit_of(name: str, revision: str | None = None) -> str | None:
@@ -128,6 +133,9 @@ def commit_of(name: str, revision: str | None = None) -> str | None:
 
 def present_folder(name: str, revision: str | None = None) -> Path | None:
     """The folder with the model's config.json if it is on this machine already; nothing is fetched."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
     try:
         where = resolve(name)
         found = (

@@ -12,7 +12,7 @@ from typing import Any
 from raycl import config as configs
 from raycl.backbone import load_codec, load_skeleton
 from raycl.bank import Bank
-from raycl.bank.branches import Branch, snapshot_at
+from raycl.bank.branches import Branch
 from raycl.config import Tree
 from raycl.data.loader import check_batch
 from raycl.data.prepare import MIN_TEXT_TOKENS
@@ -24,6 +24,7 @@ from raycl.methods.modifier import Modifiers
 from raycl.methods.pseudo_samples.generator import GeneratorConfig
 from raycl.methods.registry import WRAPPERS, method_class, modifier_class
 from raycl.report.results import read_results
+from raycl.run.banks import snapshot_at
 from raycl.run.config import RunConfig
 from raycl.run.extension import check_takes_more_tasks
 from raycl.run.fingerprints import inputs_of

@@ -154,11 +154,36 @@ def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: see `raycl.config.load`; or the file requests what only the command may allow (`config.trust`).
     """
-    config = from_tree(configs.load_tree(path, overrides))
-    source = "the config" if path is None else f"config file '{path}'"
-    trust.require(trust.requested(configs.as_tree(config)), overrides, source)
-    refuse(unused_written(path, overrides, config, lambda: from_tree(configs.load_tree(path, []))), source)
+    config = read_config(path, overrides)
+    refuse_unused(config, path, overrides)
     return config
+
+
+def read_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
+    """The same, where settings without effect are refused later (`refuse_unused`).
+
+    Raises:
+        ConfigError: see `load_config`.
+    """
+    config = from_tree(configs.load_tree(path, overrides))
+    trust.require(trust.requested(configs.as_tree(config)), overrides, _source(path))
+    return config
+
+
+def refuse_unused(config: RunConfig, path: str | None, overrides: Sequence[str]) -> None:
+    """Refuse what a person wrote that has no effect.
+
+    Args:
+        path, overrides: what the config was read from.
+
+    Raises:
+        ConfigError: there is such a setting.
+    """
+    refuse(unused_written(path, overrides, config, lambda: from_tree(configs.load_tree(path, []))), _source(path))
+
+
+def _source(path: str | None) -> str:
+    return "the config" if path is None else f"config file '{path}'"
 
 
 def from_tree(given: Tree) -> RunConfig:

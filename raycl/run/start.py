@@ -13,7 +13,6 @@ from typing import Any
 
 from raycl import config as configs
 from raycl.bank import Bank, Snapshot
-from raycl.bank.branches import snapshot_at
 from raycl.bank.training_state import state_objects
 from raycl.config import Tree
 from raycl.data.prompts import Prompt
@@ -23,6 +22,7 @@ from raycl.errors import BankError, ConfigError
 from raycl.methods.base import at
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import method_class, method_config
+from raycl.run.banks import snapshot_at
 from raycl.training.records.bank_start import adapters_of_task
 from raycl.training.settings import EXEMPT
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raycl.bank import Snapshot
 from raycl.config import Tree
@@ -28,8 +28,10 @@ from raycl.data.sources.formats import Format, Source, read_rows
 from raycl.data.sources.hub import HUB, SAVED, HubSplit, is_dataset_folder
 from raycl.data.sources.source import SourceFile
 from raycl.errors import ConfigError, DataError, counted
-from raycl.serve.offline import OfflineModel, Prediction, Text
 from raycl.storage import Storage
+
+if TYPE_CHECKING:
+    from raycl.serve.offline import OfflineModel, Prediction, Text
 
 log = logging.getLogger("raycl")
 

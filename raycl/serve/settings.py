@@ -16,6 +16,7 @@ from raycl.config import Location, PathOrUri, Section, trust
 from raycl.config.trust import Permissions
 from raycl.config.unused import refuse, unused_written
 from raycl.pretrained import resolve_path
+from raycl.run.banks import bank_at
 
 
 class LimitsConfig(Section):
@@ -113,8 +114,11 @@ OF_A_MODEL = (
 class ServeConfig(Section):
     """The endpoint of one bank."""
 
-    bank: Location = Field(description="folder or URI of the bank")
-    branch: BranchName = Field(MAIN, description="branch of the bank whose snapshots are followed")
+    bank: Location = Field(description="folder or URI of the bank, or of the run that publishes to it")
+    branch: BranchName = Field(
+        MAIN,
+        description="branch of the bank whose snapshots are followed; of a run's bank, the run's branch is the default",
+    )
     snapshot: int | None = Field(None, ge=1, description="snapshot that answers first; null: the branch's newest")
     backbone: Annotated[str, AfterValidator(resolve_path)] | None = Field(
         None, description="where the backbone is now, if it moved after training"
@@ -232,6 +236,17 @@ class ServeConfig(Section):
                 "or use ingress=proxy"
             )
         return self
+
+
+def at_bank(config: ServeConfig) -> ServeConfig:
+    """The config with the bank that `bank` means, where that is a run: its bank, and the branch it publishes to.
+
+    Raises:
+        BankError: there is no bank.
+    """
+    bank, branch = bank_at(config.bank)
+    named = "branch" in config.model_fields_set
+    return config.model_copy(update={"bank": bank.storage.address, "branch": config.branch if named else branch})
 
 
 def load_serve_config(path: str | None, overrides: Sequence[str]) -> ServeConfig:

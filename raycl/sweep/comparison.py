@@ -2,6 +2,7 @@
 
 Why it exists: a comparison is honest only if every row shares data, backbone and training; so they share one base
 config here, and each run adds overrides in the language of the command line. Finished runs are read, not repeated.
+Ray and what trains are imported when the first run starts: all configs are checked before.
 What it does not know: how a run is launched or drawn.
 """
 
@@ -22,8 +23,6 @@ from raycl import config as configs
 from raycl.config import Section, Tree, trust
 from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError, RayclError, StoppedError
-from raycl.launch import driver
-from raycl.launch.driver import RunOptions
 from raycl.report.published import Published, row_of
 from raycl.run.checks import check_singles
 from raycl.run.config import RunConfig
@@ -159,6 +158,8 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
     }
     if not planned:
         return Outcome({}, {})
+    from raycl.launch import driver
+
     if comparison.published is not None:
         comparison.published.write(Storage.at(directory).sub(comparison.name))
     with driver.cluster(next(iter(planned.values()))):
@@ -196,10 +197,12 @@ def _needed(comparison: ComparisonConfig, name: str) -> str:
 
 
 def _run(name: str, config: RunConfig, first: Future[Tree] | None, at_once: int) -> Tree:
+    from raycl.launch import driver
+
     if first is not None:
         first.exception()  # the run that it needs is listed before it, so is running already
     log.info("== %s", name)
-    options = RunOptions(share=at_once, label=f"{name}: " if at_once > 1 else "")
+    options = driver.RunOptions(share=at_once, label=f"{name}: " if at_once > 1 else "")
     return driver.train(driver.prepare(config), options)
 
 

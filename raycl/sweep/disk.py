@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from raycl.bank.training_state import has_state
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import BankError, RunError, StorageError
-from raycl.launch import driver
 from raycl.launch.status import status_of
-from raycl.launch.worker import CONFIG
+from raycl.run.folder import CONFIG
 from raycl.storage import Storage
 from raycl.sweep.folder import SWEEP
 from raycl.training.records.checkpoint import FOLDER as CHECKPOINTS
@@ -80,6 +79,8 @@ def _checkpoints(directory: Storage) -> Iterator[Storage]:
 
 
 def _can_start_from_bank(folder: Storage) -> bool:
+    from raycl.launch import driver
+
     storage, config, state = driver.run_in(folder.address)
     published = state.phases[-1]["bank"]
     if not published:

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from raycl.errors import RayclError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -159,19 +161,26 @@ class Scattered(Tensor):
 
 def is_shared_out(tensor: Tensor) -> bool:
     """Whether workers have parts of a tensor."""
-    return isinstance(tensor, DTensor | Scattered)
+    return isinstance(tensor, Scattered) or is_dtensor(tensor)
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether torch shares a tensor out. Its class takes half a second to import, which settings do not wait for."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
 
 
 def whole(tensor: Tensor) -> Tensor:
     """The tensor with the parts of all workers, where they share it out. Collective."""
     if isinstance(tensor, Scattered):
         return tensor.joined()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def own_rows(tensor: Tensor) -> Tensor:
     """This worker's part of a tensor where workers share it out, else all of it; the same memory."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
 
 def rows_of(tensor: Tensor, world: DistributedContext) -> tuple[int, int]:
@@ -182,6 +191,8 @@ def rows_of(tensor: Tensor, world: DistributedContext) -> tuple[int, int]:
 
 def own_part(shared: DTensor, value: Tensor) -> Tensor:
     """This worker's part of a whole `value`, laid out as `shared`; nothing is communicated."""
+    from torch.distributed.tensor import distribute_tensor
+
     found = distribute_tensor(value.to(shared.device), shared.device_mesh, shared.placements, src_data_rank=None)
     return found.to_local()
 
@@ -192,7 +203,7 @@ def load_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> None
     with torch.no_grad():
         for name, value in parameters.items():
             parameter = own[name]
-            if isinstance(parameter, DTensor):
+            if is_dtensor(parameter):
                 parameter.to_local().copy_(own_part(parameter, value))
             else:
                 parameter.copy_(value)

@@ -12,10 +12,10 @@ from local_endpoint import serving
 from tiny import Lab, run
 
 from raycl.backbone import load_codec
-from raycl.bank.branches import snapshot_at
 from raycl.cli import main
 from raycl.data.conversation import messages_of
 from raycl.data.stream import StreamConfig, open_stream
+from raycl.run.banks import snapshot_at
 from raycl.run.config import RunConfig
 from raycl.serve.offline import OfflineModel
 from raycl.storage import Storage

@@ -14,7 +14,7 @@ from raycl.bank.operations.maintenance import verify
 from raycl.bank.training_state import has_state
 from raycl.cli import main
 from raycl.launch.status import status_of
-from raycl.launch.worker import CONFIG
+from raycl.run.folder import CONFIG
 from raycl.storage import Storage
 
 

@@ -115,7 +115,7 @@ def test_replicas_load_the_newest_undamaged_snapshot(taught: Taught, tmp_path: P
     with serving(bank, **FOLLOW) as client:
         assert client.snapshot_manager.active.snapshot.number == 1 and client.snapshot_manager.problem == ""
     with pytest.raises(BankError, match="louder@1 are damaged"):
-        activate(config, third.number)
+        activate(config, str(third.number))
     with pytest.raises(BankError, match="louder@1 are damaged"):
         judge(config.model_copy(update={"device": "cpu"}), third.number)
     latest = Activations(bank).latest()

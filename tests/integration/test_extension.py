@@ -15,10 +15,10 @@ from raycl.bank import Bank
 from raycl.bank.branches import Branch, line_of
 from raycl.errors import ConfigError, ResumeError, RunError
 from raycl.launch import commands, driver
-from raycl.launch.worker import CONFIG
 from raycl.run.checks import check
 from raycl.run.config import RunConfig
 from raycl.run.extension import with_tasks
+from raycl.run.folder import CONFIG
 from raycl.storage import Storage
 from raycl.training.records.checkpoint import read_checkpoint
 from raycl.training.records.journal import read_state

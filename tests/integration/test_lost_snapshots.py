@@ -24,8 +24,8 @@ from raycl.bank.manifest import Layout, SnapshotAdapter
 from raycl.bank.operations.maintenance import prune, verify
 from raycl.errors import BankError, RunError
 from raycl.launch import driver
-from raycl.launch.worker import CONFIG
 from raycl.run.config import RunConfig
+from raycl.run.folder import CONFIG
 from raycl.storage import Storage
 from raycl.training.records.tensor_objects import infos_of
 

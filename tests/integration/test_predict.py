@@ -16,9 +16,9 @@ from local_endpoint import Served
 from tiny import Complete, Lab, matrix, run
 
 from raycl.bank import Bank
-from raycl.bank.branches import snapshot_at
 from raycl.cli import main
 from raycl.errors import ConfigError
+from raycl.run.banks import snapshot_at
 from raycl.run.checks import check
 from raycl.serve.offline import WINDOW, OfflineModel
 from raycl.serve.settings import ServeConfig

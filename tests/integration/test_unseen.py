@@ -17,11 +17,11 @@ from raycl.bank.operations import unlearning
 from raycl.config import Tree
 from raycl.errors import ConfigError
 from raycl.launch import driver
-from raycl.launch.worker import CONFIG
 from raycl.report.compare import to_csv
 from raycl.report.tables import comparison_table, matrix_table
 from raycl.run.checks import check, read_singles
 from raycl.run.config import RunConfig
+from raycl.run.folder import CONFIG
 from raycl.storage import Storage
 from raycl.sweep.trials.prefix import prefix_keys
 from raycl.sweep.trials.single_tasks import separate_key, separate_tree

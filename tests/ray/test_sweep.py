@@ -24,8 +24,8 @@ from tiny import Lab, matrix, run, trace
 from raycl import config as configs
 from raycl.errors import ResumeError, RunError
 from raycl.launch.status import status_of
-from raycl.launch.worker import CONFIG
 from raycl.run.config import RunConfig, load_config
+from raycl.run.folder import CONFIG
 from raycl.storage import Storage
 from raycl.sweep.config import load_sweep
 from raycl.sweep.drive import run_sweep

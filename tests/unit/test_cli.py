@@ -12,6 +12,7 @@ from raycl import __version__
 from raycl.cli import main
 from raycl.cli.commands import COMMANDS, load
 from raycl.cli.files import FOLDER, local_or_installed
+from raycl.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "ray", "numpy", "pydantic", "matplotlib")
@@ -56,6 +57,53 @@ def test_help_and_import_need_no_heavy_library() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+WRONG = (
+    (
+        ("torch", "transformers", "ray", "matplotlib"),
+        [
+            ["train", "no.yaml"],
+            ["train", "--resume", "no"],
+            ["train", "--status", "no"],
+            ["status", "no"],
+            ["compare", "no.yaml"],
+            ["sweep", "no.yaml"],
+            ["report", "no"],
+            ["probe", "no"],
+        ],
+    ),
+    (
+        ("transformers", "ray", "torch.distributed.tensor", "matplotlib"),
+        [
+            ["train", "method=loraa"],
+            ["train", "train.epochs=many"],
+            ["train", "backbone.name=/no"],
+            ["train", "stream.tasks=[{name: a, path: no}]"],
+            ["data", "check", "no"],
+            ["serve", "--bank", "no"],
+            ["bank", "--bank", "no", "list"],
+            ["predict", "no", __file__, "--format", "text"],
+            ["evaluate", "no", "no.csv"],
+        ],
+    ),
+)
+"""Libraries that the commands behind them do not wait for, in this order: each one is refused."""
+
+
+def test_what_is_wrong_is_refused_before_heavy_libraries_are_imported(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from raycl.cli import main
+for libraries, commands in {WRONG}:
+    for words in commands:
+        assert main.main(words) == 1, words
+        assert not set(libraries) & set(sys.modules), (words, set(libraries) & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.splitlines()
+    assert len(said) == sum(len(commands) for _, commands in WRONG) and all(line.startswith("error: ") for line in said)
+
+
 def test_completion_knows_commands_and_their_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["--completion", "bash"]) == 0
     script = capsys.readouterr().out
@@ -75,7 +123,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_configs_of_the_package_are_found_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of the user comes first; what neither has stays as it is, for the error that names it."""
+    """A file of the user comes first; what neither has is refused."""
     monkeypatch.chdir(tmp_path)
     own = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml")} | {
         path.relative_to(REPO).as_posix()
@@ -87,4 +135,5 @@ def test_configs_of_the_package_are_found_by_their_names(tmp_path: Path, monkeyp
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps/seeds.yaml").write_text("name: mine\n")
     assert local_or_installed("sweeps/seeds.yaml") == "sweeps/seeds.yaml"
-    assert local_or_installed("sweeps/none.yaml") == "sweeps/none.yaml"
+    with pytest.raises(ConfigError, match=r"'sweeps/none\.yaml' does not exist"):
+        local_or_installed("sweeps/none.yaml")

@@ -8,10 +8,12 @@ What it does not know: which words are masked, how it is trained.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
+
+if TYPE_CHECKING:
+    from transformers.modeling_outputs import BaseModelOutput
 
 
 class LanguageHead(nn.Module):
@@ -55,4 +57,6 @@ class _Given(nn.Module):
 
     def forward(self, *nothing: Any, inputs_embeds: Tensor, **others: Any) -> BaseModelOutput:
         """`[1, M, D]` as they are."""
+        from transformers.modeling_outputs import BaseModelOutput
+
         return BaseModelOutput(last_hidden_state=inputs_embeds)

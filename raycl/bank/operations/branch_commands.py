@@ -16,6 +16,7 @@ from raycl.bank.manifest import snapshot_file
 from raycl.bank.operations import merge as merging
 from raycl.bank.operations.answers import Answer, table
 from raycl.errors import BankError, BranchMovedError
+from raycl.run.banks import bank_and_reference
 
 
 def branches(bank: Bank, options: Namespace) -> Answer:
@@ -110,8 +111,7 @@ def rollback(bank: Bank, options: Namespace) -> Answer:
 def merge(bank: Bank, options: Namespace) -> Answer:
     """A snapshot with the tasks of two."""
     ours = resolve(bank, options.ours)
-    address, at, reference = options.theirs.rpartition("@")
-    other = Bank.at(address) if at else bank
+    other, reference = bank_and_reference(options.theirs) if "@" in options.theirs else (bank, options.theirs)
     theirs = resolve(other, reference)
     merged = merging.merge(bank, ours, theirs, other, options.with_samples)
     tree = {"snapshot": merged.number, "tasks": [task.name for task in merged.tasks], "branch": None}

@@ -24,6 +24,7 @@ from raycl.bank.operations.vllm import MIXTURE, export_vllm
 from raycl.config.trust import Permissions
 from raycl.errors import BankError, counted
 from raycl.retrieval.routers import router_class
+from raycl.run.banks import bank_at, find_bank
 from raycl.serve.snapshots.snapshot_model import backbone_of, router_of
 from raycl.storage import Storage
 from raycl.training.records.journal import last_attempt, read_state
@@ -245,20 +246,13 @@ def answer(options: Namespace) -> Answer:
     Raises:
         RayclError: there is no such bank, or the command failed.
     """
-    for name in ("branch", "snapshot", *(["to"] if options.command == "promote" else [])):
-        if getattr(options, name, MAIN) is None:
-            setattr(options, name, MAIN)
-    bank = Bank.at(options.bank)
-    if options.command != "import" and not is_bank(bank.storage):
-        inner = bank.storage.sub("bank")
-        hint = f"'{inner.uri}' is one" if is_bank(inner) else "give the folder or URI that a run wrote, as RUN/bank"
-        raise BankError(f"there is no bank at '{bank.storage.uri}': {hint}")
+    begins = options.command == "import" and find_bank(options.bank) is None
+    bank, branch = (Bank.at(options.bank), MAIN) if begins else bank_at(options.bank)
+    defaults = {"branch": branch, "snapshot": branch, **({"to": MAIN} if options.command == "promote" else {})}
+    for name, default in defaults.items():
+        if getattr(options, name, default) is None:
+            setattr(options, name, default)
     return COMMANDS[options.command](bank, options)
-
-
-def is_bank(storage: Storage) -> bool:
-    """Whether the folder holds a bank."""
-    return any(storage.exists(folder) for folder in ("snapshots", "adapters", "objects", "pruned"))
 
 
 def _short(value: Any) -> str:

@@ -37,12 +37,14 @@ def run(options: argparse.Namespace) -> int:
     from pathlib import Path
 
     from raycl.data.sources.fields import LABEL_NAMES
-    from raycl.report.evaluation import confusion_png, evaluation_table
-    from raycl.serve.evaluation import evaluate_rows
 
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("raycl").setLevel(logging.INFO)
     given = predict.input_of(options, (options.label,) if options.label else LABEL_NAMES)
     with predict.open_model(options) as model:
+        from raycl.report.evaluation import confusion_png, evaluation_table
+        from raycl.serve.evaluation import evaluate_rows
+
         found = evaluate_rows(model, given, options.metric, task=options.task, max_tokens=options.max_tokens)
     tree = asdict(found)
     print(evaluation_table(tree))

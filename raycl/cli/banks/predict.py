@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from raycl.serve.prediction_files import Input
     from raycl.serve.settings import ServeConfig
 
+log = logging.getLogger("raycl")
+
 FORMATS = ("auto", "jsonl", "csv", "parquet", "text", "olora", "natural_instructions", "phrasebank")
 
 
@@ -66,11 +68,12 @@ def split(found: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Name
 
 def snapshot_of(options: argparse.Namespace) -> tuple[Bank, Snapshot, ServeConfig]:
     """What answers, and how."""
-    from raycl.bank.branches import snapshot_at
+    from raycl.run.banks import snapshot_at
+
+    bank, snapshot = snapshot_at(options.bank)
     from raycl.serve.offline import settings_here
     from raycl.serve.settings import load_serve_config
 
-    bank, snapshot = snapshot_at(options.bank)
     here = [f"{name}={value}" for name, value in settings_here(bank).items()]
     if getattr(options, "workers", None):
         here = here[:1]  # each worker reserves its threads
@@ -79,9 +82,11 @@ def snapshot_of(options: argparse.Namespace) -> tuple[Bank, Snapshot, ServeConfi
 
 def open_model(options: argparse.Namespace) -> OfflineModel:
     """The snapshot, ready to answer."""
+    chosen = snapshot_of(options)
+    log.info("loading snapshot %d of %s", chosen[1].number, chosen[0].storage.uri)
     from raycl.serve.offline import OfflineModel
 
-    return OfflineModel(*snapshot_of(options))
+    return OfflineModel(*chosen)
 
 
 def input_of(options: argparse.Namespace, label: tuple[str, ...] = ()) -> Input:

@@ -1,9 +1,10 @@
 """Serve what a bank holds: one endpoint for every task, no task id, always up to date.
 
-raycl serve --bank runs/mine/bank                       until Ctrl-C, on http://127.0.0.1:8000
+raycl serve --bank runs/mine                       until Ctrl-C, on http://127.0.0.1:8000
 raycl serve --bank runs/mine/bank port=9000 follow.enabled=false
-raycl serve --bank runs/mine/bank activate 3            answer from snapshot 3: a rollback, or forward
-raycl serve --bank runs/mine/bank promote 4 --max-drop 1.0
+raycl serve --bank runs/mine activate 3            answer from snapshot 3: a rollback, or forward
+raycl serve --bank runs/mine activate BRANCH       answer from the newest snapshot of a branch
+raycl serve --bank runs/mine promote 4 --max-drop 1.0
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ import logging
 import sys
 from collections.abc import Sequence
 
+UNNAMED = "RUN_DIR"
+"""Stands for the bank in a printed config for which none is named."""
+
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The command's parser."""
     found = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--bank", metavar="PATH", help="folder or URI of the bank")
+    found.add_argument("--bank", metavar="PATH", help="folder or URI of the bank, or of the run that publishes to it")
     found.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
     found.add_argument("--max-drop", type=float, help="points that an old task may lose (promote; default 1)")
     found.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
-    found.add_argument("words", nargs="*", metavar="WORD", help="activate N, promote N, or key.path=value ...")
+    found.add_argument(
+        "words", nargs="*", metavar="WORD", help="activate SNAPSHOT, promote SNAPSHOT, or key.path=value ..."
+    )
     return found
 
 
@@ -31,32 +37,42 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
     options = found.parse_intermixed_args(words)
     commands = [word for word in options.words if "=" not in word]
     options.overrides = [word for word in options.words if "=" in word]
-    options.command, options.number = [*commands, "", ""][:2] if commands else ["serve", ""]
-    known = options.command == "serve" or (
-        options.command in ("activate", "promote") and options.number.isdecimal() and len(commands) == 2
-    )
-    if not known:
-        found.error(f"'{' '.join(commands)}' is no command: expected activate NUMBER, promote NUMBER, or nothing")
+    options.command, options.snapshot = [*commands, "", ""][:2] if commands else ["serve", ""]
+    known = commands[:1] in (["activate"], ["promote"]) and len(commands) == 2
+    if commands and not known:
+        found.error(
+            f"'{' '.join(commands)}' is no command: expected activate SNAPSHOT, promote SNAPSHOT, or nothing, where "
+            "SNAPSHOT is a number, a branch or the first digits of a hash"
+        )
     return options
 
 
 def run(options: argparse.Namespace) -> int:
     """Run one command; 1 if a candidate was refused."""
-    from raycl.config.reference import commented_yaml
-    from raycl.serve.deployment import endpoint
-    from raycl.serve.settings import load_serve_config
+    from raycl.serve.settings import at_bank, load_serve_config
 
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("raycl").setLevel(logging.INFO)
     bank = [f"bank={options.bank}"] if options.bank else []
     drop = [f"gate.max_drop={options.max_drop}"] if options.max_drop is not None else []
-    config = load_serve_config(options.config, [*bank, *drop, *options.overrides])
+    given = [*bank, *drop, *options.overrides]
     if options.print_config:
-        print(commented_yaml(config), end="")
-    elif options.command == "activate":
-        endpoint.activate(config, int(options.number))
+        from raycl.config import load_tree
+        from raycl.config.reference import commented_yaml
+
+        named = "bank" in load_tree(options.config, given)
+        print(
+            commented_yaml(load_serve_config(options.config, given if named else [f"bank={UNNAMED}", *given])), end=""
+        )
+        return 0
+    config = at_bank(load_serve_config(options.config, given))
+    logging.getLogger("raycl").info("reading the bank %s", config.bank)
+    from raycl.serve.deployment import endpoint
+
+    if options.command == "activate":
+        endpoint.activate(config, options.snapshot)
     elif options.command == "promote":
-        result, text = endpoint.promote(config, int(options.number))
+        result, text = endpoint.promote(config, options.snapshot)
         print(text)
         return 0 if result.passed else 1
     else:

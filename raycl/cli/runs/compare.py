@@ -34,15 +34,17 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 def run(options: argparse.Namespace) -> int:
     """Run what is missing, print the table."""
+    file = local_or_installed(options.comparison)
     from raycl.launch import console, termination
-    from raycl.report.plots import heatmaps
-    from raycl.report.tables import comparison_table, side_by_side
     from raycl.sweep.comparison import load_comparison, run_comparison
 
     console.log_to_stderr()
     termination.exit_on_sigterm()
-    comparison = load_comparison(local_or_installed(options.comparison), options.overrides)
+    comparison = load_comparison(file, options.overrides)
     outcome = run_comparison(comparison, options.dir, tuple(options.only))
+    from raycl.report.plots import heatmaps
+    from raycl.report.tables import comparison_table, side_by_side
+
     results = list(outcome.results.values())
     if results:
         print(side_by_side(results), end="\n\n")

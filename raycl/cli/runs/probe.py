@@ -41,13 +41,14 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 def run(options: argparse.Namespace) -> int:
     """Measure what is missing, print the tables, write the files."""
+    from raycl.report.results import read_results, run_folders
+
+    folders = [folder.address for root in options.runs for folder in run_folders(root)]
     from raycl.launch.probe import ProbeSettings, probe
     from raycl.report.output_rows.plots import probe_maps
     from raycl.report.output_rows.probe import probe_csv, probe_table, probes_of
-    from raycl.report.results import read_results, run_folders
 
     settings = ProbeSettings(options.rows, options.threshold)
-    folders = [folder.address for root in options.runs for folder in run_folders(root)]
     measured = [probe(folder, settings, options.set, options.again) for folder in folders]
     found = probes_of([read_results(folder) for folder in folders], measured, options.layer)
     print("\n\n".join(map(probe_table, found)))

@@ -37,16 +37,17 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables, write the files."""
+    from raycl.report.results import find_results
+
+    results = [result for root in options.runs for result in find_results(root)]
     from raycl.report.attention import has_attention
     from raycl.report.attention_plots import attention_maps
     from raycl.report.compare import runs_to_csv, to_csv
     from raycl.report.plots import heatmaps
-    from raycl.report.results import find_results
     from raycl.report.router_plots import router_maps
     from raycl.report.routing import has_routing
     from raycl.report.tables import comparison_table, routing_comparison, tables_of
 
-    results = [result for root in options.runs for result in find_results(root)]
     routed = [result for result in results if has_routing(result)]
     for result in results:
         for table in tables_of(result):

@@ -37,6 +37,9 @@ def arguments(words: Sequence[str], prog: str | None = None) -> argparse.Namespa
 
 def run(options: argparse.Namespace) -> int:
     """Print it, or serve its page."""
+    from raycl.run.folder import run_at
+
+    run_at(options.run)
     if options.web:
         return _serve(options)
     from raycl.launch.status import status_of

@@ -96,16 +96,24 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.plan:
         return _plan(options, config)
-    from raycl.launch import commands, console, driver, status, termination
-    from raycl.report.plots import heatmap
-    from raycl.report.tables import matrix_table
+    if run_folder := options.status or options.resume:
+        from raycl.run.folder import run_at
+
+        run_at(run_folder)
+    if options.status:
+        from raycl.launch.status import status_of
+
+        print(status_of(options.status))
+        return 0
+    from raycl.launch import commands, console, termination
 
     console.log_to_stderr()
     termination.exit_on_sigterm()
-    if options.status:
-        print(status.status_of(options.status))
-        return 0
     prepared = commands.prepared(config, options.overrides, options.resume, options.add, options.revise)
+    from raycl.launch import driver
+    from raycl.report.plots import heatmap
+    from raycl.report.tables import matrix_table
+
     print(f"run {prepared.storage.uri}", flush=True)
     results = driver.train(prepared)
     print(matrix_table(results))

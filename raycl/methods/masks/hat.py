@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from raycl.adapters.head import MixedHead
 from raycl.backbone import Backbone, Output
@@ -186,6 +185,8 @@ class Hat(ChosenByTask):
 
 def _times(tensor: Tensor, factor: Tensor) -> Tensor:
     """A parameter, perhaps shared out over workers, times a factor that all of them have."""
+    from torch.distributed.tensor import DTensor, Replicate
+
     factor = factor.to(tensor.device, tensor.dtype)
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh

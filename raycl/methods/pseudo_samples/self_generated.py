@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from raycl.backbone import Backbone
 from raycl.backbone.codec import HFCodec
@@ -136,6 +135,8 @@ class Sampler:
 
     def _drawn(self, task: str, rows: int) -> list[list[int]]:
         """Ids of what is written behind a task's generation prompt, without special tokens."""
+        from transformers import LogitsProcessorList
+
         backbone, codec = self.backbone, self.backbone.codec
         penalty = RepetitionPenalty(self.repetition_penalty, self.form.separator)
         batch = batch_of([self.form.start(task)] * rows, codec.pad_id).to(backbone.device)
@@ -157,6 +158,8 @@ class RepetitionPenalty:
     """On tokens that were written before, but for those of a separator of several, which repeat each other."""
 
     def __init__(self, penalty: float, separator: Sequence[int]) -> None:
+        from transformers import RepetitionPenaltyLogitsProcessor
+
         self._free = sorted(set(separator)) if len(separator) > 1 else []
         self._penalize = RepetitionPenaltyLogitsProcessor(penalty)
 

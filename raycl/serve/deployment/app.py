@@ -29,7 +29,7 @@ from raycl.serve.http.server import Listener
 from raycl.serve.http.web import make_web
 from raycl.serve.metrics import Metrics
 from raycl.serve.service import Answer, finished_text, labelled, routed, take
-from raycl.serve.settings import ServeConfig
+from raycl.serve.settings import ServeConfig, at_bank
 from raycl.serve.snapshots.decisions import decide_first
 from raycl.serve.snapshots.gate_actor import GateActor, poll_gate
 from raycl.serve.upstream.choice import open_choice
@@ -203,7 +203,7 @@ def build(args: Mapping[str, Any]) -> Any:
             configs.apply_override(tree, f"{key}={value}")
         else:
             tree[key] = value
-    return build_from(configs.validate(ServeConfig, tree))
+    return build_from(at_bank(configs.validate(ServeConfig, tree)))
 
 
 def build_from(config: ServeConfig) -> Any:

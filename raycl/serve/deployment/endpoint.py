@@ -19,6 +19,7 @@ from rich.table import Table
 
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
+from raycl.bank.branches import resolve
 from raycl.bank.integrity import IntegrityCheck
 from raycl.errors import BankError, LaunchError
 from raycl.launch import cluster
@@ -109,25 +110,31 @@ def _check_room(config: ServeConfig) -> None:
             )
 
 
-def activate(config: ServeConfig, number: int) -> None:
+def activate(config: ServeConfig, reference: str) -> None:
     """Answer from a snapshot, on every replica that watches this bank.
+
+    Args:
+        reference: a branch (its newest snapshot), a number, or the first digits of a hash.
 
     Raises:
         BankError: the bank has no such snapshot, or it is damaged.
     """
     bank = Bank.at(config.bank)
     activations, whole = Activations(bank, config.branch), IntegrityCheck.of(bank)
-    snapshot = bank.open(number)
+    snapshot = resolve(bank, reference)
     with suppress(BankError):  # without an active one everything is read
         if (last := activations.latest()) is not None:
             whole.mark_checked(bank.open(last.snapshot))
     whole.check(snapshot)
     decided = activations.add(snapshot, "requested")
-    log.info("decision %d: snapshot %d answers", decided.number, number)
+    log.info("decision %d: snapshot %d answers", decided.number, snapshot.number)
 
 
-def promote(config: ServeConfig, number: int) -> tuple[GateResult, str]:
+def promote(config: ServeConfig, reference: str) -> tuple[GateResult, str]:
     """Judge a candidate and activate it if it passes.
+
+    Args:
+        reference: as in `activate`.
 
     Returns:
         the result, and its table with the outcome below.
@@ -135,9 +142,10 @@ def promote(config: ServeConfig, number: int) -> tuple[GateResult, str]:
     Raises:
         RayclError: it cannot be evaluated; nothing is activated.
     """
+    number = resolve(Bank.at(config.bank), reference).number
     result = judge(config, number)
     if result.passed:
-        activate(config, number)
+        activate(config, str(number))
         outcome = f"passed, {result.reason}: snapshot {number} answers"
     else:
         outcome = f"rejected: {result.reason}; snapshot {result.active} stays active"

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, mse_loss
 
 from raycl.backbone.base import loss_count
-from raycl.bank.branches import snapshot_at
 from raycl.errors import BankError, ConfigError
 from raycl.methods.context import Step, TaskContext
 from raycl.methods.replay.idbr.centroids import nearest_to_centroids
@@ -20,6 +19,7 @@ from raycl.methods.replay.idbr.disentangled import DisentangledHead, TaskHead
 from raycl.methods.replay.idbr.halves import HALVES, halves_of, is_halves, is_real, orders
 from raycl.methods.replay.idbr.idbr import Idbr, IdbrConfig
 from raycl.run.assembly import build
+from raycl.run.banks import snapshot_at
 from raycl.run.checks import check
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext

@@ -12,7 +12,6 @@ from tiny import ENGINES, Lab, matrix, run, trace
 from torch import Tensor
 
 from raycl.backbone.base import loss_count
-from raycl.bank.branches import snapshot_at
 from raycl.data.loader import eval_batches
 from raycl.data.tokens import TokenColumns
 from raycl.errors import BankError, ConfigError
@@ -22,6 +21,7 @@ from raycl.methods.replay.mbpa import Mbpa, MbpaConfig
 from raycl.methods.replay.memory import ExampleMemory, KeyedRows
 from raycl.methods.replay.stored_rows import numbers_of
 from raycl.run.assembly import build
+from raycl.run.banks import snapshot_at
 from raycl.run.checks import check
 from raycl.storage import Storage
 from raycl.training.distributed import DistributedContext

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from raycl.backbone import Backbone
-from raycl.backbone.load import checkpoint_activations
+from raycl.backbone.base import checkpoint_activations
 from raycl.backbone.roles import is_linear
 from raycl.bench.figures import Figure
 from raycl.bench.gpu.models import batch_to_learn, decoder, sizes_of, twin

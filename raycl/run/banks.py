@@ -1,0 +1,82 @@
+"""Which bank, and which snapshot of it, a user names: by the bank's place, or by the run that publishes to it.
+
+    runs/mine/bank      the bank there, its branch main
+    runs/mine           the bank of that run, and the branch that the run publishes to
+    PLACE@REFERENCE     of either: a branch, a snapshot's number, or the first digits of its hash
+
+What it does not know: what is in a snapshot.
+"""
+
+from __future__ import annotations
+
+from raycl import config as configs
+from raycl.bank import Bank, Snapshot
+from raycl.bank.branches import MAIN, NOT_SERVED, missing_branch, resolve
+from raycl.errors import BankError
+from raycl.run.folder import CONFIG
+from raycl.storage import Storage
+from raycl.training.records.publish import open_bank
+from raycl.training.settings import BankConfig
+
+PARTS = ("snapshots", "adapters", "objects", "pruned", "branches", NOT_SERVED)
+"""What only the folder of a bank has."""
+
+
+def is_bank(storage: Storage) -> bool:
+    """Whether the folder holds a bank."""
+    return any(storage.exists(name) for name in PARTS)
+
+
+def find_bank(place: str) -> tuple[Bank, str] | None:
+    """The bank at a path or URI, or of the run there, and the branch that is meant where none is named; None: neither.
+
+    Raises:
+        ConfigError: the config of that run cannot be read. StorageError: the place is out of reach.
+    """
+    storage = Storage.at(place)
+    if is_bank(storage):
+        return Bank(storage), MAIN
+    if not storage.exists(CONFIG):
+        return None
+    tree = configs.from_yaml(storage.read_text(CONFIG), f"{storage.uri}/{CONFIG}")
+    config = configs.validate(BankConfig, tree.get("bank") or {})
+    return open_bank(config, storage), config.branch
+
+
+def bank_at(place: str) -> tuple[Bank, str]:
+    """The same.
+
+    Raises:
+        BankError: there is none. ConfigError, StorageError: see `find_bank`.
+    """
+    found = find_bank(place)
+    if found is None:
+        raise BankError(
+            f"there is no bank at '{Storage.at(place).uri}': expected the folder or URI of a run or of a bank, such as "
+            "RUN/bank"
+        )
+    return found
+
+
+def bank_and_reference(text: str) -> tuple[Bank, str]:
+    """The bank and the reference of `PLACE` or `PLACE@REFERENCE`; a place may have an @ in it too.
+
+    Raises:
+        BankError: there is no such bank.
+    """
+    place, at, reference = text.rpartition("@")
+    if at and find_bank(text) is None:
+        return bank_at(place)[0], reference
+    return bank_at(text)
+
+
+def snapshot_at(text: str) -> tuple[Bank, Snapshot]:
+    """The bank and the snapshot that `PLACE` or `PLACE@REFERENCE` names; default: the head of the bank's branch.
+
+    Raises:
+        BankError: there is no such bank or snapshot.
+    """
+    bank, reference = bank_and_reference(text)
+    if not bank.storage.exists("snapshots"):
+        raise missing_branch(bank, reference)
+    return bank, resolve(bank, reference)
