@@ -39,7 +39,6 @@ def run(options: argparse.Namespace) -> int:
     from raycl.data.sources.fields import LABEL_NAMES
 
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    logging.getLogger("raycl").setLevel(logging.INFO)
     given = predict.input_of(options, (options.label,) if options.label else LABEL_NAMES)
     with predict.open_model(options) as model:
         from raycl.report.evaluation import confusion_png, evaluation_table

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from raycl.serve.prediction_files import Input
     from raycl.serve.settings import ServeConfig
 
-log = logging.getLogger("raycl")
-
 FORMATS = ("auto", "jsonl", "csv", "parquet", "text", "olora", "natural_instructions", "phrasebank")
 
 
@@ -83,7 +81,7 @@ def snapshot_of(options: argparse.Namespace) -> tuple[Bank, Snapshot, ServeConfi
 def open_model(options: argparse.Namespace) -> OfflineModel:
     """The snapshot, ready to answer."""
     chosen = snapshot_of(options)
-    log.info("loading snapshot %d of %s", chosen[1].number, chosen[0].storage.uri)
+    print(f"loading snapshot {chosen[1].number} of {chosen[0].storage.uri}", file=sys.stderr, flush=True)
     from raycl.serve.offline import OfflineModel
 
     return OfflineModel(*chosen)

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         )
         return 0
     config = at_bank(load_serve_config(options.config, given))
-    logging.getLogger("raycl").info("reading the bank %s", config.bank)
+    print(f"reading the bank {config.bank}", file=sys.stderr, flush=True)
     from raycl.serve.deployment import endpoint
 
     if options.command == "activate":
