@@ -6,6 +6,7 @@ What it does not know: where the bytes come from (a file map, Ray's object store
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import warnings
@@ -33,6 +34,12 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """The dtypes that a bank holds."""
+
+Place = tuple[torch.dtype, tuple[int, ...], int, int]
+"""Dtype and shape of a tensor, its first byte and the one after its last."""
+
+MAX_DIMENSIONS = 64
+"""As torch has it."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -169,11 +176,10 @@ class _Header:
     """What a file holds.
 
     Attributes:
-        places: name -> dtype, shape, first byte and the one after the last.
     """
 
     blocks: tuple[_Block, ...]
-    places: Mapping[str, tuple[torch.dtype, tuple[int, ...], int, int]]
+    places: Mapping[str, Place]
 
 
 def _opened(memory: memoryview, what: str) -> tuple[_Header, int]:
@@ -184,7 +190,7 @@ def _opened(memory: memoryview, what: str) -> tuple[_Header, int]:
         if header.blocks and header.blocks[-1].last > len(memory) - start:
             raise ValueError(f"it ends after {len(memory)} bytes of {start + header.blocks[-1].last}")
         return header, start
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise BankError(f"{what} is no whole safetensors file of {', '.join(DTYPES)} tensors: {error}") from error
 
 
@@ -211,22 +217,24 @@ def _header(header: bytes) -> _Header:
     """Adapters of one layout share one header, so a bank of thousands parses it once."""
     tree = json.loads(header)
     tree.pop("__metadata__", None)
-    blocks: list[_Block] = []
     places = {}
     end = 0
     for name, entry in sorted(tree.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (first, last) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-        size = math.prod(shape)
-        if min(shape, default=0) < 0 or first != end or last - first != size * dtype.itemsize:
+        if len(shape) > MAX_DIMENSIONS or not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"the shape of '{name}' is {shape!s:.80}: expected up to {MAX_DIMENSIONS} sizes")
+        if first != end or last - first != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{list(shape)} values of {entry['dtype']} do not fill bytes {first} to {last}")
         end = last
         places[name] = (dtype, shape, first, last)
-        if blocks and blocks[-1].dtype == dtype:
-            old = blocks.pop()
-            blocks.append(_Block(dtype, old.first, last, (*old.names, name), (*old.shapes, shape), (*old.sizes, size)))
-        else:
-            blocks.append(_Block(dtype, first, last, (name,), (shape,), (size,)))
-    return _Header(tuple(blocks), places)
+    return _Header(tuple(_blocks(places)), places)
+
+
+def _blocks(places: Mapping[str, Place]) -> Iterator[_Block]:
+    for dtype, group in itertools.groupby(places.items(), lambda item: item[1][0]):
+        names, found = zip(*group, strict=True)
+        shapes = tuple(shape for _, shape, _, _ in found)
+        yield _Block(dtype, found[0][2], found[-1][3], names, shapes, tuple(map(math.prod, shapes)))
 
 
 def _flat(memory: memoryview) -> Tensor:

@@ -20,6 +20,7 @@ from raycl.bank.branches import Branch, explain_empty, missing_branch
 from raycl.bank.leases import hold_lease, leased
 from raycl.bank.manifest import ModelInfo, RouterInfo
 from raycl.bank.pruning import record_removal, removed_from
+from raycl.bank.tensors import views
 from raycl.bank.training_state import get_state, put_state, state_file
 from raycl.errors import BankError, RayclError, RunError, StorageError
 from raycl.storage import Storage
@@ -230,3 +231,32 @@ def test_a_damaged_activation_is_repaired_by_the_next_one(written: Storage) -> N
             bank.storage.delete("serving/main/000003.json")
     finally:
         path.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [0.0], "data_offsets": [0, 0]},
+        {"dtype": "F32", "shape": [-1, 0], "data_offsets": [0, 0]},
+        {"dtype": "F32", "shape": [0] * 65, "data_offsets": [0, 0]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0, 1]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [0], "data_offsets": [0]},
+        {"dtype": "F32", "shape": [0]},
+        {"dtype": "C64", "shape": [0], "data_offsets": [0, 0]},
+        [[]],
+    ],
+    ids=str,
+)
+def test_a_header_of_tensors_that_cannot_be_is_one_sentence(entry: Any) -> None:
+    text = json.dumps({"w": entry}).encode()
+    with pytest.raises(BankError, match="the adapter is no whole safetensors file"):
+        views(len(text).to_bytes(8, "little") + text, "the adapter")
+
+
+def test_many_empty_tensors_are_read(many: int = 20_000) -> None:
+    header = {f"w{number}": {"dtype": "F32", "shape": [0, 2], "data_offsets": [0, 0]} for number in range(many)}
+    text = json.dumps(header).encode()
+    found = views(len(text).to_bytes(8, "little") + text, "the adapter")
+    assert len(found) == many and all(tensor.shape == (0, 2) for tensor in found.values())
