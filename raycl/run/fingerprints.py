@@ -41,7 +41,9 @@ def inputs_of(config: RunConfig, stream: Stream, fetches: bool = False) -> Input
     models = {path: model for path, model in named if isinstance(model, BackboneConfig | EncoderConfig)}
     return {
         "models": {path: _parts(model) for path, model in models.items() if fetches or is_local(model.name)},
-        "tasks": {task.name: _rows(stream, task) for task in (*stream.tasks, *stream.unseen) if stream.has_data(task)},
+        "tasks": {
+            task.name: rows_of(stream, task) for task in (*stream.tasks, *stream.unseen) if stream.has_data(task)
+        },
         "files": dict(_files(config)),
     }
 
@@ -51,7 +53,8 @@ def _parts(model: BackboneConfig | EncoderConfig) -> dict[str, str]:
     return {"name": model.name, **parts_of(model.name, model.revision, *allowed)}
 
 
-def _rows(stream: Stream, task: Task) -> dict[str, Any]:
+def rows_of(stream: Stream, task: Task) -> dict[str, Any]:
+    """Split -> number, SHA-256 and place of a task's rows."""
     found: dict[str, Any] = {}
     for split in SPLITS:
         source, rows = stream.source(task, split), stream.rows(task, split)

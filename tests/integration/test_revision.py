@@ -168,10 +168,14 @@ def test_the_gate_judges_a_revised_task_on_the_rows_that_it_had_too(three: Learn
     assert result.reason == f"{had} falls by {drops[had]:.1f} points, allowed are 50"
     tree["branch"] = "poisoned"
     back = judge(ServeConfig(**{**tree, "gate": {**gate, "max_drop": 100.0}}), good)
-    assert back.passed and back.reason.endswith(f" (animal: rows of snapshot {bad} and of snapshot {good})")
-    (tmp_path / "test.jsonl").unlink()
-    alone = judge(ServeConfig(**tree), good)  # the rows before are gone
-    assert set(alone.after) == {"colour", "third", "animal"} and alone.drops["animal"] < -50
+    assert back.passed and back.reason.endswith(f" (animal: rows of snapshot {bad} and rows of snapshot {good})")
+    rows = (tmp_path / "test.jsonl").read_text()
+    for gone in (rows.replace('"cat"', '"dog"'), ""):  # changed where they lie, and removed
+        (tmp_path / "test.jsonl").write_text(gone) if gone else (tmp_path / "test.jsonl").unlink()
+        alone = judge(ServeConfig(**tree), good)
+        assert set(alone.after) == {"colour", "third", "animal"} and alone.drops["animal"] < -50
+        note = f" (animal: rows of snapshot {good} alone, since the rows of snapshot {bad} are gone)"
+        assert alone.passed and alone.reason.endswith(note)
     assert set(judge(ServeConfig(**{**tree, "branch": "main"}), good).after) == {"colour", "third", "animal"}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from raycl import config as configs
 from raycl.bank import Snapshot
@@ -18,6 +18,7 @@ from raycl.data.resolve import missing_files
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.data.tokens import Split
 from raycl.errors import BankError
+from raycl.run.fingerprints import rows_of
 from raycl.serve.settings import ServeConfig
 from raycl.types import Task
 
@@ -34,12 +35,21 @@ def stream_of(snapshot: Snapshot, config: ServeConfig) -> Stream:
     return open_stream(configs.validate(StreamConfig, tree), seed)
 
 
-def earlier_rows(
-    active: Snapshot, candidate: Snapshot, stream: Stream, config: ServeConfig
-) -> tuple[Stream, tuple[Task, ...]]:
-    """A stream with the rows of the active snapshot's tasks, and those tasks of it whose rows are others in `stream`.
+class EarlierRows(NamedTuple):
+    """The rows of the active snapshot's tasks, where they are others than in the candidate's stream.
 
-    Rows that are not there any more are logged, and left out.
+    Attributes:
+        stream: that has them. tasks: those of it with other rows.
+        gone: tasks with other rows that are not there any more.
+    """
+
+    stream: Stream
+    tasks: tuple[Task, ...] = ()
+    gone: tuple[str, ...] = ()
+
+
+def earlier_rows(active: Snapshot, candidate: Snapshot, stream: Stream, config: ServeConfig) -> EarlierRows:
+    """By what the snapshots record: how rows are found, and their fingerprints.
 
     Args:
         stream: of the candidate.
@@ -49,22 +59,30 @@ def earlier_rows(
     """
     (old, old_seed), (new, new_seed) = (_recorded(snapshot, config) for snapshot in (active, candidate))
     mine, theirs = (_specs(tree, [task.name for task in active.tasks]) for tree in (old, new))
-    changed = [name for name in mine if (_alone(old, mine[name]), old_seed) != (_alone(new, theirs[name]), new_seed)]
-    for name in list(changed):
-        if why := missing_files(configs.validate(StreamConfig, _alone(old, mine[name]))):
-            log.warning("task '%s' is not evaluated on its rows in snapshot %d: %s", name, active.number, why)
-            changed.remove(name)
-    if not changed:
-        return stream, ()
-    tasks = [mine[name] if name in changed else theirs[name] for name in mine]
-    found = open_stream(configs.validate(StreamConfig, {**old, "tasks": tasks}), old_seed)
     split, now = config.gate.split, {task.name: task for task in stream.tasks}
-    differing = (
-        task
-        for task in found.tasks
-        if task.name in changed and _rows(found, task, split) not in ([], _rows(stream, now[task.name], split))
-    )
-    return found, tuple(differing)
+    before, after = ({name: _fingerprint(snapshot, name, split) for name in mine} for snapshot in (active, candidate))
+    changed = [
+        name
+        for name in mine
+        if before[name] != after[name] or (_alone(old, mine[name]), old_seed) != (_alone(new, theirs[name]), new_seed)
+    ]
+    gone = [name for name in changed if missing_files(configs.validate(StreamConfig, _alone(old, mine[name])))]
+    tasks = [mine[name] if name in changed and name not in gone else theirs[name] for name in mine]
+    found = open_stream(configs.validate(StreamConfig, {**old, "tasks": tasks}), old_seed) if changed else stream
+    differing = []
+    for task in found.tasks if changed else ():
+        if task.name not in changed or task.name in gone:
+            continue
+        here = rows_of(found, task).get(split, {}).get("sha256")
+        if before[task.name] not in (None, here) and not config.gate.stream:
+            gone.append(task.name)
+        elif here is not None and here != rows_of(stream, now[task.name]).get(split, {}).get("sha256"):
+            differing.append(task)
+    for name in gone:
+        log.warning(
+            "task '%s' is not evaluated on the rows that it had in snapshot %d: they are gone", name, active.number
+        )
+    return EarlierRows(found, tuple(differing), tuple(gone))
 
 
 def _recorded(snapshot: Snapshot, config: ServeConfig) -> tuple[Tree, int]:
@@ -89,10 +107,7 @@ def _alone(tree: Tree, spec: Any) -> Tree:
     return {**tree, "tasks": [spec]}
 
 
-def _rows(stream: Stream, task: Task, split: Split) -> list[tuple[str, list[str]]]:
-    """Text and references of each row; [] without data."""
-    source, rows = stream.source(task, split), stream.rows(task, split)
-    if source is None or not len(rows):
-        return []
-    opened = source.open()
-    return list(zip(opened.values("text", rows), opened.values("references", rows), strict=True))
+def _fingerprint(snapshot: Snapshot, task: str, split: Split) -> str | None:
+    """SHA-256 of the rows that a task had; None: it is not recorded."""
+    rows = snapshot.provenance.get("inputs", {}).get("tasks", {}).get(task, {})
+    return rows.get(split, {}).get("sha256")

@@ -36,7 +36,7 @@ class GateResult:
     Attributes:
         before, after: task -> score of the active snapshot and of the candidate; tasks that are new have no `before`.
             A revised task is there twice: `animal (rows of snapshot 4)`, `animal (rows of snapshot 3)`.
-        revised: tasks with other rows than they had.
+        revised: tasks with other rows than they had. gone: such tasks whose earlier rows are not there any more.
     """
 
     active: int
@@ -45,6 +45,7 @@ class GateResult:
     after: dict[str, Score]
     max_drop: float
     revised: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
 
     @property
     def drops(self) -> dict[str, float]:
@@ -58,9 +59,12 @@ class GateResult:
         if not self.passed:
             worst = max(drops, key=lambda task: drops[task])
             return f"{worst} falls by {drops[worst]:.1f} points, allowed are {self.max_drop:g}"
-        rows = f"rows of snapshot {self.active} and of snapshot {self.candidate}"
-        both = f" ({', '.join(self.revised)}: {rows})" if self.revised else ""
-        return f"no task falls by more than {max(0.0, *drops.values()):.1f}{both}"
+        old, new = f"rows of snapshot {self.active}", f"rows of snapshot {self.candidate}"
+        notes = [f"{task}: {old} and {new}" for task in self.revised]
+        notes += [f"{task}: {new} alone, since the {old} are gone" for task in self.gone]
+        return f"no task falls by more than {max(0.0, *drops.values()):.1f}" + (
+            f" ({'; '.join(notes)})" if notes else ""
+        )
 
     @property
     def passed(self) -> bool:
@@ -92,7 +96,7 @@ def judge(config: ServeConfig, candidate: int, object_store_cache: bool = False)
         tasks = [task for task in stream.tasks if task.name in learned]
         _check_rows(stream, tasks, learned, config)
         tasks = [task for task in tasks if stream.has_data(task)]
-        earlier, revised = earlier_rows(active.snapshot, newer.snapshot, stream, config)
+        earlier, revised, gone = earlier_rows(active.snapshot, newer.snapshot, stream, config)
         settings = EvalConfig(split=config.gate.split, batch_size=config.max_batch)
         rows = {task.name: f" (rows of snapshot {candidate})" for task in revised}
         old_rows = f" (rows of snapshot {active.snapshot.number})"
@@ -110,7 +114,7 @@ def judge(config: ServeConfig, candidate: int, object_store_cache: bool = False)
         before = scores(active, [task for task in tasks if task.name in known])
         log.info("snapshot %d:", candidate)
         after = scores(newer, tasks)
-        return GateResult(active.snapshot.number, candidate, before, after, config.gate.max_drop, tuple(rows))
+        return GateResult(active.snapshot.number, candidate, before, after, config.gate.max_drop, tuple(rows), gone)
     finally:
         close_service(service)
 
