@@ -23,7 +23,7 @@ from raycl.data.prompts import PromptName
 from raycl.data.settings import ColumnNames, RecordedTask, SplitNames, StreamConfig, TaskSpec
 from raycl.data.sources.cache import cache_folder
 from raycl.data.sources.fields import LABEL_NAMES, TEXT_NAMES, Columns
-from raycl.data.sources.formats import Source, detect
+from raycl.data.sources.formats import Source, is_list
 from raycl.data.sources.hub import HUB, SAVED, HubSplit, is_dataset_folder
 from raycl.data.sources.ingest import Labels, Reading
 from raycl.data.sources.source import SourceFile
@@ -118,10 +118,16 @@ def _plans(
         folders = locate(Storage.at(config.root), names, needed, config.allow_missing, _one_file(config))
         named = {name: _known(name, folder, config) for name, folder in folders.items()}
     plans = [_custom(task, config, needed) if isinstance(task, TaskSpec) else named.get(task) for task in wanted]
-    kept = tuple(plan for plan in plans if plan is not None)
+    kept = tuple(_read_as_set(plan, config) for plan in plans if plan is not None)
     if config.objective != "answer":
         kept = tuple(map(_texts_alone, kept))
     return kept, [name for name in names if name not in named]
+
+
+def _read_as_set(plan: TaskPlan, config: StreamConfig) -> TaskPlan:
+    """The task, read as the settings of the whole stream say."""
+    columns = replace(plan.reading.columns, group=config.group or "")
+    return replace(plan, reading=replace(plan.reading, columns=columns, on_bad_row=config.on_bad_row))
 
 
 def _texts_alone(plan: TaskPlan) -> TaskPlan:
@@ -330,7 +336,7 @@ def _without_unused_dev(files: Mapping[str, Source], config: StreamConfig) -> Ma
 
 def _is_olora(files: Mapping[str, Source]) -> bool:
     first = next(iter(files.values()))
-    return isinstance(first, SourceFile) and first.name.endswith(".json") and detect(first) == "olora"
+    return isinstance(first, SourceFile) and first.name.endswith(".json") and is_list(first)
 
 
 def _labels_file(folder: Storage) -> tuple[str, ...] | None:

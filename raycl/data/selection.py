@@ -1,7 +1,9 @@
 """Which rows are used: the dev split, samples, few-shot subsets, one reference of several.
 
 Why it exists: every process must choose the same rows, so each choice is a pure function of the seed, the task's
-name and the rows, drawn from a generator of its own. What it does not know: files, tokens.
+name and the rows, drawn from a generator of its own. Where rows belong together (turns of a conversation), a cut takes
+whole groups; `groups` are their numbers, one for each row, in the order of their first rows.
+What it does not know: files, tokens.
 """
 
 from __future__ import annotations
@@ -21,21 +23,40 @@ def generator(seed: int, *words: str) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big")))
 
 
-def carve_dev(seed: int, task: str, count: int, fraction: float, limit: int) -> tuple[Indices, Indices]:
+def carve_dev(
+    seed: int, task: str, count: int, fraction: float, limit: int, groups: Indices | None = None
+) -> tuple[Indices, Indices]:
     """Split `count` rows into (train, dev), both ascending; dev holds `fraction` of them, at most `limit`."""
     size = min(int(fraction * count), limit)
-    order = generator(seed, task, "dev").permutation(count).astype(np.int64)
-    return np.sort(order[size:]), np.sort(order[:size])
+    return _parted(generator(seed, task, "dev"), np.arange(count) if groups is None else groups, size)
 
 
-def carve_test(seed: int, task: str, count: int, fraction: float) -> tuple[Indices, Indices]:
+def carve_test(
+    seed: int, task: str, count: int, fraction: float, groups: Indices | None = None
+) -> tuple[Indices, Indices]:
     """Split `count` rows of a task that comes as one file into (the others, test), both ascending.
 
     Test holds `fraction` of them, rounded, and at least one; each row once (the files of SLM's split draw rows twice).
     """
     size = max(1, round(fraction * count))
-    order = generator(seed, task, "carve test").permutation(count).astype(np.int64)
-    return np.sort(order[size:]), np.sort(order[:size])
+    return _parted(generator(seed, task, "carve test"), np.arange(count) if groups is None else groups, size)
+
+
+def draw_groups(seed: int, task: str, split: str, groups: Indices, limit: int) -> Indices:
+    """Positions of whole groups with at most `limit` rows together, but of one group at least, ascending."""
+    return _parted(generator(seed, task, split, "sample"), groups, limit)[1]
+
+
+def _parted(random: np.random.Generator, groups: Indices, size: int) -> tuple[Indices, Indices]:
+    """Positions of all other groups, and of the first ones of a permutation that hold at most `size` rows together.
+
+    Where one row is wanted, one group is taken, whatever its size. Groups of one row each are rows.
+    """
+    rows = np.bincount(groups)
+    order = random.permutation(len(rows))
+    taken = int(np.searchsorted(np.cumsum(rows[order]), size, side="right"))
+    chosen = np.isin(groups, order[: max(taken, 1) if size else 0])
+    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
 
 
 def sample(seed: int, task: str, split: str, rows: Indices, limit: int | None) -> Indices:

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from raycl.config import PathOrUri, Section
 from raycl.data.prompts import PromptName
 from raycl.data.sources.chats import Turns
+from raycl.data.sources.findings import OnBadRow
 from raycl.data.sources.formats import Format
 from raycl.types import Objective
 
@@ -152,6 +153,16 @@ class StreamConfig(Section):
         lt=1,
         description="share of the rows that is set aside as test, drawn by seed, for tasks that come as one file "
         "(SLM: 0.15); tasks with test files keep these; null: every task needs test rows of its own",
+    )
+    group: str | None = Field(
+        None,
+        description="column (or key) whose value rows have in common that belong together, such as conversation_id: "
+        "test, dev and replay rows are drawn by whole groups; null: the turns of a conversation are a group",
+    )
+    on_bad_row: OnBadRow = Field(
+        "refuse",
+        description="a row that cannot be used (no label, a conversation without an answer, malformed JSON). refuse: "
+        "the run stops and names it; skip: such rows are left out and counted",
     )
     dev: Literal["carve", "file"] = Field(
         "carve",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,12 +22,12 @@ from raycl.data.language import TextObjective, text_objective
 from raycl.data.prepare import Chosen, Lengths, check_codec, prepare
 from raycl.data.prompts import Prompt
 from raycl.data.resolve import StreamPlan, TaskPlan, resolve
-from raycl.data.selection import Indices, carve_dev, carve_test, per_class, pick_reference, sample
+from raycl.data.selection import Indices, carve_dev, carve_test, draw_groups, per_class, pick_reference, sample
 from raycl.data.settings import ColumnNames, StreamConfig, TaskSpec
 from raycl.data.sources.cache import cache_folder, key_of
 from raycl.data.sources.ingest import RawRows, ingest, ingest_pairs
 from raycl.data.tokens import Split, TokenTable
-from raycl.errors import ConfigError, DataError
+from raycl.errors import ConfigError, DataError, counted
 from raycl.types import Task, TextCodec
 
 __all__ = ["ColumnNames", "Stream", "StreamConfig", "TaskSpec", "open_stream"]
@@ -122,13 +122,23 @@ class Stream:
         """Rows of the task's train table that are kept for later, ascending: `max(1, floor(share * rows))` of them.
 
         SAPT's count: 2 % (appendix C), rounded as in the files released with its code. The same on every machine.
+        Rows that belong together are kept together: one group at least, then at most that many rows.
 
         Args:
             limit: so many rows at most.
         """
-        count = len(self.rows(task, "train"))
-        wanted = max(1, int(round(share * count, 9)))
-        return sample(self._seed, task.name, "stored", np.arange(count), min(wanted, limit or wanted))
+        rows = self.rows(task, "train")
+        wanted = max(1, int(round(share * len(rows), 9)))
+        if not len(rows):
+            return rows
+        return draw_groups(
+            self._seed, task.name, "stored", self._groups(task, "train", rows), min(wanted, limit or wanted)
+        )
+
+    def _groups(self, task: Task, split: Split, rows: Indices) -> Indices:
+        """`[len(rows)]` number of each one's group among those of `rows`, which are of the split's source."""
+        groups = self._open[task.name].raws[split].groups[rows]
+        return np.unique(groups, return_inverse=True)[1]
 
     def check(self, codec: TextCodec) -> None:
         """Raise what `table` would raise because of the codec, for all tasks, without reading rows.
@@ -205,9 +215,12 @@ class Stream:
             return per_class(seed, task.name, dev, raws["dev"].label_codes(dev), config.dev_per_class, "dev")
         if config.dev_per_class is not None:
             dev = per_class(seed, task.name, pool, raws["train"].label_codes(pool), config.dev_per_class, "dev")
-            return dev if split == "dev" else self._limited(task, np.setdiff1d(pool, dev))
+            groups = self._groups(task, "train", pool)
+            others = pool[~np.isin(groups, groups[np.isin(pool, dev)])]
+            return dev if split == "dev" else self._limited(task, others)
         limit = len(pool) if config.dev_rows is None else config.dev_rows
-        train, carved = carve_dev(seed, task.name, len(pool), config.dev_fraction, limit)
+        groups = self._groups(task, "train", pool)
+        train, carved = carve_dev(seed, task.name, len(pool), config.dev_fraction, limit, groups)
         return pool[carved] if split == "dev" else self._limited(task, pool[train])
 
     def _parted(self, task: Task) -> tuple[Indices, Indices]:
@@ -216,7 +229,7 @@ class Stream:
         if "test" in raws:
             return np.arange(raws["train"].count if "train" in raws else 0), np.arange(raws["test"].count)
         assert fraction is not None, "a task without test rows of its own takes them from train"
-        return carve_test(self._seed, task.name, raws["train"].count, fraction)
+        return carve_test(self._seed, task.name, raws["train"].count, fraction, raws["train"].groups)
 
     def _limited(self, task: Task, train: Indices) -> Indices:
         config = self._config
@@ -275,10 +288,24 @@ def open_stream(config: StreamConfig, seed: int) -> Stream:
                     f"{key} is {getattr(config, key)}, but the answers of task '{found.task.name}' are free text: "
                     f"use {other}"
                 )
+    _check_groups(config, [*tasks.values(), *unseen.values()])
     ordered, never = (tuple(found.task for found in opened.values()) for opened in (tasks, unseen))
     stream = Stream(plan.name, ordered, never, [], config, seed, tasks | unseen, cache)
     stream.notes.extend(_notes(stream, plan, config))
     return stream
+
+
+def _check_groups(config: StreamConfig, opened: Sequence[OpenTask]) -> None:
+    """Refuse a group that no row names, for rows that belong together would be trained and tested on.
+
+    Raises:
+        ConfigError: no task has such a column.
+    """
+    if config.group and not any(raw.names_groups for found in opened for raw in found.raws.values()):
+        raise ConfigError(
+            f"stream.group is '{config.group}', which no row of {', '.join(found.task.name for found in opened)} has: "
+            "expected a column of at least one task, correct the name or leave it out"
+        )
 
 
 def _open_task(plan: TaskPlan, config: StreamConfig, seed: int, cache: Path) -> OpenTask:
@@ -348,6 +375,15 @@ def _notes(stream: Stream, plan: StreamPlan, config: StreamConfig) -> list[str]:
         if stream.carves_test(found.task):
             count, rows = len(stream._parted(found.task)[1]), found.raws["train"].count
             notes.append(f"{found.task.name}: comes as one file, {count:,} of its {rows:,} rows are set aside as test")
+        for split, raw in found.raws.items():
+            notes += [f"{found.task.name}: {note}" for note in raw.notes]
+            if raw.left_out:
+                notes.append(
+                    f"{found.task.name}: {counted(raw.left_out, 'row')} of {split} cannot be used and are left out, "
+                    f"for example {raw.problems[0]}"
+                )
+            if config.group and not raw.names_groups:
+                notes.append(f"{found.task.name}: no {split} row names a group '{config.group}' (stream.group)")
         dropped = {split: raw.dropped for split, raw in found.raws.items() if raw.dropped}
         if dropped:
             listing = ", ".join(f"{count} {split}" for split, count in dropped.items())

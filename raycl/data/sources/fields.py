@@ -7,9 +7,9 @@ What it does not know: files, formats, label sets.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from raycl.data.conversation import Message, text_of
 from raycl.data.sources.chats import (
@@ -23,6 +23,7 @@ from raycl.data.sources.chats import (
     system_of,
     turns_of,
 )
+from raycl.data.sources.findings import BadRow, Findings
 
 TEXT_NAMES = ("text", "input", "sentence", "prompt")
 LABEL_NAMES = ("label", "output", "completion", "response")
@@ -34,13 +35,12 @@ PREFERENCE_NAMES = ("chosen", "rejected")
 
 
 class Refuse(Protocol):
-    """Raises a DataError about a source, and one row of it (1-based) if given."""
+    """Raises a DataError about a source, or a BadRow about one row of it (1-based)."""
 
     def __call__(self, problem: str, row: int | None = None) -> NoReturn: ...
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One example as it is on disk.
 
     Attributes:
@@ -48,12 +48,14 @@ class Row:
         text: the input.
         references: acceptable answers, at least one; an empty text where no answers are read.
         is_chat: the text stands for the messages of a conversation (`raycl.data.conversation`).
+        group: what it shares with the rows that belong to it, by `Columns.group`; "" without one.
     """
 
     number: int
     text: str
     references: tuple[str, ...]
     is_chat: bool = False
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Columns:
     Attributes:
         parts: fields that are the text together, one below the other, instead of `text`.
         turns: which turns of conversations are rows.
+        group: field whose value is the same in rows that belong together; "": none.
     """
 
     text: tuple[str, ...] = TEXT_NAMES
@@ -72,6 +75,7 @@ class Columns:
     header: tuple[str, ...] | None = None
     parts: tuple[str, ...] = ()
     turns: Turns = "all"
+    group: str = ""
 
     @property
     def is_default(self) -> bool:
@@ -84,6 +88,14 @@ class Columns:
         Raises:
             DataError: the text or the label has no column, or the table holds preferences.
         """
+        found = self._needed(names, refuse)
+        twice = [name for name in dict.fromkeys(found) if found.count(name) > 1]
+        if twice:
+            refuse(f"several columns have the name '{twice[0]}': expected one, rename or remove the others")
+        group = _column(self.group, names) if self.group else None
+        return found if group is None or group in found else [*found, group]
+
+    def _needed(self, names: Sequence[str], refuse: Refuse) -> list[str]:
         refuse_preferences(names, self, refuse)
         if self.is_default:
             chats = [name for name in CHAT_NAMES if name in names]
@@ -130,12 +142,54 @@ def refuse_preferences(names: Sequence[str], columns: Columns, refuse: Refuse, r
         )
 
 
-def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> Iterator[Row]:
+def usable_rows(
+    items: Iterable[tuple[int, Any]], columns: Columns, refuse: Refuse, findings: Findings
+) -> Iterator[Row]:
+    """The rows of numbered items, without those that cannot be used.
+
+    Raises:
+        DataError: a row cannot be used, and such rows are refused.
+    """
+    for number, item in items:
+        try:
+            rows = rows_of(item, number, columns, refuse)
+        except BadRow as problem:
+            findings.bad_row(problem)
+        else:
+            yield from rows
+
+
+def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> list[Row]:
     """The row of an item; of a conversation, one for each of the assistant's turns.
 
     Raises:
         DataError: no object, or text or answer is missing or of another type.
     """
+    rows = list(_rows_of(item, number, columns, refuse))
+    for row in rows:
+        for text in (row.text, *row.references):
+            if not text.isascii():
+                _refuse_half_characters(text, number, refuse)
+    if columns.group:
+        value = _field(item, (columns.group,))
+        if value is not None and value != "":
+            return [row._replace(group=str(value)) for row in rows]
+    return rows
+
+
+def _refuse_half_characters(text: str, number: int, refuse: Refuse) -> None:
+    """Half of a surrogate pair, as it is left where a text was cut inside an emoji, is no character of any text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        refuse(
+            f"half a character ({half} at character {error.start + 1}): expected whole ones, repair or remove the row",
+            number,
+        )
+
+
+def _rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> Iterator[Row]:
     if not isinstance(item, Mapping):
         wanted = " and ".join((columns.text[0], *columns.label[:1]))
         refuse(f"found a {kind_of(item)}: expected an object with {wanted}", number)
@@ -143,7 +197,7 @@ def rows_of(item: Any, number: int, columns: Columns, refuse: Refuse) -> Iterato
     if columns.is_default and has_choices(item):
         yield _with_choices(item, number, bool(columns.label), refuse)
         return
-    messages = _conversation(item, columns)
+    messages = _conversation(item, number, columns, refuse)
     if messages is not None:
         system = system_of(item, number, refuse)
         for text, answer in turns_of(messages, number, bool(columns.label), refuse, columns.turns, system):
@@ -176,12 +230,18 @@ def _with_choices(item: Mapping[str, Any], number: int, answered: bool, refuse: 
     return Row(number, text, (found,))
 
 
-def _conversation(item: Mapping[str, Any], columns: Columns) -> Any:
+def _conversation(item: Mapping[str, Any], number: int, columns: Columns, refuse: Refuse) -> Any:
     """The item's messages; None if it is no conversation."""
     if columns.parts:
         return None
-    value = _field(item, CHAT_NAMES if columns.is_default else columns.text)
-    return value if is_chat(value) else None
+    names = CHAT_NAMES if columns.is_default else columns.text
+    value = _field(item, names)
+    if is_chat(value):
+        return value
+    if columns.is_default and value is not None and _field(item, (INSTRUCTION, *columns.text)) is None:
+        kind = "an empty list" if value == [] else f"a {kind_of(value)}"
+        refuse(f"the conversation is {kind}: expected a list of messages with role and content", number)
+    return None
 
 
 def _text(item: Mapping[str, Any], number: int, columns: Columns, refuse: Refuse) -> str:

@@ -1,4 +1,4 @@
-"""Readers: a file of one of seven formats becomes a stream of rows, one at a time.
+"""Readers: a file of one of eight formats becomes a stream of rows, one at a time.
 
 Why it exists: data comes as NaturalInstructions objects, lists of sentences, JSON lines, CSV, Parquet or plain
 text, and everything behind the reader should see one thing. Every error names file and row, what was found, what
@@ -7,21 +7,25 @@ was expected and what to do. What it does not know: label sets, splits, prompts.
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any, Literal, NoReturn
 
 import pyarrow.parquet as pq
 from pyarrow import ArrowException
 
-from raycl.data.sources.fields import Columns, Row, rows_of
+from raycl.data.sources.cells import table_items
+from raycl.data.sources.chats import CHAT_NAMES
+from raycl.data.sources.fields import INSTRUCTION, QUESTION, Columns, Row, usable_rows
+from raycl.data.sources.findings import BadRow, Findings
 from raycl.data.sources.hub import HubSplit
 from raycl.data.sources.source import SourceFile, SourceFiles
 
-Format = Literal["auto", "natural_instructions", "olora", "jsonl", "csv", "parquet", "text", "phrasebank"]
+Format = Literal["auto", "natural_instructions", "olora", "object", "jsonl", "csv", "parquet", "text", "phrasebank"]
 
 Source = SourceFile | SourceFiles | HubSplit
 """Where the rows of a split come from."""
@@ -30,25 +34,37 @@ _SENTIMENTS = ("negative", "neutral", "positive")
 _PEEK = 1 << 16
 
 
-def read_rows(file: Source, format: Format = "auto", columns: Columns | None = None) -> Iterator[Row]:
+def read_rows(
+    file: Source, format: Format = "auto", columns: Columns | None = None, findings: Findings | None = None
+) -> Iterator[Row]:
     """The rows of `file` in order, streaming; `format` is of files alone.
+
+    Args:
+        findings: what is noticed is written there; None: bad rows are refused.
 
     Raises:
         DataError: the file or a row cannot be used.
     """
     file.require()
+    columns, findings = columns or Columns(), findings or Findings()
     if isinstance(file, HubSplit):
-        return file.open().rows(columns or Columns())
+        return file.open().rows(columns, findings)
     if isinstance(file, SourceFiles):
-        return _joined(file, format, columns)
-    reader = _READERS[detect(file) if format == "auto" else format]
-    return reader(file, columns or Columns())
+        return _joined(file, format, columns, findings)
+    chosen = detect(file) if format == "auto" else format
+    if chosen != "parquet" and (encoding := file.encoding()) != "UTF-8":
+        findings.note(f"{file.name}: read as {encoding}, by its byte order mark")
+    return _READERS[chosen](file, columns, findings)
 
 
-def _joined(source: SourceFiles, format: Format, columns: Columns | None) -> Iterator[Row]:
+def _joined(source: SourceFiles, format: Format, columns: Columns, findings: Findings) -> Iterator[Row]:
     """The rows of all files, numbered through."""
-    rows = (row for file in source.files for row in read_rows(file, format, columns))
-    return (replace(row, number=number) for number, row in enumerate(rows, start=1))
+    number = before = 0
+    for file in source.files:
+        for row in read_rows(file, format, columns, findings):
+            number = before + row.number
+            yield row._replace(number=number)
+        before = number
 
 
 def detect(file: SourceFile) -> Format:
@@ -67,11 +83,17 @@ def detect(file: SourceFile) -> Format:
             f"the suffix '{suffix}' is of no known format: expected .json, .jsonl, .csv, .tsv, .parquet or .txt, or "
             "set 'format'"
         )
+    return "olora" if is_list(file) else _format_of_object(file)
+
+
+def is_list(file: SourceFile) -> bool:
+    """Whether a JSON file begins as a list, of which O-LoRA's is one."""
+    return _head(file).startswith(b"[")
+
+
+def _head(file: SourceFile) -> bytes:
     with file.open() as stream:
-        head = stream.read(_PEEK).lstrip()
-    if head.startswith(b"["):
-        return "olora"
-    return "jsonl" if _is_json_line(head) else "natural_instructions"
+        return stream.read(_PEEK).lstrip()
 
 
 def _is_phrasebank(file: SourceFile) -> bool:
@@ -81,13 +103,50 @@ def _is_phrasebank(file: SourceFile) -> bool:
     return first.rpartition("@")[2] in _SENTIMENTS and "@" in first
 
 
-def _is_json_line(head: bytes) -> bool:
-    """Whether the first line alone is an object that is not a NaturalInstructions one."""
+def _format_of_object(file: SourceFile) -> Format:
+    """Of a JSON file that begins with an object: NaturalInstructions, one that holds rows, or a row on each line."""
+    head = _head(file)
+    first, _, more = head.partition(b"\n")
+    if more.strip() and _is_json(first):
+        return "jsonl"
+    names, lists, several = _fields(file)
+    usual = Columns()
+    is_row = names & {*CHAT_NAMES, INSTRUCTION, QUESTION, *usual.text, *usual.label}
+    if "Instances" in names:
+        return "natural_instructions"
+    one_line = b"\n" not in head.rstrip()
+    return "jsonl" if several or (one_line and (is_row or not lists)) else "object"
+
+
+def _is_json(line: bytes) -> bool:
     try:
-        first = json.loads(head.partition(b"\n")[0])
-    except ValueError:
+        json.loads(line)
+    except (ValueError, RecursionError):
         return False
-    return isinstance(first, dict) and "Instances" not in first
+    return True
+
+
+def _fields(file: SourceFile) -> tuple[set[str], list[str], bool]:
+    """Of a file's first object the names of its fields, up to `Instances`, those that are lists of objects, and whether
+    another value follows."""
+    import ijson  # read by these formats alone
+
+    names, lists, ended, last = set[str](), list[str](), False, ("", "")
+    with file.open() as stream, _numbers_of_any_length():
+        try:
+            for prefix, event, value in ijson.parse(stream, multiple_values=True):
+                if ended:
+                    return names, lists, True
+                if (prefix, event) == ("", "map_key"):
+                    names.add(value)
+                    if value == "Instances":
+                        break
+                elif event == "start_map" and last == (prefix.removesuffix(".item"), "start_array"):
+                    lists += [last[0]] if last[0] in names else []
+                ended, last = (prefix, event) == ("", "end_map"), (prefix, event)
+        except ijson.JSONError:
+            pass  # the reader says where it breaks
+    return names, lists, False
 
 
 def read_definition(file: SourceFile) -> str:
@@ -111,27 +170,53 @@ def read_definition(file: SourceFile) -> str:
     return "\n".join(parts).strip()
 
 
-def _natural_instructions(file: SourceFile, columns: Columns) -> Iterator[Row]:
-    for number, item in enumerate(_json_items(file, "Instances.item"), start=1):
-        yield from rows_of(item, number, Columns(("input",), ("output",) if columns.label else ()), file.refuse)
+def _natural_instructions(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
+    names = Columns(("input",), ("output",) if columns.label else (), group=columns.group)
+    return usable_rows(enumerate(_json_items(file, "Instances.item"), start=1), names, file.refuse, findings)
 
 
-def _olora(file: SourceFile, columns: Columns) -> Iterator[Row]:
-    for number, item in enumerate(_json_items(file, "item"), start=1):
-        yield from rows_of(item, number, columns, file.refuse)
+def _olora(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
+    return usable_rows(enumerate(_json_items(file, "item"), start=1), columns, file.refuse, findings)
+
+
+def _object(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
+    """The rows are a list in a field of one object."""
+    _, names, _ = _fields(file)
+    if len(names) != 1:
+        deque(_json_items(file, ""), maxlen=0)  # where the file is cut or damaged, that is what is wrong
+        found = f"{len(names)} lists of objects ({', '.join(names)})" if names else "no list of objects"
+        file.refuse(f"the object has {found}: expected rows in one of its fields, or save the rows as JSON lines")
+    findings.note(f"{file.name}: its rows are the list '{names[0]}'")
+    return usable_rows(enumerate(_json_items(file, f"{names[0]}.item"), start=1), columns, file.refuse, findings)
 
 
 def _json_items(file: SourceFile, prefix: str) -> Iterator[Any]:
     import ijson  # read by these formats alone
 
-    number = 0
+    number, ended = 0, object()
     with file.open() as stream:
+        items = ijson.items(stream, prefix)
         try:
-            for item in ijson.items(stream, prefix):
+            while True:
+                with _numbers_of_any_length():
+                    item = next(items, ended)
+                if item is ended:
+                    return
                 number += 1
                 yield item
         except ijson.JSONError as error:
             _refuse_json(file, number + 1, error)
+
+
+@contextmanager
+def _numbers_of_any_length() -> Iterator[None]:
+    """Python's limit of digits ends the process inside ijson, which does not look for the error."""
+    digits = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(digits)
 
 
 def _refuse_json(file: SourceFile, row: int, error: Exception) -> NoReturn:
@@ -144,67 +229,63 @@ def _refuse_json(file: SourceFile, row: int, error: Exception) -> NoReturn:
             json.loads(stream.read())
         except json.JSONDecodeError as found:
             place, reason = f" at line {found.lineno}, column {found.colno}", found.msg
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
     file.refuse(
         f"malformed JSON{place} ({reason}): expected one complete JSON value, repair or re-export the file", row
     )
 
 
-def _jsonl(file: SourceFile, columns: Columns) -> Iterator[Row]:
+def _jsonl(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
+    return usable_rows(_json_lines(file, findings), columns, file.refuse, findings)
+
+
+def _json_lines(file: SourceFile, findings: Findings) -> Iterator[tuple[int, Any]]:
     for number, line in file.lines():
         if not line.strip():
             continue
         try:
-            item = json.loads(line)
-        except json.JSONDecodeError as error:
-            file.refuse(
-                f"malformed JSON at column {error.colno} ({error.msg}): expected one object a line, repair the line",
-                number,
-            )
-        yield from rows_of(item, number, columns, file.refuse)
+            yield number, _json_line(line, number, file)
+        except BadRow as problem:
+            findings.bad_row(problem)
 
 
-def _csv(file: SourceFile, columns: Columns) -> Iterator[Row]:
-    """Python's reader, not Arrow's: it goes row by row, so an error names the broken row."""
-    lines = (f"{line}\n" for _, line in file.lines())
-    reader = csv.reader(lines, delimiter="\t" if file.name.lower().endswith(".tsv") else ",", strict=True)
-    header: Sequence[str] | None = columns.header
-    number = 0
+def _json_line(line: str, number: int, file: SourceFile) -> Any:
     try:
-        for cells in reader:
-            if header is not None and not number and tuple(cells) == tuple(header):
-                continue  # the file has a header line after all
-            if header is None:
-                header = cells
-                columns.needed(header, file.refuse)
-                continue
-            number += 1
-            if len(cells) != len(header):
-                file.refuse(
-                    f"{len(cells)} cells: expected {len(header)} as in the header, quote cells with commas", number
-                )
-            yield from rows_of(dict(zip(header, cells, strict=True)), number, columns, file.refuse)
-    except csv.Error as error:
-        file.refuse(f"malformed CSV ({error}): expected quoted cells as in RFC 4180, re-export the file", number + 1)
+        item = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        file.refuse(f"{_json_problem(error)}: expected one object a line, repair the line", number)
+    return item
 
 
-def _parquet(file: SourceFile, columns: Columns) -> Iterator[Row]:
+def _json_problem(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"malformed JSON at column {error.colno} ({error.msg})"
+    if isinstance(error, RecursionError):
+        return "JSON that is nested too deeply"
+    return f"JSON that cannot be read ({str(error).partition(';')[0]})"  # a number of more digits than Python reads
+
+
+def _csv(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
+    return usable_rows(table_items(file, columns, findings), columns, file.refuse, findings)
+
+
+def _parquet(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
+    return usable_rows(enumerate(_parquet_items(file, columns), start=1), columns, file.refuse, findings)
+
+
+def _parquet_items(file: SourceFile, columns: Columns) -> Iterator[Any]:
     with file.open() as stream:
         try:
             parquet = pq.ParquetFile(stream)
-            names = parquet.schema_arrow.names
-            wanted = columns.needed(names, file.refuse)
-            number = 0
+            wanted = columns.needed(parquet.schema_arrow.names, file.refuse)
             for batch in parquet.iter_batches(batch_size=1024, columns=wanted):
-                for item in batch.to_pylist():
-                    number += 1
-                    yield from rows_of(item, number, columns, file.refuse)
+                yield from batch.to_pylist()
         except ArrowException as error:
             file.refuse(f"not a readable Parquet file ({' '.join(str(error).split())}): re-export the file")
 
 
-def _phrasebank(file: SourceFile, columns: Columns) -> Iterator[Row]:
+def _phrasebank(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
     """`sentence@sentiment` on each line, in Latin-1, as the Financial PhraseBank is published."""
     for number, line in file.lines("latin-1"):
         sentence, at, label = line.strip().rpartition("@")
@@ -213,7 +294,7 @@ def _phrasebank(file: SourceFile, columns: Columns) -> Iterator[Row]:
         yield Row(number, sentence.strip(), (label if columns.label else "",))
 
 
-def _text(file: SourceFile, columns: Columns) -> Iterator[Row]:
+def _text(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[Row]:
     """A text on each line; empty lines are left out."""
     if columns.label:
         file.refuse("plain text has no answers: expected rows with a label, or set stream.objective to mlm or clm")
@@ -231,9 +312,10 @@ _SUFFIXES: Mapping[str, Format] = {
     ".txt": "text",
 }
 
-_READERS: Mapping[str, Callable[[SourceFile, Columns], Iterator[Row]]] = {
+_READERS: Mapping[str, Callable[[SourceFile, Columns, Findings], Iterator[Row]]] = {
     "natural_instructions": _natural_instructions,
     "olora": _olora,
+    "object": _object,
     "jsonl": _jsonl,
     "csv": _csv,
     "parquet": _parquet,

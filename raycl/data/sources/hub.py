@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from raycl.data.sources.fields import Columns, Row, rows_of
+from raycl.data.sources.fields import Columns, Row, usable_rows
+from raycl.data.sources.findings import BadRow, Findings
 from raycl.data.sources.source import SourceFile
 from raycl.errors import DataError
 
@@ -60,8 +61,10 @@ class HubSplit:
         return " ".join(filter(None, (self.path, self.config, self.split and f"split '{self.split}'")))
 
     def refuse(self, problem: str, row: int | None = None) -> NoReturn:
-        """Raise a DataError about this split, and one row of it (1-based) if given."""
-        raise DataError(f"{self.uri}{'' if row is None else f', row {row}'}: {problem}")
+        """Raise a DataError about this split, or a BadRow about one row of it (1-based)."""
+        if row is None:
+            raise DataError(f"{self.uri}: {problem}")
+        raise BadRow(f"{self.uri}, row {row}: {problem}")
 
     def exists(self) -> bool:
         """Whether it can be read; raises what `require` does where it cannot."""
@@ -108,20 +111,20 @@ class OpenSplit:
         names = class_names(self.dataset.features[there[0]]) if there else None
         return None if names is None else tuple(names)
 
-    def rows(self, columns: Columns) -> Iterator[Row]:
+    def rows(self, columns: Columns, findings: Findings) -> Iterator[Row]:
         """The rows in order, with class names for class numbers.
 
         Raises:
             DataError: a row cannot be used.
         """
         needed = columns.needed(self.dataset.column_names, self.source.refuse)
-        classes = {name: class_names(self.dataset.features[name]) for name in needed}
-        number = 0
-        for batch in self.dataset.select_columns(needed).iter(batch_size=_BATCH):
-            for values in zip(*(batch[name] for name in needed), strict=True):
-                number += 1
-                item = {name: named(value, classes[name]) for name, value in zip(needed, values, strict=True)}
-                yield from rows_of(item, number, columns, self.source.refuse)
+        return usable_rows(enumerate(self._items(needed), start=1), columns, self.source.refuse, findings)
+
+    def _items(self, names: list[str]) -> Iterator[dict[str, Any]]:
+        classes = {name: class_names(self.dataset.features[name]) for name in names}
+        for batch in self.dataset.select_columns(names).iter(batch_size=_BATCH):
+            for values in zip(*(batch[name] for name in names), strict=True):
+                yield {name: named(value, classes[name]) for name, value in zip(names, values, strict=True)}
 
 
 def is_dataset_folder(folder: Path) -> bool:

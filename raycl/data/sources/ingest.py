@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -21,18 +22,22 @@ from raycl.data.selection import Indices
 from raycl.data.sources.cache import Entry, Info, entry, key_of
 from raycl.data.sources.chunks import ChunkedRows
 from raycl.data.sources.fields import Columns, Refuse, Row
+from raycl.data.sources.findings import BadRow, Findings, OnBadRow
 from raycl.data.sources.formats import Format, Source, detect, read_definition, read_rows
 from raycl.data.sources.hub import NO_LABEL, HubSplit, OpenSplit
 from raycl.data.sources.source import SourceFiles
+from raycl.errors import counted
 
 Labels = tuple[str, ...] | Literal["auto"] | None
 
 MAX_AUTO_LABELS = 64
 """More distinct answers than this in a train file are free text, not a label set."""
 
-_VERSION = 5
+_VERSION = 6
 _BATCH = 1024
-_SCHEMA = pa.schema([("text", pa.string()), ("references", pa.list_(pa.string())), ("row", pa.int64())])
+_SCHEMA = pa.schema(
+    [("text", pa.string()), ("references", pa.list_(pa.string())), ("row", pa.int64()), ("group", pa.string())]
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Reading:
         keep_unlabelled: keep such rows; else they are dropped and counted.
         first_label: number of the first label where files hold class numbers, else None.
         words: (label, word) pairs: the word is the answer instead of the label.
+        on_bad_row: refuse: a row that cannot be used is an error; skip: it is left out and counted.
     """
 
     format: Format = "auto"
@@ -54,6 +60,7 @@ class Reading:
     keep_unlabelled: bool = False
     first_label: int | None = None
     words: tuple[tuple[str, str], ...] = ()
+    on_bad_row: OnBadRow = "refuse"
 
     @property
     def answers(self) -> Labels:
@@ -91,6 +98,39 @@ class RawRows:
         return int(self.entry.info["dropped"])
 
     @property
+    def left_out(self) -> int:
+        """Number of rows left out because they cannot be used."""
+        return int(self.entry.info["left_out"])
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong with the first rows that are left out."""
+        return tuple(self.entry.info["problems"])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How the source was read, where that is not the usual way."""
+        return tuple(self.entry.info["notes"])
+
+    @property
+    def names_groups(self) -> bool:
+        """Whether rows name a group that they belong to."""
+        return bool(self.entry.info["names_groups"])
+
+    @cached_property
+    def groups(self) -> Indices:
+        """`[count]` number of each row's group, in the order of their first rows; a row without one is its own.
+
+        The turns of a conversation are a group.
+        """
+        if not (self.is_chat or self.names_groups):
+            return np.arange(self.count)
+        numbers: dict[str | int, int] = {}
+        groups = self.entry.table().column("group").to_pylist()
+        keys = (row if group is None else group for row, group in enumerate(groups))
+        return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+
+    @property
     def labels(self) -> tuple[str, ...] | None:
         """The closed label set, given or gathered; None for free text."""
         labels = self.entry.info["labels"]
@@ -107,7 +147,7 @@ class RawRows:
         return str(self.entry.info["definition"])
 
     def open(self) -> ChunkedRows:
-        """Columns `text`, `references`, `row` (1-based number in the file)."""
+        """Columns `text`, `references`, `row` (1-based number in the file), `group` (None: its own)."""
         return ChunkedRows(self.entry.table())
 
     def label_codes(self, rows: Indices) -> Indices:
@@ -127,16 +167,35 @@ def ingest(file: Source, reading: Reading, cache: Path) -> RawRows:
     key = key_of(_VERSION, "file", opened.content_hash(cache), file.name, asdict(reading))
 
     def build(writer: pa.RecordBatchFileWriter) -> Info:
+        findings = Findings(reading.on_bad_row)
         if isinstance(opened, OpenSplit):
-            rows = opened.rows(reading.columns)
-            return {**write_rows(rows, _with_classes(reading, opened), writer, file.refuse), "definition": ""}
+            rows = opened.rows(reading.columns, findings)
+            found = write_rows(rows, _with_classes(reading, opened), writer, file.refuse, findings)
+            return {**found, "definition": ""}
         first = opened.files[0] if isinstance(opened, SourceFiles) else opened
         format = detect(first) if reading.format == "auto" else reading.format
-        rows = read_rows(opened, format, reading.columns)
+        rows = read_rows(opened, format, reading.columns, findings)
         definition = read_definition(first) if format == "natural_instructions" else ""
-        return {**write_rows(rows, reading, writer, file.refuse), "definition": definition}
+        return {**write_rows(rows, reading, writer, file.refuse, findings), "definition": definition}
 
-    return RawRows(key, file.uri, entry(cache / "raw", key, _SCHEMA, build))
+    found = RawRows(key, file.uri, entry(cache / "raw", key, _SCHEMA, build))
+    blank = tuple(label for label in found.labels or () if not label.strip())
+    if reading.labels != "auto" or not blank:
+        return found
+    if reading.on_bad_row == "refuse":
+        _refuse_blank(found, blank, file.refuse)
+    return ingest(file, replace(reading, unlabelled=(*reading.unlabelled, *blank)), cache)
+
+
+def _refuse_blank(found: RawRows, blank: tuple[str, ...], refuse: Refuse) -> NoReturn:
+    """A label of nothing is a cell that was left out, not a class."""
+    columns, rows = found.open(), np.arange(found.count)
+    empty = [row for row, names in enumerate(columns.values("references", rows)) if names[0] in blank]
+    (number,) = columns.values("row", empty[:1])
+    refuse(
+        f"{counted(len(empty), 'row')} of {found.count:,} with an empty label, the first is row {number}: expected a "
+        "label, complete or remove them, or leave them out with stream.on_bad_row=skip"
+    )
 
 
 def _with_classes(reading: Reading, split: OpenSplit) -> Reading:
@@ -155,7 +214,7 @@ def ingest_pairs(
 
     def build(writer: pa.RecordBatchFileWriter) -> Info:
         rows = (Row(number, text, (label,)) for number, (text, label) in enumerate(pairs, start=1))
-        return {**write_rows(rows, Reading(labels=labels), writer, refuse), "definition": ""}
+        return {**write_rows(rows, Reading(labels=labels), writer, refuse, Findings()), "definition": ""}
 
     def refuse(problem: str, row: int | None = None) -> NoReturn:
         raise AssertionError(f"{where}, row {row}: {problem}")
@@ -163,24 +222,43 @@ def ingest_pairs(
     return RawRows(key, where, entry(cache / "raw", key, _SCHEMA, build))
 
 
-def write_rows(rows: Iterator[Row], reading: Reading, writer: pa.RecordBatchFileWriter, refuse: Refuse) -> Info:
+def write_rows(
+    rows: Iterator[Row], reading: Reading, writer: pa.RecordBatchFileWriter, refuse: Refuse, findings: Findings
+) -> Info:
     """Check rows and write them in batches; memory holds one batch at a time."""
     check, digest = _Check(reading, refuse), hashlib.sha256()
-    kept = (row for row in map(check, rows) if row is not None)
+    kept = _kept(rows, check, findings)
     while batch := list(islice(kept, _BATCH)):
         digest.update(json.dumps([(row.text, row.references) for row in batch]).encode())
+        texts, references, numbers = zip(*((row.text, row.references, row.number) for row in batch), strict=True)
         writer.write_batch(
-            pa.record_batch(
-                [[row.text for row in batch], [row.references for row in batch], [row.number for row in batch]],
-                schema=_SCHEMA,
-            )
+            pa.record_batch([texts, references, numbers, [_group(row) for row in batch]], schema=_SCHEMA)
         )
     if not check.count and check.dropped:
         refuse(f"none of its {check.dropped:,} rows has a label: expected labels, choose another split or file")
+    if not check.count and findings.left_out:
+        refuse(f"none of its {findings.left_out:,} rows can be used, for example: {findings.problems[0]}")
     if not check.count:
         refuse("the split is empty: expected at least one row, fill the file or leave the task out")
     found = {"count": check.count, "dropped": check.dropped, "labels": check.labels(), "sha256": digest.hexdigest()}
-    return {**found, "is_chat": bool(check.is_chat)}
+    return {**found, **findings.tree(), "is_chat": bool(check.is_chat), "names_groups": check.names_groups}
+
+
+def _kept(rows: Iterator[Row], check: _Check, findings: Findings) -> Iterator[Row]:
+    """Rows that can be used and have a label."""
+    for row in rows:
+        try:
+            checked = check(row)
+        except BadRow as problem:
+            findings.bad_row(problem)
+        else:
+            if checked is not None:
+                yield checked
+
+
+def _group(row: Row) -> str | None:
+    """What the row shares with others: the turns of a conversation have the number of its row."""
+    return row.group or (f"row {row.number}" if row.is_chat else None)
 
 
 class _Check:
@@ -194,6 +272,7 @@ class _Check:
         self._allowed = set(reading.answers) if isinstance(reading.answers, tuple) else None
         self._gathered: set[str] | None = set() if reading.labels == "auto" else None
         self.is_chat: bool | None = None
+        self.names_groups = False
 
     def __call__(self, row: Row) -> Row | None:
         self._check_kind(row)
@@ -203,8 +282,10 @@ class _Check:
                 return None
         else:
             row = self._named(row)
-            row = replace(row, references=tuple(self._words.get(name, name) for name in row.references))
+            if self._words:
+                row = row._replace(references=tuple(self._words.get(name, name) for name in row.references))
             self._check_labels(row)
+        self.names_groups = self.names_groups or bool(row.group)
         self.count += 1
         return row
 
@@ -224,7 +305,7 @@ class _Check:
         if first is None or not isinstance(labels, tuple):
             return row
         numbered = {str(number): label for number, label in enumerate(labels, start=first)}
-        return Row(row.number, row.text, tuple(numbered.get(label, label) for label in row.references))
+        return row._replace(references=tuple(numbered.get(label, label) for label in row.references))
 
     def _check_labels(self, row: Row) -> None:
         if self._allowed is not None:

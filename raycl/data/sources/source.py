@@ -6,7 +6,10 @@ reading a large file again each time. What it does not know: formats.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import io
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +18,21 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from raycl.data.sources.cache import write_atomically
+from raycl.data.sources.findings import BadRow
 from raycl.errors import DataError, StorageError
 from raycl.storage import Storage
 
 _CHUNK = 1 << 20
 _SETTLED_NS = 2_000_000_000
 """A file changed less than this before being hashed may change again within its time stamp's resolution."""
+_MARKS = (
+    (codecs.BOM_UTF8, "UTF-8"),
+    (codecs.BOM_UTF32_LE, "UTF-32-LE"),
+    (codecs.BOM_UTF32_BE, "UTF-32-BE"),
+    (codecs.BOM_UTF16_LE, "UTF-16-LE"),
+    (codecs.BOM_UTF16_BE, "UTF-16-BE"),
+)
+"""Byte order marks; that of UTF-32 begins with that of UTF-16."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +59,10 @@ class SourceFile:
         return f"{self.folder.uri}/{self.name}"
 
     def refuse(self, problem: str, row: int | None = None) -> NoReturn:
-        """Raise a DataError about this file, and one row of it (1-based) if given."""
-        place = self.uri if row is None else f"{self.uri}, row {row}"
-        raise DataError(f"{place}: {problem}")
+        """Raise a DataError about this file, or a BadRow about one row of it (1-based)."""
+        if row is None:
+            raise DataError(f"{self.uri}: {problem}")
+        raise BadRow(f"{self.uri}, row {row}: {problem}")
 
     def exists(self) -> bool:
         """Whether the file is there."""
@@ -70,18 +83,47 @@ class SourceFile:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """A seekable binary stream, positioned behind a byte order mark if there is one.
+        """A seekable binary stream, behind a byte order mark if there is one; text in UTF-16 and UTF-32 comes as UTF-8.
 
         Raises:
             DataError: the file cannot be read.
         """
+        with self._raw() as stream:
+            encoding, mark = _encoding(stream.read(4))
+            stream.seek(len(mark))
+            yield stream if encoding == "UTF-8" else self._as_utf8(stream, encoding)
+
+    @contextmanager
+    def _raw(self) -> Iterator[IO[bytes]]:
         try:
             with self.folder.open(self.name) as stream:
-                if stream.read(3) != b"\xef\xbb\xbf":
-                    stream.seek(0)
                 yield stream
         except (StorageError, OSError) as error:
             raise DataError(f"cannot read '{self.uri}': {error}") from error
+
+    def _as_utf8(self, stream: IO[bytes], encoding: str) -> IO[bytes]:
+        """The whole text in memory: such files are exports of office programs, not corpora."""
+        try:
+            return io.BytesIO(stream.read().decode(encoding).encode())
+        except UnicodeDecodeError as error:
+            self.refuse(f"invalid {encoding} ({error.reason} at byte {error.start}): expected text, export it again")
+
+    def encoding(self) -> str:
+        """That of a text file, by its byte order mark; UTF-8 without one.
+
+        Raises:
+            DataError: the file begins with zero bytes, as UTF-16 without a byte order mark does.
+        """
+        with self._raw() as stream:
+            head = stream.read(4)
+        encoding, mark = _encoding(head)
+        if not mark and b"\0" in head:
+            guess = "UTF-16BE" if head.startswith(b"\0") else "UTF-16LE"
+            self.refuse(f"text with zero bytes and no byte order mark: expected UTF-8, {self._convert(guess)}")
+        return encoding
+
+    def _convert(self, encoding: str) -> str:
+        return f"convert it, for example: iconv -f {encoding} -t UTF-8 {shlex.quote(self.name)} > converted"
 
     def lines(self, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
         """Numbered lines (1-based, without line end), decoded one by one.
@@ -96,7 +138,7 @@ class SourceFile:
                 except UnicodeDecodeError as error:
                     self.refuse(
                         f"invalid UTF-8 (byte {error.object[error.start]:#04x} at byte {error.start + 1} of the line): "
-                        "expected UTF-8 text, convert the file to UTF-8",
+                        f"expected UTF-8 text; if it is in Windows' Latin letters, {self._convert('WINDOWS-1252')}",
                         number,
                     )
 
@@ -113,8 +155,7 @@ class SourceFile:
         if memo.is_file():
             return memo.read_text()
         digest = hashlib.sha256()
-        with self.open() as stream:
-            stream.seek(0)
+        with self._raw() as stream:
             while chunk := stream.read(_CHUNK):
                 digest.update(chunk)
         if info.mtime_ns is not None and time.time_ns() - info.mtime_ns > _SETTLED_NS:
@@ -140,8 +181,10 @@ class SourceFiles:
         return f"{self.folder.uri} ({len(self.files)} files)"
 
     def refuse(self, problem: str, row: int | None = None) -> NoReturn:
-        """Raise a DataError about these files, and one row of all together (1-based) if given."""
-        raise DataError(f"{self.uri}{'' if row is None else f', row {row} of all'}: {problem}")
+        """Raise a DataError about these files, or a BadRow about one row of all together (1-based)."""
+        if row is None:
+            raise DataError(f"{self.uri}: {problem}")
+        raise BadRow(f"{self.uri}, row {row} of all: {problem}")
 
     def exists(self) -> bool:
         """Whether all files are there."""
@@ -156,6 +199,11 @@ class SourceFiles:
         """SHA-256 in hex of the files' names and hashes."""
         parts = [(file.name, file.content_hash(cache)) for file in self.files]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _encoding(head: bytes) -> tuple[str, bytes]:
+    """Encoding of a file with this beginning, and its byte order mark."""
+    return next(((name, mark) for mark, name in _MARKS if head.startswith(mark)), ("UTF-8", b""))
 
 
 def _split_lines(stream: IO[bytes]) -> Iterator[bytes]:

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycl.data.sources.fields import Columns, Row
+from raycl.data.sources.findings import Findings
 from raycl.data.sources.formats import Format, detect, read_definition, read_rows
 from raycl.data.sources.source import SourceFile
 from raycl.errors import DataError, StorageError
@@ -81,6 +82,102 @@ def test_a_row_longer_than_the_read_buffer_stays_whole(tmp_path: Path) -> None:
     assert [len(row.text) for row in read_rows(file)] == [len(text), 1]
 
 
+def read(file: SourceFile, columns: Columns | None = None) -> tuple[list[tuple[str, str]], list[str]]:
+    """Texts with their first answers, and how the file was read."""
+    findings = Findings()
+    rows = list(read_rows(file, columns=columns, findings=findings))
+    return [(row.text, row.references[0]) for row in rows], findings.notes
+
+
+READ_AS: list[tuple[str, str | bytes, list[tuple[str, str]], str]] = [
+    (
+        "open_quote.tsv",
+        'text\tlabel\n"so it is\ta\nb\tc\nthey said: stop"\td\n"he said ""no"""\te\n',
+        [('"so it is', "a"), ("b", "c"), ('they said: stop"', "d"), ('he said "no"', "e")],
+        "quotes that are not around whole cells are read as text",
+    ),
+    ("quoted.tsv", 'text\tlabel\n"a\n\tb ""c"""\td\n\ne\tf\n', [('a\n\tb "c"', "d"), ("e", "f")], ""),
+    (
+        "open_quote.csv",
+        'text,label\n"so it is,a\nb,c\nd,e\nf,g\nstop",h\n',
+        [("so it is,a\nb,c\nd,e\nf,g\nstop", "h")],
+        "row 1: one cell in quotes has 3 lines that look like rows",
+    ),
+    ("semicolons.csv", "text ;label\na, b;c\n", [("a, b", "c")], "its cells are separated by semicolons"),
+    ("spaces.csv", "text , label \na,b\n", [("a", "b")], "spaces around the names of its columns are not read"),
+    ("tabs.csv", "text\tlabel\na\tb\n", [("a", "b")], "its cells are separated by tabs"),
+    ("commas.tsv", "text,label\na,b\n", [("a", "b")], "its cells are separated by commas"),
+    (
+        "blank.csv",
+        "\ntext,label\n\na,b\n,\n\nc,\n\n",
+        [("a", "b"), ("c", "")],
+        "rows of blank cells alone are left out (1)",
+    ),
+    ("long.csv", f"text,label\n{'x' * 140_000},b\n", [("x" * 140_000, "b")], ""),
+    ("sixteen.csv", "text,label\n日本 ü,b\n".encode("utf-16"), [("日本 ü", "b")], "read as UTF-16-LE"),
+    ("sixteen.json", '[{"text": "日本", "label": "b"}]'.encode("utf-16"), [("日本", "b")], "read as UTF-16-LE"),
+    ("separators.jsonl", '{"text": "a\u2028b\u0085c", "label": "d\u2029"}\n', [("a\u2028b\u0085c", "d\u2029")], ""),
+    ("separators.csv", "text,label\na\u2028b\u0085c,d\u2029\n", [("a\u2028b\u0085c", "d\u2029")], ""),
+    ("what?.jsonl", '{"text": "a", "label": "b"}\n', [("a", "b")], ""),
+    (
+        "line.json",
+        json.dumps({"text": "w " * 40_000, "label": "a"}) + "\n" + '{"text": "b", "label": "c"}',
+        [("w " * 40_000, "a"), ("b", "c")],
+        "",
+    ),
+    ("long_line.json", json.dumps({"text": "w " * 40_000, "label": "a"}), [("w " * 40_000, "a")], ""),
+    (
+        "nested.json",
+        json.dumps({"version": 2, "data": [{"text": "a", "label": "b"}]}, indent=1),
+        [("a", "b")],
+        "its rows are the list 'data'",
+    ),
+    (
+        "one_line.json",
+        json.dumps({"version": 2, "data": [{"text": "a", "label": "b"}]}),
+        [("a", "b")],
+        "its rows are the list 'data'",
+    ),
+    ("row.json", json.dumps({"text": "a", "label": "b", "spans": [{"at": 1}]}), [("a", "b")], ""),
+    ("digits.json", '[{"id": ' + "9" * 5000 + ', "text": "a", "label": "b"}]', [("a", "b")], ""),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "pairs", "note"), READ_AS, ids=[one[0] for one in READ_AS])
+def test_what_programs_write_is_read_and_says_how(
+    tmp_path: Path, name: str, content: str | bytes, pairs: list[tuple[str, str]], note: str
+) -> None:
+    found, notes = read(write(tmp_path, name, content))
+    assert found == pairs
+    assert any(f"{name}" in one and note in one for one in notes) if note else notes == []
+
+
+def test_bad_rows_are_left_out_and_counted_on_request(tmp_path: Path) -> None:
+    good, chat = '{"text": "a", "label": "b"}', {"messages": [{"role": "user", "content": "a"}]}
+    cases: dict[str, tuple[str, list[str]]] = {
+        "x.jsonl": (
+            f'{good}\n{{"text": \n[1]\n{{"text": "a"}}\n{good}\n',
+            ["row 2: malformed", "row 3: found a list", "row 4"],
+        ),
+        "x.csv": ("text,label\na,b\na,b,c\na,b\n", ["row 2: 3 cells"]),
+        "chat.jsonl": (
+            json.dumps({"messages": [*chat["messages"], {"role": "assistant", "content": "b"}]})
+            + "\n"
+            + json.dumps(chat)
+            + "\n"
+            + json.dumps({"messages": []}),
+            ["row 2: the conversation has no answer", "row 3: the conversation is an empty list"],
+        ),
+    }
+    for name, (content, problems) in cases.items():
+        file, findings = write(tmp_path, name, content), Findings("skip")
+        rows = list(read_rows(file, findings=findings))
+        assert len(rows) == (1 if name == "chat.jsonl" else 2) and findings.left_out == len(problems)
+        assert all(words in problem for words, problem in zip(problems, findings.problems, strict=True))
+        with pytest.raises(DataError, match=problems[0]):
+            list(read_rows(file))
+
+
 BROKEN: list[tuple[str, str | bytes, list[str]]] = [
     ("cut.json", '{"Instances": [{"input": "a", "output": "b"}, {"input": "a"', ["row 2", "malformed JSON", "line 1"]),
     (
@@ -103,7 +200,18 @@ BROKEN: list[tuple[str, str | bytes, list[str]]] = [
     ("list.jsonl", "[1]\n", ["row 1", "found a list"]),
     ("cells.csv", "text,label\na,b\na,b,c\n", ["row 2", "3 cells", "expected 2"]),
     ("open.csv", 'text,label\na,b\n"a,b\n', ["row 2", "malformed CSV"]),
-    ("utf.csv", b"text,label\n\xff,b\n", ["row 2", "invalid UTF-8"]),
+    ("utf.csv", b"text,label\n\xff,b\n", ["row 2", "invalid UTF-8", "iconv -f WINDOWS-1252 -t UTF-8 utf.csv"]),
+    ("no_mark.csv", "text,label\na,b\n".encode("utf-16-le"), ["zero bytes", "iconv -f UTF-16LE -t UTF-8 no_mark.csv"]),
+    ("cut.csv", "text,label\n日本,b\n".encode("utf-16")[:-1], ["invalid UTF-16-LE", "expected text"]),
+    ("half.jsonl", '{"text": "a", "label": "b"}\n{"text": "x\\ud83d", "label": "b"}', ["row 2", "half a character"]),
+    ("half_label.jsonl", '{"text": "a", "label": "x\\ud83d"}', ["row 1", "half a character (\\ud83d at character 2)"]),
+    ("digits.jsonl", '{"id": ' + "9" * 5000 + "}", ["row 1", "4300 digits", "repair the line"]),
+    ("deep.jsonl", '{"a": ' + "[" * 100_000, ["row 1", "nested too deeply"]),
+    ("deep.json", "{" + '"a": {' * 3000, ["row 1", "nested too deeply"]),
+    ("lists.json", '{\n"train": [{"text": "a"}], "test": [{"text": "b"}]}', ["2 lists of objects (train, test)"]),
+    ("no_list.json", '{\n"a": 1}', ["no list of objects", "expected rows in one of its fields"]),
+    ("twice.csv", "text,text,label\na,b,c\n", ["several columns have the name 'text'", "rename"]),
+    ("turns.jsonl", '{"messages": "hello"}', ["row 1", "the conversation is a str", "expected a list of messages"]),
     ("columns.csv", "body,class\na,b\n", ["no text column among body, class", "columns.text"]),
     ("x.parquet", b"PAR1 not really", ["not a readable Parquet file"]),
     ("x.dat", "a", ["suffix '.dat'", "set 'format'"]),

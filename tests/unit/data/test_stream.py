@@ -273,3 +273,76 @@ def test_the_real_data(shared: Path, codec: MiniLMCodec) -> None:
 
 
 REAL = ("long-A", "superni-1")
+
+
+def conversations(count: int) -> list[dict[str, Any]]:
+    """Of one to four turns each."""
+    return [
+        {
+            "messages": [
+                {"role": role, "content": f"{role} {number} {turn}"}
+                for turn in range(1 + number % 4)
+                for role in ("user", "assistant")
+            ]
+        }
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["conversations", "group"])
+def test_rows_that_belong_together_are_trained_tested_and_replayed_together(tmp_path: Path, kind: str) -> None:
+    rows = conversations(40)
+    settings: dict[str, Any] = {}
+    if kind == "group":
+        rows = [{"text": f"t{n} {m}", "label": "ab"[m % 2], "user": n} for n in range(40) for m in range(1 + n % 4)]
+        settings = {"group": "user"}
+    spec = TaskSpec(name="mine", train=lines(tmp_path / "x.jsonl", rows))
+    for more in ({}, {"dev_per_class": 4} if kind == "group" else {"dev_rows": 7}):
+        stream = open_stream(StreamConfig(tasks=(spec,), test_fraction=0.15, **settings, **more), seed=0)
+        task = stream.tasks[0]
+        raw = stream.source(task, "train")
+        assert raw is not None
+        parts = [set(raw.groups[stream.rows(task, split)]) for split in ("train", "dev", "test")]
+        assert all(parts) and not parts[0] & parts[1] and not parts[0] & parts[2] and not parts[1] & parts[2]
+        assert 10 <= len(stream.rows(task, "test")) <= 15
+        train = stream.rows(task, "train")
+        stored = train[stream.stored(task, 0.1)]
+        groups = raw.groups[train]
+        assert len(stored) and all(
+            (groups == one).sum() == (raw.groups[stored] == one).sum() for one in raw.groups[stored]
+        )
+
+
+def test_a_group_that_no_row_names_is_refused_and_one_that_a_task_lacks_is_noted(tmp_path: Path) -> None:
+    plain = TaskSpec(name="a", train=lines(tmp_path / "a.jsonl", [{"text": f"t{n}", "label": "x"} for n in range(20)]))
+    rows = [{"text": f"t{n}", "label": "x", "user": n // 2} for n in range(20)]
+    grouped = TaskSpec(name="b", train=lines(tmp_path / "b.jsonl", rows))
+    with pytest.raises(ConfigError, match=r"stream\.group is 'user', which no row of a has"):
+        open_stream(StreamConfig(tasks=(plain,), group="user", test_fraction=0.5), seed=0)
+    both = open_stream(StreamConfig(tasks=(plain, grouped), group="user", test_fraction=0.5), seed=0)
+    assert "a: no train row names a group 'user' (stream.group)" in both.notes
+    assert not any(note.startswith("b: no ") for note in both.notes)
+
+
+def test_rows_that_cannot_be_used_are_refused_or_left_out_and_noted(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("text,label\n" + "a,x\nb,y\n" * 10 + "c,\nd, \n")
+    test = lines(tmp_path / "test.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "z"}, {"text": "c"}])
+    spec = TaskSpec(name="mine", train=str(tmp_path / "train.csv"), test=test)
+    with pytest.raises(DataError, match=r"train.csv: 2 rows of 22 with an empty label, the first is row 21: .*=skip"):
+        open_stream(StreamConfig(tasks=(spec,)), seed=0)
+    stream = open_stream(StreamConfig(tasks=(spec,), on_bad_row="skip"), seed=0)
+    assert stream.tasks[0].labels == ("x", "y")
+    assert [len(stream.rows(stream.tasks[0], split)) for split in ("train", "dev", "test")] == [18, 2, 1]
+    assert "mine: rows without a label dropped: 2 train" in stream.notes
+    assert any(
+        "2 rows of test cannot be used and are left out" in note and "label 'z' is outside" in note
+        for note in stream.notes
+    )
+
+
+def test_how_a_file_is_read_is_noted_when_it_comes_from_the_cache_too(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.csv").write_text("text;label\n" + "a;x\nb;y\n" * 10)
+    config = StreamConfig(tasks=(TaskSpec(name="mine", path=str(tmp_path)),))
+    for _ in range(2):
+        assert "mine: train.csv: its cells are separated by semicolons" in open_stream(config, seed=0).notes

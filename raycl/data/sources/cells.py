@@ -1,0 +1,140 @@
+"""CSV and TSV files as items: what stands between cells, the header, quotes, blank lines.
+
+Why it exists: such files come out of many programs, and a wrong guess about quotes or separators loses rows.
+Python's reader is used, not Arrow's: it goes row by row, so an error names the broken row.
+What it does not know: which columns are the text and the answers.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from raycl.data.sources.fields import Columns
+from raycl.data.sources.findings import BadRow, Findings
+from raycl.data.sources.source import SourceFile
+
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+_QUOTED = re.compile(r'"(?:[^"]|"")*"')
+_SWALLOWED = 3
+"""Lines inside one quoted cell that each look like a row before a quote is taken for one that is never closed."""
+
+csv.field_size_limit((1 << 31) - 1)  # the reader's limit of 131,072 characters is shorter than some articles
+
+
+def table_items(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows below the header by the names of their columns, numbered from 1; blank ones are left out.
+
+    Raises:
+        DataError: no text or label column, or quotes that are not closed.
+    """
+    header: Sequence[str] | None = columns.header
+    number, blank = 0, 0
+    for cells in _rows(file, columns, findings):
+        if header is not None and not number and tuple(cells) == tuple(header):
+            continue  # the file has a header line after all
+        if header is None:
+            header = _header(cells, columns, file, findings)
+            columns.needed(header, file.refuse)
+            continue
+        number += 1
+        if len(cells) == len(header):
+            if columns.label and not any(cells):
+                blank += 1
+            else:
+                yield number, dict(zip(header, cells, strict=True))
+            continue
+        try:
+            file.refuse(f"{len(cells)} cells: expected {len(header)} as in the header, quote cells with commas", number)
+        except BadRow as problem:
+            findings.bad_row(problem)
+    if blank:
+        findings.note(f"{file.name}: rows of blank cells alone are left out ({blank:,})")
+
+
+def _header(cells: Sequence[str], columns: Columns, file: SourceFile, findings: Findings) -> list[str]:
+    """Names of the columns, without the spaces around them, unless they are set with these."""
+    wanted = {*columns.text, *columns.label, *columns.parts, columns.group}
+    names = [cell if cell in wanted else cell.strip() for cell in cells]
+    if names != list(cells):
+        findings.note(f"{file.name}: spaces around the names of its columns are not read")
+    return names
+
+
+def _rows(file: SourceFile, columns: Columns, findings: Findings) -> Iterator[list[str]]:
+    """The cells of each row that has any."""
+    lines = (line for _, line in file.lines())
+    first = next((line for line in lines if line.strip()), "")
+    usual = "\t" if file.name.lower().endswith(".tsv") else ","
+    separator = _separator(first, usual, columns)
+    if separator != usual:
+        findings.note(f"{file.name}: its cells are separated by {SEPARATORS[separator]}")
+    whole = chain([first] if first else [], lines)
+    return _tab_rows(file, whole, findings) if separator == "\t" else _quoted_rows(file, whole, separator, findings)
+
+
+def _separator(first: str, usual: str, columns: Columns) -> str:
+    """What separates cells: the usual, unless the first line has it nowhere and another everywhere."""
+    counts = {mark: len(next(csv.reader([first], delimiter=mark), [])) for mark in (usual, *SEPARATORS)}
+    if columns.header is not None:
+        return next((mark for mark, count in counts.items() if count == len(columns.header)), usual)
+    return usual if counts[usual] > 1 else max(counts, key=lambda mark: counts[mark])
+
+
+def _quoted_rows(file: SourceFile, lines: Iterator[str], separator: str, findings: Findings) -> Iterator[list[str]]:
+    """Cells in quotes may hold separators and line breaks (RFC 4180)."""
+    reader = csv.reader((f"{line}\n" for line in lines), delimiter=separator, strict=True)
+    number, before = -1, 0
+    try:
+        for cells in reader:
+            if not cells:
+                continue
+            number += 1
+            if reader.line_num - before > _SWALLOWED:
+                _note_swallowed(cells, number, separator, file, findings)
+            before = reader.line_num
+            yield cells
+    except csv.Error as error:
+        file.refuse(
+            f"malformed CSV ({error}): expected quoted cells as in RFC 4180, re-export the file", max(number, 0) + 1
+        )
+
+
+def _note_swallowed(cells: list[str], number: int, separator: str, file: SourceFile, findings: Findings) -> None:
+    """A cell whose every line has as many cells as its row is more likely a quote that is never closed."""
+    for cell in cells:
+        inside = cell.split("\n")[1:-1]
+        if len(inside) >= _SWALLOWED and all(line.count(separator) == len(cells) - 1 for line in inside):
+            findings.note(
+                f"{file.name}, row {number}: one cell in quotes has {len(inside):,} lines that look like rows: if its "
+                'first quote is part of the text, write it as """"'
+            )
+
+
+def _tab_rows(file: SourceFile, lines: Iterator[str], findings: Findings) -> Iterator[list[str]]:
+    """A row is a line, unless cells in quotes hold tabs or line breaks.
+
+    Tables separated by tabs are written with quotes by some programs and without by others. Where each line has as
+    many cells as the first, lines are rows, and a quote that is not around a whole cell is part of its text.
+    """
+    by_line: bool | None = None
+    for line in lines:
+        cells = line.split("\t")
+        if line.startswith('"') or '\t"' in line:
+            if by_line is None:
+                by_line = _each_line_is_a_row(file)
+            if not by_line:
+                yield from _quoted_rows(file, chain([line], lines), "\t", findings)
+                return
+            if not all(_QUOTED.fullmatch(cell) for cell in cells if cell.startswith('"')):
+                findings.note(f"{file.name}: quotes that are not around whole cells are read as text, a row a line")
+            cells = [cell[1:-1].replace('""', '"') if _QUOTED.fullmatch(cell) else cell for cell in cells]
+        if line:
+            yield cells
+
+
+def _each_line_is_a_row(file: SourceFile) -> bool:
+    return len({line.count("\t") for _, line in file.lines() if line}) == 1

@@ -1,0 +1,58 @@
+"""What is noticed while a source is read: how it was read, and rows that cannot be used.
+
+Why it exists: a file that is read otherwise than it looks, or with fewer rows than it has, must say so once.
+What it does not know: formats, how the findings are shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raycl.errors import DataError
+
+OnBadRow = Literal["refuse", "skip"]
+
+SHOWN = 3
+"""Bad rows whose problems are kept as sentences."""
+
+
+class BadRow(DataError):
+    """A row that cannot be used; the other rows of its source can."""
+
+
+@dataclass
+class Findings:
+    """Of one source.
+
+    Attributes:
+        on_bad_row: refuse: the first bad row is an error; skip: bad rows are left out and counted.
+        left_out: bad rows so far. problems: what is wrong with the first of them.
+        notes: how the source was read, where that is not the usual way.
+    """
+
+    on_bad_row: OnBadRow = "refuse"
+    left_out: int = 0
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def bad_row(self, problem: BadRow) -> None:
+        """Count a bad row.
+
+        Raises:
+            BadRow: bad rows are refused.
+        """
+        if self.on_bad_row == "refuse":
+            raise problem
+        self.left_out += 1
+        if len(self.problems) < SHOWN:
+            self.problems.append(str(problem))
+
+    def note(self, sentence: str) -> None:
+        """Say once how a source is read."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def tree(self) -> dict[str, Any]:
+        """Without the setting, for JSON."""
+        return {"left_out": self.left_out, "problems": self.problems, "notes": self.notes}
