@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,7 @@ def test_a_system_message_and_earlier_turns_beside_a_row_are_read(tmp_path: Path
     alpaca = {"instruction": "hi", "input": "", "output": "hello"}
     pair = {**alpaca, "instruction": "and now", "output": "bye", "system": "be brief", "history": [["hi", "hello"]]}
     found = rows(tmp_path, {**alpaca, "system": "be brief", "history": []}, pair)
-    assert found == [asked[0], replace(TURNS[1], number=2)]
+    assert found == [asked[0], TURNS[1]._replace(number=2)]
     with (tmp_path / "x.csv").open("w", newline="") as file:
         csv.writer(file).writerows(
             [list(pair), [json.dumps(cell) if type(cell) is list else cell for cell in pair.values()]]
