@@ -27,6 +27,9 @@ Each message states in one sentence: what was wrong, the value, what was expecte
 Broken promises among ourselves are `assert` with a message, not these classes.
 """
 
+import difflib
+from collections import abc
+
 
 class RayclError(Exception):
     """Base of all errors meant for users; jobs print its text and exit with its status.
@@ -135,6 +138,22 @@ class StoppedError(RunError):
 
 class StaleAttemptError(RunError):
     """A newer attempt has claimed the run, so this one must not write any more."""
+
+
+FEW = 12
+"""Names that a message lists; of more, the three nearest."""
+
+
+def meant(value: str, known: abc.Iterable[str]) -> str:
+    """For messages about a name that is unknown: `did you mean 'lora'?`, else what is expected."""
+    names = list(known)
+    near = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    if len(names) <= FEW:
+        return f"expected one of {', '.join(names)}"
+    nearest = difflib.get_close_matches(value, names, n=3, cutoff=0.0)
+    return f"expected one of {len(names)}, of which {', '.join(nearest)} are the nearest"
 
 
 def counted(number: float, noun: str) -> str:

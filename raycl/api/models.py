@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from raycl import config as configs
 from raycl.data.sources.chats import conversation_of
+from raycl.errors import DataError, RunError
 from raycl.run.banks import snapshot_at
 from raycl.serve.offline import OfflineModel, Prediction, settings_here
 from raycl.serve.settings import ServeConfig
@@ -32,7 +33,7 @@ class Model:
         """See `load`."""
         opened, snapshot = snapshot_at(bank)
         config = configs.validate(ServeConfig, {**settings_here(opened), **settings})
-        self._model = OfflineModel(opened, snapshot, config)
+        self._model: OfflineModel | None = OfflineModel(opened, snapshot, config)
         self.bank, self.snapshot = opened.storage.address, snapshot.number
         self.tasks = tuple(task.name for task in snapshot.tasks)
         self.answers: Literal["label", "text"] = "label" if self._model.answers == "label" else "text"
@@ -49,7 +50,7 @@ class Model:
         Raises:
             ConfigError: no such task. RayclError: a text cannot be answered.
         """
-        return list(self._model.predict(_several(texts), task, max_tokens))
+        return list(self._open.predict(_several(texts), task, max_tokens))
 
     def generate(self, texts: Text | Sequence[Text], **settings: Any) -> list[str]:
         """As `predict`, the answers alone."""
@@ -57,15 +58,23 @@ class Model:
 
     def route(self, texts: Text | Sequence[Text]) -> list[dict[str, float]]:
         """Task -> weight for each text, the largest first; nothing is answered."""
-        return self._model.route(_several(texts))
+        return self._open.route(_several(texts))
 
     def stream(self, texts: Iterable[Text], **settings: Any) -> Iterable[Prediction]:
         """As `predict`, for more texts than fit into memory: they are read as answers are taken."""
-        return self._model.predict(map(_read, texts), **settings)
+        return self._open.predict((_read(text, number) for number, text in enumerate(texts, 1)), **settings)
 
     def close(self) -> None:
         """Free its memory and its thread."""
-        self._model.close()
+        if self._model is not None:
+            self._model.close()
+        self._model = None
+
+    @property
+    def _open(self) -> OfflineModel:
+        if self._model is None:
+            raise RunError(f"this model is closed: load it again with raycl.load('{self.bank}@{self.snapshot}')")
+        return self._model
 
     def __enter__(self) -> Model:
         return self
@@ -76,17 +85,30 @@ class Model:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Model('{self.bank}@{self.snapshot}', tasks={list(self.tasks)})"
+        closed = ", closed" if self._model is None else ""
+        return f"Model('{self.bank}@{self.snapshot}', tasks={list(self.tasks)}, answers='{self.answers}'{closed})"
 
 
 def _several(texts: Text | Sequence[Text]) -> list[Any]:
     """One text or conversation, or several of them, as the engine reads them."""
-    alone = isinstance(texts, str) or (bool(texts) and isinstance(texts[0], Mapping))
-    return [_read(text) for text in ([texts] if alone else texts)]  # type: ignore[arg-type]
+    if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Iterable):
+        return [_read(texts, 1)]
+    given = list(texts)
+    alone = bool(given) and isinstance(given[0], Mapping)
+    return [_read(text, number) for number, text in enumerate([given] if alone else given, 1)]
 
 
-def _read(text: Text) -> Any:
-    return text if isinstance(text, str) else conversation_of(text)
+def _read(text: Any, number: int) -> Any:
+    if isinstance(text, list | tuple) and text and all(isinstance(one, Mapping) for one in text):
+        return conversation_of(text)
+    if not isinstance(text, str):
+        raise DataError(
+            f"text {number} is {text!r}: expected a string, or a conversation as a list of messages with role and "
+            "content"
+        )
+    if not text.strip():
+        raise DataError(f"text {number} is empty: expected at least one word")
+    return text
 
 
 def load(bank: str, **settings: Any) -> Model:

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from raycl.api.models import Model, load
 from raycl.api.tasks import InMemoryTask
 from raycl.config import Tree
-from raycl.errors import RunError
+from raycl.errors import ConfigError, RunError
 from raycl.launch import commands, console, driver
 from raycl.launch.driver import Prepared, RunOptions
 from raycl.report.plots import heatmap
-from raycl.report.results import read_results, tasks_of, values_of
+from raycl.report.results import method_of, metric_of, read_results, tasks_of, values_of
 from raycl.report.tables import matrix_table
 from raycl.run import config as run_config
 from raycl.storage import Storage
@@ -173,7 +173,13 @@ class Run:
         return matrix_table(self.results)
 
     def __repr__(self) -> str:
-        return f"Run('{self.folder}')"
+        try:
+            results = self.results
+        except RunError:
+            return f"Run('{self.folder}', no task is finished)"
+        ap = metric_of(results, "ap")
+        score = "" if ap is None else f", ap={ap:.1f}"
+        return f"Run('{self.folder}', {method_of(results)}, tasks={tasks_of(results)}{score})"
 
 
 def _trained(prepared: Prepared, on_phase: OnPhase | None = None, quiet: bool = False, in_process: bool = False) -> Run:
@@ -214,19 +220,40 @@ def _watched(storage: Storage, on_phase: OnPhase | None) -> Iterator[None]:
 
 
 def _stream(stream: str | Sequence[Task] | Mapping[str, Any], directory: Storage) -> Tree:
-    if isinstance(stream, str):
+    if isinstance(stream, str) and stream:
         return {"name": stream}
     if isinstance(stream, Mapping):
         tasks = stream.get("tasks")
         return {**stream, **({"tasks": _specs(tasks, directory)} if tasks else {})}
+    if not isinstance(stream, list | tuple) or not stream:
+        raise ConfigError(
+            f"a run cannot train on {_described(stream)}: expected the name of a stream, a list of tasks, or settings "
+            "of the section stream; raycl.task(NAME, TRAIN, TEST) makes a task of rows"
+        )
     return {"tasks": _specs(stream, directory)}
 
 
 def _specs(tasks: Sequence[Task], directory: Storage) -> list[Any]:
-    return [
-        one.saved(directory) if isinstance(one, InMemoryTask) else dict(one) if isinstance(one, Mapping) else one
-        for one in tasks
-    ]
+    return [_spec(one, directory) for one in tasks]
+
+
+def _spec(one: Task, directory: Storage) -> Any:
+    if isinstance(one, InMemoryTask):
+        return one.saved(directory)
+    if isinstance(one, Mapping):
+        return dict(one)
+    if not isinstance(one, str) or not one:
+        raise ConfigError(
+            f"{_described(one)} is no task: expected its name, an entry of stream.tasks, or what raycl.task(NAME, "
+            "TRAIN, TEST) returns"
+        )
+    return one
+
+
+def _described(value: object) -> str:
+    """A value that is none of those expected, for a message: small ones as they are, others by their class."""
+    plain = value is None or isinstance(value, str | int | float) or (isinstance(value, list | tuple) and not value)
+    return repr(value) if plain else f"a {type(value).__name__}"
 
 
 def _named(value: str | Mapping[str, Any]) -> Any:

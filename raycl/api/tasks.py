@@ -15,7 +15,7 @@ from typing import Any
 
 from raycl.data.sources.chats import CHAT_NAMES, conversation_of, is_chat
 from raycl.data.sources.hub import NO_LABEL, class_names, named
-from raycl.errors import DataError
+from raycl.errors import DataError, counted
 from raycl.storage import Storage
 
 log = logging.getLogger("raycl")
@@ -35,6 +35,10 @@ class InMemoryTask:
     name: str
     rows: Mapping[str, list[dict[str, Any]]]
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{split}: {counted(len(rows), 'row')}" for split, rows in self.rows.items())
+        return f"InMemoryTask('{self.name}', {counts})"
 
     def saved(self, directory: Storage) -> dict[str, Any]:
         """Its entry in `stream.tasks`; the rows are written once, under the hash of all of them."""
@@ -87,6 +91,8 @@ def task(
             f"task '{name}': {', '.join(sorted(files))} is a file and "
             f"{', '.join(sorted(there.keys() - files))} is not: give files for all splits, or rows for all"
         )
+    if "train" not in there:
+        raise DataError(f"task '{name}' has no train rows: expected rows to learn, or a path of a file or folder")
     if files:
         columns = {} if (text, label) == ("text", "label") else {"columns": {"text": text, "label": label}}
         paths = {"path": str(train)} if test is None else {split: str(rows) for split, rows in there.items()}
@@ -103,7 +109,7 @@ def _rows(name: str, split: str, rows: Rows, text: str, label: str) -> list[dict
     names = _class_names(rows, label)
     found: list[dict[str, Any]] = []
     unlabelled = 0
-    for number, item in enumerate(_items(rows), 1):
+    for number, item in enumerate(_items(name, split, rows, text, label), 1):
         if isinstance(item, Mapping) and is_chat(item.get(CHAT_NAMES[0])):
             found.append({CHAT_NAMES[0]: [message._asdict() for message in conversation_of(item[CHAT_NAMES[0]])]})
             continue
@@ -139,14 +145,34 @@ def _class_names(rows: Rows, label: str) -> list[str] | None:
     return None if feature is None else class_names(feature)
 
 
-def _items(rows: Rows) -> Iterable[Any]:
+def _items(name: str, split: str, rows: Rows, text: str, label: str) -> Iterable[Any]:
     """Rows one by one; of pandas frames and mappings of columns too."""
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
+        _require_columns(name, split, map(str, rows.columns), text, label)
         return list(rows.to_dict("records"))
     if isinstance(rows, Mapping):
         names = list(rows)
+        _require_columns(name, split, map(str, names), text, label)
+        lengths = {key: len(values) for key, values in rows.items() if hasattr(values, "__len__")}
+        if len(lengths) < len(names) or len(set(lengths.values())) > 1:
+            raise DataError(f"task '{name}', {split}: expected columns of one length, got {lengths or names}")
         return [dict(zip(names, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+    if not isinstance(rows, Iterable):
+        raise DataError(
+            f"task '{name}', {split} is {rows!r}: expected a list of (text, label) pairs or dicts, a pandas frame, a "
+            "datasets.Dataset, or a path"
+        )
     return list(rows)
+
+
+def _require_columns(name: str, split: str, columns: Iterable[str], text: str, label: str) -> None:
+    found = list(columns)
+    missing = [one for one in (text, label) if one not in found]
+    if missing and CHAT_NAMES[0] not in found:
+        raise DataError(
+            f"task '{name}', {split} has no column '{missing[0]}' among {', '.join(found) or 'none'}: name the columns "
+            "with text= and label="
+        )
 
 
 def _answer(value: Any) -> Any:

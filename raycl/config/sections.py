@@ -31,7 +31,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import ErrorDetails
 
 from raycl.config.assignment import Tree, apply_override, name_of, one_line, overlay, without_name
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, meant
 
 
 def _absolute(path: str) -> str:
@@ -198,9 +198,7 @@ def _explain(model: type[BaseModel], tree: Tree, detail: ErrorDetails) -> str:
         return f"unknown config key '{path}'{_hint(parts, owners, others)}"
     if detail["type"] == "union_tag_invalid":
         tag, expected = detail["ctx"]["tag"], re.findall(r"'(.*?)'", detail["ctx"]["expected_tags"])
-        near = difflib.get_close_matches(tag, expected, n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'? Expected" if near else "expected"
-        return f"config key '{path}' names '{tag}': {hint} one of {', '.join(expected)}"
+        return f"config key '{path}' names '{tag}': {meant(str(tag), expected)}"
     if detail["type"] == "missing":
         return f"config key '{path}' is missing: it has no default, give it a value"
     if detail["type"] in ("value_error", "assertion_error"):
@@ -220,7 +218,7 @@ def _hint(parts: list[str], owners: list[type[BaseModel]], others: list[type[Bas
     having = [f"{node}={kind.model_fields['name'].default}" for kind in others if parts[-1] in kind.model_fields]
     if having:
         return f": it belongs to {' and '.join(having)}"
-    return f": expected one of {', '.join(keys)}"
+    return f": {meant(parts[-1], keys)}"
 
 
 Sections = list[type[BaseModel]]
@@ -307,9 +305,7 @@ def named_each(value: Any, known: Iterable[str]) -> Any:
         if name is None:
             raise ValueError(f"an entry with {item!r} has no name: expected some of {', '.join(known)}")
         if name not in known:
-            near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else f"expected some of {', '.join(known)}"
-            raise ValueError(f"'{name}' is unknown: {hint}")
+            raise ValueError(f"'{name}' is unknown: {meant(name, known)}")
         if name in found:
             raise ValueError(f"'{name}' occurs twice: give each name once")
         found[name] = {"name": name, **item} if isinstance(item, dict) else item

@@ -17,14 +17,13 @@ of overlapping text (`OVERLAP`), and are counted in `Score.extra` under every me
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 import string
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 
-from raycl.errors import BackboneError, ConfigError, DataError
+from raycl.errors import BackboneError, ConfigError, DataError, meant
 from raycl.eval.answers import Answers, Labels, Metric, References, mean_best
 from raycl.eval.averages import ACCURACY
 from raycl.eval.intervals import interval
@@ -89,9 +88,7 @@ def check_metric(name: str) -> None:
         ConfigError: unknown name (with the nearest one), or an optional library is missing.
     """
     if name not in METRICS:
-        near = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(sorted(METRICS))}"
-        raise ConfigError(f"unknown metric '{name}': {hint}")
+        raise ConfigError(f"unknown metric '{name}': {meant(name, sorted(METRICS))}")
     library, extra = _LIBRARIES.get(name, ("", ""))
     if library and importlib.util.find_spec(library) is None:
         raise ConfigError(

@@ -225,5 +225,5 @@ def _differing(result: Tree, others: Sequence[Tree]) -> str:
     """The keys, with this result's values, in which results of the same title differ."""
     own = _compared(result)
     alike = [_compared(other) for other in others if _title(other) == _title(result)]
-    keys = sorted({key for other in alike for key in own.keys() | other.keys() if own.get(key) != other.get(key)})
-    return " ".join(f"{key}={own.get(key)}" for key in keys)
+    keys = sorted({key for other in alike for key in own if key not in other or own[key] != other[key]})
+    return " ".join(f"{key}={'null' if own[key] is None else own[key]}" for key in keys)

@@ -84,6 +84,17 @@ class Outcome:
         """Errors of trials that failed."""
         return {row.number: row.error or "" for row in self.rows if row.state == "failed"}
 
+    @property
+    def unscored(self) -> dict[int, str]:
+        """Trials that are done and lack a metric's value -> which metric, and the numbers that it had."""
+        found: dict[int, str] = {}
+        for row in self.rows:
+            lacking = [text for text, score in zip(self.sweep.metric, row.scores, strict=False) if score is None]
+            if row.state == "done" and lacking:
+                known = ", ".join(f"{name} {value:.2f}" for name, value in row.numbers.items() if value is not None)
+                found[row.number] = f"metric '{lacking[0]}' has no value with {known}"
+        return found
+
     def tree(self) -> Tree:
         """JSON-able: `summary.json`."""
         return {

@@ -55,6 +55,11 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
         "messages.0.content.0.type: Input should be 'text'",
     ),
     "a list": (CHAT, [], 400, "the body: Input should be a valid dictionary"),
+    "an unknown pin": (CHAT, pins(snaphot=1), 400, "raycl: 'snaphot' is unknown: did you mean 'snapshot'?"),
+    "an unknown pin of labels": (
+        *(ROUTE, {"input": "x", "raycl": {"labels": 1}}, 400),
+        "raycl: 'labels' is unknown: expected one of snapshot, adapters, task, mix, template",
+    ),
     "a number as text": (CHAT, chat(max_tokens="5"), 400, "max_tokens: Input should be a valid integer"),
     "a truth as a number": (CHAT, chat(n=True), 400, "n: Input should be a valid integer"),
     "a text as truth": (CHAT, chat(stream="yes"), 400, "stream: Input should be a valid boolean"),

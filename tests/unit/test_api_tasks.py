@@ -12,7 +12,7 @@ import pandas
 import pytest
 
 import raycl
-from raycl.errors import DataError
+from raycl.errors import ConfigError, DataError
 from raycl.storage import Storage
 
 PAIRS = [("the sky", "blue"), ("the sea", "green")]
@@ -84,12 +84,40 @@ def test_classes_conversations_and_datasets_on_disk(tmp_path: Path) -> None:
         ([*PAIRS, {"body": "x"}], PAIRS, "train row 3: expected a string under 'text'"),
         (["the sky"], PAIRS, r"train row 1 is a str: expected \(text, label\)"),
         (PAIRS, "b.csv", "test is a file and train is not"),
+        (None, PAIRS, "task 'mine' has no train rows: expected rows to learn"),
+        (42, PAIRS, "train is 42: expected a list of"),
+        (pandas.Series(["the sky"]), PAIRS, r"train row 1 is a str: expected \(text, label\)"),
+        (pandas.DataFrame({"body": ["x"]}), PAIRS, "train has no column 'text' among body: name the columns"),
+        ({"text": ["x"], "label": ["a", "b"]}, PAIRS, "expected columns of one length, got {'text': 1, 'label': 2}"),
     ],
 )
 def test_bad_rows_are_one_sentence(train: Any, test: Any, message: str) -> None:
     with pytest.raises(DataError, match=message) as raised:
         raycl.task("mine", train, test)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        (pandas.Series(["the sky"]), "cannot train on a Series: expected the name of a stream"),
+        (pandas.DataFrame(columns()), "cannot train on a DataFrame"),
+        ([1], "1 is no task: expected its name"),
+        (PAIRS, "a tuple is no task"),
+        (42, "cannot train on 42"),
+        (None, "cannot train on None"),
+        ("", "cannot train on ''"),
+        ([], r"cannot train on \[\]"),
+    ],
+)
+def test_what_is_no_stream_is_one_sentence(stream: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        raycl.train(stream, dir=str(tmp_path))
+    assert "\n" not in str(raised.value) and not list(tmp_path.iterdir())
+
+
+def test_rows_in_memory_are_shown_by_their_number() -> None:
+    assert repr(raycl.task("mine", PAIRS, PAIRS[:1])) == "InMemoryTask('mine', train: 2 rows, test: 1 row)"
 
 
 def test_the_package_has_what_it_names() -> None:

@@ -49,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
     print(text)
     for file in files:
         print(f"wrote {file}")
+    for number, reason in outcome.unscored.items():
+        print(f"no score: trial {number + 1}: {reason}", file=sys.stderr)
     for number, reason in outcome.failed.items():
         print(f"failed: trial {number + 1}: {reason}", file=sys.stderr)
     return 1 if outcome.failed else 0

@@ -6,12 +6,11 @@ and the papers' numbers are aliases with the paper in front. What it does not kn
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, meant
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,7 @@ def require(name: str) -> Benchmark:
     """
     benchmark = find(name)
     if benchmark is None:
-        known = sorted({*ORDERS, *ALIASES})
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"did you mean '{near[0]}'?" if near else f"expected builtin, one of {', '.join(sorted(ORDERS))}"
+        hint = meant(name, sorted({"builtin", *ORDERS, *ALIASES}))
         raise ConfigError(f"unknown stream '{name}': {hint}; a stream of your own needs 'tasks'")
     return benchmark
 

@@ -149,7 +149,8 @@ def _lines(found: Report) -> Iterator[str]:
     yield _row("trained per task", _span(model.trained))
     yield _row("adapters after all tasks", _count(model.adapters))
     yield ""
-    yield f"memory of a GPU ({_size(cluster.gpu.memory)}), {found.engine.name}, {cluster.gpus} worker(s)"
+    gpu = f"{cluster.gpu.ray}, {_size(cluster.gpu.memory)}; another one: --gpu"
+    yield f"memory of a GPU ({gpu}), {found.engine.name}, {cluster.gpus} worker(s)"
     yield from (_row(name.replace("_", " "), _size(value)) for name, value in found.gpu.items() if value)
     kept = found.activations
     yield _row("with gradient checkpointing", f"{_size(kept['recomputed'])} of activations, else {_size(kept['kept'])}")

@@ -9,11 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from raycl.data.conversation import Message as Turn
 from raycl.data.conversation import text_of
+from raycl.errors import meant
 
 MAX_STOPS, MAX_STOP, MAX_NAME, MAX_WEIGHT, MAX_NUMBER = 16, 256, 200, 1000.0, 10**9
 """Stops of an answer, characters of one, characters of a name, an adapter's weight either way, a snapshot's number."""
@@ -58,7 +68,12 @@ class Wire(BaseModel):
 
 
 class Pins(Wire):
-    """The snapshot, adapters or task that a request pins; together with `model`, the narrower one counts."""
+    """The snapshot, adapters or task that a request pins; together with `model`, the narrower one counts.
+
+    No client of OpenAI's sends this object, so an unknown field in it is a mistake, and would change the answer.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     snapshot: int | None = Field(None, ge=1, le=MAX_NUMBER, description="answer from this snapshot")
     adapters: dict[Name, Weight] | None = Field(None, description="adapter -> weight; {} is the bare backbone")
@@ -68,6 +83,15 @@ class Pins(Wire):
     )
     mix: bool = Field(True, description="false: only the best task's adapters")
     template: bool | None = Field(None, description="prompt of the task around the text; null: not in completions")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _knows_every_field(cls, value: Any) -> Any:
+        unknown = [str(name) for name in value if name not in cls.model_fields] if isinstance(value, dict) else []
+        if unknown:
+            text = f"'{unknown[0][:MAX_NAME]}' is unknown: {meant(unknown[0][:MAX_NAME], cls.model_fields)}"
+            raise PydanticCustomError("unknown_field", "{text}", {"text": text})
+        return value
 
 
 class Request(Wire):

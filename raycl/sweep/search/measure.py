@@ -5,6 +5,7 @@ What it does not know: which settings a trial has, and how trials are compared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,11 @@ def measured(
     records: Sequence[Mapping[str, Any]],
     singles: Mapping[str, float] | None = None,
 ) -> list[float | None]:
-    """Each metric after the phases of `records` (at least one); None where a number that it names is undefined."""
+    """Each metric after the phases of `records` (at least one).
+
+    None where a number that it names is undefined, and where it has no value for these numbers (`ap / f_ra` where
+    nothing is forgotten).
+    """
     matrix = read_matrix(tasks, phases, records)
     numbers: dict[str, Any] = dict(summary(matrix, singles))
     if len(records) == 1:
@@ -63,6 +68,13 @@ def measured(
     for metric in metrics:
         undefined = any(numbers[name] is None for name in metric.names)
         unseen = any(name == "task" and task not in scores for name, task in metric.calls)
-        value = None if undefined or unseen else metric.value(numbers.__getitem__, {"task": scores.__getitem__})
-        found.append(None if value is None else float(value))
+        found.append(None if undefined or unseen else _value(metric, numbers, scores))
     return found
+
+
+def _value(metric: Expression, numbers: Mapping[str, Any], scores: Mapping[str, float]) -> float | None:
+    try:
+        value = float(metric.value(numbers.__getitem__, {"task": scores.__getitem__}))
+    except (ConfigError, TypeError, ValueError):  # another trial's numbers may have one
+        return None
+    return value if math.isfinite(value) else None

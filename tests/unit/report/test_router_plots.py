@@ -164,7 +164,7 @@ def test_runs_stand_below_each_other_on_one_scale(tmp_path: Path, make_routed: M
     assert upper.get_position().y0 > lower.get_position().y1
     assert upper.images[0].get_clim() == lower.images[0].get_clim()
     assert [text.get_text() for text in drawn[0].texts] == [
-        "slm on long-a, mini-t5, seed 0 (method.router=None)",
+        "slm on long-a, mini-t5, seed 0",
         "slm on long-a, mini-t5, seed 0 (method.router=keys)",
     ]
 

@@ -85,6 +85,14 @@ def test_runs_with_other_settings_are_separate_lines(make_result: Make) -> None:
     ]
 
 
+def test_a_setting_that_a_run_lacks_is_not_a_setting_of_it(make_result: Make) -> None:
+    """`method.arm` is off in one run and has settings of its own in the other."""
+    off, on = make_result(), make_result()
+    off["config"]["method"]["arm"] = None
+    on["config"]["method"]["arm"] = {"weight": 2}
+    assert [line.settings for line in compare([off, on])] == ["method.arm=null", "method.arm.weight=2"]
+
+
 def test_a_number_some_seed_lacks_has_no_mean(make_result: Make) -> None:
     lacking = make_result(seed=1)
     lacking["metrics"]["f_ra"] = None
@@ -212,7 +220,7 @@ def test_routers_of_several_runs_stand_in_one_table(make_routed: Make) -> None:
         result["phase_summaries"][-1]["found"]["keys"] = dict.fromkeys(result["phases"], share)
     lines = [" ".join(cells(line)) for line in routing_comparison([*seeds, other]).splitlines()]
     assert lines[2] == "method stream backbone runs router used agnews dbpedia yahoo mean"
-    assert lines[4] == "slm (method.router=None) long-a mini-t5 2 keys 1 of 2 85.0 ± 7.1 85.0 ± 7.1 – 85.0 ± 7.1"
+    assert lines[4] == "slm long-a mini-t5 2 keys 1 of 2 85.0 ± 7.1 85.0 ± 7.1 – 85.0 ± 7.1"
     assert lines[5].startswith("discriminant 1 of 2 ") and lines[6].startswith("eq. 13 ")
     assert lines[8] == "slm (method.router=keys) long-a mini-t5 1 keys * 70.0 – 70.0 70.0"
     assert lines[9].startswith("discriminant ") and "*" not in lines[9]

@@ -100,6 +100,17 @@ def test_the_best_is_the_best_mean_over_seeds(four: Written) -> None:
     assert outcome.best == 1
 
 
+def test_a_trial_without_the_metrics_value_has_no_score_and_the_others_are_kept(tmp_path: Path) -> None:
+    """Nothing is forgotten in trial 1, so `ap / f_ra` has no value there."""
+    written = Written(tmp_path, metric="ap / f_ra")
+    written.trial(0, at(1e-5, 0), [[50], [40, 60]])
+    written.trial(1, at(1e-2, 0), [[80], [80, 80]])
+    outcome = written.outcome()
+    assert outcome.best == 0 and {row.number: row.scores for row in outcome.rows} == {0: [5.0], 1: [None]}
+    assert list(outcome.unscored) == [1] and "metric 'ap / f_ra' has no value" in outcome.unscored[1]
+    assert write_outcome(outcome, written.directory)
+
+
 def test_less_can_be_better(tmp_path: Path) -> None:
     written = Written(tmp_path, metric="f_ra", mode="min")
     written.trial(0, at(1e-5, 0), [[50], [40, 60]])
