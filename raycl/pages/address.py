@@ -64,7 +64,9 @@ def is_dual(host: str) -> bool:
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches it."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None  # of a dual-stack socket
+        return (mapped or address).is_loopback
     except ValueError:
         return host == "localhost"
 

@@ -21,6 +21,10 @@ from raycl.serve.settings import AuthConfig, LimitsConfig, ServeConfig
 OPEN = ("/", "/healthz", "/readyz", "/openapi.json")
 """Paths that need no key, and all below /playground/: the page that prompts for a key, and health probes."""
 
+LOCAL_ONLY = (
+    "without API keys only requests from this machine to 127.0.0.1 or localhost are answered: set auth.keys_file"
+)
+
 DRAINED = 16
 """How much of too large a body is read, in multiples of the limit: clients read no response while they send."""
 
@@ -85,9 +89,8 @@ class AccessMiddleware:
             await self.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        if not self.keys and not is_local(headers.get(b"host", b"localhost")):
-            message = "without API keys only requests to 127.0.0.1 or localhost are answered: set auth.keys_file"
-            await _answer(send, 403, message, "permission_error")
+        if not self.keys and not (_is_from_here(scope) and is_local(headers.get(b"host", b"localhost"))):
+            await _answer(send, 403, LOCAL_ONLY, "permission_error")
             return
         reason = self._denied(scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")), headers)
         if reason is not None:
@@ -139,6 +142,12 @@ class AccessMiddleware:
     async def _reject_large(self, send: Any) -> None:
         message = f"the request is larger than {self.body_bytes // 1024} KiB: send less text"
         await _answer(send, 413, message, "invalid_request_error")
+
+
+def _is_from_here(scope: Any) -> bool:
+    """Whether the client is on this machine, by its address: a proxy of Ray Serve may listen on others than `host`."""
+    client = scope.get("client")
+    return client is not None and is_loopback(client[0])
 
 
 class _GoneError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.responses import PlainTextResponse
@@ -28,5 +29,31 @@ def test_a_path_prefix_changes_no_access_rights(tmp_path: Path, prefix: str, pat
     (tmp_path / "keys").write_text("plain\nadmin:boss\n")
     gate = AccessMiddleware(PlainTextResponse("in"), Keys(AuthConfig(keys_file=str(tmp_path / "keys"))), LimitsConfig())
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    client = TestClient(gate, base_url="http://localhost", root_path=prefix)
+    client = TestClient(gate, base_url="http://localhost", root_path=prefix, client=("10.0.0.7", 50_000))
     assert client.post(f"{prefix.rstrip('/')}{path}", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("peer", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("127.3.2.1", 200),
+        ("::1", 200),
+        ("::ffff:127.0.0.1", 200),
+        ("10.0.0.7", 403),
+        ("::ffff:10.0.0.7", 403),
+        ("fe80::1%eth0", 403),
+        ("localhost.evil.example", 403),
+        (None, 403),
+    ],
+)
+@pytest.mark.parametrize("path", ["/", "/admin/activate", "/v1/classify", "/healthz"])
+def test_without_keys_others_on_the_network_are_refused(path: str, peer: str | None, status: int) -> None:
+    """Whatever Host they send: a proxy in front may listen on every address."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await gate({**scope, "client": peer and (peer, 50_000)}, receive, send)
+
+    gate = AccessMiddleware(PlainTextResponse("in"), Keys(AuthConfig(keys_env="NONE")), LimitsConfig())
+    found = TestClient(app, base_url="http://localhost").post(path)
+    assert found.status_code == status and (status == 200 or "only requests from this machine" in found.text)
