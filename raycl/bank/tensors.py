@@ -35,7 +35,7 @@ DTYPES = {
 }
 """The dtypes that a bank holds."""
 
-Place = tuple[torch.dtype, tuple[int, ...], int, int]
+TensorInfo = tuple[torch.dtype, tuple[int, ...], int, int]
 """Dtype and shape of a tensor, its first byte and the one after its last."""
 
 MAX_DIMENSIONS = 64
@@ -179,7 +179,7 @@ class _Header:
     """
 
     blocks: tuple[_Block, ...]
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorInfo]
 
 
 def _opened(memory: memoryview, what: str) -> tuple[_Header, int]:
@@ -230,7 +230,7 @@ def _header(header: bytes) -> _Header:
     return _Header(tuple(_blocks(places)), places)
 
 
-def _blocks(places: Mapping[str, Place]) -> Iterator[_Block]:
+def _blocks(places: Mapping[str, TensorInfo]) -> Iterator[_Block]:
     for dtype, group in itertools.groupby(places.items(), lambda item: item[1][0]):
         names, found = zip(*group, strict=True)
         shapes = tuple(shape for _, shape, _, _ in found)

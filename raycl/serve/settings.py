@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -96,6 +97,16 @@ class UpstreamConfig(Section):
     key_env: str = Field(
         "RAYCL_UPSTREAM_KEY", description="environment variable with the engine's API key; clients' keys stay here"
     )
+
+    @model_validator(mode="after")
+    def _url_is_no_secret(self) -> UpstreamConfig:
+        parts = urlsplit(self.url or "")
+        if parts.username or parts.password or parts.query:
+            raise ValueError(
+                "url holds a user, a password or a query, which would end up in logs: expected http://HOST:PORT, and "
+                "the engine's key in the environment variable that key_env names"
+            )
+        return self
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """All but the address, without one."""

@@ -74,7 +74,7 @@ class Storage:
         if "://" not in text:
             path = str(Path(text).expanduser().absolute())
             return Storage(path, pafs.LocalFileSystem(), path.rstrip("/"))
-        if urlsplit(text).password:
+        if any(urlsplit(part).password for part in (text, _endpoint(text) or "")):
             raise StorageError("the URI holds a secret, which would end up in logs: give it by AWS_* variables instead")
         try:
             filesystem, root = pafs.FileSystem.from_uri(text)

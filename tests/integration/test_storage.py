@@ -368,3 +368,10 @@ def test_staging_on_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(StorageError, match="No space left"), store.staging("objects", b"data") as write_as:
         write_as("objects/name")
     assert store.files() == {}
+
+
+@pytest.mark.parametrize("uri", ["s3://me:s3cret@b/x", "s3://b/x?endpoint_override=http://me:s3cret@127.0.0.1:1"])
+def test_a_secret_in_an_address_is_refused_and_not_shown(uri: str) -> None:
+    with pytest.raises(StorageError, match="the URI holds a secret") as refused:
+        Storage.at(uri)
+    assert "s3cret" not in str(refused.value)
