@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from raycl.backbone.codec import HFCodec
+from raycl.backbone.limits import positions_of
 from raycl.backbone.linears.cpu import by_onednn
 from raycl.errors import BackboneError
 from raycl.types import IGNORE, Batch, Capabilities
@@ -163,9 +164,13 @@ class Backbone(nn.Module, ABC):
 
     @property
     def max_positions(self) -> int | None:
-        """Positions of one sequence; None: no limit (relative positions)."""
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        return None if limit is None else int(limit)
+        """Positions of a prompt, with its answer where both are one sequence; None: no limit."""
+        return positions_of(self.model.get_encoder() if self.capabilities.separate_encoder else self.model)
+
+    @property
+    def max_answer_positions(self) -> int | None:
+        """Positions of an answer, those of its prompt among them where both are one sequence; None: no limit."""
+        return positions_of(self.model.get_decoder()) if self.capabilities.separate_encoder else self.max_positions
 
     @property
     def has_untrained_language_head(self) -> bool:
@@ -325,10 +330,7 @@ class Backbone(nn.Module, ABC):
         return batch.source_ids, batch.source_mask
 
     def text_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Last hidden states `[B, L, D]` of the whole texts in float32, and their mask `[B, L]`.
-
-        Unlike `hidden_states` they have gradients, and dropout in training.
-        """
+        """Last hidden states `[B, L, D]` in float32 with gradients, and dropout in training; their mask `[B, L]`."""
         ids_BL, mask_BL = self.whole_texts(batch)
         with self.precision():
             return self._encode(ids_BL, mask_BL).float(), mask_BL

@@ -9,6 +9,7 @@ What it does not know: what the model will be trained on.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -24,7 +25,8 @@ from raycl.backbone.codec import Bos, HFCodec
 from raycl.backbone.encoder import EncoderBackbone
 from raycl.backbone.heads.language import LanguageHead
 from raycl.backbone.kinds import KINDS, Kind
-from raycl.backbone.linears.cpu import prefers_onednn
+from raycl.backbone.limits import check_limits
+from raycl.backbone.linears.cpu import prefers_onednn, warn_of_slow_bfloat16
 from raycl.backbone.linears.quantization import Quantization, make_consistent, quantized
 from raycl.backbone.markup.chat_templates import template_source
 from raycl.backbone.positions import join_last_states
@@ -160,10 +162,10 @@ def _named_kind(config: BackboneConfig) -> str:
 
 
 def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens: int) -> HFCodec:
-    """Tokenizer alone (the driver validates data without loading weights).
+    """Tokenizer alone (the driver validates data without loading weights); whether the limits fit, a model knows.
 
     Raises:
-        BackboneError: it cannot be loaded, or the limits do not fit the model.
+        BackboneError: it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -172,7 +174,6 @@ def load_codec(config: BackboneConfig, max_source_tokens: int, max_target_tokens
         settings = _settings(where, config.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
     kind = _configured_kind(config, settings)
-    _check_length(settings, kind, max_source_tokens, max_target_tokens)
     return HFCodec(tokenizer, kind, max_source_tokens, max_target_tokens, config.chat_template or "", config.bos)
 
 
@@ -199,7 +200,7 @@ def load_backbone(
             layer by layer.
 
     Raises:
-        BackboneError: the model cannot be loaded.
+        BackboneError: the model cannot be loaded, or the codec's texts do not fit it.
     """
     kind = codec.kind
     with _explained(config.name):
@@ -209,6 +210,8 @@ def load_backbone(
             if isinstance(getattr(settings, field, None), float):
                 setattr(settings, field, config.dropout)
         dtype = pick_dtype(config.dtype, device)
+        if device.type == "cpu" and dtype == torch.bfloat16:
+            warn_of_slow_bfloat16(config.name)
         avoids_fused = trains and device.type == "cpu" and dtype == torch.bfloat16
         if avoids_fused:
             settings._attn_implementation = "eager"
@@ -252,7 +255,7 @@ def load_skeleton(config: BackboneConfig, codec: HFCodec) -> Backbone:
     """The architecture without weights (on torch's meta device), to check in a moment what a method wants of it.
 
     Raises:
-        BackboneError: the config cannot be loaded.
+        BackboneError: the config cannot be loaded, or the codec's texts do not fit the model.
     """
     with _explained(config.name):
         folder = _folder(config, weights=False)
@@ -299,10 +302,21 @@ def _folder(config: BackboneConfig, weights: bool = True) -> str:
 
 
 def _settings(folder: str, trusts: bool) -> PretrainedConfig:
-    """The model's config."""
+    """The config of a model of one part, which reads texts.
+
+    Raises:
+        BackboneError: it has others beside.
+    """
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder, trust_remote_code=trusts)
+    settings: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trusts)
+    parts = [name for name in settings.sub_configs if re.search("text|vision|audio", name)]
+    if parts:
+        raise BackboneError(
+            f"backbone '{folder}' is a multimodal model ({settings.model_type}: {', '.join(sorted(parts))}), and texts "
+            "alone are learned here: name a text model, or a folder with its language model saved by itself"
+        )
+    return settings
 
 
 def _loader(kind: str) -> Any:
@@ -315,6 +329,7 @@ def _loader(kind: str) -> Any:
 def _wrap(
     kind: str, model: nn.Module, codec: HFCodec, config: BackboneConfig, language: LanguageHead | None = None
 ) -> Backbone:
+    check_limits(model, codec)
     if kind == "encoder":
         return EncoderBackbone(model, codec, "mean" if config.pooling == "auto" else config.pooling, language)
     _drop_habits(model)
@@ -354,18 +369,6 @@ def _kind(settings: PretrainedConfig, architectures: str) -> Kind:
     if "MaskedLM" in architectures or settings.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return "encoder"
     return "decoder" if "CausalLM" in architectures or "LMHead" in architectures else "encoder"
-
-
-def _check_length(settings: PretrainedConfig, kind: str, source: int, target: int) -> None:
-    limit = getattr(settings, "max_position_embeddings", None)
-    if limit is None or kind == "encoder-decoder":
-        return
-    wanted = source + (target if kind == "decoder" else 0)
-    if wanted > limit:
-        raise BackboneError(
-            f"stream.max_source_tokens {source}{f' + max_target_tokens {target}' if kind == 'decoder' else ''} "
-            f"is more than the {limit} positions of this backbone: lower it to fit"
-        )
 
 
 @contextmanager

@@ -32,10 +32,22 @@ def loss_positions(labels_BS: Tensor) -> Tensor:
 def decoder_inputs(model: Any, labels_BT: Tensor) -> dict[str, Any]:
     """What the decoder of an encoder-decoder model reads to predict these labels, as arguments of the model.
 
-    Given the labels themselves, a model computes a loss of its own beside ours.
+    The token that answers begin with when they are generated stands first. Some models' own shift begins with a row's
+    last token instead (mBART, whose labels end in a language), which a row without labels does not have. Where no token
+    is known the labels themselves are given, and the model computes a loss of its own beside ours.
     """
-    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    return {"labels": labels_BT} if shift is None else {"decoder_input_ids": shift(labels_BT)}
+    start = _first_token(model)
+    if start is None:
+        return {"labels": labels_BT}
+    shifted_BT = nn.functional.pad(labels_BT[:, :-1], (1, 0), value=start)
+    return {"decoder_input_ids": shifted_BT.masked_fill(shifted_BT == IGNORE, int(model.config.pad_token_id or 0))}
+
+
+def _first_token(model: Any) -> int | None:
+    """What `generate` begins answers with."""
+    settings = [one for one in (getattr(model, "generation_config", None), model.config) if one is not None]
+    found = [getattr(one, f"{name}_token_id", None) for name in ("decoder_start", "bos") for one in settings]
+    return next((int(token) for token in found if token is not None), None)
 
 
 def logits_at(model: Any, chosen_BS: Tensor, inputs: dict[str, Any], every_position: bool = False) -> Tensor:

@@ -8,47 +8,79 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Any
 
 from torch import nn
 
 from raycl.errors import BackboneError
 
+_ATTENTION = r"(attentions?(\.\d+)?|Attention|attn)(\.(self|attention|attn|longformer_self_attn|\w*self_attention))?"
+_FFN = r"(mlp|mlps\.\d+|mlp_block|ffn|feed_forward|experts\.\d+|shared_experts?)"
+_PROJECTION = r"(_proj|_lin|_[ab]_proj|_global)?(\.linear)?"
+
 ROLES: dict[str, tuple[str, ...]] = {
-    "attention.query": (r"attention\.(self\.)?query", r"attention\.q_lin", r"Attention\.q", r"attn\.q_proj"),
-    "attention.key": (r"attention\.(self\.)?key", r"attention\.k_lin", r"Attention\.k", r"attn\.k_proj"),
-    "attention.value": (r"attention\.(self\.)?value", r"attention\.v_lin", r"Attention\.v", r"attn\.v_proj"),
-    "attention.qkv": (r"attn\.c_attn", r"attn\.qkv_proj", r"attn\.Wqkv", r"attention\.query_key_value"),
-    "attention.out": (r"attention\.(output\.)?dense", r"attention\.out_lin", r"Attention\.o", r"attn\.(o|out|c)_proj"),
+    "attention.query": (rf"{_ATTENTION}\.(q|query|Wq|project_q){_PROJECTION}",),
+    "attention.key": (rf"{_ATTENTION}\.(k|key|Wk|project_k){_PROJECTION}",),
+    "attention.value": (rf"{_ATTENTION}\.(v|value|Wv|project_v){_PROJECTION}",),
+    "attention.qkv": (
+        r"attn\.(c_attn|qkv_proj|Wqkv)",
+        rf"{_ATTENTION}\.(query_key_value|in_proj)",
+        rf"{_ATTENTION}\.kv(_proj|_a_proj_with_mqa|_b_proj)",
+    ),
+    "attention.out": (
+        rf"{_ATTENTION}\.(output\.)?dense",
+        rf"{_ATTENTION}\.(o|out|output|Wo|attention_out|c_proj|o_[ab]_proj){_PROJECTION}",
+    ),
     "ffn.in": (
         r"intermediate\.dense",
         r"DenseReluDense\.wi\w*",
-        r"mlp\.(gate|up|gate_up)_proj",
+        rf"{_FFN}\.(gate|up|gate_up)_proj",
         r"mlp\.(c_fc|dense_h_to_4h|fc1|Wi)",
-        r"ffn\.lin1",
         r"(?<!mlp\.)fc1",
+        rf"{_FFN}\.(w1|w3|intermediate|w_in\.w_\d|0)",
+        r"(ffn|ffns\.\d+)\.lin1",
+        r"(ff\.layer_1|\.ffn)",
     ),
     "ffn.out": (
         r"(?<!attention\.)output\.dense",
         r"DenseReluDense\.wo",
-        r"mlp\.(down_proj|c_proj|dense_4h_to_h|fc2|Wo)",
-        r"ffn\.lin2",
+        rf"{_FFN}\.down_proj",
+        r"mlp\.(c_proj|dense_4h_to_h|fc2|Wo)",
         r"(?<!mlp\.)fc2",
+        rf"{_FFN}\.(w2|output|w_out|2)",
+        r"(ffn|ffns\.\d+)\.lin2",
+        r"(ff\.layer_2|\.ffn_output)",
     ),
 }
-"""Role -> how a module's path ends (BERT, RoBERTa, DistilBERT, T5, LLaMA, GPT-2, NeoX, Phi and their kin). The first
-linears of a feed-forward block, which widen, are `ffn.in`; where it is gated there are two."""
+"""Role -> how a module's path ends (BERT, RoBERTa, DistilBERT, DeBERTa, MPNet, T5, BART, LLaMA, GPT-2, NeoX, Phi and
+their kin). The first linears of a feed-forward block, which widen, are `ffn.in`; where it is gated there are two.
+`attention.qkv`: linears of two or more of queries, keys and values, and both steps of a low-rank one (DeepSeek)."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "attention": tuple(end for role, ends in ROLES.items() if role.startswith("attention.") for end in ends),
     "ffn": (
-        r"(intermediate|(?<!attention\.)output)\.dense",
+        *(end for role, ends in ROLES.items() if role.startswith("ffn.") for end in ends),
         r"DenseReluDense\.\w+",
         r"mlp\.\w+",
-        r"ffn\.lin\d",
         r"fc\d",
     ),
 }
 """All roles of one kind; `ffn` has linears of feed-forward blocks under other names too."""
+
+
+def without_role(model: nn.Module) -> list[str]:
+    """Linears in the layers of a model that no role reaches, `*` for each number: those under other names, and those
+    that are slices of one tensor (experts), which no adapter stands for."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    ends = [re.compile(f"{end}$") for group in GROUPS.values() for end in group]
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        if is_linear(module) and module is not head and not any(end.search(path) for end in ends):
+            found.add(path)
+        elif not hasattr(module, "kernel_size"):
+            own = module.named_parameters(path, recurse=False)
+            found |= {name for name, parameter in own if parameter.dim() == 3 and min(parameter.shape) > 1}
+    return sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in found if re.search(r"\.\d+\.", name)})
 
 
 def linear_names(model: nn.Module, targets: Sequence[str]) -> list[str]:

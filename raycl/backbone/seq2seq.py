@@ -10,8 +10,8 @@ from raycl.backbone.base import Backbone, GenerationInputs, Guesses, Side
 from raycl.backbone.positions import decoder_inputs, logits_at, loss_positions
 from raycl.types import IGNORE, Batch
 
-READS_SOURCE = re.compile(r"(EncDecAttention\.[kv]|(encoder_attn|cross_attn|crossattention)\.[kv]_proj)$")
-"""Cross attention's keys and values: layers of the decoder that work on the encoder's positions (T5, BART)."""
+READS_SOURCE = re.compile(r"(EncDecAttention\.[kv]|(encoder_attn|cross_attn|cross_?attention)\.(k|v|key|value)_proj)$")
+"""Cross attention's keys and values: layers of the decoder that work on the encoder's positions."""
 
 
 class Seq2SeqBackbone(Backbone):

@@ -71,11 +71,12 @@ def _check(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     config = _config(options)
-    from raycl.backbone import load_codec
+    from raycl.backbone import load_codec, load_skeleton
     from raycl.data.check import check_task
     from raycl.data.stream import open_stream
 
     codec = load_codec(config.backbone, config.stream.max_source_tokens, config.stream.max_target_tokens)
+    load_skeleton(config.backbone, codec)  # whose positions and vocabulary the texts must fit
     stream = open_stream(config.stream, config.seed)
     tasks = [*stream.tasks, *stream.unseen]
     found = []

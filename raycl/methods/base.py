@@ -91,6 +91,11 @@ class MethodConfig(Section):
         return 0
 
     @property
+    def sample_share(self) -> tuple[str, float] | None:
+        """Setting, by dotted path, that says which share of a task's rows is kept for later tasks, and its value."""
+        return None
+
+    @property
     def needs_task(self) -> bool:
         """Whether evaluation must give the task id of a text; then unseen tasks cannot be evaluated."""
         return False

@@ -6,7 +6,8 @@ What it does not know: Ray.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from raycl import config as configs
@@ -14,7 +15,7 @@ from raycl.backbone import load_codec, load_skeleton
 from raycl.bank import Bank
 from raycl.bank.branches import Branch
 from raycl.config import Tree
-from raycl.data.loader import check_batch
+from raycl.data.loader import GlobalOrder, check_batch
 from raycl.data.prepare import MIN_TEXT_TOKENS
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.errors import ConfigError, RunError
@@ -37,12 +38,16 @@ from raycl.run.method_checks import (
     check_optimizer,
     check_packing,
     check_quantized,
+    check_roles,
 )
 from raycl.training.records.bank_start import check_snapshot_inputs
 from raycl.training.schedule import SCHEDULES
 from raycl.training.seeds import micro_batch_size
 from raycl.training.settings import DeepSpeedConfig
-from raycl.types import TextCodec
+from raycl.types import Task, TextCodec
+
+PER_LABEL, PER_TASK = 5, 20
+"""Stored samples of a label, or of a task without labels, below which little of a task is kept."""
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +76,7 @@ def check(config: RunConfig) -> Stream:
     skeleton = load_skeleton(config.backbone, codec)
     if config.backbone.attention != "auto":
         skeleton.use_attention(config.backbone.attention)
+    check_roles(config, skeleton)
     skeleton.packs = config.train.packing
     method = method_class(config.method.name)(config.method, skeleton, config.seed)
     SCHEDULES[config.stream.schedule]().attach(method, skeleton)
@@ -110,6 +116,7 @@ def check(config: RunConfig) -> Stream:
         if unknown:
             names = ", ".join(task.name for task in stream.tasks)
             raise ConfigError(f"{key} names {sorted(unknown)}, which the stream lacks: expected some of {names}")
+    caution(config, stream)
     return stream
 
 
@@ -296,3 +303,58 @@ def _single_differences(expected: Tree, found: Tree) -> list[str]:
 def make_modifiers(config: RunConfig, method: Method) -> Modifiers:
     """The configured gradient modifiers over the method's backbone."""
     return Modifiers({name: modifier_class(name)(chosen, method) for name, chosen in config.modifiers.items()})
+
+
+# ---- what a run may do and seldom should ------------------------------------------------------------------------
+
+
+def caution(config: RunConfig, stream: Stream) -> None:
+    """Log what stands out about a run that can start."""
+    for line in (*_warmup(config, stream), *_samples(config, stream)):
+        log.warning("%s", line)
+
+
+def _warmup(config: RunConfig, stream: Stream) -> Iterator[str]:
+    """Tasks that end before the learning rate has its value."""
+    train = config.train
+    short = []
+    for phase in SCHEDULES[config.stream.schedule]().phases(stream):
+        rows = sum(_rows(stream, task) for task in phase.tasks)
+        steps = GlobalOrder(rows, train.batch_size, train.epochs_of(phase.name), 0, train.max_steps).steps
+        if 0 < steps <= train.warmup(steps):
+            short.append(f"'{phase.name}' ({steps})")
+    if short:
+        yield (
+            f"train.warmup_steps={train.warmup_steps} is not less than the optimizer steps of task {_few(short)}, so "
+            "the learning rate never has its value: lower it, or give a share of the steps with train.warmup_ratio"
+        )
+
+
+def _samples(config: RunConfig, stream: Stream) -> Iterator[str]:
+    """Tasks of which a share of the rows is a handful."""
+    if config.method.sample_share is None or config.stream.schedule != "sequential":
+        return
+    path, share = config.method.sample_share
+    short, enough = [], 0.0
+    for task in stream.tasks[:-1]:  # nothing of the last one is trained on again
+        rows = _rows(stream, task)
+        wanted = min(rows, PER_LABEL * len(task.labels) if task.labels else PER_TASK)
+        kept = max(1, int(round(share * rows, 9)))
+        if kept < wanted:
+            short.append(f"'{task.name}' ({kept} of {rows})")
+            enough = max(enough, wanted / rows)
+    if short:
+        yield (
+            f"method.{path}={share:g} keeps a handful of training rows of task {_few(short)}: with fewer than "
+            f"{PER_LABEL} for each label, or {PER_TASK} without labels, little of a task is kept; "
+            f"method.{path}={math.ceil(100 * enough) / 100:g} keeps as many of each"
+        )
+
+
+def _rows(stream: Stream, task: Task) -> int:
+    return len(stream.rows(task, "train")) if stream.has_data(task) else 0
+
+
+def _few(named: Sequence[str]) -> str:
+    """The first three, and how many there are beside."""
+    return ", ".join(named[:3]) + (f" and {len(named) - 3} others" if len(named) > 3 else "")

@@ -5,15 +5,21 @@ What it does not know: the data.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+from raycl import config as configs
+from raycl.backbone import Backbone
 from raycl.backbone.linears.quantization import check_quantization
+from raycl.backbone.roles import GROUPS, ROLES, without_role
 from raycl.errors import ConfigError
 from raycl.methods.base import Method
 from raycl.methods.registry import method_class
 from raycl.run.config import RunConfig
 from raycl.training.settings import DeepSpeedConfig, FSDPConfig
 from raycl.types import Task
+
+log = logging.getLogger("raycl")
 
 
 def check_engine(config: RunConfig) -> None:
@@ -184,6 +190,24 @@ def check_compiled(config: RunConfig, method: Method) -> None:
         reason = f"backbone.quantization={config.backbone.quantization} has linears of its own"
     if reason:
         raise ConfigError(f"train.compile is true, but {reason}: set train.compile to false")
+
+
+def check_roles(config: RunConfig, backbone: Backbone) -> None:
+    """Say once which linears settings by role leave out, where an architecture has linears that no role names."""
+    leaves = configs.flatten(
+        {"method": configs.as_tree(config.method), "modifiers": configs.as_tree(config)["modifiers"]}
+    )
+    lists = [value for value in leaves.values() if isinstance(value, list | tuple)]
+    roles = sorted({str(one) for value in lists for one in value} & {*ROLES, *GROUPS})
+    left = without_role(backbone.model) if roles else []
+    if left:
+        log.warning(
+            "%s has linears that no role names, so %s leave them as they are: %s; to choose them too, name them there "
+            "by regular expression, except experts that share one tensor, which no adapter can stand for",
+            type(backbone.model).__name__,
+            ", ".join(roles),
+            ", ".join(left),
+        )
 
 
 def check_language_head(method: Method) -> None:

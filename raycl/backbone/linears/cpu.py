@@ -3,11 +3,13 @@
 torch gives products of float32 to MKL, whose kernels for other vendors' CPUs use AVX2 at most. oneDNN, which torch has
 for bfloat16, uses AVX-512 on those too: on an EPYC of the fifth generation it took 0.45 to 0.6 of the time, for 16 to
 1,600 positions and weights of 384 x 384 to 384 x 1536. Sums are rounded in another order.
+And a warning where bfloat16 is slower than float32.
 What it does not know: when nothing is differentiated (`raycl.backbone.base.Backbone.inference`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -18,7 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+log = logging.getLogger("raycl")
+
 CPU_INFO = Path("/proc/cpuinfo")
+
+BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""How Linux names instructions that multiply bfloat16 (the last: Arm)."""
 
 
 @lru_cache(maxsize=1)
@@ -32,6 +39,21 @@ def prefers_onednn() -> bool:
         and CPU_INFO.is_file()
         and "AuthenticAMD" in CPU_INFO.read_text(encoding="utf-8")
     )
+
+
+@lru_cache(maxsize=8)
+def warn_of_slow_bfloat16(backbone: str) -> None:
+    """Say once of each backbone if it computes in bfloat16 on a CPU that converts every number.
+
+    Such a CPU decodes a tenth as many tokens as in float32, or fewer. One that is not known is taken for a fast one.
+    """
+    known = set(CPU_INFO.read_text(encoding="utf-8").split()) if CPU_INFO.is_file() else BFLOAT16_FLAGS
+    if not known & BFLOAT16_FLAGS:
+        log.warning(
+            "backbone '%s' computes in bfloat16, for which this CPU has no instructions (AVX-512 BF16 or AMX): expect "
+            "a tenth of the speed of backbone.dtype=float32, or less",
+            backbone,
+        )
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from raycl.adapters.peft import from_peft, to_peft
 from raycl.adapters.state import check_fits, combine, fold
 from raycl.backbone import BackboneConfig, identity, load_backbone, load_codec, load_skeleton
 from raycl.backbone.kinds import KINDS
+from raycl.backbone.linears.tied import untie
 from raycl.backbone.roles import linear_shapes
 from raycl.bank import AdapterManifest, Bank, Snapshot
 from raycl.bank.manifest import ModelInfo
@@ -120,7 +121,8 @@ def export_merged(state: AdapterState, metadata: CardMetadata, backbone: Backbon
     """Write a plain Hugging Face model folder with the adapter folded into the weights, and its card.
 
     Raises:
-        AdapterError: it does not fit, or is no plain LoRA. BankError: the backbone is quantized.
+        AdapterError: it does not fit, or is no plain LoRA. BankError: the backbone is quantized. BackboneError: it
+            shares weights that cannot be told apart (`untie`).
     """
     if backbone.quantization != "none":
         raise BankError(
@@ -130,11 +132,13 @@ def export_merged(state: AdapterState, metadata: CardMetadata, backbone: Backbon
     storage = _empty(folder)
     codec = load_codec(backbone, 1, 1)
     model = load_backbone(backbone, codec, torch.device("cpu"), 0)
+    check_fits("the adapter", state, linear_shapes(model.model))
+    is_untied = untie(model.model, state.linears)
     fold(model.model, state)
     for file, data in model.model_files().items():
         storage.write(file, data)
     _describe(storage, state, metadata, merged=True)
-    tied = set(getattr(model.model, "all_tied_weights_keys", None) or {})
+    tied = set() if is_untied else set(getattr(model.model, "all_tied_weights_keys", None) or {})
     weights = {name: value.contiguous() for name, value in model.model.state_dict().items() if name not in tied}
     storage.write("model.safetensors", save(weights, metadata={"format": "pt"}))
     return storage

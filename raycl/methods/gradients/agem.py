@@ -40,6 +40,11 @@ class AgemConfig(StoredRowsConfig):
 
     unused_in_first_phase = ("share", "batch")
 
+    @property
+    def sample_share(self) -> tuple[str, float]:
+        """Of rows."""
+        return "share", self.share
+
     def values_kept(self, tasks: int) -> int:
         """The reference gradient, in a step."""
         return min(1, tasks - 1)

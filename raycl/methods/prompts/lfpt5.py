@@ -91,6 +91,11 @@ class Lfpt5Config(MethodConfig):
     )
     pre_trains: ClassVar[bool] = False
 
+    @property
+    def sample_share(self) -> tuple[str, float]:
+        """Of rows or pseudo-samples."""
+        return "share", self.share
+
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Those of writing, where nothing is written."""
         if self.source == "real":

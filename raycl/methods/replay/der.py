@@ -54,6 +54,11 @@ class DerConfig(WrapperConfig):
         32, ge=1, description="largest logits that are stored of each token of an answer; of label heads all are"
     )
 
+    @property
+    def sample_share(self) -> tuple[str, float]:
+        """Of rows and their outputs."""
+        return "share", self.share
+
     def unused_with(self, has_label_head: bool, reason: str) -> Iterator[tuple[str, str]]:
         """Label heads have few outputs."""
         yield from super().unused_with(has_label_head, reason)

@@ -81,6 +81,11 @@ class MbpaConfig(WrapperConfig):
     pre_trains: ClassVar[bool] = False
 
     @property
+    def sample_share(self) -> tuple[str, float]:
+        """Of rows."""
+        return "share", self.share
+
+    @property
     def keeps_data(self) -> bool:
         """Examples with their answers."""
         return True

@@ -59,6 +59,11 @@ class ReplayConfig(WrapperConfig):
             yield "generator", f"source={self.source}"
 
     @property
+    def sample_share(self) -> tuple[str, float]:
+        """Of rows or pseudo-samples."""
+        return "share", self.share
+
+    @property
     def rereads_rows(self) -> bool:
         """Stored rows are numbers; pseudo-samples are kept themselves."""
         return self.source == "real"

@@ -78,6 +78,11 @@ class SaptConfig(MethodConfig):
         """Pseudo-samples, unless nothing reads them."""
         return ABLATIONS[self.ablation].reads_samples
 
+    @property
+    def sample_share(self) -> tuple[str, float] | None:
+        """Of pseudo-samples, where something reads them."""
+        return ("arm.fraction", self.arm.fraction) if self.keeps_data else None
+
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
         """In the first task there is nothing to reflect on."""
         settings = super().cache_key(index, tasks, learns_texts)

@@ -67,8 +67,14 @@ class Engine:
         """
         self.model, self.max_batch = model, max_batch
         self.max_target = max_target_tokens
-        codec, positions = model.backbone.codec, model.backbone.max_positions
-        self._truncation = Truncation(codec, positions, max_source_tokens, max_prompt_tokens)
+        backbone = model.backbone
+        self._truncation = Truncation(
+            backbone.codec,
+            backbone.max_positions,
+            max_source_tokens,
+            max_prompt_tokens,
+            backbone.max_answer_positions,
+        )
         self._inbox: queue.SimpleQueue[EngineRequest | tuple[Callable[[], Any], Future[Any]] | None] = (
             queue.SimpleQueue()
         )

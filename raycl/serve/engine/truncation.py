@@ -46,15 +46,23 @@ class TruncatedPrompt:
 class Truncation:
     """What fits into one backbone."""
 
-    def __init__(self, codec: TextCodec, positions: int | None, max_source: int, max_prompt: int) -> None:
+    def __init__(
+        self,
+        codec: TextCodec,
+        positions: int | None,
+        max_source: int,
+        max_prompt: int,
+        answer_positions: int | None = None,
+    ) -> None:
         """Keep the limits.
 
         Args:
-            positions: of the backbone; None: no limit.
+            positions: of a prompt (`Backbone.max_positions`); None: no limit.
+            answer_positions: of an answer (`Backbone.max_answer_positions`).
             max_source: tokens of an input; longer ones are truncated, as in training.
             max_prompt: tokens of a prompt that is not an input, and is never cut.
         """
-        self.codec, self.positions = codec, positions
+        self.codec, self.positions, self.answer_positions = codec, positions, answer_positions
         self.max_source, self.max_prompt = max_source, max_prompt
 
     def fit(self, prompt_request: Sequence[PromptRequest]) -> list[TruncatedPrompt]:
@@ -90,6 +98,6 @@ class Truncation:
 
     def _room(self, length: int, ahead: int) -> int | None:
         """Where prompt and answer are one sequence, what the prompt leaves of it."""
-        if self.positions is None:
+        if self.answer_positions is None:
             return None
-        return self.positions - (ahead + length if self.codec.capabilities.one_sequence else 0)
+        return self.answer_positions - (ahead + length if self.codec.capabilities.one_sequence else 0)

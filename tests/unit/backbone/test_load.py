@@ -11,17 +11,34 @@ import pytest
 import torch
 from mapped_file import file_at
 from tiny import KINDS, Lab, tokenizer
-from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma3Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LEDConfig,
+    LEDForConditionalGeneration,
+    MBartConfig,
+    MBartForConditionalGeneration,
+    RobertaConfig,
+    RobertaModel,
+)
 
-from raycl.backbone import BackboneConfig, base, load_backbone, load_codec
-from raycl.backbone.load import pick_dtype, wrap_model
-from raycl.bench.gpu.tiny import tiny_model
+from raycl.backbone import BackboneConfig, base, load_backbone, load_codec, load_skeleton
+from raycl.backbone.load import known_kind, pick_dtype, wrap_model
+from raycl.bench.gpu.tiny import SIZES, tiny_model
 from raycl.data.loader import batch_of
 from raycl.errors import BackboneError
 from raycl.generation.answers import predict
 from raycl.run.assembly import build
 from raycl.run.checks import check
 from raycl.training.distributed import DistributedContext
+from raycl.types import IGNORE, Batch
 
 CPU = torch.device("cpu")
 
@@ -99,11 +116,81 @@ def test_code_in_a_model_folder_is_not_executed(folder: Path) -> None:
 )
 def test_prompts_must_fit_the_positions(lab: Lab, kind: str, source: int, target: int, words: str | None) -> None:
     config = BackboneConfig(name=str(lab.model_folder(kind)))
+    codec = load_codec(config, source, target)
     if words is None:
-        assert load_codec(config, source, target).max_source_tokens == source
+        assert load_skeleton(config, codec).codec.max_source_tokens == source
         return
     with pytest.raises(BackboneError, match=words):
-        load_codec(config, source, target)
+        load_skeleton(config, codec)
+
+
+HEADS = {f"{side}_attention_heads": 2 for side in ("encoder", "decoder")}
+SIDES = {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in (("layers", 1), ("ffn_dim", 8))}
+BART = {**HEADS, **SIDES, "d_model": 8, "vocab_size": 24, "pad_token_id": 0, "decoder_start_token_id": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "source", "target"),
+    [
+        (
+            RobertaModel(RobertaConfig(**SIZES, vocab_size=24, pad_token_id=0, max_position_embeddings=20)),
+            "bert",
+            19,
+            1,
+        ),
+        (GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=24, n_positions=20)), "llama", 16, 4),
+        (BartForConditionalGeneration(BartConfig(**BART, max_position_embeddings=20)), "t5", 20, 20),
+        (MBartForConditionalGeneration(MBartConfig(**BART, max_position_embeddings=20)), "t5", 20, 20),
+        (
+            LEDForConditionalGeneration(
+                LEDConfig(
+                    **BART,
+                    attention_window=4,
+                    max_encoder_position_embeddings=20,
+                    max_decoder_position_embeddings=10,
+                )
+            ),
+            "t5",
+            20,
+            8,
+        ),
+    ],
+)
+def test_every_position_is_used_and_none_beyond(model: Any, kind: str, source: int, target: int) -> None:
+    """A text as long as the limits is read, and one token more is refused before any work."""
+    words = tokenizer(kind)
+    backbone = wrap_model(model.eval(), words, source, target)
+    assert backbone.max_positions == source + target * (kind == "llama")
+    rows = torch.full((2, source), 6)
+    labels = torch.full((2, target if kind != "bert" else 0), 7)
+    label_ids = torch.full((2,), IGNORE)
+    batch = Batch(rows, torch.ones_like(rows), labels, label_ids, torch.ones(2), torch.arange(2))
+    assert torch.isfinite(
+        backbone.hidden_states(rows, torch.ones_like(rows)) if kind == "bert" else backbone(batch).loss_sum
+    ).all()
+    with pytest.raises(BackboneError, match=rf"^stream.max_source_tokens {source + 1}.* positions of this backbone"):
+        wrap_model(model, words, source + 1, target)
+    if kind != "bert":
+        longer = target + 3  # LED has two rows in front that it does not use
+        with pytest.raises(BackboneError, match=rf"max_target_tokens {longer} is more than the \d+ positions"):
+            wrap_model(model, words, source, longer)
+
+
+def test_tokens_without_a_row_are_refused(lab: Lab) -> None:
+    words = tokenizer("llama")
+    words.add_tokens(["<think>"])
+    with pytest.raises(BackboneError, match=r"has 1 tokens without a row among the model's \d+ .* such as '<think>'"):
+        wrap_model(tiny_model("llama", len(words) - 1), words, 8, 8)
+    assert wrap_model(tiny_model("llama", len(words)), words, 8, 8).codec.vocabulary == len(words)
+
+
+def test_a_model_of_several_parts_is_refused(tmp_path: Path) -> None:
+    Gemma3Config().save_pretrained(tmp_path)
+    for kind in ("auto", "decoder"):
+        config = BackboneConfig.model_validate({"name": str(tmp_path), "kind": kind})
+        with pytest.raises(BackboneError, match=r"is a multimodal model \(gemma3: text_config, vision_config\), and"):
+            load_codec(config, 8, 8)
+        assert (known_kind(config) is None) == (kind == "auto")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from transformers import (
     Gemma2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MBartConfig,
+    MBartForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     OPTConfig,
@@ -48,6 +50,8 @@ def model_of(name: str, vocabulary: int) -> Any:
         model = BartForConditionalGeneration(BartConfig(vocab_size=vocabulary, pad_token_id=0, **BART))
         model.final_logits_bias.normal_()
         return model
+    if name == "mbart":
+        return MBartForConditionalGeneration(MBartConfig(vocab_size=vocabulary, pad_token_id=0, **BART))
     if name == "cohere":
         return CohereForCausalLM(CohereConfig(vocab_size=vocabulary, logit_scale=0.3, **SIZES))
     if name == "gemma2":
@@ -75,9 +79,9 @@ def unlike_rows() -> Batch:
     return Batch(source, mask, target, torch.full((rows,), IGNORE), weight, torch.arange(rows))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bart", "gemma2", "cohere"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bart", "mbart", "gemma2", "cohere"])
 def test_loss_and_gradients_are_those_of_all_logits(name: str) -> None:
-    words = tokenizer("t5" if name in ("t5", "bart") else "llama")
+    words = tokenizer("t5" if name in ("t5", "bart", "mbart") else "llama")
     backbone = wrap_model(model_of(name, len(words)), words, 16, 8).eval()
     shapes: list[tuple[int, ...]] = []
     layer = backbone.model.get_output_embeddings()
@@ -91,7 +95,7 @@ def test_loss_and_gradients_are_those_of_all_logits(name: str) -> None:
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6) and found[0][1].keys() == found[1][1].keys()
     for key, gradient in found[0][1].items():
         torch.testing.assert_close(found[1][1][key], gradient, atol=1e-6, rtol=1e-5)
-    whole = (3, 6) if name in ("t5", "bart") else (3, 9 + 2)
+    whole = (3, 6) if name in ("t5", "bart", "mbart") else (3, 9 + 2)
     assert shapes == [whole, (1, sum(TARGETS))], "the output layer reads the labelled positions alone"
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from raycl.backbone.roles import GROUPS, ROLES, linear_names
+from raycl.backbone.roles import GROUPS, ROLES, linear_names, without_role
 from raycl.bench.gpu.tiny import tiny_model
 from raycl.errors import BackboneError
 
@@ -91,6 +93,55 @@ def test_a_kind_is_all_of_its_roles_and_no_layer_has_two_roles(models: dict[str,
     for kind_of_role in GROUPS:
         mine = set().union(*(names for role, names in found.items() if role.startswith(f"{kind_of_role}.")))
         assert set(linear_names(models[kind], [kind_of_role])) == mine
+
+
+ONE = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+BART = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads", "ffn_dim")}
+NAMED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "phi": (AutoModelForCausalLM, ONE),
+    "deepseek_v3": (AutoModelForCausalLM, {**ONE, "n_routed_experts": 8, "first_k_dense_replace": 2}),
+    "gpt_neo": (AutoModelForCausalLM, {**ONE, "num_layers": 2, "attention_types": [[["global"], 2]]}),
+    "mpt": (AutoModelForCausalLM, {"vocab_size": 20, "d_model": 8, "n_layers": 2, "n_heads": 2}),
+    "gpt_neox": (AutoModelForCausalLM, ONE),
+    "opt": (AutoModelForCausalLM, {**ONE, "ffn_dim": 12, "word_embed_proj_dim": 8}),
+    "led": (AutoModelForSeq2SeqLM, {**BART, "vocab_size": 20, "d_model": 8}),
+    "bart": (AutoModelForSeq2SeqLM, {**BART, "vocab_size": 20, "d_model": 8}),
+    "albert": (AutoModel, {**ONE, "embedding_size": 8}),
+    "deberta-v2": (AutoModel, ONE),
+    "distilbert": (AutoModel, {"vocab_size": 20, "dim": 8, "hidden_dim": 12, "n_layers": 2, "n_heads": 2}),
+    "modernbert": (AutoModel, {**ONE, "pad_token_id": 0}),
+    "mpnet": (AutoModel, ONE),
+    "xlm": (AutoModel, {"vocab_size": 20, "n_words": 20, "emb_dim": 8, "n_layers": 2, "n_heads": 2}),
+}
+"""Architecture -> its loader and sizes."""
+
+
+@pytest.mark.parametrize("architecture", NAMED)
+def test_every_linear_of_a_layer_has_one_role(architecture: str) -> None:
+    loader, sizes = NAMED[architecture]
+    with torch.device("meta"):
+        model = loader.from_config(AutoConfig.for_model(architecture, **sizes))
+    assert without_role(model) == []
+    by_role = [set(names) for role in ROLES if (names := _found(model, role))]
+    assert sum(map(len, by_role)) == len(set().union(*by_role)), "no linear has two"
+    assert all(len(linear_names(model, [kind])) > 1 for kind in GROUPS)
+
+
+def _found(model: Any, role: str) -> list[str]:
+    try:
+        return linear_names(model, [role])
+    except BackboneError:
+        return []
+
+
+def test_linears_that_no_role_reaches_are_listed() -> None:
+    with torch.device("meta"):
+        mixtral = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **ONE, num_local_experts=2))
+        mamba = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("mamba", vocab_size=20, hidden_size=8, num_hidden_layers=2)
+        )
+    assert without_role(mixtral) == [f"model.layers.*.mlp.experts.{name}_proj" for name in ("down", "gate_up")]
+    assert without_role(mamba) == [f"backbone.layers.*.mixer.{name}_proj" for name in ("dt", "in", "out", "x")]
 
 
 def test_regular_expressions_choose_by_the_end_of_the_path(models: dict[str, Any]) -> None:

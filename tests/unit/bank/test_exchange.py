@@ -26,7 +26,7 @@ from raycl.bank import AdapterRef, Bank
 from raycl.bank.manifest import ModelInfo, RouterInfo
 from raycl.bank.operations.exchange import export_merged, export_peft, import_peft, mixed
 from raycl.bank.operations.vllm import RANKS, allowed_rank, export_vllm, of_one_rank
-from raycl.errors import AdapterError, BankError
+from raycl.errors import AdapterError, BackboneError, BankError
 from raycl.types import AdapterState, Mixture
 
 REPO = Path(__file__).resolve().parents[3]
@@ -192,6 +192,27 @@ def test_a_mixture_is_exactly_one_lora_and_exactly_one_merged_model(llama: Path,
     torch.testing.assert_close(logits(merged.eval()), expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(BankError, match="is not empty: name a new folder"):
         export_peft(state, described(llama), str(tmp_path / "peft"))
+
+
+def test_output_words_that_are_the_input_embeddings_become_weights_of_their_own(tmp_path: Path) -> None:
+    """An adapter on them changes what is written, not how words are read; T5 scales what tied ones read."""
+    folder, low = save_model("gpt2", tmp_path / "gpt2"), torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    head = model.lm_head
+    assert head.weight is model.get_input_embeddings().weight
+    state = AdapterState({"lm_head": (low, torch.ones(head.out_features, 2).cumsum(0))}, 0.3)
+    stack = AdapterStack(model, ["lm_head"])
+    stack.load("one", state)
+    with stack.activate(Mixture.same({"one": 1.0}, 2)):
+        expected = logits(model)
+    export_merged(state, described(folder), BackboneConfig(name=str(folder)), str(tmp_path / "merged"))
+    merged, facts = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(facts.values())
+    torch.testing.assert_close(logits(merged.eval()), expected, atol=1e-4, rtol=1e-5)
+    t5 = save_model("t5", tmp_path / "t5")
+    with pytest.raises(BackboneError, match="changes 'lm_head', whose weights T5ForConditionalGeneration shares with"):
+        export_merged(state, described(t5), BackboneConfig(name=str(t5)), str(tmp_path / "scaled"))
+    assert not (tmp_path / "scaled").exists()
 
 
 def test_a_non_linear_adapter_cannot_be_exported(

@@ -274,6 +274,9 @@ def test_the_command_prints_text_and_json(lab: Lab, capsys: pytest.CaptureFixtur
     folder.mkdir()
     (folder / "config.json").write_bytes((lab.model_folder("llama") / "config.json").read_bytes())
     words = ["--plan", f"backbone.name={folder}", "stream.name=long-A", "stream.root=/nowhere", "--gpu", "h100-80"]
+    with pytest.raises(BackboneError, match=r"128 \+ max_target_tokens 32 is more than the 128 positions"):
+        train.run(train.arguments(words))
+    words.append("stream.max_source_tokens=96")
     assert train.run(train.arguments([*words, "--json"])) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["cluster"]["gpu"]["ray"] == "H100" and not found["model"]["mapped"]

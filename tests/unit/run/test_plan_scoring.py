@@ -89,6 +89,7 @@ def test_caches_are_as_large_as_those_of_a_model(lab: Lab, kind: str) -> None:
 
 def test_the_command_shows_it(lab: Lab, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["--plan", f"backbone.name={lab.model_folder('llama')}", "stream.name=long-A", "stream.root=/nowhere"]
+    words.append("stream.max_source_tokens=96")
     assert train.run(train.arguments([*words, "eval.mode=overlap"])) == 0
     said = capsys.readouterr().out
     assert "scoring beside training (eval.mode=overlap), on a GPU of its own" in said and "2 GPUs in all" in said

@@ -83,6 +83,11 @@ class IdbrConfig(MethodConfig):
     pre_trains: ClassVar[bool] = False
 
     @property
+    def sample_share(self) -> tuple[str, float]:
+        """Of rows."""
+        return "share", self.share
+
+    @property
     def rereads_rows(self) -> bool:
         """Stored rows are numbers."""
         return True

@@ -1,0 +1,74 @@
+"""What a model can read: positions of a sequence and rows of its input embeddings, beside what a codec will give it.
+
+Where positions have a table, it counts: RoBERTa and its kin begin behind the padding id, so that they have fewer
+positions than rows, and BART keeps two rows in front of the first. Positions without a table (rotary ones) can be
+computed beyond those that a model was trained on, but are not.
+What it does not know: how long the texts are.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from raycl.backbone.codec import HFCodec
+from raycl.errors import BackboneError
+
+TABLE = re.compile(r"(^|\.)(\w*position\w*|wpe)$")
+"""How the path of a table of positions ends (BERT, BART, GPT-2 and their kin)."""
+
+
+def positions_of(stack: Any) -> int | None:
+    """Positions of one sequence that a stack of layers can read; None: no limit."""
+    tables = [
+        table
+        for path, table in stack.named_modules()
+        if isinstance(table, nn.Embedding) and TABLE.search(path) and "relative" not in path
+    ]
+    if tables:
+        return min(table.num_embeddings - _rows_in_front(table) for table in tables)
+    limit = None if stack.config.is_encoder_decoder else getattr(stack.config, "max_position_embeddings", None)
+    return None if limit is None else int(limit)
+
+
+def _rows_in_front(table: nn.Embedding) -> int:
+    """Of the first position's."""
+    return int(getattr(table, "offset", 0)) if table.padding_idx is None else table.padding_idx + 1
+
+
+def check_limits(model: Any, codec: HFCodec) -> None:
+    """Whether the codec's texts fit a model, which may be without weights.
+
+    Raises:
+        BackboneError: they may be longer than its positions, or have tokens without an embedding.
+    """
+    source = ("stream.max_source_tokens", codec.max_source_tokens)
+    target = ("max_target_tokens", codec.max_target_tokens)
+    if codec.capabilities.one_sequence:
+        _check_positions(positions_of(model), (source, target))
+    elif codec.capabilities.separate_encoder:
+        _check_positions(positions_of(model.get_encoder()), (source,))
+        _check_positions(positions_of(model.get_decoder()), ((f"stream.{target[0]}", target[1]),))
+    else:
+        _check_positions(positions_of(model), (source,))
+    _check_vocabulary(getattr(model.get_input_embeddings(), "num_embeddings", None), codec)
+
+
+def _check_positions(limit: int | None, wanted: tuple[tuple[str, int], ...]) -> None:
+    if limit is not None and sum(tokens for _, tokens in wanted) > limit:
+        named = " + ".join(f"{setting} {tokens}" for setting, tokens in wanted)
+        raise BackboneError(f"{named} is more than the {limit} positions of this backbone: lower it to fit")
+
+
+def _check_vocabulary(rows: int | None, codec: HFCodec) -> None:
+    added = codec.tokenizer.get_added_vocab().values()
+    if rows is None or max(codec.vocabulary - 1, *added) < rows:
+        return
+    beyond = sorted((number, token) for token, number in codec.tokenizer.get_vocab().items() if number >= rows)
+    raise BackboneError(
+        f"the tokenizer of this backbone has {len(beyond)} tokens without a row among the model's {rows} input "
+        f"embeddings, such as '{beyond[0][1]}' ({beyond[0][0]}): save the model with as many rows "
+        "(resize_token_embeddings), or take them out of tokenizer.json"
+    )
